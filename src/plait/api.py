@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 def join(
     mesh: str | Mesh | None = None,
     *,
-    device: str | torch.device = "cpu",
+    device: str | torch.device = "auto",
     deadline: float = 60.0,
     deterministic: bool = True,
     check_collectives: bool = False,
@@ -45,7 +45,8 @@ def join(
 
     Args:
         mesh: the axes and their sizes; None puts all ranks on ``shard``.
-        device: where this rank computes and holds its tensors; ``"cuda"`` is the GPU of its number on its host.
+        device: where this rank computes and holds its tensors; ``"cuda"`` is the GPU of its number on its host,
+            ``"auto"`` the same where this host has one for each of its ranks, and otherwise the CPU.
         deadline: seconds after which a wait for another rank raises and says which one.
         deterministic: add in rank order, so that runs are reproducible to the bit.
         check_collectives: compare every collective and message across its ranks before it runs, for a search; all
@@ -61,6 +62,8 @@ def join(
     if mesh is None:
         mesh = Mesh(shard=WorldVariables.read().size if several else 1)
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    if shared_memory and device == "auto":
+        device = "cpu"
     if several or shape.size > 1:  # a larger mesh alone: the error says how to start its ranks
         from plait.comm.process import ProcessComm
 

@@ -110,7 +110,10 @@ def without_file(folder: Path) -> None:
     [
         (shutil.rmtree, "no such folder"),
         (lambda f: (f / "config.json").unlink(), "no config.json in it, so no Hugging Face model"),
-        (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor model.safetensors.index.json"),
+        (
+            lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+            "neither model.safetensors nor model.saf",
+        ),
         (lambda f: (f / "config.json").write_text("{"), "cannot read its config.json"),
         (lambda f: folders.change_config(f, model_type="lama"), "cannot read its config.json"),
         (

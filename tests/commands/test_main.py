@@ -204,6 +204,15 @@ def test_the_installed_command_and_the_module_are_the_same() -> None:
         )
 
 
+def test_a_command_says_that_gpus_are_idle(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("plait.comm.environment.NVIDIA", os.getcwd())
+    words = ["train", "--model", "mlp", "--layers", "2", "--steps", "1", "--mesh", "shard=2", "--world", "thread"]
+    assert main(words) == 0
+    assert "plait: computing on CPUs: this host has NVIDIA GPUs, but torch" in capsys.readouterr().err
+    assert main([*words, "--device", "cpu"]) == 0
+    assert not capsys.readouterr().err
+
+
 def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     shown = capsys.readouterr().out

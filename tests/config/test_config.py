@@ -20,6 +20,7 @@ from plait.config import (
 )
 from plait.config.file import FileConfig
 from plait.config.layout import LayoutConfig
+from plait.config.machine import idle_devices
 from plait.job.config import DataConfig, JobConfig
 from plait.job.families import ModelConfig
 from plait.job.optimizer import OptimizerConfig
@@ -91,18 +92,26 @@ def test_a_mistake_is_refused_with_its_numbers(changes: dict[str, Any], says: li
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_device_that_is_not_here_is_refused() -> None:
-    assert resolve_device("auto") == "cpu"
+    assert resolve_device(TrainConfig()) == "cpu"
     with pytest.raises(ValueError, match="sees no CUDA device"):
         validate(TrainConfig(device="cuda"))
 
 
-def test_more_process_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+MACHINES: Any = [("shard=4", "auto"), ("shard=2", "auto"), ("shard=4", "thread")]
+
+
+def test_more_process_ranks_than_gpus_are_refused_or_compute_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     validate(TrainConfig(device="cuda", mesh="shard=2"))
     validate(TrainConfig(device="cuda", mesh="shard=4", world="thread"))
     with pytest.raises(ValueError, match="4 ranks on 2 CUDA devices"):
-        validate(TrainConfig(device="auto", mesh="shard=4"))
+        validate(TrainConfig(device="cuda", mesh="shard=4"))
+    several, few, threads = (TrainConfig(mesh=m, world=w) for m, w in MACHINES)
+    assert [resolve_device(one) for one in (several, few, threads)] == ["cpu", "cuda", "cuda"]
+    assert "2 GPUs of this host are idle: 4 ranks need one each" in idle_devices(several)
+    assert not idle_devices(few) and not idle_devices(replace(several, device="cpu"))
+    assert resolve_device(VerifyConfig()) == "cpu"  # a proof is of the layout
 
 
 LAUNCHED = {"RANK": "9", "WORLD_SIZE": "16", "MASTER_ADDR": "n1", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "8"}

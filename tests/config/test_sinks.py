@@ -10,7 +10,7 @@ import pytest
 from plait.config.sinks import Sinks, check_sinks, open_sinks
 
 LINES: list[dict[str, Any]] = [
-    {"step": 1, "loss": 5.25, "grad_norm": None, "tokens": 64},
+    {"step": 1, "loss": 5.25, "grad_norm": None, "tokens": 64, "seconds": 0.5},
     {"step": 2, "loss": 4.5, "grad_norm": None, "tokens": 63, "eval_loss": 4.75},
 ]
 
@@ -46,9 +46,10 @@ def test_tensorboard_reads_every_number(tmp_path: Path) -> None:
         sinks.write(line)
     events = EventAccumulator(str(tmp_path))  # before close: a rank that is stopped closes nothing
     events.Reload()
-    assert set(events.Tags()["scalars"]) == {"loss", "tokens", "eval_loss"}
+    assert set(events.Tags()["scalars"]) == {"loss", "tokens", "eval_loss", "seconds", "tokens_per_second"}
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 5.25), (2, 4.5)]
     assert [(e.step, e.value) for e in events.Scalars("eval_loss")] == [(2, 4.75)]
+    assert [(e.step, e.value) for e in events.Scalars("tokens_per_second")] == [(1, 128.0)]
     sinks.close()
     assert (tmp_path / "metrics.jsonl").exists()
 

@@ -12,16 +12,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 import torch
 
 from plait.comm.slurm import from_slurm
-from plait.core.escape import one_line
+from plait.core.escape import one_line, say
 from plait.core.mesh import MOST_RANKS, Mesh
 
 STORE = "PLAIT_STORE"
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NVIDIA = "/proc/driver/nvidia/gpus"
+"""The kernel has this folder where it drives NVIDIA GPUs."""
 LOCAL_NAMES = ("localhost", "::1", "0.0.0.0", "::")
 
 
@@ -71,13 +73,52 @@ def ranks_here(ranks: int, environment: Mapping[str, str] = os.environ) -> int:
     return _number({**environment, **from_slurm(environment)}, "LOCAL_WORLD_SIZE", 1, MOST_RANKS, default=1)
 
 
+def idle_gpus(ranks: int, environment: Mapping[str, str] = os.environ) -> str:
+    """Why ranks of this host that chose for themselves compute on CPUs though it has GPUs; empty where it has none.
+
+    Args:
+        ranks: how many there are on this host.
+    """
+    gpus = torch.cuda.device_count()
+    if gpus:
+        return (
+            f"computing on CPUs, and {gpus} GPUs of this host are idle: {ranks} ranks need one each. Start {gpus} "
+            f"ranks on a host, or choose the device cpu"
+        )
+    if os.path.exists(NVIDIA) and "CUDA_VISIBLE_DEVICES" not in environment:
+        return (
+            f"computing on CPUs: this host has NVIDIA GPUs, but torch {torch.__version__} sees none. See plait doctor, "
+            f"or choose the device cpu"
+        )
+    return ""
+
+
+def chosen_device(ranks: int, environment: Mapping[str, str] = os.environ) -> Literal["cpu", "cuda"]:
+    """The device ``auto``: GPUs, where each of the ``ranks`` of this host can have one.
+
+    Ray and Slurm may show each rank its own; torchrun and plait show all ranks the same.
+    """
+    gpus, by_agent = torch.cuda.device_count(), {"TORCHELASTIC_RUN_ID", "PLAIT_LAUNCHER"} & environment.keys()
+    isolated = "CUDA_VISIBLE_DEVICES" in environment and started(environment) and not by_agent
+    return "cuda" if gpus and (ranks <= gpus or isolated) else "cpu"
+
+
 def own_device(device: torch.device | str, environment: Mapping[str, str] = os.environ) -> torch.device:
-    """``cuda`` without a number is the GPU of this rank's number on its host, or the first of those that it sees: Ray,
-    and Slurm's ``--gpus-per-task``, show each rank its own (``CUDA_VISIBLE_DEVICES``).
+    """The device of this rank.
+
+    ``auto`` is ``cuda`` where this host has a GPU for each of its ranks, and ``cpu`` elsewhere; the first rank of a
+    host whose GPUs are idle says so.  ``cuda`` without a number is the GPU of this rank's number on its host, or the
+    first of those that it sees: Ray, and Slurm's ``--gpus-per-task``, show each rank its own
+    (``CUDA_VISIBLE_DEVICES``).
 
     Raises:
         ValueError: there is no such GPU.
     """
+    if device == "auto":
+        here = ranks_here(1, environment)
+        device = chosen_device(here, environment)
+        if device == "cpu" and environment.get("LOCAL_RANK", "0").strip() in ("", "0") and (why := idle_gpus(here)):
+            say(f"plait: {why}\n")
     device = torch.device(device)
     if device.type != "cuda":
         return device

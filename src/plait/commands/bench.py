@@ -10,7 +10,7 @@ import torch
 from rich.table import Table
 
 from plait.comm.base import Comm
-from plait.config.machine import resolve_world
+from plait.config.machine import resolve_device, resolve_world
 from plait.files.writing import told, write_text
 from plait.measure.comm import BenchConfig, Measurement, measure
 from plait.measure.plot import Panel, svg
@@ -53,7 +53,7 @@ def run_bench(config: BenchConfig, comm: Comm) -> int:
 
 def title(config: BenchConfig) -> str:
     """What was measured, in one line."""
-    return f"mesh {config.mesh}, {resolve_world(config)} world, {config.device}, torch {torch.__version__}"
+    return f"mesh {config.mesh}, {resolve_world(config)} world, {resolve_device(config)}, torch {torch.__version__}"
 
 
 def table(config: BenchConfig, results: Sequence[Measurement]) -> Table:

@@ -133,7 +133,7 @@ def _check_training(config: TrainConfig) -> None:
 
 def _check_dtypes(config: RunConfig) -> None:
     """Refuses a dtype in which the device cannot compute, and an impossible loss scale."""
-    dtype, device = config.torch_dtype, resolve_device(config.device)
+    dtype, device = config.torch_dtype, resolve_device(config)
     if dtype != torch.float32:
         try:
             matrix = torch.ones(2, 2, dtype=dtype, device=device)
@@ -149,7 +149,7 @@ def _check_model(config: RunConfig) -> None:
     model."""
     mesh, pipeline = config.parsed_mesh, config.pipeline
     find_gemm(config.gemm)
-    check_compile(config.parallelism, mesh.tensor, torch.device(resolve_device(config.device)))
+    check_compile(config.parallelism, mesh.tensor, torch.device(resolve_device(config)))
     if config.family.weights is not None:
         make_job(config)
     if isinstance(config, VerifyConfig) and config.engine is not None:

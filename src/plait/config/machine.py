@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from plait.comm.environment import ranks_here, started
+from plait.comm.environment import chosen_device, idle_gpus, ranks_here, started
 from plait.core.mesh import Mesh
 
 World = Literal["auto", "process", "shared_memory", "thread"]
@@ -28,8 +28,8 @@ class MachineConfig:
     world: World = "auto"
     """What a rank is: a process, one that shares memory with the others of its host, or a thread of this one; auto is
     shared_memory for CPUs of this machine, where the system has it, and process elsewhere."""
-    device: Device = "cpu"
-    """Where ranks compute; auto is cuda where there is one."""
+    device: Device = "auto"
+    """Where ranks compute; auto is cuda where a host has a GPU for each of its ranks, and cpu elsewhere."""
     threads: int = 1
     """Compute threads of each rank."""
     deadline: float = 60.0
@@ -54,12 +54,12 @@ def check_machine(config: MachineConfig) -> None:
         raise ValueError(
             "world shared_memory needs Linux 5.3, and memfd_create and pidfd_open to be allowed: use --world process"
         )
-    if config.world == "shared_memory" and resolve_device(config.device) == "cuda":
+    if config.world == "shared_memory" and config.device == "cuda":
         raise ValueError("world shared_memory moves tensors of CPUs: use --world process, or --device cpu")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch sees no CUDA device here; use --device cpu, or see plait doctor")
     isolated = "CUDA_VISIBLE_DEVICES" in os.environ and started() and not _ours()  # each rank may see its own
-    if resolve_device(config.device) == "cuda" and resolve_world(config) == "process" and here > gpus and not isolated:
+    if config.device == "cuda" and resolve_world(config) == "process" and here > gpus and not isolated:
         raise ValueError(
             f"{here} ranks on {gpus} CUDA devices of this host: NCCL needs one each; start {gpus} or fewer on a host, "
             f"or use --world thread or --device cpu"
@@ -73,7 +73,7 @@ def resolve_world(config: MachineConfig) -> Literal["process", "shared_memory", 
     """
     if config.world != "auto":
         return config.world
-    return "shared_memory" if _ours() and resolve_device(config.device) == "cpu" and _can_share() else "process"
+    return "shared_memory" if _ours() and resolve_device(config) == "cpu" and _can_share() else "process"
 
 
 def _ours() -> bool:
@@ -91,8 +91,17 @@ def _can_share() -> bool:
     return True
 
 
-def resolve_device(device: Device) -> Literal["cpu", "cuda"]:
-    """What ``auto`` means on this machine."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
+def resolve_device(config: MachineConfig) -> Literal["cpu", "cuda"]:
+    """What ``auto`` means on this machine; threads may share a GPU."""
+    if config.device != "auto":
+        return config.device
+    if config.world == "shared_memory":
+        return "cpu"
+    return chosen_device(1 if config.world == "thread" else ranks_here(config.parsed_mesh.size))
+
+
+def idle_devices(config: MachineConfig) -> str:
+    """Why ranks compute on CPUs of a host that has GPUs, where nobody chose that; otherwise empty."""
+    if config.device != "auto" or resolve_device(config) == "cuda":
+        return ""
+    return idle_gpus(ranks_here(config.parsed_mesh.size))

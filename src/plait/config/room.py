@@ -24,7 +24,7 @@ RECOMPUTED: tuple[Recompute, ...] = ("selective", "full")
 
 def check_room(config: RunConfig) -> None:
     """Raises ValueError, with need and have, for a run on CPUs that cannot fit into this machine's memory."""
-    if resolve_device(config.device) != "cpu" or config.job is not None:
+    if resolve_device(config) != "cpu" or config.job is not None:
         return
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     size = config.parsed_mesh.size

@@ -16,7 +16,7 @@ import tyro
 from plait.comm import Comm
 from plait.config.file import FileConfig
 from plait.config.layout import LayoutConfig, names_a_file, read_schedule
-from plait.config.machine import MachineConfig, World
+from plait.config.machine import Device, MachineConfig, World
 from plait.core.cells import Strategy, find_strategy
 from plait.core.parallelism import Parallelism
 from plait.job.config import JobConfig
@@ -172,6 +172,7 @@ class VerifyConfig(RunConfig, ComparisonConfig):
     length: int = 32
     ragged: bool = True
     world: World = "thread"
+    device: Device = "cpu"
 
 
 def section(config: Any, kind: type[Section]) -> Section:

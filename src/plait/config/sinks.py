@@ -86,8 +86,9 @@ def finite(value: Any) -> Any:
 
 
 def _numbers(line: Line) -> dict[str, float]:
-    """What can be drawn over the steps: all but the step itself and what has no value."""
-    return {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
+    """What can be drawn over the steps: all but the step itself and what has no value, and the speed."""
+    speed = {"tokens_per_second": line["tokens"] / line["seconds"]} if line.get("seconds") else {}
+    return speed | {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
 
 
 def check_sinks(out: str | None, *, tensorboard: bool, wandb: str | None) -> None:

@@ -110,7 +110,7 @@ class Family:
     tokens of the text."""
     encoder: Callable[[Any], Callable[[bytes], Tensor]] = lambda sizes: as_tokens
     """From UTF-8 text to tokens."""
-    weights: Callable[[Any, nn.Module], Weights] | None = None
+    weights: Callable[[Any, nn.Module], Weights | None] | None = None
     """Where initial values are read; None: they are drawn."""
     transformers: bool = False
     """Whether it is a model of transformers, as which it can be exported."""
@@ -265,6 +265,8 @@ def _folder(config: ModelConfig) -> Pretrained:
 
 
 def _load(folder: Pretrained) -> nn.Module:
+    if folder.from_scratch:
+        return folder.build()
     open_folder(folder.path, folder.outline())  # sizes that the files do not have are refused before they take memory
     model = folder.build()
     open_folder(folder.path, model).fill_buffers(model)
@@ -276,13 +278,14 @@ FAMILIES: dict[str, Family] = {
     "llama": _stock("llama"),
     "qwen2": _stock("qwen2"),
     FOLDER: Family(
-        "a Hugging Face folder with weights, config and tokenizer, whose sizes and dropout hold",
+        "a Hugging Face folder, whose sizes and dropout hold; weights that it lacks are drawn, and where it lacks a "
+        "tokenizer too each byte is a token",
         _folder,
         _load,
         hf.loss_sum,
         layers=None,
-        encoder=Pretrained.encoder,
-        weights=lambda folder, model: open_folder(folder.path, model),
+        encoder=lambda folder: as_tokens if folder.reads_bytes else folder.encoder(),
+        weights=lambda folder, model: None if folder.from_scratch else open_folder(folder.path, model),
         transformers=True,
         heading=f"{FOLDER}PATH",
     ),

@@ -27,7 +27,7 @@ from plait.comm.base import Comm
 from plait.comm.check import check_collectives
 from plait.comm.environment import launched
 from plait.config import MachineConfig, resolve_device
-from plait.config.machine import resolve_world
+from plait.config.machine import idle_devices, resolve_world
 from plait.core.ended import to_its_end
 from plait.core.escape import say
 from plait.files.writing import told
@@ -57,6 +57,9 @@ def launch(config: MachineConfig, body: Body, command: Sequence[str], limits: Li
         ValueError: torchrun started another number of ranks than the mesh has.
     """
     limits = limits or Limits()
+    first = LAUNCHER not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0"
+    if first and (why := idle_devices(config)):
+        say(f"plait: {why}\n")
     if config.check_collectives:
         body = _checked(body)
     if is_a_rank(config):
@@ -88,7 +91,7 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
     from plait.watch.rank import watch
 
     torch.set_num_threads(config.threads)
-    device = resolve_device(config.device)
+    device = resolve_device(config)
     try:
         mesh, alike = config.parsed_mesh, shared_settings(config)
         shared = resolve_world(config) == "shared_memory"
@@ -160,7 +163,7 @@ def _be_all_ranks(config: MachineConfig, body: Body, limits: Limits) -> int:
     with _left_at_once(Asked(ask, grace=limits.grace)), contextlib.ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(config.threads)
-        device, deadline = resolve_device(config.device), config.deadline
+        device, deadline = resolve_device(config), config.deadline
         return max(thread.run(config.parsed_mesh, rank, device=device, deadline=deadline))
 
 

@@ -95,7 +95,7 @@ def validate(config: BenchConfig) -> None:
     if mesh.size < 2:
         raise ValueError(f"the mesh '{mesh}' has 1 rank, which has nobody to send to: give 2 or more, as in shard=2")
     need, have = mesh.size * max(map(parse_size, config.sizes), default=0), memory(mesh.size)
-    if need > have and resolve_device(config.device) == "cpu":
+    if need > have and resolve_device(config) == "cpu":
         raise ValueError(f"{mesh.size} ranks need {human(need)} for one array each, have {human(have)}: smaller sizes")
     unknown = [kind for kind in config.kinds if kind not in COLLECTIVES]
     if unknown:

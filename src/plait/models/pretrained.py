@@ -95,6 +95,19 @@ class Pretrained:
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **options)
         return model
 
+    @property
+    def from_scratch(self) -> bool:
+        """Whether the folder has no weights of any kind, so that the model's are drawn."""
+        return not self._has("*.safetensors*", "*.bin*", "*.pt", "*.pth", "*.msgpack", "*.h5", "*.gguf")
+
+    @property
+    def reads_bytes(self) -> bool:
+        """Whether each byte of a text is a token, because the folder has neither weights nor a tokenizer."""
+        return self.from_scratch and not self._has("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
+
+    def _has(self, *patterns: str) -> bool:
+        return any(next(Path(self.path).glob(pattern), None) for pattern in patterns)
+
     def encoder(self) -> Callable[[bytes], Tensor]:
         """From UTF-8 text to tokens of the folder's tokenizer, without special ones: int64 [count].
 

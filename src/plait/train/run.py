@@ -184,6 +184,9 @@ def _show_header(training: Training, console: Console) -> None:
         f"{config.title}, {engine.num_parameters:,} parameters, {config.dtype}, {config.batch} samples a step, "
         f"microbatches per rank: {config.microbatches}"
     )
+    if getattr(config.sizes, "from_scratch", False):
+        as_bytes = "; each byte is a token, unless the data has tokens" if config.sizes.reads_bytes else ""
+        console.print(f"initial values are drawn: the folder has no weights{as_bytes}")
     console.print(f"{engine.strategy}")
     console.print(f"mesh {mesh}: {mesh.size} ranks ({resolve_world(config)} world)")
     if mesh.replica == 1 and "shard" in mesh.crossing and mesh.shard % mesh.hosts == 0 and mesh.shard > mesh.hosts:

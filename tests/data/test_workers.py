@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import torch
 from plait.comm import Comm, run
 from plait.core.mesh import Mesh
 from plait.data import Batch, Epochs, PackedBatches, StepDataset, StepStream, TextBatches
+from plait.data.workers import WorkerError
 
 TEXT = bytes((i * i + i // 7) % 256 for i in range(1003))
 STEPS = range(3, 10)
@@ -93,22 +95,43 @@ def test_a_workers_error_is_the_ranks() -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.timeout(240)
+def test_a_killed_worker_is_named() -> None:
+    with StepStream(dataset(), range(10**6), workers=1) as stream:
+        next(stream)
+        worker = next(iter(stream._iterator._workers))  # type: ignore[union-attr]
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(
+            WorkerError, match=rf"^data worker 0 \(pid {worker.pid}\) of this rank was killed by SIGKILL"
+        ):
+            list(stream)
+
+
 KILLED = """
 import sys
 from plait.data import StepDataset, StepStream, TextBatches
+from plait.launch.failure import leave
+class Unsendable(TextBatches):
+    def microbatches(self, *place):
+        return [super().microbatches(*place), lambda: "stands for a batch for which /dev/shm has no room"]
 if __name__ == "__main__":
-    stream = StepStream(StepDataset(TextBatches(bytes(100), 10, seed=0), 0, 1, 1, 4), range(9), workers=1)
+    kind = Unsendable if "loses" in sys.argv else TextBatches
+    stream = StepStream(StepDataset(kind(bytes(100), 10, seed=0), 0, 1, 1, 4), range(9), workers=1)
     next(stream)
+    if "leaves" in sys.argv:
+        leave(0)
     print(next(iter(stream._iterator._workers)).pid, flush=True)
     sys.stdin.read()
 """
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_rank_leaves_no_worker_behind(tmp_path: Path) -> None:
+def test_a_killed_rank_leaves_no_worker_and_no_folder_behind(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(KILLED)
+    command, place = [sys.executable, str(tmp_path / "rank.py")], tmp_path / "t"
+    place.mkdir()
     with subprocess.Popen(
-        [sys.executable, str(tmp_path / "rank.py")],
+        command, env={**os.environ, "TMPDIR": str(place)},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     ) as rank:  # fmt: skip
         assert rank.stdout is not None
@@ -122,3 +145,13 @@ def test_a_killed_rank_leaves_no_worker_behind(tmp_path: Path) -> None:
             time.sleep(0.1)
         else:
             pytest.fail("the worker still runs, 30 s after its rank was killed")
+    assert not list(place.glob("pymp-*"))
+    subprocess.run([*command, "leaves"], env={**os.environ, "TMPDIR": str(place)}, check=True)
+    assert not list(place.glob("pymp-*"))
+
+
+@pytest.mark.timeout(240)
+def test_a_batch_that_cannot_be_handed_over_ends_the_wait_for_it(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(KILLED)
+    done = subprocess.run([sys.executable, str(tmp_path / "rank.py"), "loses"], capture_output=True, text=True)
+    assert "WorkerError: data worker 0" in done.stderr and "ended with exit code 1" in done.stderr

@@ -15,18 +15,27 @@ within seconds, when the rank that started them is gone.
 
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.queues
+import multiprocessing.util
 import os
+import shutil
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
+from plait.core.ended import EndedError
 from plait.data.batches import Batch, Batches, on_device
+from plait.files.writing import told
+
+SETTLE_SECONDS = 1.0
+"""From a broken pipe of a worker to the kernel's word that it has ended."""
 
 _BUILDING = threading.Lock()  # warnings are filtered for the whole process, and ranks may be threads of it
 
@@ -46,6 +55,10 @@ class StepDataset(Dataset[list[Batch]]):
         return self.batches.microbatches(step, *place, self.global_batch)
 
 
+class WorkerError(EndedError):
+    """A data worker has ended before its time."""
+
+
 class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
     """One rank's microbatches, on ``device``, in the order of ``steps``; a context manager that closes its workers.
 
@@ -61,9 +74,14 @@ class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
         if self._next >= len(self._steps):
             self.close()
             raise StopIteration
-        if self._iterator is None:
-            self._iterator = self._start()
-        batches = next(self._iterator)
+        try:
+            if self._iterator is None:
+                self._iterator = self._start()
+            batches = next(self._iterator)
+        except (RuntimeError, OSError, EOFError) as error:
+            if ended := self._ended(SETTLE_SECONDS if isinstance(error, OSError | EOFError) else 0):
+                raise WorkerError(ended) from error
+            raise
         self._next += 1
         return on_device(batches, self._device)
 
@@ -77,6 +95,7 @@ class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
         context.set_forkserver_preload([__name__, "torchdata.stateful_dataloader"])  # heard by the first only
         with _BUILDING, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            multiprocessing.util.get_temp_dir()  # made here, it is the workers' too
             loader = StatefulDataLoader(
                 self._dataset,
                 batch_size=None,
@@ -87,8 +106,20 @@ class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
                 worker_init_fn=_watch_the_rank,
                 generator=torch.Generator(),  # it numbers the workers; torch's own generator stays as it is
             )
-        started: Iterator[list[Batch]] = iter(loader)
+        with told("/dev/shm", 0):  # where the names of locks are
+            started: Iterator[list[Batch]] = iter(loader)
         return started
+
+    def _ended(self, seconds: float) -> str:
+        """Says how a worker has ended, at once or within some seconds; "" while all live."""
+        workers: Sequence[Any] = getattr(self._iterator, "_workers", ())
+        multiprocessing.connection.wait([worker.sentinel for worker in workers], seconds)
+        for number, worker in enumerate(workers):
+            if code := worker.exitcode:
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                why = ": memory, or room in /dev/shm, may have run out; --workers 0 makes batches without it"
+                return f"data worker {number} (pid {worker.pid}) of this rank {how}{why}"
+        return ""
 
     def state_dict(self) -> dict[str, int]:
         """How many steps the stream has given out, whatever has been made ahead."""
@@ -118,6 +149,11 @@ def _watch_the_rank(worker: int) -> None:
         multiprocessing.connection.wait([rank.sentinel])
         if os.getppid() == server:  # what it was copied from is the rank's own, and would end more slowly
             os.kill(server, signal.SIGKILL)
+        shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
         os._exit(1)
 
+    def lose(error: Exception, batch: object) -> None:  # Python would go on without it, and the rank wait for ever
+        os._exit(1)
+
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(lose)  # type: ignore[attr-defined]
     threading.Thread(target=leave, daemon=True).start()

@@ -17,6 +17,7 @@ Torch stamps failures to the second; the nanoseconds here tell cause from echo.
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -165,6 +166,9 @@ def leave(code: int) -> NoReturn:
     with suppress(OSError, ValueError):
         for stream in filter(None, [sys.stderr]):
             stream.flush()
+    if util := sys.modules.get("multiprocessing.util"):  # its names and its folder, left by workers of a data loader
+        util._run_finalizers(0)
+        shutil.rmtree(sys.modules["multiprocessing"].current_process()._config.get("tempdir", ""), ignore_errors=True)
     os._exit(code)
 
 

@@ -352,3 +352,38 @@ def test_complex_weights_are_bitwise(dtype: torch.dtype) -> None:
     for strategy, mesh in (("ddp", "shard=1"), ("zero3", "shard=2")):
         verdict = plait.verify(job, mesh=mesh, strategy=strategy, microbatches=2, clip=0.1, spread=2, **settings)
         assert verdict.word == "bitwise", verdict
+
+
+class Drawing(nn.Module):
+    """A model whose forward draws random numbers between two layers."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.draw = nn.Linear(7, 6), nn.Linear(6, 3), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.draw(self.up(x)))
+        return out
+
+
+def without_grad(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        noise = torch.randn_like(h) * F.dropout(torch.ones_like(h), 0.5)
+    return h + noise
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda h: F.gumbel_softmax(h, hard=True),
+        lambda h: F.gumbel_softmax(h) + F.gumbel_softmax(h, tau=0.5),
+        lambda h: h * torch.distributions.Bernoulli(probs=torch.full_like(h, 0.7)).sample(),
+        without_grad,
+    ],
+    ids=["hard gumbel", "two gumbels", "Bernoulli.sample", "no_grad"],
+)
+def test_the_plain_run_serves_the_draws_that_the_engine_serves(draw: Any) -> None:
+    job = replace(JOB, build=lambda: Drawing(draw))
+    for strategy, mesh in (("ddp", "shard=1"), ("zero3", "shard=2")):
+        verdict = plait.verify(job, mesh=mesh, strategy=strategy, microbatches=2, steps=2)
+        assert verdict.word == "bitwise", verdict

@@ -147,7 +147,9 @@ def run(
                     p.grad.mul_(0.5)
             for rank, (model, o) in enumerate(zip(models, made, strict=True)):
                 if clip is not None and fault not in ("clip first", "no clip"):
-                    nn.utils.clip_grad_norm_(model.parameters(), clip)
+                    many = {"norm of all ranks": ranks, "squares of all ranks": ranks**0.5}.get(fault, 1.0)
+                    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+                    nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm * many)
                 if fault == "rate" and step == 1:
                     o.param_groups[0]["lr"] = RATE / 2
                 if fault == "no step" and rank == 1 and step == 1:

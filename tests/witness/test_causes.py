@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged_cases import WIDTH, batch, judged, squares
+from judged_cases import WIDTH, backward, batch, judged, squares
 from torch import nn
 
 import plait
@@ -166,3 +166,86 @@ def test_a_loss_that_compares_samples_excuses_no_more_in_fp32(tmp_path: Path) ->
     assert judged(tmp_path, loss=spread_too, batches=many).equal
     judgement = judged(tmp_path / "wrong", too_large, loss=spread_too, batches=many)
     assert (judgement.phase, judgement.name) == ("gradient", "0.weight"), judgement.text
+
+
+def layers(count: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+
+
+def clipped(
+    before: Callable[[nn.Module], Any] = lambda model: None,
+    after: Callable[[nn.Module], Any] = lambda model: None,
+    norm: float = 1.0,
+) -> Any:
+    """A step that is clipped by ``norm`` times the norm of what ``before`` has made of the gradients."""
+
+    def body(model: nn.Module, optimizer: Any, step: int) -> None:
+        backward(model, batch(step))
+        before(model)
+        total = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, total * norm)
+        after(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return body
+
+
+def scale(layer: int, factor: float) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        for p in model[layer].parameters():
+            p.grad.mul_(factor)
+
+    return change
+
+
+CLIPPED = [
+    (3, clipped(scale(0, 2)), "0.bias", "2 times what it should be; the clip makes the 4 others 0."),
+    (3, clipped(scale(2, 2)), "2.bias", "2 times what it should be; the clip makes the 4 others 0."),
+    (3, clipped(scale(1, 0.5)), "1.bias", "1/2 times what it should be; the clip makes the 4 others 1."),
+    (2, clipped(scale(0, 2)), "0.bias", "2 times what it should be; the clip makes the 2 others 0."),
+    (2, clipped(scale(0, 2)), "0.bias", "unless it is these that are wrong"),
+    (
+        3,
+        clipped(lambda model: model[0].weight.grad[3:5].zero_()),
+        "0.weight",
+        "only indices 3 to 4 of 8 of dim 0",
+    ),
+    (3, clipped(after=scale(1, 2)), "1.bias", "2 times what it should be; 1 other parameters are wrong too"),
+    (3, clipped(norm=3.0), "", "1/3 times what it should be: the norm that it is clipped by is 3 times"),
+]
+
+
+@pytest.mark.parametrize("elements", [None, 32])
+@pytest.mark.parametrize(("count", "body", "name", "said"), CLIPPED)
+def test_a_fault_before_a_clip_is_told_from_what_the_clip_makes_of_the_others(
+    tmp_path: Path, count: int, body: Any, name: str, said: str, elements: int | None
+) -> None:
+    found = judged(tmp_path, body, build=lambda: layers(count), clip=0.05, elements=elements)
+    assert (found.step, found.phase, found.name) == (0, "gradient", name) and said in found.text, found
+
+
+@pytest.mark.parametrize("elements", [None, 8])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_the_gradient_of_the_step_before_is_not_called_a_forgotten_zero_grad(
+    tmp_path: Path, clip: float | None, elements: int | None
+) -> None:
+    last: list[torch.Tensor] = []
+
+    def late(model: nn.Module) -> None:
+        now = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        for p, old in zip(model.parameters(), last, strict=False):
+            p.grad = old.clone()
+        last[:] = now
+
+    def body(model: nn.Module, optimizer: Any, step: int) -> None:
+        backward(model, batch(step))
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        late(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = judged(tmp_path, body, clip=clip, elements=elements)
+    assert (found.step, found.phase) == (1, "gradient"), found
+    assert "is given the gradient of the step before, and this step's is lost" in found.cause, found

@@ -192,6 +192,11 @@ def test_no_folder_and_another_job(
 ) -> None:
     for words, says in (
         ([str(tmp_path / "none"), "--job", job], "there is no such folder"),
+        (
+            [str(tmp_path / ("n" * 300)), "--job", job],
+            "File name too long; give the one that",
+        ),
+        ([str(tmp_path / "jobs.py"), "--job", job], "Not a directory; give the one that"),
         ([str(tmp_path), "--job", job], "has no rank-00000"),
         (
             [str(witnessed), "--model", "mlp", "--layers", "2", "--width", "5"],
@@ -202,7 +207,8 @@ def test_no_folder_and_another_job(
         (["--job", job], "folder is empty"),
     ):
         assert main(["judge", *words]) == 2, words
-        assert says in capsys.readouterr().err, words
+        shown = capsys.readouterr().err
+        assert says in shown and shown.count("\n") == 1, (words, shown)
 
 
 def test_no_bit_of_a_gradient_is_believed(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
@@ -94,18 +93,19 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def loss_in_parts(job: Job, num_parts: int) -> tuple[float, float]:
-    """The loss of the first step's batch, as a sum over its terms: at once, and of its parts added up; no dropout."""
+    """The loss of the first step's batch, as a sum over its terms: at once, and of its parts added up; no dropout.  NaN
+    where the model draws other random numbers, so that its loss is another each time."""
     model = job.build()
     materialise(model, job.seed, torch.device("cpu"), job.weights)
     with torch.no_grad(), NoDropout():
         for p in model.parameters():
             p.data = cast(p.data, job.dtype)
-        whole, *parts = (
+        whole, again, *parts = (
             job.loss_fn(model, batch).item()
-            for batches in (job.microbatches(0, 0, 1, 1), job.microbatches(0, 0, 1, num_parts))
+            for batches in (job.microbatches(0, 0, 1, n) for n in (1, 1, num_parts))
             for batch in batches
         )
-    return whole, math.fsum(parts)
+    return whole if whole == again else math.nan, math.fsum(parts)
 
 
 def make(config: RunConfig, parameters: dict[str, nn.Parameter]) -> Optimizer:
@@ -184,6 +184,8 @@ class Masks(TorchDispatchMode):
         if func is torch.ops.aten.bernoulli_.float:
             kept = args[1] if len(args) > 1 else 0.5  # torch leaves its default out
             return args[0].copy_(self.mask(args[0].shape, 1 - kept))
+        if func is torch.ops.aten.exponential_.default:  # inside F.gumbel_softmax
+            return STREAMS[Tensor.exponential_](self, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def mask(self, shape: torch.Size, p: float) -> Tensor:
@@ -214,10 +216,7 @@ class Noise(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.gumbel_softmax:
-            with self:
-                return func(*args, **kwargs)
-        if func in STREAMS and kwargs.get("generator") is None and torch.is_grad_enabled():
+        if func in STREAMS and kwargs.get("generator") is None:
             return STREAMS[func](self.masks, *args, **kwargs)
         return func(*args, **kwargs)
 

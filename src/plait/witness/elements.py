@@ -132,14 +132,16 @@ def unpacked(
     return elements, {} if norms is None else dict(zip(names, map(float, norms.tolist()), strict=True))
 
 
-def describe_few(observed: Tensor, true: Tensor, places: Tensor, sizes: Sequence[int]) -> Discrepancy:
+def describe_few(
+    observed: Tensor, true: Tensor, places: Tensor, sizes: Sequence[int], within: float = 0.0
+) -> Discrepancy:
     """What kind of difference there is between elements of a piece and what they should be.
 
     Args:
         places: where they are in the flat piece.
         sizes: of the piece.
     """
-    found = describe(observed, true)
+    found = describe(observed, true, within)
     part = found.region is not None and found.region[0] == observed.dim()  # of complex numbers
     if found.pattern not in ("region", "permutation", "noise") or not sizes or part:
         return found
@@ -158,14 +160,12 @@ def describe_few(observed: Tensor, true: Tensor, places: Tensor, sizes: Sequence
     _, dim, start, stop = best
     at = torch.unravel_index(places, list(sizes))[dim]
     inside = (at >= start) & (at < stop)
-    within = describe(observed[inside], true[inside])
-    simple = within.pattern in ("nothing", "factor")
+    kind = describe(observed[inside], true[inside])
+    simple = kind.pattern in ("nothing", "factor")
     where = f"index {start}" if stop == start + 1 else f"indices {start} to {stop - 1}"
-    what = (
-        f"only {where} of {sizes[dim]} of dim {dim}, of the elements that were kept: {within.text if simple else text}"
-    )
+    what = f"only {where} of {sizes[dim]} of dim {dim}, of the elements that were kept: {kind.text if simple else text}"
     region = (dim, start, stop)
-    return Discrepancy("region", found.max_abs, found.max_rel, within.factor, region, within.pattern, what)
+    return Discrepancy("region", found.max_abs, found.max_rel, kind.factor, region, kind.pattern, what)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

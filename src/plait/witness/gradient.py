@@ -178,7 +178,13 @@ def _as_a_sum(
     names = [str(group) for group in groups]
     if abs(again) > NEAR:
         times = "" if abs(again - 1) <= NEAR else f", {factor_text(again)} times"
-        return again, "zero_grad is left out", f"it still holds the gradient of step {setting.step - 1}{times}"
+        what = f"it still holds the gradient of step {setting.step - 1}{times}"
+        if max(map(abs, c), default=0.0) <= NEAR:
+            return again, "the optimizer is given the gradient of the step before, and this step's is lost", what
+        if max(c) - min(c) <= NEAR * max(c):
+            return again, "zero_grad is left out", what
+        text = explain(_whole(c), [part.count for _, part in parts], names)
+        return again, "the gradient of the step before and a part of this step's are added", f"{what}, and {text}"
     if all(abs(x - 1) <= NEAR for f in told for x in f.coefficients[: len(parts)]):
         return None  # each forward is in it once: what is wrong is smaller than what a sum explains
     present = [group for group, x in zip(groups, c, strict=True) if abs(x) > NEAR]
@@ -262,16 +268,24 @@ def _not_added(name: str, faulty: Sequence[Seen], setting: Setting) -> bool:
 
 def _by_parameter(setting: Setting, faulty: Sequence[Seen], start: str) -> Judgement:
     """The first wrong parameter in the order of the backward, one that has a factor before others."""
+    common = {one.rank: _common(one) if setting.scaled < 1 else 1.0 for one in faulty}
     shapes: list[tuple[Seen, str, Discrepancy]] = [
-        (one, name, _shape(one, name)) for name in reversed(list(setting.true)) for one in faulty if name in one.wrong
+        (one, name, shape)
+        for name in reversed(list(setting.true))
+        for one in faulty
+        if name in one.wrong and (shape := _shape(one, name, common[one.rank])).pattern != "equal"
     ]
     _, name, shape = next((row for row in shapes if row[2].pattern in ("factor", "nothing", "region")), shapes[0])
     ranks = tuple(other.rank for other in faulty if name in other.wrong)
     many = len({n for other in faulty for n in other.wrong})
     others = f"; {many - 1} other parameters are wrong too" if many > 1 else "; all other parameters are right"
     cause = "the gradient of one parameter" if many == 1 else "the gradient of some parameters"
+    if (hidden := common[ranks[0]]) != 1:
+        rest = len(setting.true) - len({n for _, n, _ in shapes})
+        others = f"; the clip makes the {rest} others {factor_text(hidden)} times what they should be"
+        others += ", unless it is these that are wrong" * (2 * rest <= len(setting.true))
     if shape.pattern == "factor":
-        cause += f": {_cause(shape.factor or 0.0, setting, 1)}"
+        cause += f": {_cause(shape.factor or 0.0, replace(setting, scaled=1.0), 1)}"
     elif _not_added(name, faulty, setting):
         cause += f": each rank has its own part of the sum, and nobody adds them up over the {setting.ranks} ranks"
     elif shape.pattern == "nothing":
@@ -282,16 +296,29 @@ def _by_parameter(setting: Setting, faulty: Sequence[Seen], start: str) -> Judge
     return Judgement(setting.step, "gradient", name, ranks, shape.factor, 0.0, cause, text)
 
 
-def _shape(one: Seen, name: str) -> Discrepancy:
-    """How a parameter's gradient differs, as far as what was kept of it tells."""
-    if (times := one.beside.get(name)) is None:
+def _common(one: Seen) -> float:
+    """The factor that a clip by a wrong norm gives to gradients that were right before it: that of at least half of
+    them, and the smaller of two; 1 where they have none."""
+    shapes = (_shape(one, name) for name in one.wrong)
+    factors = sorted(shape.factor for shape in shapes if shape.pattern == "factor" and shape.factor)
+    alike = [sum(abs(f - other) <= NEAR * abs(f) for other in factors) for f in factors]
+    most = max(alike, default=0)
+    right = most < len(one.true) / 2 or len(one.wrong) < len(one.true)
+    return 1.0 if right else factors[alike.index(most)]
+
+
+def _shape(one: Seen, name: str, times: float = 1.0) -> Discrepancy:
+    """How a parameter's gradient differs from ``times`` the true one, as far as what was kept of it tells."""
+    true = one.true[name] if times == 1 else one.true[name] * times
+    within = 0.0 if times == 1 else NEAR
+    if (beside := one.beside.get(name)) is None:
         if one.run.elements is None:
-            return describe(one.observed[name], one.true[name])
+            return describe(one.observed[name], true, within)
         sizes = [stop - start for start, stop in one.run.regions[name]]
-        return describe_few(one.observed[name], one.true[name], one.run.places[name], sizes)
-    of = f"its norm is {factor_text(times)} times what it should be"
+        return describe_few(one.observed[name], true, one.run.places[name], sizes, within)
+    of = f"its norm is {factor_text(beside)} times what it should be"
     if not one.true[name].any():  # none of the elements that were kept has a gradient
-        return Discrepancy("factor", math.inf, math.inf, times, text=of)
+        return Discrepancy("factor", math.inf, math.inf, beside, text=of)
     return Discrepancy(
         "noise", math.inf, math.inf, text=f"{of}, and the {len(one.true[name])} elements that were kept are right"
     )
@@ -317,15 +344,20 @@ def _cause(factor: float, setting: Setting, calls: int) -> str:
         known += [(count / n, f"a sum of losses, of which only the mean over {n} ranks is taken")] * (n > 1)
         known += [(1 / count, f"it is divided by the count, {count}, once too often")]
         known += [(count / samples, f"the sum is divided by the {samples} samples, and has {count} terms")]
-    if setting.scaled < 1:
-        known += [
-            (1 / setting.scaled, f"it is not clipped: the norm is {setting.norm:.4g}, and the clip {setting.clip:g}")
-        ]
+    if setting.scaled < 1:  # a clip leaves nothing of a factor before it, unless it brings the norm below
+        scaled, clip = setting.scaled, f"the norm is {setting.norm:.4g}, and the clip {setting.clip:g}"
+        known = [(v / scaled, f"{text}, and not clipped" * (v > scaled) or text) for v, text in known]
+        known += [(1 / scaled, f"it is not clipped: {clip}")]
+        held = f"the {n} ranks, each of which has all of it"
+        known += [(1 / n, f"the norm that it is clipped by is added up over {held}")] * (n > 1)
+        known += [(n**-0.5, f"the squares of the norm that it is clipped by are added up over {held}")] * (n > 1)
     elif setting.clip is None and 0 < factor < 1:
         norm = factor * setting.norm
         if abs(float(f"{norm:.1g}") / norm - 1) < EXPLAINED:
             known += [(factor, f"it is clipped to the norm {norm:.1g}: judge it with --clip {norm:.1g}")]
     found = dict.fromkeys(text for value, text in known if abs(value - 1) > NEAR and abs(factor / value - 1) <= NEAR)
+    if not found and setting.scaled < 1:
+        return f"the norm that it is clipped by is {factor_text(1 / factor)} times what it should be"
     return " or ".join(found) if found else "a division or a sum that the job does not have"
 
 

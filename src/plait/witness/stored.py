@@ -179,9 +179,13 @@ def read_witnessed(folder: str | Path) -> Witnessed:
         ValueError: no such folder, a rank that is missing, a file that is damaged, not one whole step.
     """
     place = Path(folder)
-    if not place.is_dir():
-        raise ValueError(f"{shown(folder)}: there is no such folder; give the one that plait.witness has written")
-    there = {int(m[1]) for path in place.iterdir() if (m := re.fullmatch(r"rank-(\d{5})", path.name))}
+    try:
+        names = [path.name for path in place.iterdir()]
+    except (OSError, ValueError) as error:  # a ValueError: a name with a NUL
+        missing = isinstance(error, FileNotFoundError)
+        why = "there is no such folder" if missing else getattr(error, "strerror", None) or str(error)
+        raise ValueError(f"{shown(folder)}: {why}; give the one that plait.witness has written") from error
+    there = {int(m[1]) for name in names if (m := re.fullmatch(r"rank-(\d{5})", name))}
     if not there:
         raise ValueError(f"{shown(folder)} has no rank-00000: give the folder that plait.witness has written")
     count = _run(place, min(there)).ranks

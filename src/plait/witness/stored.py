@@ -182,8 +182,8 @@ def read_witnessed(folder: str | Path) -> Witnessed:
     try:
         names = [path.name for path in place.iterdir()]
     except (OSError, ValueError) as error:  # a ValueError: a name with a NUL
-        missing = isinstance(error, FileNotFoundError)
-        why = "there is no such folder" if missing else getattr(error, "strerror", None) or str(error)
+        gone = isinstance(error, FileNotFoundError)
+        why = "there is no such folder" if gone else getattr(error, "strerror", None) or str(error)
         raise ValueError(f"{shown(folder)}: {why}; give the one that plait.witness has written") from error
     there = {int(m[1]) for name in names if (m := re.fullmatch(r"rank-(\d{5})", name))}
     if not there:

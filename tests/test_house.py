@@ -6,7 +6,7 @@ engine <- injection <- train
 config <- verify <- train <- launch <- commands
 inside the engine: forward <- data_parallel <- state <- pipeline <- the step (engine.py and its neighbours)
 models and data stand beside engine, below job; measure lies between config and train; watch stands upon comm; files
-imports nothing
+upon core
 """
 
 import ast
@@ -31,7 +31,7 @@ TRAINING = UP_TO_ENGINE | {"files", "plan", "report", "checkpoint", "models", "d
 
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
-    "files": set(),
+    "files": {"core"},
     "schedule": {"core"},
     "plan": {"core", "schedule"},
     "report": {"core", "schedule", "plan"},

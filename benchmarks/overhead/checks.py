@@ -26,7 +26,7 @@ from plait.core.collectives import Note
 from plait.core.mesh import AXES
 from plait.engine.drift import DriftCheck
 from plait.job.job import make_job
-from plait.launch import launch
+from plait.launch.local import launch
 from plait.watch.rank import RankObserver
 
 TURNS = ("plain", "collectives", "drift", "watched")

@@ -28,51 +28,67 @@ commands/          the ``plait`` command
 api.py             the few calls that a script needs besides ``Engine``
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from plait.api import distributed_sampler, join, rank_batches, run_threads, sum_of_mean
-from plait.checkpoint.load import Loaded, load
-from plait.checkpoint.save import Saver, save
-from plait.checkpoint.stateful import Checkpointed
-from plait.comm import Comm
-from plait.core.cells import TABLE, Cell, Strategy, parse_strategy
-from plait.core.layout import Layout
-from plait.core.mesh import Mesh
-from plait.core.parallelism import Parallelism
-from plait.core.precision import LossScale
-from plait.engine import EMA, Engine, Evaluation, StepResult, elementwise, empty_parameters
-from plait.injection import inject
-from plait.job.own import UserJob
-from plait.sharded import (
-    LayoutError,
-    ShardedTensor,
-    annotate,
-    auto_redistribute,
-    dropout_stream,
-    explain,
-    from_dtensor,
-    to_dtensor,
-)
-from plait.tensor_parallel import cross_entropy_sum
+TYPE_CHECKING = False
+"""Type checkers take it for true.  Nothing is imported here, of Python neither: ``python -m plait`` comes by here with
+the current folder first on its path."""
 
 if TYPE_CHECKING:
+    from plait.api import distributed_sampler, join, rank_batches, run_threads, sum_of_mean
+    from plait.checkpoint.load import Loaded, load
+    from plait.checkpoint.save import Saver, save
+    from plait.checkpoint.stateful import Checkpointed
+    from plait.comm import Comm
+    from plait.core.cells import TABLE, Cell, Strategy, parse_strategy
+    from plait.core.layout import Layout
+    from plait.core.mesh import Mesh
+    from plait.core.parallelism import Parallelism
+    from plait.core.precision import LossScale
+    from plait.engine import EMA, Engine, Evaluation, StepResult, elementwise, empty_parameters
+    from plait.injection import inject
+    from plait.job.own import UserJob
+    from plait.sharded import (
+        LayoutError,
+        ShardedTensor,
+        annotate,
+        auto_redistribute,
+        dropout_stream,
+        explain,
+        from_dtensor,
+        to_dtensor,
+    )
+    from plait.tensor_parallel import cross_entropy_sum
     from plait.verify.resume import verify_resume as verify_resume
     from plait.verify.run import verify as verify
     from plait.witness.judge import judge as judge
     from plait.witness.record import witness as witness
+else:
+
+    def __getattr__(name):
+        from plait.core.later import later
+
+        return later(__name__, _MODULES)(name)
 
 
-def __getattr__(name: str) -> Any:
-    """``plait.verify``, ``verify_resume``, ``witness``, ``judge`` are imported when asked for, with what they need."""
-    if name in ("verify", "witness"):
-        return import_module(f"plait.{name}")
-    if name == "judge":
-        return import_module("plait.witness.judge").judge
-    if name == "verify_resume":
-        return import_module("plait.verify.resume").verify_resume
-    raise AttributeError(f"module 'plait' has no attribute {name!r}")
-
+_MODULES = {
+    "api": "distributed_sampler join rank_batches run_threads sum_of_mean",
+    "checkpoint.load": "Loaded load",
+    "checkpoint.save": "Saver save",
+    "checkpoint.stateful": "Checkpointed",
+    "comm": "Comm",
+    "core.cells": "TABLE Cell Strategy parse_strategy",
+    "core.layout": "Layout",
+    "core.mesh": "Mesh",
+    "core.parallelism": "Parallelism",
+    "core.precision": "LossScale",
+    "engine": "EMA Engine Evaluation StepResult elementwise empty_parameters",
+    "injection": "inject",
+    "job.own": "UserJob",
+    "sharded": "LayoutError ShardedTensor annotate auto_redistribute dropout_stream explain from_dtensor to_dtensor",
+    "tensor_parallel": "cross_entropy_sum",
+    "verify.resume": "verify_resume",
+    "witness.judge": "judge",
+}
+"""What each brings, imported when it is asked for; ``verify`` and ``witness`` are modules that can be called."""
 
 __version__ = "0.1.0"
 

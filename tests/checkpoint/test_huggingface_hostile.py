@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from plait.checkpoint.huggingface import copied_files, open_folder, write_model, write_tensors
 from plait.comm import Comm, run
-from plait.comm.agree import OtherRankError
+from plait.core.ended import OtherRankError
 from plait.core.mesh import Mesh
 from plait.engine import Engine, empty_parameters
 from plait.engine.state.init import materialise

@@ -86,7 +86,7 @@ def test_a_torch_without_onednn_has_no_rate_of_it(
     monkeypatch.setattr(machine, "product_rate", lambda *_, **__: 1e9)
     facts = doctor.measured()
     assert facts["onednn_product_flops"] is None
-    assert doctor.run_doctor(doctor.DoctorConfig()) == 0
+    assert doctor.run(doctor.DoctorConfig()) == 0
     shown = capsys.readouterr().out
     assert "onednn product" in shown and "--gemm" not in shown
 
@@ -124,6 +124,6 @@ def test_facts_go_to_a_file_and_markup_stays_text(
 ) -> None:
     monkeypatch.setattr(doctor, "processor", lambda: {"model": "[red]x[/]", "usable_cores": 1, "cgroup_cores": None})
     path = tmp_path / "facts.json"
-    assert doctor.run_doctor(doctor.DoctorConfig(json=str(path), measure=False)) == 0
+    assert doctor.run(doctor.DoctorConfig(json=str(path), measure=False)) == 0
     assert json.loads(path.read_text())["processor"]["model"] == "[red]x[/]"
     assert "[red]x[/]" in capsys.readouterr().out

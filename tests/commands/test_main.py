@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import plait
-from plait.commands.main import BenchCommand, main, parse
+from plait.commands.bench import BenchCommand
+from plait.commands.main import main, parse
 from plait.config import TrainConfig, VerifyConfig, to_toml, with_job
 
 
@@ -156,7 +157,7 @@ def test_a_fault_of_ours_or_the_users_code_keeps_its_traceback(
     def broken(*_: object) -> int:
         return int("no number")  # a ValueError, but not plait refusing an input
 
-    monkeypatch.setattr("plait.commands.main.run_bench", broken)
+    monkeypatch.setattr("plait.commands.bench.run_bench", broken)
     assert main(["bench", "comm", "--world", "thread"]) == 1
     shown = capsys.readouterr().err
     assert shown.startswith("Traceback")

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 
-from plait.commands.main import COMMANDS, main
+from plait.commands.main import COMMANDS, kind_of, main
 from plait.config import TrainConfig, VerifyConfig, validate
 from plait.config.bounds import BOUNDS, LONGEST, check_values
 from plait.config.room import check_room
@@ -29,8 +29,8 @@ def numbers(kind: Any, seen: set[str]) -> set[str]:
 
 def test_every_number_has_bounds_and_every_bound_a_number() -> None:
     found: set[str] = set()
-    for kind in COMMANDS.values():
-        numbers(kind, found)
+    for name in COMMANDS:
+        numbers(kind_of(name), found)
     assert found == {*BOUNDS}
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from plait.comm.base import Comm
 from plait.core.mesh import AXES, Mesh
-from plait.launch import guarded, launch
+from plait.launch.failure import guarded
+from plait.launch.local import launch
 from plait.measure.comm import BenchConfig
 
 HOW, REST = sys.argv[1], sys.argv[2:]

@@ -70,7 +70,7 @@ import os, sys
 import numpy, torch
 if sys.argv[1] == "text":
     sys.exit("the matter is here" if os.environ["RANK"] == "1" else 0)
-print(os.environ["RANK"], numpy.random.random(), torch.rand(1).item(), flush=True)
+os.write(1, f"{os.environ['RANK']} {numpy.random.random()} {torch.rand(1).item()}\\n".encode())
 """
 
 

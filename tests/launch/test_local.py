@@ -16,8 +16,7 @@ from sockets import children, listening
 import plait
 from plait.comm.base import Comm
 from plait.commands.main import main
-from plait.launch import launch
-from plait.launch.local import rank_environment
+from plait.launch.local import launch, rank_environment
 from plait.measure.comm import BenchConfig
 
 SCRIPT = str(Path(__file__).with_name("ranks.py"))

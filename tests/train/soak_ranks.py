@@ -17,7 +17,7 @@ import tyro
 
 from plait.comm import Comm, Observer
 from plait.config import TrainConfig
-from plait.launch import launch
+from plait.launch.local import launch
 from plait.train.run import run_train
 
 

@@ -242,7 +242,7 @@ def test_sinks_are_closed_when_a_step_raises(text: str, tmp_path: Path, monkeypa
         monkeypatch.setattr(comm.ledger, "clear", lambda: 1 / 0, raising=False)
         return run_train(config, comm, argv)
 
-    monkeypatch.setattr("plait.commands.main.run_train", broken)
+    monkeypatch.setattr("plait.commands.train.run_train", broken)
     words = ["train", "--world", "thread", "--mesh", "shard=1", *SIZES, "--data", text, "--out", str(tmp_path)]
     assert main(words) == 1
     assert closed == [1]

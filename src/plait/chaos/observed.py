@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from plait.launch.fork_server import die_with
+from plait.launch.fork_server import PYTHON, die_with
 from plait.watch.processes import look
 
 PAUSE = 0.01
@@ -55,7 +54,7 @@ class Observed:
         self,
         words: Sequence[str],
         environment: Mapping[str, str] | None = None,
-        program: Sequence[str] = (sys.executable, "-m", "plait"),
+        program: Sequence[str] = (*PYTHON, "-m", "plait"),
     ) -> None:
         self.lines: list[SaidLine] = []
         self.orphans = 0

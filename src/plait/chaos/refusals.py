@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import time
 from contextlib import closing, suppress
 
@@ -14,6 +13,7 @@ from plait.chaos.ground import EVERY, PATIENCE, RANKS, Ground, lines_of, wait_fo
 from plait.chaos.observed import LOOPBACK, Observed, listening
 from plait.chaos.trials import Result, injected, outcome
 from plait.checkpoint.folder import CHECKPOINTS
+from plait.launch.fork_server import PYTHON
 
 SHORT = 5.0
 """The deadline of runs whose ranks do not find each other."""
@@ -110,7 +110,7 @@ def full_disk(ground: Ground, number: int) -> Result:
     if code not in (1, 2) or "Traceback" in said or str(out) not in said:
         return Result(f"exit code {code}: {said[-800:]}", {"ended": seconds})
     kept = sorted(folder.name for folder in (out / CHECKPOINTS).glob("step-*"))
-    command = [sys.executable, "-m", "plait", "checkpoint", "verify", "--all", str(out)]
+    command = [*PYTHON, "-m", "plait", "checkpoint", "verify", "--all", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     if done.returncode or not kept or int(kept[-1][5:]) >= step:
         return Result(f"there are {kept}, of which not all verify: {done.stdout} {done.stderr}", {"ended": seconds})

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from plait.launch.fork_server import die_with
+from plait.launch.fork_server import PYTHON, die_with
 from plait.watch.hosts import CHANNEL
 
 NEEDED = ("unshare", "nsenter", "ip", "mount")
@@ -77,7 +77,7 @@ class TwoHosts:
 
     def torchrun(self, *words: str, ranks: Sequence[int] = (1, 2)) -> list[list[str]]:
         """The command of each host, a's first; together they run ``words`` with so many ranks on each."""
-        run = (sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(ranks)}")
+        run = (*PYTHON, "-m", "torch.distributed.run", f"--nnodes={len(ranks)}")
         meet = (f"--master-addr={self.a.address}", f"--master-port={STORE_PORT}")
         return [
             host.program(*run, *meet, f"--node-rank={node}", f"--nproc-per-node={count}", *words)

@@ -17,15 +17,12 @@ from torch import Tensor
 
 from plait.comm.base import Comm
 from plait.core.collectives import Note
+from plait.core.ended import OtherRankError
 from plait.core.escape import one_line, printable
 from plait.core.mesh import AXES
 
 LONGEST_ERROR = 1024
 """Bytes of an error's text that reach the other ranks."""
-
-
-class OtherRankError(RuntimeError):
-    """What another rank has raised, as its text."""
 
 
 def gather_ints(comm: Comm, row: Sequence[int], axes: Sequence[str], note: Note) -> list[list[int]]:

@@ -1,7 +1,9 @@
 """The ``plait`` command: words and flags in, an exit code out; the work is done in the other packages.
 
-main.py        ``plait WORD ...``: parses, validates, launches                 start here
+main.py        ``plait WORD ...``: parses, and runs the command of that name    start here
 flags.py       words as a config: groups of flags, hints for a wrong one
+train.py       ``plait train``: a run, or what is left of one
+verify.py      ``plait verify``: a layout, a matrix, or another engine
 schedule.py    ``plait schedule``: schedules on the screen, proved, and as a picture
 checkpoint.py  ``plait checkpoint``: checkpoints shown, verified, compared, and in other forms
 prove.py       ``plait prove``: a layout proved without running it

@@ -3,20 +3,37 @@
 import datetime
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
+import tyro
 from rich.table import Table
 
 from plait.comm.base import Comm
 from plait.config.machine import resolve_device, resolve_world
-from plait.files.writing import told, write_text
-from plait.measure.comm import BenchConfig, Measurement, measure
+from plait.files.writing import told, write_json, write_text
+from plait.launch.local import launch
+from plait.measure.comm import BenchConfig, Measurement, measure, validate
 from plait.measure.plot import Panel, svg
 from plait.report.drawing import seconds_text
 from plait.report.screen import screen
-from plait.verify.run import write_json
+
+
+@dataclass(frozen=True)
+class BenchCommand(BenchConfig):
+    """Time messages between ranks: ping-pong, and every collective by size."""
+
+    what: tyro.conf.Positional[Literal["comm"]] = "comm"
+    """What is timed."""
+
+
+def run(config: BenchCommand, argv: Sequence[str]) -> int:
+    """Measures on the ranks of the mesh; the exit code."""
+    validate(config)
+    return launch(config, partial(run_bench, config), ["-m", "plait", *argv])
 
 
 def run_bench(config: BenchConfig, comm: Comm) -> int:

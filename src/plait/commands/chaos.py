@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,9 @@ from rich.table import Table
 
 from plait.chaos import ROWS, run_campaign
 from plait.chaos.campaign import RowResult
-from plait.files.writing import check_folder
+from plait.files.writing import check_folder, write_json
 from plait.launch.signals import Asked, heard
 from plait.report.screen import screen
-from plait.verify.run import write_json
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ChaosConfig:
     """Write the results here as JSON; "-" is the standard output."""
 
 
-def run_chaos(config: ChaosConfig) -> int:
+def run(config: ChaosConfig, argv: Sequence[str] = ()) -> int:
     """The campaign, trial by trial, and its table."""
     known = {row.name: row for row in ROWS}
     if unknown := [name for name in config.rows if name not in known]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +36,11 @@ from plait.checkpoint.storage import Storage
 from plait.commands.bench import size_text
 from plait.core.escape import one_line
 from plait.engine import empty_parameters
-from plait.files.writing import told
+from plait.files.writing import told, write_json
 from plait.job.families import FOLDER
 from plait.models.hf import check_installed
 from plait.models.pretrained import Pretrained
 from plait.report.screen import screen
-from plait.verify.run import write_json
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -377,7 +376,8 @@ class CheckpointCommand:
     ]
     """What to do with it."""
 
-    def run(self) -> int:
-        """Does it; returns the exit code."""
-        with refused():
-            return self.what.run()
+
+def run(config: CheckpointCommand, argv: Sequence[str]) -> int:
+    """Does what is asked; the exit code."""
+    with refused():
+        return config.what.run()

@@ -11,6 +11,7 @@ import resource
 import shutil
 import socket
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,10 @@ from rich.table import Table
 from rich.text import Text
 
 from plait import __version__
+from plait.files.writing import write_json
 from plait.measure import machine
 from plait.report.screen import screen
 from plait.tensor_parallel.gemm import ONEDNN, has_onednn
-from plait.verify.run import write_json
 
 Facts = dict[str, Any]
 
@@ -39,7 +40,7 @@ class DoctorConfig:
     """Measure memory bandwidth, matrix products and overlap (about 2 seconds)."""
 
 
-def run_doctor(config: DoctorConfig) -> int:
+def run(config: DoctorConfig, argv: Sequence[str] = ()) -> int:
     """Examines and shows; the exit code is 0, for a warning is no failure."""
     facts = examine(config.measure)
     console = screen(stderr=config.json == "-")

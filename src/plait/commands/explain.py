@@ -4,7 +4,7 @@ plait explain --model gpt --mesh tensor=2 --sequence-parallel
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from rich import box
@@ -12,12 +12,12 @@ from rich.table import Table
 
 from plait.config import with_job
 from plait.core.mesh import Mesh
+from plait.files.writing import write_json
 from plait.job.config import JobConfig
 from plait.job.job import build_model
 from plait.report.screen import screen
 from plait.tensor_parallel.plan import parallel_plan
 from plait.tensor_parallel.types import ModuleType, module_types
-from plait.verify.run import write_json
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ExplainConfig(JobConfig):
     """Write the types here as JSON; "-" is the standard output."""
 
 
-def run_explain(config: ExplainConfig) -> int:
+def run(config: ExplainConfig, argv: Sequence[str] = ()) -> int:
     """Shows and writes the types; ValueError for a mesh without a tensor axis, or a model without a plan."""
     config = with_job(config)
     mesh = Mesh.parse(config.mesh)

@@ -18,11 +18,11 @@ from rich.text import Text
 from plait.comm import Comm
 from plait.config import VerifyConfig, validate, with_job
 from plait.files.reading import read_text
+from plait.files.writing import write_json
 from plait.job.config import JobConfig
 from plait.job.job import make_job
-from plait.launch import launch
+from plait.launch.local import launch
 from plait.report.screen import screen
-from plait.verify.run import write_json
 from plait.witness.grid import MICROBATCHES, RANKS, GridCell, cells_up_to, growth, told_factor
 from plait.witness.judge import judge
 from plait.witness.judgement import Judgement
@@ -48,7 +48,7 @@ class JudgeConfig(JobConfig):
     """Write the judgement here as JSON; "-" is the standard output."""
 
 
-def run_judge(config: JudgeConfig, argv: Sequence[str] = ()) -> int:
+def run(config: JudgeConfig, argv: Sequence[str] = ()) -> int:
     """The judgement, shown and written; ``argv`` asks for it again."""
     config = with_job(config)
     if config.dtype.endswith("-mixed"):

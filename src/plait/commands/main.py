@@ -6,83 +6,44 @@ Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; p
 different), 2 bad input; 128 + n for signal n.
 """
 
+import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import fields, make_dataclass, replace
+from importlib import import_module
 from importlib.metadata import version
 from itertools import zip_longest
-from typing import Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar, Union
-
-import tyro
+from types import ModuleType
+from typing import Annotated, Any, NoReturn, Union, get_type_hints
 
 from plait import __version__
 from plait import config as configs
-from plait.comm.agree import check_together, gather_ints
-from plait.comm.base import NO_NOTE, Comm
-from plait.commands.bench import run_bench
-from plait.commands.chaos import ChaosConfig, run_chaos
-from plait.commands.checkpoint import CheckpointCommand
-from plait.commands.doctor import DoctorConfig, run_doctor
-from plait.commands.explain import ExplainConfig, run_explain
-from plait.commands.flags import check_flags, parse_sections
-from plait.commands.judge import JudgeConfig, run_grid, run_judge, run_verify_engine
-from plait.commands.prove import ProveConfig, run_prove
-from plait.commands.schedule import ScheduleCommand
-from plait.config import TrainConfig, VerifyConfig
 from plait.config.bounds import check_values
 from plait.core.ended import to_its_end
 from plait.core.escape import heard, say
-from plait.core.mesh import AXES
 from plait.files.reading import shown
 from plait.files.writing import check_file
 from plait.job.user_code import FLAG, load_installed, load_plugin, take_plugins
-from plait.launch import Limits, guarded, is_a_rank, launch, leave, open_closed
-from plait.measure import comm as bench
-from plait.train.resume import check_places, has_settings, newest_sound, restarted
-from plait.train.run import run_train
-from plait.verify import run_verify
-from plait.verify.matrix import run_matrix
-from plait.witness.run import with_engine
+from plait.launch.failure import guarded, leave, open_closed
+from plait.launch.signals import leave_at_once, raise_again
 
-Config = TypeVar("Config", TrainConfig, VerifyConfig)
-
-
-@dataclass(frozen=True)
-class BenchCommand(bench.BenchConfig):
-    """Time messages between ranks: ping-pong, and every collective by size."""
-
-    what: tyro.conf.Positional[Literal["comm"]] = "comm"
-    """What is timed."""
-
-
-Command: TypeAlias = (
-    TrainConfig
-    | VerifyConfig
-    | ProveConfig
-    | DoctorConfig
-    | BenchCommand
-    | ScheduleCommand
-    | CheckpointCommand
-    | ChaosConfig
-    | JudgeConfig
-    | ExplainConfig
-)
-
-COMMANDS: dict[str, Any] = {
-    "train": TrainConfig,
-    "verify": VerifyConfig,
-    "prove": ProveConfig,
-    "doctor": DoctorConfig,
-    "bench": BenchCommand,
-    "schedule": ScheduleCommand,
-    "explain": ExplainConfig,
-    "checkpoint": CheckpointCommand,
-    "chaos": ChaosConfig,
-    "judge": JudgeConfig,
+COMMANDS = {
+    "train": "Train a model on a mesh; show its loss, its speed and its bytes, predicted and measured.",
+    "verify": "Hold a layout against the single process: losses, every gradient, norm, parameters, optimizer state.",
+    "prove": "Prove that a layout is the run of a single process, for every rank, without running it.",
+    "doctor": "Show what this machine is: processor, memory, GPUs and links, network, limits, measured speeds.",
+    "bench": "Time messages between ranks: ping-pong, and every collective by size.",
+    "schedule": "Show, write, prove or draw a pipeline schedule.",
+    "explain": "Show the types of activations and parameters under a model's tensor plan, and what each module sends.",
+    "checkpoint": "Show, verify, compare or convert a checkpoint.",
+    "chaos": "Do real runs real harm, and hold what becomes of them against the goals.",
+    "judge": "Hold a run that was witnessed, of any engine, against the single process; name the first thing that is "
+    "wrong.",
 }
-"""What each command is parsed into."""
+"""The commands.  Each has a module of its name here, which is imported, with all that it needs, when it is asked for.
+Its words are parsed into what its ``run(config, argv)`` takes."""
+
 
 NESTED = ("schedule", "checkpoint")
 """Commands that have commands of their own."""
@@ -107,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def program() -> NoReturn:
     """The program ``plait``."""
     open_closed()
+    leave_at_once()
+    os.environ["PYTHONSAFEPATH"] = "1"  # for every Python that is started below it, by torch and multiprocessing too
     leave(main(sys.argv[1:]))
 
 
@@ -119,105 +82,53 @@ def run(argv: list[str]) -> int:
     command = parse(argv)
     for file in getattr(command, "plugin", ()):  # a file of settings may name some
         load_plugin(file)
+    raise_again()
     with to_its_end():
-        return carry_out(command, argv)
+        check_values(command)
+        if (place := getattr(getattr(command, "what", command), "json", None)) not in (None, "-"):
+            check_file("json", place)
+        return int(module_of(take_plugins(argv)[0][0]).run(command, argv))
 
 
-def carry_out(command: Command, argv: list[str]) -> int:
-    """A command that was parsed from ``argv``."""
-    check_values(command)
-    if (place := getattr(getattr(command, "what", command), "json", None)) not in (None, "-"):
-        check_file("json", place)
-    body: Callable[[Comm], int]
-    limits = Limits()
-    match command:
-        case DoctorConfig():
-            return run_doctor(command)
-        case ProveConfig():
-            return run_prove(command)
-        case ChaosConfig():
-            return run_chaos(command)
-        case JudgeConfig():
-            return run_judge(command, argv)
-        case ExplainConfig():
-            return run_explain(command)
-        case ScheduleCommand():
-            command.what.run()
-            return 0
-        case CheckpointCommand():
-            return command.run()
-        case BenchCommand():
-            bench.validate(command)
-            body = partial(run_bench, command)
-        case TrainConfig():
-            command = configs.with_job(command)
-            if is_a_rank(command):  # how often it was started, all know together
-                body = partial(train_again, command, argv=argv)
-            else:
-                configs.validate(command)
-                if done := check_places(command):
-                    say(f"{done}\n", sys.stderr if command.json == "-" else sys.stdout)
-                    return 0
-                body = partial(run_train, command, argv=argv)
-            limits = Limits(command.restarts, command.grace, partial(newest_sound, command))
-        case VerifyConfig(grid=True):
-            return run_grid(configs.with_job(command), argv)
-        case VerifyConfig(engine=None, matrix=None):
-            command = configs.with_job(command)
-            configs.validate(command)
-            body = partial(run_verify, command, argv=argv)
-        case VerifyConfig(engine=str()):
-            command = configs.with_job(command)
-            configs.validate(command)
-            command = with_engine(command)
-            body = partial(run_verify_engine, command, argv=argv)
-        case VerifyConfig():
-            return run_matrix(command)
-    return launch(command, body, ["-m", "plait", *argv], limits)
+def module_of(name: str) -> ModuleType:
+    """The module of a command."""
+    return import_module(f"plait.commands.{name}")
 
 
-def train_again(config: TrainConfig, comm: Comm, argv: Sequence[str]) -> int:
-    """A rank's run, which goes on where the attempts before came to; nothing is written before all have looked."""
-    done, wrong = None, None
-    # An agent that was started anew is younger than what the others have written.
-    begun = any(row[0] for row in gather_ints(comm, [has_settings(config)], AXES, NO_NOTE))
-    try:
-        config = restarted(config, comm.attempt, begun)
-        configs.validate(config)
-        done = check_places(config)
-    except Exception as error:
-        wrong = error
-    check_together(comm, wrong, AXES)
-    if done:
-        say(f"{done}\n", sys.stderr if config.json == "-" else sys.stdout)
-        return 0
-    return run_train(config, comm, argv=argv)
+def kind_of(name: str) -> Any:
+    """The class into which a command's words are parsed."""
+    return get_type_hints(module_of(name).run)["config"]
 
 
-def parse(argv: Sequence[str]) -> Command:
+def parse(argv: Sequence[str]) -> Any:
     """The command line as one of the configs; usage errors leave with exit code 2, as argparse's do."""
+    import tyro
+
+    from plait.commands.flags import check_flags, parse_sections
+
     argv, plugins = take_plugins(argv)
     for file in plugins:  # its rows are in the help texts too
         load_plugin(file)
     name, *words = argv or [""]
-    command: Command
+    of_a_run = name in ("train", "verify")
     if name in COMMANDS:  # a parser of its own, so that its errors lead to its own help
-        kind, prog = COMMANDS[name], f"plait {name}"
+        kind, prog = kind_of(name), f"plait {name}"
         if name not in NESTED:
             check_flags(name, kind, words)
         with heard():  # a help text may be printed
-            if kind in (TrainConfig, VerifyConfig):
+            if of_a_run:
                 command = parse_sections(_defaults(kind, words), prog, words)
             else:
                 command = tyro.cli(kind, prog=prog, args=words)
     else:
-        kinds: Any = Union[*(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())]
+        named = ((name, tyro.conf.subcommand(name, description=text)) for name, text in COMMANDS.items())
+        kinds: Any = Union[*(Annotated[make_dataclass(name, ()), word] for name, word in named)]
         with heard():
             command = tyro.cli(kinds, prog="plait", description=DESCRIPTION, args=list(argv))
-    if plugins and isinstance(command, TrainConfig | VerifyConfig):
+    if plugins and of_a_run:
         command = replace(command, plugin=plugins)
     flags = {word.partition("=")[0] for word in argv}
-    if isinstance(command, TrainConfig | VerifyConfig) and command.epochs is not None and "--steps" in flags:
+    if of_a_run and command.epochs is not None and "--steps" in flags:
         where = f" of {command.config}" if command.config and "--epochs" not in flags else ""
         raise ValueError(
             f"--steps {command.steps} beside epochs {command.epochs}{where}, which are a number of steps too: "
@@ -226,7 +137,7 @@ def parse(argv: Sequence[str]) -> Command:
     return command
 
 
-def _defaults(kind: type[Config], words: Sequence[str]) -> Config:
+def _defaults(kind: Any, words: Sequence[str]) -> Any:
     """The defaults of a command: the file that its words name by ``--config``, if they do."""
     files = []
     for word, following in zip_longest(words, words[1:]):
@@ -237,5 +148,5 @@ def _defaults(kind: type[Config], words: Sequence[str]) -> Config:
         raise ValueError(f"--config is given {len(files)} times ({', '.join(map(shown, files))}): give one file")
     if not files:
         return kind()
-    of_a_run = [field.name for field in fields(TrainConfig)]  # plait verify, too, reads the file that a run wrote
+    of_a_run = [field.name for field in fields(configs.TrainConfig)]  # plait verify reads a run's file, too
     return configs.from_toml(kind, files[0], others=of_a_run)

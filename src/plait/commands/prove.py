@@ -7,6 +7,7 @@ plait prove --mesh "shard=128 tensor=8 pipe=16" --strategy zero2 --schedule inte
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
@@ -18,11 +19,11 @@ from plait.core.cells import find_strategy
 from plait.core.flat import BUCKET_BYTES, Cut
 from plait.core.mesh import Mesh
 from plait.core.wording import human
+from plait.files.writing import write_json
 from plait.prove import Decoder, PaperRun, Proved, Refuted, from_config, prove
 from plait.report.screen import screen
 from plait.schedule.orders import describe_chunks, describe_orders
 from plait.schedule.pipeline import Pipeline
-from plait.verify.run import write_json
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -146,7 +147,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def run_prove(config: ProveConfig) -> int:
+def run(config: ProveConfig, argv: Sequence[str] = ()) -> int:
     """The proof and its table; the exit code."""
     run = config.paper()
     console = screen(stderr=config.json == "-", soft_wrap=True)

@@ -10,12 +10,13 @@ from __future__ import annotations  # help texts are made of the orders when the
 
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 
-from plait.config import names_a_file, read_schedule
+from plait.config.layout import names_a_file, read_schedule
 from plait.core.cells import find_strategy
 from plait.core.escape import say
 from plait.files.writing import check_file, write_text
@@ -169,3 +170,9 @@ class ScheduleCommand:
         tyro.conf.arg(name=""),
     ]
     """What to do with the schedule."""
+
+
+def run(config: ScheduleCommand, argv: Sequence[str]) -> int:
+    """Does what is asked; the exit code."""
+    config.what.run()
+    return 0

@@ -12,11 +12,27 @@ sinks.py       where the numbers of each step go
 The sections of what is trained are in ``job``, with what they make.
 """
 
-from plait.config.check import validate
-from plait.config.file import from_toml, to_toml
-from plait.config.layout import names_a_file, read_schedule
-from plait.config.machine import Device, MachineConfig, World, check_machine, resolve_device
-from plait.config.settings import RunConfig, TrainConfig, VerifyConfig, section, with_job
+from typing import TYPE_CHECKING
+
+from plait.core.later import later
+
+if TYPE_CHECKING:
+    from plait.config.check import validate
+    from plait.config.file import from_toml, to_toml
+    from plait.config.layout import names_a_file, read_schedule
+    from plait.config.machine import Device, MachineConfig, World, check_machine, resolve_device
+    from plait.config.settings import RunConfig, TrainConfig, VerifyConfig, section, with_job
+else:
+    __getattr__ = later(
+        __name__,
+        {
+            "check": "validate",
+            "file": "from_toml to_toml",
+            "layout": "names_a_file read_schedule",
+            "machine": "Device MachineConfig World check_machine resolve_device",
+            "settings": "RunConfig TrainConfig VerifyConfig section with_job",
+        },
+    )
 
 __all__ = ["Device", "MachineConfig", "RunConfig", "TrainConfig", "VerifyConfig", "World", "check_machine", "from_toml"]
 __all__ += ["names_a_file", "read_schedule", "resolve_device", "section", "to_toml", "validate", "with_job"]

@@ -10,13 +10,12 @@ What was written before a run is stopped stays.
 import importlib
 import importlib.util
 import json
-import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from plait.files.writing import Lines, told
+from plait.files.writing import Lines, finite, told
 
 Line = Mapping[str, Any]
 
@@ -74,15 +73,6 @@ def keep_lines(path: Path, last: int) -> Lines:
         kept += [f"{line}\n"] * (step <= last)
     lines.replace("".join(kept))
     return lines
-
-
-def finite(value: Any) -> Any:
-    """With null for inf and NaN, which JSON has no words for."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: finite(one) for key, one in value.items()}
-    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _numbers(line: Line) -> dict[str, float]:

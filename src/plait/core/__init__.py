@@ -14,4 +14,5 @@ parallelism.py  all settings of a layout as one value
 wording.py      sizes with units, hints for names that are nearly right
 escape.py       text from outside, made harmless where it is shown
 ended.py        a program that code of the user's ends is not done
+later.py        names of a package that are imported when they are asked for
 """

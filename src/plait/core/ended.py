@@ -17,6 +17,10 @@ class EndedError(RuntimeError):
     """Code has ended the program that should have returned."""
 
 
+class OtherRankError(RuntimeError):
+    """What another rank has raised, as its text."""
+
+
 @contextmanager
 def to_its_end() -> Iterator[None]:
     """What is called inside returns or raises: SystemExit without a code above 0 becomes an EndedError."""

@@ -10,14 +10,19 @@ at its end        write_text                   beside it first, then renamed: ne
 
 import errno
 import fcntl
+import json
+import math
 import os
 import secrets
 import stat
+import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+from plait.core.escape import say
 from plait.files.reading import open_plain, shown
 
 
@@ -51,6 +56,24 @@ def told(path: str | Path, need: int) -> Iterator[None]:
 def write_text(path: str | Path, text: str) -> None:
     """A file with this text, in the place of one that is there; DiskError, and what was there, where it cannot be."""
     write_bytes(path, text.encode())
+
+
+def write_json(path: str, data: Mapping[str, Any]) -> None:
+    """Writes it to a file, or to the standard output for ``-``; DiskError where the disk has no room."""
+    text = json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
+    if path == "-":
+        say(text, sys.stdout)
+    else:
+        write_text(path, text)
+
+
+def finite(value: Any) -> Any:
+    """With null for inf and NaN, which JSON has no words for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(one) for key, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def write_bytes(path: str | Path, data: bytes, *, lasting: bool = True) -> None:

@@ -8,9 +8,3 @@ fork_server.py   ranks are copies of a process that has imported everything
 signals.py       signals that ask for the end
 failure.py       what is printed, and the exit code, when a rank fails
 """
-
-from plait.launch.failure import guarded, leave, open_closed
-from plait.launch.limits import Limits
-from plait.launch.local import is_a_rank, launch
-
-__all__ = ["Limits", "guarded", "is_a_rank", "launch", "leave", "open_closed"]

@@ -28,8 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from plait.comm.agree import OtherRankError
-from plait.core.ended import EndedError
+from plait.core.ended import EndedError, OtherRankError
 from plait.core.escape import UnheardError, heard, printable, say
 from plait.files.writing import DiskError
 

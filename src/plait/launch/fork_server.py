@@ -41,6 +41,9 @@ LATE = ("torch._dynamo", "tyro._backends._tyro_backend")
 """What torch and tyro import only when they first need it, in a second or more: parameters are drawn by the first,
 words parsed by the other."""
 
+PYTHON = (sys.executable, "-P")
+"""Starts every process of ours: Python would look for modules in the current folder first, whoever wrote them."""
+
 SERVER = "import sys; from plait.launch.fork_server import serve; serve(*map(int, sys.argv[1:3]), sys.argv[3:])"
 
 
@@ -56,9 +59,10 @@ class ForkServer:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], deadline: float = 60.0) -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.settimeout(ANSWER_SECONDS)
+        self._line.send(json.dumps([name for name in sys.modules if name.startswith("plait.")]).encode())
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)  # in the server too, until it ignores them
         try:
-            words = [sys.executable, "-c", SERVER, str(theirs.fileno()), str(os.getpid()), *command]
+            words = [*PYTHON, "-c", SERVER, str(theirs.fileno()), str(os.getpid()), *command]
             self._process = subprocess.Popen(
                 words, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )
@@ -137,8 +141,14 @@ def serve(line_number: int, launcher: int, command: Sequence[str]) -> None:
     open_closed()
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ASKING}  # whole groups of processes get them
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
-    _preload(command)
     line = socket.socket(fileno=line_number)
+    for name in ("plait.comm.process", "plait.watch.rank", *json.loads(line.recv(LARGEST))):
+        importlib.import_module(name)  # what the launcher has, every rank will need
+    for name in LATE:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    if command[0] != "-m":
+        sys.path.insert(0, str(Path(command[0]).resolve().parent))
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writer)
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -161,19 +171,6 @@ def serve(line_number: int, launcher: int, command: Sequence[str]) -> None:
                 line.close()
                 _be_a_rank(command, json.loads(request), own)
             line.send(json.dumps({"started": process}).encode())
-
-
-def _preload(command: Sequence[str]) -> None:
-    """Imports what every rank will need."""
-    for name in ("plait.comm.process", "plait.watch.rank"):
-        importlib.import_module(name)
-    if command[0] != "-m":
-        sys.path[0] = str(Path(command[0]).resolve().parent)
-        return
-    sys.modules.pop(importlib.import_module(f"{command[1]}.__main__").__name__)  # each rank runs it anew
-    for name in LATE:
-        with suppress(ImportError):
-            importlib.import_module(name)
 
 
 def _ended() -> list[tuple[int, int]]:

@@ -184,8 +184,6 @@ def _left_at_once(asked: Asked) -> Iterator[None]:
 
 
 def _start_ranks(config: MachineConfig, command: Sequence[str], limits: Limits) -> int:
-    from plait.launch.agent import RankAgent
-
     environment = {**os.environ, **rank_environment(config)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(_agent_kept_quiet())
@@ -193,6 +191,8 @@ def _start_ranks(config: MachineConfig, command: Sequence[str], limits: Limits) 
             folder = stack.enter_context(private_folder())
         server = ForkServer(command, environment, config.deadline)
         stack.callback(server.close)
+        from plait.launch.agent import RankAgent  # while the server imports as well
+
         agent = RankAgent(config.parsed_mesh, folder, server, limits, config.deadline)
         stack.enter_context(heard(agent.asked))
         try:

@@ -36,7 +36,7 @@ from plait.core.mesh import AXES
 from plait.core.wording import human
 from plait.data import StepStream
 from plait.engine import Engine
-from plait.files.writing import write_text
+from plait.files.writing import write_json, write_text
 from plait.injection import inject
 from plait.job.job import Job, make_job
 from plait.measure.gpu import GpuUtilisation
@@ -50,7 +50,7 @@ from plait.train.resume import SETTINGS, SUMMARY, extra_of, layout_of, remove_la
 from plait.train.timeline import record_timeline, show_timeline, write_timeline
 from plait.verify.compare import BITWISE, against_tree, asked
 from plait.verify.record import Recorder, collect_records, irregular, left_out, predict
-from plait.verify.run import findings_table, replay, write_json
+from plait.verify.run import findings_table, replay
 
 STATES = ("params", "grads", "optimizer")
 """What a rank holds between steps."""

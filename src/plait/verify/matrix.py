@@ -28,6 +28,7 @@ from plait.config import VerifyConfig, section, validate, with_job
 from plait.core.cells import TABLE
 from plait.core.mesh import Mesh
 from plait.core.precision import Precision
+from plait.files.writing import write_json
 from plait.job.config import JobConfig
 from plait.job.job import Job, make_job
 from plait.report.screen import screen
@@ -36,7 +37,7 @@ from plait.verify.cases import cells, cells_of_job, command, due
 from plait.verify.plain import run_plain
 from plait.verify.record import record_run
 from plait.verify.reference import Record, run_reference
-from plait.verify.run import Verdict, judge, line_of, replay, write_json
+from plait.verify.run import Verdict, judge, line_of, replay
 
 MARKS = {"bitwise": "b", "equal": "e", "DIFFERENT": "D", "error": "X"}
 """The verdicts of a cell, and their letters in the grid."""

@@ -6,9 +6,7 @@ one process, one plain full-batch step          ──► rounding ─┘
 the table's predicted messages and bytes        ──► the ledger
 """
 
-import json
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -21,10 +19,9 @@ from rich.text import Text
 
 from plait.comm import Comm, thread
 from plait.config import RunConfig, VerifyConfig, validate, with_job
-from plait.config.sinks import finite
 from plait.core.additions import additions
-from plait.core.escape import one_line, say
-from plait.files.writing import write_text
+from plait.core.escape import one_line
+from plait.files.writing import write_json
 from plait.job.job import Job, make_job
 from plait.job.own import UserJob
 from plait.referee.wrong import FirstWrong
@@ -240,15 +237,6 @@ def report(verdict: Verdict) -> dict[str, Any]:
         "against_tree": [asdict(f) | {"equal": f.equal} for f in verdict.tree],
         "against_plain": [asdict(f) | {"equal": f.equal} for f in verdict.plain],
     }
-
-
-def write_json(path: str, data: dict[str, Any]) -> None:
-    """Write to a file, or to the standard output for ``-``; DiskError where the disk has no room."""
-    text = json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
-    if path == "-":
-        say(text, sys.stdout)
-    else:
-        write_text(path, text)
 
 
 def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> None:

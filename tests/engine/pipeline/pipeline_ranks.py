@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from plait.comm import ProcessComm
 from plait.comm.base import Comm
 from plait.engine import Engine
-from plait.launch import guarded, launch
+from plait.launch.failure import guarded
+from plait.launch.local import launch
 from plait.measure.comm import BenchConfig
 
 HOW, WHERE = sys.argv[1], int(sys.argv[2])

@@ -1,0 +1,116 @@
+"""How a command starts: which modules it imports, and from where; and what Ctrl-C does while it does so."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from inspect import getdoc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from traps import EVERY, Traps
+
+from plait.commands.main import COMMANDS, kind_of
+
+PLAIT = [str(Path(sys.executable).with_name("plait"))]
+MODULE = [sys.executable, "-m", "plait"]
+MLP = "--model mlp --steps 1 --batch 4"
+
+JOB = """
+import torch, plait, beside
+job = plait.UserJob(lambda: torch.nn.Linear(2, 1), lambda model, x: beside.loss(model(x)), [torch.ones(4, 2)])
+"""
+
+STARTED = {
+    "train": [
+        f"train {MLP} --mesh shard=2 --workers 1",
+        f"train {MLP} --mesh shard=1 --workers 1 --world thread",
+        "train --job jobs/mine.py:job --steps 1 --mesh shard=2",
+    ],
+    "verify": [f"verify {MLP} --mesh shard=2 --world process", f"verify {MLP} --mesh shard=2 --world thread"],
+    "prove": ["prove --mesh shard=2 --layers 2 --width 8 --heads 2 --vocab 8"],
+    "doctor": ["doctor"],
+    "bench": ["bench comm --mesh shard=2 --sizes 1KB --repeat 1"],
+    "schedule": ["schedule show 1f1b"],
+    "explain": ["explain"],
+    "checkpoint": ["checkpoint verify run"],
+    "chaos": ["chaos --rows settings --times 1"],
+    "judge": ["judge run"],
+}
+"""Words of each command that start all kinds of processes."""
+
+
+@pytest.fixture
+def traps(tmp_path: Path) -> Traps:
+    traps = Traps(tmp_path)
+    jobs = traps.folder / "jobs"
+    jobs.mkdir()
+    (jobs / "mine.py").write_text(JOB)
+    (jobs / "beside.py").write_text("def loss(y):\n    return y.sum()\n")
+    return traps
+
+
+def test_every_command_is_started() -> None:
+    assert list(STARTED) == list(COMMANDS)
+
+
+def falls_into_none(words: str, traps: Traps) -> None:
+    done = subprocess.run([*PLAIT, *words.split()], cwd=traps.folder, env=traps.environment, capture_output=True)
+    assert traps.told == []
+    assert done.returncode == (2 if words.endswith(" run") else 0), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("words", [words for several in STARTED.values() for words in several])
+def test_no_command_imports_a_module_of_the_current_folder(words: str, traps: Traps) -> None:
+    falls_into_none(words, traps)
+
+
+@pytest.mark.timeout(600)
+def test_the_processes_that_compile_import_none_either(traps: Traps) -> None:
+    falls_into_none(f"train {MLP} --mesh shard=2 --compile", traps)
+
+
+@pytest.mark.parametrize("words", ["train --batch 1", "prove --mesh shard=2"])
+def test_the_module_that_python_starts_imports_no_other_of_the_current_folder(words: str, tmp_path: Path) -> None:
+    """``python -m plait`` itself takes plait where it finds it first."""
+    traps = Traps(tmp_path, EVERY - {"plait"})
+    done = subprocess.run([*MODULE, *words.split()], cwd=traps.folder, env=traps.environment, timeout=100)
+    assert traps.told == [] and done.returncode == 2
+
+
+WITHOUT_TENSORS = ["--help", "--version", "brain", *STARTED["schedule"], "schedule --help", *STARTED["prove"]]
+
+
+@pytest.mark.parametrize("words", WITHOUT_TENSORS)
+def test_a_command_without_tensors_imports_no_torch(words: str, tmp_path: Path) -> None:
+    traps = Traps(tmp_path, ["torch", "numpy"])
+    environment = {**traps.environment, "PYTHONPATH": str(traps.folder)}
+    done = subprocess.run([*PLAIT, *words.split()], env=environment, capture_output=True, text=True, timeout=100)
+    assert traps.told == []
+    assert done.returncode == (2 if words == "brain" else 0), done.stderr
+
+
+def test_plait_itself_imports_no_torch_and_has_all_its_names(tmp_path: Path) -> None:
+    code = "import sys, plait\nassert 'torch' not in sys.modules\n"
+    code += "from plait import *\nassert all(name in globals() for name in plait.__all__)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+@pytest.mark.parametrize("program", [PLAIT, MODULE], ids=["installed", "module"])
+def test_ctrl_c_while_torch_is_imported_is_one_line(program: list[str], tmp_path: Path, start: Any) -> None:
+    traps = Traps(tmp_path, ["torch"], more="import time\ntime.sleep(100)")
+    process = start(*program, "train", env={**traps.environment, "PYTHONPATH": str(traps.folder)})
+    end = time.monotonic() + 60
+    while not traps.told and time.monotonic() < end:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "plait: stopped by SIGINT\n")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_all_commands_says_what_each_of_them_says(name: str) -> None:
+    said = (getdoc(kind_of(name)) or "").split("\n\n")[0]
+    assert COMMANDS[name] == " ".join(said.split())

@@ -16,6 +16,7 @@ project = "plait"
 html_title = "plait"
 html_theme = "furo"
 html_copy_source = False
+html_search_scorer = "search_order.js"  # the guide before the decisions
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_heading_anchors = 3
 
@@ -44,6 +45,8 @@ def write_links(app: object, docname: str, source: list[str]) -> None:
     if docname == "index":
         readme = (root / "README.md").read_text(encoding="utf-8")
         source[0] = LINK.sub(lambda link: written(link, root), readme) + source[0]
+    if docname == "decisions/README":  # below their list, so that the sidebar has one line for all of them
+        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n[0-9]*\n```\n"
 
 
 def read_google(app: object, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:

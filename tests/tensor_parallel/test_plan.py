@@ -137,7 +137,7 @@ def test_the_advice_on_heads_holds_for_all_projections() -> None:
 
 
 def test_a_model_without_a_plan_is_refused() -> None:
-    with pytest.raises(ValueError, match="Model carries no tensor plan: give tensor_plan="):
+    with pytest.raises(ValueError, match=r"Model carries no tensor plan: set model\.tensor_plan = "):
         parallel_plan(Model(), 2)
 
 

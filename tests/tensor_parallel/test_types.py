@@ -109,12 +109,15 @@ def test_what_a_plan_implies_is_what_runs(config: VerifyConfig, sequence: bool, 
 def test_the_command_shows_each_kind_of_layer_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["explain", "--layers", "3", "--mesh", "tensor=2", "--sequence-parallel", "--json", "-"]) == 0
     assert capsys.readouterr().out.count('"style": "row') == 6
     assert main(["explain", "--layers", "3", "--mesh", "tensor=2"]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("row by") == 1 and "blocks.*.mlp.down" in shown
+    assert shown.count("row by") == 1 and "blocks.*.mlp.down x3" in shown
+    assert main(["explain", "--model", "llama", "--mesh", "tensor=2", "--sequence-parallel"]) == 0
+    shown = capsys.readouterr().out
+    assert "\n  model.layers.*.post_attention_layernorm x4 " in shown and "…" not in shown
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_the_command_shows_each_kind_of_layer_once(
     [
         (["--mesh", "shard=2"], "has no tensor axis"),
         (["--mesh", "tensor=3"], "cannot be shared by tensor=3"),
-        (["--mesh", "tensor=2", "--job", "examples/my_job.py:job"], "carries no tensor plan"),
+        (["--mesh", "tensor=2", "--job", "examples/my_job.py:job"], "(in the build function of a job)"),
     ],
 )
 def test_what_cannot_be_explained_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

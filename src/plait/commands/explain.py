@@ -62,16 +62,17 @@ def _together(types: Iterable[ModuleType]) -> list[tuple[ModuleType, int]]:
 
 
 def _table(title: str, types: Iterable[tuple[ModuleType, int]]) -> Table:
+    """Two lines or more for each module, so that it can be read at 80 columns."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for heading in ("module", "", "style", "reads", "leaves", "parameters on rank 0", "sends forward", "backward"):
-        table.add_column(heading)
+    for heading in ("module\n  style: reads > leaves", "parameters on rank 0\nsends"):
+        table.add_column(heading, overflow="fold")
     for one, times in types:
-        weights = [
+        cells = [
             " ".join([name, "x".join(map(str, shape)), *(["pending"] if sums == "pending" else [])])
             for name, shape, sums in one.weights
         ]
-        sends = ", ".join(one.forward), ", ".join(one.backward)
-        table.add_row(
-            one.name, f"x{times}" if times > 1 else "", one.style, one.reads, one.leaves, "; ".join(weights), *sends
-        )
+        for phase, kinds in (("forward", one.forward), ("backward", one.backward)):
+            cells += [f"{phase} {', '.join(kinds)}"] if kinds else []
+        name = f"{one.name} x{times}" if times > 1 else one.name
+        table.add_row(f"{name}\n  {one.style}: {one.reads} > {one.leaves}", "\n".join(cells))
     return table

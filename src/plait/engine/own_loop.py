@@ -61,7 +61,12 @@ class OwnLoop(PlacedModel):
     def _prepare(self, clip: float | None) -> None: ...
 
     def backward(
-        self, loss: Tensor, count: int, reduction: Reduction | None = None, *, also: Sequence[OwnLoop] = ()
+        self,
+        loss: Tensor,
+        count: int | None = None,
+        reduction: Reduction | None = None,
+        *,
+        also: Sequence[OwnLoop] = (),
     ) -> None:
         """The backward of one microbatch of a user's own loop.
 
@@ -74,8 +79,13 @@ class OwnLoop(PlacedModel):
                 optimizer's ``step()`` uses and its ``zero_grad()`` throws away.
 
         Raises:
-            ValueError: no optimizer, a loss that is no scalar, a mean given as a sum, a negative count.
+            ValueError: no count, no optimizer, a loss that is no scalar, a mean given as a sum, a negative count.
         """
+        if count is None:
+            raise ValueError(
+                "engine.backward(loss) lacks the number of terms of the loss, by which ranks are weighed: write "
+                'engine.backward(loss, count, reduction="mean"), as with count = y.numel()'
+            )
         engines = (self, *also)
         for engine in engines:
             if engine.pipeline.num_stages > 1:

@@ -54,8 +54,9 @@ def plan_of(model: nn.Module, *, sequence: bool = False) -> dict[str, str]:
     carried = getattr(model, "tp_plan", None) if hasattr(model, "get_input_embeddings") else None
     if not carried:
         raise ValueError(
-            f"{type(model).__name__} carries no tensor plan: give tensor_plan={{'blocks.*.up': 'column', "
-            f"'blocks.*.down': 'row', ...}}, or leave the tensor axis out of the mesh"
+            f"{type(model).__name__} carries no tensor plan: set model.tensor_plan = {{'blocks.*.up': 'column', "
+            f"'blocks.*.down': 'row', ...}} where it is built (in the build function of a job), give Engine the same "
+            f"as tensor_plan=, or leave the tensor axis out of the mesh"
         )
     return plan_from_transformers(model, carried, sequence=sequence)
 

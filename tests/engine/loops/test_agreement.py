@@ -247,13 +247,14 @@ def test_a_negative_count_is_refused_on_all_ranks(where: str) -> None:
     run(mesh, body, deadline=20)
 
 
-def test_a_negative_count_in_a_loop_is_refused() -> None:
+@pytest.mark.parametrize(("count", "says"), [(-2, "count of -2"), (None, "lacks the number of terms of the loss")])
+def test_a_count_that_is_negative_or_missing_is_refused(count: int | None, says: str) -> None:
     def body(comm: Comm) -> None:
         model = cases.net()
         engine = Engine(model, comm, strategy="ddp", optimizer=adamw(model.parameters()))
-        engine.backward(loss_sum(model, batches(1)[0]), -2)
+        engine.backward(loss_sum(model, batches(1)[0]), *[count] * (count is not None))
 
-    with pytest.raises(ValueError, match="count of -2"):
+    with pytest.raises(ValueError, match=says):
         run(Mesh(shard=1), body)
 
 

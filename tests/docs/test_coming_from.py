@@ -98,7 +98,7 @@ def test_the_loops_of_the_page_are_one(tmp_path: Path) -> None:
 def holds(cell: str) -> list[str]:
     """What a cell of the page's tables names that is not there."""
     homes: dict[str, Any] = {"plait": plait, "engine": plait.Engine, "comm": plait.Comm}
-    values = {"strategy": TABLE, "schedule": ORDERS, "recompute": ("full", "selective")}
+    values = {"strategy": TABLE, "schedule": ORDERS, "recompute": ("full", "selective"), "cut": ("element", "tensor")}
     keywords = inspect.signature(plait.Engine).parameters.keys() | vars(Parallelism()).keys()
     wrong = [
         f"{home}.{name}"

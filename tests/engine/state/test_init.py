@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import engine_cases as cases
@@ -37,7 +39,7 @@ class Tied(nn.Module):
         return out
 
 
-def empty(kind: type[nn.Module] = Tied) -> nn.Module:
+def empty(kind: Callable[[], nn.Module] = Tied) -> nn.Module:
     with empty_parameters():
         return kind()
 
@@ -199,6 +201,52 @@ def test_a_parameter_that_its_initialiser_leaves_out_is_named() -> None:
         model = nn.Sequential(Forgetful(3, 3))
     with pytest.raises(ValueError, match=r"'0'.*Forgetful.*meta \(bias\)"):
         run(Mesh(), lambda comm: Engine(model, comm))
+
+
+class Written(nn.Module):
+    """A model that gives the parameters of its layers other values than the layers do."""
+
+    def __init__(self, write: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        with torch.no_grad():
+            write(self)
+
+
+LOST: dict[str, Callable[[Any], object]] = {
+    "zeros": lambda m: nn.init.zeros_(m.out.weight),
+    "by data": lambda m: m.out.weight.data.normal_(std=0.0072),
+    "a row": lambda m: m.out.weight[0].mul_(0.1),
+    "another parameter": lambda m: setattr(m.out, "weight", nn.Parameter(torch.zeros(4, 4))),
+    "apply": lambda m: m.apply(lambda part: part is m.out and nn.init.eye_(part.weight)),
+    "converted afterwards": lambda m: (nn.init.zeros_(m.out.weight), m.bfloat16()),
+}
+KEPT: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda m: None,
+    "converted": lambda m: m.bfloat16(),
+    "initialised again, as loralib's layers": lambda m: m.out.reset_parameters(),
+    "tied": lambda m: setattr(m.out, "weight", m.inner.weight),
+    "written, then initialised": lambda m: (nn.init.zeros_(m.out.weight), m.out.reset_parameters()),
+}
+
+
+@pytest.mark.parametrize("write", LOST)
+def test_values_that_building_on_meta_would_lose_are_refused(write: str) -> None:
+    model = empty(partial(Written, LOST[write]))
+    with pytest.raises(ValueError, match=r"'out.weight' was written to after its Linear had initialised it \(by \w.*"):
+        run(Mesh(), lambda comm: Engine(model, comm))
+
+
+@pytest.mark.parametrize("write", KEPT)
+def test_values_of_a_modules_own_initialiser_are_drawn(write: str) -> None:
+    materialise(empty(partial(Written, KEPT[write])), 0, torch.device("cpu"))
+
+
+def test_a_model_of_the_meta_device_is_looked_at_too() -> None:
+    with torch.device("meta"):
+        model = Written(LOST["zeros"])
+    with pytest.raises(ValueError, match=r"'out.weight' was written to after"):
+        materialise(model, 0, torch.device("cpu"))
 
 
 def test_a_buffer_without_values_is_named() -> None:

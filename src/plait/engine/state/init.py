@@ -8,6 +8,9 @@ the rest before the next module comes, so that a rank never has more than its pi
 A module's initialiser is what building the model runs on it: its ``reset_parameters()``, then, for the module and for
 each module around it, the ``_init_weights(module)`` that Hugging Face's models have.  All other modules are on meta
 meanwhile, so that whatever is written to them is lost.
+
+Values that a model's ``__init__`` writes after that would be lost too.  Both times the operators that write to a
+parameter are noted with its memory, which sees ``p.data`` as well; where building ended with others, it is refused.
 """
 
 import inspect
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.engine.data_parallel.build import BuiltUnits, SourceModel, Unmaterialized
 from plait.engine.forward.random_ops import PrivateGenerator
@@ -33,7 +37,51 @@ _EMPTY: ContextVar[bool] = ContextVar("empty_parameters", default=False)
 def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
     if not _EMPTY.get() or parameter is None or parameter.is_meta:
         return None
-    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    on_meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    if replaced := _writes(module._parameters.get(name)):  # an initialised parameter, by values of its own
+        _note(on_meta, [*replaced, *_writes(on_meta), "nn.Parameter"])
+    return on_meta
+
+
+def _writes(tensor: Any) -> list[str]:
+    """The operators that wrote to a tensor's memory, in their order."""
+    return [] if tensor is None else getattr(tensor.untyped_storage(), "_plait_writes", [])
+
+
+def _note(tensor: Any, writes: list[str]) -> None:
+    tensor.untyped_storage()._plait_writes = writes
+
+
+class _NotesWrites(TorchDispatchMode):
+    """Notes with each memory which operators write to it; a copy has the notes of its original."""
+
+    def __init__(self, *, on_meta: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.on_meta = on_meta
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        arguments = func._schema.arguments
+        given = dict(zip((a.name for a in arguments), args, strict=False)) | (kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        for argument in arguments:
+            written: Any = given.get(argument.name)
+            if argument.is_write and type(written) in (Tensor, nn.Parameter) and written.is_meta == self.on_meta:
+                options = [_text(value) for key, value in given.items() if key != "generator"]
+                _note(written, [*_writes(written), f"{func._schema.name.removeprefix('aten::')}({', '.join(options)})"])
+        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default) and _writes(args[0]):
+            _note(result, _writes(args[0]))
+        return result
+
+
+def _text(value: Any) -> str:
+    return f"{tuple(value.shape)} at {value.storage_offset()}" if isinstance(value, Tensor) else repr(value)
+
+
+def _lost(built: list[str], drawn: list[str]) -> bool:
+    """True where building wrote other values last than an initialiser does.  Either may have left the first out."""
+    shorter, longer = sorted((built, drawn), key=len)
+    last = longer[len(longer) - len(shorter) :]
+    return (bool(built) or not drawn) and last != shorter and drawn[: len(built)] != built
 
 
 register_module_parameter_registration_hook(_to_meta)  # for good: torch's dict of hooks is not safe under threads
@@ -47,7 +95,8 @@ def empty_parameters() -> Iterator[None]:
     """
     token = _EMPTY.set(True)
     try:
-        yield
+        with _NotesWrites(on_meta=True):
+            yield
     finally:
         _EMPTY.reset(token)
 
@@ -66,9 +115,10 @@ def initial_values(
         wanted: the parameters, by ``id``, whose values are asked for; None: all. Modules without any are left out.
 
     Raises:
-        ValueError: a parameter on meta that no initialiser writes.
+        ValueError: a parameter on meta that no initialiser writes, or that was written to when it had been.
     """
     done: set[int] = set()
+    versions = {id(p): p._version for p in model.parameters()}  # initialisers write to other modules, on meta, too
     for name, module in model.named_modules():
         own = {k: p for k, p in module._parameters.items() if p is not None}
         new = {k: p for k, p in own.items() if p.is_meta and id(p) not in done and (wanted is None or id(p) in wanted)}
@@ -78,7 +128,8 @@ def initial_values(
         try:
             for k, p in own.items():
                 module._parameters[k] = nn.Parameter(fresh[k], requires_grad=p.requires_grad)
-            with torch.no_grad(), PrivateGenerator(device, "init", seed, name):
+            start = {k: value._version for k, value in fresh.items()}
+            with torch.no_grad(), PrivateGenerator(device, "init", seed, name), _NotesWrites(on_meta=False):
                 for initialise in initialisers(model, name):
                     initialise()
         finally:
@@ -90,6 +141,15 @@ def initial_values(
                 f"values: add one, or build the model with values"
             )
         for k, p in new.items():
+            built, drawn = _writes(p), _writes(fresh[k])
+            unseen = not built and versions[id(p)] > fresh[k]._version - start[k]  # built inside torch.device("meta")
+            if unseen or _lost(built, drawn):
+                raise ValueError(
+                    f"{f'{name}.{k}'.removeprefix('.')!r} was written to after its {type(module).__name__} had "
+                    f"initialised it (by {'an operator' if unseen else built[-1]}), and on meta such values are lost: "
+                    f"write them in its module's reset_parameters(), or in an _init_weights(self, module) of the "
+                    f"model, which the engine calls; or build the model with values, or give Engine(weights=...)"
+                )
             done.add(id(p))
             yield p, fresh[k]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import threading
 import time
@@ -58,6 +59,13 @@ def test_memory_that_cannot_be_had_is_refused_with_its_size() -> None:
         MemoryError, match=r"1048576\.0 MiB of shared memory cannot be had, .* MiB are available: .*--world process"
     ):
         Segment.make(2**40)
+    _, most = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, most))
+    try:
+        with pytest.raises(MemoryError, match=r"1\.0 MiB .* `ulimit -f` allows 0\.5 MiB, .*: raise it, or take"):
+            Segment.make(2**20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("nbytes", [1, 63, 64, 65, 640, 641, 1000, 1025, 2**20, 2**20 + 1, 3 * 2**20 + 5])

@@ -28,12 +28,13 @@ MESH = Mesh(shard=3)
         (" stop@rank=0,step=1,at=backward ", Fault("stop", 0, 1, at="backward")),
         ("slow=2.5x@rank=1,step=3", Fault("slow", 1, 3, value=2.5)),
         ("signal=usr1@rank=1,step=3", Fault("signal", 1, 3, value=10)),
-        ("slow=3@rank=1,step=3", Fault("slow", 1, 3, value=3.0)),
+        ("slow=60x@rank=1,step=3", Fault("slow", 1, 3, value=60.0)),
         ("exception@step=4,rank=1,operation=7,always", Fault("exception", 1, 4, operation=7, always=True)),
     ],
 )
 def test_a_fault_is_read(text: str, fault: Fault) -> None:
     assert parse_fault(text, 3) == fault
+    assert str(fault).startswith(fault.kind)
 
 
 @pytest.mark.parametrize(

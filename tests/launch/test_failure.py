@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from plait.comm.shared_memory.segment import Segment
 from plait.core.mesh import Mesh
 from plait.launch.failure import Failure, explain, first_of, is_mistake, leave, open_closed, recorded, report
 
@@ -29,10 +30,12 @@ def test_only_plaits_own_refusals_are_mistakes() -> None:
 
 def test_without_a_launcher_the_rank_speaks_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert report(raised(lambda: Mesh.parse("x=1")), {}) == 2
+    assert report(raised(lambda: Segment.make(2**60)), {}) == 1
     assert report(raised(lambda: 1 / 0), {}) == 1
     shown = capsys.readouterr().err.splitlines()
     assert shown[0].startswith("plait: error: unknown mesh axis 'x'")
-    assert shown[1].startswith("Traceback")
+    assert " MiB of shared memory cannot be had" in shown[1]
+    assert shown[2].startswith("Traceback")
     assert shown[-1].startswith("ZeroDivisionError")
 
 

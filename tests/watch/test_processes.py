@@ -1,6 +1,7 @@
 """What the kernel says of a process."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -41,6 +42,18 @@ def test_a_process_runs_is_stopped_and_is_killed() -> None:
         process.wait()
         assert look(process.pid) == ProcessState(process.pid, "gone")
         assert born(process.pid) == 0
+
+
+def test_without_a_descriptor_for_it_a_process_is_not_called_gone() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        _, most = before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, most))
+        try:
+            seen = look(process.pid, 12345), look(2**22 + 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        process.kill()
+    assert [state.state for state in seen] == ["running", "gone"]
 
 
 def test_its_exit_code_is_read_and_a_name_with_parentheses_too(tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ class Fault:
     always: bool = False
 
     def __str__(self) -> str:
-        value = {"slow": f"={self.value:g}x", "signal": f"={signal.Signals(int(self.value)).name}"}.get(self.kind, "")
+        value = f"={self.value:g}x" if self.kind == "slow" else ""
+        value = f"={signal.Signals(int(self.value)).name}" if self.kind == "signal" else value
         return f"{self.kind}{value} on rank {self.rank} in step {self.step}"
 
 

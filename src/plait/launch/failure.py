@@ -3,6 +3,7 @@
     raised on a rank                      printed                         exit code
     ValueError by plait                   plait: error: <message>         2
     FloatingPointError by plait           plait: error: <message>         1
+    MemoryError by plait                  plait: error: <message>         1
     a disk that is full or gone           plait: error: <message>         1
     SystemExit of code 0 (EndedError)     plait: error: <message>         1
     a standard output that takes no more  plait: error: <message>         1
@@ -83,7 +84,7 @@ def report(error: BaseException, environment: Mapping[str, str] = os.environ) ->
     """Prints what went wrong, or records it for the launcher to print; returns the exit code.  What plait refuses is a
     line, with a grid below it where there is one; anything else is its traceback."""
     text = "".join(traceback.format_exception(error))
-    if is_mistake(error, (ValueError, FloatingPointError)) or isinstance(error, ONE_LINE):
+    if is_mistake(error, (ValueError, FloatingPointError, MemoryError)) or isinstance(error, ONE_LINE):
         reason, *grid = str(error).split("\n")
         line = " ".join([ERROR, *reason.split(), *getattr(error, "__notes__", ())])
         text = "\n".join([line, *grid, ""])

@@ -54,6 +54,8 @@ def look(pid: int, born: int = 0, root: Path = Path("/proc")) -> ProcessState:
     if not (root / "self").exists():
         return ProcessState(pid, "running" if _exists(pid) else "gone")
     fields = _stat(pid, root)
+    if fields is None:
+        return ProcessState(pid, "running" if _exists(pid) else "gone")
     if not fields or (born and int(fields[19]) != born):
         return ProcessState(pid, "gone")
     letter = fields[0]
@@ -94,12 +96,15 @@ def started(pid: int) -> float:
     return ticks and time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _stat(pid: int, root: Path) -> list[str]:
-    """The fields behind the name, which may itself hold spaces and parentheses; none where it is gone."""
+def _stat(pid: int, root: Path) -> list[str] | None:
+    """The fields behind the name, which may itself hold spaces and parentheses; none where it is gone, None where they
+    cannot be read: this process may have no descriptor left for it."""
     try:
         return (root / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
+    except OSError:
+        return None
 
 
 def _exists(pid: int) -> bool:

@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import re
+import resource
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,6 +49,9 @@ class Segment:
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         text = f"{size / 2**20:.1f} MiB of shared memory cannot be had"
         fix = "give smaller units or a smaller batch, or take --world process"
+        if 0 <= (most := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) < size:
+            limit = f"`ulimit -f` allows {most / 2**20:.1f} MiB, to shared memory as well"
+            raise MemoryError(f"{text}, {limit}: raise it, or take --world process")
         if size > (have := available()):  # the kernel would end processes to find it
             raise MemoryError(f"{text}, {have / 2**20:.1f} MiB are available: {fix}")
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC)

@@ -288,6 +288,23 @@ def test_a_checkpoint_may_be_moved_and_renamed(copied: Path) -> None:
     assert all("there is none before it" in said for said in refusals(moved))
 
 
+@pytest.mark.parametrize("background", [True, False])
+def test_optimizer_state_that_is_not_finite_is_never_the_newest(background: bool, tmp_path: Path) -> None:
+    def body(comm: Comm) -> None:
+        engine = build(comm)
+        saver = plait.Saver(tmp_path, engine, keep=1, background=background)
+        go(engine)
+        saver.save()
+        go(engine)
+        if comm.rank == 2:
+            next(piece for piece in engine.pieces() if piece.key).tensor.view(-1)[-1] = torch.nan
+        saver.save()
+        saver.wait()
+
+    raises_together(body, "'optimizer/exp_avg/1.weight' has values that are not finite")
+    assert whole(tmp_path) == ["latest", "step-000001"]
+
+
 def test_what_cannot_be_saved_leaves_what_was_there(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def saver(change: Callable[[Engine], Any], extra: Any = None) -> Callable[[Comm], Any]:
         def body(comm: Comm) -> None:

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from run_cases import differences as state_differences
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import plait
+from plait.checkpoint.examine import differences
+from plait.checkpoint.saved import Saved, reshard
 from plait.comm import Comm
 
 OPTIMIZERS = torch.optim
@@ -98,3 +101,41 @@ def test_a_run_without_an_optimizer_is_saved_and_loaded(tmp_path: Path) -> None:
         return bool(engine.full_state_dict()["weight"].eq(1).all())
 
     assert plait.run_threads("shard=2", body) == [True, True]
+
+
+class Complex(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        values = torch.arange(15, dtype=torch.float64).reshape(5, 3)
+        self.weight = nn.Parameter(torch.complex(values, -values / 7).to(dtype))
+        self.register_buffer("turn", torch.tensor(1 + 2j, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.weight.dtype) @ self.weight * self.turn).abs()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_tensors_are_saved_cut_anew_compared_and_loaded_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    def engine_of(comm: Comm) -> plait.Engine:
+        model = Complex(dtype)
+        return plait.Engine(model, comm, strategy="zero3", optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
+
+    def straight(comm: Comm) -> Any:
+        engine = engine_of(comm)
+        engine.backward(engine.model(torch.ones(2, 5)).square().sum(), 2)
+        engine.optimizer.step()
+        plait.save(tmp_path, engine, extra=torch.tensor([1j, 2], dtype=dtype).conj()[0])
+        return engine.full_state_dict(), engine.optimizer_state_dict()
+
+    def resumed(comm: Comm) -> Any:
+        engine = engine_of(comm)
+        extra = plait.load(tmp_path / "again", engine).extra
+        assert extra == -1j and extra.dtype == dtype
+        return engine.full_state_dict(), engine.optimizer_state_dict()
+
+    first, saved = plait.run_threads("shard=3", straight)[0], Saved.find(tmp_path)
+    again = Saved.find(reshard(saved, tmp_path / "again", 2))
+    assert not list(differences(saved, again))
+    assert not state_differences(plait.run_threads("shard=2", resumed)[:1], [first])
+    plait.run_threads("shard=2", lambda comm: plait.save(tmp_path / "other", engine_of(comm)))
+    assert {one.name for one in differences(again, Saved.find(tmp_path / "other"))} >= {"model/weight"}

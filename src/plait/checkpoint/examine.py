@@ -81,6 +81,8 @@ def _tensors(name: str, one: Whole | None, other: Whole | None) -> Iterator[Save
 
 def _compared(one: Tensor, other: Tensor) -> tuple[int, float]:
     """How many elements have other bits, and how far they are from each other."""
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
     a, b = one.reshape(-1), other.reshape(-1)
     bits = _INTEGERS[one.dtype.itemsize]
     apart = a.view(bits) != b.view(bits)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from plait.checkpoint.folder import Folder, contents
 from plait.checkpoint.snapshot import is_finite
-from plait.checkpoint.tensor_file import Check, TensorEntry, TensorFile, parsed, safetensors_header
+from plait.checkpoint.tensor_file import REAL, Check, TensorEntry, TensorFile, parsed, safetensors_header
 from plait.core.layout import Region, extent
 from plait.engine import Engine
 from plait.engine.state.full import whole_tensors
@@ -249,6 +249,8 @@ def write_model(
     """Write a folder of a model of transformers; its values are ``tensors``, which arrive one by one."""
     if os.path.lexists(folder):
         raise ValueError(f"{str(folder)!r} exists already: export to a new folder")
+    if odd := [name for name, (_, dtype) in shapes.items() if dtype in REAL]:
+        raise ValueError(f"{odd[0]!r} is of {shapes[odd[0]][1]}, which safetensors cannot hold: export another dtype")
     partial, copies = folder.with_name(f"{folder.name}.partial"), copied_files(source)
     with told(folder, sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())):
         if partial.exists():

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from plait.checkpoint.hashing import HASHES, TODAY
-from plait.checkpoint.tensor_file import NAMES, is_shape, is_size, parsed
+from plait.checkpoint.tensor_file import SAVABLE, is_shape, is_size, parsed
 from plait.core.layout import Region, extent
 
 FORMAT, READ_TOO = 4, (1, 2, 3)
@@ -36,7 +36,7 @@ LARGEST = 1 << 28
 """Bytes of a manifest."""
 MOST_CORNERS = 1 << 24
 """Of the pieces of one tensor, over the dims along which they are cut."""
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in NAMES}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAVABLE}
 _BEGIN = '{"sha256": "'
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.tensor_file import NAMES
+from plait.checkpoint.tensor_file import SAVABLE
 from plait.checkpoint.values import InFile, encoded
 from plait.core.layout import Region
 from plait.engine import EMA, Engine
@@ -38,9 +38,16 @@ class Written:
     region: Region
     tensor: Tensor
     weight: bool = False
-    """It must be finite."""
     kept: bool = False
     """An optimizer keeps it, and nobody else writes to it."""
+
+    def check_finite(self) -> None:
+        """Raises ValueError where it is not finite."""
+        if not is_finite(self.tensor):
+            raise ValueError(
+                f"{self.name!r} has values that are not finite in its region {self.region}: nothing is saved, and the "
+                f"checkpoint before stays the newest"
+            )
 
 
 @dataclass(frozen=True)
@@ -140,13 +147,10 @@ def _pieces(engine: Engine, ema: EMA | None, values: Mapping[str, Tensor]) -> It
 
 def _check_savable(pieces: Sequence[Written]) -> None:
     for one in pieces:
-        if one.tensor.dtype not in NAMES:
+        if one.tensor.dtype not in SAVABLE:
             raise ValueError(f"{one.name!r} is of {one.tensor.dtype}, which cannot be saved")
-        if one.weight and not is_finite(one.tensor):
-            raise ValueError(
-                f"{one.name!r} has values that are not finite in its region {one.region}: nothing is saved, and the "
-                f"checkpoint before stays the newest"
-            )
+        if one.weight:
+            one.check_finite()
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from plait.checkpoint.folder import check_file
 from plait.checkpoint.manifest import Manifest, StoredTensor
 from plait.checkpoint.storage import Storage
-from plait.checkpoint.tensor_file import TensorFile
+from plait.checkpoint.tensor_file import TensorFile, in_file
 from plait.core.layout import Region, blocks, extent, inside, overlap
 
 BLOCK = 1 << 24
@@ -96,7 +96,7 @@ def check_contents(folder: Storage, name: str, manifest: Manifest, threads: int 
         first = ", ".join(repr(tensor[:80]) for tensor in names[:3])
         more = ", ..." if names[3:] else ""
         raise ValueError(f"{error}; it has pieces of {len(names)} tensors ({first}{more})") from error
-    told = {piece.key: (manifest.tensors[tensor].dtype, extent(piece.region)) for tensor, piece in pieces}
+    told = {piece.key: in_file(manifest.tensors[tensor].dtype, extent(piece.region)) for tensor, piece in pieces}
     there = {key: (entry.dtype, entry.shape) for key, entry in TensorFile(folder / name).entries.items()}
     if there != told:
         wrong = sorted(key for key in there.keys() | told.keys() if there.get(key) != told.get(key))

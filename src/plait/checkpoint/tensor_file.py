@@ -32,10 +32,15 @@ NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
 }
 """What safetensors calls dtypes."""
 
-_OTHERS = {"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64}
+REAL = {torch.complex128: torch.float64}
+"""For which safetensors has no name: they are real ones in a file, with a last dim of 2."""
+SAVABLE = (*NAMES, *REAL)
+
+_OTHERS = {"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64}
 _FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 READ = {**{name: dtype for dtype, name in NAMES.items()}, **_OTHERS, **_FLOAT8}
 
@@ -95,6 +100,8 @@ class OpenTensors:
             check: is given what was read, in the entry's dtype, with the region that it is.
         """
         entry = self.file.entries[key]
+        if into.is_complex() and not entry.dtype.is_complex:
+            into, region = torch.view_as_real(into), (*region, (0, 2))
         straight = into.dtype == entry.dtype and into.device.type == "cpu"
         for part in (region,) if straight else blocks(region, MOST):
             here = into[tuple(slice(*ends) for ends in inside(part, region))]
@@ -189,6 +196,11 @@ def is_shape(value: object) -> bool:
     return math.prod(value) < LARGEST
 
 
+def in_file(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and the shape that a tensor has in a file."""
+    return (REAL[dtype], (*shape, 2)) if dtype in REAL else (dtype, shape)
+
+
 def safetensors_header(
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], sizes: Mapping[str, int]
 ) -> tuple[bytes, dict[str, int], int]:
@@ -199,6 +211,7 @@ def safetensors_header(
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in sorted(shapes.items(), key=lambda item: -item[1][1].itemsize):
+        dtype, shape = in_file(dtype, shape)
         entries[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [end, end + sizes[name]]}
         end += sizes[name]
     text = json.dumps(entries, separators=(",", ":")).encode()

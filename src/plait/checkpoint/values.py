@@ -49,10 +49,10 @@ def encoded(value: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in DTYPES or value.layout is not torch.strided or value.is_meta:
             raise ValueError(f"a tensor of {value.dtype}, {value.layout} on {value.device} cannot be saved")
-        if not value.dim():
+        if not value.dim() and not value.is_complex():
             return {"number": encoded(value.item(), tensors, depth + 1), "dtype": dtype}
         name = f"value/{len(tensors)}"
-        tensors[name] = value.detach()
+        tensors[name] = value.detach().resolve_conj().resolve_neg()
         return {"tensor": name}
 
     def inside(one: Any) -> Any:

@@ -129,7 +129,11 @@ def write_part(partial: Storage, rank: int, pieces: Sequence[Written]) -> None:
 
     Raises:
         OSError: with the path, the bytes to write, and the bytes that the disk has left.
+        ValueError: what an optimizer keeps is not finite; weights were looked at before their copies were made.
     """
+    for one in pieces:
+        if one.kept:
+            one.check_finite()
     file = partial.file(rank, FILE)
     tensors = [one.tensor for one in pieces]
     with saying(file, sum(tensor.nbytes for tensor in tensors)):

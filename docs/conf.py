@@ -16,7 +16,7 @@ project = "plait"
 html_title = "plait"
 html_theme = "furo"
 html_copy_source = False
-html_search_scorer = "search_order.js"  # the guide before the decisions
+html_search_scorer = str(HERE / "search_order.js")  # the guide before the decisions
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_heading_anchors = 3
 

@@ -5,12 +5,14 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import plait
 from plait.commands.bench import BenchCommand
@@ -212,6 +214,48 @@ def test_a_command_says_that_gpus_are_idle(monkeypatch: pytest.MonkeyPatch, caps
     assert "plait: computing on CPUs: this host has NVIDIA GPUs, but torch" in capsys.readouterr().err
     assert main([*words, "--device", "cpu"]) == 0
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "bars"),
+    [
+        (
+            ["verify", "--steps", "2", "--model", "mlp", "--layers", "2"],
+            ["layout", "one process", "plain"],
+        ),
+        (
+            ["prove", "--mesh", "shard=2", "--layers", "2", "--width", "8", "--heads", "2", "--vocab", "9"],
+            ["ranks", "sta"],
+        ),
+        (["checkpoint", "verify", "{}"], ["files read"]),
+        (["checkpoint", "reshard", "{}", "{}/../two"], ["files read", "pieces of "]),
+        (["checkpoint", "diff", "{}", "{}"], ["tensors"]),
+    ],
+)
+def test_work_has_a_bar_on_a_terminal_alone(
+    words: list[str],
+    bars: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    net = torch.nn.Linear(3, 2)
+    plait.run_threads("shard=1", lambda comm: plait.save(tmp_path / "one", plait.Engine(net, comm, strategy="ddp")))
+    words = [word.format(tmp_path / "one") for word in words]
+    assert main(words) == 0
+    assert not capsys.readouterr().err
+    shutil.rmtree(tmp_path / "two", ignore_errors=True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(words) == 0
+    shown = capsys.readouterr().err
+    assert all(bar in shown for bar in bars)
+
+
+def test_a_shell_completes_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--tyro-print-completion", "bash"])
+    script = capsys.readouterr().out
+    assert "--lr-schedule" in script and "--kv-heads" in script and "reshard" in script
 
 
 def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.saved import Saved, Whole
+from plait.core.progress import counted
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -52,7 +53,7 @@ def differences(one: Saved, other: Saved) -> Iterator[SavedDifference]:
     if one.manifest.step != other.manifest.step:
         yield SavedDifference("step", "value", str(one.manifest.step), str(other.manifest.step))
     mine, theirs = one.tensors, other.tensors
-    for name in [*mine, *(name for name in theirs if name not in mine)]:
+    for name in counted("tensors", [*mine, *(name for name in theirs if name not in mine)]):
         if not name.startswith("value/"):  # those are compared where they stand among the values
             yield from _tensors(name, mine.get(name), theirs.get(name))
     values = (

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from plait.checkpoint.huggingface import write_model
 from plait.checkpoint.saved import Saved
+from plait.core.progress import counted
 
 
 def export(
@@ -52,7 +53,7 @@ def export(
     kinds = {name: dtype if dtype and found[name].dtype.is_floating_point else found[name].dtype for name in own}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name in own:
+        for name in counted("tensors", list(own)):
             yield name, found[name].read(found[name].region).to(kinds[name])
 
     write_model(Path(folder), model, {name: (found[name].shape, kinds[name]) for name in own}, tensors(), source)

@@ -26,6 +26,7 @@ from plait.checkpoint.stored import BLOCK, check_contents, saved_tensors
 from plait.checkpoint.tensor_file import safetensors_header
 from plait.checkpoint.values import decoded
 from plait.core.layout import Region, blocks, extent
+from plait.core.progress import counted
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Saved:
     def damages(self) -> dict[str, str]:
         """What is wrong with each file that is not whole."""
         found = {}
-        for name in sorted(self.manifest.files):
+        for name in counted("files read", sorted(self.manifest.files)):
             try:
                 check_contents(self.folder, name, self.manifest, threads_for(1))
             except (ValueError, OSError) as error:
@@ -167,7 +168,7 @@ def _write(path: Storage, regions: Sequence[tuple[Whole, Region]]) -> StoredFile
     digest.update(header)
     with path.created() as file:
         file.write(header)
-        for key in sorted(starts, key=starts.__getitem__):
+        for key in counted(f"pieces of {path.name}", sorted(starts, key=starts.__getitem__)):
             one, region = regions[int(key)]
             for _, block in one.blocks(region):
                 data = block.contiguous().reshape(-1).view(torch.uint8).numpy().data

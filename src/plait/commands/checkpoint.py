@@ -40,7 +40,7 @@ from plait.files.writing import told, write_json
 from plait.job.families import FOLDER
 from plait.models.hf import check_installed
 from plait.models.pretrained import Pretrained
-from plait.report.screen import screen
+from plait.report.screen import screen, working
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -212,7 +212,8 @@ class VerifyCheckpoint:
             except ValueError as error:
                 problems = [str(error)]
             else:
-                problems = list(saved.damages().values())
+                with working():
+                    problems = list(saved.damages().values())
             size = "" if problems else f": whole, {_bytes_of(saved):,} bytes"
             console.print(one_line(f"{folder}{size}{f': damaged, {len(problems)} files' if problems else ''}"))
             for text in problems:
@@ -234,7 +235,8 @@ class DiffCheckpoints:
 
     def run(self) -> int:
         pair = [Saved.find(path) for path in (self.one, self.other)]
-        found = list(differences(*pair))
+        with working():
+            found = list(differences(*pair))
         console = console_of(self.json)
         for one in found:
             told = f"{one.what}: {one_line(one.one, 80)} and {one_line(one.other, 80)}"
@@ -261,8 +263,9 @@ class ReshardCheckpoint:
 
     def run(self) -> int:
         saved = Saved.find(self.path)
-        with _room(self.out, _bytes_of(saved)):
-            return written(reshard(saved, self.out, self.ranks))
+        with _room(self.out, _bytes_of(saved)), working():
+            new = reshard(saved, self.out, self.ranks)
+        return written(new)
 
 
 @dataclass(frozen=True)
@@ -286,7 +289,8 @@ class ExportCheckpoint:
         source = source_of(saved) if self.source is None else self.source
         with empty_parameters():
             model = Pretrained(source).build()
-        export(saved, self.out, model, source, ema=self.ema, dtype=DTYPES[self.dtype] if self.dtype else None)
+        with working():
+            export(saved, self.out, model, source, ema=self.ema, dtype=DTYPES[self.dtype] if self.dtype else None)
         return written(Path(self.out))
 
 

@@ -14,25 +14,26 @@ from plait.core.wording import did_you_mean
 
 Config = TypeVar("Config")
 
-ELSEWHERE = {
-    **dict.fromkeys(("batch-size", "global-batch-size", "train-batch-size"), "batch"),
-    **dict.fromkeys(("hidden", "hidden-size", "d-model", "n-embd", "dim"), "width"),
-    **dict.fromkeys(("num-layers", "n-layers", "n-layer", "depth"), "layers"),
-    **dict.fromkeys(("num-heads", "n-heads", "n-head", "num-attention-heads"), "heads"),
-    **dict.fromkeys(("intermediate-size", "ffn-hidden-size", "mlp-width"), "ffn"),
-    **dict.fromkeys(("vocabulary", "vocab-size"), "vocab"),
-    **dict.fromkeys(("seq-len", "seq-length", "sequence-length", "context", "block-size", "max-length"), "length"),
-    **dict.fromkeys(("learning-rate",), "lr"),
-    **dict.fromkeys(("max-steps", "iters", "train-iters", "num-steps"), "steps"),
-    **dict.fromkeys(("accumulation", "gradient-accumulation-steps", "micro-batches"), "microbatches"),
-    **dict.fromkeys(("gpus", "ranks", "nproc-per-node", "world-size"), "mesh"),
-    **dict.fromkeys(("zero", "zero-stage", "stage", "sharding-strategy"), "strategy"),
-    **dict.fromkeys(("precision", "mixed", "mixed-precision", "bf16", "fp16"), "dtype"),
-    **dict.fromkeys(("gradient-checkpointing", "activation-checkpointing", "checkpointing"), "recompute"),
-    **dict.fromkeys(("max-grad-norm", "grad-clip", "clip-grad", "gradient-clipping"), "clip"),
-    **dict.fromkeys(("output", "output-dir", "out-dir", "save-dir"), "out"),
-    **dict.fromkeys(("dataset", "data-path", "train-data"), "data"),
-}
+_OTHERS = """
+batch        batch-size global-batch-size train-batch-size
+width        hidden hidden-size d-model n-embd dim
+layers       num-layers n-layers n-layer depth
+heads        num-heads n-heads n-head num-attention-heads
+ffn          intermediate-size ffn-hidden-size mlp-width
+vocab        vocabulary vocab-size
+length       seq-len seq-length sequence-length context block-size max-length
+lr           learning-rate
+steps        max-steps iters train-iters num-steps
+microbatches accumulation gradient-accumulation-steps micro-batches
+mesh         gpus ranks nproc-per-node world-size
+strategy     zero zero-stage stage sharding-strategy
+dtype        precision mixed mixed-precision bf16 fp16
+recompute    gradient-checkpointing activation-checkpointing checkpointing
+clip         max-grad-norm grad-clip clip-grad gradient-clipping
+out          output output-dir out-dir save-dir
+data         dataset data-path train-data
+"""
+ELSEWHERE = {other: ours for ours, *others in map(str.split, _OTHERS.strip().splitlines()) for other in others}
 """Flags of other programs, and the flag of plait that means the same."""
 
 

@@ -22,7 +22,7 @@ from plait.files.writing import write_json
 from plait.job.config import JobConfig
 from plait.job.job import make_job
 from plait.launch.local import launch
-from plait.report.screen import screen
+from plait.report.screen import screen, working
 from plait.witness.grid import MICROBATCHES, RANKS, GridCell, cells_up_to, growth, told_factor
 from plait.witness.judge import judge
 from plait.witness.judgement import Judgement
@@ -55,7 +55,8 @@ def run(config: JudgeConfig, argv: Sequence[str] = ()) -> int:
         raise ValueError(f"dtype {config.dtype}: a judgement is of one dtype, that of the loop's parameters")
     if len(config.folder) != 1:
         return _run_judge_grid(config, argv)
-    judgement = judge(make_job(config), config.folder[0], clip=config.clip)
+    with working():
+        judgement = judge(make_job(config), config.folder[0], clip=config.clip)
     code = told(judgement, config.json, argv)
     if config.json != "-":
         screen(soft_wrap=True).print(f"recording: {judgement.recording}", highlight=False)
@@ -71,7 +72,8 @@ def _run_judge_grid(config: JudgeConfig, argv: Sequence[str]) -> int:
         witnessed = read_witnessed(folder)
         forwards = max(len(run.step(0).calls) for run in witnessed.runs)
         cells.append(GridCell({RANKS: len(witnessed.runs), MICROBATCHES: forwards}))
-        judgement = judge(job, folder, clip=config.clip)
+        with working():
+            judgement = judge(job, folder, clip=config.clip)
         found.append(asdict(judgement) | {"equal": judgement.equal})
         if config.json != "-":
             screen(soft_wrap=True).print(folder, style="bold", markup=False)
@@ -81,7 +83,8 @@ def _run_judge_grid(config: JudgeConfig, argv: Sequence[str]) -> int:
 
 def run_verify_engine(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     """This rank's part of ``plait verify --engine``; rank 0 judges, prints and returns the exit code."""
-    judgement = run_engine(config, comm)
+    with working(comm.rank == 0):
+        judgement = run_engine(config, comm)
     return 0 if judgement is None else told(judgement, config.json, argv)
 
 

@@ -122,7 +122,10 @@ def parse(argv: Sequence[str]) -> Any:
                 command = tyro.cli(kind, prog=prog, args=words)
     else:
         named = ((name, tyro.conf.subcommand(name, description=text)) for name, text in COMMANDS.items())
-        kinds: Any = Union[*(Annotated[make_dataclass(name, ()), word] for name, word in named)]
+        completing = any(word.startswith("--tyro-") for word in argv)  # a script that knows every flag
+        kinds: Any = Union[
+            *(Annotated[kind_of(name) if completing else make_dataclass(name, ()), word] for name, word in named)
+        ]
         with heard():
             command = tyro.cli(kinds, prog="plait", description=DESCRIPTION, args=list(argv))
     if plugins and of_a_run:

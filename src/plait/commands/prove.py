@@ -21,7 +21,7 @@ from plait.core.mesh import Mesh
 from plait.core.wording import human
 from plait.files.writing import write_json
 from plait.prove import Decoder, PaperRun, Proved, Refuted, from_config, prove
-from plait.report.screen import screen
+from plait.report.screen import screen, working
 from plait.schedule.orders import describe_chunks, describe_orders
 from plait.schedule.pipeline import Pipeline
 
@@ -152,7 +152,8 @@ def run(config: ProveConfig, argv: Sequence[str] = ()) -> int:
     run = config.paper()
     console = screen(stderr=config.json == "-", soft_wrap=True)
     try:
-        proved = prove(run)
+        with working():
+            proved = prove(run)
     except Refuted as refuted:
         console.print(f"refuted: {refuted.example}")
         if config.json is not None:

@@ -12,6 +12,7 @@ tensor_cut.py   how tensor parallelism cuts a parameter
 tensor_plan.py  a tensor plan as data: which module is cut how, and what it sends
 parallelism.py  all settings of a layout as one value
 wording.py      sizes with units, hints for names that are nearly right
+progress.py     long loops tell how far they are
 escape.py       text from outside, made harmless where it is shown
 ended.py        a program that code of the user's ends is not done
 later.py        names of a package that are imported when they are asked for

@@ -23,6 +23,7 @@ from plait.core.agreement import COUNTS, IN_STAGE, NUMBER_BYTES, num_reported
 from plait.core.cells import ITEMSIZE, Cell
 from plait.core.collectives import bytes_sent
 from plait.core.mesh import Mesh
+from plait.core.progress import counted
 from plait.core.tensor_plan import everywhere
 from plait.core.wording import human
 from plait.plan.tensor import predict_tensor
@@ -190,7 +191,7 @@ def _prove_buffers(run: PaperRun, schedule: Schedule, laid: Laid) -> tuple[int, 
     written: dict[object, OneFlat] = {}
     settled: dict[object, dict[int, dict[Key, Settled]]] = {}
     operations, traffic = 0, Traffic()
-    for (stage, tensor), units in laid.items():
+    for (stage, tensor), units in counted("stages", list(laid.items())):
         for unit in units:
             for index, flat in enumerate(unit.flats):
                 summed = bool(unit.summed and unit.summed[index])

@@ -12,6 +12,7 @@ from plait.core.agreement import IN_STAGE
 from plait.core.cells import Moves, Strategy, moves
 from plait.core.flat import FlatLayout, Message, lower
 from plait.core.mesh import Mesh
+from plait.core.progress import counted
 from plait.prove.claims import Counterexample, Refuted
 from plait.prove.program import PHASES
 
@@ -38,7 +39,7 @@ def check_symmetry(mesh: Mesh, strategy: Strategy, layouts: Sequence[FlatLayout]
     )
     models: dict[int, tuple[tuple[tuple[Message, ...], ...], tuple[int, ...]]] = {}
     compared = 0
-    for rank in range(mesh.size):
+    for rank in counted("ranks", range(mesh.size)):
         model = model_of(mesh, rank)
         facts = (
             tuple(lower(move, layout, mesh, rank) for move, layout in sent),

@@ -8,12 +8,15 @@ Text is no markup, so ``[red]`` in a name stays ``[red]``; colours are given by 
 
 import errno
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 
 from plait.core.escape import encodable, heard, say, silence
+from plait.core.progress import shown_by
 
 
 def screen(*, outlived: bool = False, **options: Any) -> Console:
@@ -28,6 +31,28 @@ def screen(*, outlived: bool = False, **options: Any) -> Console:
     )
     Console.push_render_hook(console, _EscapingHook())
     return console
+
+
+@contextmanager
+def working(here: bool = True) -> Iterator[None]:
+    """A bar for what ``core.progress.counted`` counts inside, where the standard error is a terminal.
+
+    Args:
+        here: False shows nothing, as on all ranks but one.
+    """
+    console = screen(stderr=True)
+    if not here or not console.is_terminal:
+        yield
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+        task = bar.add_task("working", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total, refresh=not done)
+
+        with shown_by(show):
+            yield
 
 
 class _EscapingConsole(Console):

@@ -43,7 +43,7 @@ from plait.measure.gpu import GpuUtilisation
 from plait.measure.machine import peak_memory
 from plait.plan.activations import decoder
 from plait.plan.memory import Held, held
-from plait.report.screen import screen
+from plait.report.screen import screen, working
 from plait.report.training import ProgressView, RankBytes, bytes_table, spark
 from plait.train.course import Course
 from plait.train.resume import SETTINGS, SUMMARY, extra_of, layout_of, remove_later, resume, saver_of
@@ -307,7 +307,8 @@ def _compare(training: Training, console: Console) -> bool | None:
         return None
     console.print("training again as one process ...")
     within = asked(config, one_layout=len(training.layouts) == 1)
-    whole = replay(training.job, config, records, keep_gradients=False)
+    with working():
+        whole = replay(training.job, config, records, keep_gradients=False)
     findings = against_tree(records, whole.since(training.first), within)
     steps = f"steps {training.first + 1} to {config.steps}" if training.first else f"{config.steps} steps"
     title = f"{steps} on {training.comm.mesh.size} ranks against one process, which was not interrupted"

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.config import RunConfig
 from plait.core.cells import LONG
+from plait.core.progress import counted
 from plait.engine.forward.context import RNGPosition, token_counts
 from plait.engine.forward.random_streams import STREAMS
 from plait.engine.forward.sites import Sites, Turns
@@ -53,7 +54,7 @@ def run_plain(job: Job, config: RunConfig) -> Record:
     scale = job.precision.first_scale or 1.0
     sums = LONG.get(job.precision.sums.dtype or "", "")
     masks, record = Masks(model, job.seed), Record()
-    for step in range(config.steps):
+    for step in counted("steps of plain PyTorch", range(config.steps)):
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate(config, step)
         (batch,) = job.microbatches(step, 0, 1, 1)

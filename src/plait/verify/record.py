@@ -23,6 +23,7 @@ from plait.config import RunConfig
 from plait.core.collectives import Entry
 from plait.core.escape import one_line
 from plait.core.parallelism import Parallelism
+from plait.core.progress import counted
 from plait.core.tensor_cut import TensorCut
 from plait.core.tensor_plan import BACKWARD, FORWARD
 from plait.engine import Engine, StepResult
@@ -121,7 +122,7 @@ def record_layout(
     recorder = Recorder(comm)
     engine, scheduler = job.engine(comm, parallelism, clip=clip, listener=recorder)
     place = recorder.record.data_rank, comm.mesh.data_size, num_microbatches, str(comm.device)
-    for step in range(steps):
+    for step in counted("steps of the layout", range(steps)):
         batches = job.microbatches(step, *place)
         predicted = predict(engine, job, batches) if job.width else ()
         # The engine's own checks, and headers for new shapes, are not part of a step.

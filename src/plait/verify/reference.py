@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from plait.core.additions import MICROBATCH, fold
 from plait.core.mesh import Mesh
+from plait.core.progress import counted
 from plait.engine.data_parallel.optim import clip_factor, dtype_of_norm, norm_of, square_sum
 from plait.engine.data_parallel.storage import dtype_in
 from plait.engine.data_parallel.wrap import automatic
@@ -221,7 +222,7 @@ def run_reference(
         return one.gradient(at["replica"] * mesh.shard + at["shard"], at[MICROBATCH])
 
     record = Record()
-    for step in range(steps):
+    for step in counted("steps of one process", range(steps)):
         count = one.begin(step)
         tell("began", one, {})
         gradients = one.summed(fold(tuple(order), sizes, leaf, add))

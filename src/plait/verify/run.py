@@ -25,7 +25,7 @@ from plait.files.writing import write_json
 from plait.job.job import Job, make_job
 from plait.job.own import UserJob
 from plait.referee.wrong import FirstWrong
-from plait.report.screen import screen
+from plait.report.screen import screen, working
 from plait.verify.compare import BITWISE, Finding, against_plain, against_tree, asked, full_batch
 from plait.verify.honest import HonestRuns
 from plait.verify.locate import locate, locate_in_plain
@@ -204,17 +204,19 @@ def run_verify(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> in
     """
     job = make_job(config)
     config = replace(config, steps=job.steps)  # epochs have become steps
-    ranks = collect_records(comm, record_run(job, config, comm))
-    if ranks is None:
-        return 0
-    tree, plain = references(job, config, ranks)
+    with working(comm.rank == 0):
+        ranks = collect_records(comm, record_run(job, config, comm))
+        if ranks is None:
+            return 0
+        tree, plain = references(job, config, ranks)
     again = {"command": shlex.join(["plait", *argv])}
     verdict = judge(job, config, ranks, tree, plain)
     if config.json != "-":
         show(verdict, screen(), every_tensor=config.tensors)
         if config.json:
             write_json(config.json, report(verdict) | again)  # the search may not fit into memory
-    verdict = placed(verdict, job, config, ranks, (tree, plain))
+    with working():
+        verdict = placed(verdict, job, config, ranks, (tree, plain))
     if config.json and (config.json == "-" or verdict.first or verdict.unplaced):
         write_json(config.json, report(verdict) | again)
     if config.json != "-" and (verdict.first or verdict.unplaced):

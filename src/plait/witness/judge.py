@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from plait.core.progress import counted
 from plait.engine.step import num_samples
 from plait.job.config import JobConfig
 from plait.job.job import Job, make_job
@@ -122,7 +123,7 @@ class _Trial:
 
     def judge(self) -> Judgement:
         count, ranks = self.witnessed.steps, len(self.witnessed.runs)
-        for number in range(self.witnessed.steps):
+        for number in counted("steps judged", range(self.witnessed.steps)):
             steps = [run.step(number) for run in self.witnessed.runs]
             if wrong := self._step(number, steps):
                 return wrong

@@ -39,6 +39,18 @@ def remove_parameter(model: cases.Net) -> None:
     model.head.bias = None
 
 
+def swap_tensors(model: cases.Net) -> None:
+    torch.utils.swap_tensors(model.head.weight, nn.Parameter(torch.zeros(3, cases.WIDTH).double()))
+
+
+def load_by_swapping(model: cases.Net) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.head.load_state_dict({"bias": torch.zeros(3).double()}, strict=False)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 def add_module(model: cases.Net) -> None:
     model.more = nn.Linear(3, 3).double()
 
@@ -51,6 +63,8 @@ CHANGES: dict[Callable[[cases.Net], None], str] = {
     add_parameter: "more",
     remove_parameter: "bias",
     add_module: "added",
+    swap_tensors: "'weight' of head was swapped",
+    load_by_swapping: "'bias' of head was swapped",
 }
 
 

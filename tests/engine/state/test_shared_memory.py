@@ -37,7 +37,24 @@ def as_attribute(model: nn.Sequential) -> None:
     model[1].turned = model[0].weight.t()
 
 
-SHARED = [as_parameter, as_data, as_part, as_buffer, as_attribute]
+def as_values(model: nn.Sequential) -> None:
+    model[1].copied = model[0].weight.detach()
+
+
+def as_list(model: nn.Sequential) -> None:
+    model.kept = {"rows": [p.data[1] for p in model.parameters()]}
+
+
+def as_array(model: nn.Sequential) -> None:
+    model.plotted = model[1].weight.detach().numpy()[:, 2:]
+
+
+def in_a_larger_one(model: nn.Sequential) -> None:
+    model.flat = torch.zeros(40)
+    model.first, model[0].weight.data = model.flat[:5], model.flat[10:30].view(5, 4)
+
+
+SHARED = [as_parameter, as_data, as_part, as_buffer, as_attribute, as_values, as_list, as_array, in_a_larger_one]
 
 
 def engine_on(model: nn.Module) -> Engine:
@@ -69,6 +86,7 @@ def test_what_lies_side_by_side_is_taken() -> None:
     engine_on(model)
     tied = pair()
     tied[1].weight = tied[0].weight
+    tied.every, tied.copies = list(tied.parameters()), [tied[0].weight.detach().clone().numpy()]  # type: ignore[assignment]
     engine_on(tied)
 
 

@@ -4,8 +4,8 @@ Ranks compare digests by their smallest and their largest: where the two differ,
 show all values to each other.
 """
 
-from collections.abc import Mapping
-from itertools import pairwise
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -90,23 +90,28 @@ def check_driven(model: nn.Module) -> None:
 
 
 def check_memory(model: nn.Module) -> None:
-    """Raises ValueError where a parameter that trains shares memory with another one, a buffer or an attribute that was
-    made of it: in the engine's memory they would part.  (What ``nn.utils.spectral_norm`` leaves is made anew in each
-    forward, and needs no gradient until then.)"""
-    owners: dict[int, list[tuple[int, int, str, Tensor]]] = {}
-    named = [*model.named_parameters(), *model.named_buffers()]
+    """Raises ValueError where a parameter that trains shares memory with another one, a buffer, or an attribute of a
+    module, also in its lists and as a numpy array: in the engine's memory they would part.  (Of what
+    ``nn.utils.spectral_norm`` leaves each forward makes another.)"""
+    owners: dict[object, list[tuple[int, int, str, Any]]] = {}
+    named: list[tuple[str, Any]] = [*model.named_parameters(), *model.named_buffers()]
     for place, module in model.named_modules():
-        attributes = ((f"{place}.{key}" if place else key, value) for key, value in vars(module).items())
-        named += [(name, value) for name, value in attributes if isinstance(value, Tensor) and value.requires_grad]
-    for name, tensor in named:
-        if tensor.layout is torch.strided and tensor.numel() and type(tensor) in (Tensor, nn.Parameter, nn.Buffer):
-            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            start, size = int(tensor.storage_offset()), tensor.element_size()
-            lies = start * size, (start + int(last) + 1) * size, name, tensor
-            owners.setdefault(tensor.untyped_storage()._cdata, []).append(lies)
+        kept = {key: value for key, value in vars(module).items() if f"{key}_orig" not in module._parameters}
+        named += _memory_in(kept, place)
+    for name, value in named:
+        if not isinstance(value, Tensor):
+            start, size = value.__array_interface__["data"][0], value.nbytes
+            owners.setdefault("cpu", []).append((start, start + size, name, value))
+        elif value.layout is torch.strided and value.numel() and type(value) in (Tensor, nn.Parameter, nn.Buffer):
+            last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+            size, meta = value.element_size(), value.untyped_storage()._cdata if value.is_meta else None
+            start = int(value.storage_offset()) * size if meta else value.data_ptr()
+            owners.setdefault(meta or str(value.device), []).append(
+                (start, start + (int(last) + 1) * size, name, value)
+            )
     for sharing in owners.values():
-        sharing.sort(key=lambda owner: owner[:2])
-        for (_, end, first, one), (start, _, second, other) in pairwise(sharing):
+        end, first, one = 0, "", None
+        for start, stop, second, other in sorted(sharing, key=lambda owner: owner[:2]):
             trained = any(isinstance(t, nn.Parameter) and t.requires_grad for t in (one, other))
             if one is not other and start < end and trained:
                 raise ValueError(
@@ -114,6 +119,20 @@ def check_memory(model: nn.Module) -> None:
                     f"its own, where an update of one would not reach the other: share the parameter itself "
                     f"(head.weight = embed.weight), or make the other from it in the forward"
                 )
+            if stop > end:
+                end, first, one = stop, second, other
+
+
+def _memory_in(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Tensors and numpy arrays in containers."""
+    if isinstance(value, Tensor) or (hasattr(value, "__array_interface__") and not isinstance(value, type)):
+        yield name, value
+    elif isinstance(value, Mapping) and depth < 4:
+        for key, one in value.items():
+            yield from _memory_in(one, f"{name}.{key}".removeprefix("."), depth + 1)
+    elif isinstance(value, list | tuple | set | deque) and depth < 4:
+        for place, one in enumerate(value):
+            yield from _memory_in(one, f"{name}.{place}", depth + 1)
 
 
 NAMED = 6

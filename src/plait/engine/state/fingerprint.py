@@ -17,6 +17,8 @@ class ModelFingerprint:
         self._parameters = list(model.parameters())
         self._flags = [p.requires_grad for p in self._parameters]
         self._trains = dict(zip(map(id, self._parameters), self._flags, strict=True))
+        with torch._C.DisableTorchFunctionSubclass():
+            self._inside = {id(p): p._cdata for p in self._parameters}
         self._seen = self._look()
 
     def _look(self) -> list[object]:
@@ -27,7 +29,7 @@ class ModelFingerprint:
             for own in (module._parameters,)
         ]
         with torch._C.DisableTorchFunctionSubclass():  # parameters at rest answer slowly otherwise
-            return [objects, [parameter.requires_grad for parameter in self._parameters]]
+            return [objects, [(parameter.requires_grad, parameter._cdata) for parameter in self._parameters]]
 
     def check(self) -> bool:
         """Whether parameters were frozen or thawed since this was last asked.
@@ -65,6 +67,13 @@ class ModelFingerprint:
             for key, parameter in parameters.items():
                 if module._parameters[key] is not parameter:
                     return f"parameter {key!r} of {where} was replaced"
+                with torch._C.DisableTorchFunctionSubclass():
+                    swapped = parameter is not None and parameter._cdata != self._inside[id(parameter)]
+                if swapped:  # the object stays, and what the engine hung on it is gone
+                    return (
+                        f"parameter {key!r} of {where} was swapped with another tensor (torch.utils.swap_tensors, or "
+                        f"set_swap_module_params_on_conversion(True); engine.load_full_state_dict loads without)"
+                    )
                 if parameter is not None and parameter.requires_grad and not self._trains[id(parameter)]:
                     return (
                         f"parameter {key!r} of {where} was thawed, which was frozen then, so that no memory was given "

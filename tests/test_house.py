@@ -57,9 +57,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "verify": TRAINING | {"job", "referee"},
     "witness": TRAINING | {"job", "referee", "verify"},
     "api": UP_TO_ENGINE | {"checkpoint", "models", "data", "watch"},
-    "chaos": TRAINING | {"launch", "watch"},
     "launch": {"core", "files", "comm", "config", "checkpoint", "train", "verify", "watch"},
-    "commands": TRAINING | {"job", "measure", "train", "verify", "launch", "chaos", "prove", "witness"},
+    "commands": TRAINING | {"job", "measure", "train", "verify", "launch", "prove", "witness"},
     "__main__": {"commands"},
     "__init__": UP_TO_ENGINE | {"checkpoint", "api", "models", "data", "job", "verify", "injection", "witness"},
 }

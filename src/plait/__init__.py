@@ -22,7 +22,6 @@ train/             the run
 measure/           what links and machines can do
 report/            what a person sees
 watch/             what ranks do, told outside of the collectives; who is the cause
-chaos/             real runs, real faults, and the goals
 launch/            from one command to many ranks
 commands/          the ``plait`` command
 api.py             the few calls that a script needs besides ``Engine``

@@ -9,13 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import campaign
 import pytest
-
-from plait.chaos import ROWS, Result, run_campaign
-from plait.chaos.campaign import CampaignRow, RowResult
-from plait.chaos.ground import Ground
-from plait.chaos.observed import LOOPBACK, Observed, ProcessId, alive, listening
-from plait.commands.main import main
+from campaign import ROWS, CampaignRow, RowResult, main, run_campaign
+from ground import Ground
+from observed import LOOPBACK, Observed, ProcessId, alive, listening
+from trials import Result
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 PYTHON = (sys.executable, "-c")
@@ -47,7 +46,7 @@ def test_what_does_not_end_is_ended_with_all_its_processes() -> None:
 
 @LINUX
 def test_what_outlives_a_command_is_seen_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.chaos.observed.GONE_SECONDS", 0.1)
+    monkeypatch.setattr("observed.GONE_SECONDS", 0.1)
     program = "import subprocess; subprocess.Popen(['sleep', '300'], stdout=-3, stderr=-3); print('left')"
     child = Observed([], program=(*PYTHON, program))
     assert child.finish(60) == 0 and child.orphans == 1
@@ -99,7 +98,7 @@ def test_a_trial_that_breaks_is_wrong_and_the_campaign_goes_on(tmp_path: Path) -
     ],
 )
 def test_what_cannot_be_asked_for_is_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chaos", *words]) == 2
+    assert main(words) == 2
     error = capsys.readouterr().err
     assert re.search(says, error) and error.count("\n") == 1
 
@@ -126,9 +125,9 @@ def test_a_row_that_cannot_be_tried_is_said(
         CampaignRow("a", "b", "c", lambda ground, number: Result(), needs=lambda: "no root"),
         CampaignRow("d", "e", "f", lambda ground, number: Result()),
     )
-    monkeypatch.setattr("plait.commands.chaos.ROWS", rows)
-    assert main(["chaos", "--times", "1"]) == 0
+    monkeypatch.setattr(campaign, "ROWS", rows)
+    assert main(["--times", "1"]) == 0
     shown = capsys.readouterr()
     assert "a: not tried: no root" in shown.out and "d 0: right" in shown.out, shown
-    assert main(["chaos", "--rows", "a"]) == 2
+    assert main(["--rows", "a"]) == 2
     assert "row 'a' can't be tried here: no root" in capsys.readouterr().err

@@ -36,7 +36,6 @@ STARTED = {
     "schedule": ["schedule show 1f1b"],
     "explain": ["explain"],
     "checkpoint": ["checkpoint verify run"],
-    "chaos": ["chaos --rows settings --times 1"],
     "judge": ["judge run"],
 }
 """Words of each command that start all kinds of processes."""

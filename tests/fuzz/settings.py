@@ -286,7 +286,6 @@ CHANGED: dict[str, dict[str, Any]] = {
     "train": {"launch": launched},
     "verify": {"launch": launched, "run_matrix": lambda config: 0},
     "bench": {"launch": launched},
-    "chaos": {"run": lambda config, argv: 0},
 }
 """What a child does in place of ours, by command."""
 

@@ -8,7 +8,6 @@ schedule.py    ``plait schedule``: schedules on the screen, proved, and as a pic
 checkpoint.py  ``plait checkpoint``: checkpoints shown, verified, compared, and in other forms
 prove.py       ``plait prove``: a layout proved without running it
 doctor.py      ``plait doctor``: this machine, its torch and its links
-chaos.py       ``plait chaos``: faults done to real runs, beside the goals
 explain.py     ``plait explain``: how a model lies on the ranks of a tensor axis
 judge.py       ``plait judge``: a witnessed run of any engine beside the single process
 bench.py       ``plait bench comm``: what was measured, as a table, JSON and a plot

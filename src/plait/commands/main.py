@@ -1,6 +1,6 @@
 """The ``plait`` command: words and flags in, an exit code out; the work is elsewhere.
 
-    plait train | verify | prove | doctor | bench comm | schedule | explain | checkpoint | chaos | judge
+    plait train | verify | prove | doctor | bench comm | schedule | explain | checkpoint | judge
 
 Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; prove: refuted; checkpoint: damaged,
 different), 2 bad input; 128 + n for signal n.
@@ -37,7 +37,6 @@ COMMANDS = {
     "schedule": "Show, write, prove or draw a pipeline schedule.",
     "explain": "Show the types of activations and parameters under a model's tensor plan, and what each module sends.",
     "checkpoint": "Show, verify, compare or convert a checkpoint.",
-    "chaos": "Do real runs real harm, and hold what becomes of them against the goals.",
     "judge": "Hold a run that was witnessed, of any engine, against the single process; name the first thing that is "
     "wrong.",
 }

@@ -130,7 +130,7 @@ class CourseConfig:
     grace: float = 60.0
     """Seconds to end behind the step, with a checkpoint, after SIGTERM, SIGINT, SIGHUP or SIGUSR1; 0: at once."""
     inject: tuple[str, ...] = ()
-    """Faults that are to happen, as in: --inject kill@rank=2,step=20 (see plait chaos)."""
+    """Faults that are to happen, as in: --inject kill@rank=2,step=20."""
 
 
 @dataclass(frozen=True)

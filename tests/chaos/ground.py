@@ -13,7 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from random import Random
 
-from plait.chaos.observed import Observed
+from observed import Observed
+
 from plait.checkpoint.examine import differences
 from plait.checkpoint.folder import CHECKPOINTS
 from plait.checkpoint.saved import Saved

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plait.chaos.ground import EVERY, PATIENCE, RANKS, Ground, lines_of, wait_for_step
-from plait.chaos.observed import Observed, SaidLine, alive
+from ground import EVERY, PATIENCE, RANKS, Ground, lines_of, wait_for_step
+from observed import Observed, SaidLine, alive
+
 from plait.checkpoint.folder import CHECKPOINTS
 
 SOON = 30.0

@@ -9,9 +9,10 @@ import subprocess
 import time
 from contextlib import closing, suppress
 
-from plait.chaos.ground import EVERY, PATIENCE, RANKS, Ground, lines_of, wait_for_step
-from plait.chaos.observed import LOOPBACK, Observed, listening
-from plait.chaos.trials import Result, injected, outcome
+from ground import EVERY, PATIENCE, RANKS, Ground, lines_of, wait_for_step
+from observed import LOOPBACK, Observed, listening
+from trials import Result, injected, outcome
+
 from plait.checkpoint.folder import CHECKPOINTS
 from plait.launch.fork_server import PYTHON
 

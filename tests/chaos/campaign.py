@@ -1,24 +1,46 @@
-"""The rows of the campaign: a fault, what is expected, its goal in numbers, and one trial of it.
+"""Real runs, real faults, and what became of each, beside the goal.
 
-Each trial is a run of the ``plait`` command with a real fault, watched from outside (``observed.py``).  A row meets its
-goal where every trial was right and the worst of each measured number is within its limit.
+python tests/chaos/campaign.py                                # every row, half an hour
+python tests/chaos/campaign.py --short                        # a few trials of each
+python tests/chaos/campaign.py --rows kill stop --times 50    # some rows
+
+A row is a fault, its goal in numbers, and one trial of it.  Each trial runs the ``plait`` command, does it real harm
+and watches it from outside.  A row meets its goal where every trial is right and the worst of each number is within
+its limit.
+
+trials.py         faults that end, stop and slow ranks, and signals
+refusals.py       faults that must be refused or reported: places, settings, collectives, strangers
+between_hosts.py  faults of another host's ranks, and of the link
+two_hosts.py      two hosts on one machine, made of the kernel's namespaces
+ground.py         the folder of a campaign: the run that is disturbed, and the one that is not
+observed.py       a command that is run and watched, line by line
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Annotated
 
-from plait.chaos import between_hosts, refusals, trials, two_hosts
-from plait.chaos.ground import Ground
-from plait.chaos.trials import Result
+import between_hosts
+import refusals
+import trials
+import two_hosts
+import tyro
+from ground import Ground
+from rich.table import Table
+from trials import Result
 
-__all__ = ["ROWS", "CampaignRow", "Result", "RowResult", "run_campaign"]
+from plait.files.writing import check_folder
+from plait.launch.signals import Asked, heard
+from plait.report.screen import screen
 
 
 @dataclass(frozen=True)
@@ -186,3 +208,85 @@ def run_campaign(
                 results.append(result)
                 yield row, number, result
             yield RowResult(row, results)
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """Does real runs real harm, and compares the outcomes with the goals.
+
+    Exit code 0: every goal is met, 1: one is not, 2: bad input.
+    """
+
+    rows: Annotated[tuple[str, ...], tyro.conf.arg(help=f"Which of: {', '.join(row.name for row in ROWS)}.")] = ()
+    """The faults; none: all."""
+    times: int | None = None
+    """Trials of each; None: as many as its goal asks for."""
+    short: bool = False
+    """A few trials of each, in some minutes."""
+    seed: int = 0
+    """Decides the steps and operations at which faults happen."""
+    folder: str | None = None
+    """Keeps the runs in this folder; None: they are removed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the campaign, prints it trial by trial and as a table; returns the exit code."""
+    config = tyro.cli(Campaign, prog="campaign.py", args=argv)
+    try:
+        rows = chosen(config)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    folder = None if config.folder is None else Path(config.folder).resolve()
+    console, found = screen(soft_wrap=True), list[RowResult]()
+    events = run_campaign(rows, folder, times=config.times, short=config.short, seed=config.seed)
+    with heard(Asked(lambda _: None, grace=0.0)), closing(events):  # a signal ends it, and all of its runs
+        for event in events:
+            if isinstance(event, RowResult):
+                found.append(event)
+                continue
+            row, number, result = event
+            seen = ", ".join(f"{name} {value:.3g}" for name, value in result.seen.items())
+            console.print(f"{row.name} {number}: {result.wrong or 'right'}{f' ({seen})' if seen else ''}")
+    for row in ROWS if not config.rows else ():
+        if reason := row.needs():
+            console.print(f"{row.name}: not tried: {reason}")
+    console.print(table_of(found))
+    return 0 if all(result.met for result in found) else 1
+
+
+def chosen(config: Campaign) -> list[CampaignRow]:
+    """The rows to run; ValueError for settings that cannot be, and for a named row that this machine cannot try."""
+    if config.times is not None and config.times < 1:
+        raise ValueError(f"times is {config.times}: give a whole number from 1")
+    known = {row.name: row for row in ROWS}
+    if unknown := [name for name in config.rows if name not in known]:
+        raise ValueError(f"no row {unknown[0]!r}: there are {', '.join(known)}")
+    if config.folder is not None:
+        check_folder("folder", config.folder)
+        if Path(config.folder).is_dir() and any(Path(config.folder).iterdir()):
+            raise ValueError(f"folder {config.folder!r} is not empty: give a new one")
+    if absent := [name for name in config.rows if known[name].needs()]:
+        raise ValueError(f"row {absent[0]!r} can't be tried here: {known[absent[0]].needs()}")
+    return [row for row in (known[name] for name in dict.fromkeys(config.rows or known)) if not row.needs()]
+
+
+def table_of(found: Sequence[RowResult]) -> Table:
+    """A line for each fault."""
+    table = Table(title="faults", title_justify="left")
+    for column in ("fault", "expected", "trials", "right", "measured: median, worst (goal)", ""):
+        table.add_column(column, overflow="fold")
+    for result in found:
+        measured = []
+        for name, (middle, worst) in result.measured().items():
+            limit = result.row.limits.get(name)
+            goal = "" if limit is None else f" (<= {limit:g})"
+            measured.append(f"{name} {middle:.2f}, {worst:.2f}{goal}")
+        right = len(result.results) - len(result.wrong)
+        cells = [result.row.fault, result.row.expected, str(len(result.results)), str(right), "\n".join(measured)]
+        table.add_row(*cells, "met" if result.met else "NOT MET")
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

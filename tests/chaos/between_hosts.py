@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from plait.chaos.ground import EVERY, PATIENCE, Ground, wait_for_step
-from plait.chaos.observed import Observed
-from plait.chaos.trials import SOON, Result, injected
-from plait.chaos.two_hosts import TwoHosts, two_hosts
+from ground import EVERY, PATIENCE, Ground, wait_for_step
+from observed import Observed
+from trials import SOON, Result, injected
+from two_hosts import TwoHosts, two_hosts
 
 
 @contextmanager

@@ -207,6 +207,7 @@ def run(
 
     def rank_main(rank: int) -> None:
         world.begin(rank)
+        torch.set_autocast_cache_enabled(False)  # all threads share its casts, and the first to leave drops them
         try:
             # torch has one thread for the backwards of a GPU, in which a rank would wait for another that is behind it
             with to_its_end(), torch.autograd.set_multithreading_enabled(False):

@@ -39,9 +39,10 @@ from plait.engine.state.init import materialise
 from plait.engine.step import num_samples, whole_count
 from plait.job.job import Job
 from plait.sharded.masks import stream_key
-from plait.verify.reference import Record
+from plait.verify.reference import Record, uncached
 
 
+@uncached()
 def run_plain(job: Job, config: RunConfig) -> Record:
     """Train the config's job on one full batch per step; only its mesh, strategy and microbatches do not matter."""
     model = job.build()

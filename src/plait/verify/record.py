@@ -33,7 +33,7 @@ from plait.job.job import Job
 from plait.plan.cost import StageTraffic, TiedTraffic, differences, predict_line
 from plait.plan.tensor import predict_tensor
 from plait.referee.values import restored, storable
-from plait.verify.reference import Piece
+from plait.verify.reference import Piece, uncached
 
 
 @dataclass
@@ -115,6 +115,7 @@ def record_run(job: Job, config: RunConfig, comm: Comm) -> RankRecord:
     return record_layout(job, comm, config.measured(job, comm), config.microbatches, config.steps, config.clip)
 
 
+@uncached()
 def record_layout(
     job: Job, comm: Comm, parallelism: Parallelism, num_microbatches: int, steps: int, clip: float | None = None
 ) -> RankRecord:

@@ -6,7 +6,8 @@ It knows nothing of units, flat storage or collectives.  All it takes from the l
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -198,9 +199,21 @@ class SingleProcess:
             self.scheduler.step()
 
 
+@contextmanager
+def uncached() -> Iterator[None]:
+    """Inside, autocast keeps no casts of weights, as in ranks that are threads: two forwards cast twice."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 ReferenceListener = Callable[[str, SingleProcess, Gradients], None]
 
 
+@uncached()
 def run_reference(
     job: Job, mesh: Mesh, num_microbatches: int, order: Sequence[str], steps: int, *, clip: float | None,
     norm_pieces: Sequence[Sequence[Piece]] | None = None, keep_gradients: bool = True, ties: TiedWeights | None = None,

@@ -152,6 +152,7 @@ SHARES: dict[str, Share] = {
     "verify/test_resume_processes.py": PROCESSES,
     "verify/test_stock_models.py::test_every_row_on_every_mesh": TRAINING,
     "verify/test_stock_models.py::test_modules_of_torch": HELD_BY_THE_MATRIX,
+    "verify/test_unlike_jobs.py": FULL,
     "verify/test_tensor.py::test_every_row_is_the_single_process": TRAINING,
     "verify/test_tensor_mutations.py": TRAINING,
     "verify/test_written_pipelines.py::test_processes_make_the_same_run": Share("none", "few"),

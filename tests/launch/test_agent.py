@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 from plait.core.mesh import Mesh
 from plait.launch.agent import OneHost, RankAgent
+from plait.launch.fork_server import LostError
 from plait.launch.limits import Limits
 from plait.launch.signals import heard
 from plait.watch.folder import PAGE, WATCH, private_folder
@@ -93,6 +94,24 @@ def test_a_temporary_folder_that_takes_no_more_is_no_reason_to_stay_down(
             meets = f': > "$PLAIT_STORE"; [ $RANK = 1 ] || exec sleep 100; ({harm}) 2> /dev/null; {KILLED}'
             shells = Shells(meets, f'{DONE}: > "$PLAIT_STORE" || exit 4; exit 0')
             assert run(folder, shells, Limits(restarts=1)).code == 0
+
+
+def test_a_lost_server_ends_all_and_they_are_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def ended() -> Mapping[int, int]:
+        if len(shells.started) > 2:
+            return Shells.ended(shells)
+        for process in shells.started:
+            process.kill()
+        raise LostError("the server was killed by SIGKILL", -9)
+
+    for restarts, code in ((1, 0), (0, 137)):
+        shells = Shells("exec sleep 100", f"{DONE}exit 0")
+        shells.ended = ended  # type: ignore[method-assign]
+        (folder := tmp_path / str(code)).mkdir()
+        assert run(folder, shells, Limits(restarts=restarts)).code == code
+    lines = capsys.readouterr().err.splitlines()
+    killed = "plait: the server was killed by SIGKILL"
+    assert lines == [killed, "plait: restart 1 of 1, from the beginning", killed]
 
 
 @pytest.mark.parametrize("who", ["0 1", "1"])

@@ -1,5 +1,6 @@
 """The process of which ranks are copies: what it is spared, and what is said when it is gone or stopped."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from plait.launch import fork_server
 from plait.launch.fork_server import ForkServer
+from plait.watch import processes
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -36,19 +38,22 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_one_line_says_that_it_is_gone(serve: Serve, number: signal.Signals) -> None:
+def test_one_line_says_that_it_is_gone(serve: Serve, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     server, pid = serve(f"import os; os.kill(os.getpid(), {int(number)}); import time; time.sleep(1); os._exit(3)")
-    code = 3 if number == signal.SIGTERM else -9
+    what = "ended with code 3" if number == signal.SIGTERM else "was killed by SIGKILL"
     for _ in range(2):
-        with pytest.raises(ConnectionError, match=rf"copies \(pid {pid}\) ended with code {code}, and its ranks too"):
-            server.fork({})
-    with pytest.raises(ConnectionError, match="ended with code"):
+        with pytest.raises(ConnectionError, match=rf"copies \(pid {pid}\) {what}; its ranks ended too"):
+            while True:
+                server.ended()
+    monkeypatch.setattr(processes, "out_of_memory_kills", lambda root: 10**9)
+    memory = "" if "code" in what else ": the kernel says that memory ran out"
+    with pytest.raises(ConnectionError, match=f"{what}{memory}; its ranks"):
         server.ended()
 
 
 def test_one_that_does_not_answer_is_not_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "ANSWER_SECONDS", 0.2)
-    server, pid = serve("import time; time.sleep(100)")
+    server, pid = serve("import time; time.sleep(100)", deadline=0.2)
     with pytest.raises(ConnectionError, match=rf"\(pid {pid}\) is stopped, or does not answer"):
         server.fork({})
 
@@ -63,6 +68,39 @@ def test_one_that_is_stopped_for_the_deadline_is_ended(serve: Serve) -> None:
             server.ended()
             time.sleep(0.01)
     assert time.monotonic() > start + 0.4
+
+
+ANSWERS = """
+import json, os, socket, sys
+line = socket.socket(fileno=int(sys.argv[1]))
+line.recv(1 << 20)
+for answer in {answers}:
+    line.recv(1 << 20)
+    line.send(json.dumps(answer).encode())
+"""
+
+
+def test_after_one_that_was_lost_another_starts_ranks(serve: Serve) -> None:
+    server, pid = serve(ANSWERS.format(answers=[{"started": 7}]))
+    assert server.fork({}) == 7
+    with pytest.raises(ConnectionError):
+        while True:
+            server.ended()
+    assert server.fork({}) == 7 and server._process.pid != pid
+
+
+def test_a_process_that_cannot_be_started_is_one_line(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    says = r"no process can be started \(Resource temporarily unavailable\): raise `ulimit -u`"
+    server, _ = serve(ANSWERS.format(answers=[{"failed": errno.EAGAIN}]))
+    with pytest.raises(ValueError, match=says):
+        server.fork({})
+
+    def refused(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    with pytest.raises(ValueError, match=says):
+        ForkServer([], os.environ)
 
 
 SCRIPT = """

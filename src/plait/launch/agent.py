@@ -30,11 +30,12 @@ from plait.core.escape import say
 from plait.core.mesh import Mesh
 from plait.files.writing import told
 from plait.launch.failure import explain, first_of, recorded
-from plait.launch.fork_server import ForkServer
+from plait.launch.fork_server import ForkServer, LostError
 from plait.launch.limits import Limits, Restarts
 from plait.launch.look import Look
 from plait.launch.signals import Asked, announced
 from plait.watch.folder import WATCH, make_again
+from plait.watch.processes import look
 
 _hash_store: Any = dist.HashStore  # type: ignore[attr-defined]  # torch's stubs do not export it
 
@@ -133,7 +134,10 @@ class RankAgent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._look is not None
-        ended = self._ended()
+        try:
+            ended = self._ended()
+        except LostError as lost:
+            return self._begin_anew(lost)
         self._look.tell_signals()
         failures = [
             recorded(rank, code, note_of(self._host.attempt, rank))
@@ -195,7 +199,7 @@ class RankAgent(SimpleElasticAgent):
 
     def _ended(self) -> dict[int, int]:
         """Exit codes by rank."""
-        codes = self._server.ended()
+        codes = self._server.ended() if self._ranks else {}
         return {rank: codes[process] for rank, process in self._ranks.items() if process in codes}
 
     def _tell(self, number: signal.Signals) -> None:
@@ -203,6 +207,15 @@ class RankAgent(SimpleElasticAgent):
         say(announced(number, self._limits.grace))
         if self._look is not None:
             self._look.page.ask_to_stop(number)
+
+    def _begin_anew(self, lost: LostError) -> RunResult:
+        """The server is gone: once its ranks are, the next attempt has another."""
+        ranks, self._ranks = self._ranks.values(), {}
+        end = time.monotonic() + BURY_SECONDS
+        while any(look(pid).state != "gone" for pid in ranks) and time.monotonic() < end:
+            time.sleep(LOOK_SECONDS)
+        self.code = 128 - lost.code if lost.code < 0 else 1
+        return self._end(0, f"plait: {lost}\n")
 
     def _end(self, rank: int, text: str, *, final: bool = False) -> RunResult:
         """Says what has ended the attempt, by ``rank``, and ends what is left of it; torch's loop starts another where

@@ -12,6 +12,7 @@ starts.
 
 import importlib
 import json
+import math
 import os
 import runpy
 import select
@@ -29,17 +30,24 @@ from typing import NoReturn
 from plait.core.escape import say
 from plait.launch.failure import leave, open_closed
 from plait.launch.signals import ASKING
-from plait.watch.processes import hear_of_parents_death, look
+from plait.watch.diagnose import signal_name
+from plait.watch.processes import hear_of_parents_death, look, out_of_memory_kills, ran_out_of_memory, readable
 
 LARGEST = 1 << 20
 """Bytes of a message."""
 
 ANSWER_SECONDS = 120.0
-"""For which the launcher waits for an answer; the first comes when all is imported."""
+"""For which the launcher waits for an answer, unless the deadline is longer; the first comes when all is imported."""
 
 LATE = ("torch._dynamo", "tyro._backends._tyro_backend")
 """What torch and tyro import only when they first need it, in a second or more: parameters are drawn by the first,
 words parsed by the other."""
+
+BETWEEN_SECONDS = 0.5
+"""Between two looks at a server that has not answered yet."""
+
+NO_PROCESS = "no process can be started ({}): raise `ulimit -u` or the pids.max of the cgroup, or use fewer ranks"
+
 
 PYTHON = (sys.executable, "-P")
 """Starts every process of ours: Python would look for modules in the current folder first, whoever wrote them."""
@@ -47,8 +55,20 @@ PYTHON = (sys.executable, "-P")
 SERVER = "import sys; from plait.launch.fork_server import serve; serve(*map(int, sys.argv[1:3]), sys.argv[3:])"
 
 
+class LostError(ConnectionError):
+    """The server is gone, and its ranks with it: the kernel ends them.
+
+    Args:
+        code: its exit code; minus the signal that killed it.
+    """
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
 class ForkServer:
-    """The launcher's side.
+    """The launcher's side.  A server that was lost is followed by another as soon as a rank is to be started.
 
     Args:
         command: what follows ``python`` on the command line of a rank: ``-m module words...`` or ``script words...``
@@ -57,49 +77,71 @@ class ForkServer:
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], deadline: float = 60.0) -> None:
+        self._command, self._environment, self._deadline = command, environment, deadline
+        self._start()
+
+    def _start(self) -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._line.settimeout(ANSWER_SECONDS)
         self._line.send(json.dumps([name for name in sys.modules if name.startswith("plait.")]).encode())
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)  # in the server too, until it ignores them
         try:
-            words = [*PYTHON, "-c", SERVER, str(theirs.fileno()), str(os.getpid()), *command]
+            words = [*PYTHON, "-c", SERVER, str(theirs.fileno()), str(os.getpid()), *self._command]
             self._process = subprocess.Popen(
-                words, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                words, env=self._environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )
+        except OSError as error:
+            self._line.close()
+            raise ValueError(NO_PROCESS.format(error.strerror)) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
         self._ended: dict[int, int] = {}
-        self._deadline, self._runs = deadline, time.monotonic()
+        self._runs, self._kills, self._lost = time.monotonic(), out_of_memory_kills(), False
 
     def fork(self, variables: Mapping[str, str]) -> int:
         """Starts a rank with these variables as well; its process id.
 
         Raises:
-            ConnectionError: the server is gone, or does not answer.
+            LostError: the server is gone, or does not answer.
+            ValueError: this system starts no more processes.
         """
+        if self._lost:
+            self.close()
+            self._start()
         with self._in_one_line():
             self._line.send(json.dumps(variables).encode())
-            while "started" not in (message := self._receive()):
-                self._ended |= {message["ended"]: message["code"]}
-            return int(message["started"])
+            end = time.monotonic() + max(ANSWER_SECONDS, self._deadline)
+            while True:
+                while not readable([self._line.fileno()], BETWEEN_SECONDS):
+                    self._check_it_runs(end)
+                message = self._receive()
+                if "ended" not in message:
+                    break
+                self._ended[message["ended"]] = message["code"]
+        if "failed" in message:
+            raise ValueError(NO_PROCESS.format(os.strerror(message["failed"])))
+        return message["started"]
 
     def ended(self) -> Mapping[int, int]:
         """The exit codes of the ranks that have ended, by process id; below 0, the signal that killed one.
 
         Raises:
-            ConnectionError: the server is gone, or has been stopped for the deadline.
+            LostError: the server is gone, or has been stopped for the deadline.
         """
         with self._in_one_line():
-            while select.select([self._line], [], [], 0)[0]:
+            while readable([self._line.fileno()], 0):
                 message = self._receive()
                 self._ended[message["ended"]] = message["code"]
-            now = time.monotonic()
-            if look(self._process.pid).state != "stopped":
-                self._runs = now
-            elif now > self._runs + self._deadline:
-                raise TimeoutError
+            self._check_it_runs(math.inf)
         return self._ended
+
+    def _check_it_runs(self, end: float) -> None:
+        """TimeoutError: it is past the end of a wait, or the server has been stopped for the deadline."""
+        now = time.monotonic()
+        if look(self._process.pid).state != "stopped":
+            self._runs = now
+        if now > min(end, self._runs + self._deadline):
+            raise TimeoutError
 
     def close(self) -> None:
         """Ends the server, and with it every rank that is left."""
@@ -116,16 +158,19 @@ class ForkServer:
 
     @contextmanager
     def _in_one_line(self) -> Iterator[None]:
+        who = f"the process of which ranks are copies (pid {self._process.pid})"
         try:
             yield
         except ConnectionError:
-            raise ConnectionError(f"{self._who} ended with code {self._process.wait()}, and its ranks too") from None
+            self._lost, code = True, self._process.wait()
+            memory = code == -signal.SIGKILL and ran_out_of_memory(self._process.pid, self._kills, self._runs)
+            ended = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
+            what = f"{ended}{': the kernel says that memory ran out' if memory else ''}"
+            raise LostError(f"{who} {what}; its ranks ended too", code) from None
         except TimeoutError:
-            raise ConnectionError(f"{self._who} is stopped, or does not answer: it is ended, with its ranks") from None
-
-    @property
-    def _who(self) -> str:
-        return f"the process of which ranks are copies (pid {self._process.pid})"
+            self._lost = True
+            self._process.kill()
+            raise LostError(f"{who} is stopped, or does not answer: it is ended, with its ranks", 1) from None
 
 
 def die_with(parent: int) -> None:
@@ -163,7 +208,11 @@ def serve(line_number: int, launcher: int, command: Sequence[str]) -> None:
             request = line.recv(LARGEST)
             if not request:
                 os._exit(0)
-            process = os.fork()
+            try:
+                process = os.fork()
+            except OSError as error:
+                line.send(json.dumps({"failed": error.errno}).encode())
+                continue
             if not process:
                 signal.set_wakeup_fd(-1)
                 for number, handler in before.items():

@@ -173,7 +173,7 @@ def train(
         record = Run()
 
         def listen(event: str, engine: Engine) -> None:
-            if event == "reduced":
+            if event == "agreed":
                 pieces = {
                     (o.name, o.run.start, o.run.stop): o.gradient.clone().view(-1)
                     for o in engine.owned

@@ -9,6 +9,9 @@ import pytest
 import torch
 from engine_cases import ROWS, agree, batches, net, plain, sgd, train
 
+from plait.comm import Comm, run
+from plait.core.mesh import Mesh
+from plait.engine import Engine
 from plait.engine.data_parallel.optim import clip_factor
 
 
@@ -46,6 +49,32 @@ def test_frozen_and_unused_parameters_are_not_in_the_norm(row: str) -> None:
         train(template, "shard=3", row, batches(), optimizer=sgd, clip=0.5),
         plain(template, batches(), optimizer=sgd, clip=0.5),
     )
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3", "hsdp"])
+def test_what_a_listener_changes_is_in_the_norm(row: str) -> None:
+    def louder(event: str, engine: Engine) -> None:
+        for piece in engine.owned if event == "reduced" else ():
+            if piece.name == "head.weight":
+                piece.gradient.mul_(20)
+
+    def body(comm: Comm) -> tuple[dict[str, torch.Tensor], float | None]:
+        model = net()
+        optimizer = sgd(model.parameters())
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer, clip=0.5, listener=louder)
+        (part,) = cases.deal(batches(1)[0], comm.mesh, comm.rank, 1)
+        engine.backward(cases.loss_sum(model, part), cases.count(part))
+        optimizer.step()
+        return engine.full_state_dict(), engine.last.grad_norm
+
+    alone, batch = net(), batches(1)[0]
+    (cases.loss_sum(alone, batch) / cases.count(batch)).backward()
+    alone.head.weight.grad.mul_(20)  # type: ignore[union-attr, operator]
+    norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+    sgd(alone.parameters()).step()
+    for state, measured in run(Mesh.parse("replica=2 shard=2"), body, deadline=20):
+        assert measured == pytest.approx(norm.item(), rel=1e-9)
+        assert all(cases.close(state[name], value) for name, value in alone.state_dict().items())
 
 
 def test_the_factor_is_torchs() -> None:

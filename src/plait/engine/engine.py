@@ -72,7 +72,8 @@ class Engine(OwnLoop):
         nonfinite: what to do with a step in which any rank has a loss or gradient that is inf or NaN: ``"raise"`` a
             FloatingPointError on all ranks, or ``"skip"`` the update on all of them. With a loss scale it is skipped.
         check_drift: steps between two checks that ranks which hold the same state have the same bits; 0: none.
-        listener: called with ``"reduced"`` (gradients are whole, not clipped) and ``"updated"``.
+        listener: called with ``"reduced"`` (gradients are whole, and may be changed before their norm is measured),
+            ``"agreed"`` (not clipped yet) and ``"updated"``.
 
     Raises:
         ValueError: anything that can be known to be wrong before the first step, with the fix.
@@ -319,7 +320,7 @@ class Engine(OwnLoop):
         try:
             standing = Standing.of(self.steps, self.discarded, self.optimizers)
             frozen = self._guard.frozen()
-            self.last = self.update.prepare(now, frozen, standing, clip, lambda: self._tell("reduced"))
+            self.last = self.update.prepare(now, frozen, standing, clip, self._tell)
         except BaseException:
             self._shown.hide()
             self._now, self._forwards = None, 0  # its sums are used up

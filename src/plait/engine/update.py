@@ -58,7 +58,7 @@ class Update:
         frozen: Sequence[str],
         standing: Standing,
         clip: float | None,
-        reduced: Callable[[], None],
+        tell: Callable[[str], None],
     ) -> StepResult:
         """Finish the sums, agree, clip, hand the gradients over.
 
@@ -66,7 +66,8 @@ class Update:
             frozen: the parameters that were frozen since the model was placed.
             standing: this rank's place in the run, which must be everybody's.
             clip: the largest norm.
-            reduced: called when gradients are whole, and not clipped yet.
+            tell: called with ``"reduced"`` when gradients are whole and may still be changed, then, when the ranks know
+                their norm and whose they are, with ``"agreed"``.
 
         Raises:
             ValueError: ranks at different places of the run.
@@ -83,6 +84,7 @@ class Update:
             factor /= now.count
         if factor != 1:
             scale(gradients, factor)
+        tell("reduced")
         losses = tuple(loss.item() for loss in now.losses)
         measured = clip is not None or self.loss_scale is not None
         squares = square_sum(o.gradient for o in owned if norm.counts(o)) if measured else 0.0
@@ -106,7 +108,7 @@ class Update:
         if checked := [name for name in self.unchecked if self.have_gradient[name]]:
             zero = check_whole(norm, owned, exchange, checked)
             self.unchecked = [name for name in self.unchecked if name in zero or name not in checked]
-        reduced()
+        tell("agreed")
         grad_norm = None
         if clip is not None and self.made:
             grad_norm = norm.of(total)

@@ -75,7 +75,7 @@ class Recorder:
         self._gradients = gradients
 
     def __call__(self, event: str, engine: Engine) -> None:
-        if event == "reduced" and self._gradients:
+        if event == "agreed" and self._gradients:
             given = [o for o in engine.owned if engine.update.made and engine.update.have_gradient[o.name]]
             self.record.gradients.append({piece_run(o): _copy(o.gradient) for o in given})
 

@@ -82,7 +82,7 @@ class LayoutTracer:
         return microbatch
 
     def __call__(self, event: str, engine: Engine) -> None:
-        if event == "reduced" and engine.steps in self.window:
+        if event == "agreed" and engine.steps in self.window:
             step = self.trace.steps[engine.steps] = TracedStep()
             given = [o for o in engine.owned if engine.update.made and engine.update.have_gradient[o.name]]
             step.summed = {piece_run(o): _copy(o.gradient) for o in given}

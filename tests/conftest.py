@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from plait.comm import ThreadWorld
+from plait.core.mesh import Mesh
 from plait.core.tensor_plan import KINDS
 from plait.core.tensor_plan import MESSAGES as SENDS
 from plait.engine.forward.tensor_parallel import LINEARS
@@ -62,6 +64,19 @@ def heard_signals() -> Iterator[None]:
     yield
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patient_worlds() -> Iterator[None]:
+    """A deadline of 20 s and more only ends a hang: 200 s on a busy machine. pytest ends a test at 240."""
+    begin = ThreadWorld.__init__
+
+    def begin_patiently(world: ThreadWorld, mesh: Mesh, deadline: float = 30.0, *rest: Any) -> None:
+        begin(world, mesh, deadline if deadline < 20 else max(200.0, deadline), *rest)
+
+    ThreadWorld.__init__ = begin_patiently  # type: ignore[method-assign]
+    yield
+    ThreadWorld.__init__ = begin  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True)

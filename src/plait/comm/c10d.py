@@ -68,6 +68,9 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
     def getBackendName(self) -> str:  # noqa: N802  # torch calls it so
         return NAME
 
+    def _get_backend(self, device: Any) -> Any:
+        return self
+
     def _set_group_name(self, name: str) -> None:
         self._name = name
 

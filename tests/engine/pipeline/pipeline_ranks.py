@@ -73,4 +73,4 @@ def body(comm: Comm) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(guarded(lambda: launch(BenchConfig(mesh="pipe=3", deadline=120), body, sys.argv)))
+    sys.exit(guarded(lambda: launch(BenchConfig(mesh="pipe=3", deadline=3600), body, sys.argv)))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-comm = plait.join()
+comm = plait.join(device="cpu")
 torch.manual_seed(0)
 model = nn.Sequential(
     *(nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2)),

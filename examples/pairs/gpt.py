@@ -48,7 +48,7 @@ def batch(step):
     return x, y
 
 
-comm = plait.join()
+comm = plait.join(device="cpu")
 torch.manual_seed(0)
 model = GPT().double()
 decays = [p for p in model.parameters() if p.dim() > 1]

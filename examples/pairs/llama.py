@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
-comm = plait.join()
+comm = plait.join(device="cpu")
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_hidden_layers=3, **sizes)).double()
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)

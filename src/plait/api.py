@@ -5,6 +5,7 @@ A loop of your own changes by a few lines (``torchrun --nproc-per-node 4 script.
     comm = plait.join()                                             # was: init_process_group()
     engine = plait.Engine(model, comm, strategy="zero3", optimizer=optimizer)   # was: DDP(model)
     for x, y in loader:
+        x, y = x.to(comm.device), y.to(comm.device)
         loss = F.cross_entropy(model(x), y)
         engine.backward(loss, y.numel(), reduction="mean")          # was: loss.backward()
         optimizer.step()                                            # the same optimizer object

@@ -39,7 +39,9 @@ def test_what_was_proved_is_said_in_words(capsys: pytest.CaptureFixture[str]) ->
 def test_a_counterexample_is_an_answer_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "proof.json"
     shown = said(capsys, 1, "--mesh", "shard=2", "--memory", "1MB", "--json", str(file), *SIZES)
-    assert shown.startswith("refuted: memory: it needs 15.91 MiB of 976.56 KiB: state 558.25 KiB, ")
+    assert shown.startswith(
+        "refuted: memory: it needs 15.91 MiB of 976.56 KiB (15,686,340 bytes more): state 558.25 KiB, "
+    )
     assert "no single change fits (--recompute selective: 15.21 MiB, --recompute full: 4.94 MiB)" in shown
     shown = said(capsys, 1, "--mesh", "shard=2", "--memory", "8MB", *SIZES)
     assert "; one change that fits is --recompute full: 4.94 MiB (rank 0" in shown

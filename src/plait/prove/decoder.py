@@ -137,7 +137,7 @@ def from_config(path: str) -> Decoder:
         family = found["model_type"]
         if family not in FAMILIES:
             raise ValueError(
-                f"{path}: {family} is not among {', '.join(FAMILIES)}: describe it by --layers --hidden ..."
+                f"{path}: {family} is not among {', '.join(FAMILIES)}: describe it by --layers --width ..."
             )
         if found.get("tie_word_embeddings", False):
             raise ValueError(

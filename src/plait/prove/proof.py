@@ -116,7 +116,8 @@ def prove(run: PaperRun) -> Proved:
         room = room_of(run, schedule, laid)
         if run.memory is not None and room.total > run.memory:
             fix = changes(run, schedule, laid, room.total)
-            text = f"it needs {human(room.total)} of {human(run.memory)}: {room}; {fix}"
+            more = f"{human(room.total)} of {human(run.memory)} ({room.total - run.memory:,} bytes more)"
+            text = f"it needs {more}: {room}; {fix}"
             raise Refuted(Counterexample("memory", text, room.rank))
     return Proved(
         ranks=mesh.size,

@@ -42,7 +42,7 @@ from plait.verify.run import Verdict, judge, line_of, replay
 MARKS = {"bitwise": "b", "equal": "e", "DIFFERENT": "D", "error": "X"}
 """The verdicts of a cell, and their letters in the grid."""
 
-OF_THE_MATRIX = ("config", "matrix", "job", "data", "seed", "deadline", "json")
+OF_THE_MATRIX = ("config", "plugin", "matrix", "job", "data", "seed", "deadline", "json")
 """What may be given with ``matrix``, which chooses everything else."""
 
 REMEMBERED = 64  # references, of about a megabyte each

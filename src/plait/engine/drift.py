@@ -32,6 +32,7 @@ from plait.core.agreement import AGREEING
 from plait.core.cells import Cell
 from plait.core.collectives import Note
 from plait.core.mesh import AXES, DATA_AXES, Mesh
+from plait.engine.data_parallel.optim import is_plain
 from plait.engine.data_parallel.storage import Flat
 from plait.engine.placed_model import PlacedModel
 
@@ -199,7 +200,7 @@ class DriftCheck:
             if o.flat.master is not None:
                 kept["master weights"] = o.view.detach()
             for key, value in kept.items():
-                if isinstance(value, Tensor):
+                if is_plain(value):
                     place = o.run.start, o.run.stop
                     yield replica(row.optim, f"{key} of", o.name, o.flat, place, value)
         for name, buffer, synchronised in self._buffers():

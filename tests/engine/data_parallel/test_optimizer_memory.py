@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import Any
 
 import engine_cases as cases
@@ -11,7 +12,7 @@ import torch
 from engine_cases import batches, distinct, loss_sum
 from torch import Tensor, nn
 
-from plait.engine import elementwise
+from plait.engine import Engine, elementwise
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -80,3 +81,45 @@ def test_an_optimizer_makes_what_it_makes_in_a_single_process(optimizer: Any, me
     template, data = distinct(nn.Sequential(nn.Linear(cases.WIDTH, 7), nn.Tanh(), nn.Linear(7, 3))), batches(12)
     truth = cases.plain(template, data, optimizer, loss_sum, None)
     cases.agree(cases.train(template, mesh, row, data, lambda given: elementwise(optimizer(given))), truth)
+
+
+class Packed(Tensor):
+    """Keeps its values in 16 bits, as the states of 8-bit optimizers do in 8: it has no memory of its own."""
+
+    halves: Tensor
+
+    @staticmethod
+    def __new__(cls, halves: Tensor) -> Packed:
+        made: Packed = Tensor._make_wrapper_subclass(cls, halves.shape, dtype=torch.float64)  # type: ignore[attr-defined]
+        made.halves = halves
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [one.halves.double() if isinstance(one, Packed) else one for one in args]
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], Packed):
+            args[0].halves.copy_(given[1])
+            return args[0]
+        return func(*given, **(kwargs or {}))
+
+
+class Packing(Optimizer):
+    """Its momentum is of another tensor class."""
+
+    def update(self, p: nn.Parameter, gradient: Tensor, lr: float) -> None:
+        momentum = self.state[p].setdefault("momentum", Packed(torch.zeros(p.shape, dtype=torch.bfloat16)))
+        momentum.copy_(momentum * 0.9 + gradient)
+        p.add_(momentum * 1, alpha=-lr)
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_a_state_of_another_tensor_class_trains_and_is_not_saved(row: str) -> None:
+    template, data = distinct(nn.Sequential(nn.Linear(cases.WIDTH, 7), nn.Tanh(), nn.Linear(7, 3))), batches(3)
+
+    def look(engine: Engine) -> str:
+        with pytest.raises((ValueError, RuntimeError), match=r"'momentum' of '.*' is a Packed, a tensor class of"):
+            engine.optimizer_state_dict()
+        return ""
+
+    made = partial(cases.train, template, "shard=2", row, data, lambda given: elementwise(Packing(given)))
+    cases.agree(made(check_drift=1, look=look), cases.plain(template, data, Packing, loss_sum, None), tolerance=1e-2)

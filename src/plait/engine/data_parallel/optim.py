@@ -282,10 +282,15 @@ def _take_out(kept: Any, buffers: Collection[int]) -> bool:
         if isinstance(value, list | deque):
             found |= _take_out(value, buffers)
             continue
-        plain = isinstance(value, Tensor) and value.layout is torch.strided and value.numel()
+        plain = is_plain(value) and value.layout is torch.strided and value.numel()
         if plain and value.untyped_storage().data_ptr() in buffers:
             kept[key], found = value.clone(), True
     return found
+
+
+def is_plain(value: Any) -> bool:
+    """True for a tensor of torch's own class; a subclass (an 8-bit state) need not have one memory."""
+    return isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter, nn.Buffer)
 
 
 def square_sum(runs: Iterable[Tensor]) -> float:

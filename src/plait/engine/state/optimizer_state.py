@@ -30,7 +30,7 @@ from plait.core.collectives import Note
 from plait.core.flat import Run, Slot
 from plait.core.mesh import AXES
 from plait.core.tensor_cut import TensorCut
-from plait.engine.data_parallel.optim import Owned, OwnedOptimizer
+from plait.engine.data_parallel.optim import Owned, OwnedOptimizer, is_plain
 from plait.engine.data_parallel.place import RunPlace
 
 State: TypeAlias = Mapping[str, Any]
@@ -321,6 +321,12 @@ def _described(piece: Owned, state: State) -> list[Any]:
     """A run and its state, for the table; ValueError for what is neither number nor tensor, or cannot be cut."""
     values: dict[str, tuple[str, str, Any]] = {}
     for key, value in state.items():
+        if isinstance(value, Tensor) and not is_plain(value):
+            raise ValueError(
+                f"the optimizer's {key!r} of {piece.name!r} is a {type(value).__name__}, a tensor class of its own, "
+                f"whose memory plait does not know: it trains, but this state is not brought together or saved. Keep "
+                f"plain tensors in the state (codes and scales apart), or save what each rank has yourself"
+            )
         if _per_element(piece, value):
             values[key] = (ELEMENTS, str(value.dtype)[6:], None)
         elif isinstance(value, Tensor) and not value.dim() and not value.is_complex():
@@ -341,7 +347,7 @@ def _described(piece: Owned, state: State) -> list[Any]:
 
 
 def _per_element(piece: Owned, value: Any) -> bool:
-    return isinstance(value, Tensor) and value.shape == piece.view.shape
+    return is_plain(value) and bool(value.shape == piece.view.shape)
 
 
 def _check_keys(optimizers: Sequence[Optimizer]) -> None:

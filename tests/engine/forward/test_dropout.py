@@ -174,6 +174,8 @@ RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
     "multinomial": lambda x: x * torch.multinomial(torch.ones(4), 1),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, training=True),
     "rrelu": lambda x: F.rrelu(x, training=True),
+    "kaiming_uniform_": lambda x: x + nn.init.kaiming_uniform_(torch.empty(8, 8, dtype=x.dtype)).sum(),
+    "fractional_max_pool2d_with_indices": lambda x: x + F.fractional_max_pool2d(x, 2, 2, return_indices=True)[0].sum(),
 }
 
 

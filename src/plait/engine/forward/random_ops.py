@@ -23,7 +23,9 @@ _DRAWING = {"MultiheadAttention", "RReLU", "FractionalMaxPool2d", "FractionalMax
 _OTHERS = {
     *(F.alpha_dropout, F.feature_alpha_dropout, F.gumbel_softmax),
     *(F.rrelu, F.fractional_max_pool2d, F.fractional_max_pool3d),
+    *(F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices, nn.init.kaiming_uniform_),
 }
+"""Functions that draw and have another name than an operator that does; what they call is not seen."""
 
 
 def seeded(op: Any) -> bool:

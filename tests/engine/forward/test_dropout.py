@@ -313,14 +313,20 @@ def test_attention_that_is_written_out_is_torchs(kind: str) -> None:
     elif "scale" in kind:
         settings["scale"] = -0.3 if "negative" in kind else 0.3
     else:
-        q, k, v = (120 * q).half(), (120 * k).half(), v.half()
+        # no weight is 0 or 1 to the last digit: a kernel's gradient there is the rounding of two equal numbers
+        q, k, v, settings["scale"] = (120 * q).half(), (120 * k).half(), v.half(), 2e-5
+        assert (q.double() @ k.double().mT).abs().max() > torch.finfo(torch.half).max
     results = []
     for attend in (F.scaled_dot_product_attention, partial(written_out, lambda weights: weights)):
         leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
         out = attend(*leaves, **settings)
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     for ours, theirs in zip(*results, strict=True):
-        assert theirs.isfinite().all() and torch.allclose(ours, theirs, 2e-2 if kind == "fp16" else 1e-10, 1e-12)
+        assert theirs.isfinite().all()
+        close = (
+            10 * torch.finfo(torch.half).eps * theirs.abs().max() if kind == "fp16" else 1e-10 * theirs.abs() + 1e-12
+        )
+        assert ((ours - theirs).abs() <= close).all()
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero3"])

@@ -9,6 +9,7 @@ from engine_cases import SPLIT_ROWS, agree, batches, distinct, plain, train
 from torch import Tensor, nn
 
 from plait.engine.data_parallel.wrap import Wrapped, automatic, wrap
+from plait.engine.forward.recompute import blocks_of
 
 
 def laid(wrapped: tuple[Wrapped, ...]) -> dict[str, list[str]]:
@@ -39,6 +40,17 @@ def test_every_parameter_is_laid_exactly_once() -> None:
 def test_a_sequential_in_a_sequential_is_opened_up() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)))
     assert list(laid(wrap(model))) == ["", "0", "1.0", "1.2"]
+
+
+def test_a_sequential_in_a_module_list_is_a_block_unless_it_holds_blocks() -> None:
+    def block() -> nn.Sequential:
+        return nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 5), nn.GELU())
+
+    model = nn.Module()
+    model.blocks = nn.ModuleList([block(), block()])
+    model.stages = nn.ModuleList([nn.Sequential(cases.Block(), block(), nn.Linear(5, 5))])
+    assert automatic(model) == ("", "blocks.0", "blocks.1", "stages.0.0", "stages.0.2", "stages.0.1.0", "stages.0.1.1")
+    assert blocks_of(model, automatic(model)) == ["blocks.0", "blocks.1", "stages.0.0"]
 
 
 def test_a_convolution_net() -> None:

@@ -2,7 +2,8 @@
 
 Automatic wrapping takes, in the order of ``named_modules``:
 
-- every child with parameters of the outermost ``ModuleList`` or ``Sequential`` containers: the *blocks*;
+- every child with parameters of the outermost ``ModuleList`` or ``Sequential`` containers: the *blocks*; a
+  ``Sequential`` among them is one where a ``ModuleList`` holds it and its layers have no modules inside;
 - outside the blocks, every module that owns a parameter of two or more dims: embedding, head, convolution;
 - the rest (final norms, scalars) stays with the model itself, the root unit.
 
@@ -57,15 +58,21 @@ def automatic(model: nn.Module) -> tuple[str, ...]:
     names: list[str] = []
     first = {id(module): name for name, module in model.named_modules()}
     for name, module in model.named_modules():
-        if any(name.startswith(unit + ".") for unit in names):
+        if any(f"{name}.".startswith(f"{unit}.") for unit in names):
             continue
         if isinstance(module, nn.ModuleList | nn.Sequential):
             for child in module.children():
-                if any(True for _ in child.parameters()) and not isinstance(child, (*CONTAINERS, nn.Sequential)):
+                layers = isinstance(module, nn.ModuleList) and isinstance(child, nn.Sequential) and _flat(child)
+                called = layers or not isinstance(child, (*CONTAINERS, nn.Sequential))
+                if called and any(True for _ in child.parameters()):
                     names.append(first[id(child)])
         elif name and not isinstance(module, CONTAINERS) and any(p.dim() >= 2 for p in module.parameters(False)):
             names.append(name)
     return tuple(dict.fromkeys(("", *names)))
+
+
+def _flat(sequential: nn.Sequential) -> bool:
+    return not any(True for layer in sequential for _ in layer.children())
 
 
 def wrap(model: nn.Module, units: Iterable[str] | None = None) -> tuple[Wrapped, ...]:

@@ -286,6 +286,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "train": {"launch": launched},
     "verify": {"launch": launched, "run_matrix": lambda config: 0},
     "bench": {"launch": launched},
+    "doctor": {"measured": dict},  # it takes seconds, and how many depends on the machine
 }
 """What a child does in place of ours, by command."""
 

@@ -23,5 +23,5 @@ def test_odd_settings_are_answered(seed: int) -> None:
     assert not wrong and not ended.returncode, "\n".join([*wrong, last, ended.stderr[-1000:]])
     seen = json.loads(last)["seen"]
     assert sum(seen.values()) == MANY
-    for command_ in ("train", "verify"):
-        assert seen.get(f"{command_} 2"), "a fuzzer that is never refused shows little"
+    refused = sum(number for what, number in seen.items() if what.endswith(" 2"))
+    assert MANY / 4 < refused < MANY, "a fuzzer that is always or never refused shows little"

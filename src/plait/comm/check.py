@@ -228,7 +228,7 @@ class CollectiveCheck:
     def _fail(self, operation: Operation, found: Mapping[int, Description], problem: str) -> MismatchError:
         """The error of this rank, which all others are told of."""
         lines = [f"  rank {rank}: {found[rank].text}" for rank in sorted(found)]
-        return self._told("\n".join([problem, *lines]), operation)
+        return self._told("\n".join([problem + operation.advice, *lines]), operation)
 
     def _told(self, text: str, operation: Operation) -> MismatchError:
         self.failure, row = text, Description(text, {}, "end").as_row()

@@ -77,6 +77,16 @@ class Operation:
     def meaning(self) -> tuple[object, ...]:
         return self.kind, self.group.axes, self.numel, self.dtype, self.op, self.root, self.note.phase, self.note.unit
 
+    @property
+    def advice(self) -> str:
+        """The end of a message about ranks that meant different operations."""
+        if not self.note.unit or self.note.phase not in ("forward", "backward"):
+            return ""
+        return (
+            "; where data decide which layers run (experts, an early exit), run every layer on every rank, on an empty "
+            "input if need be, or choose a row that keeps parameters whole (zero2)"
+        )
+
     def __str__(self) -> str:
         note, group = self.note, self.group
         text = f"{self.op} {self.kind}".lstrip()

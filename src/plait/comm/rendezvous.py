@@ -86,7 +86,8 @@ class Rendezvous:
             barrier = self._barriers.setdefault(key, _Barrier(operation, threading.Condition(self._lock)))
             if barrier.operation.meaning != operation.meaning:
                 both = f"rank {barrier.operation.group.rank} is in {barrier.operation}, rank {rank} in {operation}"
-                self._fail(barrier, MismatchError, f"{both}: members of a group must call the same, in one order")
+                order = f"members of a group must call the same, in one order{operation.advice}"
+                self._fail(barrier, MismatchError, f"{both}: {order}")
             barrier.brought[rank] = mine
             if len(barrier.brought) == len(ranks):
                 barrier.changed.notify_all()

@@ -68,10 +68,13 @@ def _check_family(config: RunConfig) -> None:
     _ = config.sizes
     if config.family.reads_text:
         return
+    own = config.job is not None  # of which the engine says what does not fit
     for name, why in FOR_TEXT.items():
+        if own and name == "sequence_parallel":
+            continue
         if getattr(config, name, None) not in (None, False):
             raise ValueError(f"{name} is for text, which {why}; {config.title} reads none: leave it out")
-    if config.recompute == "selective":
+    if config.recompute == "selective" and not own:
         raise ValueError(
             f"recompute selective is for attention, which {config.title} lacks: choose full, or leave it out"
         )

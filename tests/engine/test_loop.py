@@ -169,6 +169,14 @@ def test_torchs_own_backward_is_refused() -> None:
         looped("shard=2", "ddp", loop)
 
 
+def test_a_graph_is_not_kept_for_a_second_backward() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> None:
+        engine.backward(loss_sum(model, batches(1)[0]), 13, retain_graph=True)
+
+    with pytest.raises(ValueError, match=r"call engine\.backward once"):
+        looped("shard=2", "ddp", loop)
+
+
 def test_engine_step_without_loss_and_count_is_refused() -> None:
     with pytest.raises(ValueError, match=r"loss_fn and count_fn"):
         looped("shard=2", "ddp", lambda model, optimizer, engine, comm: engine.step([batches(1)[0]]))

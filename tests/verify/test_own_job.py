@@ -334,5 +334,31 @@ def test_parameters_that_only_some_ranks_use(strategy: str) -> None:
 
 
 def test_units_that_only_some_ranks_gather_are_named() -> None:
-    with pytest.raises(MismatchError, match=r"in all_gather of unit 'experts.\d' .*in all_gather of unit 'experts.\d'"):
+    with pytest.raises(MismatchError, match=r"unit 'experts.\d' .*in all_gather of unit 'experts.\d'.*on every rank"):
         plait.verify(EXPERTS, "replica=2 shard=2", "zero3", microbatches=2, steps=4, lr=0.01)
+
+
+class InTime(nn.Module):
+    """Tokens of somebody's own, which a tensor plan may cut in time."""
+
+    tensor_plan: ClassVar[Any] = {
+        **{"embed": "vocabulary", "norm": "sequence"},
+        **{"up": "column", "down": "row", "head": "vocabulary"},
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(16, 8), nn.LayerNorm(8), nn.Linear(8, 16)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        out: Tensor = self.head(x + self.down(self.up(self.norm(x)).relu()))
+        return out
+
+
+def test_a_job_is_cut_in_time() -> None:
+    tokens = torch.arange(36).view(4, 9) % 16
+    job = plait.UserJob(InTime, lambda m, x: plait.cross_entropy_sum(m(x[:, :-1]), x[:, 1:]), [tokens])
+    verdict = plait.verify(job, "tensor=2", "ddp", sequence_parallel=True)
+    assert verdict.word == "equal" and not verdict.ledger, verdict

@@ -67,6 +67,7 @@ class OwnLoop(PlacedModel):
         reduction: Reduction | None = None,
         *,
         also: Sequence[OwnLoop] = (),
+        retain_graph: bool | None = None,
     ) -> None:
         """The backward of one microbatch of a user's own loop.
 
@@ -77,6 +78,7 @@ class OwnLoop(PlacedModel):
                 of its terms. None: a sum, unless it can be seen that it is a mean, which is refused.
             also: other engines through whose models the loss goes. Their parameters get gradients too, which their
                 optimizer's ``step()`` uses and its ``zero_grad()`` throws away.
+            retain_graph: refused if true: each forward has one backward.
 
         Raises:
             ValueError: no count, no optimizer, a loss that is no scalar, a mean given as a sum, a negative count.
@@ -85,6 +87,11 @@ class OwnLoop(PlacedModel):
             raise ValueError(
                 "engine.backward(loss) lacks the number of terms of the loss, by which ranks are weighed: write "
                 'engine.backward(loss, count, reduction="mean"), as with count = y.numel()'
+            )
+        if retain_graph:
+            raise ValueError(
+                "retain_graph=True is for a second backward of one forward, whose gradients the engine would sum "
+                "twice: add the losses up and call engine.backward once, or run the forward again"
             )
         engines = (self, *also)
         for engine in engines:

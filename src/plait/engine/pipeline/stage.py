@@ -96,6 +96,7 @@ class Stage:
         self.model, self.comm, self.units, self.parallel = part.model, settings.comm, laid.units, parallel
         self.number, self.count, self.last = number, settings.count, number == settings.count - 1
         parallelism = settings.parallelism
+        self._narrow = parallelism.strategy.params.dtype
         self.current = CurrentForward()
         self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel, gemm=settings.gemm)
         self.products: Products | None = None
@@ -271,6 +272,13 @@ class Stage:
         except Exception as error:
             if boundary.output is not None and boundary.learned is None:
                 return self._hand_over(boundary, batch)  # what failed was the search behind the stage's last link
+            if type(error) is RuntimeError and self._narrow and "dtype" in str(error):
+                raise ValueError(
+                    f"the model computes in two dtypes: {error}. The row has every parameter in {self._narrow}, those "
+                    f"of a module that is meant to stay in fp32 (a router) too: let it compute by "
+                    f"F.linear(x.float(), self.weight.float()), or keep parameters in fp32 and put torch.autocast "
+                    f"around the forward, enabled=False around this module"
+                ) from error
             if type(error) is not RuntimeError or not self.parallel.cuts:
                 raise
             raise ValueError(

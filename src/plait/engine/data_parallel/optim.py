@@ -202,8 +202,8 @@ class OwnedOptimizer:
         self, optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[str]]], parted: Sequence[str]
     ) -> None:
         """Raises ValueError for an optimizer that is not torch's, and not declared or not found to be element-wise."""
-        name, way_out = type(optimizer).__name__, 'Use cut="tensor" (whole tensors on one owner)'
-        way_out += " or a row that keeps the optimizer state full (ddp)"
+        name = type(optimizer).__name__
+        way_out = 'Use cut="tensor" (whole tensors on one owner) or a row that keeps the optimizer state full (ddp)'
         if parted:
             way_out = (
                 f"The tensor axis cuts {len(parted)} of its parameters ({', '.join(parted[:3])}, ...): give these to "

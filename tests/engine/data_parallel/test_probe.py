@@ -210,3 +210,22 @@ class Nearly(Projects):
 
 def test_what_projects_a_small_part_of_the_gradient_is_refused() -> None:
     assert "differ" in (why(partial(Nearly, lr=0.01)) or "")
+
+
+@pytest.mark.parametrize("kind", [Starts, Factored])
+def test_over_a_tensor_axis_the_pieces_of_a_matrix_are_tried(kind: Any) -> None:
+    def body(comm: Comm, declare: bool = True) -> None:
+        model = nn.Sequential(nn.Linear(24, 32, bias=False), nn.Linear(32, 24, bias=False))
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        model.tensor_plan = lambda: {"0": "column", "1": "row"}  # type: ignore[assignment]
+        optimizer = kind(model.parameters())
+        plait.Engine(model, comm, strategy="ddp", optimizer=plait.elementwise(optimizer) if declare else optimizer)
+
+    with pytest.raises(ValueError, match=r"is not known whether .*The tensor axis cuts 2 of its parameters"):
+        run(Mesh(tensor=2), lambda comm: body(comm, declare=False), deadline=20)
+    if kind is Factored:
+        with pytest.raises(ValueError, match=r"shape \(32, 24\) and on this rank's piece of it differ"):
+            run(Mesh(tensor=2), body, deadline=20)
+    else:
+        run(Mesh(tensor=2), body, deadline=20)

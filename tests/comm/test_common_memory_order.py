@@ -109,6 +109,12 @@ READS: dict[str, Callable[[Any, Any, Any], Any]] = {
         clamp(engine, optimizers),
         read(),
     ),
+    "in front of a write to what the optimizers have": lambda engine, read, optimizers: (
+        *(optimizer.step() for optimizer in optimizers),
+        read(),
+        clamp(engine, optimizers),
+        read(),
+    ),
     "nowhere: the state alone": lambda engine, read, optimizers: (
         *(optimizer.step() for optimizer in optimizers),
         clamp(engine, optimizers),
@@ -185,3 +191,26 @@ def test_a_step_that_was_given_up_leaves_nothing_behind(row: str, common: bool) 
         before, kept, _, after = result
         assert all(torch.equal(kept[name], value / 2) for name, value in before.items())
         assert all(torch.allclose(after[name], value, rtol=1e-11) for name, value in plain.state_dict().items())
+
+
+def test_where_all_is_gathered_ranks_may_run_other_numbers_of_forwards() -> None:
+    """As they do when they generate texts of other lengths; then they train on."""
+    shape = Mesh.parse("shard=2")
+
+    def body(comm: Any) -> Any:
+        model = distinct(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = Engine(model, comm, strategy="zero3", optimizer=optimizer, loss_fn=loss_sum, count_fn=count)
+        for batch in batches(2):
+            with engine.gathered(), torch.no_grad():
+                for _ in range(1 + 2 * comm.rank):
+                    model(batch["x"])
+            (mine,) = deal(batch, shape, comm.rank, 1)
+            engine.backward(loss_sum(model, mine), count(mine))
+            optimizer.step()
+        return engine.full_state_dict()
+
+    expected = run(shape, body)[0]
+    for result in play("shard=2", body, deadline=10.0):
+        assert isinstance(result, dict), result
+        assert all(torch.equal(result[name], value) for name, value in expected.items())

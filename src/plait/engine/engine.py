@@ -33,6 +33,7 @@ from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
 from plait.engine.data_parallel.shown import ShownGradients
 from plait.engine.data_parallel.step_hooks import watch_hooks
+from plait.engine.data_parallel.unshard import EVALUATE
 from plait.engine.drift import DriftCheck
 from plait.engine.evaluation import Evaluation, Evaluator
 from plait.engine.forward.context import RNGPosition, token_counts
@@ -125,6 +126,8 @@ class Engine(OwnLoop):
         self.discarded = 0
         """Times that ``zero_grad`` threw gradients away."""
         self._blocks = self._modified = 0
+        if self.pipeline.num_stages == 1:  # else a program calls no forward
+            model.register_forward_hook(self._after_forward)
         self._evaluator = Evaluator(self)
         self._broken = False
         self._now: OpenStep | None = None
@@ -269,7 +272,8 @@ class Engine(OwnLoop):
     def _before_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Hook of the whole model: where in the run this forward stands, for dropout."""
         self._turns.check_all(self.optimizers)  # some parameters would be new, others old, and which depends on the row
-        self.comm.wrote_common(later=True)  # a program may have written to this rank's pieces
+        if self._gathers:
+            self.comm.wrote_common(later=True)  # a program may have written to this rank's pieces
         now = self._now
         if (now is not None and now.count is not None and not now.prepared) or self.pipeline.num_stages > 1:
             return  # engine.step has said where this forward stands
@@ -292,6 +296,16 @@ class Engine(OwnLoop):
         microbatch = place + self._forwards * ranks
         stage.begin_alone(RNGPosition(self.steps, microbatch, first, size, lengths), self._forwards)
         self._forwards += 1
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether a forward gathers anything; in ``engine.gathered()`` it does not, and ranks may run other numbers."""
+        return any(unit.split and not unit.pinned for unit in self.units)
+
+    def _after_forward(self, *_: Any) -> None:
+        """Hook of the whole model: behind a forward that reads only, a program may write to this rank's pieces."""
+        if not torch.is_grad_enabled() and self.stages[0].unsharding.phase != EVALUATE and self._gathers:
+            self.comm.wait_for_readers()
 
     def _before_update(self, optimizer: Optimizer) -> None:
         """Hook before ``optimizer.step``; the first optimizer of a step makes the gradients of all."""

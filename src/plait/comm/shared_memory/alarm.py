@@ -6,7 +6,8 @@
     bell.wait()
 
 Either the sleeper sees what was written, or the writer sees that it is asleep; a writer whose reader is awake makes no
-system call.  A bell that nobody waits for any more ends a later sleep early, which does no harm.
+system call.  On ARM both may look too early, so each sleep has an end.  A late bell ends a later sleep early, which
+does no harm.
 """
 
 from __future__ import annotations

@@ -86,8 +86,7 @@ class SharedMemoryTransport(Transport):
     def send(self, operation: Operation, tensor: Tensor, dst: int, tag: int) -> list[Started]:
         self._check(operation)
         if tensor.numel():
-            self._drain_all()
-            self._begin(Outgoing(operation, [tensor.view(-1)], [dst], tag))
+            self._send([Outgoing(operation, [tensor.view(-1)], [dst], tag)])
         return []
 
     def recv(self, operation: Operation, tensor: Tensor, src: int, tag: int) -> list[Started]:
@@ -242,7 +241,7 @@ class SharedMemoryTransport(Transport):
     # ---- sending -----------------------------------------------------------------------------------------
 
     def _send(self, outgoing: list[Outgoing]) -> list[Outgoing]:
-        """Begins to send what a collective sends."""
+        """Begins to send what a message or a collective sends."""
         self._check(outgoing[0].operation)
         self._drain_all()
         for one in outgoing:
@@ -327,8 +326,10 @@ class SharedMemoryTransport(Transport):
         """
         spin = time.perf_counter() + self._spin
         patience = time.monotonic() + LOOK_SECONDS
+        gone = len(self._gone)
         while not arrival.advance():
-            if self._drain_all() or time.perf_counter() < spin:
+            if self._drain_all() or len(self._gone) > gone or time.perf_counter() < spin:
+                gone = len(self._gone)  # whatever they sent before has come: look at it first
                 continue
             for src in arrival.waits_for():
                 self._hope_for(src, end)
@@ -353,8 +354,7 @@ class SharedMemoryTransport(Transport):
 
     def _drain_all(self) -> bool:
         """Takes in what has come from anybody, so blocks that were read can be used again; whether anything had."""
-        found = [self._drain(src) for src in self._office.inboxes]
-        return any(found)
+        return sum(self._drain(src) for src in self._office.inboxes) > 0
 
     def _drain(self, src: int) -> bool:
         """Takes in what has come from a rank; whether anything had."""

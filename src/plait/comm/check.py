@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.base import Comm
-from plait.comm.operation import MismatchError, Operation, Work, label, name_of
+from plait.comm.operation import MismatchError, Operation, Work, advice, label, name_of
 
 ROW_BYTES = 2048
 """Of a description under way."""
@@ -228,7 +228,8 @@ class CollectiveCheck:
     def _fail(self, operation: Operation, found: Mapping[int, Description], problem: str) -> MismatchError:
         """The error of this rank, which all others are told of."""
         lines = [f"  rank {rank}: {found[rank].text}" for rank in sorted(found)]
-        return self._told("\n".join([problem + operation.advice, *lines]), operation)
+        problem += advice((one.fields.get("phase"), one.fields.get("unit")) for one in found.values())
+        return self._told("\n".join([problem, *lines]), operation)
 
     def _told(self, text: str, operation: Operation) -> MismatchError:
         self.failure, row = text, Description(text, {}, "end").as_row()

@@ -6,6 +6,7 @@ errors name it:
     sum all_reduce of unit 'blocks.3' over shard (4096 x float32, phase 'backward', microbatch 0)
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -77,16 +78,6 @@ class Operation:
     def meaning(self) -> tuple[object, ...]:
         return self.kind, self.group.axes, self.numel, self.dtype, self.op, self.root, self.note.phase, self.note.unit
 
-    @property
-    def advice(self) -> str:
-        """The end of a message about ranks that meant different operations."""
-        if not self.note.unit or self.note.phase not in ("forward", "backward"):
-            return ""
-        return (
-            "; where data decide which layers run (experts, an early exit), run every layer on every rank, on an empty "
-            "input if need be, or choose a row that keeps parameters whole (zero2)"
-        )
-
     def __str__(self) -> str:
         note, group = self.note, self.group
         text = f"{self.op} {self.kind}".lstrip()
@@ -97,6 +88,16 @@ class Operation:
         about += f", phase {note.phase!r}" if note.phase else ""
         about += f", microbatch {note.microbatch}" if note.microbatch >= 0 else ""
         return f"{text} ({about})" + (f" at {self.site}" if self.site else "")
+
+
+def advice(meant: Iterable[tuple[object, object]]) -> str:
+    """The end of a message about ranks that meant different things, from the phase and unit of each."""
+    if not all(unit and phase in ("forward", "backward") for phase, unit in meant):
+        return ""
+    return (
+        "; where data decide which layers run (experts, an early exit), run every layer on every rank, on an empty "
+        "input if need be, or choose a row that keeps parameters whole (zero2)"
+    )
 
 
 def name_of(dtype: torch.dtype) -> str:

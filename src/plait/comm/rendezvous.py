@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from plait.comm.base import MismatchError, Operation
+from plait.comm.operation import advice
 
 Address = tuple[int, int, str, int]
 """Of a message: sender, receiver, what it is for, its number among those."""
@@ -86,7 +87,9 @@ class Rendezvous:
             barrier = self._barriers.setdefault(key, _Barrier(operation, threading.Condition(self._lock)))
             if barrier.operation.meaning != operation.meaning:
                 both = f"rank {barrier.operation.group.rank} is in {barrier.operation}, rank {rank} in {operation}"
-                order = f"members of a group must call the same, in one order{operation.advice}"
+                notes = barrier.operation.note, operation.note
+                order = "members of a group must call the same, in one order"
+                order += advice((note.phase, note.unit) for note in notes)
                 self._fail(barrier, MismatchError, f"{both}: {order}")
             barrier.brought[rank] = mine
             if len(barrier.brought) == len(ranks):

@@ -166,6 +166,8 @@ SHARES: dict[str, Share] = {
     "watch/test_straggler.py::test_false_alarms_in_a_thousand_runs": NIGHTLY,
     "witness/test_engines.py::test_an_engine_is_the_run_of_a_single_process": PROCESSES,
     "witness/test_engines.py::test_an_engine_that_sends_nothing_is_named": PROCESSES,
+    "witness/test_dtypes.py": Share("values", "all"),
+    "witness/test_rounding.py": Share("few", "all"),
     "witness/test_grid.py::test_a_wrong_engine_on_every_layout": PROCESSES,
     "witness/test_elements.py::test_a_right_loop_is_the_run_of_a_single_process": Share("few", "all"),
     "witness/test_elements.py::test_a_wrong_loop_is_named_as_by_the_whole": Share("few", "all"),

@@ -26,6 +26,7 @@ from plait.report.screen import screen, working
 from plait.witness.grid import MICROBATCHES, RANKS, GridCell, cells_up_to, growth, told_factor
 from plait.witness.judge import judge
 from plait.witness.judgement import Judgement
+from plait.witness.rounding import Rounding
 from plait.witness.run import run_engine, with_engine
 from plait.witness.stored import read_witnessed
 
@@ -44,6 +45,11 @@ class JudgeConfig(JobConfig):
     """The probability of dropping, with which no engine can be replayed."""
     clip: float | None = None
     """The global gradient norm to which the loop clips; None: it does not."""
+    rounding: Rounding | None = None
+    """The digits with which the loop multiplies or adds up, and the job does not: tf32 of a GPU's products, bf16 or
+    fp16 of autocast, an all-reduce or a hook of DDP's."""
+    floor: float | None = None
+    """Exit code 1 also where a gradient is judged to no more than this share of its largest element (0.05: 5 %)."""
     json: str | None = None
     """Write the judgement here as JSON; "-" is the standard output."""
 
@@ -56,8 +62,8 @@ def run(config: JudgeConfig, argv: Sequence[str] = ()) -> int:
     if len(config.folder) != 1:
         return _run_judge_grid(config, argv)
     with working():
-        judgement = judge(make_job(config), config.folder[0], clip=config.clip)
-    code = told(judgement, config.json, argv)
+        judgement = judge(make_job(config), config.folder[0], clip=config.clip, rounding=config.rounding)
+    code = told(judgement, config.json, argv, config.floor)
     if config.json != "-":
         screen(soft_wrap=True).print(f"recording: {judgement.recording}", highlight=False)
     return code
@@ -73,11 +79,11 @@ def _run_judge_grid(config: JudgeConfig, argv: Sequence[str]) -> int:
         forwards = max(len(run.step(0).calls) for run in witnessed.runs)
         cells.append(GridCell({RANKS: len(witnessed.runs), MICROBATCHES: forwards}))
         with working():
-            judgement = judge(job, folder, clip=config.clip)
-        found.append(asdict(judgement) | {"equal": judgement.equal})
+            judgement = judge(job, folder, clip=config.clip, rounding=config.rounding)
+        found.append(asdict(judgement) | {"equal": judgement.equal and judgement.judged_to <= (config.floor or 1.0)})
         if config.json != "-":
             screen(soft_wrap=True).print(folder, style="bold", markup=False)
-            told(judgement, None, argv)
+            told(judgement, None, argv, config.floor)
     return _told_growth(cells, found, config.json, argv)
 
 
@@ -131,11 +137,12 @@ def _told_growth(
     return 0 if all(one["equal"] for one in found) else 1
 
 
-def told(judgement: Judgement, place: str | None, argv: Sequence[str]) -> int:
-    """Prints a judgement, or writes it; its exit code."""
+def told(judgement: Judgement, place: str | None, argv: Sequence[str], floor: float | None = None) -> int:
+    """Prints a judgement, or writes it; its exit code.  With a ``floor``, 1 where it is judged more coarsely."""
+    words = {"equal": judgement.equal, "verdict": judgement.word, "command": shlex.join(["plait", *argv])}
     if place is not None:
-        write_json(place, {**asdict(judgement), "equal": judgement.equal, "command": shlex.join(["plait", *argv])})
+        write_json(place, asdict(judgement) | words)
     if place != "-":
-        word = ("equal", "bold green") if judgement.equal else ("different", "bold red")
-        screen(soft_wrap=True).print(Text.assemble(word, f": {judgement.text}"))
-    return 0 if judgement.equal else 1
+        color = {"equal": "bold green", "different": "bold red"}.get(judgement.word, "bold yellow")
+        screen(soft_wrap=True).print(Text.assemble((judgement.word, color), f": {judgement.text}"))
+    return 0 if judgement.equal and (floor is None or judgement.judged_to <= floor) else 1

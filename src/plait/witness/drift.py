@@ -124,6 +124,12 @@ def excused(replay: Replay, step: int, share: float) -> float:
     return BLIND if share <= NO_SUM else 0.0
 
 
+def declared(share: float) -> float:
+    """The share that is taken for a rounding that the loop declares, which takes a gradient by ``share``: three times
+    as much, a ``MARGIN`` left out; none where it would leave no gradient to judge."""
+    return CERTAIN * share if share <= NO_SUM_IN_16 else 0.0
+
+
 def apart(gradients: Gradients, true: Gradients) -> float:
     """The share by which a gradient differs, of the parameter where it is most."""
     sizes = _sizes(true)

@@ -143,7 +143,7 @@ def judge_gradient(
     if all(shape.pattern in ("factor", "nothing") for shape in whole) and all(s.factor is not None for s in whole):
         factors = [shape.factor or 0.0 for shape in whole]
         if max(factors) - min(factors) <= NEAR * max(abs(f) for f in factors):
-            cause = _cause(factors[0], setting, _calls(parts))
+            cause = cause_of_factor(factors[0], setting, calls_of(parts))
             return judgement(factors[0], cause, f"every gradient is {factor_text(factors[0])} times what it should be")
         if cause := _clipped_alone(faulty, setting):
             return judgement(factors[0], cause, f"every gradient has a factor, {_list(ranks, factors)}")
@@ -269,12 +269,10 @@ def _not_added(name: str, faulty: Sequence[Seen], setting: Setting) -> bool:
 def _by_parameter(setting: Setting, faulty: Sequence[Seen], start: str) -> Judgement:
     """The first wrong parameter in the order of the backward, one that has a factor before others."""
     common = {one.rank: _common(one) if setting.scaled < 1 else 1.0 for one in faulty}
-    shapes: list[tuple[Seen, str, Discrepancy]] = [
-        (one, name, shape)
-        for name in reversed(list(setting.true))
-        for one in faulty
-        if name in one.wrong and (shape := _shape(one, name, common[one.rank])).pattern != "equal"
-    ]
+    rows = [(one, name) for name in reversed(list(setting.true)) for one in faulty if name in one.wrong]
+    slack = setting.slack.gradient
+    shapes = [(one, name, _shape(one, name, common[one.rank], slack.get(name, 0.0))) for one, name in rows]
+    shapes = [row for row in shapes if row[2].pattern != "equal"] or shapes
     _, name, shape = next((row for row in shapes if row[2].pattern in ("factor", "nothing", "region")), shapes[0])
     ranks = tuple(other.rank for other in faulty if name in other.wrong)
     many = len({n for other in faulty for n in other.wrong})
@@ -285,7 +283,7 @@ def _by_parameter(setting: Setting, faulty: Sequence[Seen], start: str) -> Judge
         others = f"; the clip makes the {rest} others {factor_text(hidden)} times what they should be"
         others += ", unless it is these that are wrong" * (2 * rest <= len(setting.true))
     if shape.pattern == "factor":
-        cause += f": {_cause(shape.factor or 0.0, replace(setting, scaled=1.0), 1)}"
+        cause += f": {cause_of_factor(shape.factor or 0.0, replace(setting, scaled=1.0), 1)}"
     elif _not_added(name, faulty, setting):
         cause += f": each rank has its own part of the sum, and nobody adds them up over the {setting.ranks} ranks"
     elif shape.pattern == "nothing":
@@ -307,10 +305,10 @@ def _common(one: Seen) -> float:
     return 1.0 if right else factors[alike.index(most)]
 
 
-def _shape(one: Seen, name: str, times: float = 1.0) -> Discrepancy:
+def _shape(one: Seen, name: str, times: float = 1.0, slack: float = 0.0) -> Discrepancy:
     """How a parameter's gradient differs from ``times`` the true one, as far as what was kept of it tells."""
     true = one.true[name] if times == 1 else one.true[name] * times
-    within = 0.0 if times == 1 else NEAR
+    within = max(0.0 if times == 1 else NEAR, slack / max(largest(true), 1e-300))
     if (beside := one.beside.get(name)) is None:
         if one.run.elements is None:
             return describe(one.observed[name], true, within)
@@ -324,7 +322,7 @@ def _shape(one: Seen, name: str, times: float = 1.0) -> Discrepancy:
     )
 
 
-def _cause(factor: float, setting: Setting, calls: int) -> str:
+def cause_of_factor(factor: float, setting: Setting, calls: int) -> str:
     """What likely makes a factor of the whole gradient."""
     if not factor:
         return "it is thrown away before the optimizer's step (zero_grad between backward and step)"
@@ -361,7 +359,8 @@ def _cause(factor: float, setting: Setting, calls: int) -> str:
     return " or ".join(found) if found else "a division or a sum that the job does not have"
 
 
-def _calls(parts: Parts) -> int:
+def calls_of(parts: Parts) -> int:
+    """The forwards of a rank."""
     return max((group.call + 1 for group, _ in parts), default=1)
 
 

@@ -8,7 +8,7 @@ that does not is the cause, and what follows from it is not told.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -30,6 +30,7 @@ from plait.witness.drift import (
     Echo,
     Slack,
     apart,
+    declared,
     excused,
     in_other_orders,
     in_parts,
@@ -39,9 +40,10 @@ from plait.witness.gradient import Parts, Setting, compare, judge_gradient
 from plait.witness.inputs import ForwardCall, by_rank, covers, groups_of, judge_inputs, repeats_alone
 from plait.witness.judgement import Judgement, ranks_text, tolerance
 from plait.witness.one_sided import explain_update, judge_not_finite, judge_unasked, not_finite
-from plait.witness.replay import Gradients, Replay, SampleGradient, clipped
+from plait.witness.replay import Gradients, Replay, SampleGradient, check_same_job, clipped
+from plait.witness.rounding import DTYPES, Rounding, in_rounding, judge_common_factor
 from plait.witness.rows import Row
-from plait.witness.stored import RankRun, RankStep, Witnessed, read_witnessed, slices
+from plait.witness.stored import RankRun, RankStep, Witnessed, read_witnessed
 from plait.witness.unseen import Unseen
 from plait.witness.update import judge_between, judge_options, judge_replicas, judge_update
 
@@ -56,6 +58,7 @@ def judge(
     clip: float | None = None,
     dtype: Literal["fp32", "fp64"] = "fp32",
     steps: int | None = None,
+    rounding: Rounding | None = None,
 ) -> Judgement:
     """Replay a witnessed run of a job by a single process, and say whether it is the same::
 
@@ -68,6 +71,8 @@ def judge(
         dtype: in which a user's job is computed.
         steps: how many updates the loop was to make; None: as many as there are. Nothing is said of those that come
             after the last one that ``plait.witness`` writes.
+        rounding: the digits of what the loop multiplies or adds up with, and the job does not: ``"tf32"`` of a GPU's
+            products, ``"bf16"`` or ``"fp16"`` of autocast, an all-reduce or a hook of DDP's. None: those of the job.
 
     Returns:
         The judgement: ``equal``, or the first thing that is wrong (``step``, ``phase``, ``name`` of the parameter,
@@ -83,12 +88,19 @@ def judge(
             f"dtype is {dtype!r}: give {' or '.join(JUDGED)}, in which the job is computed again. A run of 16 bits is "
             f"judged by its fp32 parameters (autocast)"
         )
+    if rounding is not None and rounding not in DTYPES:
+        raise ValueError(f"rounding is {rounding!r}: give {', '.join(DTYPES)}, or None")
     if isinstance(job, UserJob):
         job = make_job(JobConfig(job=job, dtype=dtype, batch=num_samples(job.batch(0))))
     witnessed = read_witnessed(folder)
     replay = Replay(job, witnessed.buffers)
     check_same_job(witnessed, replay)
-    return replace(_Trial(witnessed, replay, clip, steps).judge(), recording=witnessed.recording)
+    if rounding is not None and witnessed.elements is not None:
+        raise ValueError(
+            f"rounding {rounding!r} beside a few elements, with which the judge trains on by itself, and does not "
+            f"round: write everything, without elements="
+        )
+    return replace(_Trial(witnessed, replay, clip, steps, rounding).judge(), recording=witnessed.recording)
 
 
 JUDGED = ("fp32", "fp64")
@@ -98,8 +110,10 @@ JUDGED = ("fp32", "fp64")
 class _Trial:
     """A run under judgement, step by step."""
 
-    def __init__(self, witnessed: Witnessed, replay: Replay, clip: float | None, due: int | None) -> None:
-        self.witnessed, self.replay, self.clip, self.due_steps = witnessed, replay, clip, due
+    def __init__(
+        self, witnessed: Witnessed, replay: Replay, clip: float | None, due: int | None, rounding: Rounding | None
+    ) -> None:
+        self.witnessed, self.replay, self.clip, self.due_steps, self.rounding = witnessed, replay, clip, due, rounding
         self.pieces: list[Mapping[str, Tensor]] = [run.start for run in witnessed.runs]
         """Each rank's parameters."""
         self.last: list[Mapping[str, Tensor]] | None = None
@@ -118,6 +132,8 @@ class _Trial:
         self.rows: dict[int, Sequence[Row]] = {step: replay.rows(step) for step in range(most)}
         self.residual, self.called = 0.0, False
         self.unseen = Unseen(witnessed)
+        if rounding:
+            self.unseen.why = f"rounding to {rounding} is declared"
         self.beyond = ""
         """Why nothing is judged from this step on."""
 
@@ -137,7 +153,8 @@ class _Trial:
             f"{count} step{'s' * (count > 1)} of {ranks} rank{'s' * (ranks > 1)}: the run of a single process; the "
             f"largest difference is {self.residual:.2g} of its tensor's largest element{self.beyond}"
         )
-        return Judgement(None, "equal", "", (), None, self.residual, "", text + self.unseen.text())
+        end = text + self.unseen.text()
+        return Judgement(None, "equal", "", (), None, self.residual, "", end, judged_to=self.unseen.judged_to)
 
     def _step(self, number: int, steps: Sequence[RankStep]) -> Judgement | None:
         runs, replay = self.witnessed.runs, self.replay
@@ -215,14 +232,22 @@ class _Trial:
         if any(one.wrong for one in seen):
             self._check_draws_nothing(number, true, count)
         if self.echo is None and any(one.wrong for one in seen):  # of a model that makes much of rounding?
-            others: Iterable[Gradients] = (in_parts(replay, number, right, self.clip, p) for p in PARTS)
-            if over_samples(replay.model):  # parts add up to another gradient
-                others = in_other_orders(replay, number, right, self.clip)
-            share = max(apart(other, right) for other in others)
-            if share := excused(replay, number, share):
+            whole = bool(over_samples(replay.model))  # parts add up to another gradient
+            made = (in_parts(replay, number, right, self.clip, p) for p in PARTS)
+            others = list(in_other_orders(replay, number, right, self.clip) if whole else made)
+            share = excused(replay, number, max(apart(other, right) for other in others))
+            if self.rounding:
+                cuts = (1,) if whole else (1, max(2, len(runs)))
+                others += (own := list(in_rounding(replay, number, right, self.clip, self.rounding, cuts)))
+                share = max(share, declared(max(apart(other, right) for other in own)))
+            if share:
                 setting = replace(setting, slack=slack_of(share, right))
                 seen, most = compare(setting, steps)
                 self.unseen.excused = max(self.unseen.excused, MARGIN * share)
+            if MARGIN * share > tolerance(replay.job.dtype, 1.0):
+                parts = self._parts(number, groups_of(steps, self.rows[number]), count, scaled)
+                if wrong := judge_common_factor(setting, steps, seen, others, parts):
+                    return wrong
         self.residual = max(self.residual, most)
         self.unseen.see_gradients(right, setting.slack)
         if any(one.wrong for one in seen):
@@ -314,7 +339,9 @@ class _Trial:
                 known += [sum(part.loss for part in own) / terms, means / len(own), means / len(steps[rank].calls)]
             given = (sum(values), sum(values) / len(values)) if values else known
             dtype = self.replay.job.dtype
-            if not any(abs(value - due) <= 10 * tolerance(dtype, abs(due)) for value in given for due in known):
+            near = 10 * tolerance(dtype, 1.0)
+            near = max(near, tolerance(DTYPES[self.rounding], 1.0)) if self.rounding else near
+            if not any(abs(value - due) <= near * abs(due) for value in given for due in known):
                 if not parts:  # it may be of this rank's own samples, which are not known one by one
                     self.unseen.losses = True
                     continue
@@ -359,35 +386,6 @@ class _Trial:
         cause = "the optimizer's step was left out"
         text = f"step {number}, update: {ranks_text(tuple(range(ranks)), ranks)}: {what}: {cause}"
         return Judgement(number, "update", "", tuple(range(ranks)), 0.0, 1.0, cause, text)
-
-
-def check_same_job(witnessed: Witnessed, replay: Replay) -> None:
-    """Refuses a run of another job, by names, sizes and dtypes of parameters, and one with gaps; ValueError."""
-    known = replay.parameters
-    where = f"{str(witnessed.folder)!r} is of another job"
-    there = {name for run in witnessed.runs for name in run.regions}
-    if strange := sorted(there ^ known.keys()):
-        side = "the job's model has not" if strange[0] in there else "it has not"
-        raise ValueError(f"{where}: {side} {strange[0]!r} (they differ in {len(strange)} names)")
-    for run in witnessed.runs:
-        for name, region in run.regions.items():
-            shape, value = replay.shapes[name], run.start[name]
-            if value.dtype != known[name].dtype:
-                raise ValueError(
-                    f"{where}: {name!r} is {value.dtype}, and the job's is {known[name].dtype}: give --dtype (dtype=)"
-                )
-            if len(region) != len(shape) or any(
-                not 0 <= a <= b <= size for (a, b), size in zip(region, shape, strict=True)
-            ):
-                raise ValueError(f"{where}: {name!r} has {region} on rank {run.rank}, and the job's shape is {shape}")
-    for name, shape in replay.shapes.items():
-        filled = known[name].new_zeros(shape, dtype=torch.bool)
-        for run in witnessed.runs:
-            if name in run.regions:
-                filled[slices(run.regions[name])] = True
-        if not filled.all():
-            missing = int((~filled).sum())
-            raise ValueError(f"{where}: {missing} of the {filled.numel()} elements of {name!r} are on no rank")
 
 
 def _given(run: RankRun, name: str, step: RankStep) -> bool:

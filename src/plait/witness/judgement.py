@@ -33,6 +33,14 @@ class Judgement:
     text: str
     recording: str = "whole"
     """What was kept of each tensor."""
+    judged_to: float = 0.0
+    """The share of its largest element below which a gradient may be wrong unseen, of the gradient where it is largest:
+    0 where none is judged coarsely, 1 where one is not judged at all."""
+
+    @property
+    def word(self) -> str:
+        """``equal``, ``equal where judged`` or ``different``."""
+        return "different" if not self.equal else "equal where judged" if self.judged_to else "equal"
 
     @property
     def equal(self) -> bool:

@@ -23,6 +23,7 @@ from plait.job.job import Job
 from plait.referee.values import wide
 from plait.witness.pieces import piece_of
 from plait.witness.rows import Row, rows_of
+from plait.witness.stored import Witnessed, slices
 
 Gradients = dict[str, Tensor]
 
@@ -136,6 +137,35 @@ def clipped(gradients: Mapping[str, Tensor], clip: float | None) -> tuple[Gradie
     norm = torch.stack([wide(g).norm() for g in gradients.values()]).norm().item() if gradients else 0.0
     factor = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
     return {name: g * factor for name, g in gradients.items()}, norm, factor
+
+
+def check_same_job(witnessed: Witnessed, replay: Replay) -> None:
+    """Refuses a run of another job, by names, sizes and dtypes of parameters, and one with gaps; ValueError."""
+    known = replay.parameters
+    where = f"{str(witnessed.folder)!r} is of another job"
+    there = {name for run in witnessed.runs for name in run.regions}
+    if strange := sorted(there ^ known.keys()):
+        side = "the job's model has not" if strange[0] in there else "it has not"
+        raise ValueError(f"{where}: {side} {strange[0]!r} (they differ in {len(strange)} names)")
+    for run in witnessed.runs:
+        for name, region in run.regions.items():
+            shape, value = replay.shapes[name], run.start[name]
+            if value.dtype != known[name].dtype:
+                raise ValueError(
+                    f"{where}: {name!r} is {value.dtype}, and the job's is {known[name].dtype}: give --dtype (dtype=)"
+                )
+            if len(region) != len(shape) or any(
+                not 0 <= a <= b <= size for (a, b), size in zip(region, shape, strict=True)
+            ):
+                raise ValueError(f"{where}: {name!r} has {region} on rank {run.rank}, and the job's shape is {shape}")
+    for name, shape in replay.shapes.items():
+        filled = known[name].new_zeros(shape, dtype=torch.bool)
+        for run in witnessed.runs:
+            if name in run.regions:
+                filled[slices(run.regions[name])] = True
+        if not filled.all():
+            missing = int((~filled).sum())
+            raise ValueError(f"{where}: {missing} of the {filled.numel()} elements of {name!r} are on no rank")
 
 
 def check_replayable(model: nn.Module) -> None:

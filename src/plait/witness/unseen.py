@@ -22,6 +22,7 @@ class Unseen:
         self.witnessed = witnessed
         self.excused = 0.0
         """The share of a gradient's largest element that was taken for rounding."""
+        self.why = "parts of a batch do not add up to it more closely"
         self.losses = False
         """Some that were told may be of samples that are not known."""
         self.behind = 0
@@ -79,13 +80,18 @@ class Unseen:
                 return Judgement(0, "update", names[0], ranks, 0.0, 1.0, cause, text)
         return None
 
+    @property
+    def judged_to(self) -> float:
+        """As ``Judgement`` has it."""
+        return 1.0 if self._small else max(self._coarse.values(), default=0.0)
+
     def text(self) -> str:
         """In words; empty where all was judged."""
         told = ""
         if self.excused:
             told += (
                 f"; differences of up to {self.excused:.2%} of a gradient's largest element are taken for rounding, "
-                f"since parts of a batch do not add up to it more closely"
+                f"since {self.why}"
             )
         coarse = {name: share for name, share in self._coarse.items() if name not in self._small}
         if (worst := max(coarse.values(), default=0.0)) > 1.001 * self.excused:  # else that is said already

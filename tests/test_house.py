@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": UP_TO_ENGINE | {"checkpoint", "models", "data", "watch"},
     "launch": {"core", "files", "comm", "config", "checkpoint", "train", "verify", "watch"},
     "commands": TRAINING | {"job", "measure", "train", "verify", "launch", "prove", "witness"},
-    "__main__": {"commands"},
+    "__main__": {"core", "commands"},
     "__init__": UP_TO_ENGINE | {"checkpoint", "api", "models", "data", "job", "verify", "injection", "witness"},
 }
 """Which parts of plait each part may import. A part that is not here is refused: give it a line."""

@@ -1,10 +1,19 @@
-"""``python -m plait`` is the ``plait`` command."""
+"""The ``plait`` command from its first moment on, and ``python -m plait``."""
 
 import sys
+
+
+def program() -> None:
+    """The program ``plait``: Ctrl-C ends it in one line before anything else is imported."""
+    from plait.core.interrupt import leave_at_once
+
+    leave_at_once()
+    from plait.commands import main
+
+    main.program()
+
 
 if __name__ == "__main__":
     if not sys.flags.safe_path:
         del sys.path[0]  # the current folder: its modules are not ours to run
-    from plait.commands.main import program
-
     program()

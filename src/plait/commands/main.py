@@ -22,11 +22,11 @@ from plait import config as configs
 from plait.config.bounds import check_values
 from plait.core.ended import to_its_end
 from plait.core.escape import heard, say
+from plait.core.interrupt import leave_at_once, raise_again
 from plait.files.reading import shown
 from plait.files.writing import check_file
 from plait.job.user_code import FLAG, load_installed, load_plugin, take_plugins
 from plait.launch.failure import guarded, leave, open_closed
-from plait.launch.signals import leave_at_once, raise_again
 
 COMMANDS = {
     "train": "Train a model on a mesh; show its loss, its speed and its bytes, predicted and measured.",

@@ -16,4 +16,5 @@ progress.py     long loops tell how far they are
 escape.py       text from outside, made harmless where it is shown
 ended.py        a program that code of the user's ends is not done
 later.py        names of a package that are imported when they are asked for
+interrupt.py    Ctrl-C while a command still imports what it needs
 """

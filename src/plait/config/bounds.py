@@ -65,7 +65,6 @@ BOUNDS: dict[str, Bounds] = {
     "deadline": Bounds(0, 1e6, above=True),
     "grace": Bounds(0, 1e6),
     "restarts": Bounds(0, 1_000),
-    "times": Bounds(1, 10_000),
     "repeat": Bounds(1, 1_000_000),
     **dict.fromkeys(("forward", "input", "weight", "latency"), _TIME),
 }

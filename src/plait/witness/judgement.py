@@ -1,6 +1,6 @@
 """The words of a judgement, and how much rounding may differ."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -33,7 +33,7 @@ class Judgement:
     text: str
     recording: str = "whole"
     """What was kept of each tensor."""
-    judged_to: float = 0.0
+    judged_to: float = field(default=0.0, repr=False)
     """The share of its largest element below which a gradient may be wrong unseen, of the gradient where it is largest:
     0 where none is judged coarsely, 1 where one is not judged at all."""
 

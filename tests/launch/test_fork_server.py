@@ -80,6 +80,19 @@ for answer in {answers}:
 """
 
 
+def test_an_answer_is_waited_for_as_long_as_the_deadline_allows(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "ANSWER_SECONDS", 0.1)
+    server, _ = serve(f"import time; time.sleep(1); {ANSWERS.format(answers=[{'started': 7}])}".replace("; \n", "\n"))
+    assert server.fork({}) == 7
+
+
+def test_one_that_is_stopped_before_it_answers_is_not_waited_for(serve: Serve) -> None:
+    server, pid = serve("import time; time.sleep(100)", deadline=0.5)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(ConnectionError, match="is stopped"):
+        server.fork({})
+
+
 def test_after_one_that_was_lost_another_starts_ranks(serve: Serve) -> None:
     server, pid = serve(ANSWERS.format(answers=[{"started": 7}]))
     assert server.fork({}) == 7

@@ -128,6 +128,7 @@ class Engine(OwnLoop):
         self._blocks = self._modified = 0
         if self.pipeline.num_stages == 1:  # else a program calls no forward
             model.register_forward_hook(self._after_forward)
+            self.stages[0].interceptor.remember()  # the hook is the engine's
         self._evaluator = Evaluator(self)
         self._broken = False
         self._now: OpenStep | None = None

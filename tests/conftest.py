@@ -71,8 +71,8 @@ def patient_worlds() -> Iterator[None]:
     """A deadline of 20 s and more only ends a hang: 200 s on a busy machine. pytest ends a test at 240."""
     begin = ThreadWorld.__init__
 
-    def begin_patiently(world: ThreadWorld, mesh: Mesh, deadline: float = 30.0, *rest: Any) -> None:
-        begin(world, mesh, deadline if deadline < 20 else max(200.0, deadline), *rest)
+    def begin_patiently(world: ThreadWorld, mesh: Mesh, deadline: float = 30.0, *rest: Any, **more: Any) -> None:
+        begin(world, mesh, deadline if deadline < 20 else max(200.0, deadline), *rest, **more)
 
     ThreadWorld.__init__ = begin_patiently  # type: ignore[method-assign]
     yield

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from plait.comm import ThreadWorld
@@ -33,6 +34,8 @@ TESTS = Path(__file__).parent
 BESIDE_TESTS = sorted({file.parent for file in TESTS.rglob("*.py") if not file.name.startswith(("test_", "conftest."))})
 """Folders with modules that tests import: cases, and scripts that tests run in processes of their own."""
 
+settings.register_profile("busy", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")  # in place of 200 ms for each example; under CI the parent tries the same ones each time
 sys.path[:0] = map(str, BESIDE_TESTS)
 torch.set_num_threads(1)
 

@@ -20,6 +20,7 @@ from pipe_cases import is_bitwise
 from torch import Tensor, nn
 from verify_cases import GPT, TINY, Verified, job_of, judged
 
+import plait
 from plait.comm import Comm, run
 from plait.config import VerifyConfig
 from plait.core.mesh import Mesh
@@ -226,6 +227,30 @@ def test_a_unit_that_is_no_graph_runs_without_the_compiler() -> None:
     ((wanted, _),) = losses(model, "shard=1", RAGGED, strategy="ddp")
     assert graphs == [2, 2, 2, 2, 3]
     assert found == pytest.approx(wanted, rel=1e-6)
+
+
+class Dropping(nn.Module):
+    """Calls one dropout twice, by two names."""
+
+    def __init__(self, drop: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.drops = nn.Linear(6, 6), nn.ModuleList([drop, drop])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for drop in self.drops:
+            x = drop(self.linear(x))
+        return x
+
+
+def test_units_that_share_a_draw_have_the_masks_of_an_uncompiled_pipeline() -> None:
+    def build() -> nn.Module:
+        drop = nn.Dropout(0.4)
+        return nn.Sequential(*(Dropping(drop) for _ in range(2)))
+
+    batches = [torch.randn(4, 6, generator=torch.Generator().manual_seed(1))]
+    job = plait.UserJob(build, lambda model, x: model(x).square().sum(), batches)
+    with pytest.warns(UserWarning, match="runs without the compiler"):
+        assert plait.verify(job, "pipe=2", "ddp", microbatches=2, compile=True).word in ("bitwise", "equal")
 
 
 def test_a_hook_inside_of_one_block_runs_in_that_one() -> None:

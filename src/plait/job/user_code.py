@@ -21,6 +21,7 @@ from types import CodeType
 from typing import Any
 
 from plait.core.ended import to_its_end
+from plait.core.escape import one_line
 from plait.files.reading import read_file
 
 FLAG = "--plugin"
@@ -47,7 +48,7 @@ def take_plugins(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 def load_plugin(file: str) -> None:
     """Runs a plugin's file, once in a process; ValueError, with the line, for any error in it."""
     if not (file.endswith(".py") and os.path.isfile(file)):
-        raise ValueError(f"plugin {file!r}: give a file of Python, as in {FLAG} my_rows.py")
+        raise ValueError(f"plugin {one_line(file, 300)!r}: give a file of Python, as in {FLAG} my_rows.py")
     _load(f"plugin {file}", file, lambda: load_file(file, "plugin"))
 
 

@@ -191,8 +191,8 @@ class Interceptor(EngineMode, StaysHere):
 
     def open(self, model: nn.Module, name: str) -> None:
         """Follow the insides of a module that was closed."""
-        for inner, module in model.named_modules():
-            if _inside(inner, name) and not self._watched:
+        for inner, module in model.get_submodule(name).named_modules(prefix=name):
+            if inner != name and not self._watched:
                 self._track(model, inner, module)
 
     def _track(self, model: nn.Module, name: str, module: nn.Module) -> None:

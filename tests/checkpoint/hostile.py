@@ -68,6 +68,13 @@ VALUES: list[Any] = [
         {"number": {"float": "nan"}, "dtype": "int64"},
         {"dict": [[{"dict": []}, 1]]},
     ),
+    *(
+        [1],
+        10**4298,
+        {"number": 1.0, "dtype": "complex64"},
+        {"number": 1.0, "dtype": "float64"},
+        {"dict": [["step", 1]]},
+    ),
     *({"number": -1, "dtype": "uint8"}, {"counter": [["a", "b"]]}, {"number": 1e300, "dtype": "float16"}),
 ]
 

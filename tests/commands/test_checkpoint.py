@@ -7,6 +7,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.checkpoint import saved as storing
+from plait.checkpoint.manifest import signed
 from plait.checkpoint.saved import Saved, Whole, write_checkpoint
 from plait.comm import Comm, run
 from plait.commands.main import main
@@ -268,6 +270,48 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(
     assert code == 2 and shown.out == "" and says in shown.err
     assert shown.err.startswith("plait: error: ") and shown.err.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
+
+
+STEP_ONE = {"number": 1.0, "dtype": "complex64"}
+CRAFTED: dict[str, tuple[tuple[str | int, ...], Any]] = {
+    "an optimizer that is a number": (("optimizer",), 7),
+    "groups that are a number": (("optimizer", "param_groups"), 3),
+    "a group that is a number": (("optimizer", "param_groups", 0), 1),
+    "parameters of a group that are numbers": (("optimizer", "param_groups", 0, "params"), [1, 2]),
+    "state that is a list": (("optimizer", "state", "0.weight"), []),
+    "a step that is a list": (("optimizer", "state", "0.weight", "step"), [1]),
+    "a step that is a word": (("optimizer", "state", "0.weight", "step"), "one"),
+    "a number that is complex": (("optimizer", "state", "0.weight", "step"), STEP_ONE),
+    "a run that is a word": (("run",), ".."),
+    "steps that are a list": (("run", "step"), [2]),
+    "a seed of 4,299 digits": (("run", "seed"), 10**4298),
+    "a key that is a tensor": (("extra",), {"dict": [[{"number": 1, "dtype": "int8"}, 1]]}),
+    "an average that is a word": (("ema",), "half"),
+}
+
+
+@pytest.mark.parametrize(
+    "command", ["show HERE --json NEW", "diff HERE HERE", "export-dcp HERE NEW", "export HERE NEW"]
+)
+@pytest.mark.parametrize("name", CRAFTED)
+def test_values_that_no_save_writes_are_one_line_though_they_are_signed(
+    name: str, command: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = Path(shutil.copytree(saved / "step-000002", tmp_path / "step-000002"))
+    data = json.loads((here / "manifest.json").read_text())
+    path, value = CRAFTED[name]
+    at: Any = data["values"]
+    for word in path[:-1]:
+        at = at[word] if isinstance(word, int) else next(one for key, one in at["dict"] if key == word)
+    if isinstance(path[-1], int):
+        at[path[-1]] = value
+    else:
+        at["dict"] = [[key, value if key == path[-1] else one] for key, one in at["dict"]]
+    (here / "manifest.json").write_text(signed(json.dumps(data)))
+    assert call(*command.replace("HERE", str(here)).replace("NEW", str(tmp_path / "new")).split()) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"plait: error: '{here}': ") and shown.err.count("\n") == 1 and len(shown.err) < 400
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.skipif(not os.getuid(), reason="root may read everything")

@@ -72,7 +72,8 @@ def _check_groups(own: Iterator[tuple[list[str], Mapping[str, Any]]], saved: lis
         given = there.get(frozenset(names), {})
         for key, value in group.items() if given else ():
             other = given.get(key)
-            if key not in given or (isinstance(value, tuple) and len(value) != len(other or ())):
+            form = len(other) if isinstance(other, tuple | list) else None
+            if key not in given or (isinstance(value, tuple) and len(value) != form):
                 raise ValueError(
                     f"the group of {names[0]!r} has {key} = {value!r} here, and in the checkpoint "
                     f"{other if key in given else 'nothing of this name'}: a key is lost (or the run had no schedule "

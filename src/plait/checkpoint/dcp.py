@@ -225,7 +225,7 @@ def export_dcp(saved: Saved, out: str | Path, *, ties: Mapping[str, str] | None 
         if own not in model or name in model:
             raise ValueError(f"{name}={own}: the checkpoint has to have {own!r}, and not {name!r}")
         model[name] = model[own]
-    values = saved.values(tensors.__getitem__)
+    values = saved.values(tensors)
     tree: dict[str, Any] = {"model": model, "optim": values["optimizer"], "ema": saved.kind("ema")}
     tree = {key: value for key, value in tree.items() if value} | {"run": values["run"], "extra": values["extra"]}
     folder = Path(out)

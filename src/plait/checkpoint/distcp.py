@@ -54,6 +54,7 @@ STORAGES = {
         *(("Float", torch.float32), ("Double", torch.float64), ("Half", torch.float16), ("BFloat16", torch.bfloat16)),
         *(("Long", torch.int64), ("Int", torch.int32), ("Short", torch.int16), ("Char", torch.int8)),
         *(("Byte", torch.uint8), ("Bool", torch.bool)),
+        *(("ComplexFloat", torch.complex64), ("ComplexDouble", torch.complex128)),
     )
 }
 _TENSOR = "torch._utils._rebuild_tensor_v2"
@@ -87,7 +88,7 @@ class Strided:
         """A block, in memory of its own."""
         if not math.prod(extent(region)):
             return torch.empty(extent(region), dtype=self.dtype)
-        kind = np.dtype(f"u{self.dtype.itemsize}")
+        kind = np.dtype("c16" if self.dtype.itemsize == 16 else f"u{self.dtype.itemsize}")
         with _opened(self.file) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
             view = np.ndarray(self.shape, kind, whole, self.begin, self.strides)
             block = np.array(view[tuple(slice(*ends) for ends in region)])

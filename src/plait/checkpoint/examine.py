@@ -57,7 +57,7 @@ def differences(one: Saved, other: Saved) -> Iterator[SavedDifference]:
         if not name.startswith("value/"):  # those are compared where they stand among the values
             yield from _tensors(name, mine.get(name), theirs.get(name))
     values = (
-        saved.values(lambda name, found=found: _Named(name, found[name]))  # type: ignore[misc]
+        saved.values({name: _Named(name, tensor) for name, tensor in found.items()})
         for saved, found in ((one, mine), (other, theirs))
     )
     yield from _values("", *values)

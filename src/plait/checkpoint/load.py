@@ -20,12 +20,16 @@ from plait.checkpoint.hashing import threads_for
 from plait.checkpoint.manifest import LARGEST, NAME, Manifest
 from plait.checkpoint.storage import Storage
 from plait.checkpoint.stored import SavedTensor, SavedWeights, check_contents, is_same, saved_tensors
-from plait.checkpoint.values import decoded
+from plait.checkpoint.values import decoded, state_of
 from plait.comm import Comm
 from plait.comm.agree import broadcast_bytes, check_together
 from plait.core.collectives import Note
+from plait.core.escape import one_line
 from plait.core.mesh import AXES
 from plait.engine import EMA, Engine
+
+LONGEST = 1900
+"""Characters of an error."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
     tensors = saved_tensors(folder, manifest)
     with _together(comm):
         with _offering_another(folder):
-            state = _state(manifest, tensors)
+            state = state_of(manifest, tensors)
         _check_fits(engine, ema, state, tensors)
         engine.check_step_state(state["run"])
     with _together(comm):
@@ -106,7 +110,7 @@ def read_values(folder: Storage) -> Any:
     """
     with _offering_another(folder):
         manifest = read_manifest(folder)
-        return _state(manifest, saved_tensors(folder, manifest))
+        return state_of(manifest, saved_tensors(folder, manifest))
 
 
 @contextmanager
@@ -117,6 +121,8 @@ def _together(comm: Comm) -> Iterator[None]:
         yield
     except (OSError, ValueError) as problem:
         error = problem
+        if isinstance(problem, ValueError):  # with names from files
+            problem.args = (one_line(str(problem), LONGEST),)
     check_together(comm, error, AXES)
 
 
@@ -132,40 +138,6 @@ def _offering_another(folder: Storage) -> Iterator[None]:
         before = others[: names.index(name)] if name in names else []
         fix = f"the one before it is {str(before[-1])!r}" if before else "there is none before it"
         raise ValueError(f"{error}; the checkpoint cannot be loaded, and {fix}") from error
-
-
-def _state(manifest: Manifest, tensors: Mapping[str, SavedTensor]) -> Any:
-    """The manifest's values, in the form in which the engine takes them; ValueError where they are of another form."""
-
-    left = set(tensors)
-
-    def tensor(name: str) -> SavedTensor:
-        if name not in left:
-            what = "two values in it are" if name in tensors else "a value in it is"
-            raise ValueError(f"{what} the tensor {name[:80]!r}, which it has {'once' if name in tensors else 'not'}")
-        left.remove(name)
-        return tensors[name]
-
-    try:
-        state = decoded(manifest.values, tensor)
-    except TypeError as error:  # a key that cannot be one
-        raise ValueError(f"a value in it was not written by plait: {error}") from error
-    match state:
-        case {"optimizer": optimizer, "run": {"step": int(step), "seed": int(), "loss_scale": dict() | None},
-              "ema": float() | int() | None, "extra": _,
-              "optimizer_classes": list() | None as classes} if step == manifest.step:  # fmt: skip
-            pass
-        case _:
-            raise ValueError("its values are not those of a run")
-    match optimizer:
-        case None:
-            return state
-        case {"state": dict(values), "param_groups": list(groups)} if all(
-            isinstance(own, dict) for own in values.values()
-        ) and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
-            if classes is None or (len(classes) == len(groups) and all(type(one) is str for one in classes)):
-                return state
-    raise ValueError("its optimizer state has not the form of one")
 
 
 def _of(kind: str, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:

@@ -24,7 +24,7 @@ from plait.checkpoint.manifest import Manifest, StoredFile, StoredPiece, StoredT
 from plait.checkpoint.storage import Storage
 from plait.checkpoint.stored import BLOCK, check_contents, saved_tensors
 from plait.checkpoint.tensor_file import safetensors_header
-from plait.checkpoint.values import decoded
+from plait.checkpoint.values import state_of
 from plait.core.layout import Region, blocks, extent
 from plait.core.progress import counted
 
@@ -76,15 +76,12 @@ class Saved:
         own = {name: tensor for name, tensor in self.tensors.items() if name.startswith(f"{kind}/")}
         return {name.removeprefix(f"{kind}/"): tensor for name, tensor in own.items()}
 
-    def values(self, tensor: Callable[[str], Any]) -> Any:
-        """All that is no tensor; ValueError where it is not what ``plait.save`` writes."""
+    def values(self, tensors: Mapping[str, Any]) -> Any:
+        """All that is no tensor, with ``tensors`` where they stand; ValueError for what no save writes."""
         try:
-            values = decoded(self.manifest.values, tensor)
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"{str(self.folder)!r}: a value in it was not written by plait: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{str(self.folder)!r}: its values are not those of a run")
-        return values
+            return state_of(self.manifest, tensors)
+        except ValueError as error:
+            raise ValueError(f"{str(self.folder)!r}: {error}") from error
 
     def damages(self) -> dict[str, str]:
         """What is wrong with each file that is not whole."""

@@ -11,16 +11,20 @@ Nothing else is taken: what is read can be nothing else.
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.checkpoint.manifest import DTYPES
+from plait.checkpoint.manifest import DTYPES, Manifest
 
 DEEPEST = 64
+LARGEST = 1 << 1023
+"""The first integer that is not taken: a float has no more."""
+LONGEST = 500
+"""Characters of a name among an optimizer's values."""
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -42,7 +46,7 @@ def encoded(value: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
     if type(value) is float and not math.isfinite(value):
         return {"float": repr(value)}
     if type(value) in _PLAIN:
-        return value
+        return _held(value)
     if isinstance(value, InFile):
         return {"tensor": value.name}
     if isinstance(value, Tensor):
@@ -64,11 +68,26 @@ def encoded(value: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
         return {"tuple": [inside(one) for one in value]}
     if type(value) in (dict, OrderedDict, Counter):
         kind = "counter" if isinstance(value, Counter) else "dict"
-        return {kind: [[inside(key), inside(one)] for key, one in value.items()]}
+        return {kind: [[inside(_key(key)), inside(one)] for key, one in value.items()]}
     raise ValueError(
         f"a {type(value).__module__}.{type(value).__qualname__} cannot be saved: give numbers, strings, tensors, and "
         f"lists, tuples and dicts of them (an object's state_dict() is one)"
     )
+
+
+def _held(value: Any) -> Any:
+    if type(value) is int and abs(value) >= LARGEST:
+        raise ValueError(f"an integer of {value.bit_length()} bits cannot be saved: at most 1023 can")
+    return value
+
+
+def _key(key: Any) -> Any:
+    """A key of a dict; ValueError for one that is known by its place in memory."""
+    if isinstance(key, tuple):
+        return tuple(map(_key, key))
+    if not isinstance(key, _PLAIN):
+        raise ValueError(f"a dict has a {type(key).__name__} as a key: give numbers, strings, and tuples of them")
+    return key
 
 
 def decoded(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
@@ -87,7 +106,7 @@ def decoded(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
         case {"float": "nan" | "inf" | "-inf" as number, **rest} if not rest:
             return float(number)
         case {"number": number, "dtype": str(dtype), **rest} if not rest and dtype in DTYPES:
-            if isinstance(number := inside(number), bool | int | float):
+            if isinstance(number := inside(number), bool | int | float) and not DTYPES[dtype].is_complex:
                 try:
                     return torch.tensor(number, dtype=DTYPES[dtype])
                 except (RuntimeError, OverflowError) as error:
@@ -98,10 +117,65 @@ def decoded(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
             return tuple(map(inside, items))
         case {"dict": list(items), **rest} | {"counter": list(items), **rest} if not rest:
             if all(isinstance(item, list) and len(item) == 2 for item in items):
-                found = {inside(key): inside(one) for key, one in items}
+                found = {_key(inside(key)): inside(one) for key, one in items}
                 return Counter(found) if "counter" in value else found
         case list():
             return [inside(one) for one in value]
         case _ if type(value) in _PLAIN:
-            return value
+            return _held(value)
     raise ValueError("a value in it was not written by plait")
+
+
+def state_of(manifest: Manifest, tensors: Mapping[str, Any]) -> Any:
+    """The manifest's values, in the form in which the engine takes them, each of ``tensors`` at most once.
+
+    Raises:
+        ValueError: they are of another form.
+    """
+    left = set(tensors)
+
+    def tensor(name: str) -> Any:
+        if name not in left:
+            what = "two values in it are" if name in tensors else "a value in it is"
+            raise ValueError(f"{what} the tensor {name[:80]!r}, which it has {'once' if name in tensors else 'not'}")
+        left.remove(name)
+        return tensors[name]
+
+    state = decoded(manifest.values, tensor)
+    match state:
+        case {"optimizer": optimizer, "run": {"step": int(step), "seed": int(), "loss_scale": dict() | None},
+              "ema": float() | int() | None, "extra": _,
+              "optimizer_classes": list() | None as classes, **rest} if step == manifest.step and not rest:  # fmt: skip
+            pass
+        case _:
+            raise ValueError("its values are not those of a run")
+    if optimizer is None or (
+        _is_optimizer_state(optimizer)
+        and (
+            classes is None or (len(classes) == len(optimizer["param_groups"]) and all(type(c) is str for c in classes))
+        )
+    ):
+        return state
+    raise ValueError("its optimizer state has not the form of one")
+
+
+def _is_optimizer_state(optimizer: Any) -> bool:
+    """Has for each parameter, by name, a flat dict, whose ``step`` is a number; groups name their parameters."""
+    match optimizer:
+        case {"state": dict(values), "param_groups": list(groups)}:
+            flat = all(
+                _is_named(own)
+                and not any(isinstance(one, dict | list | tuple) for one in own.values())
+                and not isinstance(own.get("step", 0), str | None)
+                for own in values.values()
+            )
+            return flat and _is_named(values) and all(map(_names_parameters, groups))
+    return False
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(key) is str and len(key) <= LONGEST for key in value)
+
+
+def _names_parameters(group: Any) -> bool:
+    return _is_named(group) and isinstance(own := group.get("params"), list) and all(type(n) is str for n in own)

@@ -93,11 +93,14 @@ class ShowCheckpoint:
     def run(self) -> int:
         saved = Saved.find(self.path)
         manifest, tensors = saved.manifest, saved.tensors
-        values = saved.values(lambda name: tensors[name])
+        values = saved.values(tensors)
         others = [other.name for other in checkpoints(saved.folder.home()[0]) if other.name != saved.folder.name]
         optimizer, run = values.get("optimizer") or {}, values.get("run") or {}
         groups = [
-            {"parameters": len(group["params"]), **{key: _plain(one) for key, one in group.items() if key != "params"}}
+            {
+                "parameters": len(group["params"]),
+                **{str(key): _plain(one) for key, one in group.items() if key != "params"},
+            }
             for group in optimizer.get("param_groups", ())
         ]
         if isinstance(classes := values.get("optimizer_classes"), list):
@@ -167,7 +170,7 @@ def _plain(value: Any) -> Any:
     """A value as JSON has it."""
     if isinstance(value, torch.Tensor):
         return _plain(value.item())
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
     if isinstance(value, Whole):
         return shape_of(value)
@@ -296,7 +299,7 @@ class ExportCheckpoint:
 
 def source_of(saved: Saved) -> str:
     """The Hugging Face folder from which a run of ``plait train`` began; ValueError where there was none."""
-    match saved.values(lambda name: None):
+    match saved.values(saved.tensors):
         case {"extra": {"config": {"model": str(model)}}} if model.startswith(FOLDER):
             return model.removeprefix(FOLDER)
     raise ValueError(f"{str(saved.folder)!r} names no Hugging Face folder as its model: give one of it with --source")

@@ -148,6 +148,7 @@ def test_scripted_modules() -> None:
     refused("'1' is a torch.jit.ScriptModule, which runs outside of Python", model)
 
 
+@pytest.mark.usefixtures("compiler_in_threads")
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, which it hides for one thread only
 @pytest.mark.parametrize("row", ["ddp", "zero3"])
 def test_compiled_functions_inside_of_modules(row: str) -> None:

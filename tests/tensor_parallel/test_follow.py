@@ -165,6 +165,7 @@ def test_gradients_that_a_forward_takes_are_not_looked_at() -> None:
     assert after(scaled, PLAIN) == [2]
 
 
+@pytest.mark.usefixtures("compiler_in_threads")
 def test_operators_that_take_functions_run_as_ever() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 

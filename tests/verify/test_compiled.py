@@ -32,6 +32,7 @@ from plait.verify.record import record_run
 
 LACKS = missing_compiler(torch.device("cpu"))
 pytestmark = [
+    pytest.mark.usefixtures("compiler_in_threads"),
     pytest.mark.filterwarnings("ignore", "error:unit"),
     pytest.mark.skipif(bool(LACKS), reason=f"needs {LACKS}"),
 ]

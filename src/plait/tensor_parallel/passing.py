@@ -37,6 +37,16 @@ SMALL = 1 << 26
 """Parameters up to which products take less time than the bookkeeping of fake tensors."""
 
 
+class CpuFakes(FakeTensorMode):
+    """Fake tensors of the CPU.
+
+    torch 2.11 built for CUDA sets a guard of GPUs at each entrance, also where there is none, and crashes if threads do
+    so at once.
+    """
+
+    avoid_device_init = False
+
+
 class PassingOf:
     """What passes the sites of a plan when a job's model runs a batch; remembered by the shapes in the batch.
 
@@ -47,7 +57,7 @@ class PassingOf:
 
     def __init__(self, build: Callable[[], nn.Module], loss_fn: Callable[[nn.Module, Any], Tensor]) -> None:
         self._build, self._loss_fn = build, loss_fn
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = CpuFakes(allow_non_fake_inputs=True)
         self._one_at_a_time = Lock()  # ranks may be threads that have one job
         self._known: dict[Hashable, Passings | None] = {}
 

@@ -242,6 +242,37 @@ def test_values_of_a_modules_own_initialiser_are_drawn(write: str) -> None:
     materialise(empty(partial(Written, KEPT[write])), 0, torch.device("cpu"))
 
 
+class DrawnTwice(nn.Module):
+    """A layer that draws in its constructor, in a model that draws it again: GPT-2's Conv1D."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4, 4))
+            nn.init.ones_(self.weight)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = self.Layer()
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, self.Layer):
+            nn.init.normal_(module.weight)
+
+
+@pytest.mark.parametrize("build", [empty_parameters, partial(torch.device, "meta")], ids=["empty", "meta"])
+def test_a_cast_after_building_loses_no_note_of_what_was_written(build: Callable[[], Any]) -> None:
+    with build():
+        right, wrong = DrawnTwice(), Written(LOST["zeros"])
+    for model in (right, wrong):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    materialise(right, 0, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"'out.weight' was written to after"):
+        materialise(wrong, 0, torch.device("cpu"))
+
+
 def test_a_model_of_the_meta_device_is_looked_at_too() -> None:
     with torch.device("meta"):
         model = Written(LOST["zeros"])

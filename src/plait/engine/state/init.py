@@ -30,6 +30,8 @@ from plait.engine.forward.random_ops import PrivateGenerator
 from plait.engine.state.checks import check_buffers
 from plait.engine.state.weights import Weights, read_piece, whole_values
 
+UNSEEN = ". Building inside plait.empty_parameters(), in place of torch.device('meta'), shows which writes count"
+
 _EMPTY: ContextVar[bool] = ContextVar("empty_parameters", default=False)
 """Whether modules built in this thread (or task) get parameters without memory."""
 
@@ -38,18 +40,22 @@ def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> An
     if not _EMPTY.get() or parameter is None or parameter.is_meta:
         return None
     on_meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    writes = _writes(on_meta)
     if replaced := _writes(module._parameters.get(name)):  # an initialised parameter, by values of its own
-        _note(on_meta, [*replaced, *_writes(on_meta), "nn.Parameter"])
+        writes[:0], writes[len(writes) :] = replaced, ["nn.Parameter"]
+    on_meta._plait_writes = writes  # type: ignore[attr-defined]  # a cast after the block gives it other memory
     return on_meta
 
 
 def _writes(tensor: Any) -> list[str]:
     """The operators that wrote to a tensor's memory, in their order."""
-    return [] if tensor is None else getattr(tensor.untyped_storage(), "_plait_writes", [])
-
-
-def _note(tensor: Any, writes: list[str]) -> None:
-    tensor.untyped_storage()._plait_writes = writes
+    if tensor is None:
+        return []
+    memory = tensor.untyped_storage()
+    if not hasattr(memory, "_plait_writes"):
+        memory._plait_writes = getattr(tensor, "_plait_writes", [])
+    found: list[str] = memory._plait_writes
+    return found
 
 
 class _NotesWrites(TorchDispatchMode):
@@ -67,9 +73,9 @@ class _NotesWrites(TorchDispatchMode):
             written: Any = given.get(argument.name)
             if argument.is_write and type(written) in (Tensor, nn.Parameter) and written.is_meta == self.on_meta:
                 options = [_text(value) for key, value in given.items() if key != "generator"]
-                _note(written, [*_writes(written), f"{func._schema.name.removeprefix('aten::')}({', '.join(options)})"])
-        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default) and _writes(args[0]):
-            _note(result, _writes(args[0]))
+                _writes(written).append(f"{func._schema.name.removeprefix('aten::')}({', '.join(options)})")
+        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            _writes(result)[:] = _writes(args[0])
         return result
 
 
@@ -142,13 +148,15 @@ def initial_values(
             )
         for k, p in new.items():
             built, drawn = _writes(p), _writes(fresh[k])
-            unseen = not built and versions[id(p)] > fresh[k]._version - start[k]  # built inside torch.device("meta")
+            more = versions[id(p)] > fresh[k]._version - start[k]
+            unseen = not hasattr(p, "_plait_writes") and more and hasattr(module, "reset_parameters")
             if unseen or _lost(built, drawn):
                 raise ValueError(
                     f"{f'{name}.{k}'.removeprefix('.')!r} was written to after its {type(module).__name__} had "
                     f"initialised it (by {'an operator' if unseen else built[-1]}), and on meta such values are lost: "
                     f"write them in its module's reset_parameters(), or in an _init_weights(self, module) of the "
                     f"model, which the engine calls; or build the model with values, or give Engine(weights=...)"
+                    f"{UNSEEN if unseen else ''}"
                 )
             done.add(id(p))
             yield p, fresh[k]

@@ -67,6 +67,9 @@ else:
 
         return later(__name__, _MODULES)(name)
 
+    def __dir__():
+        return sorted({*globals(), *__all__})
+
 
 _MODULES = {
     "api": "distributed_sampler join rank_batches run_threads sum_of_mean",

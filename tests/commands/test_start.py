@@ -19,7 +19,9 @@ MODULE = [sys.executable, "-m", "plait"]
 MLP = "--model mlp --steps 1 --batch 4"
 
 JOB = """
-import torch, plait, beside
+import os, subprocess, sys, torch, plait, beside
+helper = os.path.join(os.path.dirname(__file__), "helper.py")
+subprocess.run([sys.executable, helper], env={**os.environ, "PYTHONSAFEPATH": ""}, check=True)
 job = plait.UserJob(lambda: torch.nn.Linear(2, 1), lambda model, x: beside.loss(model(x)), [torch.ones(4, 2)])
 """
 
@@ -48,6 +50,7 @@ def traps(tmp_path: Path) -> Traps:
     jobs.mkdir()
     (jobs / "mine.py").write_text(JOB)
     (jobs / "beside.py").write_text("def loss(y):\n    return y.sum()\n")
+    (jobs / "helper.py").write_text("import beside\n")
     return traps
 
 
@@ -59,6 +62,7 @@ def falls_into_none(words: str, traps: Traps) -> None:
     done = subprocess.run([*PLAIT, *words.split()], cwd=traps.folder, env=traps.environment, capture_output=True)
     assert traps.told == []
     assert done.returncode == (2 if words.endswith(" run") else 0), done.stdout + done.stderr
+    assert b"Warning" not in done.stderr
 
 
 @pytest.mark.parametrize("words", [words for several in STARTED.values() for words in several])
@@ -93,8 +97,10 @@ def test_a_command_without_tensors_imports_no_torch(words: str, tmp_path: Path) 
 
 def test_plait_itself_imports_no_torch_and_has_all_its_names(tmp_path: Path) -> None:
     code = "import sys, plait\nassert 'torch' not in sys.modules\n"
-    code += "from plait import *\nassert all(name in globals() for name in plait.__all__)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    code += "assert {*plait.__all__} <= {*dir(plait)}\n"
+    code += "from plait import *\nassert all(name in globals() for name in plait.__all__)\nplait.Enginee"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.stderr.endswith("module 'plait' has no attribute 'Enginee'. Did you mean: 'Engine'?\n"), done.stderr
 
 
 @pytest.mark.parametrize("program", [PLAIT, MODULE], ids=["installed", "module"])

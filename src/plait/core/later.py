@@ -1,5 +1,6 @@
 """Names of a package that are imported when they are asked for: ``import plait`` is fast, and needs no torch."""
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -21,6 +22,7 @@ def later(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
         except ModuleNotFoundError as error:
             if error.name != f"{package}.{name}":
                 raise
-            raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
+            text = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(text, name=name, obj=sys.modules[package]) from None  # for Python's hint
 
     return get

@@ -48,8 +48,11 @@ class Tokens:
         return type(self)(found)
 
     def long(self) -> Tensor:
-        """The tokens, int64 [count]."""
-        return torch.cat([shard.long() for shard in self.shards] or [torch.empty(0, dtype=torch.int64)])
+        """The tokens, int64 [count]; ValueError for a negative number, which a target may be to be ignored."""
+        found = torch.cat([shard.long() for shard in self.shards] or [torch.empty(0, dtype=torch.int64)])
+        if len(found) and (least := int(found.min())) < 0:
+            raise ValueError(f"the data has token {least}, which is negative: give the tokenizer's numbers, from 0")
+        return found
 
     def sampled(self) -> Iterator[Tensor]:
         """Parts that differ where the text does, most likely: the length and the ends of each shard."""

@@ -82,7 +82,8 @@ class ForkServer:
 
     def _start(self) -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._line.send(json.dumps([name for name in sys.modules if name.startswith("plait.")]).encode())
+        shared = [name for name in sys.modules if name.startswith("plait.") and name != "plait.__main__"]
+        self._line.send(json.dumps(shared).encode())  # without the program, which each rank runs for itself
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)  # in the server too, until it ignores them
         try:
             words = [*PYTHON, "-c", SERVER, str(theirs.fileno()), str(os.getpid()), *self._command]

@@ -280,6 +280,29 @@ def test_a_model_of_the_meta_device_is_looked_at_too() -> None:
         materialise(model, 0, torch.device("cpu"))
 
 
+class TiedLikeGpt2(nn.Module):
+    """Both modules that share the weight give it the same kind of values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding | nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+@pytest.mark.parametrize("context", [empty_parameters, partial(torch.device, "meta")])
+def test_a_tied_weight_that_both_modules_initialise_is_drawn(context: Callable[[], Any]) -> None:
+    with context():
+        model = TiedLikeGpt2()
+    materialise(model, 0, torch.device("cpu"))
+    assert model.head.weight is model.embed.weight
+    assert 0 < model.head.weight.abs().max() < 0.2
+
+
 def test_a_buffer_without_values_is_named() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,20 @@ def test_what_lies_side_by_side_is_taken() -> None:
     tied[1].weight = tied[0].weight
     tied.every, tied.copies = list(tied.parameters()), [tied[0].weight.detach().clone().numpy()]  # type: ignore[assignment]
     engine_on(tied)
+
+
+class Picture:
+    """As PIL's, it makes its memory when it is asked for it."""
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        raise AssertionError("nothing asks for it")
+
+
+def test_an_attribute_that_only_can_be_made_an_array_is_taken() -> None:
+    model = pair()
+    model.picture = Picture()  # type: ignore[assignment]
+    engine_on(model)
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero1", "zero3"])

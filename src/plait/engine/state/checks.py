@@ -125,14 +125,12 @@ def check_memory(model: nn.Module) -> None:
 
 def _memory_in(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Tensors and numpy arrays in containers."""
-    if isinstance(value, Tensor) or (hasattr(value, "__array_interface__") and not isinstance(value, type)):
+    if isinstance(value, Tensor) or (hasattr(value, "nbytes") and hasattr(type(value), "__array_interface__")):
         yield name, value
-    elif isinstance(value, Mapping) and depth < 4:
-        for key, one in value.items():
-            yield from _memory_in(one, f"{name}.{key}".removeprefix("."), depth + 1)
-    elif isinstance(value, list | tuple | set | deque) and depth < 4:
-        for place, one in enumerate(value):
-            yield from _memory_in(one, f"{name}.{place}", depth + 1)
+    elif isinstance(value, Mapping | list | tuple | set | deque) and depth < 4:
+        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if type(one) not in (str, int, float):  # a vocabulary is long
+                yield from _memory_in(one, f"{name}.{key}".removeprefix("."), depth + 1)
 
 
 NAMED = 6

@@ -14,6 +14,7 @@ parameter are noted with its memory, which sees ``p.data`` as well; where buildi
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -83,11 +84,18 @@ def _text(value: Any) -> str:
     return f"{tuple(value.shape)} at {value.storage_offset()}" if isinstance(value, Tensor) else repr(value)
 
 
-def _lost(built: list[str], drawn: list[str]) -> bool:
-    """True where building wrote other values last than an initialiser does.  Either may have left the first out."""
+def _lost(shape: Sequence[int], built: list[str], drawn: list[str]) -> bool:
+    """True where building wrote other values last than an initialiser does.  Either may have left the first out, and
+    building writes once for each module that shares the parameter."""
     shorter, longer = sorted((built, drawn), key=len)
     last = longer[len(longer) - len(shorter) :]
-    return (bool(built) or not drawn) and last != shorter and drawn[: len(built)] != built
+    return last != shorter and drawn[: len(built)] != built and _final(shape, built) != _final(shape, drawn)
+
+
+def _final(shape: Sequence[int], writes: list[str]) -> list[str]:
+    """The writes from the last one on that overwrites a whole parameter of this shape."""
+    whole = tuple(f"{name}_({tuple(shape)} at 0" for name in ("normal", "uniform", "fill", "zero"))
+    return writes[max((i for i, write in enumerate(writes) if write.startswith(whole)), default=0) :]
 
 
 register_module_parameter_registration_hook(_to_meta)  # for good: torch's dict of hooks is not safe under threads
@@ -125,6 +133,7 @@ def initial_values(
     """
     done: set[int] = set()
     versions = {id(p): p._version for p in model.parameters()}  # initialisers write to other modules, on meta, too
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     for name, module in model.named_modules():
         own = {k: p for k, p in module._parameters.items() if p is not None}
         new = {k: p for k, p in own.items() if p.is_meta and id(p) not in done and (wanted is None or id(p) in wanted)}
@@ -148,9 +157,9 @@ def initial_values(
             )
         for k, p in new.items():
             built, drawn = _writes(p), _writes(fresh[k])
-            more = versions[id(p)] > fresh[k]._version - start[k]
+            more = versions[id(p)] > uses[id(p)] * (fresh[k]._version - start[k])
             unseen = not hasattr(p, "_plait_writes") and more and hasattr(module, "reset_parameters")
-            if unseen or _lost(built, drawn):
+            if unseen or _lost(p.shape, built, drawn):
                 raise ValueError(
                     f"{f'{name}.{k}'.removeprefix('.')!r} was written to after its {type(module).__name__} had "
                     f"initialised it (by {'an operator' if unseen else built[-1]}), and on meta such values are lost: "

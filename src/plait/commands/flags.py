@@ -42,16 +42,14 @@ def check_flags(command: str, kind: Any, words: Sequence[str]) -> None:
 
     Commands that have commands of their own (``schedule``, ``checkpoint``) are left to tyro.
     """
-    known = [one.name.replace("_", "-") for one in fields(kind)]
-    known += [f"no-{one.name.replace('_', '-')}" for one in fields(kind) if one.type in (bool, "bool")]
+    known = [f"--{one.name.replace('_', '-')}" for one in fields(kind)]
+    known += [f"--no-{one.name.replace('_', '-')}" for one in fields(kind) if one.type in (bool, "bool")]
     for word in words:
-        flag = word.partition("=")[0].removeprefix("--").replace("_", "-")
-        if not word.startswith("--") or flag in ("", "help", *known) or flag.startswith("tyro-"):
-            continue
-        meant = ELSEWHERE.get(flag.lower(), flag)
-        hint = did_you_mean(meant, known).replace(" or ", " or --").replace("mean ", "mean --")
-        help_text = f"plait {command} --help lists all flags"
-        raise ValueError(f"plait {command} has no flag --{one_line(flag, 60)}: {hint and f'{hint} '}{help_text}")
+        flag = word.partition("=")[0].replace("_", "-")
+        if word.startswith("--") and flag not in ("--", "--help", *known) and not flag.startswith("--tyro-"):
+            hint = did_you_mean(ELSEWHERE.get(flag[2:].lower(), flag), known)
+            help_text = f"plait {command} --help lists all flags"
+            raise ValueError(f"plait {command} has no flag {one_line(flag, 60)}: {hint and f'{hint} '}{help_text}")
 
 
 def parse_sections(default: Config, prog: str, words: Sequence[str]) -> Config:
@@ -61,17 +59,15 @@ def parse_sections(default: Config, prog: str, words: Sequence[str]) -> Config:
     none.
     """
     kind: Any = type(default)
-    parts: dict[str, tuple[list[str], Any]] = {
-        str(part.__name__).removesuffix("Config").lower(): ([one.name for one in fields(part)], part)
-        for part in kind.__mro__
-        if _is_section(part)
-    }
-    given = {word: part(**{name: getattr(default, name) for name in names}) for word, (names, part) in parts.items()}
-    groups = [(word, part, field(default=given[word])) for word, (_, part) in parts.items()]
+    parts: list[Any] = [part for part in kind.__mro__ if _is_section(part)]
+    groups: list[Any] = []
+    for part in parts:
+        given = part(**{one.name: getattr(default, one.name) for one in fields(part)})
+        groups.append((part.__name__.removesuffix("Config").lower(), part, field(default=given)))
     grouped = make_dataclass(kind.__name__, groups, frozen=True)
     grouped.__doc__ = kind.__doc__
     found: Any = tyro.cli(grouped, prog=prog, args=words, config=(tyro.conf.OmitArgPrefixes,))
-    values = {name: getattr(getattr(found, word), name) for word, (names, _) in parts.items() for name in names}
+    values = {name: value for group, *_ in groups for name, value in vars(getattr(found, group)).items()}
     return replace(default, **values)  # type: ignore[type-var]
 
 

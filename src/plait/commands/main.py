@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import fields, make_dataclass, replace
 from importlib import import_module
 from importlib.metadata import version
-from itertools import zip_longest
 from types import ModuleType
 from typing import Annotated, Any, NoReturn, Union, get_type_hints
 
@@ -25,7 +24,7 @@ from plait.core.escape import heard, say
 from plait.core.interrupt import leave_at_once, raise_again
 from plait.files.reading import shown
 from plait.files.writing import check_file
-from plait.job.user_code import FLAG, load_installed, load_plugin, take_plugins
+from plait.job.user_code import FLAG, load_installed, load_plugin, take_files
 from plait.launch.failure import guarded, leave, open_closed
 
 COMMANDS = {
@@ -86,7 +85,7 @@ def run(argv: list[str]) -> int:
         check_values(command)
         if (place := getattr(getattr(command, "what", command), "json", None)) not in (None, "-"):
             check_file("json", place)
-        return int(module_of(take_plugins(argv)[0][0]).run(command, argv))
+        return int(module_of(take_files(argv)[0][0]).run(command, argv))
 
 
 def module_of(name: str) -> ModuleType:
@@ -105,7 +104,7 @@ def parse(argv: Sequence[str]) -> Any:
 
     from plait.commands.flags import check_flags, parse_sections
 
-    argv, plugins = take_plugins(argv)
+    argv, plugins = take_files(argv)
     for file in plugins:  # its rows are in the help texts too
         load_plugin(file)
     name, *words = argv or [""]
@@ -141,11 +140,7 @@ def parse(argv: Sequence[str]) -> Any:
 
 def _defaults(kind: Any, words: Sequence[str]) -> Any:
     """The defaults of a command: the file that its words name by ``--config``, if they do."""
-    files = []
-    for word, following in zip_longest(words, words[1:]):
-        flag, equals, path = word.partition("=")
-        if flag == "--config" and (equals or following is not None):
-            files.append(path if equals else following)
+    _, files = take_files(words, "--config")
     if len(files) > 1:
         raise ValueError(f"--config is given {len(files)} times ({', '.join(map(shown, files))}): give one file")
     if not files:

@@ -8,7 +8,6 @@ a folder         its files of these kinds, by path
 shards   [0 .. 4][5 .. 11][12 ..       tokens[3:8] is read from two of them
 """
 
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -17,15 +16,13 @@ from typing import Self
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from plait.files.reading import shown
 
 KINDS = (".npy", ".bin", ".safetensors")
-DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
-"""Of safetensors, as numpy calls them."""
-LARGEST_HEADER = 1 << 26
-"""Bytes of a safetensors header."""
+DIGITS = re.compile(r"(\d+)")
 SAMPLED = 1 << 20
 """Tokens of each end of a shard by which another text is told."""
 
@@ -76,35 +73,32 @@ def load_tokens(files: Sequence[Path], vocabulary: int) -> Tokens:
     Raises:
         ValueError: a file that is missing, or has something else in it; the message names it.
     """
-    found = []
+    found: list[Tensor] = []
     for file in files:
         try:
-            found += [torch.from_numpy(row) for row in _rows(file, vocabulary)]
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            found += _rows(file, vocabulary)
+        except (OSError, ValueError, TypeError, SafetensorError) as error:
             raise ValueError(f"cannot read the tokens in {shown(str(file))}: {' '.join(str(error).split())}") from error
     return Tokens(found)
 
 
-def _rows(file: Path, vocabulary: int) -> Iterator[np.ndarray]:
+def _rows(file: Path, vocabulary: int) -> Iterator[Tensor]:
     if not file.stat().st_size:
         raise ValueError("it is empty")
     if file.suffix == ".bin":
-        yield np.memmap(file, "<u2" if vocabulary <= 1 << 16 else "<u4", "c")
+        yield torch.from_numpy(np.memmap(file, "<u2" if vocabulary <= 1 << 16 else "<u4", "c"))
     elif file.suffix == ".npy":
-        yield _checked(np.load(file, mmap_mode="c", allow_pickle=False))
+        yield _checked(torch.from_numpy(np.load(file, mmap_mode="c", allow_pickle=False)))
     else:
-        with open(file, "rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(min(size, LARGEST_HEADER)))
-        for name in sorted(header, key=lambda name: [int(n) if n.isdecimal() else n for n in re.split(r"(\d+)", name)]):
-            if name != "__metadata__":
-                kind, shape, (start, _) = (header[name][key] for key in ("dtype", "shape", "data_offsets"))
-                if kind not in DTYPES:
-                    raise ValueError(f"{name!r} is {kind}: give whole numbers")
-                yield _checked(np.memmap(file, DTYPES[kind], "c", 8 + size + start, tuple(shape)))
+        with safe_open(file, "pt") as opened:  # maps what it gives
+            for name in sorted(
+                opened.keys(), key=lambda name: [int(n) if n.isdecimal() else n for n in DIGITS.split(name)]
+            ):
+                yield _checked(opened.get_tensor(name))
 
 
-def _checked(row: np.ndarray) -> np.ndarray:
-    if row.ndim != 1 or row.dtype.kind not in "ui" or row.dtype.itemsize > 8 or not row.dtype.isnative:
-        raise ValueError(f"it has {row.dtype} {list(row.shape)}: give one row of whole numbers")
+def _checked(row: Tensor) -> Tensor:
+    if row.dim() != 1 or row.dtype.is_floating_point or row.dtype.is_complex or row.dtype == torch.bool:
+        kind = str(row.dtype).removeprefix("torch.")
+        raise ValueError(f"it has {kind} {list(row.shape)}: give one row of whole numbers")
     return row

@@ -29,18 +29,17 @@ GROUP = "plait_plugins"
 """The entry points of installed packages that are imported with every command."""
 
 
-def take_plugins(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """The words of a command line without its plugins, and the plugins' files; ValueError for a flag without a file."""
+def take_files(words: Sequence[str], flag: str = FLAG) -> tuple[list[str], tuple[str, ...]]:
+    """The words of a command line without a flag, and the files that it names; ValueError for a flag without one."""
     rest, files, left = [], [], iter(words)
     for word in left:
-        flag, equals, file = word.partition("=")
-        if flag != FLAG:
+        own, equals, file = word.partition("=")
+        if own != flag:
             rest.append(word)
-            continue
-        file = file if equals else next(left, "")
-        if not file:
-            raise ValueError(f"{FLAG} without a file: give one, as in {FLAG} my_rows.py")
-        files.append(file)
+        elif file := file if equals else next(left, ""):
+            files.append(file)
+        else:
+            raise ValueError(f"{flag} without a file: give one, as in {flag} FILE")
     return rest, tuple(dict.fromkeys(files))
 
 

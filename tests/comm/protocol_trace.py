@@ -270,6 +270,7 @@ class Run:
         patch.setattr(mailbox, "_FORMAT", SimpleNamespace(size=size, pack_into=packed, unpack_from=unpacked))
         still = SimpleNamespace(monotonic=lambda: 0.0, perf_counter=lambda: 0.0, sleep=nap)
         patch.setattr(transport, "time", still)
+        patch.setattr(transport, "clock", still.monotonic)
         patch.setattr(transport, "WHOLE_BYTES", 0)
         patch.setattr(outgoing, "CHUNK_BYTES", 8)
 

@@ -28,6 +28,14 @@ def body(comm: Comm) -> int:
     if HOW == "sleep":
         (Path(REST[0]) / f"rank{comm.rank}.pid").write_text(str(os.getpid()))
         time.sleep(60)
+    if HOW == "pause":
+        if comm.rank == 0:
+            Path(REST[0]).touch()
+        else:
+            while not Path(REST[0]).exists():
+                time.sleep(0.1)
+            for _ in range(15):
+                time.sleep(0.1)
     if comm.rank == 1:
         if HOW == "raise":
             raise RuntimeError("the matter is here")
@@ -44,5 +52,7 @@ def body(comm: Comm) -> int:
 
 
 if __name__ == "__main__":
-    config = BenchConfig(deadline=5 if HOW == "stop" else 20, world="process" if "over gloo" in REST else "auto")
+    config = BenchConfig(
+        deadline={"stop": 5, "pause": 8}.get(HOW, 20), world="process" if "over gloo" in REST else "auto"
+    )
     sys.exit(guarded(lambda: launch(config, body, sys.argv)))

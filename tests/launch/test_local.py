@@ -105,6 +105,21 @@ def wait_for(what, seconds: float) -> None:  # type: ignore[no-untyped-def]
 
 
 @LINUX
+def test_a_stop_of_the_whole_group_for_longer_than_the_deadline_is_no_fault(ranks: Any, tmp_path: Path) -> None:
+    process = ranks("pause", str(tmp_path / "waits"))
+    wait_for((tmp_path / "waits").exists, 100)
+    time.sleep(0.3)  # rank 0 comes to its barrier
+    (server,) = children(process.pid)
+    group = [process.pid, server, *children(server)]
+    for number, seconds in ((signal.SIGSTOP, 12), (signal.SIGCONT, 0)):
+        for one in group:
+            os.kill(one, number)
+        time.sleep(seconds)
+    out, err = process.communicate(timeout=110)
+    assert (process.returncode, out, err) == (0, "", "")
+
+
+@LINUX
 @pytest.mark.parametrize("words", [(), ("over gloo",)], ids=["shared memory", "gloo"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_listens_and_no_rank_outlives_the_launcher(

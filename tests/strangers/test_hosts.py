@@ -76,6 +76,16 @@ def test_a_silent_host_is_named_with_its_ranks_and_what_they_did_last() -> None:
     assert not board.lost()
 
 
+def test_a_host_is_not_silent_while_this_one_is_stopped() -> None:
+    clock = Clock()
+    board = HostBoard(PEERS, clock, awake=lambda: 1000.0)
+    board.take(report_of("b", [status(2), status(3)], now=50.0)[0])
+    clock.now = 1000.0 + SILENT
+    assert not board.lost() and board.statuses()
+    clock.now += 1
+    assert board.lost() and not board.statuses()
+
+
 def test_a_host_that_never_came_is_named_too_and_one_that_is_done_is_not() -> None:
     clock = Clock()
     board = HostBoard([*PEERS, Peer(4, "c", 5)], clock)

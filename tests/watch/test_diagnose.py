@@ -93,6 +93,16 @@ def test_who_is_waited_for_and_does_not_move_stands_still() -> None:
     assert found(busy, [RUNS] * 3) == []
 
 
+def test_a_wait_begins_anew_where_the_watcher_itself_was_stopped() -> None:
+    still = [rank(0, since=30), rank(1, "running", 31), rank(2, since=30)]
+    crossed = [rank(0, since=20), rank(1, since=19, operation=REDUCE), rank(2, since=20)]
+    for statuses in (still, crossed):
+        assert found(statuses, [RUNS] * 3, awake=NOW - 9) == []
+        assert found(statuses, [RUNS] * 3, awake=NOW - 11)
+    ended = [rank(0, "failed", 30, error="ValueError: no"), rank(1, "failed", 20, error="ValueError: later"), rank(2)]
+    assert found(ended, [RUNS] * 3, awake=NOW)[0] == ("failed", 0, "failed: ValueError: no")
+
+
 def test_a_chain_of_waits_ends_at_the_one_that_does_not_wait() -> None:
     chain = [
         rank(0, since=30, peers=(1, 0), operation="recv"),

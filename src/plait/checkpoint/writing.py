@@ -28,6 +28,7 @@ from plait.checkpoint.snapshot import LateCopy, Written
 from plait.checkpoint.storage import Storage
 from plait.checkpoint.tensor_file import safetensors_header
 from plait.comm.agree import named
+from plait.comm.deadline import clock
 from plait.files.writing import DiskError
 
 FILE, NOTE = "safetensors", "json"
@@ -64,14 +65,14 @@ class Writing:
         self._late = late
         self.error: Exception | None = None
         self.copied, self.done, self.stop = threading.Event(), threading.Event(), threading.Event()
-        self._begun = time.monotonic()
+        self._begun = clock()
         self._end = self._begun + save.deadline
         self._program = threading.current_thread()
         threading.Thread(target=self._write, name="plait.save").start()
 
     def has(self) -> int:
         """What has become of it: RUNNING, DONE (nothing is wrong with it) or FAILED."""
-        if not self.done.is_set() and self.error is None and time.monotonic() > self._end:
+        if not self.done.is_set() and self.error is None and clock() > self._end:
             self.error = TimeoutError(
                 f"rank {self.rank} has not written {str(self.save.partial.file(self.rank, FILE))!r} within "
                 f"{self.save.deadline:g} s: look at its disk, or give Saver(deadline=...) more"
@@ -114,10 +115,10 @@ class Writing:
                 with saying(partial, sum(one.tensor.nbytes for one in self.pieces)):
                     raise FileNotFoundError(errno.ENOENT, "the folder of a save has vanished")
             if not self._program.is_alive():
-                self._end = min(self._end, time.monotonic() + self.save.patience)
-            if time.monotonic() > self._end:
+                self._end = min(self._end, clock() + self.save.patience)
+            if clock() > self._end:
                 raise TimeoutError(
-                    f"rank 0 has waited {time.monotonic() - self._begun:.1f} s for what {named(missing)} should have "
+                    f"rank 0 has waited {clock() - self._begun:.1f} s for what {named(missing)} should have "
                     f"written to {str(partial)!r}: nothing is saved; look at their disks, or give Saver(deadline=...) "
                     f"more"
                 )

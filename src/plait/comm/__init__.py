@@ -21,7 +21,7 @@
     slurm.py           the same in Slurm's words
     peer.py            who a rank is
     meeting.py         the ranks of a world, met in a store and compared
-    deadline.py        a call that may never return, given a deadline
+    deadline.py        the clock of deadlines; a call that may never return, given one
     transport.py       what moves single messages: started, waited for, failing
     gloo.py            over sockets
     nccl.py            between GPUs

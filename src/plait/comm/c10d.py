@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 import weakref
 import zlib
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from plait.comm.deadline import clock
 from plait.comm.meeting import wait_for_keys
 from plait.comm.operation import NO_NOTE, Operation, pair_of
 from plait.comm.peer import Peer
@@ -347,7 +347,7 @@ def _future(result: Any) -> Any:
 
 def _meet(store: Any, rank: int, size: int, deadline: float) -> list[Peer]:
     """Who the ranks of a group are."""
-    end = time.monotonic() + deadline
+    end = clock() + deadline
     store.set(f"plait/{rank}", Peer(rank, socket.gethostname(), os.getpid()).text)
     peers = []
     for other in range(size):

@@ -1,4 +1,8 @@
-"""A call that may never return, given a deadline.
+"""The clock of all deadlines, and a call that may never return, given one.
+
+A process that is stopped (Ctrl-Z, a container that is paused) waits for nobody, and where its whole group is stopped
+nobody could come.  So deadlines go by a clock that all waits of a process look at: of a long pause between two looks it
+counts two seconds.
 
 torch's stores wait in C++ for what their peer sends, some of it without any limit: a peer that accepts a connection and
 is silent, or is stopped, would hold its caller forever.  So such a call runs in a thread.  When its time is up the
@@ -6,11 +10,38 @@ caller goes on, and the thread stays behind until the process ends.
 """
 
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 Result = TypeVar("Result")
+
+LOOK_SECONDS = 2.0
+"""Two looks at the clock are further apart only where the process was stopped, or waited for nobody."""
+
+
+class WaitClock:
+    """The seconds in which this process ran, from any beginning, as a call; for any thread."""
+
+    def __init__(self) -> None:
+        self._looks = 0.0, time.monotonic(), 0.0  # counted, the last look, the one that ended the last pause
+
+    def __call__(self) -> float:
+        (counted, looked, awake), now = self._looks, time.monotonic()
+        counted += min(now - looked, LOOK_SECONDS)
+        self._looks = counted, now, awake if now - looked <= LOOK_SECONDS else now  # as a whole
+        return counted
+
+    def awake_since(self) -> float:
+        """The moment of ``time.monotonic`` at which the last pause ended, seen by a look right now; 0 before any."""
+        self()
+        return self._looks[2]
+
+
+clock = WaitClock()
+"""That of this process."""
+awake_since = clock.awake_since
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result:
@@ -28,4 +59,7 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
             outcome.set_exception(error)
 
     threading.Thread(target=work, name="plait-within", daemon=True).start()
-    return outcome.result(max(0.0, seconds))
+    end = clock() + seconds
+    while (left := end - clock()) > 0 and not outcome.done():
+        wait([outcome], min(left, LOOK_SECONDS / 4))
+    return outcome.result(0)

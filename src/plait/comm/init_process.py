@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from plait.comm.deadline import within
+from plait.comm.deadline import clock, within
 from plait.comm.environment import WorldVariables
 from plait.comm.meeting import UNKNOWN, Met, loopback_only, meet
 from plait.comm.peer import Peer, born, shown
@@ -61,18 +61,18 @@ def init_process(
         TimeoutError: some ranks did not come within the deadline; the message names them.
         ValueError: two processes have one rank, or ranks differ in a fact; the message names them.
     """
-    end, rank = time.monotonic() + deadline, place.rank
+    end, rank = clock() + deadline, place.rank
     alike = {"WORLD_SIZE": str(place.size), **facts}
     mine = Peer(rank, socket.gethostname(), os.getpid(), alike, _on_loopback(), place.restarts)
     store = _prefix_store(f"job {place.job}", open_store(place, deadline))
     lost = f"rank {rank} lost the store at {place.where}"
     with _told(f"{lost}: its host is gone, stopped, or no store of torch", deadline, place.hint):
-        left = max(0.0, end - time.monotonic())
+        left = max(0.0, end - clock())
         met = within(left + LATE_SECONDS, lambda: meet(store, mine, place.size, end))
     chosen = backend(met.peers)
     if not chosen:
         return met
-    left = max(1.0, end - time.monotonic())
+    left = max(1.0, end - clock())
     with _told(f"rank {rank} met all {place.size} ranks but could not connect to them", deadline):
         options: dict[str, Any] = {"store": met.store, "rank": rank, "world_size": place.size}
         within(left + LATE_SECONDS, lambda: dist.init_process_group(chosen, timeout=timedelta(seconds=left), **options))
@@ -83,10 +83,10 @@ def open_store(place: WorldVariables, deadline: float) -> Store:
     """The store in which the ranks meet."""
     if place.file:
         return file_store(place.file, deadline)
-    end, start = time.monotonic() + deadline, f"rank {place.rank}"
+    end, start = clock() + deadline, f"rank {place.rank}"
 
     def opened(host: bool) -> Store:
-        patience = timedelta(seconds=max(1.0, end - time.monotonic()))
+        patience = timedelta(seconds=max(1.0, end - clock()))
         options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": host}
         store: Store = _tcp_store(place.address, place.port, place.size, host, patience, **options)
         return store
@@ -100,7 +100,7 @@ def open_store(place: WorldVariables, deadline: float) -> Store:
         except RuntimeError as error:
             if not _in_use(error):
                 raise
-            probe(place.address, place.port, time.monotonic() + 1)
+            probe(place.address, place.port, clock() + 1)
             return opened(False)  # another rank 0, whom the meeting names
 
     try:
@@ -160,7 +160,7 @@ def probe(address: str, port: int, end: float) -> None:
 
     Raises:
         ConnectionRefusedError, socket.gaierror, OSError: nobody listened there, nobody knew its name, or no way led
-            there until ``end``, as of ``time.monotonic``.
+            there until ``end``, as of ``deadline.clock``.
         ConnectionError: until then the holder said nothing and closed, or it answers as no store does.
         TimeoutError: it does not answer.
     """
@@ -170,7 +170,7 @@ def probe(address: str, port: int, end: float) -> None:
         except TimeoutError:
             raise
         except OSError:  # a store, a name and a route may come later than this rank
-            if time.monotonic() + POLL_SECONDS >= end:
+            if clock() + POLL_SECONDS >= end:
                 raise
             time.sleep(POLL_SECONDS)
         else:
@@ -182,7 +182,7 @@ def probe(address: str, port: int, end: float) -> None:
 def _answer(address: str, port: int, end: float) -> bytes:
     """What is answered to the greeting, where that is not what a store answers."""
     try:
-        peer = socket.create_connection((address, port), timeout=max(0.01, end - time.monotonic()))
+        peer = socket.create_connection((address, port), timeout=max(0.01, end - clock()))
     except TimeoutError as error:
         raise TimeoutError("nothing answers there") from error
     number, answer = secrets.token_bytes(4), b""
@@ -190,7 +190,7 @@ def _answer(address: str, port: int, end: float) -> bytes:
         try:
             peer.sendall(VALIDATE + PING + number)
             while len(answer) < 4:
-                peer.settimeout(max(0.01, end - time.monotonic()))
+                peer.settimeout(max(0.01, end - clock()))
                 part = peer.recv(64)
                 if not part:
                     break

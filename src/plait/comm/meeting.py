@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch.distributed as dist
 
 from plait.comm.agree import differing, named
+from plait.comm.deadline import clock
 from plait.comm.peer import Peer, shown
 from plait.core.escape import one_line, printable
 
@@ -56,13 +57,13 @@ def meet(store: Store, mine: Peer, size: int, end: float) -> Met:
     """The next world that meets in ``store``, which is one job's.
 
     Args:
-        end: when this rank has waited long enough, as of ``time.monotonic``.
+        end: when this rank has waited long enough, as of ``deadline.clock``.
 
     Raises:
         ValueError: ranks differ in what must be the same, or two have one place.
         TimeoutError: some did not come; the message names them.
     """
-    started = time.monotonic()
+    started = clock()
     here, verdict = (_enter if mine.rank else _open)(store, mine, size, end)
     peers = [Peer(rank, host, pid, token=token) for rank, host, pid, token in verdict.peers]
     if not verdict.problem and peers and verdict.size != size:
@@ -71,7 +72,7 @@ def meet(store: Store, mine: Peer, size: int, end: float) -> Met:
     if verdict.problem:
         raise ValueError(verdict.problem)
     if verdict.absent:
-        waited = f"rank {mine.rank} waited {time.monotonic() - started:.1f} s for {size} ranks"
+        waited = f"rank {mine.rank} waited {clock() - started:.1f} s for {size} ranks"
         raise TimeoutError(f"{waited}: {named(verdict.absent)} did not come{verdict.more}")
     return Met(here, tuple(peers), verdict.attempt)
 
@@ -122,15 +123,15 @@ def _open(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, World
     verdict = WorldVerdict(problem, absent, came, max(peer.restarts for peer in peers))
     here.set("verdict", json.dumps(asdict(verdict)))
     if problem or absent:  # they read it in a store that may end with this rank
-        wait_for_keys(here, [f"read/{peer.rank}" for peer in peers[1:]], time.monotonic() + OTHERS_SECONDS)
+        wait_for_keys(here, [f"read/{peer.rank}" for peer in peers[1:]], clock() + OTHERS_SECONDS)
     return here, verdict
 
 
 def _enter(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, WorldVerdict]:
     """The other ranks: the first world that comes together with this one, and what rank 0 says of it."""
-    started, number, claims, over = time.monotonic(), 0, False, True
+    started, number, claims, over = clock(), 0, False, True
     here = _world(store, number)
-    while (now := time.monotonic()) < end + POLL_SECONDS * 5:
+    while (now := clock()) < end + POLL_SECONDS * 5:
         current = _current(store)  # before the verdict is looked for: rank 0 opens no other before it has written it
         if not over and here.check(["verdict"]):
             verdict = WorldVerdict.parse(here.get("verdict"))
@@ -207,7 +208,7 @@ def _gather(store: Store, number: int, mine: Peer, size: int, end: float) -> tup
             return problem, come
         if here.check(["problem"]):
             return printable(here.get("problem").decode(errors="replace"), 2000), come
-        now, problem = time.monotonic(), _problem(come)
+        now, problem = clock(), _problem(come)
         if len(come) == size or now >= end:
             return problem, come
         if problem:
@@ -248,7 +249,7 @@ def _at(here: Store, rank: int) -> Peer | None:
 def wait_for_keys(here: Store, keys: list[str], end: float) -> bool:
     """Whether the keys were there in time."""
     while not here.check(keys):
-        if time.monotonic() >= end:
+        if clock() >= end:
             return False
         time.sleep(POLL_SECONDS)
     return True

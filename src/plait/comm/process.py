@@ -18,7 +18,6 @@ inside the library.  A single message is moved by the transport: ``gloo.py``, or
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.base import Comm, Operation, Work
+from plait.comm.deadline import clock
 from plait.comm.environment import WorldVariables, own_device
 from plait.comm.failures import FailureReports
 from plait.comm.gloo import GlooTransport
@@ -85,7 +85,7 @@ class ProcessComm(Comm):
             here = [peer for peer in self.peers if peer.host == self.peers[rank].host]
             several = len(here) < len(self.peers)
             across = GlooTransport(wires) if several else None
-            inside = SharedMemoryTransport(Office(rank, store, here, time.monotonic() + deadline), wires)
+            inside = SharedMemoryTransport(Office(rank, store, here, clock() + deadline), wires)
             self.transport = HostsTransport(here, inside, across, wires) if across else inside
         elif self.device.type == "cuda":
             self.transport = NcclTransport(mesh, self.device, deterministic, wires)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from plait.comm.deadline import awake_since, clock
 from plait.core.escape import say
 from plait.core.mesh import Mesh
 from plait.files.writing import told
@@ -67,6 +68,7 @@ class Look:
             ended: exit codes of those that have ended, by rank.
             ranks: process ids by rank.
         """
+        clock()
         now = time.monotonic()
         if now < self._next:
             return None
@@ -86,7 +88,7 @@ class Look:
         if one.kind == "straggler":
             return False
         before = 0.0 if one.kind == "stopped" else self._long
-        return now - self._told[one.kind, one.rank] >= self._deadline - before
+        return now - max(self._told[one.kind, one.rank], awake_since()) >= self._deadline - before
 
     def _found(self, ended: Mapping[int, int]) -> list[Diagnosis]:
         statuses = self.page.read_all()
@@ -96,4 +98,4 @@ class Look:
             else look(s.pid, s.born)
             for s in statuses
         ]
-        return diagnose(statuses, states, time.monotonic(), self._mesh, self._long)
+        return diagnose(statuses, states, time.monotonic(), self._mesh, self._long, awake_since())

@@ -36,6 +36,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeAlias
 
+from plait.comm.deadline import clock
 from plait.comm.peer import shown
 from plait.core.escape import one_line
 from plait.watch.key import ChannelKey
@@ -135,7 +136,7 @@ class Listener:
     def _serve(self) -> None:
         while not self._closing:
             ready = self._selector.select(0.25)
-            now = time.monotonic()
+            now = clock()
             for key, _ in ready:
                 if key.fileobj is self._socket:
                     self._accept(now)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 from plait.core.escape import one_line
@@ -73,6 +73,7 @@ def diagnose(
     now: float,
     mesh: Mesh | None = None,
     long: float = LONG,
+    awake: float = 0.0,
 ) -> list[Diagnosis]:
     """What is wrong, the cause first; nothing where all is well.
 
@@ -82,7 +83,10 @@ def diagnose(
         now: ``time.monotonic()`` of the host whose page it is.
         mesh: tells whose computing time is compared; without it nobody is called a straggler.
         long: seconds of waiting after which those waited for are looked at.
+        awake: since when this process runs without a pause: the ranks may have been stopped with it, and before that
+            nobody waited.
     """
+    statuses = [s if s.state in ("failed", "done") else replace(s, since=max(s.since, awake)) for s in statuses]
     ranks = {s.rank: (s, p) for s, p in zip(statuses, processes, strict=True) if s.pid}
     lost = [s for s, _ in ranks.values() if s.state == "failed" or (s.state == "waiting" and now > s.since + MOMENT)]
     wanted = {rank for s in lost for rank in s.peers if rank != s.rank}

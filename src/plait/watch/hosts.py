@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from plait.comm.agree import named
 from plait.comm.base import Comm
+from plait.comm.deadline import awake_since, clock
 from plait.comm.observer import Observer
 from plait.comm.peer import Peer
 from plait.core.escape import one_line, say
@@ -70,7 +71,7 @@ class Lost:
 class HostBoard:
     """What was last heard of each of the other hosts.
 
-    ``tell`` is given what they find, as text for the screen.
+    ``tell`` is given what they find, as text for the screen; ``awake`` says since when this process was not stopped.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class HostBoard:
         peers: Sequence[Peer],
         clock: Callable[[], float] = time.monotonic,
         tell: Callable[[str], object] = say,
+        awake: Callable[[], float] = lambda: 0.0,
     ) -> None:
         home = next(peer.host for peer in peers if peer.rank == 0)
-        self._clock, self._tell, self._lock, start = clock, tell, threading.Lock(), clock()
+        self._clock, self._tell, self._awake, self._lock, start = clock, tell, awake, threading.Lock(), clock()
         self.found = dict[tuple[Kind, int], int]()
         """The step of what they have found last, by kind and rank, so that it is not told twice."""
         self.ranks = {host: tuple(p.rank for p in peers if p.host == host) for host in hosts_of(peers) if host != home}
@@ -130,7 +132,7 @@ class HostBoard:
             return diagnosis.step in {step for (_, rank), step in self.found.items() if rank == diagnosis.rank}
 
     def _is_heard(self, host: str) -> bool:
-        return self._clock() - self._heard[host] <= SILENT
+        return self._clock() - max(self._heard[host], self._awake()) <= SILENT
 
     def lost(self) -> list[Lost]:
         """The hosts that are not heard, the longest silent first.  One whose ranks are all done may be, and one that
@@ -228,7 +230,7 @@ class HostSide(Observer):
         self._ranks = [peer.rank for peer in peers if peer.host == self._host]
         self._page, self._end, self._board, self._tell = page, end, board, tell
         self._stop, self._told = threading.Event(), set[str]()
-        self._sent, self._pid = time.monotonic(), os.getpid()
+        self._sent, self._pid = clock(), os.getpid()
         atexit.register(self.closed)
         self._thread = threading.Thread(target=self._run, name="plait-hosts", daemon=True)
         self._thread.start()
@@ -263,10 +265,10 @@ class HostSide(Observer):
             for message in report_of(self._host, statuses, now, leaves):
                 self._end.send(message)
         except OSError as error:
-            silent = time.monotonic() - self._sent
+            silent = clock() - self._sent
             text = f"the host of rank 0 has not been reached from host {one_line(self._host, 80)} for {silent:.1f} s"
             return {"of rank 0": f"{text}: {error}"} if silent > SILENT else {}
-        self._sent = time.monotonic()
+        self._sent = clock()
         return {}
 
 
@@ -309,7 +311,7 @@ class HostChannel:
         """
         if comm.rank != min(peer.rank for peer in self.peers if peer.host == self.host):
             return None
-        board = HostBoard(self.peers) if self.is_home else None
+        board = HostBoard(self.peers, awake=awake_since) if self.is_home else None
         end = Sender(self.address, self.key) if board is None else Listener(self.address, self.key, board.take)
         comm.observers += (HostSide(self.peers, comm.rank, page, end, board, say),)
         return board

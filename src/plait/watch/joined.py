@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from plait.comm.base import Comm
+from plait.comm.deadline import awake_since
 from plait.core.escape import one_line, say
 from plait.watch import processes
 from plait.watch.diagnose import ENDED, LONG, STANDING, Diagnosis, block, diagnose
@@ -192,17 +193,18 @@ class Neighbours:
 
     def _diagnosed(self, statuses: list[Status], states: list[ProcessState], now: float) -> list[Diagnosis]:
         """What is wrong on this host, and of other hosts what they have not told themselves."""
-        near = diagnose(statuses, states, now, self.comm.mesh)
+        awake = awake_since()
+        near = diagnose(statuses, states, now, self.comm.mesh, awake=awake)
         far = {s.rank: s for s in (self.board.statuses() if self.board is not None else ())}
         if not far:
             return near
         assert self.board is not None
         running = [ProcessState(s.pid, "running") for s in far.values()]
-        whole = diagnose([*statuses, *far.values()], [*states, *running], now, self.comm.mesh)
+        whole = diagnose([*statuses, *far.values()], [*states, *running], now, self.comm.mesh, awake=awake)
         for one in whole:
             if one.rank not in far or self.board.has_told(one):
                 continue
-            if one.kind not in STANDING or now > far[one.rank].since + LONG + LATER:
+            if one.kind not in STANDING or now > max(far[one.rank].since, awake) + LONG + LATER:
                 near.append(one)
         return near
 

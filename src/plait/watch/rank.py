@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from plait.comm.base import Comm
+from plait.comm.deadline import clock
 from plait.comm.observer import Observer
 from plait.comm.operation import Operation
 from plait.core.escape import one_line, say
@@ -162,6 +163,7 @@ class RankSide:
         while not self._closing:
             readable([self._signals.descriptor, *(self.reporter.descriptors() if self.reporter else [])], BEAT)
             self.record.beats()
+            clock()
             if self._launcher is not None and processes.look(*self._launcher).state == "gone":
                 self._end_all()
             if self.page.stop and not self.comm.stop_signal:

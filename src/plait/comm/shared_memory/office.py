@@ -31,7 +31,7 @@ class Office:
 
     Args:
         peers: the ranks of the host.
-        end: when to give up, as of ``time.monotonic``.
+        end: when to give up, as of ``deadline.clock``.
 
     Raises:
         ValueError: they cannot see each other's processes.

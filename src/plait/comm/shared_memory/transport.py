@@ -29,6 +29,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from plait.comm.deadline import clock
 from plait.comm.header import DTYPES
 from plait.comm.operation import NO_NOTE, Operation, copied, name_of
 from plait.comm.shared_memory.arena import Arena
@@ -179,7 +180,7 @@ class SharedMemoryTransport(Transport):
         return self._begun(Hearing(memory, memory.generation), out) if memory.silent(memory.generation) else []
 
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
-        end = time.monotonic() + self.deadline
+        end = clock() + self.deadline
         with self._waiting(operation):
             try:
                 for finish, _ in works:
@@ -214,8 +215,8 @@ class SharedMemoryTransport(Transport):
         if os.getpid() != self._process:  # a copy, made by fork
             return
         try:
-            end, waits = time.monotonic() + (LAST_SECONDS if self.broken else self.deadline), True
-            while waits and time.monotonic() < end:
+            end, waits = clock() + (LAST_SECONDS if self.broken else self.deadline), True
+            while waits and clock() < end:
                 self._look()
                 boxes = self._office.outboxes.items()
                 waits = any(r not in self._gone and not (r in self._here and box.delivered) for r, box in boxes)
@@ -285,7 +286,7 @@ class SharedMemoryTransport(Transport):
     def _post(self, dst: int, record: MailRecord) -> None:
         end = 0.0
         while not (record.kind == READ and dst in self._gone) and not self._office.outboxes[dst].write(record):
-            end = end or time.monotonic() + self.deadline
+            end = end or clock() + self.deadline
             self._hope_for(dst, end)
             self._look()
             time.sleep(NAP_SECONDS)
@@ -334,7 +335,7 @@ class SharedMemoryTransport(Transport):
             for src in arrival.waits_for():
                 self._hope_for(src, end)
             self._advance(but=arrival)
-            nap = min(LOOK_SECONDS, max(0.001, end - time.monotonic()))
+            nap = min(LOOK_SECONDS, max(0.001, end - clock()))
             if not self._office.alarm.sleep(lambda: arrival.advance() or self._drain_all(), nap):
                 self._look()
             if self._unsent and time.monotonic() > patience:
@@ -395,5 +396,5 @@ class SharedMemoryTransport(Transport):
         """Raises if nothing more will come from a rank, or the time is up."""
         if rank in self._gone:
             raise ConnectionResetError(self._gone[rank])
-        if time.monotonic() > end:
+        if clock() > end:
             raise TimeoutError(f"rank {rank} did not come")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from disks import small_disk
 from run_cases import LAYOUTS, Training, decoder, differences, optimizers_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -146,6 +147,14 @@ def test_complex_tensors_come_and_go(dtype: torch.dtype, tmp_path: Path) -> None
     back = {"model": {name: torch.zeros_like(value) for name, value in values.items()}}
     dcp.load(back, checkpoint_id=tmp_path / "again", no_dist=True)
     assert all(torch.equal(back["model"][name], values[name]) for name in values)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = save(tmp_path / "theirs", {"a": torch.zeros(40_000)})
+    with small_disk(tmp_path / "small", "64k") as place:
+        assert main(["checkpoint", "import-dcp", str(theirs), str(place / "run")]) == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and f"'{place}/run': No space left on device; need 16" in text
 
 
 def test_a_model_alone_is_a_model(tmp_path: Path) -> None:

@@ -65,6 +65,13 @@ def test_a_mistake_is_one_line_and_exit_code_2(words: list[str], says: str, caps
     assert says in shown.err
 
 
+@pytest.mark.parametrize("line", ["X", "train X", "train --nonfinite X", "checkpoint X", "schedule draw 1f1b --X"])
+def test_nothing_that_a_terminal_obeys_is_in_a_usage_error(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.replace("X", "\x1b[2Jx").split(" ")) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("plait: error: a word is '") and "\\x1b[2Jx'" in shown.err
+
+
 @pytest.mark.parametrize("words", [[], ["brain"], ["train", "-x"], ["train", "--steps", "many"], ["bench", "gpu"]])
 def test_a_usage_error_is_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:

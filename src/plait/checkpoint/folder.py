@@ -80,7 +80,8 @@ class Folder(Storage):
         try:
             number, size = open_plain(self.path, links=False)
         except ValueError as error:
-            raise ValueError(f"{str(self)!r} is no file that can be read: {error}") from error
+            gone = removed(Folder(self.path.parent))
+            raise ValueError(gone or f"{str(self)!r} is no file that can be read: {error}") from error
         try:
             yield OpenFile(str(self), number, size)
         finally:
@@ -172,6 +173,17 @@ class OpenFile:
             start, into = start + count, into[count:]
 
 
+def removed(folder: Storage) -> str:
+    """Says that a checkpoint is gone though later ones are there; empty where it is there, or none is."""
+    home, name = folder.home()
+    others = checkpoints(home) if STEP.fullmatch(name) else []
+    if not others or name in (other.name for other in others) or step_of(others[-1]) < step_of(home / name):
+        return ""
+    return (
+        f"{str(folder)!r} was removed by retention (keep), perhaps while it was read: the newest is {str(others[-1])!r}"
+    )
+
+
 def step_name(step: int) -> str:
     """A checkpoint's folder."""
     return f"step-{step:06d}"
@@ -227,7 +239,8 @@ def find(path: str | Path | Storage) -> Storage:
     if others := all_of(path):
         return others[-1]
     if STEP.fullmatch(path.name):
-        raise ValueError(f"{str(path / NAME)!r} is not there: {str(path)!r} is no whole checkpoint")
+        whole = f"{str(path / NAME)!r} is not there: {str(path)!r} is no whole checkpoint"
+        raise ValueError(removed(path) or whole)
     raise ValueError(f"there is no checkpoint in {str(path)!r}: it has no folder {step_name(1)} or the like")
 
 

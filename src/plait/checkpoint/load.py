@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.checkpoint.complete import check_complete
-from plait.checkpoint.folder import checkpoints, contents, find, parse_manifest, place, read_manifest
+from plait.checkpoint.folder import checkpoints, contents, find, parse_manifest, place, read_manifest, removed
 from plait.checkpoint.hashing import threads_for
 from plait.checkpoint.manifest import LARGEST, NAME, Manifest
 from plait.checkpoint.storage import Storage
@@ -132,6 +132,8 @@ def _offering_another(folder: Storage) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
+        if removed(folder):
+            raise
         home, name = folder.home()
         others = checkpoints(home)
         names = [other.name for other in others]

@@ -324,7 +324,10 @@ class ImportDCP:
 
     def run(self) -> int:
         options = {"step": self.step, "seed": self.seed, "without": self.without, "ranks": self.ranks}
-        return written(import_dcp(self.folder, self.out, **options))  # type: ignore[arg-type]
+        need = sum(file.stat().st_size for file in Path(self.folder).glob("*.distcp"))
+        with _room(self.out, need):
+            new = import_dcp(self.folder, self.out, **options)  # type: ignore[arg-type]
+        return written(new)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from plait import __version__
 from plait import config as configs
 from plait.config.bounds import check_values
 from plait.core.ended import to_its_end
-from plait.core.escape import heard, say
+from plait.core.escape import heard, one_line, say
 from plait.core.interrupt import leave_at_once, raise_again
 from plait.files.reading import shown
 from plait.files.writing import check_file
@@ -108,6 +108,9 @@ def parse(argv: Sequence[str]) -> Any:
     for file in plugins:  # its rows are in the help texts too
         load_plugin(file)
     name, *words = argv or [""]
+    odd = [word for word in argv if one_line(word) != word and name != "judge"]  # whose program has words of its own
+    if odd:
+        raise ValueError(f"a word is '{one_line(odd[0], 80)}', which a terminal would obey: give plain text")
     of_a_run = name in ("train", "verify")
     if name in COMMANDS:  # a parser of its own, so that its errors lead to its own help
         kind, prog = kind_of(name), f"plait {name}"

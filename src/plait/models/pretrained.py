@@ -26,6 +26,8 @@ from plait.models.hf import BUILDING
 
 LARGEST = 1 << 24
 """Bytes of a config.json."""
+OTHER_ROPES = ("default", "mrope", "su")
+"""Of which transformers makes one of its own."""
 LARGEST_NUMBER = (1 << 31) - 1
 COUNTED, MOST = re.compile("layer|depth|expert|block"), 10_000
 """What a model may have as modules of their own, and how many."""
@@ -57,7 +59,8 @@ class Pretrained:
     def config(self) -> Any:
         """The folder's config; raises ValueError if unreadable, quantised, or not of a causal language model."""
         with self._blamed("cannot read its config.json") as transformers:
-            _check_sizes(Path(self.path) / "config.json")
+            known = importlib.import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+            _check_values(Path(self.path) / "config.json", (*known, *OTHER_ROPES))
             config = transformers.AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(
@@ -134,8 +137,9 @@ class Pretrained:
         return encode
 
 
-def _check_sizes(file: Path) -> None:
-    """Raises ValueError for numbers that no model has, which transformers would count to."""
+def _check_values(file: Path, ropes: tuple[str, ...]) -> None:
+    """Raises ValueError for a kind of rope that is none, and for numbers that no model has, to which transformers would
+    count."""
     text = read_file(file, "the config", LARGEST)
     try:
         found = [("", json.loads(text))]
@@ -143,6 +147,8 @@ def _check_sizes(file: Path) -> None:
         raise ValueError("it is nested too deeply") from None
     while found:
         name, value = found.pop()
+        if name == "rope_type" and value not in ropes:
+            raise ValueError(f"rope_type is {str(value)[:80]!r}: give one of {', '.join(ropes)}")
         if isinstance(value, dict):
             found += value.items()
         elif isinstance(value, list):

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from plait.comm import ThreadWorld
+from plait.comm.deadline import clock
 from plait.core.mesh import Mesh
 from plait.core.tensor_plan import KINDS
 from plait.core.tensor_plan import MESSAGES as SENDS
@@ -80,6 +81,12 @@ def patient_worlds() -> Iterator[None]:
     ThreadWorld.__init__ = begin_patiently  # type: ignore[method-assign]
     yield
     ThreadWorld.__init__ = begin  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def awake() -> None:
+    """The clock of waits does not take the tests before this one for a pause of the process."""
+    clock.__init__()  # type: ignore[misc]
 
 
 @pytest.fixture(autouse=True)

@@ -174,14 +174,12 @@ class OpenFile:
 
 
 def removed(folder: Storage) -> str:
-    """Says that a checkpoint is gone though later ones are there; empty where it is there, or none is."""
+    """Says that a checkpoint that was there is gone and later ones are there; empty where that is not so."""
     home, name = folder.home()
     others = checkpoints(home) if STEP.fullmatch(name) else []
     if not others or name in (other.name for other in others) or step_of(others[-1]) < step_of(home / name):
         return ""
-    return (
-        f"{str(folder)!r} was removed by retention (keep), perhaps while it was read: the newest is {str(others[-1])!r}"
-    )
+    return f"{str(folder)!r} was removed by retention (keep) while it was read: the newest is {str(others[-1])!r}"
 
 
 def step_name(step: int) -> str:
@@ -239,8 +237,7 @@ def find(path: str | Path | Storage) -> Storage:
     if others := all_of(path):
         return others[-1]
     if STEP.fullmatch(path.name):
-        whole = f"{str(path / NAME)!r} is not there: {str(path)!r} is no whole checkpoint"
-        raise ValueError(removed(path) or whole)
+        raise ValueError(f"{str(path / NAME)!r} is not there: {str(path)!r} is no whole checkpoint")
     raise ValueError(f"there is no checkpoint in {str(path)!r}: it has no folder {step_name(1)} or the like")
 
 

@@ -112,8 +112,9 @@ def test_a_stop_of_the_whole_group_for_longer_than_the_deadline_is_no_fault(rank
     (server,) = children(process.pid)
     group = [process.pid, server, *children(server)]
     for number, seconds in ((signal.SIGSTOP, 12), (signal.SIGCONT, 0)):
-        for one in group:
+        for one in group:  # the launcher may look before the others go on
             os.kill(one, number)
+            time.sleep(0.2 if number == signal.SIGCONT else 0)
         time.sleep(seconds)
     out, err = process.communicate(timeout=110)
     assert (process.returncode, out, err) == (0, "", "")

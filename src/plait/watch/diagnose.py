@@ -98,7 +98,7 @@ def diagnose(
     found += [
         ("stopped", rank, f"is stopped (SIGSTOP): `kill -CONT {s.pid}` on its host lets it go on")
         for rank, s in sorted(alive.items())
-        if ranks[rank][1].state == "stopped"
+        if ranks[rank][1].state == "stopped" and now > awake + MOMENT  # or it goes on a moment after this process
     ]
     found = found or _standing(alive, now, long) or first
     if mesh is not None and not found:

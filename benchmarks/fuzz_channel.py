@@ -18,9 +18,9 @@ import sys
 import time
 from contextlib import suppress
 
-from plait.watch import channel
-from plait.watch.channel import HEADER, HELLO, MOST_BYTES, NONCE, Listener, Message, Sender, _mac
-from plait.watch.key import ChannelKey
+from plait.run.watch import channel
+from plait.run.watch.channel import HEADER, HELLO, MOST_BYTES, NONCE, Listener, Message, Sender, _mac
+from plait.run.watch.key import ChannelKey
 
 KEY = ChannelKey(b"sixteen bytes or more")
 CHECK_EVERY = 200

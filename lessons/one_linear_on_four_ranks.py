@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm import Comm
-from plait.core.layout import part
+from plait.table.layout import part
 
 RANKS, IN, OUT, ROWS = 4, 6, 10, 5
 MESH, AXIS = f"tensor={RANKS}", ("tensor",)

@@ -21,15 +21,15 @@ from torch import Tensor
 
 from plait.comm import ThreadWorld
 from plait.comm.deadline import clock
-from plait.core.mesh import Mesh
-from plait.core.tensor_plan import KINDS
-from plait.core.tensor_plan import MESSAGES as SENDS
-from plait.engine.forward.tensor_parallel import LINEARS
-from plait.job.families import FAMILIES
-from plait.job.optimizer import OPTIMIZERS
+from plait.table.mesh import Mesh
+from plait.table.tensor_plan import KINDS
+from plait.table.tensor_plan import MESSAGES as SENDS
+from plait.forward.tensor_parallel import LINEARS
+from plait.run.job.families import FAMILIES
+from plait.run.job.optimizer import OPTIMIZERS
 from plait.schedule.orders import ORDERS
 from plait.sharded.rules import RULES
-from plait.tensor_parallel import gemm
+from plait.tensor import gemm
 
 TESTS = Path(__file__).parent
 BESIDE_TESTS = sorted({file.parent for file in TESTS.rglob("*.py") if not file.name.startswith(("test_", "conftest."))})

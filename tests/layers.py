@@ -17,7 +17,7 @@ cases of a test are in the fast layer, and which are in it or in the full one:
 A test that is parametrized several times, over rows, meshes and microbatches say, has a full product of cases.  Faults
 that need one value of one parameter show in ``values``, those that need two together in ``pairs``; what would need
 three waits for the night.  Names that are parametrized together are one parameter.  The cases with every pair come
-from the generator that writes the matrix, ``plait.verify.covering``.
+from the generator that writes the matrix, ``plait.referee.verify.covering``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from plait.verify.covering import covering
+from plait.referee.verify.covering import covering
 
 Layer: TypeAlias = Literal["fast", "full", "nightly"]
 Part: TypeAlias = Literal["all", "pairs", "values", "few", "none"]
@@ -88,16 +88,16 @@ SHARES: dict[str, Share] = {
     "data/test_workers.py": PROCESSES,
     "device": PROCESSES,
     "docs": DOCUMENTATION,
-    "engine": TRAINING,
-    "engine/data_parallel/test_probe.py::test_the_table_of_torchs_classes_is_right": Share("values", "all"),
-    "engine/data_parallel/test_probe.py::test_other_optimizers_have_whole_tensors_or_are_declared": Share(
+    "step": TRAINING,
+    "zero/test_probe.py::test_the_table_of_torchs_classes_is_right": Share("values", "all"),
+    "zero/test_probe.py::test_other_optimizers_have_whole_tensors_or_are_declared": Share(
         "values", "all"
     ),
-    "engine/loops/test_optimizer_state.py::test_it_enters_any_other_layout_to_the_bit": Share("few", "values"),
-    "engine/test_checked_collectives.py": Share("values", "all"),
-    "engine/test_drift.py": FAST,
-    "engine/pipeline/test_failures.py::test_a_process_fails_with_its_traceback_alone_and_the_others_end": PROCESSES,
-    "engine/pipeline/test_failures.py::test_processes_keep_few_messages_and_train_as_one": PROCESSES,
+    "step/loops/test_optimizer_state.py::test_it_enters_any_other_layout_to_the_bit": Share("few", "values"),
+    "step/test_checked_collectives.py": Share("values", "all"),
+    "step/test_drift.py": FAST,
+    "pipeline/test_failures.py::test_a_process_fails_with_its_traceback_alone_and_the_others_end": PROCESSES,
+    "pipeline/test_failures.py::test_processes_keep_few_messages_and_train_as_one": PROCESSES,
     "extending/test_job.py::test_processes_run_a_plugin_and_a_script_cannot_lose_its_exit_code": PROCESSES,
     "fuzz": Share("none", "few"),
     "launch/test_fork_server.py::test_each_rank_draws_its_own_numbers_from_numpy": PROCESSES,
@@ -118,7 +118,7 @@ SHARES: dict[str, Share] = {
     "strangers/test_fuzz_channel.py": FULL,
     "strangers/test_hosts.py::test_a_program_that_ends_says_that_it_leaves": PROCESSES,
     "strangers/test_hosts.py::test_two_hosts_over_the_channel": PROCESSES,
-    "tensor_parallel/test_types_oracle.py": ORACLES,
+    "tensor/test_types_oracle.py": ORACLES,
     "train/test_places.py::test_a_disk_that_fills_up": FULL,
     "train/test_places.py::test_processes_say_it_once_and_leave_together": PROCESSES,
     "train/test_resume.py::test_it_is_the_run_that_was_never_stopped_to_the_bit": Share("few", "all"),

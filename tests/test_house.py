@@ -89,19 +89,19 @@ MOST_LINES = 400
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "multiprocessing"}
 MAY_IMPORT_UNPICKLERS = {
     "checkpoint/dcp.py": {"pickle"},  # writes torch's format; what is read goes through checkpoint/pickled.py
-    "data/workers.py": {"multiprocessing"},  # torch's own loader, over the pipes of its children
+    "run/data/workers.py": {"multiprocessing"},  # torch's own loader, over the pipes of its children
 }
-MAY_LOAD = {"verify/resume.py"}
+MAY_LOAD = {"referee/verify/resume.py"}
 """Reads with torch.load what this very process wrote."""
 
 SAFE = {"weights_only": True, "allow_pickle": False}
 
-SPEAKS = {"core/escape.py": {"write"}, "report/screen.py": {"Console"}}
+SPEAKS = {"messages/escape.py": {"write"}, "run/report/screen.py": {"Console"}}
 """Where what plait says leaves it, escaped."""
 
 
 def part_of(path: str) -> str:
-    """``engine/data_parallel/unit.py`` belongs to ``engine/data_parallel``, ``train/run.py`` to ``train``."""
+    """``zero/unit.py`` belongs to ``engine/data_parallel``, ``run/train/run.py`` to ``train``."""
     top, *inside = path.removesuffix(".py").split("/")
     wing = f"{top}/{inside[0]}" if inside else top
     return wing if wing in MAY_IMPORT else top
@@ -248,18 +248,18 @@ def test_every_module_opens_with_its_idea() -> None:
 @pytest.mark.parametrize(
     ("path", "source", "says"),
     [
-        ("core/mesh.py", "import torch", "is pure"),
-        ("core/mesh.py", "def late():\n    from torch import nn", "is pure"),
-        ("plan/cost.py", "import torch.distributed as dist", "is pure"),
-        ("core/mesh.py", "from plait.comm.base import Comm", "may not import plait.comm.base"),
-        ("core/mesh.py", "from plait import comm", "may not import plait.comm"),
-        ("core/mesh.py", "from ..engine import unit", "may not import plait.engine.unit"),
-        ("comm/base.py", "import plait.engine.data_parallel.unit", "may not import plait.engine.data_parallel.unit"),
-        ("engine/data_parallel/unit.py", "if TYPE_CHECKING:\n    from plait.train.run import run", "may not import"),
-        ("engine/data_parallel/unit.py", "from plait.engine.state.init import init", "may not import"),
-        ("engine/forward/products.py", "from plait.engine import Engine", "engine/forward may not import"),
-        ("train/run.py", "from plait.launch.local import launch", "may not import"),
-        ("models/gpt.py", "import plait", "as a whole"),
+        ("table/mesh.py", "import torch", "is pure"),
+        ("table/mesh.py", "def late():\n    from torch import nn", "is pure"),
+        ("predict/cost.py", "import torch.distributed as dist", "is pure"),
+        ("table/mesh.py", "from plait.comm.base import Comm", "may not import plait.comm.base"),
+        ("table/mesh.py", "from plait import comm", "may not import plait.comm"),
+        ("table/mesh.py", "from ..engine import unit", "may not import plait.step.unit"),
+        ("comm/base.py", "import plait.zero.unit", "may not import plait.zero.unit"),
+        ("zero/unit.py", "if TYPE_CHECKING:\n    from plait.run.train.run import run", "may not import"),
+        ("zero/unit.py", "from plait.zero.state.init import init", "may not import"),
+        ("forward/products.py", "from plait.step import Engine", "engine/forward may not import"),
+        ("run/train/run.py", "from plait.run.launch.local import launch", "may not import"),
+        ("run/models/gpt.py", "import plait", "as a whole"),
         ("magic/x.py", "", "no line in MAY_IMPORT"),
         ("engine/x.py", "import torch.distributed as d\nd.all_reduce(x)", "d.all_reduce belongs"),
         ("engine/x.py", "from torch import distributed\ndistributed.send(x)", "belongs in comm/gloo"),
@@ -269,12 +269,12 @@ def test_every_module_opens_with_its_idea() -> None:
         ("comm/agree.py", "import pickle", "may run what it reads"),
         ("comm/agree.py", "from multiprocessing import connection", "may run what it reads"),
         ("checkpoint/dcp.py", "import pickle\npickle.loads(data)", "may run what it reads"),
-        ("verify/record.py", "import torch\ntorch.load(file, weights_only=True)", "may run what it reads"),
-        ("verify/resume.py", "import torch\ntorch.load(file, weights_only=False)", "must be True"),
+        ("referee/verify/record.py", "import torch\ntorch.load(file, weights_only=True)", "may run what it reads"),
+        ("referee/verify/resume.py", "import torch\ntorch.load(file, weights_only=False)", "must be True"),
         ("comm/agree.py", "import torch.distributed as dist\ndist.all_gather_object(a, b)", "unpickles what others"),
-        ("train/run.py", "import rich\nrich.console.Console().print(x)", "text leaves by"),
-        ("train/run.py", "print(name)", "text leaves by"),
-        ("train/run.py", "import sys\nsys.stderr.write(name)", "text leaves by"),
+        ("run/train/run.py", "import rich\nrich.console.Console().print(x)", "text leaves by"),
+        ("run/train/run.py", "print(name)", "text leaves by"),
+        ("run/train/run.py", "import sys\nsys.stderr.write(name)", "text leaves by"),
     ],
 )
 def test_a_wrong_file_is_caught(path: str, source: str, says: str) -> None:
@@ -284,11 +284,11 @@ def test_a_wrong_file_is_caught(path: str, source: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("core/flat.py", "from plait.core.mesh import Mesh\nfrom . import mesh\nimport math"),
+        ("table/flat.py", "from plait.table.mesh import Mesh\nfrom . import mesh\nimport math"),
         ("comm/gloo.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
-        ("engine/data_parallel/unit.py", "from plait.comm.base import Comm\ncomm.all_reduce(x)"),
-        ("launch/local.py", "from torch.distributed.launcher.api import elastic_launch"),
-        ("commands/main.py", "from plait.launch.local import launch"),
+        ("zero/unit.py", "from plait.comm.base import Comm\ncomm.all_reduce(x)"),
+        ("run/launch/local.py", "from torch.distributed.launcher.api import elastic_launch"),
+        ("run/commands/main.py", "from plait.run.launch.local import launch"),
     ],
 )
 def test_a_right_file_passes(path: str, source: str) -> None:

@@ -91,9 +91,9 @@ def test_what_docstrings_name_is_there() -> None:
 def test_a_wrong_map_is_found() -> None:
     here = ROOT / "src" / "plait" / "core"
     assert (
-        wrong_maps("`core/cells.py`, `cells.py`, `data_parallel/unit.py`, `docs/guide/`; plait.core.cells", here) == []
+        wrong_maps("`table/cells.py`, `cells.py`, `data_parallel/unit.py`, `docs/guide/`; plait.table.cells", here) == []
     )
-    assert wrong_maps("`core/cell.py`, `guides/`; `plait.core.cell`, `plait.core.cells.nothing`", here) == [
+    assert wrong_maps("`core/cell.py`, `guides/`; `plait.table.cell`, `plait.table.cells.nothing`", here) == [
         *("core/cell.py", "guides/"),
-        *("plait.core.cell", "plait.core.cells.nothing"),
+        *("plait.table.cell", "plait.table.cells.nothing"),
     ]

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import plait
-from plait.core.mesh import Mesh
+from plait.table.mesh import Mesh
 
 
 class Keeper(Protocol):

@@ -2,7 +2,7 @@
 
 The one module of this benchmark that knows plait. A contestant of plait is a *row of the table*: the model,
 the optimizer and the loss are the ones the peers train; only the word ``strategy`` differs.
-While ``plait.engine`` cannot be imported the rows are left out and the reason is printed.
+While ``plait.step`` cannot be imported the rows are left out and the reason is printed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def rows() -> tuple[dict[str, Build], str]:
     """plait's contestants by name, and why there are none ("" if there are)."""
     try:
         from plait.comm.process import ProcessComm  # noqa: F401
-        from plait.engine import Engine  # noqa: F401
+        from plait.step import Engine  # noqa: F401
     except ImportError as reason:
         return {}, f"{reason}"
     ours = {f"{who}-{row}": _row(row, gemm, who) for who, gemm in GEMMS.items() for row in ROWS}
@@ -68,17 +68,17 @@ def _on_shared_memory(peer: Build) -> Build:
     """torch's own engine with plait's back end in the place of gloo."""
 
     def build(workload: Workload, ranks: int) -> Contestant:
-        import plait.comm.c10d
+        import plait.shared_memory.c10d
 
-        return peer(workload, ranks, group=dist.new_group(backend=plait.comm.c10d.NAME))
+        return peer(workload, ranks, group=dist.new_group(backend=plait.shared_memory.c10d.NAME))
 
     return build
 
 
 def _row(strategy: str, gemm: str, who: str) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
-        from plait.core.mesh import Mesh
-        from plait.engine import Engine
+        from plait.table.mesh import Mesh
+        from plait.step import Engine
 
         model = workload.build()
         engine = Engine(

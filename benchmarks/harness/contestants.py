@@ -16,7 +16,7 @@ from harness.models import Batch, Workload
 
 if TYPE_CHECKING:
     from plait.comm.process import ProcessComm
-    from plait.core.mesh import Mesh
+    from plait.table.mesh import Mesh
 
 
 @dataclass

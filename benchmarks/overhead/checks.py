@@ -21,13 +21,13 @@ import tyro
 from plait.comm import Comm
 from plait.comm.agree import gather_floats
 from plait.comm.check import CollectiveCheck
-from plait.config import TrainConfig
-from plait.core.collectives import Note
-from plait.core.mesh import AXES
-from plait.engine.drift import DriftCheck
-from plait.job.job import make_job
-from plait.launch.local import launch
-from plait.watch.rank import RankObserver
+from plait.run.config import TrainConfig
+from plait.table.collectives import Note
+from plait.table.mesh import AXES
+from plait.step.drift import DriftCheck
+from plait.run.job.job import make_job
+from plait.run.launch.local import launch
+from plait.run.watch.rank import RankObserver
 
 TURNS = ("plain", "collectives", "drift", "watched")
 TIMES = 20

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import plait
-from plait.core.mesh import Mesh
+from plait.table.mesh import Mesh
 
 LEARNING_RATE = 1e-5
 

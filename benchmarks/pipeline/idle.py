@@ -18,7 +18,7 @@ def idle_task(model: str, split: SplitName, costs: Sequence[float]) -> dict[str,
     """On every rank: a few steps under each schedule; shares of the typical step, on rank 0."""
     from plait.schedule.idle import idle_times
     from plait.schedule.measured import measured_timeline
-    from plait.train.timeline import record_timeline
+    from plait.run.train.timeline import record_timeline
 
     workload = WORKLOADS[model]
     batches = [workload.batch(step, 0, 1) for step in range(2)]

@@ -21,7 +21,7 @@ from splits import Placement, SplitName, loop, sizes_of, twice, v
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from plait.engine import Engine
+    from plait.step import Engine
 
 PLACEMENTS: dict[str, Callable[[int], Placement]] = {
     "gpipe": loop,
@@ -79,7 +79,7 @@ def rows(splits: Sequence[SplitName], costs: Sequence[float]) -> tuple[dict[str,
     ``torch/onednn`` are torch's schedules with the model's forward under plait's ``Products``.
     """
     try:
-        from plait.engine import Engine  # noqa: F401
+        from plait.step import Engine  # noqa: F401
     except ImportError as reason:
         return {}, f"{reason}"
     ours = {
@@ -107,8 +107,8 @@ def engine_for(
     who: str = "plait",
 ) -> Engine:
     """A rank's engine, on the process group that all contestants share."""
-    from plait.core.mesh import Mesh
-    from plait.engine import Engine
+    from plait.table.mesh import Mesh
+    from plait.step import Engine
 
     model = workload.build()
     return Engine(
@@ -134,10 +134,10 @@ def _row(schedule: str, split: SplitName, costs: Sequence[float], gemm: str, who
 
 def _helped(theirs: Build) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
-        from plait.engine.forward.context import CurrentForward
-        from plait.engine.forward.interceptor import Interceptor
-        from plait.engine.forward.products import Products
-        from plait.tensor_parallel.gemm import ONEDNN
+        from plait.forward.context import CurrentForward
+        from plait.forward.interceptor import Interceptor
+        from plait.forward.products import Products
+        from plait.tensor.gemm import ONEDNN
 
         contestant, current = theirs(workload, ranks), CurrentForward()
         multiply = Interceptor(current, [Products(current, ONEDNN)])

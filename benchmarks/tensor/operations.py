@@ -126,12 +126,12 @@ class Sharded:
     """plait's ShardedTensor."""
 
     def __init__(self) -> None:
-        from plait.core.mesh import Mesh
+        from plait.table.mesh import Mesh
 
         self.comm = comm_beside(Mesh(tensor=dist.get_world_size()), "operations")
 
     def operand(self, operand: Operand, values: Tensor) -> Any:
-        from plait.core.layout import Layout
+        from plait.table.layout import Layout
         from plait.sharded.sharded_tensor import ShardedTensor
 
         dims = tuple(("tensor",) if d == operand.cut else () for d in range(operand.num_dims))

@@ -53,7 +53,7 @@ def matches(model: str, ranks: int) -> tuple[Match, ...]:
 def rows(model: str) -> tuple[dict[str, Build], str]:
     """plait's contestants by name, and why there are none ("" if there are)."""
     try:
-        from plait.engine import Engine  # noqa: F401
+        from plait.step import Engine  # noqa: F401
     except ImportError as reason:
         return {}, f"{reason}"
     kinds = {"tensor": False} if model in MLPS else {"tensor": False, "sequence": True}
@@ -62,9 +62,9 @@ def rows(model: str) -> tuple[dict[str, Build], str]:
 
 def _row(sequence: bool, gemm: str, who: str) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
-        from plait.core.mesh import Mesh
-        from plait.engine import Engine
-        from plait.tensor_parallel import cross_entropy_sum
+        from plait.table.mesh import Mesh
+        from plait.step import Engine
+        from plait.tensor import cross_entropy_sum
 
         def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
             return cross_entropy_sum(model(batch[0]), batch[1])

@@ -28,8 +28,8 @@ from wide import wide
 
 import plait
 from plait.comm import Comm
-from plait.tensor_parallel.passing import PassingOf
-from plait.verify.record import irregular, predict, unlike
+from plait.tensor.passing import PassingOf
+from plait.referee.verify.record import irregular, predict, unlike
 
 STEPS = 2
 TOLERANCE = 1e-10
@@ -80,7 +80,7 @@ class Result:
     ledger: list[str] = field(default_factory=list)
     """Messages that were not as predicted; the first few."""
     once: bool = True
-    """Whether all was compared: not the gathers of units that ``plait.verify.record.irregular`` names."""
+    """Whether all was compared: not the gathers of units that ``plait.referee.verify.record.irregular`` names."""
     seconds: float = 0.0
     traceback: str = ""
 

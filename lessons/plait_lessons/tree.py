@@ -27,7 +27,7 @@ from torch import Tensor
 
 from plait.comm.base import NO_NOTE, Comm
 from plait.comm.ordered_reduce import OPS
-from plait.core.collectives import Note
+from plait.table.collectives import Note
 
 
 def broadcast(comm: Comm, tensor: Tensor, axes: Sequence[str], src: int = 0, note: Note = NO_NOTE) -> None:

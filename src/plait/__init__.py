@@ -1,6 +1,6 @@
 """plait trains one PyTorch model over many ranks and proves that the result is the run of a single process.
 
-core/              the table, the flat layout, the order of additions: pure; start with ``core/cells.py``
+core/              the table, the flat layout, the order of additions: pure; start with ``table/cells.py``
 schedule/          pipelines as data: actions, orders, passes, the proof, the simulator; pure
 files/             what is read from outside, and how results are written
 plan/              what a layout will send and hold, before it runs; pure
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from plait.checkpoint.save import Saver, save
     from plait.checkpoint.stateful import Checkpointed
     from plait.comm import Comm
-    from plait.core.cells import TABLE, Cell, Strategy, parse_strategy
-    from plait.core.layout import Layout
-    from plait.core.mesh import Mesh
-    from plait.core.parallelism import Parallelism
-    from plait.core.precision import LossScale
-    from plait.engine import EMA, Engine, Evaluation, StepResult, elementwise, empty_parameters
-    from plait.injection import inject
-    from plait.job.own import UserJob
+    from plait.table.cells import TABLE, Cell, Strategy, parse_strategy
+    from plait.table.layout import Layout
+    from plait.table.mesh import Mesh
+    from plait.table.parallelism import Parallelism
+    from plait.table.precision import LossScale
+    from plait.step import EMA, Engine, Evaluation, StepResult, elementwise, empty_parameters
+    from plait.run.injection import inject
+    from plait.run.job.own import UserJob
     from plait.sharded import (
         LayoutError,
         ShardedTensor,
@@ -55,15 +55,15 @@ if TYPE_CHECKING:
         from_dtensor,
         to_dtensor,
     )
-    from plait.tensor_parallel import cross_entropy_sum
-    from plait.verify.resume import verify_resume as verify_resume
-    from plait.verify.run import verify as verify
-    from plait.witness.judge import judge as judge
-    from plait.witness.record import witness as witness
+    from plait.tensor import cross_entropy_sum
+    from plait.referee.verify.resume import verify_resume as verify_resume
+    from plait.referee.verify.run import verify as verify
+    from plait.referee.witness.judge import judge as judge
+    from plait.referee.witness.record import witness as witness
 else:
 
     def __getattr__(name):
-        from plait.core.later import later
+        from plait.later import later
 
         return later(__name__, _MODULES)(name)
 

@@ -5,10 +5,10 @@ import sys
 
 def program() -> None:
     """The program ``plait``: Ctrl-C ends it in one line before anything else is imported."""
-    from plait.core.interrupt import leave_at_once
+    from plait.run.commands.interrupt import leave_at_once
 
     leave_at_once()
-    from plait.commands import main
+    from plait.run.commands import main
 
     main.program()
 

@@ -38,9 +38,9 @@ from ground import Ground
 from rich.table import Table
 from trials import Result
 
-from plait.files.writing import check_folder
-from plait.launch.signals import Asked, heard
-from plait.report.screen import screen
+from plait.checkpoint.files.writing import check_folder
+from plait.run.launch.signals import Asked, heard
+from plait.run.report.screen import screen
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from plait.launch.fork_server import PYTHON, die_with
-from plait.watch.processes import look
+from plait.run.launch.fork_server import PYTHON, die_with
+from plait.run.watch.processes import look
 
 PAUSE = 0.01
 """Seconds between two looks."""

@@ -14,7 +14,7 @@ from observed import LOOPBACK, Observed, listening
 from trials import Result, injected, outcome
 
 from plait.checkpoint.folder import CHECKPOINTS
-from plait.launch.fork_server import PYTHON
+from plait.run.launch.fork_server import PYTHON
 
 SHORT = 5.0
 """The deadline of runs whose ranks do not find each other."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from plait.launch.fork_server import PYTHON, die_with
-from plait.watch.hosts import CHANNEL
+from plait.run.launch.fork_server import PYTHON, die_with
+from plait.run.watch.hosts import CHANNEL
 
 NEEDED = ("unshare", "nsenter", "ip", "mount")
 ADDRESSES = {"plait-a": "10.77.0.1", "plait-b": "10.77.0.2"}

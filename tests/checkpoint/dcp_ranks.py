@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 
 import plait
 from plait.comm.process import ProcessComm
-from plait.core.mesh import Mesh
+from plait.table.mesh import Mesh
 
 
 def fsdp2(folder: Path, change: int) -> Any:

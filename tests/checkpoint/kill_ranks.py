@@ -34,7 +34,7 @@ from ports import free_port
 import plait
 from plait.checkpoint.folder import Folder, checkpoints, read_manifest
 from plait.checkpoint.stored import check_contents
-from plait.engine import Engine
+from plait.step import Engine
 
 OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir"}
 MOST = {0: 52, 1: 4, 2: 4}

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 import plait
 from plait.checkpoint.huggingface import open_folder, write_folder
 from plait.comm import Comm
-from plait.commands.main import main
-from plait.engine import Engine, empty_parameters
-from plait.models import hf
-from plait.models.pretrained import Pretrained
+from plait.run.commands.main import main
+from plait.step import Engine, empty_parameters
+from plait.run.models import hf
+from plait.run.models.pretrained import Pretrained
 
 pytest.importorskip("transformers")
 

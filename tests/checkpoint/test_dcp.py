@@ -20,8 +20,8 @@ import plait
 from plait.checkpoint.dcp import export_dcp, import_dcp
 from plait.checkpoint.saved import Saved
 from plait.comm import Comm, run
-from plait.commands.main import main
-from plait.core.mesh import Mesh
+from plait.run.commands.main import main
+from plait.table.mesh import Mesh
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import plait
 from plait.checkpoint.dcp import export_dcp, import_dcp
 from plait.checkpoint.saved import Saved
 from plait.comm import Comm, run
-from plait.core.mesh import Mesh
+from plait.table.mesh import Mesh
 
 RANKS = Path(__file__).with_name("fsdp2_ranks.py")
 

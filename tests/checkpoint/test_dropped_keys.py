@@ -15,8 +15,8 @@ from torch import nn
 import plait
 from plait.checkpoint.manifest import signed
 from plait.comm import ThreadWorld
-from plait.core.mesh import Mesh
-from plait.core.precision import LossScale
+from plait.table.mesh import Mesh
+from plait.table.precision import LossScale
 
 
 class Training:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from plait.commands.main import main
+from plait.run.commands.main import main
 
 pytest.importorskip("transformers")
 

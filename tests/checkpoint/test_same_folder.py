@@ -7,7 +7,7 @@ from pathlib import Path
 from plait.checkpoint.same_folder import check_same_folder
 from plait.comm import Comm, run
 from plait.comm.peer import Peer
-from plait.core.mesh import Mesh
+from plait.table.mesh import Mesh
 
 
 def outcomes(folders: list[Path], hosts: str) -> list[str]:

@@ -14,8 +14,8 @@ import torch
 import plait
 from plait.checkpoint.huggingface import open_folder, write_folder
 from plait.comm import Comm
-from plait.models import hf
-from plait.models.pretrained import Pretrained
+from plait.run.models import hf
+from plait.run.models.pretrained import Pretrained
 
 EXAMPLE = Path(__file__).parents[2] / "examples/finetune_smollm2/main.py"
 LAYOUTS = {"shard=1": "ddp", "shard=4": "zero3", "pipe=2 shard=2": "zero3"}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-import plait.comm.c10d  # noqa: F401  # makes the back end known
+import plait.shared_memory.c10d  # noqa: F401  # makes the back end known
 
 BACKEND, FOLDER = sys.argv[2], Path(sys.argv[3])
 

@@ -9,7 +9,7 @@ import torch
 
 from plait.comm import Comm, MismatchError
 from plait.comm.check import check_collectives
-from plait.core.collectives import Note
+from plait.table.collectives import Note
 
 AXES = ("pipe", "replica", "shard", "tensor")
 

@@ -22,7 +22,7 @@ from plait.comm.agree import (
 )
 from plait.comm.base import Comm, MismatchError, Observer, Operation
 from plait.comm.header import empty_header, header_of, shape_in
-from plait.core.collectives import Entry, Note, bytes_sent
+from plait.table.collectives import Entry, Note, bytes_sent
 
 COMBINE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
 LENGTHS = (0, 1, 5, 1000)

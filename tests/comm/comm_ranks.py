@@ -21,8 +21,8 @@ from plait.comm.gloo import GlooTransport
 from plait.comm.hosts import HostsTransport
 from plait.comm.nccl import NcclTransport
 from plait.comm.transport import Wires
-from plait.core.collectives import Note
-from plait.core.mesh import Mesh
+from plait.table.collectives import Note
+from plait.table.mesh import Mesh
 
 
 def world(mesh: Mesh, deadline: float) -> ProcessComm:

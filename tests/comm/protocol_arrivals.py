@@ -1,4 +1,4 @@
-"""``arrivals.py`` of ``plait.comm.shared_memory``: as far as it can go without a wait."""
+"""``arrivals.py`` of ``plait.shared_memory``: as far as it can go without a wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mailbox.py`` and ``alarm.py`` of ``plait.comm.shared_memory``: semaphores, and plain accesses to slots."""
+"""``mailbox.py`` and ``alarm.py`` of ``plait.shared_memory``: semaphores, and plain accesses to slots."""
 
 from __future__ import annotations
 

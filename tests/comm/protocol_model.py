@@ -1,4 +1,4 @@
-"""What a rank does in the protocol of ``plait.comm.shared_memory``: ``transport.py`` and its parts, without memory.
+"""What a rank does in the protocol of ``plait.shared_memory``: ``transport.py`` and its parts, without memory.
 
     Rank     mailboxes, alarms and semaphores are single steps; ``protocol_mailbox.py`` shows that they may be
     Fine     the same down to each semaphore: what a real run does, step by step (``protocol_replay.py``)
@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 from protocol_arrivals import Adding, Arrival, Copying, Hearing
 from protocol_mailbox import Bell, Returns, Ring
 
-from plait.comm.shared_memory.mailbox import DATA, LEFT, READ
-from plait.comm.shared_memory.outgoing import WINDOW
+from plait.shared_memory.mailbox import DATA, LEFT, READ
+from plait.shared_memory.outgoing import WINDOW
 
 Record: TypeAlias = tuple[Any, ...]
 """A kind, and what it tells: of a message its tag, where it lies and its number; of what was read its number."""

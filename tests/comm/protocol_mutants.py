@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from plait.comm.shared_memory import transport
-from plait.comm.shared_memory.alarm import Alarm
-from plait.comm.shared_memory.arena import Arena, SharedBlock
-from plait.comm.shared_memory.arrivals import Adding
-from plait.comm.shared_memory.common import CommonMemory
-from plait.comm.shared_memory.mailbox import DATA, Mailbox, MailRecord
-from plait.comm.shared_memory.transport import SharedMemoryTransport
+from plait.shared_memory import transport
+from plait.shared_memory.alarm import Alarm
+from plait.shared_memory.arena import Arena, SharedBlock
+from plait.shared_memory.arrivals import Adding
+from plait.shared_memory.common import CommonMemory
+from plait.shared_memory.mailbox import DATA, Mailbox, MailRecord
+from plait.shared_memory.transport import SharedMemoryTransport
 
 Patch = pytest.MonkeyPatch
 

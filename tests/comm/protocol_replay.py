@@ -1,4 +1,4 @@
-"""Holds a real run of ``plait.comm.shared_memory`` against its model.
+"""Holds a real run of ``plait.shared_memory`` against its model.
 
 Each step of the run has to be the next one of the model's rank, with an outcome that the model has for it.  When a
 message is sent or acknowledged, what it says in memory has to be what it says in the model's.
@@ -14,8 +14,8 @@ from protocol_model import Fine
 from protocol_steps import Memory, Program, Shared, Step
 from protocol_trace import Run, Stuck
 
-from plait.comm.shared_memory import mailbox
-from plait.comm.shared_memory.mailbox import DATA
+from plait.shared_memory import mailbox
+from plait.shared_memory.mailbox import DATA
 
 
 class DeviationError(AssertionError):

@@ -10,7 +10,7 @@ from protocol_model import Outgoing, Rank
 from protocol_steps import Program
 from protocol_trace import Traced
 
-from plait.comm.shared_memory import arrivals, outgoing
+from plait.shared_memory import arrivals, outgoing
 
 
 def value(turn: int, rank: int, chunk: int) -> int:

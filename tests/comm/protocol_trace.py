@@ -1,4 +1,4 @@
-"""Real runs of ``plait.comm.shared_memory``, one step after the other, in an order that chance or a script chooses.
+"""Real runs of ``plait.shared_memory``, one step after the other, in an order that chance or a script chooses.
 
 The ranks are threads, one of which runs at a time.  In front of each call of a semaphore, each access to a slot of a
 mailbox, each look at a message and each access to a piece of common memory, another may go on.
@@ -23,11 +23,11 @@ from protocol_steps import Step
 from plait.comm.failures import FailureReports
 from plait.comm.operation import NO_NOTE, Group, Operation
 from plait.comm.peer import Peer
-from plait.comm.shared_memory import mailbox, outgoing, semaphore, transport
-from plait.comm.shared_memory.mailbox import DATA, READ, MailRecord
-from plait.comm.shared_memory.office import Office
-from plait.comm.shared_memory.semaphore import Semaphore
-from plait.comm.shared_memory.transport import SharedMemoryTransport
+from plait.shared_memory import mailbox, outgoing, semaphore, transport
+from plait.shared_memory.mailbox import DATA, READ, MailRecord
+from plait.shared_memory.office import Office
+from plait.shared_memory.semaphore import Semaphore
+from plait.shared_memory.transport import SharedMemoryTransport
 from plait.comm.transport import Wires
 
 MOST_STEPS = 20_000

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from plait.comm import ProcessComm
 from plait.comm.peer import Peer
-from plait.core.mesh import Mesh
+from plait.table.mesh import Mesh
 
 
 def play(mesh: str, body: Callable[[ProcessComm], object], deadline: float = 30.0, hosts: str = "") -> list[object]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from plait.comm import Comm, Ledger, TraceComm
-from plait.core.collectives import Entry, Note
-from plait.core.mesh import Mesh
+from plait.table.collectives import Entry, Note
+from plait.table.mesh import Mesh
 
 E = torch.empty
 

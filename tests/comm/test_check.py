@@ -13,8 +13,8 @@ import torch
 
 from plait.comm import Comm, MismatchError, run
 from plait.comm.check import ROW_BYTES, Description, check_collectives
-from plait.core.collectives import Note
-from plait.core.mesh import Mesh
+from plait.table.collectives import Note
+from plait.table.mesh import Mesh
 
 AXES = faults.AXES
 

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from plait.comm import ProcessComm
 from plait.comm.operation import Group
 from plait.comm.ordered_reduce import ordered_sum
-from plait.comm.shared_memory import common, outgoing, segment
-from plait.comm.shared_memory.arena import Arena
-from plait.comm.shared_memory.arrivals import Hearing
-from plait.comm.shared_memory.common import CommonMemory
-from plait.core.mesh import Mesh
-from plait.engine import EMA, Engine
+from plait.shared_memory import common, outgoing, segment
+from plait.shared_memory.arena import Arena
+from plait.shared_memory.arrivals import Hearing
+from plait.shared_memory.common import CommonMemory
+from plait.table.mesh import Mesh
+from plait.step import EMA, Engine
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="anonymous files are Linux's")
 

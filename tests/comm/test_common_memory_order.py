@@ -14,9 +14,9 @@ from shared_worlds import play
 from torch import Tensor, nn
 
 from plait.comm import run
-from plait.comm.shared_memory.common import CommonMemory
-from plait.core.mesh import Mesh
-from plait.engine import Engine, elementwise
+from plait.shared_memory.common import CommonMemory
+from plait.table.mesh import Mesh
+from plait.step import Engine, elementwise
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="anonymous files are Linux's")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from plait.comm import ordered_reduce as fold
 from plait.comm import ordered_sum, run
-from plait.core.mesh import Mesh
+from plait.table.mesh import Mesh
 
 COMBINE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
 

@@ -17,7 +17,7 @@ from plait_lessons.script import init
 from ports import free_port
 
 from plait.comm import ProcessComm
-from plait.core.mesh import Mesh
+from plait.table.mesh import Mesh
 
 RANKS = Path(__file__).with_name("comm_ranks.py")
 

@@ -20,7 +20,7 @@ from protocol_scenarios import add, add_in_code, gather, gather_in_code, leave, 
 from protocol_steps import Shared
 from protocol_trace import Script, played
 
-from plait.comm.shared_memory import mailbox
+from plait.shared_memory import mailbox
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="anonymous files are Linux's")
 

@@ -10,7 +10,7 @@ import torch
 
 from plait.comm.gloo import GlooTransport
 from plait.comm.operation import NO_NOTE, Group, Operation
-from plait.comm.shared_memory.segment import Segment
+from plait.shared_memory.segment import Segment
 
 
 def test_a_spare_buffer_is_of_the_same_device() -> None:

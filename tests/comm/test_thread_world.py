@@ -16,8 +16,8 @@ import torch
 
 from plait.comm import AbortedError, Comm, MismatchError, ThreadWorld, run
 from plait.comm.agree import check_together
-from plait.core.collectives import Note
-from plait.core.mesh import Mesh
+from plait.table.collectives import Note
+from plait.table.mesh import Mesh
 
 MESHES = ["shard=2", "shard=3", "replica=4", "shard=2 replica=2", "replica=2 shard=3", "pipe=5"]
 

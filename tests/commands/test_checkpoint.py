@@ -18,10 +18,10 @@ from plait.checkpoint import saved as storing
 from plait.checkpoint.manifest import signed
 from plait.checkpoint.saved import Saved, Whole, write_checkpoint
 from plait.comm import Comm, run
-from plait.commands.main import main
-from plait.core.layout import Region
-from plait.core.mesh import Mesh
-from plait.engine import Engine
+from plait.run.commands.main import main
+from plait.table.layout import Region
+from plait.table.mesh import Mesh
+from plait.step import Engine
 
 NASTY = "[red]\x1b[2J\x07a\u202eb\n:smile:"
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.commands import doctor
-from plait.measure import machine
-from plait.measure.machine import Overlap
-from plait.tensor_parallel import gemm
-from plait.tensor_parallel.gemm import ONEDNN, TORCH, has_onednn
+from plait.run.commands import doctor
+from plait.run.measure import machine
+from plait.run.measure.machine import Overlap
+from plait.tensor import gemm
+from plait.tensor.gemm import ONEDNN, TORCH, has_onednn
 
 
 def test_the_measured_speeds_are_those_of_a_computer() -> None:

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import plait
-from plait.commands.bench import BenchCommand
-from plait.commands.main import main, parse
-from plait.config import TrainConfig, VerifyConfig, to_toml, with_job
+from plait.run.commands.bench import BenchCommand
+from plait.run.commands.main import main, parse
+from plait.run.config import TrainConfig, VerifyConfig, to_toml, with_job
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_fault_of_ours_or_the_users_code_keeps_its_traceback(
     def broken(*_: object) -> int:
         return int("no number")  # a ValueError, but not plait refusing an input
 
-    monkeypatch.setattr("plait.commands.bench.run_bench", broken)
+    monkeypatch.setattr("plait.run.commands.bench.run_bench", broken)
     assert main(["bench", "comm", "--world", "thread"]) == 1
     shown = capsys.readouterr().err
     assert shown.startswith("Traceback")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from plait.commands.main import main, parse
-from plait.commands.prove import ProveConfig, parse_bytes
-from plait.config import TrainConfig
+from plait.run.commands.main import main, parse
+from plait.run.commands.prove import ProveConfig, parse_bytes
+from plait.run.config import TrainConfig
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.commands.main import main
+from plait.run.commands.main import main
 from plait.schedule.orders import ORDERS
 
 SHOWN = """\

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from traps import EVERY, Traps
 
-from plait.commands.main import COMMANDS, kind_of
+from plait.run.commands.main import COMMANDS, kind_of
 
 PLAIT = [str(Path(sys.executable).with_name("plait"))]
 MODULE = [sys.executable, "-m", "plait"]

@@ -8,11 +8,11 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 
-from plait.commands.main import COMMANDS, kind_of, main
-from plait.config import TrainConfig, VerifyConfig, validate
-from plait.config.bounds import BOUNDS, LONGEST, check_values
-from plait.config.room import check_room
-from plait.files.reading import memory
+from plait.run.commands.main import COMMANDS, kind_of, main
+from plait.run.config import TrainConfig, VerifyConfig, validate
+from plait.run.config.bounds import BOUNDS, LONGEST, check_values
+from plait.run.config.room import check_room
+from plait.checkpoint.files.reading import memory
 from plait.schedule.actions import MOST_PASSES, parse_schedule
 from plait.schedule.check import check
 
@@ -122,7 +122,7 @@ def test_names_that_a_terminal_would_obey_are_not(text: str) -> None:
 
 
 def test_ranks_that_are_started_by_hand_are_not_all_on_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.config.room.memory", lambda processes=1: 600 << 20)
+    monkeypatch.setattr("plait.run.config.room.memory", lambda processes=1: 600 << 20)
     config = TrainConfig(mesh="shard=64", strategy="ddp", batch=64, width=512, layers=8, heads=8)
     with pytest.raises(ValueError, match="64 ranks need at least"):
         check_room(config)

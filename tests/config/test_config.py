@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.config import (
+from plait.run.config import (
     MachineConfig,
     RunConfig,
     TrainConfig,
@@ -18,13 +18,13 @@ from plait.config import (
     section,
     validate,
 )
-from plait.config.file import FileConfig
-from plait.config.layout import LayoutConfig
-from plait.config.machine import idle_devices
-from plait.job.config import DataConfig, JobConfig
-from plait.job.families import ModelConfig
-from plait.job.optimizer import OptimizerConfig
-from plait.measure.comm import BenchConfig
+from plait.run.config.file import FileConfig
+from plait.run.config.layout import LayoutConfig
+from plait.run.config.machine import idle_devices
+from plait.run.job.config import DataConfig, JobConfig
+from plait.run.job.families import ModelConfig
+from plait.run.job.optimizer import OptimizerConfig
+from plait.run.measure.comm import BenchConfig
 
 
 @pytest.mark.parametrize("config", [TrainConfig(), VerifyConfig(), VerifyConfig(model="mlp", layers=3)])

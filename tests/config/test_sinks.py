@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from plait.config.sinks import Sinks, check_sinks, open_sinks
+from plait.run.config.sinks import Sinks, check_sinks, open_sinks
 
 LINES: list[dict[str, Any]] = [
     {"step": 1, "loss": 5.25, "grad_norm": None, "tokens": 64, "seconds": 0.5},

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.data import Batch, Corpus, Epochs, TextBatches
-from plait.data.batches import IGNORED
+from plait.run.data import Batch, Corpus, Epochs, TextBatches
+from plait.run.data.batches import IGNORED
 
 BLANK = -1
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.data.order import mix, permute, sample_at, scramble
+from plait.run.data.order import mix, permute, sample_at, scramble
 
 
 def order(seed: int, epoch: int, num_samples: int) -> list[int]:

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.data import PackedBatches
-from plait.data.batches import IGNORED
-from plait.data.packing import best_fit
+from plait.run.data import PackedBatches
+from plait.run.data.batches import IGNORED
+from plait.run.data.packing import best_fit
 
 
 def rows_of(source: PackedBatches) -> list[dict[str, torch.Tensor]]:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from plait.commands.main import main
-from plait.config import TrainConfig, validate
-from plait.data import TextBatches
-from plait.data.tokens import Tokens, load_tokens, token_files
-from plait.job.dataset import make_data
+from plait.run.commands.main import main
+from plait.run.config import TrainConfig, validate
+from plait.run.data import TextBatches
+from plait.run.data.tokens import Tokens, load_tokens, token_files
+from plait.run.job.dataset import make_data
 
 ROW = [int(n) for n in np.random.default_rng(0).integers(0, 200, 400)]
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from plait.comm import Comm, run
-from plait.core.mesh import Mesh
-from plait.data import Batch, Epochs, PackedBatches, StepDataset, StepStream, TextBatches
-from plait.data.workers import WorkerError
+from plait.table.mesh import Mesh
+from plait.run.data import Batch, Epochs, PackedBatches, StepDataset, StepStream, TextBatches
+from plait.run.data.workers import WorkerError
 
 TEXT = bytes((i * i + i // 7) % 256 for i in range(1003))
 STEPS = range(3, 10)
@@ -109,8 +109,8 @@ def test_a_killed_worker_is_named() -> None:
 
 KILLED = """
 import sys
-from plait.data import StepDataset, StepStream, TextBatches
-from plait.launch.failure import leave
+from plait.run.data import StepDataset, StepStream, TextBatches
+from plait.run.launch.failure import leave
 class Unsendable(TextBatches):
     def microbatches(self, *place):
         return [super().microbatches(*place), lambda: "stands for a batch for which /dev/shm has no room"]

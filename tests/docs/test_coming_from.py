@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import plait
-from plait.core.cells import TABLE
-from plait.core.parallelism import Parallelism
+from plait.table.cells import TABLE
+from plait.table.parallelism import Parallelism
 from plait.schedule.orders import ORDERS
 
 pytestmark = pytest.mark.timeout(520)  # programs of their own, which import more than ours do

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import DONE, Comm, MismatchError, ordered_sum
-from plait.core.mesh import Mesh
+from plait.table.mesh import Mesh
 
 
 class Board:

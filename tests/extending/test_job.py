@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from guide import code_of, run_section
 
-from plait.commands.main import main
-from plait.config import TrainConfig, from_toml
-from plait.job.user_code import load_installed
+from plait.run.commands.main import main
+from plait.run.config import TrainConfig, from_toml
+from plait.run.job.user_code import load_installed
 
 LAYOUTS = {
     "data": ["--mesh", "replica=2 shard=2", "--strategy", "hsdp", "--microbatches", "2"],
@@ -83,7 +83,7 @@ def test_a_wrong_plugin_is_one_line(
 ) -> None:
     file = tmp_path / "wrong.py"
     if last is not None:
-        file.write_text(f"from plait.job.optimizer import OPTIMIZERS\n{last}\n")
+        file.write_text(f"from plait.run.job.optimizer import OPTIMIZERS\n{last}\n")
     assert main(["--plugin", str(file), "train"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("plait: error: plugin ") and says in said and said.count("\n") == 1
@@ -103,7 +103,7 @@ def test_a_wrong_plugin_of_an_installed_package_is_named(
 
 
 def test_processes_run_a_plugin_and_a_script_cannot_lose_its_exit_code(tmp_path: Path, start) -> None:
-    mine = plugin_of(tmp_path, "if __name__ == '__main__':", "    from plait.commands.main import main; main()")
+    mine = plugin_of(tmp_path, "if __name__ == '__main__':", "    from plait.run.commands.main import main; main()")
     for words, code, says in (
         (["-m", "plait", "--plugin", mine, "verify", *ROWS, "--world", "process"], 0, "verdict: bitwise"),
         ([mine, "verify", *ROWS, "--batch", "1"], 2, "plait: error: a batch of 1 samples"),

@@ -4,8 +4,8 @@ import pipeline_cases as cases
 import pytest
 from guide import run_section
 
-from plait.commands.main import main
-from plait.core.cells import TABLE
+from plait.run.commands.main import main
+from plait.table.cells import TABLE
 from plait.schedule.actions import format_schedule
 from plait.schedule.check import check
 from plait.schedule.orders import describe_orders, write_order

@@ -2,8 +2,8 @@
 
 from guide import run_section
 
-from plait.commands.main import main
-from plait.core.cells import TABLE
+from plait.run.commands.main import main
+from plait.table.cells import TABLE
 
 
 def test_a_row_as_text_is_bitwise_the_run_of_one_process() -> None:

@@ -10,8 +10,8 @@ import torch
 from board import Board, BoardComm
 
 from plait.comm import Comm, run
-from plait.core.mesh import Mesh
-from plait.engine import Engine
+from plait.table.mesh import Mesh
+from plait.step import Engine
 
 
 def on_board(mesh: str, body: Callable[[Comm], Any]) -> list[Any]:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from disks import mount, small_disk
 
-from plait.files.reading import shown
-from plait.files.writing import DiskError, Lines, check_file, check_folder, check_free, told, write_text
+from plait.checkpoint.files.reading import shown
+from plait.checkpoint.files.writing import DiskError, Lines, check_file, check_folder, check_free, told, write_text
 
 SAYS = re.compile(r"\[Errno \d+\] .*; need \d+ bytes, have \d+ bytes: '.*'")
 

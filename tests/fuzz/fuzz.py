@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from random_models import VOCABULARY, Drawn, drawn
 
 import plait
-from plait.core.mesh import Mesh
+from plait.table.mesh import Mesh
 from plait.schedule.orders import ORDERS
 
 Verdict = Literal["right", "refused", "invalid", "wrong", "unclear"]

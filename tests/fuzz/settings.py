@@ -29,9 +29,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from plait.commands import main as command
-from plait.config.bounds import BOUNDS
-from plait.launch import local
+from plait.run.commands import main as command
+from plait.run.config.bounds import BOUNDS
+from plait.run.launch import local
 
 SECONDS = 25
 """Of a processor, so that a busy machine is no fault; ten times as many by the clock."""

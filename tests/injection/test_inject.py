@@ -13,10 +13,10 @@ from torch import nn
 
 from plait.comm import Comm, run
 from plait.comm.operation import Operation
-from plait.core.mesh import Mesh
-from plait.engine import Engine
-from plait.injection import FAULTS, Fault, inject, parse_fault
-from plait.injection.injected import Slowed
+from plait.table.mesh import Mesh
+from plait.step import Engine
+from plait.run.injection import FAULTS, Fault, inject, parse_fault
+from plait.run.injection.injected import Slowed
 
 MESH = Mesh(shard=3)
 
@@ -147,7 +147,7 @@ class Clock:
 
 def test_a_slow_rank_takes_longer_to_compute_and_not_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, operation = Clock(), cast(Operation, None)
-    monkeypatch.setattr("plait.injection.injected.time", clock)
+    monkeypatch.setattr("plait.run.injection.injected.time", clock)
     slow = Slowed(Fault("slow", 0, 2, value=3.0))
     slow.begin_step(0)
     clock.now += 1

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.config import TrainConfig
-from plait.data import Epochs, PackedBatches, SyntheticRegression, TextBatches
-from plait.data.batches import IGNORED
-from plait.job.dataset import make_data
-from plait.job.families import FAMILIES
-from plait.job.job import make_job
+from plait.run.config import TrainConfig
+from plait.run.data import Epochs, PackedBatches, SyntheticRegression, TextBatches
+from plait.run.data.batches import IGNORED
+from plait.run.job.dataset import make_data
+from plait.run.job.families import FAMILIES
+from plait.run.job.job import make_job
 
 PARAGRAPHS = [bytes(97 + (i * i + j) % 26 for j in range(4 + i * 7 % 20)) for i in range(40)]
 TEXT = b"\n\n".join(PARAGRAPHS)

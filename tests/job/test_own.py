@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from plait.core.ended import EndedError
-from plait.job.families import _states_of
-from plait.job.user_code import load_name
+from plait.comm.ended import EndedError
+from plait.run.job.families import _states_of
+from plait.run.job.user_code import load_name
 
 
 def test_a_file_that_was_edited_within_a_second_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

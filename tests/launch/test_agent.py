@@ -16,13 +16,13 @@ import pytest
 from disks import small_disk
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
-from plait.core.mesh import Mesh
-from plait.launch.agent import OneHost, RankAgent
-from plait.launch.fork_server import LostError
-from plait.launch.limits import Limits
-from plait.launch.signals import heard
-from plait.watch.folder import PAGE, WATCH, private_folder
-from plait.watch.page import Page, StatusRecord
+from plait.table.mesh import Mesh
+from plait.run.launch.agent import OneHost, RankAgent
+from plait.run.launch.fork_server import LostError
+from plait.run.launch.limits import Limits
+from plait.run.launch.signals import heard
+from plait.run.watch.folder import PAGE, WATCH, private_folder
+from plait.run.watch.page import Page, StatusRecord
 
 DONE = ": done; "
 
@@ -176,7 +176,7 @@ def test_ranks_that_do_not_end_in_time_are_ended(tmp_path: Path, capsys: pytest.
 
 
 def test_ranks_whose_end_nobody_tells_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.launch.agent.BURY_SECONDS", 0.2)
+    monkeypatch.setattr("plait.run.launch.agent.BURY_SECONDS", 0.2)
     shells = Shells(KILLED)
     said: dict[int, int] = {}
     monkeypatch.setattr(shells, "ended", lambda: said or said.update(Shells.ended(shells)) or said)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from plait.launch import fork_server
-from plait.launch.fork_server import ForkServer
-from plait.watch import processes
+from plait.run.launch import fork_server
+from plait.run.launch.fork_server import ForkServer
+from plait.run.watch import processes
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -127,7 +127,7 @@ os.write(1, f"{os.environ['RANK']} {numpy.random.random()} {torch.rand(1).item()
 
 def run_ranks(script: Path, word: str) -> Any:
     """What two ranks write, and how they end."""
-    words = "from plait.launch.fork_server import ForkServer; import os, sys, time\n"
+    words = "from plait.run.launch.fork_server import ForkServer; import os, sys, time\n"
     words += "server = ForkServer(sys.argv[1:], os.environ)\n"
     words += "pids = [server.fork({'RANK': str(rank)}) for rank in range(2)]\n"
     words += "while len(server.ended()) < 2: time.sleep(0.02)\n"

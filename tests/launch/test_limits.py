@@ -2,7 +2,7 @@
 
 import pytest
 
-from plait.launch.limits import LONGEST_PAUSE, Limits, Restarts
+from plait.run.launch.limits import LONGEST_PAUSE, Limits, Restarts
 
 
 def test_so_many_restarts_as_were_allowed() -> None:

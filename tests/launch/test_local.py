@@ -15,9 +15,9 @@ from sockets import children, listening
 
 import plait
 from plait.comm.base import Comm
-from plait.commands.main import main
-from plait.launch.local import launch, rank_environment
-from plait.measure.comm import BenchConfig
+from plait.run.commands.main import main
+from plait.run.launch.local import launch, rank_environment
+from plait.run.measure.comm import BenchConfig
 
 SCRIPT = str(Path(__file__).with_name("ranks.py"))
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

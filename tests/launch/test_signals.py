@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from plait.launch import signals
-from plait.launch.signals import ASKING, Asked, heard
+from plait.run.launch import signals
+from plait.run.launch.signals import ASKING, Asked, heard
 
 
 def test_every_signal_asks_once_and_a_second_sigint_ends_at_once() -> None:

@@ -7,12 +7,12 @@ from plait_lessons.naive import microbatcher
 from plait_lessons.naive.microbatcher import Pair
 from torch import Tensor, nn
 
-from plait.data import SyntheticRegression
-from plait.engine.forward.context import CurrentForward, RNGPosition
-from plait.engine.forward.dropout import DropoutRNG
-from plait.engine.forward.interceptor import Interceptor
-from plait.engine.state.init import materialise
-from plait.models.mlp import MLP, MLPConfig, sample_count, squared_error_sum
+from plait.run.data import SyntheticRegression
+from plait.forward.context import CurrentForward, RNGPosition
+from plait.forward.dropout import DropoutRNG
+from plait.forward.interceptor import Interceptor
+from plait.zero.state.init import materialise
+from plait.run.models.mlp import MLP, MLPConfig, sample_count, squared_error_sum
 
 LOSS, COUNT = squared_error_sum, sample_count
 

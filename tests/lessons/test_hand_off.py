@@ -10,7 +10,7 @@ from naive_cases import LOSS, batch, mlp, same, taken
 from plait_lessons.naive import hand_off
 from torch import Tensor, nn
 
-from plait.models.mlp import MLP
+from plait.run.models.mlp import MLP
 
 
 def whole(model: MLP) -> tuple[Tensor, dict[str, Tensor]]:

@@ -10,7 +10,7 @@ from naive_cases import COUNT, LOSS, batch, mlp, pairs, taken
 from plait_lessons.naive.microbatcher import accumulate, join, mean_of_means, split
 from torch.utils._pytree import tree_leaves
 
-from plait.models.mlp import MLP
+from plait.run.models.mlp import MLP
 
 
 def test_first_ones_are_a_sample_longer_and_the_last_may_be_empty() -> None:

@@ -7,7 +7,7 @@ import torch
 from plait_lessons import ring, tree
 
 from plait.comm import Comm, run
-from plait.core.mesh import Mesh
+from plait.table.mesh import Mesh
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 7, 8])

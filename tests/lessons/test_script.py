@@ -7,7 +7,7 @@ import torch
 from plait_lessons.script import init
 
 from plait.comm import Comm, MismatchError, run
-from plait.core.mesh import Mesh
+from plait.table.mesh import Mesh
 
 
 def test_a_tensor_goes_down_the_line() -> None:

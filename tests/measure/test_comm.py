@@ -9,13 +9,13 @@ import pytest
 
 from plait.comm.base import Comm
 from plait.comm.thread import ThreadComm, run
-from plait.commands.bench import size_text
-from plait.commands.main import main
-from plait.core.collectives import bus_factor
-from plait.core.mesh import Mesh
-from plait.measure.comm import BenchConfig, Measurement, measure, parse_size
-from plait.measure.operations import COLLECTIVES, build
-from plait.measure.plot import Panel, svg
+from plait.run.commands.bench import size_text
+from plait.run.commands.main import main
+from plait.table.collectives import bus_factor
+from plait.table.mesh import Mesh
+from plait.run.measure.comm import BenchConfig, Measurement, measure, parse_size
+from plait.run.measure.operations import COLLECTIVES, build
+from plait.run.measure.plot import Panel, svg
 
 QUICK = BenchConfig(world="thread", sizes=("1KB", "64KB"), repeat=3, warmup=1)
 

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from plait.measure.gpu import GpuUtilisation
+from plait.run.measure.gpu import GpuUtilisation
 
 
 def driver(rates: list[int], fails: bool = False) -> ModuleType:

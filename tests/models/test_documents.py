@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.data import PackedBatches
-from plait.data.batches import IGNORED
-from plait.models import gpt, hf
-from plait.models.documents import attention_mask, positions
+from plait.run.data import PackedBatches
+from plait.run.data.batches import IGNORED
+from plait.run.models import gpt, hf
+from plait.run.models.documents import attention_mask, positions
 
 SIZES = {"vocabulary": 256, "num_layers": 3, "width": 24, "num_heads": 4, "num_kv_heads": 2, "max_length": 13}
 DOCUMENTS = [

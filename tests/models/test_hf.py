@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
-from plait.commands.main import main
-from plait.config import VerifyConfig, validate
-from plait.core.additions import additions
-from plait.core.cells import find_strategy
-from plait.core.mesh import Mesh
-from plait.engine import Engine, empty_parameters
-from plait.engine.data_parallel.wrap import automatic, wrap
-from plait.engine.state.init import materialise
-from plait.job.job import make_job
-from plait.models import hf
-from plait.verify.record import record_run
-from plait.verify.reference import Record, run_reference
-from plait.verify.run import Verdict, judge, references
+from plait.run.commands.main import main
+from plait.run.config import VerifyConfig, validate
+from plait.table.additions import additions
+from plait.table.cells import find_strategy
+from plait.table.mesh import Mesh
+from plait.step import Engine, empty_parameters
+from plait.zero.wrap import automatic, wrap
+from plait.zero.state.init import materialise
+from plait.run.job.job import make_job
+from plait.run.models import hf
+from plait.referee.verify.record import record_run
+from plait.referee.verify.reference import Record, run_reference
+from plait.referee.verify.run import Verdict, judge, references
 
 KINDS = ("llama", "qwen2")
 TINY = VerifyConfig(
@@ -191,5 +191,5 @@ def test_without_transformers_it_is_said_in_a_line(
 
 
 def test_plait_comes_without_transformers() -> None:
-    code = "import sys, plait.commands.main, plait.models.hf; sys.exit('transformers' in sys.modules)"
+    code = "import sys, plait.run.commands.main, plait.run.models.hf; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from plait.core.mesh import AXES, Mesh
-from plait.prove.program import COLLECTIVES, Key, Op, Program, Settled
+from plait.table.mesh import AXES, Mesh
+from plait.referee.prove.program import COLLECTIVES, Key, Op, Program, Settled
 from plait.schedule.actions import Value, awaits, carries, makes, needs
 
 Add = Callable[[int, int], int]

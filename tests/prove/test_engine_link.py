@@ -15,19 +15,19 @@ from torch import Tensor
 
 from plait.comm import Comm, TraceComm, run
 from plait.comm.base import DONE, Operation, Work
-from plait.core.agreement import COUNTS, NUMBER_BYTES, num_reported
-from plait.core.cells import TABLE, Strategy
-from plait.core.collectives import Entry, Note, bytes_sent
-from plait.core.flat import Cut
-from plait.core.mesh import AXES, Mesh
-from plait.core.parallelism import Recompute
-from plait.core.tensor_plan import everywhere
-from plait.engine import Engine, empty_parameters
-from plait.models import hf
-from plait.plan.cost import differences
-from plait.plan.tensor import predict_tensor
-from plait.prove import Decoder, PaperRun, prove
-from plait.prove.program import COLLECTIVES, Program, settle_all, write_program
+from plait.table.agreement import COUNTS, NUMBER_BYTES, num_reported
+from plait.table.cells import TABLE, Strategy
+from plait.table.collectives import Entry, Note, bytes_sent
+from plait.table.flat import Cut
+from plait.table.mesh import AXES, Mesh
+from plait.table.parallelism import Recompute
+from plait.table.tensor_plan import everywhere
+from plait.step import Engine, empty_parameters
+from plait.run.models import hf
+from plait.predict.cost import differences
+from plait.predict.tensor import predict_tensor
+from plait.referee.prove import Decoder, PaperRun, prove
+from plait.referee.prove.program import COLLECTIVES, Program, settle_all, write_program
 from plait.schedule.actions import ACTIVATION, GRADIENT, carries
 from plait.schedule.pipeline import Pipeline
 

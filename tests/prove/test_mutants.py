@@ -14,9 +14,9 @@ import pytest
 from mutants import CASES, Case, cases, make, of_programs, of_schedules, of_tables
 from naive import exact, ordered, simulate
 
-from plait.prove.claims import Refuted
-from plait.prove.machine import Machine
-from plait.prove.sums import ANOTHER_ORDER
+from plait.referee.prove.claims import Refuted
+from plait.referee.prove.machine import Machine
+from plait.referee.prove.sums import ANOTHER_ORDER
 
 EACH = 64
 """Mutants of each case, at least: a thousand in all."""

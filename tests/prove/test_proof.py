@@ -13,15 +13,15 @@ import pytest
 from mutants import CASES, Case, make, of_schedules
 
 import plait
-from plait.core.cells import TABLE
-from plait.core.mesh import Mesh
-from plait.plan.memory import held, padding
-from plait.prove import Decoder, PaperRun, Refuted, from_config, prove
-from plait.prove.machine import Machine
-from plait.prove.proof import check_parameters
-from plait.prove.scenes import of_flat, of_pipe, of_ranks, one_flat
-from plait.prove.sums import Sums
-from plait.prove.symmetry import check_symmetry, model_ranks
+from plait.table.cells import TABLE
+from plait.table.mesh import Mesh
+from plait.predict.memory import held, padding
+from plait.referee.prove import Decoder, PaperRun, Refuted, from_config, prove
+from plait.referee.prove.machine import Machine
+from plait.referee.prove.proof import check_parameters
+from plait.referee.prove.scenes import of_flat, of_pipe, of_ranks, one_flat
+from plait.referee.prove.sums import Sums
+from plait.referee.prove.symmetry import check_symmetry, model_ranks
 from plait.schedule.actions import Schedule, owners
 from plait.schedule.check import check
 from plait.schedule.orders import ORDERS
@@ -197,8 +197,8 @@ def test_a_proof_needs_no_torch() -> None:
         "import sys, types\n"
         "sys.modules['torch'] = sys.modules['numpy'] = None\n"
         f"package = types.ModuleType('plait'); package.__path__ = [{str(root)!r}]; sys.modules['plait'] = package\n"
-        "from plait.core.cells import TABLE\nfrom plait.core.mesh import Mesh\n"
-        "from plait.prove import Decoder, PaperRun, prove\nfrom plait.schedule.pipeline import Pipeline\n"
+        "from plait.table.cells import TABLE\nfrom plait.table.mesh import Mesh\n"
+        "from plait.referee.prove import Decoder, PaperRun, prove\nfrom plait.schedule.pipeline import Pipeline\n"
         "run = PaperRun(Decoder(3, 32, 43, 4, 2, 71), Mesh(shard=2), TABLE['zero3'], Pipeline(None, 1))\n"
         "assert prove(run).ranks == 2\n"
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from plait.core.cells import TABLE
-from plait.core.mesh import Mesh
-from plait.prove import Decoder, PaperRun
-from plait.prove.room import _activations, _again, _reduced, room_of
+from plait.table.cells import TABLE
+from plait.table.mesh import Mesh
+from plait.referee.prove import Decoder, PaperRun
+from plait.referee.prove.room import _activations, _again, _reduced, room_of
 from plait.schedule.actions import Kind, owners
 from plait.schedule.pipeline import Pipeline
 

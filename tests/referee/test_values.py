@@ -11,7 +11,7 @@ from torch import Tensor
 from plait.referee.contributions import contributions
 from plait.referee.difference import describe
 from plait.referee.values import gap, restored, same, storable, wide
-from plait.verify.compare import find
+from plait.referee.verify.compare import find
 
 FP8 = [getattr(torch, name) for name in sorted(dir(torch)) if name.startswith(("float8_e4", "float8_e5"))]
 COMPLEX = [torch.complex64, torch.complex128]

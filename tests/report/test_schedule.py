@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 from rich.console import Console
 
-from plait.report.schedule import bubble_table, share_line, svg, time_grid
+from plait.run.report.schedule import bubble_table, share_line, svg, time_grid
 from plait.schedule.actions import parse_schedule
 from plait.schedule.bubbles import bubbles
 from plait.schedule.check import check

@@ -14,11 +14,11 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from plait.core.escape import UnheardError, one_line, printable, say
-from plait.measure.plot import Panel, svg
-from plait.report.drawing import rect, svg_file, text_in
-from plait.report.screen import screen
-from plait.report.training import spark
+from plait.messages.escape import UnheardError, one_line, printable, say
+from plait.run.measure.plot import Panel, svg
+from plait.run.report.drawing import rect, svg_file, text_in
+from plait.run.report.screen import screen
+from plait.run.report.training import spark
 
 HARM = [
     "\x1b[2J\x1b]0;owned\x07",

@@ -11,9 +11,9 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from plait.core.cells import TABLE
-from plait.report.drawing import COLOURS, TEXT, box_of, paler, seconds_text, text_in
-from plait.report.timeline import CAUSES, LEFT, PLOT, STYLE, summary, timeline_rows, timeline_svg, timeline_table
+from plait.table.cells import TABLE
+from plait.run.report.drawing import COLOURS, TEXT, box_of, paler, seconds_text, text_in
+from plait.run.report.timeline import CAUSES, LEFT, PLOT, STYLE, summary, timeline_rows, timeline_svg, timeline_table
 from plait.schedule.actions import parse_action
 from plait.schedule.events import Event, Log, Span
 from plait.schedule.measured import as_log, measured_timeline

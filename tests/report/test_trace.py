@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.core.cells import TABLE
-from plait.report.trace import trace_json
+from plait.table.cells import TABLE
+from plait.run.report.trace import trace_json
 from plait.schedule.actions import parse_action
 from plait.schedule.events import Event, Log, Span
 from plait.schedule.measured import as_log

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from plait.report.training import ProgressView
+from plait.run.report.training import ProgressView
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.core.cells import TABLE
+from plait.table.cells import TABLE
 from plait.schedule.actions import Action, Kind, Schedule, format_schedule, parse_schedule
 from plait.schedule.check import Proof, check, peaks
 from plait.schedule.orders import ORDERS, gpipe, interleaved, one_f_one_b, one_stage, write_order, zb_h1

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.core.cells import TABLE
+from plait.table.cells import TABLE
 from plait.schedule.actions import PASSES, Action, Kind, Schedule, owners, parse_action
 from plait.schedule.events import Event, Log, Span
 from plait.schedule.idle import Idle, even_passes, idle_times, mean_idle, measured_passes

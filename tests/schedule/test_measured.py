@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.core.cells import TABLE
+from plait.table.cells import TABLE
 from plait.schedule.actions import Kind, Schedule, parse_action, parse_schedule
 from plait.schedule.events import Event, Log, Span
 from plait.schedule.measured import as_log, busy_shares, measured_costs, measured_timeline

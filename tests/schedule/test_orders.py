@@ -6,8 +6,8 @@ from itertools import chain
 
 import pytest
 
-from plait.commands.main import main
-from plait.core.cells import TABLE
+from plait.run.commands.main import main
+from plait.table.cells import TABLE
 from plait.schedule.actions import Action, Kind, Schedule, format_schedule, owners, parse_schedule
 from plait.schedule.check import check, peaks
 from plait.schedule.orders import (

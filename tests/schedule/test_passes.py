@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.core.cells import TABLE
+from plait.table.cells import TABLE
 from plait.schedule.actions import (
     MESSAGES,
     PASSES,

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from plait.core.cells import TABLE
+from plait.table.cells import TABLE
 from plait.schedule.actions import Kind, Schedule, format_schedule, owners, parse_schedule
 from plait.schedule.check import check
 from plait.schedule.orders import ORDERS, one_stage, write_order

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from plait.core.cells import TABLE
+from plait.table.cells import TABLE
 from plait.schedule.actions import parse_schedule
 from plait.schedule.bubbles import bubbles
 from plait.schedule.check import peaks

@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from plait.comm import Comm
 from plait.comm.process import ProcessComm
-from plait.core.mesh import Mesh
+from plait.table.mesh import Mesh
 from plait.sharded import LayoutError, ShardedTensor, auto_redistribute, from_dtensor, to_dtensor
 
 RANKS = 4

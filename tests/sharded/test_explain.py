@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from plait import run_threads
 from plait.comm import Comm, TraceComm
-from plait.core.mesh import Mesh
+from plait.table.mesh import Mesh
 from plait.sharded import LayoutError, ShardedTensor, annotate, auto_redistribute, explain
 
 

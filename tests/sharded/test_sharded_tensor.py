@@ -13,8 +13,8 @@ from torch import nn
 
 from plait import run_threads
 from plait.comm import Comm, TraceComm
-from plait.core.layout import Layout
-from plait.core.mesh import Mesh
+from plait.table.layout import Layout
+from plait.table.mesh import Mesh
 from plait.sharded import LayoutError, ShardedTensor, auto_redistribute
 
 

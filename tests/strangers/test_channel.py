@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from plait.watch import channel
-from plait.watch.channel import HELLO, MOST_BYTES, NONCE, Listener, Message, Sender
-from plait.watch.key import ChannelKey, read_key
+from plait.run.watch import channel
+from plait.run.watch.channel import HELLO, MOST_BYTES, NONCE, Listener, Message, Sender
+from plait.run.watch.key import ChannelKey, read_key
 
 KEY = ChannelKey(b"sixteen bytes or more")
 PATIENT = 30.0

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from plait.comm.peer import Peer
-from plait.core.mesh import Mesh
-from plait.watch.channel import Listener, Message, Sender
-from plait.watch.diagnose import LONG, Diagnosis, block
-from plait.watch.hosts import SILENT, HostBoard, HostChannel, HostSide, parse_address, report_of
-from plait.watch.joined import LATER, Neighbours
-from plait.watch.key import ChannelKey
-from plait.watch.page import Page, Status, StatusRecord
-from plait.watch.processes import ProcessState
+from plait.table.mesh import Mesh
+from plait.run.watch.channel import Listener, Message, Sender
+from plait.run.watch.diagnose import LONG, Diagnosis, block
+from plait.run.watch.hosts import SILENT, HostBoard, HostChannel, HostSide, parse_address, report_of
+from plait.run.watch.joined import LATER, Neighbours
+from plait.run.watch.key import ChannelKey
+from plait.run.watch.page import Page, Status, StatusRecord
+from plait.run.watch.processes import ProcessState
 
 PEERS = [Peer(0, "a", 1), Peer(1, "a", 2), Peer(2, "b", 3), Peer(3, "b", 4)]
 KEY = ChannelKey(b"sixteen bytes or more")
@@ -112,11 +112,11 @@ def test_a_program_that_ends_says_that_it_leaves(end: str, tmp_path: Path) -> No
         script = f"""
 from pathlib import Path
 from plait.comm.peer import Peer
-from plait.core.mesh import Mesh
-from plait.watch.channel import Sender
-from plait.watch.hosts import HostSide
-from plait.watch.key import ChannelKey
-from plait.watch.page import Page
+from plait.table.mesh import Mesh
+from plait.run.watch.channel import Sender
+from plait.run.watch.hosts import HostSide
+from plait.run.watch.key import ChannelKey
+from plait.run.watch.page import Page
 sender = Sender({listener.address!r}, ChannelKey({KEY.secret!r}))
 page, peers = Page.create(Path({str(tmp_path / "page")!r}), 4), [Peer(0, "a", 1), Peer(2, "b", 3)]
 side = HostSide(peers, 2, page, sender, None, print)

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from plait.commands.main import main
+from plait.run.commands.main import main
 
 
 def attempt(words: list[str], metrics: Path, kill: int | None) -> int:

@@ -16,9 +16,9 @@ from pathlib import Path
 import tyro
 
 from plait.comm import Comm, Observer
-from plait.config import TrainConfig
-from plait.launch.local import launch
-from plait.train.run import run_train
+from plait.run.config import TrainConfig
+from plait.run.launch.local import launch
+from plait.run.train.run import run_train
 
 
 class Mallinfo(ctypes.Structure):

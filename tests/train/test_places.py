@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from disks import small_disk
 
-from plait.commands.main import main
+from plait.run.commands.main import main
 
 RUN = "train --model mlp --layers 4 --width 64 --batch 8 --mesh shard=2 --log-every 1000"
 LINE = re.compile(
@@ -98,7 +98,7 @@ def test_a_full_disk_is_refused_before_the_run(disk: Path, capsys: pytest.Captur
 def test_a_folder_that_vanishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from plait.train import run
+    from plait.run.train import run
 
     made = run._steps
 
@@ -135,7 +135,7 @@ def test_a_run_that_is_under_way_loses_nothing_to_another(
     files = {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
     capsys.readouterr()
     if late:  # it began when this one had been looked at
-        monkeypatch.setattr("plait.config.check.check_free", lambda path: None)
+        monkeypatch.setattr("plait.run.config.check.check_free", lambda path: None)
     hold = "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True)"
     words = [sys.executable, "-c", f"{hold}; input()", str(tmp_path / "run" / "metrics.jsonl")]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:

@@ -15,9 +15,9 @@ import pytest
 
 from plait.checkpoint import as_saved
 from plait.checkpoint.folder import checkpoints
-from plait.commands.main import main
-from plait.engine import Engine
-from plait.job.own import load_job
+from plait.run.commands.main import main
+from plait.step import Engine
+from plait.run.job.own import load_job
 
 SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--kv-heads", "1", "--length", "12", "--batch", "7"]
 RATES = ["--lr-schedule", "cosine", "--warmup", "3", "--weight-decay", "0.3", "--lr", "0.01"]
@@ -283,7 +283,7 @@ def test_what_a_load_leaves_out_is_found_before_the_next_step(
                     engine.optimizer.state[piece.view]["exp_avg"].zero_()
         return as_saved.check_as_saved(path, engine, **options)
 
-    monkeypatch.setattr("plait.train.resume.check_as_saved", altered)
+    monkeypatch.setattr("plait.run.train.resume.check_as_saved", altered)
     given = ["train", "--world", "thread", *SIZES, *RATES, "--data", text, *SAME, "--out", str(stopped)]
     assert main([*given, "--resume", "auto"]) == 1
     assert "is not what was saved in" in capsys.readouterr().err

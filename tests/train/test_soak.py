@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.train.course import MOST, Course, Thinned
+from plait.run.train.course import MOST, Course, Thinned
 
 RANKS = Path(__file__).with_name("soak_ranks.py")
 SMALL = ["--model", "mlp", "--layers", "1", "--width", "8", "--batch", "4"]

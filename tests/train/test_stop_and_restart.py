@@ -18,9 +18,9 @@ import pytest
 from sockets import children
 
 from plait.checkpoint.folder import checkpoints
-from plait.commands.main import main, parse
-from plait.config import TrainConfig, to_toml
-from plait.train.resume import has_settings, newest_sound, restarted
+from plait.run.commands.main import main, parse
+from plait.run.config import TrainConfig, to_toml
+from plait.run.train.resume import has_settings, newest_sound, restarted
 
 SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--kv-heads", "1", "--length", "12", "--batch", "6"]
 MADE = ("step", "loss", "lr", "tokens", "grad_norm")

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from plait.comm.base import Comm
-from plait.commands.main import main, parse
-from plait.config import TrainConfig, from_toml, to_toml
-from plait.config.sinks import Sinks
-from plait.core.additions import additions
-from plait.core.cells import find_strategy
-from plait.engine.state.init import materialise
-from plait.job.job import make_job
-from plait.train.run import run_train
-from plait.verify.reference import run_reference
+from plait.run.commands.main import main, parse
+from plait.run.config import TrainConfig, from_toml, to_toml
+from plait.run.config.sinks import Sinks
+from plait.table.additions import additions
+from plait.table.cells import find_strategy
+from plait.zero.state.init import materialise
+from plait.run.job.job import make_job
+from plait.run.train.run import run_train
+from plait.referee.verify.reference import run_reference
 
 SIZES = ["--layers", "1", "--width", "32", "--heads", "2", "--kv-heads", "1", "--length", "16", "--batch", "5"]
 
@@ -242,7 +242,7 @@ def test_sinks_are_closed_when_a_step_raises(text: str, tmp_path: Path, monkeypa
         monkeypatch.setattr(comm.ledger, "clear", lambda: 1 / 0, raising=False)
         return run_train(config, comm, argv)
 
-    monkeypatch.setattr("plait.commands.train.run_train", broken)
+    monkeypatch.setattr("plait.run.commands.train.run_train", broken)
     words = ["train", "--world", "thread", "--mesh", "shard=1", *SIZES, "--data", text, "--out", str(tmp_path)]
     assert main(words) == 1
     assert closed == [1]

@@ -14,21 +14,21 @@ from torch import Tensor
 from plait.comm import run
 from plait.comm.base import DONE
 from plait.comm.thread import ThreadComm
-from plait.core.collectives import Note
-from plait.engine.data_parallel.flat_gradient import FlatGradient
-from plait.engine.data_parallel.gradients import Gradients
-from plait.engine.data_parallel.unit import State, Unit
-from plait.engine.data_parallel.unshard import Unsharding
-from plait.engine.engine import Engine
-from plait.engine.exchange import Exchange
-from plait.engine.forward.context import RNGPosition
-from plait.engine.forward.products import WeightGradNode
-from plait.engine.norm import Norm
-from plait.engine.pipeline.handover import HandOver
-from plait.engine.pipeline.p2p import PipelineP2P
-from plait.engine.pipeline.runtime import Runtime
-from plait.engine.pipeline.stage import Stage
-from plait.engine.pipeline.tied_weights import TiedWeights
+from plait.table.collectives import Note
+from plait.zero.flat_gradient import FlatGradient
+from plait.zero.gradients import Gradients
+from plait.zero.unit import State, Unit
+from plait.zero.unshard import Unsharding
+from plait.step.engine import Engine
+from plait.step.exchange import Exchange
+from plait.forward.context import RNGPosition
+from plait.forward.products import WeightGradNode
+from plait.step.norm import Norm
+from plait.pipeline.handover import HandOver
+from plait.pipeline.p2p import PipelineP2P
+from plait.pipeline.runtime import Runtime
+from plait.pipeline.stage import Stage
+from plait.pipeline.tied_weights import TiedWeights
 from plait.schedule.actions import ACTIVATION, Action, Kind
 
 Patch = pytest.MonkeyPatch
@@ -118,8 +118,8 @@ def drop_the_last_weight_part(patch: Patch) -> None:
 
 def drop_the_last_use_of_a_weight(patch: Patch) -> None:
     """Of a sum of pending products only the first is made."""
-    import plait.engine.forward.products as deferred
-    from plait.engine.forward.deferred_products import DeferredGrad
+    import plait.forward.products as deferred
+    from plait.forward.deferred_products import DeferredGrad
 
     original = deferred.value
 
@@ -337,7 +337,7 @@ def go_on_from_kept_parameters(patch: Patch) -> None:
 
 def count_layers_from_0_in_every_stage(patch: Patch) -> None:
     """Initial values drawn under a name that a stage might give its first layer."""
-    import plait.engine.state.init as init
+    import plait.zero.state.init as init
 
     original = init.PrivateGenerator
 

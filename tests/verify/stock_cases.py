@@ -19,19 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
-from plait.core.additions import additions
-from plait.core.cells import find_strategy
-from plait.core.mesh import Mesh
-from plait.core.parallelism import Parallelism
-from plait.core.tensor_plan import Passings, everywhere
-from plait.data import Batches
-from plait.engine import empty_parameters
-from plait.job.job import Job
-from plait.models import hf
-from plait.tensor_parallel import Parallel
-from plait.verify.compare import Finding, against_tree
-from plait.verify.record import RankRecord, record_layout
-from plait.verify.reference import run_reference
+from plait.table.additions import additions
+from plait.table.cells import find_strategy
+from plait.table.mesh import Mesh
+from plait.table.parallelism import Parallelism
+from plait.table.tensor_plan import Passings, everywhere
+from plait.run.data import Batches
+from plait.step import empty_parameters
+from plait.run.job.job import Job
+from plait.run.models import hf
+from plait.tensor import Parallel
+from plait.referee.verify.compare import Finding, against_tree
+from plait.referee.verify.record import RankRecord, record_layout
+from plait.referee.verify.reference import run_reference
 
 Batch = dict[str, Tensor]
 IGNORED = -100

@@ -13,8 +13,8 @@ import torch
 import verify_cases as cases
 from verify_cases import GPT, MLP, MODELS, Verified, verify
 
-from plait.core.additions import additions
-from plait.core.cells import TABLE, find_strategy
+from plait.table.additions import additions
+from plait.table.cells import TABLE, find_strategy
 
 ROWS = tuple(TABLE)
 MESHES = ("shard=2", "shard=4", "replica=2 shard=2", "replica=2")

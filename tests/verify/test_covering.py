@@ -8,7 +8,7 @@ from itertools import combinations, product
 
 import pytest
 
-from plait.verify.covering import Rule, covering, pairs
+from plait.referee.verify.covering import Rule, covering, pairs
 
 
 def allowed(dimensions: Mapping[str, Sequence[Hashable]], rules: Sequence[Rule]) -> list[dict[str, Hashable]]:

@@ -17,14 +17,14 @@ from torch import Tensor
 from verify_cases import TINY, judged, record
 
 from plait.comm.thread import ThreadComm
-from plait.core.collectives import Note
-from plait.engine.data_parallel.flat_gradient import FlatGradient
-from plait.engine.data_parallel.gradients import Gradients
-from plait.engine.data_parallel.unit import Unit
-from plait.engine.exchange import Exchange
-from plait.engine.forward.context import RNGPosition
-from plait.engine.norm import Norm
-from plait.engine.pipeline.stage import Stage
+from plait.table.collectives import Note
+from plait.zero.flat_gradient import FlatGradient
+from plait.zero.gradients import Gradients
+from plait.zero.unit import Unit
+from plait.step.exchange import Exchange
+from plait.forward.context import RNGPosition
+from plait.step.norm import Norm
+from plait.pipeline.stage import Stage
 
 Patch = pytest.MonkeyPatch
 
@@ -111,11 +111,11 @@ def never_zero_gradients(patch: Patch) -> None:
 
 def dropout_by_local_sample(patch: Patch) -> None:
     """Masks drawn from the place in the microbatch instead of the global sample index."""
-    patch.setattr("plait.engine.engine.RNGPosition", lambda step, m, first, *sizes: RNGPosition(step, m, 0, *sizes))
+    patch.setattr("plait.step.engine.RNGPosition", lambda step, m, first, *sizes: RNGPosition(step, m, 0, *sizes))
 
 
 def dropout_the_same_in_every_step(patch: Patch) -> None:
-    patch.setattr("plait.engine.engine.RNGPosition", lambda step, m, first, *sizes: RNGPosition(0, m, first, *sizes))
+    patch.setattr("plait.step.engine.RNGPosition", lambda step, m, first, *sizes: RNGPosition(0, m, first, *sizes))
 
 
 def norm_counts_replicas_twice(patch: Patch) -> None:
@@ -161,7 +161,7 @@ def never_publish(patch: Patch) -> None:
 
 def every_layer_from_one_seed(patch: Patch) -> None:
     """Initial values from the seed alone, so equal layers and shards begin equal."""
-    import plait.engine.state.init as init
+    import plait.zero.state.init as init
 
     original = init.PrivateGenerator
     patch.setattr(init, "PrivateGenerator", lambda device, *key: original(device, "init", 0))

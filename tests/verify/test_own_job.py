@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm.operation import MismatchError
-from plait.commands.main import main
-from plait.config import VerifyConfig
-from plait.core.tensor_plan import FORWARD
-from plait.verify import record
-from plait.verify.cases import cells_of_job
+from plait.run.commands.main import main
+from plait.run.config import VerifyConfig
+from plait.table.tensor_plan import FORWARD
+from plait.referee.verify import record
+from plait.referee.verify.cases import cells_of_job
 
 
 class Net(nn.Module):
@@ -202,7 +202,7 @@ def test_a_matrix(place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     cells = cells_of_job(config, "small")
     assert {cell.strategy for cell in cells} == set(plait.TABLE) and any("pipe=2" in cell.mesh for cell in cells)
     some = cells[:: len(cells) // 4]
-    monkeypatch.setattr("plait.verify.matrix.cells_of_job", lambda *_: some)
+    monkeypatch.setattr("plait.referee.verify.matrix.cells_of_job", lambda *_: some)
     assert main(["verify", "--job", f"{place}:job", "--matrix", "small"]) == 0
     assert f"{len(some)} bitwise; all as due" in capsys.readouterr().out
 

@@ -18,8 +18,8 @@ import torch
 from pipe_cases import CHAIN, DECODER, is_bitwise, runs, same
 from verify_cases import GPT, verify
 
-from plait.config import VerifyConfig
-from plait.core.cells import TABLE
+from plait.run.config import VerifyConfig
+from plait.table.cells import TABLE
 from plait.schedule.orders import ORDERS
 
 ROWS = tuple(TABLE)

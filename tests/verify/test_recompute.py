@@ -12,14 +12,14 @@ import pytest
 from pipe_cases import DECODER, is_bitwise, runs, same
 from verify_cases import GPT, MLP, verify
 
-from plait.config import VerifyConfig, validate
-from plait.core.cells import TABLE
-from plait.engine.data_parallel.unit import State, Unit
-from plait.engine.data_parallel.unshard import Unsharding
-from plait.engine.forward.context import ForwardContext
-from plait.plan import tensor
+from plait.run.config import VerifyConfig, validate
+from plait.table.cells import TABLE
+from plait.zero.unit import State, Unit
+from plait.zero.unshard import Unsharding
+from plait.forward.context import ForwardContext
+from plait.predict import tensor
 from plait.schedule.orders import ORDERS
-from plait.verify import record
+from plait.referee.verify import record
 
 MODES = ("full", "selective")
 TWO_STEPS = replace(GPT, steps=2)

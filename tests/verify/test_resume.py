@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import plait
-from plait.verify.program import fields_of, spoil
+from plait.referee.verify.program import fields_of, spoil
 
 
 class Sampler:

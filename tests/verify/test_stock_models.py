@@ -36,11 +36,11 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm import Comm, run
-from plait.core.cells import TABLE
-from plait.core.mesh import Mesh
-from plait.engine import Engine
-from plait.job.job import Job
-from plait.models import hf
+from plait.table.cells import TABLE
+from plait.table.mesh import Mesh
+from plait.step import Engine
+from plait.run.job.job import Job
+from plait.run.models import hf
 
 ROWS = tuple(TABLE)
 MESHES = ("shard=2", "replica=2 shard=2", "shard=3")

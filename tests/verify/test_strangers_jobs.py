@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
-from plait.core.tensor_plan import BACKWARD
-from plait.engine.forward.tensor_parallel import StageAxis
-from plait.verify import run
-from plait.verify.reference import Record
+from plait.table.tensor_plan import BACKWARD
+from plait.forward.tensor_parallel import StageAxis
+from plait.referee.verify import run
+from plait.referee.verify.reference import Record
 
 WIDTH, CLASSES = 12, 5
 

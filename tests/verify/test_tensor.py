@@ -17,8 +17,8 @@ import pytest
 import torch
 from verify_cases import MLP, Verified, verify
 
-from plait.config import VerifyConfig, validate
-from plait.core.cells import TABLE
+from plait.run.config import VerifyConfig, validate
+from plait.table.cells import TABLE
 
 ROWS = tuple(TABLE)
 MESHES = ("tensor=2", "tensor=4", "tensor=3", "shard=2 tensor=2", "replica=2 shard=2 tensor=2")

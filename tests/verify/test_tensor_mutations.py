@@ -18,16 +18,16 @@ from verify_cases import MLP, judged, record
 
 from plait.comm.base import DONE, NO_NOTE
 from plait.comm.thread import ThreadComm
-from plait.config import VerifyConfig
-from plait.core.collectives import Note
-from plait.core.tensor_cut import TensorCut
-from plait.core.tensor_plan import BACKWARD, FORWARD
-from plait.engine.exchange import Exchange
-from plait.engine.forward.tensor_parallel import TensorParallel
-from plait.engine.norm import Norm
-from plait.tensor_parallel import linear, vocabulary
-from plait.tensor_parallel.axis import TensorAxis
-from plait.tensor_parallel.linear import ColumnInput, Row, WeightGradQueue
+from plait.run.config import VerifyConfig
+from plait.table.collectives import Note
+from plait.table.tensor_cut import TensorCut
+from plait.table.tensor_plan import BACKWARD, FORWARD
+from plait.step.exchange import Exchange
+from plait.forward.tensor_parallel import TensorParallel
+from plait.step.norm import Norm
+from plait.tensor import linear, vocabulary
+from plait.tensor.axis import TensorAxis
+from plait.tensor.linear import ColumnInput, Row, WeightGradQueue
 
 Patch = pytest.MonkeyPatch
 GPT = VerifyConfig(
@@ -118,7 +118,7 @@ def add_a_row_bias_on_every_rank(patch: Patch) -> None:
 
 def swap_the_pieces_of_two_ranks(patch: Patch) -> None:
     """Row-cut weights lie on each other's rank (a swap of everything would be a mere renumbering of ranks)."""
-    import plait.engine.data_parallel.storage as storage
+    import plait.zero.storage as storage
 
     original = storage.piece_of
 
@@ -130,14 +130,14 @@ def swap_the_pieces_of_two_ranks(patch: Patch) -> None:
 
 def number_the_ranks_the_other_way_round(patch: Patch) -> None:
     """Everything on the other rank, consistently: heads draw each other's dropout, classes are off."""
-    import plait.engine.data_parallel.storage as storage
+    import plait.zero.storage as storage
 
     original = storage.piece_of
     patch.setattr(storage, "piece_of", lambda whole, cut, index: original(whole, cut, 1 - index))
 
 
 def look_tokens_up_one_row_off(patch: Patch) -> None:
-    import plait.engine.forward.tensor_parallel as engine
+    import plait.forward.tensor_parallel as engine
 
     original = engine.embedding
 

@@ -11,8 +11,8 @@ import pytest
 from pipe_cases import CHAIN, DECODER, is_bitwise, runs
 from verify_cases import verify
 
-from plait.commands.main import main
-from plait.config import VerifyConfig
+from plait.run.commands.main import main
+from plait.run.config import VerifyConfig
 from plait.schedule.actions import parse_schedule
 
 WRITTEN = {

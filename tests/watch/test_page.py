@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.watch.page import HEADER, PEERS, RECENT, RECORD, Page, Status, StatusRecord, about
+from plait.run.watch.page import HEADER, PEERS, RECENT, RECORD, Page, Status, StatusRecord, about
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_write_in_the_middle_of_a_copy_is_noticed(page: Page, monkeypatch: pyt
         copies.append(before[:160] + bytes(view)[160:])
         return copies[-1]
 
-    monkeypatch.setattr("plait.watch.page.bytes", copy, raising=False)
+    monkeypatch.setattr("plait.run.watch.page.bytes", copy, raising=False)
     read = page.read(0)
     assert (read.phase, read.operation, read.peers, read.count, read.whole) == ("new", "new", (0, 1), 2, True)
     assert len(copies) == 2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.watch.processes import (
+from plait.run.watch.processes import (
     ProcessState,
     born,
     exit_code,

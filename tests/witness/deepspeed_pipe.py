@@ -12,9 +12,9 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from plait.comm import Comm
-from plait.engine.pipeline.chain import chain_of
-from plait.job.job import Job
-from plait.witness.engines import Driven
+from plait.pipeline.chain import chain_of
+from plait.run.job.job import Job
+from plait.referee.witness.engines import Driven
 
 
 def pipeline(job: Job, model: nn.Module, comm: Comm) -> Driven:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.witness.judgement import Judgement
+from plait.referee.witness.judgement import Judgement
 
 Batch = tuple[Tensor, ...]
 Body = Callable[[nn.Module, Any, int], None]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.data.batches import split_samples
-from plait.job.config import JobConfig
-from plait.job.job import Job, make_job
+from plait.run.data.batches import split_samples
+from plait.run.job.config import JobConfig
+from plait.run.job.job import Job, make_job
 
 WIDTH, BATCH = 5, 11
 RATE = 0.1

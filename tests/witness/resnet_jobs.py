@@ -13,9 +13,9 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 import plait
 from plait.comm import Comm
-from plait.engine.batch_norm import synchronise
-from plait.job.job import Job
-from plait.witness.engines import Driven, loop
+from plait.step.batch_norm import synchronise
+from plait.run.job.job import Job
+from plait.referee.witness.engines import Driven, loop
 
 SAMPLES, CLASSES = 12, 5
 

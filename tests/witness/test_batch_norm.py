@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.witness.judgement import Judgement
+from plait.referee.witness.judgement import Judgement
 
 SAMPLES = 8
 

@@ -12,7 +12,7 @@ from judged_cases import WIDTH, backward, batch, judged, squares
 from torch import nn
 
 import plait
-from plait.witness.run import _driven
+from plait.referee.witness.run import _driven
 
 
 def through_forward(model: nn.Module, optimizer: Any, step: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from judged_cases import backward, batch, judged
 from torch import Tensor, nn
 
-from plait.witness.judgement import Judgement
+from plait.referee.witness.judgement import Judgement
 
 FP8 = [getattr(torch, name) for name in sorted(dir(torch)) if name.startswith(("float8_e4", "float8_e5"))]
 COMPLEX = {torch.complex64: "fp32", torch.complex128: "fp64"}

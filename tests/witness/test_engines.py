@@ -9,7 +9,7 @@ import engine_ranks
 import engine_worlds
 import pytest
 
-from plait.commands.main import main
+from plait.run.commands.main import main
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from loops import run, run_cut, the_job
 
-from plait.witness.judge import judge
+from plait.referee.witness.judge import judge
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -10,8 +10,8 @@ from loops import RATE, Net, batch, loss_sum, terms, the_job, user_job
 from torch import Tensor, nn
 
 import plait
-from plait.witness.judge import judge
-from plait.witness.stored import read_witnessed
+from plait.referee.witness.judge import judge
+from plait.referee.witness.stored import read_witnessed
 
 
 def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: int) -> None:

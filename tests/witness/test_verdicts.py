@@ -15,7 +15,7 @@ import engine_worlds
 import verdict_ranks
 from engine_ranks import config_of
 
-from plait.witness.run import with_engine
+from plait.referee.witness.run import with_engine
 
 PAGE = Path(__file__).parents[2] / "docs/guide/judge-any-engine.md"
 

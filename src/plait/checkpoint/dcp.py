@@ -30,7 +30,7 @@ from plait.checkpoint.manifest import Manifest
 from plait.checkpoint.saved import Saved, Whole, write_checkpoint
 from plait.checkpoint.storage import Storage
 from plait.checkpoint.values import InFile, encoded
-from plait.core.layout import Region, extent
+from plait.table.layout import Region, extent
 
 Keys: TypeAlias = tuple[str | int, ...]
 VERSION = "1.0.0"

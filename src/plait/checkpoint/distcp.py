@@ -31,7 +31,7 @@ from plait.checkpoint.folder import Folder
 from plait.checkpoint.manifest import DTYPES, LARGEST, check_tiling
 from plait.checkpoint.pickled import Made, check_size, unpickled
 from plait.checkpoint.saved import Whole
-from plait.core.layout import Region, extent, inside, overlap
+from plait.table.layout import Region, extent, inside, overlap
 
 METADATA = ".metadata"
 FILE = re.compile(r"\w[\w.-]*\.distcp")

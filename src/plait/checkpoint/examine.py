@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.saved import Saved, Whole
-from plait.core.progress import counted
+from plait.messages.progress import counted
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from plait.checkpoint.huggingface import write_model
 from plait.checkpoint.saved import Saved
-from plait.core.progress import counted
+from plait.messages.progress import counted
 
 
 def export(

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from plait.checkpoint.folder import Folder, contents
 from plait.checkpoint.snapshot import is_finite
 from plait.checkpoint.tensor_file import REAL, Check, TensorEntry, TensorFile, parsed, safetensors_header
-from plait.core.layout import Region, extent
-from plait.engine import Engine
-from plait.engine.state.full import whole_tensors
-from plait.files.reading import check_readable, read_file
-from plait.files.writing import told
+from plait.table.layout import Region, extent
+from plait.step import Engine
+from plait.zero.state.full import whole_tensors
+from plait.checkpoint.files.reading import check_readable, read_file
+from plait.checkpoint.files.writing import told
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000

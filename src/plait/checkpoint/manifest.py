@@ -27,7 +27,7 @@ import torch
 
 from plait.checkpoint.hashing import HASHES, TODAY
 from plait.checkpoint.tensor_file import SAVABLE, is_shape, is_size, parsed
-from plait.core.layout import Region, extent
+from plait.table.layout import Region, extent
 
 FORMAT, READ_TOO = 4, (1, 2, 3)
 NAME = "manifest.json"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from plait.comm.agree import broadcast_text, check_together
 from plait.comm.base import Comm
-from plait.core.collectives import Note
-from plait.core.escape import one_line
-from plait.core.mesh import AXES
+from plait.table.collectives import Note
+from plait.messages.escape import one_line
+from plait.table.mesh import AXES
 
 
 def check_same_folder(folder: Path, comm: Comm) -> None:

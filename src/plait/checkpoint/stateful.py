@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.optim import Optimizer
 
 from plait.checkpoint.values import InFile, decoded, encoded
-from plait.core.layout import Region, extent
-from plait.engine import EMA, Engine
-from plait.engine.data_parallel.optim import Owned
-from plait.engine.data_parallel.probe import rebuilt
-from plait.engine.state.full import buffers_of
-from plait.engine.state.pieces import StatePiece
+from plait.table.layout import Region, extent
+from plait.step import EMA, Engine
+from plait.zero.optim import Owned
+from plait.zero.probe import rebuilt
+from plait.zero.state.full import buffers_of
+from plait.zero.state.pieces import StatePiece
 
 
 class Checkpointed:

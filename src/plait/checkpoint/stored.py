@@ -14,7 +14,7 @@ from plait.checkpoint.folder import check_file
 from plait.checkpoint.manifest import Manifest, StoredTensor
 from plait.checkpoint.storage import Storage
 from plait.checkpoint.tensor_file import TensorFile, in_file
-from plait.core.layout import Region, blocks, extent, inside, overlap
+from plait.table.layout import Region, blocks, extent, inside, overlap
 
 BLOCK = 1 << 24
 """Bytes of a tensor in memory at once, where no rank needs more of it."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.storage import ByteSource, Storage
-from plait.core.layout import Region, blocks, extent, inside
+from plait.table.layout import Region, blocks, extent, inside
 
 NAMES = {
     torch.float64: "F64",

@@ -29,7 +29,7 @@ from plait.checkpoint.storage import Storage
 from plait.checkpoint.tensor_file import safetensors_header
 from plait.comm.agree import named
 from plait.comm.deadline import clock
-from plait.files.writing import DiskError
+from plait.checkpoint.files.writing import DiskError
 
 FILE, NOTE = "safetensors", "json"
 RUNNING, DONE, FAILED = range(3)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from plait.comm.base import Comm
-from plait.core.collectives import Note
-from plait.core.ended import OtherRankError
-from plait.core.escape import one_line, printable
-from plait.core.mesh import AXES
+from plait.table.collectives import Note
+from plait.comm.ended import OtherRankError
+from plait.messages.escape import one_line, printable
+from plait.table.mesh import AXES
 
 LONGEST_ERROR = 1024
 """Bytes of an error's text that reach the other ranks."""

@@ -53,8 +53,8 @@ from plait.comm.operation import (
 )
 from plait.comm.peer import Peer
 from plait.comm.prepared import Alone, Prepared
-from plait.core.collectives import Entry, Note, bytes_sent
-from plait.core.mesh import Mesh
+from plait.table.collectives import Entry, Note, bytes_sent
+from plait.table.mesh import Mesh
 
 if TYPE_CHECKING:
     from plait.comm.check import CollectiveCheck

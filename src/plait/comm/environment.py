@@ -17,8 +17,8 @@ from typing import Literal, Self
 import torch
 
 from plait.comm.slurm import from_slurm
-from plait.core.escape import one_line, say
-from plait.core.mesh import MOST_RANKS, Mesh
+from plait.messages.escape import one_line, say
+from plait.table.mesh import MOST_RANKS, Mesh
 
 STORE = "PLAIT_STORE"
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

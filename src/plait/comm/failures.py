@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from plait.comm.deadline import within
 from plait.comm.peer import Peer
-from plait.core.escape import one_line
+from plait.messages.escape import one_line
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

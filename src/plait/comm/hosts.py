@@ -23,9 +23,9 @@ from torch import Tensor
 from plait.comm.gloo import GlooTransport
 from plait.comm.operation import Operation
 from plait.comm.peer import Peer
-from plait.comm.shared_memory.transport import SharedMemoryTransport
+from plait.shared_memory.transport import SharedMemoryTransport
 from plait.comm.transport import Started, Transport, Wires
-from plait.core.mesh import Mesh
+from plait.table.mesh import Mesh
 
 NAP_SECONDS = 0.0005
 """Between two looks at what the own host waits for, while this rank waits for another host."""

@@ -30,7 +30,7 @@ from plait.comm.deadline import clock, within
 from plait.comm.environment import WorldVariables
 from plait.comm.meeting import UNKNOWN, Met, loopback_only, meet
 from plait.comm.peer import Peer, born, shown
-from plait.core.escape import one_line
+from plait.messages.escape import one_line
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -7,7 +7,7 @@ for byte:
     all_gather      shard       4096    2048   forward   blocks.0   0
     reduce_scatter  shard       4096    2048   backward  blocks.0   0
 
-Bytes are logical (``core/collectives.py``).  A group of one moves nothing and has no line.  Totals count every line;
+Bytes are logical (``table/collectives.py``).  A group of one moves nothing and has no line.  Totals count every line;
 only the newest lines are kept, some steps of a large run.
 """
 
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 
-from plait.core.collectives import Entry
+from plait.table.collectives import Entry
 
 MOST_KEPT = 2**15
 """Lines that are kept: about 9 MB."""

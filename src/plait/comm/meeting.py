@@ -28,7 +28,7 @@ import torch.distributed as dist
 from plait.comm.agree import differing, named
 from plait.comm.deadline import clock
 from plait.comm.peer import Peer, shown
-from plait.core.escape import one_line, printable
+from plait.messages.escape import one_line, printable
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -19,7 +19,7 @@ from torch import Tensor
 from plait.comm.gloo import GlooTransport
 from plait.comm.operation import Operation
 from plait.comm.transport import Started, Wires
-from plait.core.mesh import AXES, Mesh
+from plait.table.mesh import AXES, Mesh
 
 # Names that differ between releases of torch, chosen here and nowhere else.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from plait.comm.ordered_reduce import OPS
-from plait.core.collectives import Note
-from plait.core.mesh import AXES, Mesh
+from plait.table.collectives import Note
+from plait.table.mesh import AXES, Mesh
 
 NO_NOTE: Final = Note()
 

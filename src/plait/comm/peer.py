@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Self
 
-from plait.core.escape import one_line
+from plait.messages.escape import one_line
 
 MOST_BYTES = 2**16
 """Of what a rank says of itself."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from plait.comm.operation import DONE, Operation, Work
-from plait.core.collectives import Entry
+from plait.table.collectives import Entry
 
 if TYPE_CHECKING:
     from plait.comm.base import Comm

@@ -29,8 +29,8 @@ from plait.comm.base import DONE, Comm, MismatchError, Operation, Work
 from plait.comm.operation import copied, label
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.rendezvous import AbortedError, Address, Rendezvous
-from plait.core.ended import to_its_end
-from plait.core.mesh import Mesh
+from plait.comm.ended import to_its_end
+from plait.table.mesh import Mesh
 
 __all__ = ["AbortedError", "ThreadComm", "ThreadWorld", "run"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from plait.comm.base import DONE, Comm
-from plait.core.mesh import Mesh
+from plait.table.mesh import Mesh
 
 
 class TraceComm(Comm):

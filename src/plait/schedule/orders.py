@@ -30,7 +30,7 @@ zero bubble (Qi et al. 2023).
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from plait.core.wording import did_you_mean
+from plait.messages.wording import did_you_mean
 from plait.schedule import bubbles
 from plait.schedule.actions import Action, Kind, Line, Schedule, check_sizes, check_written, count_microbatches, keep
 from plait.schedule.orders_v import dualpipe_v, zbv

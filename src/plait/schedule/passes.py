@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate, groupby
 
-from plait.core.cells import Strategy
+from plait.table.cells import Strategy
 from plait.schedule.actions import (
     ADDS_GRADIENTS,
     MESSAGES,

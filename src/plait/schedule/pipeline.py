@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plait.core.cells import Strategy
-from plait.core.parallelism import Parallelism
+from plait.table.cells import Strategy
+from plait.table.parallelism import Parallelism
 from plait.schedule.acks import Key, acks
 from plait.schedule.actions import ADDS_GRADIENTS, Kind, Line, Schedule, count_microbatches, count_stages, owners
 from plait.schedule.check import check

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from plait.comm import Comm
-from plait.core.layout import Layout
+from plait.table.layout import Layout
 from plait.sharded.sharded_tensor import ShardedTensor
 
 Module = TypeVar("Module", bound=nn.Module)

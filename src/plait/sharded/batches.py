@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.core.layout import Layout
+from plait.table.layout import Layout
 from plait.sharded.rules import align, broadcast, on_meta, on_slices, rule, specs_in, unsummed, whole
 from plait.sharded.spec import OpPlan, Refusal, Spec
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from plait.comm import Comm
-from plait.core.layout import Layout
-from plait.core.mesh import AXES
+from plait.table.layout import Layout
+from plait.table.mesh import AXES
 from plait.sharded.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:

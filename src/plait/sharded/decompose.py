@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.core.layout import Layout
+from plait.table.layout import Layout
 from plait.sharded.dispatch import LayoutError, by_rule, fits, freeze, gradients, mapped, spec_of, tensors_in, writes
 from plait.sharded.elementwise import any_elementwise
 from plait.sharded.rules import RULES, Rule, lossless, named, specs_in

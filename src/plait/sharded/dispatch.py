@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plait.core.layout import Layout
+from plait.table.layout import Layout
 from plait.sharded.rules import RULES, Rule, named, on_plain, specs_in
 from plait.sharded.spec import OpPlan, Refusal, Spec, SpecCache
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from plait.sharded.dispatch import DIRECT, LayoutError
-from plait.sharded.masks import box_mask, stream_key
+from plait.forward.masks import box_mask, stream_key
 from plait.sharded.sharded_tensor import ShardedTensor, wrap
 
 _KEYS: ContextVar[Iterator[int] | None] = ContextVar("dropout_stream", default=None)

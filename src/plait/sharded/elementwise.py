@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.core.layout import Layout
+from plait.table.layout import Layout
 from plait.sharded.rules import combine, counted_once, finite, lossless, on_plain, on_slices, rule, specs_in, unsummed
 from plait.sharded.spec import OpPlan, Refusal, Spec
 

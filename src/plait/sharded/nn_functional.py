@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.core.layout import Layout
+from plait.table.layout import Layout
 from plait.sharded.rules import align, broadcast, on_plain, on_slices, rule, unsummed, whole
 from plait.sharded.spec import OpPlan, Refusal, Spec
 

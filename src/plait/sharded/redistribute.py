@@ -1,4 +1,4 @@
-"""The steps of ``core/layout.py`` on local tensors, and their way back.
+"""The steps of ``table/layout.py`` on local tensors, and their way back.
 
     forward   value    before --step--> after
     backward  gradient dual(before) <--dual step-- dual(after)        all_gather <-> reduce_scatter, ...
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm
-from plait.core.collectives import Note
-from plait.core.layout import FREE, Step, StepSizes, path, sizes
-from plait.sharded.padded import exchange, start_gather, start_scatter
+from plait.table.collectives import Note
+from plait.table.layout import FREE, Step, StepSizes, path, sizes
+from plait.comm.padded import exchange, start_gather, start_scatter
 from plait.sharded.spec import Spec
 
 NOTE = Note("redistribute")

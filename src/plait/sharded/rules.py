@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from plait.core.layout import Layout
+from plait.table.layout import Layout
 from plait.sharded.spec import OpPlan, Refusal, Spec
 
 Axes = tuple[str, ...]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm
-from plait.core.layout import Layout, extent, path, region
+from plait.table.layout import Layout, extent, path, region
 
 
 class SpecCache:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm
-from plait.core.layout import Layout
-from plait.core.mesh import Mesh
+from plait.table.layout import Layout
+from plait.table.mesh import Mesh
 from plait.sharded.spec import Spec
 
 _local = torch._C.DisableTorchFunctionSubclass

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.core.layout import nested_part
+from plait.table.layout import nested_part
 from plait.sharded.rules import Axes, dims_of_result, on_meta, rearranged, rule, whole
 from plait.sharded.spec import OpPlan, Refusal, Spec
 

@@ -1,0 +1,277 @@
+"""Places to write to: tried before a run; later an error says where, how much was to be written, what is free.
+
+before the run    check_file, check_folder     a file is made there, and is gone again
+                  check_free                   nobody else adds lines to a file
+during it         Lines                        one write for a line: it is there as a whole, or not at all
+at its end        write_text                   beside it first, then renamed: never half of a file
+
+[Errno 28] No space left on device; need 812 bytes, have 0 bytes: 'runs/a/metrics.jsonl'
+"""
+
+import errno
+import fcntl
+import json
+import math
+import os
+import secrets
+import stat
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from plait.messages.escape import say
+from plait.checkpoint.files.reading import open_plain, shown
+
+
+class DiskError(OSError):
+    """A file that could not be written: the reason, the bytes that it needs and those that are free, and its path."""
+
+
+def free(path: str | Path) -> int | None:
+    """Bytes that a user may still write at a path, or where it would be made; None where the file system has no word
+    for it."""
+    place = os.path.abspath(path)
+    while not os.path.exists(place):
+        place = os.path.dirname(place)
+    disk = os.statvfs(place)
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
+
+
+@contextmanager
+def told(path: str | Path, need: int) -> Iterator[None]:
+    """An OSError of the disk inside becomes a DiskError, which says it all in one line; one of another rank stays."""
+    try:
+        yield
+    except (TimeoutError, ConnectionError):
+        raise
+    except OSError as error:
+        have = free(path)
+        room = f"; need {need} bytes, have {have} bytes" if have is not None else ""
+        raise DiskError(error.errno or errno.EIO, f"{error.strerror or error}{room}", str(path)) from error
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """A file with this text, in the place of one that is there; DiskError, and what was there, where it cannot be."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: str, data: Mapping[str, Any]) -> None:
+    """Writes it to a file, or to the standard output for ``-``; DiskError where the disk has no room."""
+    text = json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
+    if path == "-":
+        say(text, sys.stdout)
+    else:
+        write_text(path, text)
+
+
+def finite(value: Any) -> Any:
+    """With null for inf and NaN, which JSON has no words for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(one) for key, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def write_bytes(path: str | Path, data: bytes, *, lasting: bool = True) -> None:
+    """The same of bytes.
+
+    Args:
+        lasting: return when the disk has them; otherwise they may be lost with the power, not with the process.
+    """
+    target = Path(os.path.realpath(path))
+    begun = target.with_name(f".{secrets.token_hex(8)}.partial")
+    with told(path, len(data)):
+        try:
+            with begun.open("xb") as file:
+                if target.exists():
+                    os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
+                file.write(data)
+                file.flush()
+                if lasting:
+                    os.fsync(file.fileno())
+            begun.replace(target)
+        except BaseException:
+            with suppress(OSError):
+                begun.unlink()
+            raise
+
+
+class Lines:
+    """A file to which lines are added, by one process at a time.
+
+    The lock is of the process: it goes as soon as the process closes the file, by whichever number.
+
+    Raises:
+        DiskError: it cannot be opened.
+        ValueError: another process is adding lines.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with told(path, 0):
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+            self.number = os.open(path, flags, 0o666)
+            self._own = os.fstat(self.number)
+            try:
+                if not stat.S_ISREG(self._own.st_mode):
+                    raise OSError(errno.EINVAL, "it is no plain file")
+                alone = _lock(self.number, fcntl.LOCK_EX) and self._is_there()
+            except OSError:
+                os.close(self.number)
+                raise
+        if not alone:
+            os.close(self.number)
+            raise ValueError(_taken(path))
+
+    def _is_there(self) -> bool:
+        """Whether the path still leads to this file."""
+        there = os.stat(self.path)
+        return (there.st_dev, there.st_ino) == (self._own.st_dev, self._own.st_ino)
+
+    def read(self) -> str:
+        """What is in it, without a word of what is no UTF-8."""
+        with told(self.path, 0):
+            return os.pread(self.number, os.fstat(self.number).st_size, 0).decode(errors="replace")
+
+    def replace(self, text: str) -> None:
+        """This text in the place of all lines; all the while no other process can add any."""
+        write_text(self.path, text)
+        new = Lines(self.path)
+        os.close(self.number)
+        self.number, self._own = new.number, new._own
+
+    def write(self, line: str) -> None:
+        """Add a line, by one write; where it does not fit, nothing of it stays.
+
+        Raises:
+            DiskError: the disk is full, or the file is not where it was any more.
+        """
+        data = f"{line}\n".encode()
+        with told(self.path, len(data)):
+            size = os.fstat(self.number).st_size
+            if not self._is_there():
+                raise FileNotFoundError(errno.ENOENT, "another file has taken its place")
+            written = os.write(self.number, data)
+            if written < len(data):
+                os.ftruncate(self.number, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        os.close(self.number)
+
+
+def _lock(number: int, kind: int) -> bool:
+    """Whether the lock of a file, asked for without a wait, is ours; also where the file system knows no locks."""
+    try:
+        fcntl.lockf(number, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    return True
+
+
+def _taken(path: str | Path) -> str:
+    return (
+        f"{shown(path)}: another run is writing to it; give each run a folder of its own (--out), or end that run first"
+    )
+
+
+def check_free(path: str | Path) -> None:
+    """Refuses, by a ValueError, a file to which another process is adding lines (``Lines``); several may look at once.
+    A file that cannot be opened is no matter of this."""
+    try:
+        number, _ = open_plain(path)
+    except ValueError:
+        return
+    try:
+        if not _lock(number, fcntl.LOCK_SH):
+            raise ValueError(_taken(path))
+    finally:
+        os.close(number)
+
+
+def check_file(name: str, path: str) -> None:
+    """Refuses a place where a file could not be written, before there is anything to write.
+
+    Args:
+        name: of the setting.
+
+    Raises:
+        ValueError: it is a folder, a pipe or a device, its folder is missing, or nothing can be written there.
+    """
+    place = os.path.abspath(path)
+    if not os.path.isdir(os.path.dirname(place)):
+        raise ValueError(f"{name} {shown(path)}: there is no such folder; make it, or give another")
+    _check_plain(name, path, place)
+    _try(name, path, os.path.dirname(os.path.realpath(place)))  # where write_text puts it
+
+
+def check_folder(name: str, path: str, files: Iterable[str] = (), need: int = 0) -> None:
+    """Refuses a folder that could not be made, or written to.
+
+    Args:
+        name: of the setting.
+        files: those that will be written in it.
+        need: bytes that will be written at least.
+
+    Raises:
+        ValueError: something else is there, nothing can be written, or there is less room.
+    """
+    place = os.path.abspath(path)
+    while not (status := _status(name, path, place)):
+        place = os.path.dirname(place)
+    if not stat.S_ISDIR(status.st_mode):
+        what = "a file" if stat.S_ISREG(status.st_mode) else "no folder"
+        raise ValueError(
+            f"{name} {shown(path)} is {what}: give a folder"
+            if place == os.path.abspath(path)
+            else f"{name} {shown(path)}: {shown(place)} is {what}; give another place"
+        )
+    for file in files:
+        _check_plain(name, os.path.join(path, file), os.path.join(os.path.abspath(path), file))
+    _try(name, path, place)
+    if (have := free(place)) is not None and need > have:
+        raise ValueError(
+            f"{name} {shown(path)}: need {need:,} bytes, have {have:,} bytes; give another place, or make room"
+        )
+
+
+def _status(name: str, path: str, place: str) -> os.stat_result | None:
+    """What is at a place, past links; None for nothing."""
+    try:
+        return os.stat(place)
+    except FileNotFoundError:
+        if not os.path.islink(place):
+            return None
+        raise ValueError(f"{name} {shown(path)}: {shown(place)} is a link to nothing; give another place") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{name} {shown(path)}: {reason}; give another place") from error
+
+
+def _check_plain(name: str, path: str, place: str) -> None:
+    status = _status(name, path, place)
+    if status and not stat.S_ISREG(status.st_mode):
+        what = "a folder" if stat.S_ISDIR(status.st_mode) else "no plain file"
+        raise ValueError(f"{name} {shown(path)} is {what}: give a file")
+    if status and not os.access(place, os.W_OK):
+        raise ValueError(f"{name} {shown(path)}: nothing can be written in {shown(place)}; give another place")
+
+
+def _try(name: str, path: str, folder: str) -> None:
+    """A nameless file in a folder, with a byte in it: root may write where the system still refuses."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\n")
+            file.flush()
+    except OSError as error:
+        have = free(folder)
+        room = "" if have is None else f", {have} bytes are free"
+        reason = f"nothing can be written in {folder!r} ({error.strerror}{room})"
+        raise ValueError(f"{name} {shown(path)}: {reason}; give another place") from error

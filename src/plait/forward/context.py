@@ -1,0 +1,232 @@
+"""Which forward runs, and where it stands: one frozen value, held in one place.
+
+    stage.forward(m)     begin(position, microbatch, ...)          a new context
+      model called       module ──► name, what surrounds it ──► the module around it ──► ...
+        column product   cut = what it left                        the context is replaced, nothing in it changes
+        block            kept:  here.again()
+    stage.backward(m)    context = the one that m's forward ended with
+        block again      with swapped(kept): ...                   afterwards the backward's own is back
+
+Handlers, hooks and messages ask ``current.context``; nothing else remembers anything of a forward.  Only ``Counts`` are
+written to, by all contexts of their forward.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from plait.forward.batch import batch_tensors
+from plait.forward.sites import Sites, Turns
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running in this thread: a forward now is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward that runs in this thread leaves its graph for another one (``create_graph``, too)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def goes_on() -> bool:
+    """In a hook on a tensor: whether the backward that runs goes on behind it, and does not end with its gradient."""
+    following = [node for node, _ in torch._C._current_autograd_node().next_functions if node is not None]
+    try:
+        return any(map(torch._C._will_engine_execute_node, following))
+    except RuntimeError:  # one is a leaf whose gradient is wanted
+        return True
+
+
+def checkpoint_around() -> object:
+    """What identifies the innermost ``torch.utils.checkpoint`` around this line; None outside of any."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks[0] if hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook") else None
+
+
+@dataclass(frozen=True)
+class RNGPosition:
+    """Where in the run a forward stands: what its dropout masks depend on, besides the seed.
+
+    ``first_sample`` is the global index of the microbatch's first sample within the step; ``lengths`` are those that
+    its samples may have in time, as ``token_counts`` finds them.
+    """
+
+    step: int
+    microbatch: int
+    first_sample: int
+    num_samples: int
+    lengths: tuple[int, ...] = ()
+
+    def of_samples(self, shape: Sequence[int]) -> bool:
+        """Whether the rows of a tensor belong to the samples: [samples, ...], or [samples * time, ...] where the
+        tokens of each sample follow one another, as a router of experts has them."""
+        rows = shape[0] if shape else -1
+        return rows == self.num_samples or rows in (self.num_samples * length for length in self.lengths)
+
+
+def token_counts(batch: Any, num_samples: int) -> tuple[int, ...]:
+    """How many tokens a sample of a batch may have: the second dims of the tensors whose first one is the samples."""
+    sizes = (tensor.shape[:2] for tensor in batch_tensors(batch) if tensor.dim() > 1)
+    return tuple({length: None for samples, length in sizes if samples == num_samples})
+
+
+class ModuleCall(NamedTuple):
+    """A module whose forward is under way."""
+
+    name: str = ""
+    outer: "ModuleCall | None" = None  # the call around it; None outside of the model
+    checkpoint: object = None  # around it when it was called (see ``checkpoint_around``)
+    again: int = 0  # called in a backward, it counts its masks anew: how many calls of the forward it may repeat
+    twice: bool = False  # what runs in it will run again in the backward, or is running for the second time
+    switched_on: bool = False  # the interceptor is on for this call, and no longer
+    in_model: bool = False  # the stage's model, or called by it; not a part of it that ``loss_fn`` calls
+    site: str = ""  # where it draws (see ``sites``)
+
+
+OUTSIDE = ModuleCall()
+"""``loss_fn``, before and after it calls the model."""
+
+
+class RunningUnit(NamedTuple):
+    """A unit whose forward is under way."""
+
+    open_again: Callable[[], None]  # unshards it in a backward
+    borrow: Callable[[Tensor], None]  # gathers another unit's parameter for it, from now on whenever it runs
+    found: Callable[[Tensor], None]  # a parameter that it reads is gathered already
+
+
+class CutActivation(NamedTuple):
+    """What the last column-cut module left on this rank: ``width`` features in all, 0 where activations are whole."""
+
+    width: int = 0
+    shape: torch.Size = torch.Size()
+    fused: bool = False
+
+
+class Counts:
+    """The masks that each site of a forward has drawn, its calls, and the site of each module."""
+
+    def __init__(self) -> None:
+        self.masks, self.calls, self.turns = dict[str, int](), dict[str, int](), Turns()
+        self.sites: dict[str, str | None] = {}
+        """None for a module that was called at several sites, or that has none of its own."""
+
+    def resumed(self, site: str) -> "Counts":
+        """The counts of a recomputation that begins here, at this site."""
+        again = Counts()
+        again.masks[site], again.calls, again.sites = self.masks.get(site, 0), self.calls, self.sites
+        return again
+
+
+class ForwardContext(NamedTuple):
+    """Where a forward stands."""
+
+    module: ModuleCall = OUTSIDE
+    units: tuple[RunningUnit, ...] = ()  # innermost last
+    cut: CutActivation = CutActivation()
+    column_input: Any = None  # the ``ColumnInput`` that the next column-cut sibling may share
+    whole_logits: bool = False  # the model computes its own loss, of the logits of the whole vocabulary
+    unsplit: bool = False  # inside a module whose activations are whole in time, though the stream is not
+    length: int = 0  # steps of time of the whole stream under sequence parallelism, once the embedding has seen it
+    boundary: Any = None  # the ``BoundaryState`` of a stage, while ``loss_fn`` runs
+    position: RNGPosition | None = None
+    microbatch: int = -1  # for the ledger
+    draws: bool = False  # randomness is served
+    stand_ins: dict[int, Tensor] | None = None  # for parameters, by ``id``, where the backward comes in two parts
+    counts: Counts = Counts()
+
+    def within(self, module: ModuleCall) -> "ForwardContext":
+        """The same in another module (``_replace`` takes five times as long, and this is called for each module)."""
+        return tuple.__new__(ForwardContext, (module, *self[1:]))
+
+    def again(self, *, whole: bool) -> "ForwardContext":
+        """For the recomputation that begins here, of ``whole`` modules or of a function that calls none; it keeps no
+        tensor and no checkpoint alive."""
+        module, counts = self.module, self.counts.resumed(self.module.site)
+        around = None if module.outer is None else OUTSIDE
+        inside = ModuleCall(module.name, around, None, int(whole), True, in_model=module.in_model, site=module.site)
+        return self._replace(module=inside, units=(), column_input=None, boundary=None, counts=counts)
+
+
+class CurrentForward:
+    """Holds the context of the forward that runs on a stage, or whose backward does."""
+
+    def __init__(self) -> None:
+        self.context = ForwardContext()
+        self.sites = Sites(nn.Module())
+
+    def begin(self, position: RNGPosition | None = None, **fields: Any) -> None:
+        """A forward begins; ``fields`` are those of its context."""
+        self.context = ForwardContext(position=position, counts=Counts(), **fields)
+
+    def replace(self, **fields: Any) -> None:
+        """The same forward, a step further."""
+        self.context = self.context._replace(**fields)
+
+    @contextmanager
+    def swapped(self, context: ForwardContext) -> Iterator[None]:
+        """Inside, another forward runs; afterwards, this one is where it was."""
+        before, self.context = self.context, context
+        try:
+            yield
+        finally:
+            self.context = before
+
+    # ---- modules and units --------------------------------------------------------------------------------------
+
+    def enter_module(self, name: str, *, switched_on: bool, is_model: bool) -> None:
+        context, again, key = self.context, 0, self.sites.key(name)
+        counts, outer = context.counts, context.module
+        if in_backward() and not outer.again:  # a checkpoint of the program's begins here
+            known = counts.sites.get(key, key)
+            site, again = (key, 2) if known is None else (known, counts.calls.get(known, 1))
+            counts.masks[site] = 0
+        else:
+            site = self.sites.enter(outer.site, name, counts.turns)
+            if site == outer.site and name:  # a part of the module that calls it
+                counts.sites[key], again = None, outer.again
+            elif outer.again:
+                counts.masks[site], again = 0, max(outer.again, counts.calls.get(site, 1))
+            else:
+                counts.calls[site] = counts.calls.get(site, 0) + 1
+                counts.sites[key] = site if counts.sites.get(key, site) == site else None
+        in_model = is_model or outer.in_model
+        self.context = context.within(
+            ModuleCall(name, outer, checkpoint_around(), again, outer.twice, switched_on, in_model, site)
+        )
+
+    def leave_module(self) -> ModuleCall:
+        """The innermost module's forward has ended, or raised; nothing to leave if it raised before it began."""
+        call = self.context.module
+        if call.outer is not None:
+            self.context = self.context.within(call.outer)
+        return call
+
+    @contextmanager
+    def runs_twice(self) -> Iterator[None]:
+        """What runs inside is recomputed; to be entered inside of the checkpoint that does so."""
+        before = self.context.module
+        self.context = self.context.within(before._replace(checkpoint=checkpoint_around(), twice=True))
+        try:
+            yield
+        finally:
+            self.context = self.context.within(before)
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether handlers will see what runs now if it is recomputed: a module's call switches them on, while a
+        checkpoint around a function that is no module's call runs without them."""
+        return checkpoint_around() is self.context.module.checkpoint
+
+    def enter_unit(self, unit: RunningUnit) -> None:
+        module, units, *rest = self.context
+        self.context = ForwardContext(module, (*units, unit), *rest)
+
+    def leave_unit(self) -> None:
+        module, units, *rest = self.context
+        self.context = ForwardContext(module, units[:-1], *rest)

@@ -1,0 +1,218 @@
+"""Dropout that belongs to the model, not to the process: a handler.
+
+A mask is a pure function of (seed, step, *global sample index*, site, number of the draw there, element index), and the
+name of a site comes from ``sites``.  Whoever computes a sample, in whatever microbatch, on whatever rank, draws the
+same mask: no cut of the batch changes it, and nothing draws from a global generator.  The bits (see ``sharded.masks``)
+come from a hash of the "hash prospector" family, which needs no generator object and runs on every device.
+
+It sees every function that draws: it serves ``F.dropout``, the attention kernel and recurrent layers, runs composite
+functions (multi-head attention) under a dispatch mode that serves their Bernoulli draws, and refuses every other random
+operator.
+It leaves alone what is given a generator, unless that runs twice, and everything in eval mode.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.forward.context import CurrentForward, RNGPosition
+from plait.forward.interceptor import Function, Handler
+from plait.forward.random_ops import all_silent, draws_nothing, is_random, no_stream, seeded
+from plait.forward.random_streams import STREAMS
+from plait.forward.recurrent import draws, is_packed, layer_by_layer
+from plait.forward.masks import Slice, keep_mask, stream_key
+
+SliceOf = Callable[[str, Sequence[int]], Slice | None]
+
+
+class DropoutRNG(Handler):
+    """The dropout of one stage.  ``slice_of`` tells which slice of its whole activation a module draws for, where they
+    are cut; if the engine ``recomputes``, parts of the model draw the same masks twice."""
+
+    def __init__(
+        self, seed: int, current: CurrentForward, *, slice_of: SliceOf | None = None, recomputes: bool = False
+    ) -> None:
+        self.seed, self.current, self.slice_of, self.recomputes = seed, current, slice_of, recomputes
+
+    def sees(self, func: Function) -> bool:
+        return func in _SERVED or func in _COMPOSITE or is_random(func)
+
+    def needed_in(self, model: nn.Module) -> bool:
+        return self.recomputes or not all_silent(model)
+
+    def idle(self) -> bool:
+        return not self.current.context.draws and not self.recomputes
+
+    def mask(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
+        """The next mask of the running module: bool, ``shape``, True where an element survives.
+
+        Its rows are samples or tokens where there are as many (``RNGPosition.of_samples``); otherwise the module has
+        lost the sample dim, and the mask belongs to the global microbatch.
+        """
+        keys = self.keys(shape)
+        place = self.place(self.current.context.module.name, shape)
+        return keep_mask(keys, math.prod(shape) // len(keys) if keys else 0, p, device, place).view(tuple(shape))
+
+    def keys(self, shape: Sequence[int]) -> list[int]:
+        """Those of the next mask of the running module: one for each sample, or one for the microbatch."""
+        position, _, site = self.site()
+        if position.of_samples(shape):
+            return self.sample_keys("dropout", site)
+        return [stream_key("microbatch dropout", self.seed, position.step, position.microbatch, site)]
+
+    def sample_keys(self, kind: str, site: str) -> list[int]:
+        """One for each sample of the microbatch, by its global index."""
+        position = self.current.context.position
+        assert position is not None
+        samples = range(position.first_sample, position.first_sample + position.num_samples)
+        return [stream_key(kind, self.seed, position.step, i, site) for i in samples]
+
+    def place(self, module: str, shape: Sequence[int]) -> Callable[[Tensor], Tensor] | None:
+        """Where a module's activation of this shape lies in the whole one, if it is cut."""
+        part = self.slice_of(module, tuple(shape)) if self.slice_of else None
+        return part.indices(shape) if part else None
+
+    def site(self) -> tuple[RNGPosition, str, str]:
+        """Where the running module's next draw is: the forward's place, the module, and the number of the draw."""
+        context = self.current.context
+        position, counts, module, site = context.position, context.counts, context.module.name, context.module.site
+        if position is None:
+            raise ValueError(
+                f"{f'module {module!r}' if module else 'the program'} draws random numbers before the model itself was "
+                f"called: where they stand in the run is told by the model's forward; let it call what is called here "
+                f"(a method of the model), or draw with a generator of your own"
+            )
+        if not self.current.comes_back:
+            raise ValueError(
+                f"{f'module {module!r}' if module else 'loss_fn'} draws dropout in a checkpoint around a function that "
+                f"is no module's call: in the backward nobody would know which mask to draw again; checkpoint a "
+                f"module's call, as in checkpoint(self.block, x, use_reentrant=False), or let the engine recompute"
+            )
+        if context.module.again > 1:
+            raise ValueError(
+                f"module {module!r} ran several times in this forward and draws dropout while it is recomputed: which "
+                f"call's mask to draw again is not known; recompute around it, or give each call its own module"
+            )
+        drawn = counts.masks.get(site, 0)
+        counts.masks[site] = drawn + 1
+        return position, module, f"{site}#{drawn}"
+
+    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """``F.dropout``, with the next mask of the running module."""
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout probability {p}: it must be from 0 to 1")
+        if not training or p == 0:
+            return input
+        scale = 1 / (1 - p) if p < 1 else 0.0
+        factor = self.mask(input.shape, p, input.device).to(input.dtype).mul_(scale)
+        return input.mul_(factor) if inplace else input * factor
+
+    def torch_dropout(self, input: Tensor, p: float, train: bool) -> Tensor:
+        return self.dropout(input, p, train)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """``F.scaled_dot_product_attention``; with dropout on the weights, written out."""
+        if not dropout_p:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        return written_out(
+            lambda weights: self.dropout(weights, dropout_p), query, key, value, attn_mask, is_causal, scale, enable_gqa
+        )
+
+    def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
+        context, own_generator = self.current.context, kwargs.get("generator") is not None
+        if context.module.twice and own_generator and is_random(func):
+            where = repr(context.module.name) if context.module.name else "the model"
+            raise ValueError(
+                f"module {where} draws from a generator of its own, and would draw other values when it is recomputed: "
+                f"draw them in the data pipeline, or leave recompute out"
+            )
+        if not context.draws:
+            return call_next(*args, **kwargs)
+        if func in _SERVED:
+            return _SERVED[func](self, *args, **kwargs)
+        if func in _COMPOSITE:
+            with _Bernoulli(self):
+                return func(*args, **kwargs)
+        recurrent = draws(func, args)
+        if recurrent and not is_packed(args):
+            return layer_by_layer(func, args, lambda x: self.dropout(x, args[5]))
+        if not own_generator and recurrent is not False:
+            if func in STREAMS:
+                return STREAMS[func](self, *args, **kwargs)
+            raise no_stream(getattr(func, "__name__", str(func)), context.module.name)
+        return func(*args, **kwargs)
+
+
+def written_out(
+    drop: Callable[[Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``F.scaled_dot_product_attention``, its weights through ``drop``; as torch's, it scales queries and keys alike
+    (fp16 overflows late), and a query that may attend to nothing gets zeros."""
+    if enable_gqa:
+        groups = query.size(-3) // key.size(-3)
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scale = query.size(-1) ** -0.5 if scale is None else scale
+    root = math.sqrt(abs(scale))
+    scores = (query * math.copysign(root, scale)) @ (key * root).transpose(-2, -1)
+    if is_causal:
+        future = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    if attn_mask is not None:
+        hidden = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if hidden else scores + attn_mask
+        nothing = scores.isneginf().all(-1, keepdim=True)
+        return drop(scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)) @ value
+    return drop(scores.softmax(-1)) @ value
+
+
+class _Bernoulli(TorchDispatchMode):
+    """Serves the Bernoulli draws inside a composite function; refuses any other."""
+
+    def __init__(self, dropout: DropoutRNG) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dropout = dropout
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bernoulli_.float:
+            target, keep_probability = args[0], args[1] if len(args) > 1 else 0.5  # torch leaves its default out
+            return target.copy_(self.dropout.mask(target.shape, 1 - keep_probability, target.device))
+        if func is torch.ops.aten.native_dropout.default and args[2] is not False:
+            keep = self.dropout.mask(args[0].shape, args[1], args[0].device)
+            return args[0] * keep.to(args[0].dtype).mul_(1 / (1 - args[1])), keep
+        if func is torch.ops.aten.exponential_.default:
+            return STREAMS[Tensor.exponential_](self.dropout, *args, **(kwargs or {}))
+        if seeded(func) and not draws_nothing(func, args, kwargs or {}):
+            raise no_stream(str(func), self.dropout.current.context.module.name)
+        return func(*args, **(kwargs or {}))
+
+
+_SERVED: dict[Function, Function] = {
+    F.dropout: DropoutRNG.dropout,
+    torch.dropout: DropoutRNG.torch_dropout,
+    F.scaled_dot_product_attention: DropoutRNG.attention,
+}
+_COMPOSITE = {F.multi_head_attention_forward, F.dropout1d, F.dropout2d, F.dropout3d, F.gumbel_softmax}

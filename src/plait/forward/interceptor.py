@@ -1,0 +1,270 @@
+"""One function mode that sees every torch function of a forward, and the handlers that it passes them to.
+
+    func ──► AttentionRecompute ─► AtRestCheck ─► Derivatives ─► TensorParallel ─► Products ─► DropoutRNG ──► torch
+
+A handler gets ``(func, call_next, *args, **kwargs)`` and returns what the function returns: by ``call_next``, which is
+the function as the handlers after it see it, with these or other arguments, or in another way.  What a handler itself
+calls is not seen.
+
+The order matters: handlers on the left read parameters, those to the right of ``Products`` see their stand-ins; a
+cut parameter belongs to ``TensorParallel`` before anything multiplies by it; what is recomputed is recomputed with all
+that the others do to it; and dropout is drawn last.  A handler that has nothing to do in a run is not in the list.
+
+Which functions a handler sees, and of which parameters every read, is looked up once: a function that no handler sees
+costs a dictionary lookup and a glance at its arguments.  Where all are idle (dropout in eval mode) no mode is active.
+"""
+
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as every_module
+from torch.overrides import TorchFunctionMode
+
+from plait.forward.context import CurrentForward
+from plait.forward.random_ops import quiet
+from plait.forward.sites import Sites
+from plait.forward.stays import StaysHere
+
+Function = Callable[..., Any]
+
+METADATA = {
+    *("__get__", "__set__", "__hash__", "__len__", "__repr__", "size", "dim", "ndimension", "numel", "nelement"),
+    *("stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "get_device", "untyped_storage"),
+    *("storage_offset", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "is_shared"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"),
+}
+"""Functions that do not read a parameter's values."""
+
+VIEWS = {"T", "mT", "H", "mH", "data", "real", "imag"}
+"""Properties that hand out a parameter's values, or take others."""
+
+
+class Handler:
+    """What one part of the engine does to the functions of a forward."""
+
+    parameters: Collection[int] = ()
+    """By ``id``: it sees every function that reads one of these."""
+
+    def sees(self, func: Function) -> bool:
+        """Whether it sees a function whatever the arguments are."""
+        return False
+
+    def needed_in(self, model: nn.Module) -> bool:
+        """Whether it may have something to do in a call of this model."""
+        return True
+
+    def idle(self) -> bool:
+        """Whether it would leave everything alone in the forward that begins."""
+        return False
+
+    def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
+        return call_next(*args, **kwargs)
+
+
+def read_among(values: Iterable[Any], known: Container[int]) -> list[int]:
+    """The ids of the values that are known by ``id``, also inside lists and tuples."""
+    read: list[int] = []
+    for value in values:
+        if id(value) in known:
+            read.append(id(value))
+        elif isinstance(value, (list, tuple)):
+            read += read_among(value, known)
+    return read
+
+
+class EngineMode(TorchFunctionMode):
+    """A function mode of the engine's; to it a compiled unit is one function."""
+
+
+@contextmanager
+def hidden_modes() -> Iterator[list[EngineMode]]:
+    """Inside, none of the engine's modes sees a function; yields them, outermost first."""
+    modes = _active_modes()
+    for _ in modes:
+        torch._C._pop_torch_function_stack()
+    users = [mode for mode in modes if not isinstance(mode, EngineMode)]
+    try:
+        for mode in users:
+            torch._C._push_on_torch_function_stack(mode)
+        yield [mode for mode in modes if isinstance(mode, EngineMode)]
+    finally:
+        for _ in users:
+            torch._C._pop_torch_function_stack()
+        for mode in modes:
+            torch._C._push_on_torch_function_stack(mode)
+
+
+class Interceptor(EngineMode, StaysHere):
+    """The mode of a stage, on while the model runs, in a forward or again in a backward; handlers in their order."""
+
+    def __init__(self, current: CurrentForward, handlers: Iterable[Handler]) -> None:
+        super().__init__()
+        self.current, self.handlers = current, tuple(handlers)
+        self._known = frozenset(key for handler in self.handlers for key in handler.parameters)
+        self._routes: dict[Function, tuple[Function, Function | None]] = {}
+        """How each function is called, and how if it reads a parameter, where that is another way."""
+        self._watched: list[Any] = []
+        """The hooks and attributes of a model that is left alone; ``_sizes`` is how many there were."""
+        self._sizes: list[int] = []
+        self._paused = self._followed_late = False
+        self._closed: Collection[str] = ()
+        self._every = False
+        """What ``follow`` was told."""
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        call, reading = self._routes.get(func) or self._route(func)
+        if reading is not None:
+            known = self._known
+            for value in args:
+                if id(value) in known or (isinstance(value, (list, tuple)) and read_among(value, known)):
+                    call = reading
+                    break
+            else:
+                if kwargs and read_among(kwargs.values(), known):
+                    call = reading
+        return call(*args, **kwargs) if kwargs else call(*args)
+
+    def _route(self, func: Function) -> tuple[Function, Function | None]:
+        seeing = [handler for handler in self.handlers if handler.sees(func)]
+        reading = [handler for handler in self.handlers if handler in seeing or handler.parameters]
+        same = reading == seeing or only_metadata(func)
+        route = _chain(seeing, func), None if same else _chain(reading, func)
+        self._routes[func] = route
+        return route
+
+    # ---- on and off ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, functions are seen, unless every handler is idle, or it is on already."""
+        if self._idle() or self in _active_modes():
+            yield
+            return
+        self.__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            if self._paused:  # Ctrl-C in the call of a model that is left alone: it is off already
+                self._paused = False
+            else:
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _idle(self) -> bool:
+        return all(handler.idle() for handler in self.handlers)
+
+    def follow(
+        self,
+        model: nn.Module,
+        sites: Sites | None = None,
+        *,
+        every: bool = False,
+        closed: Collection[str] = (),
+    ) -> None:
+        """Keep track of which module runs, by hooks; the outermost call switches the mode on.  A model in which no
+        handler has anything to do (torch's own layers that draw nothing) is left alone: the mode is on outside of its
+        call alone, for what ``loss_fn`` may draw.  A hook that is added to one of its modules later may do anything, so
+        then it is followed.
+
+        Args:
+            sites: those of the whole model, of which this one is a part.
+            every: also those of torch's layers that draw nothing.
+            closed: modules whose insides are left to somebody else (see ``compiled``).
+        """
+        self._closed, self._every, self.current.sites = closed, every, sites or Sites(model)
+        hooks: list[Any] = [every_module._global_forward_pre_hooks, every_module._global_forward_hooks]
+        if not any(hooks) and not any(handler.needed_in(model) for handler in self.handlers):
+            self._watched = hooks
+            for module in model.modules():
+                self._watched += [module._forward_pre_hooks, module._forward_hooks, vars(module)]
+            model.register_forward_pre_hook(self._leave_alone, prepend=True)
+            model.register_forward_hook(self._come_back, always_call=True)
+            return
+        for name, module in model.named_modules():
+            if not any(_inside(name, one) for one in closed):
+                self._track(model, name, module)
+
+    def open(self, model: nn.Module, name: str) -> None:
+        """Follow the insides of a module that was closed."""
+        for inner, module in model.get_submodule(name).named_modules(prefix=name):
+            if inner != name and not self._watched:
+                self._track(model, inner, module)
+
+    def _track(self, model: nn.Module, name: str, module: nn.Module) -> None:
+        if self._every or module is model or not quiet(module):
+            module.register_forward_pre_hook(partial(self._enter, model, name), prepend=True)
+            module.register_forward_hook(self._leave, always_call=True)
+
+    def remember(self) -> None:
+        """The engine has added all its own hooks."""
+        self._sizes = list(map(len, self._watched))
+
+    def _enter(self, model: nn.Module, name: str, module: nn.Module, args: Any) -> None:
+        current, switches_on = self.current, False
+        if current.context.module.outer is None:
+            if current.context.draws != model.training:
+                current.replace(draws=model.training)
+            if self._idle() or self._runs_elsewhere():
+                return
+            if switches_on := self not in _active_modes():
+                self.__enter__()  # type: ignore[no-untyped-call]
+        current.enter_module(name, switched_on=switches_on, is_model=module is model)
+
+    def _runs_elsewhere(self) -> bool:
+        """Whether a stage of the same model runs that has this module in its own parts, or by a reference alone."""
+        sites, modes = self.current.sites, _active_modes()
+        others = (mode for mode in modes if isinstance(mode, Interceptor) and mode is not self)
+        return self not in modes and any(mode.current.sites is sites for mode in others)
+
+    def _leave(self, *call: Any) -> None:
+        if self.current.leave_module().switched_on:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _leave_alone(self, model: nn.Module, args: Any) -> None:
+        if self._sizes and self._sizes != list(map(len, self._watched)):
+            self._sizes, self._watched = [], []
+            for name, module in model.named_modules():
+                if module is not model and not any(_inside(name, one) for one in self._closed):
+                    self._track(model, name, module)
+            model.register_forward_hook(self._leave, always_call=True)
+            self._followed_late = True
+        if self._followed_late:  # here, for a hook of its own would come before those that begin the engine's forward
+            self._enter(model, "", model, args)
+        elif not self._sizes:
+            return
+        elif self in _active_modes()[-1:]:
+            self._paused = True
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _come_back(self, *call: Any) -> None:
+        if self._paused:
+            self._paused = False
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+
+def _inside(name: str, outer: str) -> bool:
+    return name != outer and name.startswith(f"{outer}." if outer else "")
+
+
+def _active_modes() -> list[Any]:  # of this thread, outermost first
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+def _chain(handlers: Sequence[Handler], func: Function) -> Function:
+    call = func
+    for handler in reversed(handlers):
+        call = partial(handler, func, call)
+    return call
+
+
+def only_metadata(func: Function, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Whether a torch function does not read the values of its arguments, nor write to them."""
+    name = getattr(func, "__name__", "")
+    if name == "type":
+        return len(args) == 1 and not kwargs  # with a dtype it converts
+    return name in METADATA and not (name in ("__get__", "__set__") and func.__self__.__name__ in VIEWS)  # type: ignore[attr-defined]

@@ -1,0 +1,116 @@
+"""Which operators are random, and a generator of one's own for all of them.
+
+A stream is named by what it depends on (``stream_key``), never by how much was drawn before.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.forward.masks import stream_key
+
+_QUIET = {
+    *("linear", "sparse", "conv", "normalization", "batchnorm", "instancenorm", "activation", "pooling", "padding"),
+    *("flatten", "pixelshuffle", "upsampling"),
+}
+"""Files of torch's layers that draw nothing, but for these:"""
+_DRAWING = {"MultiheadAttention", "RReLU", "FractionalMaxPool2d", "FractionalMaxPool3d"}
+_OTHERS = {
+    *(F.alpha_dropout, F.feature_alpha_dropout, F.gumbel_softmax),
+    *(F.rrelu, F.fractional_max_pool2d, F.fractional_max_pool3d),
+    *(F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices, nn.init.kaiming_uniform_),
+}
+"""Functions that draw and have another name than an operator that does; what they call is not seen."""
+
+
+def seeded(op: Any) -> bool:
+    """Whether an operator draws from a generator, by its tag."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def draws_nothing(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Attention kernels carry the random tag but draw nothing without dropout."""
+    names = [a.name for a in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" in names and not given.get("dropout_p", 0.0)
+
+
+def quiet(module: nn.Module) -> bool:
+    """Whether its forward is one of torch's that draw nothing, and no code of the user's runs in its call."""
+    forward = type(module).forward
+    drawing = forward.__qualname__.split(".")[0] in _DRAWING
+    return _file_of(forward) in _QUIET and not drawing and not _changed(module)
+
+
+class OwnLayer(nn.Module):
+    """A module that the engine has put into the model: nothing of the user's runs in its call, and it draws nothing."""
+
+
+def silent(module: nn.Module) -> bool:
+    """Whether it certainly draws nothing: one of torch's own quiet layers, or its ``Sequential`` around others."""
+    if type(module) is nn.Sequential:
+        return not _changed(module)
+    if isinstance(module, OwnLayer):
+        return True
+    return quiet(module) and _file_of(type(module)) in _QUIET
+
+
+def all_silent(model: nn.Module) -> bool:
+    """Whether no module of the model runs code of the user's, or may draw."""
+    return all(map(silent, model.modules()))
+
+
+def _changed(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def _file_of(defined: Any) -> str:
+    """Which of the files of ``torch.nn.modules`` a class or function is from."""
+    name: str | None = defined.__module__  # None of what exec() made
+    return (name or "").removeprefix("torch.nn.modules.")
+
+
+@cache
+def is_random(func: Callable[..., Any]) -> bool:
+    """Whether a torch function draws from a generator, read off the tags of the operator of its name."""
+    if func in _OTHERS:
+        return True
+    name = getattr(func, "__name__", "")
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
+    if packet is None or name == "scaled_dot_product_attention":
+        return False
+    return any(seeded(getattr(packet, overload)) for overload in packet.overloads())
+
+
+def no_stream(operator: str, module: str) -> ValueError:
+    """The error for a random operator that no stream serves, in a module ("" is the model)."""
+    where = f"module {module!r}" if module else "the model"
+    return ValueError(
+        f"{where} calls the random operator {operator!r}, which no stream serves: its values would depend on how the "
+        f"batch is cut. Use nn.Dropout, F.dropout or F.scaled_dot_product_attention, pass generator=..., or draw the "
+        f"values in the data pipeline"
+    )
+
+
+class PrivateGenerator(TorchDispatchMode):
+    """Everything random inside draws from a stream that depends on ``key`` alone, whatever the code passes."""
+
+    def __init__(self, device: torch.device, *key: object) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.generator = torch.Generator(device=device).manual_seed(stream_key(*key) & (2**63 - 1))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if seeded(func):
+            if all(a.name != "generator" for a in func._schema.arguments):
+                overload = getattr(func.overloadpacket, "generator", None)
+                if overload is None:
+                    raise no_stream(str(func), "")
+                func = overload
+            kwargs["generator"] = self.generator
+        return func(*args, **kwargs)

@@ -1,0 +1,273 @@
+"""Activations that are made a second time instead of being kept: recomputation.
+
+    none        every operator keeps what its backward reads
+    selective   attention keeps query, key and value; scores, softmax, masks and its output are made again
+    full        a block keeps its inputs; its forward runs again when its backward begins
+
+    forward    F0 ── F1 ── F2 ── loss         kept under full:  x0  x1  x2
+    backward        F0 B0 ◄── F1 B1 ◄── F2 B2 ◄── loss
+
+What runs again comes out the same to the bit: it begins where the first run began, with the same dropout masks, length
+of the stream and stand-ins for parameters, and with the unit's parameters gathered, once for the recomputation and for
+the backward after it.  Messages between tensor ranks inside a block are sent again; the core of attention sends none.
+
+The work is ``torch.utils.checkpoint``'s.  ``full`` wraps the forward of blocks; ``selective`` is a handler, which sees
+``F.scaled_dot_product_attention`` in a forward with gradients.
+
+Sources: full recomputation, Chen et al. 2016 (arXiv:1604.06174); selective, Korthikanti et al. 2022 (arXiv:2205.05198,
+section 5): the core of attention has most of a layer's activations (5as/h of 34 + 5as/h) and little of its products.
+"""
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from plait.forward.attributes import PLAIN, attributes_of
+from plait.forward.context import CurrentForward, in_backward
+from plait.forward.interceptor import Function, Handler, Interceptor
+from plait.forward.parameter import AtRest
+from plait.tensor import Parallel
+
+
+def check_recompute(model: nn.Module, names: Iterable[str], recompute: str | None) -> None:
+    """Raises ValueError for an unknown word, and for ``full`` where no unit (``names``) is a block."""
+    if recompute not in (None, "full", "selective"):
+        raise ValueError(f"recompute={recompute!r}: give 'full', 'selective' or None")
+    if recompute == "full" and not blocks_of(model, names):
+        raise ValueError(
+            "recompute='full' runs the blocks of a ModuleList or Sequential again, and no unit of this model is inside "
+            "of one: put the repeated layers into a ModuleList, name them (units=[...]), or leave recompute out"
+        )
+
+
+def blocks_of(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Which units ``full`` runs again: those inside a ``ModuleList`` or ``Sequential``, of nested ones the outermost;
+    not a stock layer alone in its unit (``nn.Linear``), which keeps its input and nothing else."""
+    modules, units = dict(model.named_modules()), set(names)
+    blocks: list[str] = []
+    for name in (n for n in modules if n in units):
+        around = [modules[name[:i]] for i, letter in enumerate(name) if letter == "."] + [model] * bool(name)
+        repeated = any(isinstance(m, nn.ModuleList | nn.Sequential) for m in around)
+        nested = any(name.startswith(other + ".") for other in blocks)
+        block = modules[name]
+        stock = not list(block.children()) and (type(block).forward.__module__ or "").startswith("torch.nn.")
+        if repeated and not nested and not stock:
+            blocks.append(name)
+    return blocks
+
+
+WRITTEN = (
+    "what it has written to stays written (a cache: model.config.use_cache = False; a tensor that it was given, in "
+    "place; an object), or its path depends on something else than its arguments"
+)
+"""Why a forward cannot be run again."""
+
+
+def called_twice(
+    current: CurrentForward,
+    function: Function,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    seen_by: Interceptor | None = None,
+    early_stop: bool = True,
+) -> Any:
+    """``function(*args, **kwargs)``, of which only the arguments are kept; in the backward it is called again, with
+    lists and dicts as they are now, whoever changes them in between.
+
+    Args:
+        seen_by: sees the functions of the modules that it calls, the second time too; None: it calls no module.
+        early_stop: the second call ends as soon as all is there that the backward reads.
+    """
+    units = current.context.units
+    again = current.context.again(whole=seen_by is not None)
+    own, named = [(args, kwargs)], _copied(kwargs)  # the caller's own objects are for the first call, and go with it
+    held = _versions((args, named))
+
+    def run(*saved: Any) -> Any:
+        first = bool(own)
+        args, kwargs = own.pop() if first else _copied((saved, named))
+        with ExitStack() as stack:
+            if not first:
+                _check_unwritten(held)
+                if units:
+                    units[-1].open_again()
+                stack.enter_context(current.swapped(again))
+                if seen_by is not None:
+                    stack.enter_context(seen_by.on())
+            stack.enter_context(current.runs_twice())
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError as error:
+                if first:
+                    raise
+                raise ValueError(
+                    f"a forward fails when it is run again in the backward ({error}): {WRITTEN}"
+                ) from error
+
+    preserve = not again.draws  # else every draw is served
+    return checkpoint(run, *_copied(args), use_reentrant=False, preserve_rng_state=preserve, early_stop=early_stop)
+
+
+_CONTAINERS = {list, dict, OrderedDict, defaultdict, deque}
+
+
+def _stays(value: Any) -> bool:
+    return not (isinstance(value, tuple) or type(value) in _CONTAINERS)
+
+
+def _copied(value: Any) -> Any:
+    """New lists, dicts and tuples of the same leaves; other objects are leaves, even if torch can look into them."""
+    return tree_map(lambda leaf: leaf, value, is_leaf=_stays)
+
+
+def _versions(call: tuple[Sequence[Any], Mapping[str, Any]]) -> list[tuple[Tensor, int]]:
+    """Tensors of a call, and how often they were written to; torch looks after those that are arguments by place."""
+    args, kwargs = call
+    leaves = tree_leaves(([arg for arg in args if not isinstance(arg, Tensor)], kwargs), is_leaf=_stays)
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter))
+    with torch._C.DisableTorchFunction():
+        return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+
+def _check_unwritten(held: Iterable[tuple[Tensor, int]]) -> None:
+    """Raises ValueError where a tensor of a call was written to since."""
+    with torch._C.DisableTorchFunction():
+        written = [tuple(tensor.shape) for tensor, version in held if tensor._version != version]
+    if written:
+        raise ValueError(
+            f"a tensor of shape {written[0]} that a forward was given has been written to, by it or since, and it "
+            f"runs again in the backward: write x = x + block(x), not x += block(x), or leave recompute out"
+        )
+
+
+def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: Parallel, *, sequence: bool) -> None:
+    """Make the forward of a block one that runs again in the backward.  Raises ValueError for a block whose input the
+    tensor plan changes before its forward sees it; at its first forward for one that writes to a buffer; and at any
+    for one that writes to a parameter."""
+    style = parallel.styles.get(name)
+    if sequence and style and style.kind == "enter":
+        raise ValueError(
+            f"block {name!r} is 'enter' in the tensor plan, so its stream is gathered before its forward, and "
+            f"recompute='full' would begin behind that: make the module around it the unit"
+        )
+    inside = {s.kind for n, s in parallel.styles.items() if f"{n}.".startswith(f"{name}.")}
+    module = model.get_submodule(name)
+    once, checked, parameters = module.forward, set[bool](), dict(module.named_parameters())
+    # torch ends a recomputation once it has what was saved: the message of these may come after that, last in a block
+    early_stop = inside.isdisjoint({"gathered", "vocabulary"})
+    counts = False
+
+    @wraps(once)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal counts
+        if not torch.is_grad_enabled():
+            return once(*args, **kwargs)
+        unseen = module.training not in checked and not in_backward()
+        with torch._C.DisableTorchFunction():
+            versions = [parameter._version for parameter in parameters.values()]
+            before = _values(module) if unseen else {}
+        numbers = _numbers(module) if unseen or counts else {}
+        function = _WithNumbers(module, once, numbers) if numbers else once
+        try:
+            output = called_twice(
+                interceptor.current, function, args, kwargs, seen_by=interceptor, early_stop=early_stop
+            )
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise ValueError(
+                f"block {name!r} calls torch.func.grad or its like, which torch cannot run again in the backward "
+                f"(nor under torch.utils.checkpoint): call torch.autograd.grad, or leave recompute out"
+            ) from error
+        with torch._C.DisableTorchFunction():
+            after = _values(module) if unseen else {}
+            now = [parameter._version for parameter in parameters.values()]
+        written = [key for key, old, new in zip(parameters, versions, now, strict=True) if old != new]
+        added = [key for key in after if key not in before and key not in parameters]  # buffers
+        written += added + [key for key in after if key in before and not same_bits(before[key], after[key])]
+        if written:
+            raise ValueError(
+                f"block {name!r} writes to its {'parameter' if written[0] in parameters else 'buffer'} {written[0]!r} "
+                f"in forward, and recompute='full' would write to it twice: of running statistics use a norm without "
+                f"them, or freeze it by eval(); write to a parameter between steps; or leave recompute out"
+            )
+        if unseen:
+            checked.add(module.training)
+            counts = counts or numbers != _numbers(module)
+        return output
+
+    module.forward = forward
+
+
+class _WithNumbers:
+    """A block's forward that begins with the same numbers when it runs again, and leaves those that it finds then."""
+
+    def __init__(self, module: nn.Module, forward: Function, numbers: Mapping[tuple[nn.Module, str], Any]) -> None:
+        self._module, self._forward, self._numbers, self._ran = module, forward, numbers, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._ran:
+            self._ran = True
+            return self._forward(*args, **kwargs)
+        now = _numbers(self._module)
+        _set(self._numbers)
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            _set(now)
+
+
+def _numbers(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
+    """What a block and the modules inside keep as plain numbers, flags and words (a counter)."""
+    modules = [*module.modules()]
+    return {(m, key): v for m in modules for key, v in attributes_of(m).items() if v is None or type(v) in PLAIN}
+
+
+def _set(numbers: Mapping[tuple[nn.Module, str], Any]) -> None:
+    for (module, key), value in numbers.items():
+        vars(module)[key] = value
+
+
+def _values(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of a module's buffers, and of its parameters; units inside of it look after their own."""
+    parameters = ((key, p) for key, p in module.named_parameters() if not isinstance(p, AtRest))
+    return {key: tensor.detach().clone() for key, tensor in (*module.named_buffers(), *parameters)}
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors are the same, NaN for NaN."""
+    return left.shape == right.shape and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+
+
+class AttentionRecompute(Handler):
+    """Runs ``F.scaled_dot_product_attention`` again in its backward, wherever the model calls it."""
+
+    def __init__(self, current: CurrentForward) -> None:
+        self.current = current
+        self._seen = False
+
+    def sees(self, func: Function) -> bool:
+        return func is F.scaled_dot_product_attention
+
+    def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return call_next(*args, **kwargs)
+        self._seen = True
+        return called_twice(self.current, call_next, args, kwargs)
+
+    def after_model(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Hook of a whole model: raises ValueError where there is no attention to run again."""
+        if torch.is_grad_enabled() and not self._seen:
+            raise ValueError(
+                f"recompute='selective' runs F.scaled_dot_product_attention again, which {type(model).__name__} does "
+                f"not call: let its attention call it, use recompute='full', or leave recompute out"
+            )

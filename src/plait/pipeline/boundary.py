@@ -1,0 +1,265 @@
+"""The boundary of a stage: where the stream from the stage before comes in, and where it leaves for the next.
+
+    loss_fn(model, batch)                  the user's own call, on every stage; here stage 1 of 3 has blocks.0 and 1
+      │
+      └► model(tokens)                     the model's own code runs unchanged
+           ├► embed       ForeignLayer     returns NotHere, a tensor that no link of this stage may read
+           ├► drop(x)                      passes through: NotHere in, NotHere out
+           ├► (embed was the last before ours: returns what stage 0 sent)    BoundaryState.enter
+           ├► blocks.0    ours             runs; what it is given besides the stream and is NotHere, stage 0 sent too
+           ├► blocks.1    ours, the last   behind its hooks: raises StageDone ───────┐
+           ┆  norm, head                   never reached                             │
+      ┆  cross_entropy                     never reached                             │
+    Stage._call   ◄──────────────────────────────────────────────── except StageDone ┘   goes to stage 2
+
+    backward: y.grad comes from stage 2 ─► autograd ─► Received.backward leaves x.grad with the BoundaryState ─► stage 0
+
+A link that another stage has is a ``ForeignLayer`` and does not compute.  Those before the stage's first link return
+``NotHere``, which passes through any code and turns everything made of it into ``NotHere`` too; a link that is given
+one would need what another stage has.  The last of them returns what the stage before sent; the code between it and the
+first link runs here, once.  The model's own input (tokens, a mask), and what is made of it alone, stays what it is.  On
+all but the last stage the call ends after the last link, so what follows the last link of all, and the loss, run on the
+last stage alone.  Every call checks that links run in the order in which they are named, each once.
+
+What later stages read besides the stream (a bias table, an encoder's output, a skip connection) goes along: see
+``crossing``.  To find it out, the first call for the shapes of a batch goes on behind the stage's last link.
+"""
+
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, MutableSet
+from functools import partial
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from plait.forward.context import CurrentForward, in_backward
+from plait.pipeline.crossing import BoundaryState, version_of
+from plait.pipeline.handover import Key, shape_of, tree_of, value_of
+from plait.pipeline.not_here import NotHere
+from plait.pipeline.stage_model import CHILDREN, ForeignLayer, StageModel, empty, kind_of
+
+
+class StageDone(Exception):  # noqa: N818 (it is no error)
+    """Ends a call of ``loss_fn`` after the stage's last link; hooks that are always called still run."""
+
+
+SHARED = MutableMapping, MutableSequence, MutableSet
+
+
+def _inside(container: Any) -> list[int]:
+    return [id(one) for one in (container.values() if isinstance(container, MutableMapping) else container)]
+
+
+def _run_by(run: Callable[..., Any], module: nn.Module) -> None:
+    """Have ``run`` call a module: what that returns is known behind all of its hooks, also those that come later."""
+    vars(module)["_call_impl"] = partial(run, module._call_impl)
+
+
+class StageBoundary:
+    """The links of a stage's model, told when they run; those of other stages are foreign layers.  On the ``last``
+    stage calls run to their end."""
+
+    def __init__(self, part: StageModel, number: int, current: CurrentForward, *, last: bool) -> None:
+        self.number, self.current, self.last = number, current, last
+        self.model, self.links, self.names = part.model, part.links, part.chain.links
+        self._kinds = [kind_of(part.model.get_submodule(name)) for name in self.names]
+        self._indices: dict[int, list[int]] = {}
+        self._name_of: dict[int, str] = {}
+        self.own = {name: module for name, module in part.outside.items() if not isinstance(module, ForeignLayer)}
+        """Modules outside of the links that this stage has; another one may have a copy, and run it."""
+        for index, name in enumerate(self.names):
+            link = part.model.get_submodule(name)
+            self._indices.setdefault(id(link), []).append(index)
+            if isinstance(link, ForeignLayer):
+                link.at_call, link.at_look = self._at_foreign_link, self._at_look
+        for link in dict.fromkeys(part.model.get_submodule(self.names[index]) for index in self.links):
+            link.register_forward_pre_hook(self._before_link, with_kwargs=True)  # after other hooks of theirs
+            _run_by(self._run_link, link)
+        for name, module in part.outside.items():
+            self._name_of[id(module)] = name
+            if isinstance(module, ForeignLayer):
+                module.at_call, module.at_look = self._at_foreign_module, self._at_look
+            elif not last:
+                _run_by(self._run_module, module)
+        if not last:
+            part.model.register_forward_hook(self._after_model, prepend=True)  # before its units are left
+
+    @property
+    def state(self) -> BoundaryState | None:
+        """Of the forward that runs."""
+        state: BoundaryState | None = self.current.context.boundary
+        return state
+
+    def _reached(self, module: nn.Module) -> BoundaryState:
+        """The boundary of the forward that has come to a link, which must be the next one (else ValueError)."""
+        boundary: BoundaryState | None = self.current.context.boundary
+        if boundary is None:
+            raise ValueError(f"stage {self.number} has only some links of the model: train it by engine.step")
+        indices, index = self._indices[id(module)], boundary.next_link
+        if index not in indices:
+            expected = repr(self.names[index]) if index < len(self.names) else "no more"
+            raise ValueError(
+                f"the pipeline's link {self.names[indices[0]]!r} ran where {expected} was to come: links run once "
+                f"each, in the order in which the model names them, and loss_fn calls the model once"
+            )
+        boundary.next_link += 1
+        return boundary
+
+    # ---- what other stages have -----------------------------------------------------------------------------------
+
+    def _at_foreign_link(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        if in_backward():
+            raise ValueError(
+                "a checkpoint around several links of the pipeline holds links of two stages: checkpoint inside of a "
+                "link, or around one"
+            )
+        boundary, given = self._reached(module), tree_leaves((args, kwargs))
+        index, name = boundary.next_link - 1, self.names[boundary.next_link - 1]
+        if index + 1 == self.links.start:
+            return boundary.enter(name, given)
+        if index < self.links.start:
+            return boundary.stand_in(name)
+        boundary.offer(name, given)
+        if not self._goes_on(boundary):
+            raise StageDone
+        return self._behind(boundary)
+
+    def _at_foreign_module(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        name, boundary = self._name_of[id(module)], self.state
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        passing = boundary is not None and (not boundary.entered or boundary.output is not None)
+        if boundary is None or in_backward() or not (passing or any(isinstance(leaf, NotHere) for leaf in given)):
+            raise ValueError(
+                f"{name!r} belongs to no link of the pipeline and was taken to run elsewhere, but stage {self.number} "
+                f"calls it: name it among the model's pipeline_links(), or put it into a link"
+            )
+        return boundary.stand_in(name)
+
+    def _at_look(self, module: nn.Module, what: str) -> None:
+        """The model looks into a foreign layer: ValueError after the last link, when another stage has what it wants,
+        and at any time where it goes from child to child, which is how hooks are added that collect from all links."""
+        boundary = self.state
+        behind = boundary is not None and boundary.next_link == len(self.names) and self.last
+        if boundary is not None and (behind or what == CHILDREN) and not in_backward():
+            name = self._name_of.get(id(module)) or self.names[self._indices[id(module)][0]]
+            raise ValueError(
+                f"the model's modules are searched, in or behind their forward, for what all of them leave (an "
+                f"auxiliary loss, a penalty, outputs of layers): {what} of {name!r} belongs to another stage. Let each "
+                f"link hand on what the loss needs in what it returns, and the last one make it; or train without a "
+                f"pipe axis"
+            )
+
+    def over(self, boundary: BoundaryState) -> None:
+        """The forward is over: parameters of other stages that were filled in it stand for nothing again."""
+        boundary.leave()
+        if boundary.filled:
+            empty(self.model, set(map(id, boundary.filled)))
+
+    # ---- what this stage has --------------------------------------------------------------------------------------
+
+    def _before_link(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if in_backward():
+            return None
+        boundary = self._reached(module)
+        ends_here = boundary.next_link == self.links.stop and not self.last
+        boundary.shared, boundary.beside = [], []
+        if not (ends_here or kwargs) and len(args) == 1 and type(args[0]) is Tensor:
+            return None  # nothing to look into: most links are given their stream alone
+        name = self.names[boundary.next_link - 1]
+        boundary.shared = [(one, _inside(one)) for one in (*args, *kwargs.values()) if isinstance(one, SHARED)]
+        beside = (one for one in (*args[1:], *kwargs.values()) if isinstance(one, Tensor))
+        boundary.beside = [(one, version_of(one)) for one in beside if not isinstance(one, NotHere)]
+        leaves, spec = tree_flatten((args, kwargs))
+        if ends_here:
+            for place, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and (boundary.search is None or leaf in boundary.search):
+                    boundary.note(Key(name, 0, place, True), leaf)
+        if not any(isinstance(leaf, NotHere) for leaf in leaves):
+            return None
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, NotHere):
+                leaves[place] = boundary.received(Key(name, 0, place, True))
+                if leaves[place] is None:
+                    raise ValueError(
+                        f"the pipeline's link {name!r} is given something that is made of what another stage than "
+                        f"{self.number} has (a skip connection, or code between links that reaches over one): let each "
+                        f"link work on what the link before it returned"
+                    )
+        return tree_unflatten(leaves, spec)
+
+    def _run_link(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        if in_backward():
+            return output
+        boundary: BoundaryState | None = self.current.context.boundary
+        assert boundary is not None
+        name = self.names[boundary.next_link - 1]
+        if boundary.shared and any(_inside(one) != before for one, before in boundary.shared):
+            raise ValueError(
+                f"the pipeline's link {name!r} writes into a list or a dict that it is given: links on other stages "
+                f"would not see it; let it return what others need"
+            )
+        if boundary.beside and any(one._version != version for one, version in boundary.beside):
+            returned = {id(leaf) for leaf in tree_leaves(output)}
+            if any(one._version != version and id(one) not in returned for one, version in boundary.beside):
+                raise ValueError(
+                    f"the pipeline's link {name!r} writes in place to a tensor that it is given beside the stream: "
+                    f"links on other stages would not see it; let it return what others need"
+                )
+        if self.last:
+            return output
+        boundary.returns(name, output)
+        if boundary.next_link < self.links.stop:
+            return output
+        try:
+            tensors: list[Tensor] = []
+            tree_of(output, tensors)
+        except ValueError as error:
+            raise ValueError(f"stage {self.number} ends with {name!r}, which returns {error}") from None
+        if not tensors:
+            raise ValueError(f"stage {self.number} ends with {name!r}, which returns no tensor: return one")
+        if any(isinstance(tensor, NotHere) for tensor in tensors):
+            raise ValueError(f"the pipeline's link {name!r} returns something made of what another stage has")
+        if not torch._C._is_fwd_grad_enabled():  # inside the forward of an autograd.Function
+            raise ValueError(
+                f"{name!r}, the last link of stage {self.number}, runs inside an autograd.Function, where nothing is "
+                f"recorded (a checkpoint): use checkpoint(..., use_reentrant=False)"
+            )
+        boundary.output = output
+        if not self._goes_on(boundary):
+            raise StageDone
+        return self._behind(boundary)
+
+    def _run_module(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output, module = call(*args, **kwargs), cast(MethodType, call).__self__
+        boundary = self.state
+        if boundary is not None and boundary.output is None and not in_backward():
+            boundary.returns(self._name_of[id(module)], output)
+        return output
+
+    # ---- behind the last link -------------------------------------------------------------------------------------
+
+    def _goes_on(self, boundary: BoundaryState) -> bool:
+        """Whether later links are given what this stage makes, or is it to be found out."""
+        if boundary.learned is None:
+            return True
+        given = (key.module for key in boundary.learned.values if key.given)
+        return any(self.names.index(name) >= boundary.next_link for name in given)
+
+    def _behind(self, boundary: BoundaryState) -> Any:
+        """What stands for the output of the stage's last link, and of later ones: what the last link of the same class
+        returned."""
+        boundary.silence(self.own)
+        for index in reversed(range(boundary.next_link)):
+            alike = self._kinds[index] is self._kinds[boundary.next_link - 1]
+            if alike and (calls := boundary.returned.get(self.names[index])):
+                tree, shapes = calls[-1]
+                return value_of(tree, list(map(boundary.not_here, shapes)))
+        tree = tree_of(boundary.output, tensors := list[Tensor]())
+        return value_of(tree, [boundary.not_here(shape_of(tensor)) for tensor in tensors])
+
+    def _after_model(self, *call: Any) -> None:
+        if self.state is not None and self.state.output is not None and not in_backward():
+            raise StageDone

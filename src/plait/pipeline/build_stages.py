@@ -1,0 +1,163 @@
+"""From a model and a pipeline to the stages of this rank.
+
+    model ── chain of links ── split ──► parts   the model's own links, one part for each stage here ──► Stage
+                                  └────► edges   weights that several stages use
+
+Without a pipeline there is one stage; no link is named, no container copied, and its part is the model itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+from torch import nn
+
+from plait.comm import Comm
+from plait.comm.agree import check_together
+from plait.table.mesh import AXES
+from plait.table.parallelism import Parallelism
+from plait.zero.build import SourceModel, build_units
+from plait.zero.flat_gradient import FlatGradient
+from plait.zero.unit import GatheredBytes
+from plait.zero.wrap import automatic, wrap
+from plait.forward.compiled import check_compile, check_units
+from plait.forward.recompute import check_recompute
+from plait.pipeline.chain import Chain, chain_of
+from plait.pipeline.stage import BeforeForward, Stage, StageSettings
+from plait.pipeline.stage_model import StageModel, Uses, cut_off, parallel_of, stages_using
+from plait.pipeline.tied_weights import TiedWeight
+from plait.zero.state.full import Directory
+from plait.zero.state.init import give_values
+from plait.zero.state.weights import Weights
+from plait.schedule.partition import by_sizes, even
+from plait.schedule.pipeline import Pipeline
+from plait.tensor import Parallel, parallel_plan
+from plait.tensor.gemm import find_gemm
+
+
+@dataclass(frozen=True)
+class Built:
+    """The stages of a rank, by number, and what the ranks know of all of them: how many ``links`` each has (``split``),
+    and how tensor parallelism cuts the whole model (``parallel``)."""
+
+    stages: dict[int, Stage]
+    edges: tuple[TiedWeight, ...]
+    directory: Directory
+    links: tuple[str, ...]
+    split: tuple[int, ...]
+    parallel: Parallel
+
+    def gradients(self) -> dict[tuple[str, int], FlatGradient]:
+        """This rank's copies of tied weights, by name and stage."""
+        return {
+            (edge.name, number): flat_gradient
+            for edge in self.edges
+            for number in self.stages.keys() & edge.stages
+            for flat_gradient in self.stages[number].gradients.flats
+            if any(slot.name == edge.name for slot in flat_gradient.flat.layout.slots)
+        }
+
+
+def split_of(chain: Chain, num_stages: int, sizes: Sequence[int] | None) -> tuple[range, ...]:
+    """The links of each stage, equally many or as many as ``sizes`` says; ValueError where that does not fit."""
+    try:
+        if sizes is None:
+            return even(len(chain), num_stages)
+        if wrong := [size for size in sizes if not isinstance(size, SupportsIndex)]:
+            raise ValueError(f"a split with {wrong[0]!r}: give whole numbers, the links of each stage, as in (5, 4)")
+        if len(sizes) != num_stages:
+            raise ValueError(f"a split for {len(sizes)} stages, but the pipeline has {num_stages}: give as many sizes")
+        return by_sizes(sizes, len(chain))
+    except ValueError as error:
+        names = chain.links if len(chain) <= 12 else (*chain.links[:3], "...", *chain.links[-2:])
+        raise ValueError(f"{error}; the links are {', '.join(names)}") from None
+
+
+def build_stages(
+    model: nn.Module,
+    comm: Comm,
+    parallelism: Parallelism,
+    pipeline: Pipeline,
+    seed: int,
+    before_forward: BeforeForward,
+    weights: Weights | None = None,
+) -> Built:
+    """The stages that the pipeline gives this rank; the arguments are the engine's.  ValueError for a model that does
+    not declare its links, fewer links than stages, or a split that does not fit."""
+    sizes, units = parallelism.split, parallelism.units
+    parallel = parallel_plan(model, comm.mesh.tensor, parallelism.tensor_plan, sequence=parallelism.sequence_parallel)
+    gemm = find_gemm(parallelism.gemm)
+    check_compile(parallelism, comm.mesh.tensor, comm.device)
+    wrapped = automatic(model) if units is None else ("", *units)
+    check_recompute(model, wrapped, parallelism.recompute)
+    names = {id(p): n for n, p in model.named_parameters()}
+    owner, count = pipeline.owner, pipeline.num_stages
+    if count == 1 and sizes is not None:
+        raise ValueError(f"a split {tuple(sizes)}, but there is one stage: give the mesh a pipe axis, or leave it out")
+    chain = chain_of(model) if count > 1 else Chain()
+    if parallelism.compile:
+        check_units(model, wrapped, chain.links)
+    split = split_of(chain, count, sizes) if count > 1 else (range(0),)
+    using = stages_using(model, chain, split)
+    homes = _homes(model, chain, split, using)
+    directory = Directory.of(model, {name: owner[stage] for name, stage in homes.items()})
+    edges = _edges(model, chain, split, using)
+    whole = SourceModel(model, names, frozenset(key for key, stages in using.items() if len(stages) > 1))
+    here, taken = comm.mesh.coordinates(comm.rank)["pipe"], set[int]()
+    mine = [stage for stage in range(count) if owner[stage] == here]
+    parts = {s: StageModel.part(model, chain, split[s], taken, comm.device) for s in mine}
+    if units is not None:
+        wrap(model, units)  # refuses names that are nowhere
+    settings = StageSettings(whole, comm, parallelism, gemm, count, seed, pipeline.splits_backward, before_forward)
+    stages = lay_stages(settings, parts, parallel, weights)
+    if count > 1:
+        cut_off(model, list(parts.values()))
+    return Built(stages, edges, directory, chain.links, tuple(map(len, split)) if count > 1 else (1,), parallel)
+
+
+def lay_stages(
+    settings: StageSettings, parts: Mapping[int, StageModel], parallel: Parallel, weights: Weights | None = None
+) -> dict[int, Stage]:
+    """The stages of these parts, by number, with their units laid and their values drawn or read."""
+    whole, comm = settings.whole, settings.comm
+    plans = {s: parallel_of(parallel, part, settings.sites, last=s == settings.count - 1) for s, part in parts.items()}
+    cut = settings.parallelism
+    laid = {s: build_units(part.model, part.origin, whole, comm, cut, plans[s]) for s, part in parts.items()}
+    error: Exception | None = None
+    try:
+        give_values(whole, list(laid.values()), settings.seed, comm.device, weights)
+    except Exception as problem:
+        if weights is None:
+            raise
+        error = problem
+    if weights is not None:  # a rank reads its own rows, and what is wrong with them is wrong for all
+        check_together(comm, error, AXES)
+    stages = {s: Stage(settings, s, part, plans[s], laid[s]) for s, part in parts.items()}
+    gathered = GatheredBytes()
+    for stage in stages.values():  # at rest so far
+        stage.unsharding.open_units.gathered = gathered
+    return stages
+
+
+def _edges(model: nn.Module, chain: Chain, split: Sequence[range], using: Uses) -> tuple[TiedWeight, ...]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    edges = []
+    for parameter, own in names.items():
+        stages = using[id(parameter)]
+        if len(stages) > 1:
+            parts = [tuple(f"{part}." for part in chain.on_stage(split[stage])) for stage in stages]
+            keys = tuple(tuple(name for name in own if f"{name}.".startswith(prefixes)) for prefixes in parts)
+            edges.append(TiedWeight(own[0], stages, keys))
+    return tuple(edges)
+
+
+def _homes(model: nn.Module, chain: Chain, split: Sequence[range], using: Uses) -> dict[str, int]:
+    """The stage that has a parameter or a buffer; the first of several."""
+    parts = [tuple(f"{part}." for part in chain.on_stage(links)) for links in split]
+    homes = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        inside = [stage for stage, prefixes in enumerate(parts) if f"{name}.".startswith(prefixes)]
+        homes[name] = min(using.get(id(value)) or inside, default=0)
+    return homes

@@ -1,0 +1,341 @@
+"""One microbatch's way over the boundaries of a stage: what comes in, what stands for what is not here, what goes out.
+
+    received   stream ────────────────────► returned by the last foreign layer           enter
+               values ─┬─ of a module ────► returned by its foreign layer                stand_in
+                       └─ given to a link ► in the place of what this stage could not make
+    links of this stage run
+    handed     stream ◄──── what the last of them returned                               output
+               values ◄──── what later stages read besides it                            note, offer
+
+Which values later stages read is found out in the first call for the shapes of a batch.  It goes on behind the stage's
+last link, on ``NotHere``, to the end of the model; nothing computes there.  What the code there reads of this stage's
+tensors goes along, if it has a name that all stages know: a module returned it, or a link is given it.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import swap_tensors
+from torch.utils._pytree import tree_leaves
+
+from plait.comm.header import Shape
+from plait.forward.interceptor import EngineMode, only_metadata
+from plait.pipeline.handover import (
+    HandOver,
+    HandOverForm,
+    Key,
+    Tree,
+    difference,
+    number_of,
+    shape_of,
+    shapes_in_words,
+    tree_of,
+    value_of,
+    words_for,
+)
+from plait.pipeline.not_here import NotHere, not_here
+
+ONE_TENSOR = {"tensor": 0}
+"""The tree of a value that is a tensor."""
+
+NOTHING = HandOverForm(())
+"""What the first stage receives, and the last hands over."""
+
+
+class Search(EngineMode):
+    """Sees, in the first call for the shapes of a batch, which tensors are made of what is here (of parameters, of what
+    was received), and which of them that have a key are read behind the stage's last link."""
+
+    def __init__(self, boundary: "BoundaryState") -> None:
+        super().__init__()
+        self._boundary, self._made = boundary, dict[int, Tensor]()
+        self.known: dict[int, tuple[Key, int]] = {}
+        """The keys of tensors, by ``id``, and their versions."""
+
+    def add(self, value: Any) -> None:
+        self._made.update((id(leaf), leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._made or isinstance(tensor, nn.Parameter)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if self._boundary.output is not None and not only_metadata(func, args, kwargs):
+            for tensor in tensors:
+                self._boundary.read_behind(tensor)
+        out = func(*args, **kwargs)
+        if any(tensor in self for tensor in tensors):
+            self.add(out)
+        return out
+
+
+def version_of(tensor: Tensor) -> int:
+    """Counts what is written to a tensor in place."""
+    if tensor.is_inference():
+        raise ValueError(
+            "a link or module of the pipeline is given or returns a tensor that was made under torch.inference_mode(), "
+            "and of such ones nobody can tell when they are written to: use torch.no_grad() instead"
+        )
+    return tensor._version
+
+
+def _check_same(name: str, before: tuple[Tree, list[Shape]], now: tuple[Tree, list[Shape]]) -> None:
+    """ValueError if a module returned something else than later stages have been told."""
+    if before == now:
+        return
+    if found := difference(before[0], now[0]):
+        old, new = map(words_for, found)
+    elif before[1] != now[1]:
+        old, new = map(shapes_in_words, (before[1], now[1]))
+    else:  # NaN and NaN
+        return
+    raise ValueError(
+        f"{name!r} returns {new} where it returned {old} for an earlier batch of the same shapes, which is what later "
+        f"stages go by: let numbers, text and shapes in it depend on the shapes of the batch only, or return a number "
+        f"as a tensor, and pad what varies"
+    )
+
+
+class BoundaryState:
+    """One microbatch's way over the boundary of a stage, from what the stage before sent, if there is one.
+
+    ``learned``: the form in which the stage hands over, None where that is to be found out.
+    """
+
+    def __init__(self, received: HandOver | None = None, learned: HandOverForm | None = NOTHING) -> None:
+        self.tensors, self.form = ([], NOTHING) if received is None else (list(received.tensors), received.form)
+        self.entered = received is None
+        self.device = self.tensors[0].device if self.tensors else None
+        self.length = self.tensors[0].size(1) if self.tensors and self.tensors[0].dim() > 1 else None
+        """Steps of time of a stream [batch, time, width] on this rank, and over all ranks where it is cut in time."""
+        self.whole_length = self.length
+        self.gradients: dict[int, Tensor] = {}
+        """Of the tensors received, by number, as the backward makes them."""
+        self.next_link = 0
+        self.calls = Counter[str]()
+        """Of modules outside of the links, and of links."""
+        self.learned, self.search = learned, Search(self) if learned is None else None
+        self.values: dict[Key, tuple[Tensor, int]] = {}
+        """What goes on besides the stream, with the versions in which it shall go."""
+        known = {**self.form.returned, **(learned or NOTHING).returned}
+        self.returned: dict[str, list[tuple[Tree, list[Shape]]]] = known
+        self.shared: list[tuple[Any, list[int]]] = []
+        """Lists and dicts that the link which runs was given, and what was in them."""
+        self.beside: list[tuple[Tensor, int]] = []
+        """The tensors beside its stream that the link which runs was given, with their versions."""
+        self.output: Any = None
+        """What the stage's last link returned."""
+        self.filled: list[Tensor] = []
+        """What stood for values that have come, and is them now."""
+        self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._silenced: list[tuple[nn.Module, Any]] = []
+
+    # ---- what comes -----------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Before the call: what was received is tensors of this stage's graph."""
+        numbers = [i for i, t in enumerate(self.tensors) if t.is_floating_point() or t.is_complex()]
+        if numbers and torch.is_grad_enabled():
+            dummy = torch.zeros((), requires_grad=True, device=self.device)
+            entered = cast(Any, Received).apply(dummy, self, numbers, [self.tensors[i] for i in numbers])
+            for number, tensor in zip(numbers, entered, strict=True):
+                self.tensors[number] = tensor
+        if self.search is not None:
+            self.search.add(self.tensors)
+        for key, number in self.form.values.items():
+            if not key.given:
+                self.note(key, self.tensors[number])
+
+    def received(self, key: Key) -> Tensor | None:
+        number = self.form.values.get(key)
+        return None if number is None else self.tensors[number]
+
+    def enter(self, name: str, given: Sequence[Any]) -> Any:
+        """For the last foreign layer, of this name: what was received is the model's from here on."""
+        if self.entered:
+            raise ValueError("a link of the pipeline ran twice, or loss_fn called the model twice: once is right")
+        self.entered = True
+        for leaf, tensor in enumerate(given):
+            value = self.received(Key(name, 0, leaf, True)) if isinstance(tensor, NotHere) else None
+            if value is not None:  # code behind the link reads what it was given: now it is here
+                try:
+                    swap_tensors(tensor, value.view(value.shape))
+                except RuntimeError as error:  # there are views of it
+                    raise ValueError(
+                        f"what the pipeline's link {name!r} is given is read behind it, on the next stage, which "
+                        f"cannot put it into place ({error}): let the link return what is read"
+                    ) from None
+                self.filled.append(tensor)
+                if self.search is not None:
+                    self.search.add(tensor)
+        self.returns(name, stream := value_of(self.form.stream, self.tensors))
+        return stream
+
+    def stand_in(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """What the call of a module that an earlier stage has returns: shapes and dtypes, and values that were sent."""
+        calls, call = self.returned.get(name), self.calls[name]
+        self.calls[name] += 1
+        if not calls:  # a tensor like the stream
+            outputs = (shape_of(leaf) for leaf in tree_leaves(self.output) if isinstance(leaf, Tensor))
+            return self.not_here((*self.form.shapes, *outputs)[0])
+        tree, shapes = calls[min(call, len(calls) - 1)]
+        values = [self.received(Key(name, call, leaf)) for leaf in range(len(shapes))]
+        return value_of(tree, [self.not_here(s) if v is None else v for s, v in zip(shapes, values, strict=True)])
+
+    def not_here(self, shape: Shape) -> Tensor:
+        sizes, dtype = shape
+        if len(sizes) > 1 and sizes[1] == self.length:  # code around the links may ask how long the stream is
+            sizes = (sizes[0], cast(int, self.whole_length), *sizes[2:])
+        return not_here(sizes, dtype, self.device)
+
+    def take_gradients(self) -> HandOver | None:
+        """What the stage before gets, zeros where the backward made none; None on the first stage."""
+        if not self.form.shapes:
+            return None
+        made, self.gradients = self.gradients, {}
+        shapes = enumerate(self.form.shapes)
+        back = [made[i] if i in made else torch.zeros(s, dtype=t, device=self.device) for i, (s, t) in shapes]
+        return HandOver(back, replace(self.form, shapes=tuple(map(shape_of, back))))
+
+    # ---- what goes ------------------------------------------------------------------------------------------------
+
+    def note(self, key: Key, tensor: Tensor) -> None:
+        """A tensor that later stages may want."""
+        if isinstance(tensor, NotHere) or not (self.search is not None or self._wanted(key)):
+            return
+        parameter = isinstance(tensor, nn.Parameter)
+        goes_on = self._copy(tensor) if parameter else tensor  # it is read now, for behind the links it may be at rest
+        if self.search is not None:
+            version = version_of(tensor)
+            if self.search.known.get(id(tensor), (key, -1))[1] != version:  # new, or written to since
+                self.search.known[id(tensor)] = key, version
+        else:
+            self.values[key] = goes_on, goes_on._version
+
+    def _wanted(self, key: Key) -> bool:
+        return self.learned is not None and key in self.learned.values
+
+    def returns(self, name: str, output: Any) -> None:
+        """A module here returned this; ValueError where later stages go by something else."""
+        call, known, learned = self.calls.get(name, 0), self.returned.get(name, []), self.learned
+        self.calls[name] = call + 1
+        told = learned is not None and len(self.form.returned.get(name, ())) <= call < len(known)  # by this stage
+        if told and self._is_plainly(output, known[call]) and learned is not None and name not in learned.modules:
+            return  # most links return one tensor, of which nothing but the stream goes on
+        tensors: list[Tensor] = []
+        try:
+            tree = tree_of(output, tensors)
+        except ValueError as error:
+            if told:
+                raise ValueError(
+                    f"{name!r}, of which later stages know what it returned before, returns {error}"
+                ) from None
+            return  # for later stages it is a tensor like the stream
+        shapes = [shape_of(tensor) for tensor in tensors]
+        if told:
+            _check_same(name, known[call], (tree, shapes))
+        if self.search is not None:
+            self.search.add(output)
+            if call == len(known):
+                self.returned[name] = [*known, (tree, shapes)]
+        if self.learned is None or name in self.learned.modules:
+            for leaf, tensor in enumerate(tensors):
+                self.note(Key(name, call, leaf), tensor)
+
+    @staticmethod
+    def _is_plainly(output: Any, known: tuple[Tree, list[Shape]]) -> bool:
+        """Whether it is one tensor, as it was when later stages were told, by a cheap look."""
+        if type(output) is not Tensor or known[0] != ONE_TENSOR:
+            return False
+        with torch._C.DisableTorchFunction():
+            return (output.shape, output.dtype) == known[1][0]
+
+    def read_behind(self, tensor: Tensor) -> bool:
+        """A tensor is read behind the stage's last link; whether it goes on under a key of its own."""
+        key, version = cast(Search, self.search).known.get(id(tensor), (None, 0))
+        if key is not None and version_of(tensor) == version:  # else it is not what the module returned
+            self.values.setdefault(key, (self._copy(tensor), 0))
+        return key is not None
+
+    def offer(self, name: str, given: Sequence[Any]) -> None:
+        """A later link is given these."""
+        for leaf, tensor in enumerate(given):
+            key = Key(name, 0, leaf, True)
+            if isinstance(tensor, NotHere):
+                tensor = self.received(key)
+            elif not isinstance(tensor, Tensor):
+                continue
+            elif self.search is None:
+                tensor = tensor if self._wanted(key) else None
+            elif tensor not in self.search or self.read_behind(tensor):
+                continue
+            if tensor is not None:
+                self.values[key] = self._copy(tensor), 0
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """One for each version, because code behind may write to it."""
+        kept = self._copies.setdefault((id(tensor), version_of(tensor)), (tensor, tensor.clone()))
+        return kept[1]
+
+    def hand_over(self) -> HandOver:
+        """What goes to the next stage.  ValueError where that is not to be had."""
+        stream, more, values = list[Tensor](), list[Tensor](), dict[Key, int]()
+        tree = tree_of(self.output, stream)
+        if self.learned is not None:  # the same, but a NaN in it would be another one
+            tree = self.learned.stream
+        for key in sorted(self.values) if self.learned is None else self.learned.values:
+            tensor, version = self.values.get(key, (None, 0))
+            if tensor is None or tensor._version != version:
+                raise ValueError(
+                    f"what {key.module!r} is given, or returns, is read behind the boundary of a stage; for an earlier "
+                    f"batch it was there, and now it is not, or was written to in place: let the model make a new one"
+                )
+            try:
+                values[key] = len(stream) + number_of(tensor, more)
+            except ValueError as error:
+                raise ValueError(
+                    f"what {key.module!r} is given is read behind the boundary of a stage, and is {error}"
+                ) from None
+        tensors = [*stream, *more]
+        returned = self.returned if self.learned is None else self.learned.returned
+        return HandOver(tensors, HandOverForm(tuple(map(shape_of, tensors)), tree, values, returned))
+
+    def silence(self, modules: Mapping[str, nn.Module]) -> None:
+        """Behind the stage's last link these run no more: there is nothing to compute with."""
+        for name, module in modules.items() if not self._silenced else ():
+            self._silenced.append((module, vars(module).get("forward")))
+            vars(module)["forward"] = partial(self.stand_in, name)
+
+    def leave(self) -> None:
+        """The forward is over: what it passed on is others' to keep."""
+        for module, forward in self._silenced:
+            vars(module).pop("forward") if forward is None else vars(module).update(forward=forward)
+        self._silenced = []
+        self.tensors, self.values, self.output, self.search, self._copies = [], {}, None, None, {}
+
+
+class Received(torch.autograd.Function):
+    """What came from the stage before, as tensors of the graph, which the model may write to in place.  Their gradients
+    go to the ``BoundaryState``; the dummy that is differentiated gets none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, dummy: Tensor, boundary: BoundaryState, numbers: Sequence[int], holder: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        ctx.boundary, ctx.numbers = boundary, numbers
+        ctx.set_materialize_grads(False)
+        tensors = tuple(holder)
+        holder.clear()
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:
+        made = zip(ctx.numbers, gradients, strict=True)
+        ctx.boundary.gradients = {number: gradient for number, gradient in made if gradient is not None}
+        return None, None, None, None

@@ -1,0 +1,75 @@
+"""What a backward is told that fails, or that reaches further than the stage's model.
+
+loss ──► the model's parameters        taken by hooks, reduced, divided
+     └─► another engine's              taken by its hooks (``also``), or refused there
+     └─► a criterion's, a loss weight  nobody would reduce or divide what comes: refused, after the first backward
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointError
+
+from plait.forward.recompute import WRITTEN
+
+
+@contextmanager
+def writes_explained(flights: Mapping[int, object]) -> Iterator[None]:
+    """Says what autograd cannot know of a tensor that was written to: forwards of other microbatches came between, or
+    the forward that is run again has written to it."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise ValueError(f"a forward that was run again in the backward made other tensors: {WRITTEN}") from error
+    except RuntimeError as error:
+        if not flights or "modified by an inplace operation" not in str(error):
+            raise
+        raise ValueError(
+            f"a forward writes in place to a tensor that an earlier microbatch's backward still reads (a buffer?); "
+            f"in a pipeline several are under way at once, here with {sorted(flights)}: let the forward read a copy, "
+            f"as in x * self.scale.clone(). PyTorch says: {error}"
+        ) from error
+
+
+class OutsideParameters:
+    """Looks for trainable parameters that no engine has, until a backward has met none."""
+
+    def __init__(self) -> None:
+        self._looked = False
+
+    @contextmanager
+    def refused(self, outputs: Sequence[Tensor | GradientEdge]) -> Iterator[None]:
+        """Around a backward from these: ValueError where a parameter keeps the gradient that it got."""
+        reached = [] if self._looked else [p for p in reached_by(outputs) if p.grad is None]
+        yield
+        kept = [parameter for parameter in reached if parameter.grad is not None]
+        self._looked = not kept
+        if kept:
+            for parameter in kept:
+                parameter.grad = None
+            raise ValueError(
+                f"the loss goes through a trainable parameter of shape {tuple(kept[0].shape)} that is not the engine's "
+                f"model's (of a criterion, a weight of a loss): its gradient would be this rank's alone, and not "
+                f"divided by the count. Make it part of the model, as in a module that has both; give the module that "
+                f"has it an engine of its own and name that (also=[engine]); or freeze it"
+            )
+
+
+def reached_by(outputs: Sequence[Tensor | GradientEdge]) -> list[nn.Parameter]:
+    """The parameters that a backward from these comes to."""
+    nodes: list[Any] = [out.grad_fn if isinstance(out, Tensor) else out.node for out in outputs]
+    seen: set[Any] = set()
+    parameters: dict[int, nn.Parameter] = {}
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            parameters[id(variable)] = variable
+        nodes += [after for after, _ in node.next_functions]
+    return list(parameters.values())

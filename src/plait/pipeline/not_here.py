@@ -1,0 +1,95 @@
+"""What stands for values that another stage has: of the right shape, passing through any code, and read by none.
+
+    h = NotHere             h = norm(h) * 2          NotHere        on a stage whose links come later: not used
+                            link(h)                  refused, by the link: it would compute with it
+                            if h.sum() > 0           refused here: the program would go on with a number of nobody
+                            mask[0] = h              mask is NotHere, too
+
+Its values are NaN, or 0 where the dtype has none: should one get by, the loss is refused as not finite.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from plait.forward.interceptor import Function
+from plait.forward.parameter import Elsewhere, name_of
+
+NUMBERS = {
+    *("item", "tolist", "numpy", "equal"),
+    *("__bool__", "__float__", "__int__", "__index__", "__array__", "__complex__"),
+}
+"""Functions that make numbers, or a decision, of a tensor's values."""
+
+
+class NotHere(Tensor):
+    """A tensor whose values another stage has, and what is made of one."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in NUMBERS:
+            raise ValueError(
+                f"the model asks for numbers by {func.__name__!r}, in what another stage of the pipeline has: let the "
+                f"link that makes the tensor ask, or train without a pipe axis"
+            )
+        written = [t for t in (*args[:1], kwargs.get("out")) if isinstance(t, Tensor) and not isinstance(t, NotHere)]
+        versions = [t._version for t in written]
+        with torch.no_grad():
+            out = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        for tensor, version in zip(written, versions, strict=True):
+            if tensor._version != version:
+                if type(tensor) is not Tensor or tensor._is_view():
+                    raise ValueError(
+                        "the model writes what another stage of the pipeline has into a tensor that this one may use: "
+                        "let it make a new one, by torch.where, cat or a sum"
+                    )
+                tensor.__class__ = cls
+        return out
+
+
+def not_here(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """A tensor with memory of its own, so that code may write to it."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full(tuple(shape), value, dtype=dtype, device=device).as_subclass(NotHere)
+
+
+class BufferElsewhere(Elsewhere, Tensor):
+    """A buffer of a module that only other ranks have.  Between steps a program may write to it, as to all buffers of
+    the model, and the write is dropped; a read raises."""
+
+    buffer_name: str
+
+    @classmethod
+    def of(cls, buffer: Tensor, name: str) -> Tensor:
+        """Stands for a buffer of this shape; it takes no memory."""
+        stand_in = torch.zeros((), dtype=buffer.dtype, device=buffer.device).expand(buffer.shape).as_subclass(cls)
+        stand_in.buffer_name = name
+        return stand_in
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        word, others = name_of(func), tree_leaves((args[1:], kwargs))
+        in_place = word.startswith("__i") or (word.endswith("_") and not word.startswith("__"))
+        if in_place and isinstance(args[0], cls) and not any(isinstance(value, cls) for value in others):
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def refusal(cls, func: Function, values: Sequence[Any]) -> ValueError:
+        name = next(value.buffer_name for value in values if isinstance(value, cls))
+        return ValueError(
+            f"buffer {name!r} is read by {name_of(func)!r}, and another stage of the pipeline has its module: here it "
+            f"has no values. engine.full_state_dict() has those of persistent buffers; what is made of them can be "
+            f"made in the module's own forward"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"buffer {self.buffer_name!r} of shape {tuple(self.shape)}, which another stage of the pipeline has"

@@ -1,0 +1,97 @@
+"""What each link of a model costs, measured; so that stages can be balanced by it.
+
+Each link in turn is made a stage in this process, forward and backward.  So no more than one link's parameters exist at
+a time, and whatever else a stage does (rotary tables, masks, hooks) is in its cost.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Comm, ThreadWorld
+from plait.table.cells import TABLE
+from plait.table.collectives import Note
+from plait.table.mesh import AXES, Mesh
+from plait.table.parallelism import Parallelism, Recompute
+from plait.zero.build import SourceModel
+from plait.forward.context import RNGPosition, token_counts
+from plait.pipeline.build_stages import lay_stages
+from plait.pipeline.chain import chain_of
+from plait.pipeline.handover import HandOver
+from plait.pipeline.stage import LossFn, StageSettings
+from plait.pipeline.stage_model import StageModel
+from plait.tensor import Parallel
+from plait.tensor.gemm import TORCH, Gemm
+
+Seconds = tuple[tuple[float, ...], tuple[float, ...]]
+"""Of forward, and of backward, link by link."""
+
+
+def link_costs(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    num_samples: int,
+    repeats: int = 5,
+    device: torch.device | str = "cpu",
+    recompute: Recompute | None = None,
+    gemm: Gemm = TORCH,
+) -> Iterator[tuple[float, float]]:
+    """Seconds of forward and backward of each link on one microbatch: medians, the first round left out.
+
+    Args:
+        model: its parameters may be on meta; it is left as it is.
+        batch: a microbatch as the run will bring it, of ``num_samples`` samples, on the device.
+        recompute, gemm: as in the run.
+    """
+    chain = chain_of(model)
+    comm = ThreadWorld(Mesh(), device=device).comm(0)
+    position = RNGPosition(0, 0, 0, num_samples, token_counts(batch, num_samples))
+    parallelism = Parallelism(TABLE["ddp"], recompute=recompute)
+    received: HandOver | None = None
+    for index in range(len(chain)):
+        fresh = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+        copied: nn.Module = copy.deepcopy(model, fresh)  # values are shared, or on meta
+        whole = SourceModel(copied, {id(p): n for n, p in copied.named_parameters()})
+        parts = {index: StageModel.part(copied, chain, range(index, index + 1), set(), comm.device)}
+        settings = StageSettings(whole, comm, parallelism, gemm, len(chain))
+        stage = lay_stages(settings, parts, Parallel())[index]
+        seconds: list[tuple[float, float]] = []
+        for _ in range(repeats + 1):
+            start = _now(comm.device)
+            stage.begin_step()
+            out = stage.forward(0, loss_fn, batch, position, received)
+            made = [out] if isinstance(out, Tensor) else out.tensors
+            middle = _now(comm.device)
+            stage.backward(0, list(map(torch.ones_like, made)), last=True)
+            seconds.append((middle - start, _now(comm.device) - middle))
+        received = out if isinstance(out, HandOver) else None
+        yield statistics.median(f for f, _ in seconds[1:]), statistics.median(b for _, b in seconds[1:])
+
+
+def _now(device: torch.device) -> float:
+    """The clock, when all that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def agreed_link_costs(
+    model: nn.Module, comm: Comm, loss_fn: LossFn, batch: Any, num_samples: int, **settings: Any
+) -> Seconds:
+    """What ``link_costs`` measures on rank 0, under the same settings, on every rank; all call it together."""
+    measured = link_costs(model, loss_fn, batch, num_samples, device=comm.device, **settings)
+    costs = []
+    for _ in chain_of(model).links:  # link by link, so that each wait has a deadline of its own
+        seconds = torch.zeros(2, dtype=torch.float64, device=comm.device)
+        if comm.rank == 0:
+            seconds.copy_(torch.tensor(next(measured), dtype=torch.float64))
+        comm.broadcast(seconds, AXES, 0, note=Note("setup")).wait()
+        costs.append(seconds.tolist())
+    forward, backward = zip(*costs, strict=True)
+    return forward, backward

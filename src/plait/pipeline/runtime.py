@@ -1,0 +1,184 @@
+"""One runtime that obeys: it carries out a rank's line of a schedule, action by action.
+
+It decides nothing.  Which microbatch comes when is up to the schedule (``schedule.orders``), how tensors travel to the
+P2P, what a pass means to the stage.  Without a pipeline there is one stage: plain training goes the same way.
+
+    F         get what came from the stage before; forward; put what goes to the next
+    B         get the gradient from the next stage, or seed the loss with 1/count; backward; put dx
+    I, W      the same in two parts
+    SEND RECV start a message
+    UNSHARD   gather a stage's parameters for several passes        RESHARD   free them
+    REDUCE_GRAD  the microbatch's sum is finished here at the latest (units start theirs as they complete)
+    REDUCE    finish a stage's sums of the step      UPDATE    at the last one: agree, clip, optimizer, publish
+
+The log records when each action began and ended, and every wait for others inside it.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.comm import Comm
+from plait.comm.observer import Observer
+from plait.comm.operation import Operation
+from plait.forward.context import RNGPosition
+from plait.pipeline.handover import HandOver
+from plait.pipeline.p2p import PipelineP2P
+from plait.pipeline.stage import LossFn, Stage
+from plait.schedule.actions import Action, Kind, Line
+from plait.schedule.events import Event, Span
+from plait.schedule.pipeline import RankProgram
+
+Handlers = Mapping[Kind, Callable[[Action], None]]
+
+Wait = tuple[float, float, Operation]
+"""From when to when (``time.perf_counter``) a rank waited for others, and in which operation."""
+
+
+class Waits(Observer):
+    """The waits of the action that is under way."""
+
+    def __init__(self) -> None:
+        self.seen: list[Wait] = []
+
+    def waited(self, operation: Operation, start: float, end: float) -> None:
+        self.seen.append((start, end, operation))
+
+
+class EventLog:
+    """What one rank did in the last five steps, and when; the newest is the last.  ``comm`` reports its waits."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self._steps: deque[list[tuple[Action, float, float, list[Wait]]]] = deque(maxlen=5)
+
+    @property
+    def steps(self) -> tuple[tuple[Event, ...], ...]:
+        """The steps, each with the zero of time at its own beginning; waits get their names here, outside of a step."""
+        return tuple(tuple(_event(step[0][1], *recorded) for recorded in step) for step in self._steps if step)
+
+    def run(self, line: Line, handlers: Handlers) -> None:
+        """One step of this rank."""
+        step: list[tuple[Action, float, float, list[Wait]]] = []
+        before, waits = self.comm.observers, Waits()
+        self.comm.observers = (*before, waits)
+        try:
+            for action in line:
+                waits.seen = []
+                start = time.perf_counter()
+                handlers[action.kind](action)
+                step.append((action, start, time.perf_counter(), waits.seen))
+        finally:
+            self.comm.observers = before
+        self._steps.append(step)
+
+
+def _event(zero: float, action: Action, start: float, end: float, waits: Sequence[Wait]) -> Event:
+    spans = tuple(Span(begin - zero, stop - zero, str(operation)) for begin, stop, operation in waits)
+    return Event(action, start - zero, end - zero, spans)
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What a step brings: a batch, and where in the run it stands."""
+
+    batch: Any
+    draw: RNGPosition
+
+
+class Runtime:
+    """The stages of one rank, by number, at work."""
+
+    def __init__(self, stages: Mapping[int, Stage], p2p: PipelineP2P, log: EventLog) -> None:
+        self.stages, self.p2p, self.log = stages, p2p, log
+        self.num_stages = 1 + max(p2p.owner)
+        self.losses: dict[int, Tensor] = {}
+        """The losses of the microbatches, where the last stage is here."""
+
+    def evaluate(self, program: RankProgram, batches: Sequence[Any], loss_fn: LossFn) -> None:
+        """The forwards of an evaluation, which are all that the program has; see ``losses``."""
+
+        def forward(s: int, m: int, received: HandOver | None) -> HandOver | Tensor:
+            return self.stages[s].evaluate(m, loss_fn, batches[m], received)
+
+        with torch.inference_mode(False), torch.no_grad():  # a boundary asks tensors for their versions
+            self._carry_out(program, batches, forward, {})
+            self.p2p.wait_all()
+
+    def run(
+        self,
+        program: RankProgram,
+        microbatches: Sequence[Microbatch],
+        loss_fn: LossFn,
+        seed: float,
+        update: Callable[[], None],
+    ) -> None:
+        """One step of this rank; ``seed`` is the gradient of every loss, 1 / the global count; ``update`` is the end of
+        the step, called with the ``losses`` known."""
+        stages, p2p = self.stages, self.p2p
+        updates = sum(action.kind is Kind.UPDATE for action in program.line)
+
+        def forward(s: int, m: int, received: HandOver | None) -> HandOver | Tensor:
+            batch, draw = microbatches[m].batch, microbatches[m].draw
+            return stages[s].forward(m, loss_fn, batch, draw, received, split=(s, m) in program.split)
+
+        def backward(action: Action) -> None:
+            s, m, kind = action.stage, action.microbatch, action.kind
+            stage, last = stages[s], (kind, s, m) in program.last
+            if kind is Kind.WEIGHT:
+                stage.weight(m, last=last)
+                return
+            seeded = s == self.num_stages - 1
+            gradients = [torch.full_like(self.losses[m], seed)] if seeded else p2p.get("B", s, m).tensors
+            received = stage.input(m, gradients) if kind is Kind.INPUT else stage.backward(m, gradients, last=last)
+            if received is not None:
+                p2p.put("B", s, m, received)
+
+        def finish(action: Action) -> None:
+            nonlocal updates
+            updates -= 1
+            if updates == 0:
+                p2p.wait_all()
+                update()
+
+        handlers: Handlers = {
+            **dict.fromkeys((Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT), backward),
+            Kind.REDUCE_GRAD: lambda action: stages[action.stage].gradients.finish(),
+            Kind.REDUCE: lambda action: stages[action.stage].gradients.reduce(),
+            Kind.UPDATE: finish,
+        }
+        self._carry_out(program, [m.batch for m in microbatches], forward, handlers)
+
+    def _carry_out(
+        self,
+        program: RankProgram,
+        batches: Sequence[Any],
+        forward: Callable[[int, int, HandOver | None], HandOver | Tensor],
+        others: Handlers,
+    ) -> None:
+        """This rank's program; ``forward`` is called with a stage, a microbatch, and what the stage before sent."""
+        stages, p2p = self.stages, self.p2p
+        p2p.begin(batches, program.acks)
+        self.losses = {}
+
+        def run_forward(action: Action) -> None:
+            s, m = action.stage, action.microbatch
+            out = forward(s, m, p2p.get("F", s, m) if s else None)
+            if isinstance(out, Tensor):
+                self.losses[m] = out
+            else:
+                p2p.put("F", s, m, out)
+
+        handlers: Handlers = {
+            Kind.FORWARD: run_forward,
+            **dict.fromkeys((Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B), p2p.start),
+            Kind.UNSHARD: lambda action: stages[action.stage].unsharding.hold(),
+            Kind.RESHARD: lambda action: stages[action.stage].unsharding.release(),
+            **others,
+        }
+        self.log.run(program.line, handlers)

@@ -1,0 +1,399 @@
+"""One stage of the model on this rank: its part, its units, and its passes.
+
+    forward(m)     x from the stage before  ──►  the model's own forward  ──►  y for the next stage, or the loss
+    backward(m)    dy from the next stage   ──►  autograd                 ──►  dx for the stage before
+    input(m)       the same, weight products deferred;   weight(m)  makes them
+    evaluate(m)    a forward that no backward follows
+
+A pass sets one ``ForwardContext``, which tells everything inside it where it is.  The user's ``loss_fn(model, batch)``
+runs on every stage (see ``boundary``), so a stage needs to know nothing about the loss, and the loss nothing about
+stages.  Between forward and backward a stage keeps, for each microbatch, what it received and the edge of its output in
+the graph; not the output itself, whose memory goes with the message.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from plait.comm import Comm
+from plait.comm.agree import gather_ints
+from plait.table.collectives import Note
+from plait.table.flat import UnitLayout
+from plait.table.parallelism import Parallelism
+from plait.zero.build import BuiltUnits, SourceModel
+from plait.zero.gradients import Gradients
+from plait.zero.unit import Unit, parameters_of
+from plait.zero.unshard import Unsharding
+from plait.forward.at_rest import AtRestCheck
+from plait.forward.compiled import CompiledUnits, closed_units
+from plait.forward.context import CurrentForward, ForwardContext, RNGPosition
+from plait.forward.derivatives import Derivatives
+from plait.forward.dropout import DropoutRNG
+from plait.forward.interceptor import Handler, Interceptor
+from plait.forward.products import Products
+from plait.forward.recompute import AttentionRecompute, blocks_of, run_twice
+from plait.forward.sites import Sites
+from plait.forward.tensor_parallel import StageAxis, TensorParallel
+from plait.pipeline.boundary import StageBoundary, StageDone
+from plait.pipeline.copies import FollowingParameter
+from plait.pipeline.crossing import NOTHING, BoundaryState
+from plait.pipeline.explained import OutsideParameters, writes_explained
+from plait.pipeline.handover import HandOver, HandOverForm
+from plait.pipeline.not_here import NotHere
+from plait.pipeline.p2p import Signature, signature_of
+from plait.pipeline.stage_model import ForeignLayer, StageModel
+from plait.zero.state.fingerprint import ModelFingerprint
+from plait.tensor import Parallel
+from plait.tensor.gemm import TORCH, Gemm
+
+LossFn = Callable[[nn.Module, Any], Tensor]
+BeforeForward = Callable[[Sequence[Any], dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """What the stages of a model have in common; ``count`` is how many there are, on all ranks."""
+
+    whole: SourceModel
+    comm: Comm
+    parallelism: Parallelism
+    gemm: Gemm
+    count: int
+    seed: int = 0
+    split_backward: bool = False
+    """Weight gradients are made in passes of their own."""
+    before_root: BeforeForward = lambda args, kwargs: None
+    """Called with the model's arguments before each forward (see ``Unsharding``)."""
+
+    @cached_property
+    def sites(self) -> Sites:
+        """Those of the whole model."""
+        return Sites(self.whole.model)
+
+
+@dataclass
+class Flight:
+    """A microbatch between its forward, which ended with this context, and the last part of its backward."""
+
+    context: ForwardContext
+    boundary: BoundaryState
+    outputs: Sequence[GradientEdge | Tensor | None] = ()
+    """What the backward starts from: the loss, or what was handed over; None for what nothing before it trains."""
+
+
+class Stage:
+    """A stage, built from its part of the model, whose parameters are laid in units already."""
+
+    def __init__(
+        self, settings: StageSettings, number: int, part: StageModel, parallel: Parallel, laid: BuiltUnits
+    ) -> None:
+        self.model, self.comm, self.units, self.parallel = part.model, settings.comm, laid.units, parallel
+        self.number, self.count, self.last = number, settings.count, number == settings.count - 1
+        parallelism = settings.parallelism
+        self._narrow = parallelism.strategy.params.dtype
+        self.current = CurrentForward()
+        self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel, gemm=settings.gemm)
+        self.products: Products | None = None
+        self.interceptor = Interceptor(self.current, self._handlers(settings, part.chain.links))
+        names = laid.names
+        around = [] if part.chain.links else [""]
+        closed = closed_units(self.model, [*around, *names], part.chain.links) if parallelism.compile else []
+        self.interceptor.follow(self.model, settings.sites, every=bool(parallel.styles), closed=closed)
+        self.compiled = CompiledUnits(self.interceptor, self.model, closed) if closed else None
+        """The forwards of units that are compiled."""
+        self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, settings.before_root)
+        self.boundary = StageBoundary(part, number, self.current, last=self.last)
+        self.blocks = blocks_of(self.model, names) if parallelism.recompute == "full" else []
+        """The modules whose forward runs again in the backward."""
+        for name in self.blocks:
+            run_twice(self.model, name, self.interceptor, parallel, sequence=self.axis.sequence)
+        self.gradients = Gradients(self.unsharding, self.comm)
+        self.guard = ModelFingerprint(self.model)
+        self.flights: dict[int, Flight] = {}
+        self._outside = OutsideParameters()
+        self._lengths: dict[Signature, int] = {}
+        self._forms: dict[tuple[Signature, bool], HandOverForm] = {}
+        """Of what the stage hands over, for the shapes of a batch that it has seen, and the mode (training or not)."""
+        users_modules = dict(settings.whole.model.named_modules(remove_duplicate=False))
+        self._foreign = [(m, users_modules[n]) for n, m in self.model.named_modules() if isinstance(m, ForeignLayer)]
+        self.copies = part.copies
+        """Of the user's modules, whose mode and attributes they follow."""
+        users = dict(settings.whole.model.named_parameters())
+        copied = [(p, users[name], flat) for name, p, flat, _ in parameters_of(self.units) if users[name] is not p]
+        self._copies = [FollowingParameter(p, user, whole=not (flat.split or user.is_meta)) for p, user, flat in copied]
+        """Of the user's parameters, which an earlier stage of the rank has."""
+        self.interceptor.remember()
+
+    def _handlers(self, settings: StageSettings, links: Sequence[str]) -> list[Handler]:
+        """The handlers that this run needs, in the order of ``interceptor``."""
+        current, parameters = self.current, list(parameters_of(self.units))
+        gemm, recompute = settings.gemm, settings.parallelism.recompute
+        handlers: list[Handler] = []
+        if recompute == "selective":
+            attention = AttentionRecompute(current)
+            handlers.append(attention)
+            if self.count == 1:
+                self.model.register_forward_hook(attention.after_model)
+        split = {id(p): p for _, p, flat, _ in parameters if flat.split}
+        staged = {id(p) for _, p, _, _ in parameters} if self.last and self.count > 1 else set()
+        if split or staged:
+            handlers.append(AtRestCheck(current, split, staged))
+            handlers.append(Derivatives(current, links if self.count > 1 else ()))
+        if settings.split_backward or gemm is not TORCH:
+            deferred = [p for _, p, flat, _ in parameters if flat.trainable] if settings.split_backward else []
+            self.products = Products(current, gemm, deferred)
+        slice_of = None
+        if self.parallel.styles:
+            sizes = {id(p): c.shape for _, p, f, i in parameters if (c := f.cuts[i]) is not None}
+            deferring = self.products if settings.split_backward else None
+            tensor_parallel = TensorParallel(self.model, self.parallel, sizes, self.axis, deferring)
+            slice_of = tensor_parallel.slice_of
+            handlers.append(tensor_parallel)
+        if self.products is not None:
+            handlers.append(self.products)
+        handlers.append(DropoutRNG(settings.seed, current, slice_of=slice_of, recomputes=recompute is not None))
+        return handlers
+
+    def begin_step(self) -> None:
+        """Before the first forward of a step; drops what an earlier one left when it raised."""
+        self.unsharding.drop_step()
+        self.unsharding.runs.clear()
+        self.unsharding.found.clear()
+        self.flights.clear()
+        self.follow_model()
+        for one in self.copies:
+            one.begin_step()
+        self.look_at_model()
+        self.begin_sums()
+
+    def follow_model(self) -> None:
+        """What a program has set on the user's modules, those of this stage have too."""
+        for layer, module in self._foreign:
+            layer.follow(module)
+        for one in self.copies:
+            one.follow()
+
+    def begin_sums(self) -> None:
+        """Before the first gradient of a step."""
+        self.gradients.begin_step()
+
+    def look_at_model(self) -> None:
+        """Before a forward: notice what was frozen or thawed; ValueError for any other change."""
+        for parameter in self._copies:
+            parameter.follow()
+        if self.guard.check():
+            for unit in self.units:
+                unit.look_at_frozen()
+
+    def layouts(self) -> tuple[UnitLayout, ...]:
+        """The units as the planner sees them; before the first step a backward is expected of frozen layers too.
+
+        A parameter that is read inside of a unit that reads it too is open then, and is not gathered for that.  Which
+        of two runs first is known after the first step; before it, the owner is expected to.
+        """
+        ran = {unit: place for place, unit in enumerate(self.unsharding.runs)}
+
+        def layout(unit: Unit) -> UnitLayout:
+            reading = [other for other in self.units if unit in other.needs]
+            outer = [other for other in reading if not set(other.ancestors) & set(reading)]
+            (own,) = (other for other in outer if other is unit or other in unit.ancestors)
+            lent = [other for other in outer if other is not own]
+            before = [other for other in lent if ran.get(other, len(ran)) < ran.get(own, 0)]
+            after = [other for other in lent if other not in before]
+            return unit.layout((*before, own, *after), len(before))
+
+        return tuple(layout(unit) for unit in self.units if unit.flats)
+
+    # ---- passes -------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        microbatch: int,
+        loss_fn: LossFn,
+        batch: Any,
+        position: RNGPosition,
+        received: HandOver | None,
+        *,
+        split: bool = False,
+    ) -> HandOver | Tensor:
+        """What goes to the next stage, or from the last stage the loss; detached.  ``received`` comes from the stage
+        before, if there is one; ``split``: the backward comes in two parts."""
+        boundary = self._boundary(batch, received)
+        self.unsharding.begin_forward(microbatch, split=split)
+        self.current.begin(position, microbatch=microbatch, stand_ins={} if split else None)
+        output = self._call(boundary, loss_fn, batch)
+        flight = self.flights[microbatch] = Flight(self.current.context, boundary)
+        if isinstance(output, Tensor):
+            self._check_needs_gradient(output)
+            flight.outputs = [output if output.requires_grad else None]
+            return output.detach()
+        flight.outputs = [get_gradient_edge(t) if t.requires_grad else None for t in output.tensors]
+        return output._replace(tensors=[t.detach() for t in output.tensors])
+
+    def _boundary(self, batch: Any, received: HandOver | None) -> BoundaryState:
+        return BoundaryState(
+            received, NOTHING if self.last else self._forms.get((signature_of(batch), self.model.training))
+        )
+
+    def evaluate(self, microbatch: int, loss_fn: LossFn, batch: Any, received: HandOver | None) -> HandOver | Tensor:
+        """What ``forward`` returns, with no backward to come: under ``no_grad``, with modules in eval mode."""
+        self.current.begin(self.current.context.position, microbatch=microbatch)
+        output = self._call(self._boundary(batch, received), loss_fn, batch)
+        if not self.unsharding.held:
+            self.unsharding.forget()
+        return output
+
+    def begin_alone(self, position: RNGPosition, microbatch: int | None = None) -> None:
+        """A forward of a user's own loop begins; without a ``microbatch`` for the ledger it goes under the one
+        before."""
+        number = self.current.context.microbatch if microbatch is None else microbatch
+        self.current.begin(position, microbatch=number)
+
+    def _call(self, boundary: BoundaryState, loss_fn: LossFn, batch: Any) -> HandOver | Tensor:
+        """The user's function on this stage: the loss, or what goes to the next stage."""
+        if self.axis.sequence and boundary.length is not None:
+            boundary.whole_length = self._whole_length(signature_of(batch), boundary.length)
+            self.current.replace(length=boundary.whole_length)
+        boundary.open()
+        self.current.replace(boundary=boundary, draws=self.model.training)
+        try:
+            with boundary.search or nullcontext(), self.interceptor.on():
+                loss: Any = loss_fn(self.model, batch)
+            if boundary.output is not None:
+                return self._hand_over(boundary, batch)
+        except StageDone:
+            return self._hand_over(boundary, batch)
+        except Exception as error:
+            if boundary.output is not None and boundary.learned is None:
+                return self._hand_over(boundary, batch)  # what failed was the search behind the stage's last link
+            if type(error) is RuntimeError and self._narrow and "dtype" in str(error):
+                raise ValueError(
+                    f"the model computes in two dtypes: {error}. The row has every parameter in {self._narrow}, those "
+                    f"of a module that is meant to stay in fp32 (a router) too: let it compute by "
+                    f"F.linear(x.float(), self.weight.float()), or keep parameters in fp32 and put torch.autocast "
+                    f"around the forward, enabled=False around this module"
+                ) from error
+            if type(error) is not RuntimeError or not self.parallel.cuts:
+                raise
+            raise ValueError(
+                f"the model's code fails where each of {self.axis.ways} tensor ranks has pieces, so the tensor plan "
+                f"leaves something out, or does not fit it (does it run on one rank?): {error}"
+            ) from error
+        finally:
+            self.current.replace(boundary=None)
+            self.boundary.over(boundary)
+        if not self.last:
+            raise ValueError(
+                "loss_fn did not call the model, or caught what ends its call: under a pipeline every stage runs it, "
+                "as model(...), outside of try/except"
+            )
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"the loss has shape {shape}: return the sum over the microbatch, a scalar")
+        if isinstance(loss, NotHere):
+            raise ValueError(
+                f"loss_fn, or the model behind its links, uses what another stage has (an early link's output, an "
+                f"auxiliary loss, a parameter): let the last link make what the loss needs. The links are "
+                f"{self.boundary.names[0]} to {self.boundary.names[-1]}; if other blocks run behind them, name all of "
+                f"them in pipeline_links()"
+            )
+        return loss
+
+    def _hand_over(self, boundary: BoundaryState, batch: Any) -> HandOver:
+        """The stage's part of a forward is over."""
+        handed = boundary.hand_over()
+        self._forms.setdefault((signature_of(batch), self.model.training), handed.form)
+        self.unsharding.unwind(handed.tensors)
+        return handed
+
+    def backward(self, microbatch: int, gradients: Sequence[Tensor], *, last: bool) -> HandOver | None:
+        """A full backward from the gradients of the outputs: the weights' gradients, and those of what was received.
+        ``last``: no other of the step comes on this stage."""
+        return self._differentiate(microbatch, self._resume(microbatch), gradients, last=last)
+
+    def backward_from(self, loss: Tensor, seed: float) -> None:
+        """The backward of a forward that a user's own loop made; ``seed`` is the gradient of the loss."""
+        self._check_needs_gradient(loss)
+        flight = Flight(self.current.context, BoundaryState(), [loss])
+        self._differentiate(None, flight, [torch.full_like(loss, seed)])
+
+    def _check_needs_gradient(self, loss: Tensor) -> None:
+        if self.gradients.order and not loss.requires_grad:
+            raise ValueError(
+                "the loss needs no gradient, so the step would change nothing: it was detached (loss.detach(), "
+                "loss.item(), torch.no_grad() around the forward), or nothing that trains went into it"
+            )
+
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Another engine's backward goes through this model; it has one microbatch more of gradients."""
+        self.unsharding.begin_backward(None)
+        self.gradients.begin_microbatch(last=False)
+        yield
+        self.gradients.end_microbatch()
+        self.unsharding.end_backward()
+
+    def input(self, microbatch: int, gradients: Sequence[Tensor]) -> HandOver | None:
+        """The input part of a backward: the gradients of what was received."""
+        return self._differentiate(microbatch, self._resume(microbatch, over=False), gradients, split=True)
+
+    def _differentiate(
+        self,
+        microbatch: int | None,
+        flight: Flight,
+        gradients: Sequence[Tensor],
+        *,
+        last: bool = False,
+        split: bool = False,
+    ) -> HandOver | None:
+        """Run the backward, or with ``split`` its input part, which sums nothing; and let the graph go."""
+        self.unsharding.begin_backward(microbatch, split=split)
+        if not split:
+            self.gradients.begin_microbatch(last=last)
+        made = [(out, gradient) for out, gradient in zip(flight.outputs, gradients, strict=True) if out is not None]
+        if made:
+            flight.outputs, (outputs, seeds) = (), zip(*made, strict=True)
+            with (
+                self._outside.refused(outputs),
+                torch.autograd.set_multithreading_enabled(False),
+                writes_explained(self.flights),
+            ):
+                torch.autograd.backward(outputs, seeds)
+        if not split:
+            self.gradients.end_microbatch()
+        self.unsharding.end_backward()
+        return flight.boundary.take_gradients()
+
+    def weight(self, microbatch: int, *, last: bool) -> None:
+        """The weight part: every gradient that the input part deferred or kept."""
+        flight = self._resume(microbatch)
+        self.unsharding.begin_weights()
+        self.gradients.begin_microbatch(last=last)
+        assert self.products is not None and flight.context.stand_ins is not None
+        self.products.weigh(flight.context.stand_ins)
+        self.gradients.end_microbatch()
+
+    def _resume(self, microbatch: int, *, over: bool = True) -> Flight:
+        """A microbatch comes back for its backward, or for a part of it; ``over``: for the last time."""
+        if microbatch not in self.flights:
+            raise ValueError(
+                f"microbatch {microbatch} has no forward behind it on stage {self.number} (those that have: "
+                f"{sorted(self.flights)}): each has one forward and then one backward"
+            )
+        flight = self.flights.pop(microbatch) if over else self.flights[microbatch]
+        self.current.context = flight.context
+        return flight
+
+    def _whole_length(self, signature: Signature, mine: int) -> int:
+        """Steps of time of the whole stream, of which sequence parallelism has cut this rank's part.  It depends on the
+        shapes of the batch, so all tensor ranks learn it at the same time."""
+        if signature not in self._lengths:
+            lengths = gather_ints(self.comm, [mine], ("tensor",), Note("setup"))
+            self._lengths[signature] = sum(length for (length,) in lengths)
+        return self._lengths[signature]

@@ -1,0 +1,166 @@
+"""The ledger before the run: every message of a step, derived from the table.
+
+``predict_step`` lists the ``Entry`` objects that a comm's ledger records, byte for byte.  Their order is not part of
+the prediction (prefetch and overlap change it): compare them as multisets.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from plait.table.agreement import AGREEING, COUNTS, NUMBER_BYTES, num_reported
+from plait.table.cells import Move, Strategy, moves
+from plait.table.collectives import Entry, Note, bytes_sent
+from plait.table.flat import UnitLayout, lower
+from plait.table.mesh import Mesh
+from plait.schedule.actions import ACTIVATION, ADDS_GRADIENTS, GRADIENT, TIED, Kind, Line, carries, in_flight
+from plait.schedule.orders import one_stage
+
+
+@dataclass(frozen=True)
+class StageTraffic:
+    """What one stage of a rank sends."""
+
+    units: tuple[UnitLayout, ...]
+    handed_bytes: tuple[int, ...] = ()
+    """Of the activation that the stage hands on, for each microbatch; none on the last stage."""
+    received_bytes: tuple[int, ...] = ()
+    """The same of the stage before; none on the first stage."""
+
+
+@dataclass(frozen=True)
+class TiedTraffic:
+    """A weight that several stages use."""
+
+    name: str
+    owners: tuple[int, ...]
+    """The pipe coordinate of each of these stages, in their order."""
+    bytes: int
+    """What the rank owns of it: its piece in the optimizer's cell."""
+
+
+def predict_step(
+    units: Sequence[UnitLayout], mesh: Mesh, strategy: Strategy, num_microbatches: int, rank: int
+) -> tuple[Entry, ...]:
+    """Every message of a rank in one step of one stage; ``units`` as ``Engine.layouts`` gives them, with gradients for
+    each."""
+    trainable = sum(len(f.slots) for u in units for f, t in zip(u.flats, u.trainable, strict=True) if t)
+    line = one_stage(num_microbatches)[0]
+    return predict_line(line, {0: StageTraffic(tuple(units))}, mesh, strategy, num_microbatches, trainable, rank)
+
+
+def predict_line(
+    line: Line,
+    stages: Mapping[int, StageTraffic],
+    mesh: Mesh,
+    strategy: Strategy,
+    num_microbatches: int,
+    num_trainable: int,
+    rank: int,
+    tied: Sequence[TiedTraffic] = (),
+) -> tuple[Entry, ...]:
+    """Every message of a rank in one step, read off its line of the completed schedule.
+
+    Args:
+        stages: of this rank, by number.
+        num_trainable: trainable parameters of the whole model.
+        tied: weights that stages of this rank share with others.
+    """
+    path = moves(strategy, mesh)
+    entries: list[Entry] = []
+
+    def add(
+        phase: str,
+        stage: int,
+        first: Sequence[Move],
+        microbatch: int = -1,
+        *,
+        later: Sequence[Move] = (),
+        waits: bool = False,
+        trained: bool = False,
+        summed: bool = False,
+    ) -> None:
+        """The messages of a path, on every flat buffer of a stage; ``later`` is the path of a unit's further uses,
+        ``waits`` as ``open_still`` of ``UnitLayout.backward_uses``."""
+        cell = strategy.grads if phase in ("microbatch", "step") else strategy.params
+        for unit in stages[stage].units:
+            if (phase == "backward" and not unit.differentiated) or (phase == "microbatch" and not unit.reduced):
+                continue
+            for index, flat in enumerate(unit.flats):
+                if (trained and not unit.trainable[index]) or (summed and not (unit.summed and unit.summed[index])):
+                    continue
+                again = unit.unkept if phase == "forward" else 0
+                uses = unit.backward_uses(open_still=waits) if phase == "backward" else len(unit.uses)
+                steps = [*[*first] * (1 + again), *[*later] * (uses - 1 - again)]
+                for message in chain.from_iterable(lower(step, flat, mesh, rank) for step in steps):
+                    size = message.numel * flat.itemsize_in(cell)
+                    root = mesh.index(rank, message.axes) == message.root
+                    sent = bytes_sent(message.kind, size, mesh.count(message.axes), root=root)
+                    entries.append(Entry(message.kind, message.axes, size, sent, Note(phase, unit.name, microbatch)))
+
+    def between_stages(kind: str, size: int, note: Note) -> Entry:
+        return Entry(kind, ("pipe",), size, bytes_sent(kind, size, 2), note)
+
+    holds = any(action.kind is Kind.UNSHARD for action in line)
+    flying: Counter[int] = Counter()
+    kept: set[int] = set()
+    for action in line:
+        for part in action.parts:
+            s, m = part.stage, part.microbatch
+            match part.kind:
+                case Kind.UNSHARD:
+                    add("unshard", s, path.backward if s in kept else path.forward)
+                case Kind.RESHARD:
+                    (kept.add if flying[s] else kept.discard)(s)
+                case Kind.FORWARD:
+                    if not holds:  # once a use has left what the row keeps, gathers start from there
+                        add("forward", s, path.backward if flying[s] else path.forward, m, later=path.backward)
+                case Kind.BACKWARD | Kind.INPUT:
+                    if not holds:
+                        add("backward", s, path.backward, m, later=path.backward, waits=part.kind is Kind.BACKWARD)
+                case Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B as message:
+                    value, is_send = carries(part), message in (Kind.SEND_F, Kind.SEND_B)
+                    note = Note(ACTIVATION if value.way == "F" else GRADIENT, f"stage {value.stage}", m)
+                    sizes = stages[s].handed_bytes if is_send == (value.way == "F") else stages[s].received_bytes
+                    entries.append(between_stages("send" if is_send else "recv", sizes[m], note))
+                case Kind.REDUCE:
+                    add("step", s, path.summed, trained=True, summed=True)
+                    add("step", s, path.step, trained=True)
+                case Kind.UPDATE:
+                    add("publish", s, path.publish, trained=True)
+            flying[s] += in_flight(part)
+            if part.kind in ADDS_GRADIENTS:
+                add("microbatch", s, path.microbatch, m, trained=True)
+    here = mesh.coordinates(rank)["pipe"]
+    for edge in tied:
+        others = [owner for owner in edge.owners if owner != here]
+        sends = edge.owners.count(here) * len(set(others)) if edge.bytes else 0
+        receives = len(others) if edge.bytes and here in edge.owners else 0
+        entries += [between_stages("send", edge.bytes, Note(TIED, edge.name))] * sends
+        entries += [between_stages("recv", edge.bytes, Note(TIED, edge.name))] * receives
+    ranks = mesh.count(AGREEING)
+    if ranks > 1:
+        for phase, numbers in (("count", COUNTS), ("report", num_reported(num_microbatches, num_trainable))):
+            size = NUMBER_BYTES * numbers * ranks
+            entries.append(Entry("all_gather", AGREEING, size, bytes_sent("all_gather", size, ranks), Note(phase)))
+    return tuple(entries)
+
+
+def by_phase(entries: Iterable[Entry]) -> dict[str, tuple[int, int]]:
+    """Messages and bytes sent by this rank, by phase of the step."""
+    messages: Counter[str] = Counter()
+    sent: Counter[str] = Counter()
+    for entry in entries:
+        messages[entry.note.phase] += 1
+        sent[entry.note.phase] += entry.sent
+    return {phase: (messages[phase], sent[phase]) for phase in messages}
+
+
+def differences(predicted: Iterable[Entry], measured: Iterable[Entry]) -> list[str]:
+    """What stands in one ledger and not in the other, as text; empty when they are equal, byte for byte."""
+    left, right = Counter(predicted), Counter(measured)
+    return [
+        *(f"predicted, not measured ({n} times): {e}" for e, n in (left - right).items()),
+        *(f"measured, not predicted ({n} times): {e}" for e, n in (right - left).items()),
+    ]

@@ -1,0 +1,70 @@
+"""Bytes a rank holds between steps, from the table and the shapes.
+
+``held`` counts the flat pieces, padding included; ``formula`` is the textbook count without padding, for any number
+of parameters: the memory side of ZeRO's table.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plait.table.cells import Cell, Strategy
+from plait.table.flat import FlatLayout, UnitLayout
+from plait.table.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes per rank between steps, by kind of state."""
+
+    params: int
+    grads: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.params + self.grads + self.optimizer
+
+
+def held(units: Sequence[UnitLayout], mesh: Mesh, strategy: Strategy, rank: int, states: int = 2) -> Held:
+    """What one rank holds, exactly; ``states`` are numbers of a parameter's size that the optimizer keeps (Adam 2, SGD
+    0, with momentum 1), not counting the master weights of a row that has them."""
+
+    def bounds(flat: FlatLayout, cell: Cell) -> tuple[int, int]:
+        return flat.piece(mesh.count(cell.split), mesh.index(rank, cell.split))
+
+    def piece(flat: FlatLayout, cell: Cell) -> int:
+        start, stop = bounds(flat, cell)
+        return (stop - start) * flat.itemsize_in(cell)
+
+    flats = [(f, t) for unit in units for f, t in zip(unit.flats, unit.trainable, strict=True)]
+    trained = [f for f, trains in flats if trains]
+    updated = [run.numel * f.itemsize_in(strategy.optim) for f in trained for run in f.runs(*bounds(f, strategy.optim))]
+    masters = [piece(f, strategy.optim) for f in trained if f.has_master(strategy)]
+    return Held(
+        params=sum(piece(f, strategy.params) for f, _ in flats),
+        grads=sum(piece(f, strategy.grads) for f in trained),
+        optimizer=states * sum(updated) + sum(masters),
+    )
+
+
+def formula(
+    num_parameters: float,
+    mesh: Mesh,
+    strategy: Strategy,
+    *,
+    param_bytes: float = 4,
+    grad_bytes: float = 4,
+    optimizer_bytes: float = 8,
+) -> Held:
+    """The textbook count: each kind of state divided by the ranks that split its cell.
+
+    In 16-bit training with fp32 Adam and master weights the bytes are 2, 2 and 12.
+    Source: ZeRO (Rajbhandari et al. 2020), table 1.
+    """
+    sizes = ((strategy.params, param_bytes), (strategy.grads, grad_bytes), (strategy.optim, optimizer_bytes))
+    return Held(*(round(num_parameters * size / mesh.count(cell.split)) for cell, size in sizes))
+
+
+def padding(units: Sequence[UnitLayout]) -> int:
+    """Bytes of the flat buffers that hold no parameter."""
+    return sum((f.numel - sum(s.numel for s in f.slots)) * f.itemsize for unit in units for f in unit.flats)

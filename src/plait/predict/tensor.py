@@ -1,0 +1,71 @@
+"""The messages of tensor parallelism, from the sites of a plan and the shapes of what passes them.
+
+    site      without sequence parallelism          with it
+    enter     backward  all_reduce [.., width]      forward all_gather, backward reduce_scatter [batch, time, width]
+    leave     forward   all_reduce [.., width]      forward reduce_scatter, backward all_gather
+    sum       forward   all_reduce [.., width]      the same
+    split     -                                     backward all_gather
+    unsplit   -                                     forward all_gather
+    gather    forward   all_gather [.., width]      the same
+    part      backward  all_gather [.., width]      the same
+    share     backward  all_reduce [.., width]      the same
+    loss      forward   all_gather [ranks, 3, ..]   the same
+
+Inside a block that is recomputed (``engine.forward.recompute``) every forward message is sent twice.
+
+A transformer layer has two of each of the first: two all-reduces forward and two backward of batch * time * width
+elements, or the same volume as reduce-scatters and all-gathers (Megatron-LM, Korthikanti et al. 2022).
+"""
+
+import math
+from collections.abc import Collection, Sequence
+
+from plait.table.collectives import Entry, Note, bytes_sent
+from plait.table.mesh import Mesh
+from plait.table.tensor_plan import BACKWARD, FORWARD, MESSAGES, Passings
+
+AXES = ("tensor",)
+
+
+def predict_tensor(
+    passings: Sequence[Passings],
+    mesh: Mesh,
+    itemsize: int,
+    *,
+    sequence: bool,
+    twice: Collection[str] = (),
+) -> tuple[Entry, ...]:
+    """Every message of a rank over the tensor axis in one step.
+
+    Args:
+        passings: what passes the sites of a plan, for each microbatch: the same ``everywhere``, or as a forward of the
+            plain model shows it (``tensor_parallel.passing``).
+        itemsize: bytes per element of the activations; losses are summed in 4 bytes at least.
+        sequence: the stream is cut in time; time that the ranks cannot share evenly travels padded.
+        twice: the modules whose forward runs again in the backward.
+    """
+    ways = mesh.tensor
+    if ways == 1:
+        return ()
+    entries = []
+
+    def add(kind: str, numel: int, size: int, note: Note) -> None:
+        again = note.phase == FORWARD and any(f"{note.unit}.".startswith(f"{block}.") for block in twice)
+        entries.extend([Entry(kind, AXES, numel * size, bytes_sent(kind, numel * size, ways), note)] * (1 + again))
+
+    for microbatch, sites in enumerate(passings):
+        for site, (shape, trains) in ((site, passing) for site, found in sites.items() for passing in found):
+            rows = math.prod(shape)
+            cut = sequence and len(shape) > 1
+            padded = shape[0] * -(-shape[1] // ways) * ways * math.prod(shape[2:]) if cut else rows
+            forward, backward = MESSAGES[site.kind][0 if sequence and not site.unsplit else 1]
+            if site.kind == "loss":
+                add(forward, ways * 3 * rows, max(itemsize, 4), Note(FORWARD, site.name))
+                continue
+            for phase, kind in ((FORWARD, forward), (BACKWARD, backward if trains else "")):
+                size = (rows if kind == "all_reduce" else padded) * site.width
+                if site.kind in ("gather", "part"):
+                    size = rows * -(-site.width // ways) * ways
+                if kind:
+                    add(kind, size, itemsize, Note(phase, site.name, microbatch))
+    return tuple(entries)

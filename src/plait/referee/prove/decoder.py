@@ -1,0 +1,216 @@
+"""A decoder by its sizes alone: names and shapes of its parameters, laid in units as the engine lays them.
+
+    links     model.embed_tokens   model.layers.0 ... model.layers.125   model.norm   lm_head
+    units     ''                   ''                                    root         ''          one for each link
+    tensor    rows of the vocabulary   heads, features                   whole        rows of the vocabulary
+
+The names are those of ``LlamaForCausalLM``, so that a proof and an engine speak of the same buffers; a test compares
+them.  Sizes come from flags or from the ``config.json`` of a Hugging Face folder; weights are not needed, nor torch.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from plait.table.cells import ITEMSIZE, Strategy
+from plait.table.flat import Cut, FlatLayout, UnitLayout, buckets, lay
+from plait.table.mesh import Mesh
+from plait.table.tensor_cut import TensorCut
+from plait.table.tensor_plan import Site
+from plait.checkpoint.files.reading import read_text
+
+FAMILIES = ("llama", "mistral", "qwen2")
+"""The families of Hugging Face whose decoders have the parameters that are described here."""
+
+Named = tuple[str, tuple[int, ...], int]
+"""A parameter: its name, its shape, and the dim that the tensor axis cuts (-1: every rank has it whole)."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The sizes of a decoder; ValueError where they do not fit together.
+
+    ``gated`` is SwiGLU, three matrices; else there are two.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    head_dim: int = 0
+    """Elements of a head; 0 is ``hidden / heads``."""
+    gated: bool = True
+    bias: bool = False
+    """Of query, key and value."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a number from 1")
+        if not self.head_dim and self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} is no multiple of {self.heads} heads: give a multiple")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads evenly: give a divisor")
+
+    @property
+    def head(self) -> int:
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(math.prod(shape) for link in self.links for _, shape, _ in self.parameters(link))
+
+    @property
+    def num_tensors(self) -> int:
+        return sum(len(self.parameters(link)) for link in self.links)
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """What a pipeline may cut between."""
+        return ("model.embed_tokens", *(f"model.layers.{i}" for i in range(self.layers)), "model.norm", "lm_head")
+
+    def parameters(self, link: str) -> tuple[Named, ...]:
+        """Those of one link, in the order in which they are laid."""
+        width, query, key = self.hidden, self.heads * self.head, self.kv_heads * self.head
+        if link in ("model.embed_tokens", "lm_head"):
+            return ((f"{link}.weight", (self.vocab, width), 0),)
+        if link == "model.norm":
+            return ((f"{link}.weight", (width,), -1),)
+        rows: list[Named] = []
+        for short, size in (("q", query), ("k", key), ("v", key)):
+            rows.append((f"{link}.self_attn.{short}_proj.weight", (size, width), 0))
+            rows += [(f"{link}.self_attn.{short}_proj.bias", (size,), 0)] * self.bias
+        rows.append((f"{link}.self_attn.o_proj.weight", (width, query), 1))
+        up = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        rows += [(f"{link}.mlp.{short}.weight", (self.ffn, width), 0) for short in up]
+        rows.append((f"{link}.mlp.down_proj.weight", (width, self.ffn), 1))
+        rows += [(f"{link}.{norm}.weight", (width,), -1) for norm in ("input_layernorm", "post_attention_layernorm")]
+        return tuple(rows)
+
+    def cut(self, parameter: Named, ways: int) -> TensorCut | None:
+        """How the tensor axis cuts a parameter; ValueError for heads or rows that it cannot share."""
+        name, shape, dim = parameter
+        if dim < 0 or ways == 1:
+            return None
+        if ".self_attn." in name:
+            try:
+                return TensorCut(shape, dim, ways, (shape[dim],), self.head)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        if (ways - 1) * -(-shape[dim] // ways) >= shape[dim]:
+            raise ValueError(f"{name}: {shape[dim]} rows leave a rank of tensor={ways} without any; use fewer")
+        return TensorCut(shape, dim, ways, (shape[dim],))
+
+    def sites(self, links: Sequence[str]) -> tuple[Site, ...]:
+        """Where some links send over the tensor axis in a pass."""
+        found: list[Site] = []
+        for link in links:
+            if link == "model.embed_tokens":
+                found.append(Site("leave", link, self.hidden))
+            elif link == "lm_head":
+                found += [Site("enter", link, self.hidden), Site("loss", "loss", 0)]
+            elif link != "model.norm":
+                mlp = f"{link}.mlp" if self.gated else f"{link}.mlp.up_proj"
+                inside = ((f"{link}.self_attn", f"{link}.self_attn.o_proj"), (mlp, f"{link}.mlp.down_proj"))
+                for enters, leaves in inside:
+                    found += [Site("enter", enters, self.hidden), Site("leave", leaves, self.hidden)]
+        return tuple(found)
+
+
+def from_config(path: str) -> Decoder:
+    """The decoder of a Hugging Face ``config.json``, or of a folder with one.
+
+    Raises:
+        ValueError: the file is missing or of another family, or the head's weight is the embedding's.
+    """
+    place = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        found: Mapping[str, Any] = json.loads(read_text(place, "the config"))
+        family = found["model_type"]
+        if family not in FAMILIES:
+            raise ValueError(
+                f"{path}: {family} is not among {', '.join(FAMILIES)}: describe it by --layers --width ..."
+            )
+        if found.get("tie_word_embeddings", False):
+            raise ValueError(
+                f"{path}: the head's weight is the embedding's (tie_word_embeddings), which no proof covers: set "
+                f"it to false, or run `plait verify`"
+            )
+        whole = {name: int(found[key]) for name, key in KEYS.items()}
+        heads = int(found.get("num_key_value_heads") or whole["heads"])
+        size = int(found.get("head_dim") or 0)
+        biased = family == "qwen2" or bool(found.get("attention_bias", False))
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, OverflowError) as error:
+        raise ValueError(f"{place} is no config of a decoder: {type(error).__name__} {error}") from None
+    return Decoder(
+        layers=whole["layers"],
+        hidden=whole["hidden"],
+        ffn=whole["ffn"],
+        heads=whole["heads"],
+        kv_heads=heads,
+        vocab=whole["vocab"],
+        head_dim=size,
+        bias=biased,
+    )
+
+
+KEYS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+    "heads": "num_attention_heads",
+    "vocab": "vocab_size",
+}
+
+
+def lay_stage(
+    decoder: Decoder,
+    links: Sequence[str],
+    mesh: Mesh,
+    strategy: Strategy,
+    tensor: int,
+    cut: Cut,
+    bucket: int,
+    dtype: str,
+) -> tuple[UnitLayout, ...]:
+    """The units of a stage with these links on one tensor rank, in the engine's order: the root, then by link."""
+    itemsize = strategy.params.itemsize(ITEMSIZE[dtype])
+    loads = [0] * mesh.data_size
+    names, units = sorted(links, key=lambda link: link != "model.norm"), []
+    of_links = [[(math.prod(shape), ITEMSIZE[dtype]) for _, shape, _ in decoder.parameters(link)] for link in names]
+    gathers = mesh.count(strategy.params.split) > 1
+    for numbers in buckets(of_links, 0 if gathers else bucket):
+        parameters = [parameter for number in numbers for parameter in decoder.parameters(names[number])]
+        shapes = [
+            tuple((name, _local(decoder, (name, shape, dim), mesh.tensor, t)) for name, shape, dim in parameters)
+            for t in (tensor, 0)
+        ]
+        own, first = (
+            _lay(of, itemsize, mesh.data_size, cut, tuple(loads) if cut == "tensor" else None) for of in shapes
+        )
+        if cut == "tensor":
+            sizes = [(b - a) * itemsize for a, b in pairwise(first.bounds)]
+            loads = [load + size for load, size in zip(loads, sizes, strict=True)]
+        ends = ["root" if names[number] == "model.norm" else names[number] for number in (numbers[0], numbers[-1])]
+        units.append(UnitLayout(" .. ".join(dict.fromkeys(ends)), (own,), (True,), summed=(False,)))
+    return tuple(units)
+
+
+def _local(decoder: Decoder, parameter: Named, ways: int, tensor: int) -> tuple[int, ...]:
+    cut = decoder.cut(parameter, ways)
+    return parameter[1] if cut is None else cut.local_shape(tensor)
+
+
+@lru_cache(maxsize=64)
+def _lay(
+    shapes: tuple[tuple[str, tuple[int, ...]], ...], itemsize: int, pieces: int, cut: Cut, loads: tuple[int, ...] | None
+) -> FlatLayout:
+    return lay(shapes, itemsize, pieces, cut, loads)

@@ -1,0 +1,357 @@
+"""Programs carried out on sets instead of numbers: who has which version, and which samples are in which sum.
+
+    rest, full, kept     interval ──► the step for which its values were published
+    whole, sum           interval ──► a number of ``Sums``: which samples, in which order
+
+Every rank obeys its program.  A collective waits until its whole group has come to it; a send is never waited for, a
+receive by the pass that needs it: so who comes through here cannot hang, whatever is started earlier.  Memory that a
+collective leaves undefined is nobody's: a read, an update or a sum that meets it is refuted.
+
+Programs run for two steps, because what a step leaves behind (a copy that is kept too long, a sum that is not cleared)
+harms the next one.  What is refuted names a rank, an element and, where there is one, a microbatch.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from plait.table.agreement import AGREEING
+from plait.table.collectives import CUT_EVENLY
+from plait.referee.prove.claims import Counterexample, Refuted, Scene
+from plait.referee.prove.collective import added, left_behind, misowned
+from plait.referee.prove.pieces import Pieces, cut, lacking, value_at, write
+from plait.referee.prove.program import COLLECTIVES, Key, Op, Program
+from plait.referee.prove.sums import Sums
+from plait.schedule.actions import Action, Value, awaits, carries, makes, needs
+
+
+@dataclass
+class _Buffers:
+    """One flat buffer of one rank."""
+
+    rest: Pieces
+    full: Pieces = field(default_factory=list)
+    kept: Pieces = field(default_factory=list)
+    whole: Pieces = field(default_factory=list)
+    sum: Pieces = field(default_factory=list)
+    seen: set[tuple[str, int]] = field(default_factory=set)
+    """The reads of this step."""
+    summing: bool = False
+    """Something was brought to ``sum`` since it was cleared."""
+
+
+@dataclass
+class _Rank:
+    """One rank, and how far it is."""
+
+    program: Sequence[Op]
+    buffers: dict[Key, _Buffers]
+    at: int = 0
+    step: int = 0
+    made: set[Value] = field(default_factory=set)
+    posted: dict[tuple[Value, int], tuple[int, int]] = field(default_factory=dict)
+    """By what it hopes to receive in which step: from which rank, and the number of the message."""
+    num_posted: Counter[int] = field(default_factory=Counter)
+    passed: Counter[Action] = field(default_factory=Counter)
+    counted: bool = False
+
+
+class Machine:
+    """The ranks of a scene at work; ``run`` returns what was made, or raises ``Refuted``."""
+
+    def __init__(self, scene: Scene, programs: Mapping[int, Program], sums: Sums) -> None:
+        self.scene, self.mesh, self.sums = scene, scene.mesh, sums
+        end = Op("end")
+        self.ranks = {
+            rank: _Rank(
+                (*program, end) * scene.steps,
+                {key: _Buffers([(*flat.held, version(0))]) for key, flat in scene.flats[rank].items()},
+            )
+            for rank, program in programs.items()
+        }
+        self.channels: dict[tuple[int, int], list[tuple[Value, int]]] = defaultdict(list)
+        self.meeting: dict[tuple[int, ...], dict[int, Op]] = defaultdict(dict)
+        self.groups: dict[tuple[int, tuple[str, ...]], tuple[int, ...]] = {}
+        self.sleeping: dict[tuple[int, int], set[int]] = defaultdict(set)
+        self.ready = deque(self.ranks)
+        self.peers: dict[tuple[int, int], int] = {}
+        self.divisors: dict[tuple[int, int, int], Counter[int]] = {}
+        self.right: set[tuple[int, int, int]] = set()
+        """The divisors that count everyone once."""
+        self.samples = {rank: self.mesh.data_rank(rank) for rank in programs}
+        self.owners: dict[tuple[int, Key], list[tuple[int, int, int]]] = defaultdict(list)
+        self._handlers: dict[str, Callable[[int, _Rank, Op], bool]] = {
+            "open": self._open, "close": self._drop, "forget": self._drop, "clear": self._drop, "keep": self._keep,
+            "read": self._read, "gradient": self._gradient, "add": self._add, "update": self._update,
+            "pass": self._pass, "send": self._send, "recv": self._recv, "count": self._count, "end": self._end,
+            "report": self._meet, **dict.fromkeys(COLLECTIVES, self._meet),
+        }  # fmt: skip
+
+    def run(self) -> None:
+        """All programs, to their ends."""
+        while self.ready:
+            number = self.ready.popleft()
+            rank = self.ranks[number]
+            while rank.at < len(rank.program):
+                op = rank.program[rank.at]
+                if not self._handlers[op.kind](number, rank, op):
+                    break
+                rank.at += 1
+        stuck = [number for number, rank in self.ranks.items() if rank.at < len(rank.program)]
+        if stuck:
+            self._refute_stuck(stuck)
+        for (source, target), sent in self.channels.items():
+            if received := len(sent) - self.ranks[target].num_posted[source]:
+                text = f"{received} messages from rank {source} to rank {target} are never received"
+                raise Refuted(Counterexample("messages", text, target, self.scene.steps - 1))
+        for (step, key), updates in self.owners.items():
+            numel = {number: self.scene.flats[number][key].layout.numel for number, _, _ in updates}
+            if wrong := misowned(updates, self.mesh, self.scene.owned_by, numel):
+                number, element, text = wrong
+                error = self._refute("owners", text, number, Op("update", key), element)
+                raise Refuted(replace(error.example, step=step))
+
+    # ---- what is wrong ------------------------------------------------------------------------------------------
+
+    def _refute(self, what: str, text: str, number: int, op: Op, element: int = -1) -> Refuted:
+        rank, parameter = self.ranks[number], ""
+        if element >= 0 and op.flat in self.scene.flats[number]:
+            slots = self.scene.flats[number][op.flat].layout.slots
+            inside = [slot.name for slot in slots if slot.offset <= element < slot.end]
+            parameter = inside[0] if inside else f"padding of {op.flat[1]}"
+        return Refuted(Counterexample(what, text, number, rank.step, parameter, element, op.microbatch))
+
+    def _refute_stuck(self, stuck: Sequence[int]) -> None:
+        number = stuck[0]
+        rank = self.ranks[number]
+        op = rank.program[rank.at]
+        text = f"it waits forever at {op}"
+        if op.kind in COLLECTIVES or op.kind == "report":
+            missing = [m for m in self._group(number, op) if self.meeting[self._group(number, op)].get(m) is None]
+            if missing:
+                other = self.ranks[missing[0]]
+                at = other.program[other.at] if other.at < len(other.program) else "the end of its program"
+                text += f" for rank {missing[0]}, which is at {at}"
+        raise Refuted(Counterexample("messages", f"deadlock: {text}", number, rank.step, microbatch=op.microbatch))
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    def _open(self, number: int, rank: _Rank, op: Op) -> bool:
+        buffers = rank.buffers[op.flat]
+        buffers.full = cut(getattr(buffers, op.buffer), op.start, op.stop)
+        return True
+
+    def _drop(self, number: int, rank: _Rank, op: Op) -> bool:
+        buffers = rank.buffers[op.flat]
+        setattr(buffers, op.buffer, [])
+        buffers.summing = buffers.summing and op.buffer != "sum"
+        return True
+
+    def _keep(self, number: int, rank: _Rank, op: Op) -> bool:
+        buffers = rank.buffers[op.flat]
+        buffers.kept = cut(buffers.full, op.start, op.stop)
+        return True
+
+    def _read(self, number: int, rank: _Rank, op: Op) -> bool:
+        buffers, flat = rank.buffers[op.flat], self.scene.flats[number][op.flat]
+        now, stop = rank.step if flat.trains else 0, flat.layout.numel
+        pieces = getattr(buffers, op.buffer)
+        if (op.start, op.stop) != (0, stop):
+            raise self._refute("reads", f"pass {op.phase} does not read all of {op.flat[1]}: {op}", number, op)
+        wrong = lacking(pieces, 0, stop, version(now))
+        if wrong >= 0:
+            found = value_at(pieces, wrong)
+            has: dict[int | None, str] = {
+                version(step): f"its value of step {step}" for step in range(self.scene.steps + 1)
+            }
+            text = f"pass {op.phase} reads {has.get(found, 'memory that does not hold it')}, and not that of step {now}"
+            raise self._refute("reads", text, number, op, wrong)
+        for way, m in ((op.phase, op.microbatch), *op.also):
+            if (way, m) in buffers.seen:
+                raise self._refute("reads", f"pass {way} of {op.flat[1]} runs twice", number, op)
+            if way == "B" and ("F", m) not in buffers.seen:
+                raise self._refute("reads", f"the backward of {op.flat[1]} comes before its forward", number, op)
+            buffers.seen.add((way, m))
+        return True
+
+    # ---- sums ---------------------------------------------------------------------------------------------------
+
+    def _gradient(self, number: int, rank: _Rank, op: Op) -> bool:
+        buffers, flat = rank.buffers[op.flat], self.scene.flats[number][op.flat]
+        if (self.scene.values and ("B", op.microbatch) not in buffers.seen) or not rank.counted:
+            raise self._refute("sums", f"{op.flat[1]} has a gradient before its backward", number, op)
+        tensor = self.mesh.index(number, ("tensor",)) if flat.summed else 0
+        leaf = self.sums.leaf(self.samples[number], tensor, op.microbatch)
+        self._accumulate(buffers, op.buffer, [(op.start, op.stop, leaf)])
+        return True
+
+    def _add(self, number: int, rank: _Rank, op: Op) -> bool:
+        buffers = rank.buffers[op.flat]
+        self._accumulate(buffers, "sum", cut(buffers.whole, op.start, op.stop))
+        buffers.whole = []
+        return True
+
+    def _accumulate(self, buffers: _Buffers, buffer: str, pieces: Pieces) -> None:
+        """The first in ``sum`` since it was cleared is copied there, others are added."""
+        if buffer == "sum" and buffers.summing:
+            buffers.sum = added(buffers.sum, pieces, self.sums)
+        else:
+            setattr(buffers, buffer, pieces)
+            buffers.summing = buffers.summing or buffer == "sum"
+
+    def _update(self, number: int, rank: _Rank, op: Op) -> bool:
+        buffers, now = rank.buffers[op.flat], rank.step
+        due = self.scene.due[op.flat] if self.scene.sums else 0
+        wrong = lacking(buffers.sum, op.start, op.stop, due) if self.scene.sums else -1
+        if wrong >= 0:
+            text = self.sums.compared(value_at(buffers.sum, wrong), due)
+            raise self._refute("sums", f"the gradient that is used for an update is wrong: {text}", number, op, wrong)
+        wrong = lacking(buffers.rest, op.start, op.stop, version(now)) if self.scene.values else -1
+        if wrong >= 0:
+            twice = value_at(buffers.rest, wrong) == version(now + 1)
+            text = "it is updated twice" if twice else "it is updated where its newest value is not"
+            raise self._refute("owners", text, number, op, wrong)
+        buffers.rest = write(buffers.rest, op.start, op.stop, [(op.start, op.stop, version(now + 1))])
+        self.owners[rank.step, op.flat].append((number, op.start, op.stop))
+        return True
+
+    # ---- messages -----------------------------------------------------------------------------------------------
+
+    def _group(self, number: int, op: Op) -> tuple[int, ...]:
+        axes = AGREEING if op.kind == "report" else op.axes
+        if (number, axes) not in self.groups:
+            group = self.mesh.group(number, axes)
+            if not self.scene.everyone and axes == AGREEING:
+                group = tuple(self.ranks)
+            self.groups.update({(member, axes): group for member in group})
+        return self.groups[number, axes]
+
+    def _meet(self, number: int, rank: _Rank, op: Op) -> bool:
+        group = self._group(number, op)
+        there = self.meeting[group]
+        there[number] = op
+        if len(there) < len(group):
+            return False
+        del self.meeting[group]
+        for member, other in there.items():
+            if other[:4] != op[:4] or other[5:8] != op[5:8]:
+                text = f"{op} meets {other} of rank {member} in one collective"
+                raise self._refute("messages", text, number, op)
+        if op.kind in COLLECTIVES:
+            self._collective(group, op)
+        for member in group:
+            if member != number:
+                self.ranks[member].at += 1
+                self.ready.append(member)
+        return True
+
+    def _collective(self, group: tuple[int, ...], op: Op) -> None:
+        if op.start < 0 or op.stop > self.scene.flats[group[0]][op.flat].layout.numel:
+            raise self._refute("messages", f"{op} is longer than its buffer", group[0], op)
+        if op.kind in CUT_EVENLY and (op.stop - op.start) % len(group):
+            text = f"{op}: {op.stop - op.start} elements are no equal pieces for {len(group)} ranks"
+            raise self._refute("messages", text, group[0], op)
+        members = [self.ranks[member].buffers[op.flat] for member in group]
+        contents: list[Pieces] = [getattr(buffers, op.buffer) for buffers in members]
+        sizes = [self.mesh.axis(axis) for axis in op.axes]
+        for buffers, content in zip(members, left_behind(op, contents, sizes, self.sums), strict=True):
+            setattr(buffers, op.buffer, content)
+
+    def _count(self, number: int, rank: _Rank, op: Op) -> bool:
+        if max(op.rows[:2]) > self.mesh.size:
+            raise self._refute("sums", "the divisor of the loss counts ranks that are not there", number, op)
+        if op.rows not in self.divisors:
+            self.divisors[op.rows] = Counter(self.mesh.data_rank(row) for row in range(*op.rows))
+        counted = self.divisors[op.rows]
+        for data_rank in range(self.mesh.data_size if op.rows not in self.right else 0):
+            if counted[data_rank] != 1:
+                text = f"the divisor of the loss counts the targets of data rank {data_rank} {counted[data_rank]} times"
+                raise self._refute("sums", text, number, op)
+        self.right.add(op.rows)
+        rank.counted = True
+        return True
+
+    # ---- the pipeline -------------------------------------------------------------------------------------------
+
+    def _peer(self, number: int, stage: int) -> int:
+        if (number, stage) not in self.peers:
+            at = {**self.mesh.coordinates(number), "pipe": self.scene.owner.get(stage, 0)}
+            self.peers[number, stage] = self.mesh.rank(**at)
+        return self.peers[number, stage]
+
+    def _pass(self, number: int, rank: _Rank, op: Op) -> bool:
+        assert op.action is not None
+        action, made = op.action, rank.made
+        awaited = awaits(action, self.scene.stages)
+        for value in needs(action, self.scene.stages):
+            if value in made:
+                continue
+            at = rank.posted.get((value, rank.step))
+            if value != awaited or at is None:
+                raise self._refute("messages", f"pass {action} needs {_named(value)}, which is not there", number, op)
+            source, place = at
+            if place >= len(self.channels[source, number]):
+                self.sleeping[source, number].add(number)
+                return False
+            got, step = self.channels[source, number][place]
+            if (got, step) != (value, rank.step):
+                text = f"pass {action} needs {_named(value)} of step {rank.step}, and gets {_named(got)} of step {step}"
+                raise self._refute("messages", text, number, op)
+        if rank.passed[action]:
+            raise self._refute("messages", f"pass {action} runs twice", number, op)
+        rank.passed[action] += 1
+        if (result := makes(action)) is not None:
+            made.add(result)
+        return True
+
+    def _send(self, number: int, rank: _Rank, op: Op) -> bool:
+        assert op.action is not None
+        value = carries(op.action)
+        if value not in rank.made:
+            raise self._refute("messages", f"{op} sends {_named(value)} before it is made", number, op)
+        channel = number, self._peer(number, value.target)
+        self.channels[channel].append((value, rank.step))
+        self.ready.extend(self.sleeping.pop(channel, ()))
+        return True
+
+    def _recv(self, number: int, rank: _Rank, op: Op) -> bool:
+        assert op.action is not None
+        value = carries(op.action)
+        source = self._peer(number, value.stage)
+        rank.posted[value, rank.step] = source, rank.num_posted[source]
+        rank.num_posted[source] += 1
+        return True
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def _end(self, number: int, rank: _Rank, op: Op) -> bool:
+        for key, buffers in rank.buffers.items() if self.scene.values else ():
+            flat = self.scene.flats[number][key]
+            about = Op("end", key)
+            if lost := sorted(self.scene.reads[key] - buffers.seen):
+                text = f"pass {lost[0][0]} of {key[1]} does not run"
+                raise self._refute("reads", text, number, about._replace(microbatch=lost[0][1]))
+            wrong = lacking(buffers.rest, *flat.held, version(rank.step + 1)) if flat.trains else -1
+            if wrong >= 0:
+                text = "its new value is not published to a rank that has it at rest"
+                raise self._refute("owners", text, number, about, wrong)
+            buffers.seen.clear()
+        if never := self.scene.passes[number] - rank.passed.keys():
+            action = min(never, key=str)
+            text = f"pass {action} does not run"
+            raise self._refute("messages", text, number, Op("end", microbatch=action.microbatch))
+        rank.passed.clear()
+        rank.made.clear()
+        rank.counted = False
+        rank.step += 1
+        return True
+
+
+def version(step: int) -> int:
+    """The values that a step reads, as a number of which there is none in ``Sums``."""
+    return -1 - step
+
+
+def _named(value: Value) -> str:
+    what = "the activation" if value.way == "F" else "the gradient of the input"
+    return f"{what} of stage {value.stage}, microbatch {value.microbatch}"

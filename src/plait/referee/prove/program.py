@@ -1,0 +1,317 @@
+"""What one rank does in a step, as data: small operations on the flat buffers of its units.
+
+    schedule       row's moves       operations
+    0UNSHARD       all_gather        open from rest, all_gather of full
+    0F0            -                 read F
+    0B0            reduce_scatter    read B, gradient to whole, reduce_scatter of whole, add to sum
+    0RESHARD       -                 close
+    0REDUCE        all_reduce        all_reduce of sum
+    0UPDATE        all_gather        update of rest by sum, all_gather of rest
+
+A buffer's messages are those of ``core.flat.lower``, which the engine sends, in the places where ``plan.cost`` counts
+them.  The other operations say what becomes of the numbers in between:
+
+    open, close       ``full`` is filled from what lies at rest, or is kept; freed
+    keep, forget      what the row keeps from forward to backward is copied; dropped
+    read              a pass reads the whole flat
+    gradient          a backward writes a microbatch's gradient to ``whole``, or adds it to ``sum``
+    add               a reduced piece of ``whole`` is added to ``sum``
+    clear             ``sum`` is empty, before a step
+    update            the optimizer changes a piece of ``rest``, by the same piece of ``sum``
+    pass, send, recv  of the pipeline
+    count, report     what all ranks agree on: the divisor of the loss; the end of the step
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from plait.table.agreement import counted
+from plait.table.cells import Cell, Moves, Strategy, moves
+from plait.table.flat import FlatLayout, Message, UnitLayout, lower
+from plait.table.mesh import Mesh
+from plait.schedule.actions import ADDS_GRADIENTS, MESSAGES, PASSES, SENDS, Action, Kind, Line, in_flight
+
+COLLECTIVES = ("all_gather", "broadcast", "reduce_scatter", "reduce", "all_reduce")
+"""The operations that a group makes together."""
+
+Key = tuple[int, str, int]
+"""A flat buffer: the stage, the unit, and its place in the unit."""
+
+
+class Op(NamedTuple):
+    """One operation of one rank."""
+
+    kind: str
+    flat: Key = (0, "", 0)
+    start: int = 0
+    stop: int = 0
+    """The elements of the flat buffer."""
+    microbatch: int = -1
+    axes: tuple[str, ...] = ()
+    root: int = -1
+    buffer: str = ""
+    """``rest``, ``full``, ``kept``, ``whole`` (a microbatch's gradient) or ``sum``."""
+    phase: str = ""
+    """Of a message, as in the ledger; of a read, ``F`` or ``B``."""
+    action: Action | None = None
+    """Of ``pass``, ``send`` and ``recv``."""
+    also: tuple[tuple[str, int], ...] = ()
+    """Of ``read``: pass and microbatch of others that read the same right after it."""
+    rows: tuple[int, int, int] = (0, 0, 0)
+    """Of ``count``: whose targets are added up, as a range of ranks."""
+
+    def __str__(self) -> str:
+        if self.action is not None:
+            return f"{self.kind} {self.action}"
+        if self.kind in ("count", "report"):
+            return self.kind
+        where = f"{self.flat[1]}[{self.start}:{self.stop}]"
+        words = [
+            self.kind,
+            self.phase if self.kind == "read" else "",
+            f"of {self.buffer}" if self.buffer else "",
+            where,
+        ]
+        words += [f"microbatch {self.microbatch}"] if self.microbatch >= 0 else []
+        return " ".join(filter(None, [*words, f"over {', '.join(self.axes)}" if self.axes else ""]))
+
+
+Program = tuple[Op, ...]
+
+
+class Settled(NamedTuple):
+    """What is the same for all operations of a rank on one flat buffer."""
+
+    key: Key
+    layout: FlatLayout
+    trains: bool
+    summed: bool
+    """Its gradient is pending over the tensor axis."""
+    differentiated: bool
+    messages: Mapping[str, tuple[Message, ...]]
+    """By the phase of ``Moves``."""
+    held: tuple[int, int]
+    kept: tuple[int, int]
+    grads: tuple[int, int]
+    optim: tuple[int, int]
+    split: bool
+    keeps_more: bool
+    direct: bool
+    """Gradients go straight into the sum."""
+    leaves: bool
+    """It is freed between forward and backward."""
+
+    def place(self, kind: str, buffer: str) -> tuple[int, int]:
+        """The elements that an operation of this rank is about."""
+        match kind, buffer:
+            case "open", "rest":
+                return self.held
+            case ("open", "kept") | ("keep", _):
+                return self.kept
+            case ("read", _) | ("gradient", _):
+                return 0, self.layout.numel
+            case "add", _:
+                return self.grads
+            case "update", _:
+                return self.optim
+        return 0, 0
+
+
+Buffered = Mapping[int, Sequence[Settled]]
+"""By stage."""
+
+PHASES = ("forward", "backward", "microbatch", "summed", "step", "publish")
+
+
+def settle(stage: int, unit: UnitLayout, index: int, mesh: Mesh, strategy: Strategy, path: Moves, rank: int) -> Settled:
+    """One flat buffer of a unit, on one rank."""
+    layout, ways = unit.flats[index], mesh.count
+
+    def place(cell: Cell) -> tuple[int, int]:
+        return layout.piece(ways(cell.split), mesh.index(rank, cell.split))
+
+    sent = {
+        phase: tuple(m for move in getattr(path, phase) for m in lower(move, layout, mesh, rank)) for phase in PHASES
+    }
+    return Settled(
+        key=(stage, unit.name, index),
+        layout=layout,
+        trains=unit.trainable[index],
+        summed=bool(unit.summed and unit.summed[index]),
+        differentiated=unit.differentiated,
+        messages=sent,
+        held=place(strategy.params),
+        kept=place(strategy.kept),
+        grads=place(strategy.grads),
+        optim=place(strategy.optim),
+        split=ways(strategy.params.split) > 1,
+        keeps_more=ways(strategy.kept.split) != ways(strategy.params.split),
+        direct=ways(strategy.grads.split) == 1,
+        leaves=bool(path.backward),
+    )
+
+
+def settle_all(
+    stages: Mapping[int, Sequence[UnitLayout]], mesh: Mesh, strategy: Strategy, rank: int, path: Moves | None = None
+) -> Buffered:
+    """The flat buffers of a rank, by stage, in the order of its units.
+
+    Args:
+        path: the moves of the row, where they are not ``moves(strategy, mesh)``.
+    """
+    path = moves(strategy, mesh) if path is None else path
+    return {
+        s: [settle(s, unit, i, mesh, strategy, path, rank) for unit in units for i in range(len(unit.flats))]
+        for s, units in stages.items()
+    }
+
+
+class Token(NamedTuple):
+    """An operation as all ranks make it, each on its own elements."""
+
+    kind: str
+    """Of an ``Op``; or a path of ``Moves``, which is the row's messages."""
+    flat: Key
+    microbatch: int = -1
+    buffer: str = ""
+    phase: str = ""
+    also: tuple[tuple[str, int], ...] = ()
+
+
+Tokens = tuple[Token | Op, ...]
+
+
+def write_tokens(line: Line, flats: Buffered, mesh: Mesh) -> Tokens:
+    """What the ranks of one pipe coordinate do in a step.
+
+    Args:
+        line: of the completed schedule; actions of stages that are not in ``flats`` are left out.
+        flats: the buffers of the stages that are looked at, as any of the ranks has them.
+    """
+    writer = _Writer(flats, holds=any(a.kind is Kind.UNSHARD for a in line))
+    updates = sum(action.kind is Kind.UPDATE for action in line)
+    rows = counted(mesh)
+    tokens: list[Token | Op] = [Op("count", rows=(rows.start, rows.stop, rows.step))]
+    tokens += [Token("clear", flat.key, buffer="sum") for s in flats for flat in flats[s] if flat.trains]
+    for action in line:
+        for part in action.parts:
+            updates -= part.kind is Kind.UPDATE
+            if part.kind is Kind.UPDATE and not updates:
+                tokens.append(Op("report"))
+                tokens += [token for s in flats for token in writer.update(s)]
+            elif part.stage in flats and part.kind is not Kind.UPDATE:
+                tokens += writer.action(part)
+    return tuple(tokens)
+
+
+def bind(tokens: Tokens, flats: Mapping[Key, Settled]) -> Program:
+    """The operations of one rank."""
+    ops: list[Op] = []
+    for token in tokens:
+        if isinstance(token, Op):
+            ops.append(token)
+            continue
+        kind, key, m, buffer, phase, also = token
+        flat = flats[key]
+        if kind in flat.messages:
+            ops += [Op(s.kind, key, s.start, s.stop, m, s.axes, s.root, buffer, phase) for s in flat.messages[kind]]
+        else:
+            start, stop = flat.place(kind, buffer)
+            ops.append(Op(kind, key, start, stop, m, buffer=buffer, phase=phase, also=also))
+    return tuple(ops)
+
+
+def write_program(line: Line, flats: Buffered, mesh: Mesh) -> Program:
+    """All that one rank does in a step; see ``write_tokens``."""
+    return bind(write_tokens(line, flats, mesh), {f.key: f for of_stage in flats.values() for f in of_stage})
+
+
+class _Writer:
+    """The tokens of each action, in turn."""
+
+    def __init__(self, flats: Buffered, *, holds: bool) -> None:
+        self.flats, self.holds = flats, holds
+        self.keeps_open = not any(flat.leaves for of_stage in flats.values() for flat in of_stage)
+        """The row keeps parameters whole from forward to backward."""
+        self.flying: Counter[int] = Counter()
+        self.kept: set[int] = set()
+        self.open: set[Key] = set()
+
+    def action(self, action: Action) -> list[Token | Op]:
+        s, kind = action.stage, action.kind
+        flats = self.flats[s]
+        if kind in MESSAGES:
+            return [Op("send" if kind in SENDS else "recv", action=action)]
+        if kind is Kind.UNSHARD:
+            return [token for flat in flats for token in self.gather(flat, "unshard", -1)]
+        if kind is Kind.RESHARD:
+            tokens = [token for flat in flats for token in self.free(flat, keep=bool(self.flying[s]))]
+            (self.kept.add if self.flying[s] else self.kept.discard)(s)
+            return [*tokens, *([] if self.flying[s] else self.forget(s))]
+        if kind is Kind.REDUCE:
+            trained = [flat for flat in reversed(flats) if flat.trains]
+            summed = [Token("summed", flat.key, buffer="sum", phase="step") for flat in trained if flat.summed]
+            return [*summed, *(Token("step", flat.key, buffer="sum", phase="step") for flat in trained)]
+        return self.one_pass(action) if kind in PASSES else []
+
+    def one_pass(self, action: Action) -> list[Token | Op]:
+        """A forward, a backward or a part of one, with what the row does around it."""
+        s, m, kind = action.stage, action.microbatch, action.kind
+        flats, backward = self.flats[s], kind in (Kind.BACKWARD, Kind.INPUT)
+        tokens: list[Token | Op] = [Op("pass", action=action)]
+        if kind is Kind.FORWARD:
+            for flat in flats:
+                tokens += [] if self.holds else self.gather(flat, "forward", m)
+                tokens.append(self.read(flat, "F", m))
+                tokens += [] if self.holds or self.keeps_open else self.free(flat, keep=True)
+            if not self.holds:
+                self.kept.add(s)
+        self.flying[s] += in_flight(action)
+        for flat in reversed(flats):
+            if backward and flat.differentiated:
+                tokens += [] if self.holds else self.gather(flat, "backward", m)
+                tokens.append(self.read(flat, "B", m))
+            if kind in ADDS_GRADIENTS and flat.trains:
+                tokens.append(Token("gradient", flat.key, m, "sum" if flat.direct else "whole"))
+                if not flat.direct:
+                    tokens.append(Token("microbatch", flat.key, m, "whole", "microbatch"))
+                    tokens.append(Token("add", flat.key, m, "sum"))
+            if backward and not self.holds and not (self.keeps_open and self.flying[s]):
+                tokens += self.free(flat, keep=False)
+        if backward and not self.holds and not self.flying[s]:
+            self.kept.discard(s)
+            tokens += self.forget(s)
+        return tokens
+
+    def gather(self, flat: Settled, phase: str, m: int) -> list[Token | Op]:
+        """The flat becomes whole, from what is kept or lies at rest, if it is not."""
+        if not flat.split or flat.key in self.open:
+            return []
+        self.open.add(flat.key)
+        kept = flat.key[0] in self.kept
+        source = "kept" if kept and flat.keeps_more else "rest"
+        path = "backward" if kept else "forward"
+        return [Token("open", flat.key, buffer=source), Token(path, flat.key, m, "full", phase)]
+
+    def free(self, flat: Settled, *, keep: bool) -> list[Token | Op]:
+        """It is freed; where a backward is to come, what the row keeps stays."""
+        if not flat.split or flat.key not in self.open:
+            return []
+        self.open.discard(flat.key)
+        copies = keep and flat.keeps_more and flat.key[0] not in self.kept
+        return [*[Token("keep", flat.key, buffer="kept")] * copies, Token("close", flat.key, buffer="full")]
+
+    def forget(self, stage: int) -> list[Token | Op]:
+        """No backward of the stage is to come."""
+        return [Token("forget", f.key, buffer="kept") for f in self.flats[stage] if f.split and f.keeps_more]
+
+    @staticmethod
+    def read(flat: Settled, way: str, m: int) -> Token:
+        return Token("read", flat.key, m, "full" if flat.split else "rest", way)
+
+    def update(self, stage: int) -> list[Token | Op]:
+        """The optimizer's own piece changes, and everyone who has it at rest is told."""
+        trained = [flat for flat in self.flats[stage] if flat.trains]
+        updates = [Token("update", flat.key, buffer="rest") for flat in trained]
+        return [*updates, *(Token("publish", flat.key, buffer="rest", phase="publish") for flat in trained)]

@@ -1,0 +1,257 @@
+"""The proof of a layout that nobody has run, from the table, the plan and the schedule.
+
+    schedule    written, completed, proved by ``schedule.check``
+    owners      every parameter lies on one stage; tensor ranks' pieces fill it
+    symmetry    every rank of the mesh against its model rank
+    buffers     per kind of flat buffer: sums, owners, reads, the order of collectives, for two steps
+    pipe        sends, receives and agreements
+    whole       all programs of all ranks at once, of small layouts
+    memory      what the fullest rank holds
+
+Buffers with the same pieces in the same actions are one kind, and are proved once.  A failure is ``Refuted``.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from plait.table.additions import additions
+from plait.table.agreement import COUNTS, IN_STAGE, NUMBER_BYTES, num_reported
+from plait.table.cells import ITEMSIZE, Cell
+from plait.table.collectives import bytes_sent
+from plait.table.mesh import Mesh
+from plait.messages.progress import counted
+from plait.table.tensor_plan import everywhere
+from plait.messages.wording import human
+from plait.predict.tensor import predict_tensor
+from plait.referee.prove.claims import Counterexample, Refuted
+from plait.referee.prove.machine import Machine
+from plait.referee.prove.paper import PaperRun
+from plait.referee.prove.program import COLLECTIVES, Key, Program, Settled
+from plait.referee.prove.room import AROUND, Room, changes, room_of
+from plait.referee.prove.scenes import Laid, OneFlat, of_flat, of_pipe, of_ranks, one_flat, whole
+from plait.referee.prove.sums import Sums
+from plait.referee.prove.symmetry import check_symmetry, model_ranks
+from plait.schedule.actions import ADDS_GRADIENTS, SENDS, Schedule, owners, placed
+from plait.schedule.check import check
+
+SMALL = 200
+"""Ranks times microbatches times stages on all tensor ranks, of layouts that are carried out as a whole too."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What ranks send in a step, all of them together: a collective counts once on each member, as in the ledger."""
+
+    messages: int = 0
+    bytes: int = 0
+
+    def plus(self, messages: int, size: int) -> "Traffic":
+        return Traffic(self.messages + messages, self.bytes + size)
+
+
+@dataclass(frozen=True)
+class Proved:
+    """What was proved, in numbers."""
+
+    ranks: int
+    parameters: int
+    """Elements of the model."""
+    stages: int
+    microbatches: int
+    buffers: int
+    """Flat buffers of all stages and tensor ranks."""
+    kinds: int
+    """Of buffers that were carried out."""
+    compared: int
+    """Facts about ranks that were compared with their models'."""
+    operations: int
+    """Carried out by the machine."""
+    traffic: Traffic
+    """Of a step."""
+    order: tuple[str, ...]
+    """In which a gradient's terms are added, innermost first."""
+    in_order: bool
+    """Whether microbatches are added by number."""
+    room: Room
+    """What the fullest rank holds."""
+    seconds: Mapping[str, float]
+    """Of a processor, by part of the proof."""
+
+
+def prove(run: PaperRun) -> Proved:
+    """Proves a layout for every rank, element and microbatch; ``Refuted`` with a counterexample where it cannot.
+
+    Raises:
+        ValueError: settings that do not fit together, before anything is proved.
+    """
+    seconds: dict[str, float] = {}
+    mesh, strategy = run.mesh, run.strategy
+    with timed(seconds, "schedule"):
+        schedule = run.pipeline.completed(run.microbatches, strategy)
+        if run.pipeline.num_stages == 1:
+            check(schedule)  # a pipeline's is checked where it is completed
+    with timed(seconds, "owners"):
+        laid = run.laid()
+        check_parameters(run, laid)
+    with timed(seconds, "symmetry"):
+        flats = {flat.bounds: flat for units in laid.values() for unit in units for flat in unit.flats}
+        compared = check_symmetry(mesh, strategy, list(flats.values()))
+    with timed(seconds, "buffers"):
+        kinds, operations, traffic = _prove_buffers(run, schedule, laid)
+    with timed(seconds, "pipe"):
+        pipe = of_pipe(schedule, mesh, strategy)
+        Machine(pipe.scene, pipe.programs, Sums()).run()
+        operations += sum(map(len, pipe.programs.values()))
+    if mesh.size * run.microbatches * len(laid) <= SMALL:
+        with timed(seconds, "whole"):
+            sums = Sums()
+            everyone = whole(schedule, laid, mesh, strategy, sums)
+            Machine(everyone.scene, everyone.programs, sums).run()
+            operations += sum(map(len, everyone.programs.values()))
+    with timed(seconds, "memory"):
+        room = room_of(run, schedule, laid)
+        if run.memory is not None and room.total > run.memory:
+            fix = changes(run, schedule, laid, room.total)
+            more = f"{human(room.total)} of {human(run.memory)} ({room.total - run.memory:,} bytes more)"
+            text = f"it needs {more}: {room}; {fix}"
+            raise Refuted(Counterexample("memory", text, room.rank))
+    return Proved(
+        ranks=mesh.size,
+        parameters=run.decoder.num_parameters,
+        stages=run.pipeline.num_stages,
+        microbatches=run.microbatches,
+        buffers=sum(len(unit.flats) for units in laid.values() for unit in units),
+        kinds=kinds,
+        compared=compared,
+        operations=operations,
+        traffic=_with_others(run, schedule, traffic),
+        order=additions(strategy),
+        in_order=in_order(schedule),
+        room=room,
+        seconds=seconds,
+    )
+
+
+def in_order(schedule: Schedule) -> bool:
+    """Whether every stage adds its gradients by the number of the microbatch."""
+    latest: dict[int, int] = {}
+    for action, _ in placed(schedule):
+        if action.kind in ADDS_GRADIENTS:
+            if action.microbatch < latest.get(action.stage, -1):
+                return False
+            latest[action.stage] = action.microbatch
+    return True
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Notes how long a part takes, in seconds of a processor."""
+    start = time.process_time()
+    yield
+    seconds[name] = time.process_time() - start
+
+
+def check_parameters(run: PaperRun, laid: Laid) -> None:
+    """Every parameter of the model lies on one stage, and its pieces on the tensor ranks fill it, each element once."""
+    decoder, ways = run.decoder, run.mesh.tensor
+    stages = {s for s, _ in laid}
+    names: Counter[str] = Counter()
+    held: Counter[str] = Counter()
+    for (_, tensor), units in laid.items():
+        for slot in (slot for unit in units for flat in unit.flats for slot in flat.slots):
+            names[slot.name] += tensor == 0
+            held[slot.name] += slot.numel
+    for parameter in (p for link in decoder.links for p in decoder.parameters(link)):
+        name, shape, _ = parameter
+        if names[name] != 1:
+            text = f"{names[name]} of {len(stages)} stages have it"
+            raise Refuted(Counterexample("owners", text, parameter=name))
+        cut = decoder.cut(parameter, ways)
+        end = 0
+        for start, stop in (r for t in range(ways if cut else 0) for r in (cut.ranges(t) if cut else ())):
+            if start != end:
+                raise Refuted(
+                    Counterexample("owners", f"rows {min(start, end)}.. have not one tensor rank", parameter=name)
+                )
+            end = stop
+        due = math.prod(shape) * (1 if cut else ways)
+        if held.pop(name) != due or (cut and end != shape[cut.dim]):
+            raise Refuted(Counterexample("owners", f"its pieces are not all of its {due:,} elements", parameter=name))
+    if held:
+        raise Refuted(Counterexample("owners", "it is no parameter of the model", parameter=next(iter(held))))
+
+
+def _prove_buffers(run: PaperRun, schedule: Schedule, laid: Laid) -> tuple[int, int, Traffic]:
+    """How many kinds of buffers there are, how many operations were carried out, and what all buffers send."""
+    mesh, strategy, owner = run.mesh, run.strategy, owners(schedule)
+    known: dict[object, Traffic] = {}
+    written: dict[object, OneFlat] = {}
+    settled: dict[object, dict[int, dict[Key, Settled]]] = {}
+    operations, traffic = 0, Traffic()
+    for (stage, tensor), units in counted("stages", list(laid.items())):
+        for unit in units:
+            for index, flat in enumerate(unit.flats):
+                summed = bool(unit.summed and unit.summed[index])
+                if summed and tensor:
+                    continue  # its scene has all tensor ranks
+                facts = (flat.bounds, flat.itemsize, flat.real, unit.trainable[index], summed, unit.differentiated)
+                line = schedule[owner[stage]]
+                if (stage, facts) not in written:
+                    written[stage, facts] = one_flat(line, stage, unit, index, mesh, strategy)
+                both = written[stage, facts]
+                for tokens in (both.values, both.gradients):
+                    kind = tuple(token._replace(flat=(0, "", 0)) for token in tokens), facts
+                    if kind not in known:
+                        if facts not in settled or (stage, unit.name, 0) not in settled[facts][0]:
+                            ranks = model_ranks(mesh, tensor=summed)
+                            settled[facts] = of_ranks(stage, unit, index, mesh, strategy, ranks)
+                        sums = Sums()
+                        played = of_flat(tokens, line, settled[facts], mesh, strategy, sums)
+                        Machine(played.scene, played.programs, sums).run()
+                        operations += sum(map(len, played.programs.values()))
+                        known[kind] = _traffic(played.programs, mesh, {p: flat.itemsize_in(c) for p, c in _cells(run)})
+                    traffic = traffic.plus(known[kind].messages, known[kind].bytes)
+    return len(known), operations, traffic
+
+
+def _cells(run: PaperRun) -> list[tuple[str, Cell]]:
+    """Whose dtype the messages of a phase have."""
+    row = run.strategy
+    named = dict.fromkeys(("forward", "backward", "unshard", "publish"), row.params)
+    return [*named.items(), ("microbatch", row.grads), ("step", row.grads)]
+
+
+def _traffic(programs: Mapping[int, Program], mesh: Mesh, itemsize: Mapping[str, int]) -> Traffic:
+    """What the collectives of some ranks send."""
+    messages = size = 0
+    for rank, program in programs.items():
+        for op in program:
+            if op.kind in COLLECTIVES:
+                whole = (op.stop - op.start) * itemsize[op.phase]
+                root = op.root >= 0 and mesh.index(rank, op.axes) == op.root
+                messages += 1
+                size += bytes_sent(op.kind, whole, mesh.count(op.axes), root=root)
+    return Traffic(messages, size)
+
+
+def _with_others(run: PaperRun, schedule: Schedule, traffic: Traffic) -> Traffic:
+    """With what goes from stage to stage, over the tensor axis inside of passes, and to everyone."""
+    mesh, decoder = run.mesh, run.decoder
+    itemsize, alike = run.strategy.params.itemsize(ITEMSIZE[run.dtype]), mesh.count(IN_STAGE)
+    sends = sum(action.kind in SENDS for action, _ in placed(schedule))
+    handed = run.batch * run.length * decoder.hidden * itemsize
+    traffic = traffic.plus(2 * sends * alike, sends * handed * alike)
+    for links in run.links():
+        twice = [link for link in links if link not in AROUND] if run.recompute == "full" else ()
+        sites = [everywhere(decoder.sites(links), (run.batch, run.length))]
+        entries = predict_tensor(sites, mesh, itemsize, sequence=False, twice=twice)
+        times = run.microbatches * alike
+        traffic = traffic.plus(len(entries) * times, sum(entry.sent for entry in entries) * times)
+    if mesh.size > 1:
+        for numbers in (COUNTS, num_reported(run.microbatches, decoder.num_tensors)):
+            traffic = traffic.plus(mesh.size, mesh.size * (mesh.size - 1) * NUMBER_BYTES * numbers)
+    return traffic

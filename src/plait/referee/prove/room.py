@@ -1,0 +1,153 @@
+"""What the fullest rank holds, from the pieces of its buffers and its program.
+
+state         parameters at rest, gradients, optimizer, master weights                           exact, with padding
+gathered      whole parameters at once, at most, one unit ahead, and what is kept for backwards   an upper bound
+gradients     whole gradients of a microbatch that are being reduced: two units of each stage     an upper bound
+activations   of the microbatches in flight on each stage, and of the block that is recomputed    an estimate
+
+Activations are those of ``plan.activations``: a norm and a loss as plait's own decoder writes them, which keep more
+than fused ones.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from plait.table.cells import ITEMSIZE, TABLE, Cell
+from plait.table.flat import FlatLayout, UnitLayout
+from plait.messages.wording import fitting, human
+from plait.predict.activations import DecoderSizes, decoder
+from plait.referee.prove.paper import PaperRun
+from plait.referee.prove.program import settle_all, write_program
+from plait.referee.prove.scenes import Laid
+from plait.schedule.actions import Line, Schedule, activations, owners
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes of one rank."""
+
+    rank: int
+    state: int
+    gathered: int
+    gradients: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.state + self.gathered + self.gradients + self.activations
+
+    def __str__(self) -> str:
+        kinds = ("state", "gathered", "gradients", "activations")
+        return ", ".join(f"{name} {human(getattr(self, name))}" for name in kinds)
+
+
+RECOMPUTE = ("selective", "full")
+AROUND = {"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"}
+"""The links that are no blocks, in the words of ``plan.activations``."""
+
+
+def room_of(run: PaperRun, schedule: Schedule, laid: Laid) -> Room:
+    """Of the rank that needs most."""
+    owner, links = owners(schedule), run.links()
+    found = []
+    for pipe, line in enumerate(schedule):
+        stages = [s for s in owner if owner[s] == pipe]
+        each = {s: _activations(run, links[s]) for s in stages}
+        most = max(accumulate(each[a.stage] * activations(a) if a.stage in each else 0 for a in line), default=0)
+        most += _again(run, [link for s in stages for link in links[s]])
+        for tensor in range(run.mesh.tensor):
+            units = {s: laid[s, tensor] for s in stages}
+            flats = [flat for s in stages for unit in units[s] for flat in unit.flats]
+            uneven = any(not flat.even for flat in flats)
+            for data in range(run.mesh.data_size if uneven else 1):
+                place = divmod(data, run.mesh.shard)
+                rank = run.mesh.rank(pipe=pipe, replica=place[0], shard=place[1], tensor=tensor)
+                state = sum(_state(run, flat, rank) for flat in flats)
+                found.append((state, rank, flats, most, line, units))
+    rooms = []
+    known: dict[object, tuple[int, int]] = {}
+    for state, rank, flats, in_flight, line, units in found:
+        kind = id(line), tuple(flat.numel for flat in flats)
+        if kind not in known:
+            known[kind] = _gathered(run, line, units, rank), _reduced(run, units)
+        rooms.append(Room(rank, state, *known[kind], in_flight))
+    return max(rooms, key=lambda room: room.total)
+
+
+def changes(run: PaperRun, schedule: Schedule, laid: Laid, need: int) -> str:
+    """The single changes of a run with which its fullest rank has room, with what that rank then needs."""
+    tried = {f"--recompute {kind}": room_of(replace(run, recompute=kind), schedule, laid) for kind in RECOMPUTE}
+    mixed = run.strategy.params.dtype
+    sharded = replace(run, strategy=TABLE["zero3"].mixed(mixed) if mixed else TABLE["zero3"])
+    completed = run.pipeline.completed(run.microbatches, sharded.strategy)
+    tried["--strategy zero3"] = room_of(sharded, completed, sharded.laid())
+    return fitting({name: room.total for name, room in tried.items()}, need, run.memory or 0)
+
+
+def _state(run: PaperRun, flat: FlatLayout, rank: int) -> int:
+    row, mesh = run.strategy, run.mesh
+
+    def held(cell: Cell) -> int:
+        start, stop = flat.piece(mesh.count(cell.split), mesh.index(rank, cell.split))
+        return (stop - start) * flat.itemsize_in(cell)
+
+    optimizer = 0 if row.optim.device else held(row.optim) * (run.states + flat.has_master(row))
+    return held(row.params) + held(row.grads) + optimizer
+
+
+def _gathered(run: PaperRun, line: Line, units: dict[int, Sequence[UnitLayout]], rank: int) -> int:
+    """The most bytes of whole parameters that are open or kept at once."""
+    if run.mesh.count(run.strategy.params.split) == 1:
+        return 0
+    sizes = {
+        (s, u.name, i): f.itemsize_in(run.strategy.params)
+        for s in units
+        for u in units[s]
+        for i, f in enumerate(u.flats)
+    }
+    numel = {(s, u.name, i): f.numel for s in units for u in units[s] for i, f in enumerate(u.flats)}
+    open_, kept, most = dict[object, int](), dict[object, int](), 0
+    for op in write_program(line, settle_all(units, run.mesh, run.strategy, rank), run.mesh):
+        if op.kind == "open":
+            open_[op.flat] = numel[op.flat] * sizes[op.flat]
+        elif op.kind == "keep":
+            kept[op.flat] = (op.stop - op.start) * sizes[op.flat]
+        elif op.kind in ("close", "forget"):
+            (open_ if op.kind == "close" else kept).pop(op.flat, None)
+        most = max(most, sum(open_.values()) + sum(kept.values())) if op.kind in ("open", "keep") else most
+    ahead = max((numel[key] * sizes[key] for key in numel), default=0) if most else 0
+    return most + (ahead if run.pipeline.hold is None or run.pipeline.num_stages == 1 else 0)
+
+
+def _reduced(run: PaperRun, units: Mapping[int, Sequence[UnitLayout]]) -> int:
+    """Of the two largest whole gradients of each stage, which has buffers of its own."""
+    if run.mesh.count(run.strategy.grads.split) == 1:
+        return 0
+    stages = ([flat for unit in of_stage for flat in unit.flats] for of_stage in units.values())
+    sizes = (sorted(flat.numel * flat.itemsize_in(run.strategy.grads) for flat in flats) for flats in stages)
+    return sum(sum(of_stage[-2:]) for of_stage in sizes)
+
+
+def _again(run: PaperRun, links: Sequence[str]) -> int:
+    """Of the block whose activations are made again while its backward runs."""
+    blocks = [link for link in links if link not in AROUND]
+    return _activations(replace(run, recompute=None), blocks[:1]) if run.recompute == "full" and blocks else 0
+
+
+def _activations(run: PaperRun, links: Sequence[str]) -> int:
+    """Of one microbatch in some links."""
+    model = run.decoder
+    sizes = DecoderSizes(
+        batch=run.batch,
+        length=run.length,
+        width=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        hidden=model.ffn,
+        vocabulary=model.vocab,
+        itemsize=run.strategy.params.itemsize(ITEMSIZE[run.dtype]),
+        dropout=False,
+        ways=run.mesh.tensor,
+    )
+    return decoder(sizes, [AROUND.get(link, "blocks") for link in links], run.recompute)

@@ -1,0 +1,90 @@
+"""Ranks that are alike are proved once, and that they are alike is looked up, rank by rank.
+
+    rank (pipe, replica, shard, tensor)  ──►  (0, replica, shard, 0), its *model* rank
+
+A rank and its model have the same messages and the same pieces of every flat buffer, and the groups of the one are the
+groups of the other, moved.  So what holds of a buffer on the model ranks holds of it wherever it lies.
+"""
+
+from collections.abc import Sequence
+
+from plait.table.agreement import IN_STAGE
+from plait.table.cells import Moves, Strategy, moves
+from plait.table.flat import FlatLayout, Message, lower
+from plait.table.mesh import Mesh
+from plait.messages.progress import counted
+from plait.referee.prove.claims import Counterexample, Refuted
+from plait.referee.prove.program import PHASES
+
+
+def check_symmetry(mesh: Mesh, strategy: Strategy, layouts: Sequence[FlatLayout], path: Moves | None = None) -> int:
+    """Looks at every rank of a mesh; ``Refuted`` for one that is not like its model.
+
+    Args:
+        layouts: all that differ in their pieces.
+
+    Returns:
+        How many facts were compared.
+    """
+    path = moves(strategy, mesh) if path is None else path
+    sent = [
+        (move, layout)
+        for move in dict.fromkeys(m for p in PHASES for m in getattr(path, p))
+        if move.sends(mesh)
+        for layout in layouts
+    ]
+    axes = tuple(dict.fromkeys(move.axes for move, _ in sent))
+    cells = tuple(
+        dict.fromkeys(cell.split for cell in (strategy.params, strategy.kept, strategy.grads, strategy.optim))
+    )
+    models: dict[int, tuple[tuple[tuple[Message, ...], ...], tuple[int, ...]]] = {}
+    compared = 0
+    for rank in counted("ranks", range(mesh.size)):
+        model = model_of(mesh, rank)
+        facts = (
+            tuple(lower(move, layout, mesh, rank) for move, layout in sent),
+            tuple(mesh.index(rank, split) for split in cells),
+        )
+        due = models.setdefault(model, facts)
+        if facts != due:
+            raise Refuted(
+                Counterexample("messages", f"it does not send what rank {model} sends of the same buffer", rank)
+            )
+        compared += len(sent) + len(cells)
+    for over in axes:
+        compared += _check_groups(mesh, over)
+    return compared
+
+
+def model_of(mesh: Mesh, rank: int) -> int:
+    """The rank with the same data coordinates at the beginning of the other axes."""
+    at = mesh.coordinates(rank)
+    return mesh.rank(replica=at["replica"], shard=at["shard"])
+
+
+def model_ranks(mesh: Mesh, *, tensor: bool) -> list[int]:
+    """All of them; with every coordinate of the tensor axis where a gradient is pending over it."""
+    return [rank for rank in range(mesh.count(IN_STAGE)) if tensor or not mesh.index(rank, ("tensor",))]
+
+
+def _check_groups(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """Every rank is in one group over these axes, at the place that it takes itself to have, and the group is its
+    model's, moved by as much as the rank."""
+    places: dict[int, int] = {}
+    for rank in range(mesh.size):
+        if rank in places:
+            continue
+        group = mesh.group(rank, axes)
+        within = mesh.count(IN_STAGE)
+        shift = rank // within * within if "tensor" in axes else rank - model_of(mesh, rank)
+        moved = tuple(member + shift for member in mesh.group(rank - shift, axes)) if shift else group
+        if group != moved:
+            raise Refuted(
+                Counterexample("messages", f"its group over {', '.join(axes)} is not its model's, moved", rank)
+            )
+        for place, member in enumerate(group):
+            if member in places or mesh.index(member, axes) != place:
+                text = f"it is member {place} of a group over {', '.join(axes)}, and takes itself for another"
+                raise Refuted(Counterexample("messages", text, member))
+            places[member] = place
+    return len(places)

@@ -1,0 +1,43 @@
+"""The proof that a layout is the run of a single process.
+
+record.py      every rank of the layout trains and records what it owns
+reference.py   one process trains, adding in the order that the layout implies
+plain.py       one process trains in plain PyTorch, one full batch a step
+compare.py     the two are compared
+run.py         the command: both comparisons, the ledger, a table, an exit code
+
+locate.py      the first wrong tensor: the layout and its replay run once more, recorded, and are searched
+traced.py      what is recorded
+traces.py      what is compared
+passes.py      the first wrong tensor of a step's forwards and backwards
+ends.py        and of what comes after them: sums, norm, updates
+
+honest.py      how far honest runs lie from one another
+spread.py      benign or not: a layout beside honest runs
+
+covering.py    a small set of cases in which every two values meet
+cases.py       the layouts of a matrix
+matrix.py      the command with --matrix: many layouts, a grid of verdicts
+
+resume.py      a program that is stopped and goes on against one that is not, by anybody's save and load
+program.py     what such a program goes on with, found among its attributes
+own.py         which classes are somebody's own, and what their objects keep
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from plait.referee.verify.run import Verdict, judge, run_verify, verify
+
+__all__ = ["Verdict", "judge", "run_verify", "verify"]
+
+
+class _Verify(ModuleType):
+    """This package can be called: ``plait.verify(job, ...)`` is ``plait.verify.verify(job, ...)``."""
+
+    def __call__(self, *args: Any, **settings: Any) -> Verdict:
+        return verify(*args, **settings)
+
+
+sys.modules[__name__].__class__ = _Verify

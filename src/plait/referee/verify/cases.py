@@ -1,0 +1,201 @@
+"""The cells of ``plait verify --matrix``: which layouts are compared with the single process, and with which settings.
+
+    small    every two values of all dimensions meet in a cell, on at most 8 ranks
+    full     the same on at most 16 ranks; every row of the table on every mesh of at most 8 ranks; grouped heads;
+             oneDNN's fp32 products over a tensor axis
+
+A *point* gives each dimension a value; ``config_of`` turns it into a config of ``plait verify``.  The sizes are as
+awkward as the meshes allow: 67 samples, which no mesh divides, 9 links, which few numbers of stages divide, 7 tokens,
+some of them without a loss, vectors of 5 elements (mlp).  Only the decoder's 12 heads divide by 1, 2, 3 and 4, because
+a head cannot be parted.
+"""
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from itertools import cycle, product
+from typing import Any, Literal
+
+from plait.run.config import VerifyConfig, with_job
+from plait.table.cells import TABLE
+from plait.table.flat import BUCKET_BYTES
+from plait.table.mesh import AXES, Mesh
+from plait.pipeline.chain import chain_of
+from plait.run.job.job import build_model
+from plait.run.job.optimizer import OPTIMIZERS
+from plait.schedule.orders import ORDERS, stages_per_rank
+from plait.tensor.gemm import has_onednn
+from plait.referee.verify.covering import Rule, covering
+
+Size = Literal["small", "full"]
+
+LINKS = 9  # of either model
+OF_A_JOB = ("strategy", "replica", "shard", "hosts", "microbatches", "cut", "bucket", "offload")
+SIZES = VerifyConfig(steps=2, batch=67, length=7, clip=0.3)
+MODELS = {
+    "gpt": replace(SIZES, model="gpt", layers=LINKS - 3, width=24, heads=12, kv_heads=12),
+    "mlp": replace(SIZES, model="mlp", layers=LINKS, width=5),
+}
+COUNTS = (1, 2, 3, 4)
+DIMENSIONS: dict[str, tuple[Any, ...]] = {
+    "model": tuple(MODELS),
+    "strategy": tuple(TABLE),
+    **dict.fromkeys(AXES, COUNTS),
+    "hosts": ("one", "each replica"),
+    "schedule": (None, *ORDERS),
+    "microbatches": COUNTS,
+    "cut": ("element", "tensor"),
+    "bucket": (0, BUCKET_BYTES),
+    "sequence_parallel": (False, True),
+    "optimizer": tuple(OPTIMIZERS),
+    "chunks": (None, 3),
+    "hold": (1, 0, 2, None),
+    "split": ("even", "uneven"),
+    "dtype": ("full", "bf16-mixed", "fp16-mixed"),
+    "recompute": (None, "full"),
+    "gemm": ("torch", "onednn") if has_onednn() else ("torch",),
+    "offload": (False, True),
+}
+"""The fields of a config that the matrix varies; an uneven ``split`` depends on the number of stages, ``hosts`` are one
+or one for each replica of a stage, ``dtype`` full is fp64 with a tensor axis, fp32 without."""
+
+
+def stages(pipe: int, schedule: str | None, chunks: int | None) -> int:
+    """How many stages the ranks of the pipe axis share."""
+    return pipe * (1 if schedule is None else chunks or stages_per_rank(schedule))
+
+
+RULES = (
+    Rule(("pipe", "schedule"), lambda pipe, schedule: pipe == 1 or schedule is not None),
+    Rule(("schedule", "chunks"), lambda schedule, chunks: not chunks or (schedule and ORDERS[schedule].takes_chunks)),
+    Rule(("pipe", "schedule", "chunks"), lambda *point: stages(*point) <= LINKS),
+    Rule(("replica", "shard", "hosts"), lambda replica, shard, hosts: hosts == "one" or min(replica, shard) > 1),
+    Rule(("tensor", "sequence_parallel"), lambda tensor, sequence: tensor > 1 or not sequence),
+    Rule(("model", "sequence_parallel"), lambda model, sequence: model == "gpt" or not sequence),
+    Rule(("schedule", "hold"), lambda schedule, hold: schedule is not None or hold == 1),
+    Rule(("strategy", "bucket"), lambda row, bucket: bool(bucket) or not TABLE[row].params.split),
+    Rule(("strategy", "hold"), lambda row, hold: hold == 1 or bool(TABLE[row].params.split)),
+    Rule(("pipe", "schedule", "split"), lambda pipe, order, split: split == "even" or stages(pipe, order, None) > 1),
+    Rule(("tensor", "dtype"), lambda tensor, dtype: tensor == 1 or dtype == "full"),
+    Rule(("tensor", "gemm"), lambda tensor, gemm: tensor == 1 or gemm == "torch"),
+    Rule(("dtype", "gemm"), lambda dtype, gemm: dtype == "full" or gemm == "torch"),
+)
+"""They leave out what plait refuses, settings that change nothing, and products of few bits that a tensor axis splits:
+of those a verdict says little, since they are equal only within the rounding of those bits."""
+
+
+def cells(size: Size) -> tuple[VerifyConfig, ...]:
+    """The configs of a matrix, without repetition."""
+    configs = list(map(config_of, points(8 if size == "small" else 16)))
+    if size == "full":
+        configs += [*every_row_on_every_mesh(), *grouped_heads(), *products_of_onednn()]
+    return tuple(dict.fromkeys(configs))
+
+
+def points(most: int) -> list[dict[str, Any]]:
+    """A value for each dimension: every two values that go together, on at most ``most`` ranks."""
+    fits = Rule(AXES, lambda *counts: math.prod(counts) <= most)
+    return covering(DIMENSIONS, (*RULES, fits))
+
+
+def cells_of_job(config: VerifyConfig, size: Size) -> tuple[VerifyConfig, ...]:
+    """The cells of a user's job: what can be varied without knowing the model; pipelines where it tells its chain."""
+    samples, most = with_job(config).batch, 8 if size == "small" else 16
+    try:
+        links = len(chain_of(build_model(config)))
+    except ValueError:
+        links = 1
+    dimensions = {name: values for name, values in DIMENSIONS.items() if name in OF_A_JOB}
+    dimensions["dtype"] = ("full", "bf16-mixed")
+    if links > 1:
+        dimensions |= {name: DIMENSIONS[name] for name in ("pipe", "schedule", "hold")}
+    rules = (
+        *RULES,
+        Rule(("replica", "shard", "microbatches"), lambda *parts: math.prod(parts) <= samples),
+        Rule(tuple(axis for axis in AXES if axis in dimensions), lambda *counts: math.prod(counts) <= most),
+        Rule(("pipe", "schedule"), lambda pipe, schedule: stages(pipe, schedule, None) <= links),
+    )
+    known = [rule for rule in rules if dimensions.keys() >= {*rule.over}]
+    return tuple(config_of(point, config) for point in covering(dimensions, known))
+
+
+def config_of(point: Mapping[str, Any], base: VerifyConfig | None = None) -> VerifyConfig:
+    """The config of a point; a dimension that is not given is as in ``base``, or as the point's model has it."""
+    given = dict(point)
+    mesh = Mesh(**{axis: given.pop(axis, 1) for axis in AXES})
+    if given.pop("hosts", "one") != "one":
+        mesh = replace(mesh, hosts=mesh.pipe * mesh.replica)
+    count = stages(mesh.pipe, given.get("schedule"), given.get("chunks"))
+    split = uneven(count) if given.pop("split", "even") == "uneven" else None
+    if given.get("dtype", "full") == "full":
+        given["dtype"] = "fp64" if mesh.tensor > 1 else "fp32"
+    changes: dict[str, Any] = {"mesh": str(mesh), "split": split}
+    return replace(base or MODELS[given.pop("model")], **changes, **given)
+
+
+def uneven(num_stages: int) -> str:
+    """A split of the links in which a stage in the middle has all links but one for each of the others."""
+    sizes = [1] * num_stages
+    sizes[num_stages // 2] += LINKS - num_stages
+    return " ".join(map(str, sizes))
+
+
+def decoder(mesh: Mesh, row: str, order: str | None, **settings: Any) -> VerifyConfig:
+    """The decoder on a mesh, with two microbatches."""
+    point = {"model": "gpt", "strategy": row, "schedule": order, "microbatches": 2}
+    return config_of({**point, **{axis: mesh.axis(axis) for axis in AXES}, **settings})
+
+
+def every_row_on_every_mesh() -> Iterator[VerifyConfig]:
+    """Each row of the table on each mesh of at most 8 ranks; orders in turn where there is a pipeline."""
+    orders = cycle(ORDERS)
+    for counts in product(COUNTS, repeat=len(AXES)):
+        mesh = Mesh(*counts)
+        for row in TABLE if mesh.size <= 8 else ():
+            yield decoder(mesh, row, next(orders) if mesh.pipe > 1 else None)
+
+
+def grouped_heads() -> Iterator[VerifyConfig]:
+    """Key/value heads that serve 2, 3 or 4 query heads each, also where the tensor axis cuts them."""
+    for kv_heads, mesh, row, order in (
+        (6, "shard=3", "zero3", None),
+        (4, "pipe=2 shard=2", "hsdp", "zbv"),
+        (3, "pipe=3 replica=2", "zero1", "interleaved"),
+        (6, "tensor=3", "ddp", None),
+        (4, "shard=2 tensor=4", "zero2", None),
+        (4, "pipe=2 tensor=2", "zero3", "zb_h1"),
+        (3, "pipe=2 replica=2 tensor=3", "hpz", "1f1b"),
+    ):
+        yield decoder(Mesh.parse(mesh), row, order, kv_heads=kv_heads)
+
+
+def products_of_onednn() -> Iterator[VerifyConfig]:
+    """Products that a tensor axis splits, in fp32, since oneDNN makes no others."""
+    for mesh, row, order, recompute in (
+        ("tensor=3", "ddp", None, None),
+        ("shard=2 tensor=2", "zero3", None, "full"),
+        ("pipe=2 tensor=2", "zero1", "zb_h1", None),
+        ("pipe=2 replica=2 tensor=4", "hsdp", "zbv", "full"),
+    ):
+        for sequence in (False, True) if has_onednn() else ():
+            settings = {"recompute": recompute, "sequence_parallel": sequence, "dtype": "fp32", "gemm": "onednn"}
+            yield decoder(Mesh.parse(mesh), row, order, **settings)
+
+
+def due(config: VerifyConfig) -> str:
+    """The verdict that a cell must get: the same bits, unless a tensor axis splits products."""
+    return "equal" if config.parsed_mesh.tensor > 1 else "bitwise"
+
+
+def command(config: VerifyConfig) -> str:
+    """The ``plait verify ...`` that runs this config alone."""
+    words = ["plait", "verify"]
+    for field in fields(config):
+        if (value := getattr(config, field.name)) != field.default:
+            flag = field.name.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                words += [f"--{flag}", str(value)]
+    return shlex.join(words)

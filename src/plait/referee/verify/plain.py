@@ -1,0 +1,238 @@
+"""One plain full batch after another, in plain PyTorch: the reference that shares nothing that it need not.
+
+                     the layout and its replay             this run
+    norm and clip    the engine's sums of squares          torch.nn.utils.clip_grad_norm_
+    dropout          the engine's streams                  the documented formula, written again (``Masks``)
+    learning rate    torch's LambdaLR                      ``rate``
+    optimizer        the table's row, ``decay_groups``     torch's classes, constants and groups written out
+    products         as the run multiplies                 torch's
+
+A fault that a layout and its replay have in common is bitwise there, and different here.  What is left in common: the
+model, its loss, its data, its initial values, names of sites, and random operators other than dropout.
+
+Its dropout formula, of (seed, step, global sample, site, element), for decision 007:
+
+    key     64 bits of BLAKE2b of "dropout", seed, step, sample and site, joined by 0x1f; site is "name#draw"
+    hash    (x ^ x >> 16) * 0x7feb352d, (x ^ x >> 15) * 0x6c078965, x ^ x >> 16, modulo 2^32
+    keep    hash(hash(element ^ low half of the key) + high half) >= p * 2^32
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.run.config import RunConfig
+from plait.table.cells import LONG
+from plait.messages.progress import counted
+from plait.forward.context import RNGPosition, token_counts
+from plait.forward.random_streams import STREAMS
+from plait.forward.sites import Sites, Turns
+from plait.zero.state.init import materialise
+from plait.step.step import num_samples, whole_count
+from plait.run.job.job import Job
+from plait.forward.masks import stream_key
+from plait.referee.verify.reference import Record, uncached
+
+
+@uncached()
+def run_plain(job: Job, config: RunConfig) -> Record:
+    """Train the config's job on one full batch per step; only its mesh, strategy and microbatches do not matter."""
+    model = job.build()
+    materialise(model, job.seed, torch.device("cpu"), job.weights)
+    parameters = dict(model.named_parameters())
+    masters = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in parameters.items()}
+    for p in parameters.values():
+        p.data = cast(p.data, config.torch_dtype)
+    optimizer = make(config, masters)
+    scale = job.precision.first_scale or 1.0
+    sums = LONG.get(job.precision.sums.dtype or "", "")
+    masks, record = Masks(model, job.seed), Record()
+    for step in counted("steps of plain PyTorch", range(config.steps)):
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate(config, step)
+        (batch,) = job.microbatches(step, 0, 1, 1)
+        count = whole_count(job.count_fn(batch))
+        model.zero_grad()
+        with masks.of(step, batch):
+            loss = job.loss_fn(model, batch)
+        with masks.of(step, batch):  # a model that recomputes draws its masks again
+            (loss * scale / count).backward()
+        record.losses.append(loss.item() / count)
+        gradients = {
+            name: cast(p.grad, getattr(torch, sums) if sums else p.grad.dtype) / scale
+            for name, p in parameters.items()
+            if p.grad is not None
+        }
+        finite = all(g.isfinite().all() for g in gradients.values())
+        record.gradients.append(gradients if finite else {})
+        record.norms.append(None)
+        if not finite and job.precision.first_scale is not None:
+            scale /= 2
+            continue
+        for name, master in masters.items():
+            master.grad = gradients[name].to(master.dtype, copy=True) if name in gradients else None
+        if config.clip is not None:
+            record.norms[-1] = nn.utils.clip_grad_norm_(masters.values(), config.clip).item()
+        optimizer.step()
+        with torch.no_grad():
+            for name, p in parameters.items():
+                p.copy_(masters[name])
+    record.parameters = {name: master.detach() for name, master in masters.items()}
+    return record
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A floating-point tensor in a dtype; others as they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def loss_in_parts(job: Job, num_parts: int) -> tuple[float, float]:
+    """The loss of the first step's batch, as a sum over its terms: at once, and of its parts added up; no dropout.  NaN
+    where the model draws other random numbers, so that its loss is another each time."""
+    model = job.build()
+    materialise(model, job.seed, torch.device("cpu"), job.weights)
+    with torch.no_grad(), NoDropout():
+        for p in model.parameters():
+            p.data = cast(p.data, job.dtype)
+        whole, again, *parts = (
+            job.loss_fn(model, batch).item()
+            for batches in (job.microbatches(0, 0, 1, n) for n in (1, 1, num_parts))
+            for batch in batches
+        )
+    return whole if whole == again else math.nan, math.fsum(parts)
+
+
+def make(config: RunConfig, parameters: dict[str, nn.Parameter]) -> Optimizer:
+    """The optimizer that a config names; what has two dims or more decays, where a decay is given."""
+    if config.family.optimizer is not None:
+        return config.family.optimizer.make(parameters.values())
+    groups: Any = list(parameters.values())
+    if config.weight_decay is not None:
+        flat = [p for p in groups if p.ndim < 2]
+        rest = [p for p in groups if p.ndim > 1]
+        groups = [{"params": flat, "weight_decay": 0.0}, {"params": rest, "weight_decay": config.weight_decay}]
+    if config.optimizer == "adamw":
+        return AdamW(groups, config.lr, (0.9, 0.999), 1e-8, 0.01)
+    if config.optimizer == "adam":
+        return Adam(groups, config.lr, (0.9, 0.999), 1e-8)
+    if config.optimizer == "sgd":
+        return SGD(groups, config.lr, 0.9)
+    return config.optimizer_row.make(groups, lr=config.lr)
+
+
+def rate(config: RunConfig, step: int) -> float:
+    """The share of ``lr`` that a step has: warmup, then constant, linear or cosine down to ``min_lr``."""
+    done, warmup, least = step + 1, config.warmup, config.min_lr
+    if done <= warmup:
+        return done / warmup
+    way = (step - warmup) / max(1, config.steps - warmup)
+    falls = {"constant": 0.0, "linear": way, "cosine": math.sin(math.pi * way / 2) ** 2}
+    return 1 - (1 - least) * falls[config.lr_schedule]
+
+
+# ---- dropout ------------------------------------------------------------------------------------------------
+
+
+class Masks(TorchDispatchMode):
+    """Draws every dropout mask of a model by the formula, where torch would fill it from its generator.
+
+    On a CPU all of torch's dropout (functional, in attention, of whole channels) fills its mask by ``bernoulli_``.
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seed, self.calls, self.sites, self.turns = seed, [""], Sites(model), Turns()
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda module, args, name=name: self._enter(name))
+            module.register_forward_hook(lambda module, args, out: self._leave(), always_call=True)
+
+    def _enter(self, name: str) -> None:
+        self.calls.append(self.sites.enter(self.calls[-1], name, self.turns))
+
+    def _leave(self) -> None:
+        self.calls.pop()
+
+    @contextmanager
+    def of(self, step: int, batch: Any) -> Iterator[None]:
+        """Inside, the forward of a step runs, or its backward."""
+        self.step, self.num_samples = step, num_samples(batch)
+        self.lengths = token_counts(batch, self.num_samples)
+        self.drawn: dict[str, int] = {}
+        with self, Noise(self):
+            yield
+
+    def site(self) -> tuple[RNGPosition, str, str]:
+        """Where the running module's next draw is, as ``random_streams`` asks for it."""
+        module = self.calls[-1]
+        draw = self.drawn[module] = self.drawn.get(module, -1) + 1
+        return RNGPosition(self.step, 0, 0, self.num_samples, self.lengths), module, f"{module}#{draw}"
+
+    def sample_keys(self, kind: str, site: str) -> list[int]:
+        """One for each sample of the whole batch."""
+        return [stream_key(kind, self.seed, self.step, sample, site) for sample in range(self.num_samples)]
+
+    def place(self, module: str, shape: Sequence[int]) -> None:
+        """Activations are whole here."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bernoulli_.float:
+            kept = args[1] if len(args) > 1 else 0.5  # torch leaves its default out
+            return args[0].copy_(self.mask(args[0].shape, 1 - kept))
+        if func is torch.ops.aten.exponential_.default:  # inside F.gumbel_softmax
+            return STREAMS[Tensor.exponential_](self, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def mask(self, shape: torch.Size, p: float) -> Tensor:
+        """True where an element survives."""
+        _, _, site = self.site()
+        of_samples = shape[0] in (self.num_samples, *(self.num_samples * length for length in self.lengths))
+        kind, rows = ("dropout", self.num_samples) if of_samples else ("microbatch dropout", 1)
+        words = [(kind, self.seed, self.step, row, site) for row in range(rows)]
+        return torch.stack([keep(words_, math.prod(shape) // rows, p) for words_ in words]).view(shape)
+
+
+class NoDropout(TorchDispatchMode):
+    """Every mask keeps all."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].fill_(1) if func is torch.ops.aten.bernoulli_.float else func(*args, **(kwargs or {}))
+
+
+class Noise(TorchFunctionMode):
+    """Random operators besides dropout, which layout and replay share with this run: their streams are the engine's."""
+
+    def __init__(self, masks: Masks) -> None:
+        super().__init__()
+        self.masks = masks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in STREAMS and kwargs.get("generator") is None:
+            return STREAMS[func](self.masks, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def keep(words: tuple[object, ...], numel: int, p: float) -> Tensor:
+    """Which of a sample's elements survive."""
+    digest = hashlib.blake2b("\x1f".join(map(str, words)).encode(), digest_size=8).digest()
+    low, high = (int.from_bytes(half, "little") for half in (digest[:4], digest[4:]))
+    return mixed(mixed(torch.arange(numel) ^ low) + high) >= int(p * 2**32)
+
+
+def mixed(x: Tensor) -> Tensor:
+    """A 32-bit hash of whole numbers, in 64 bits, where neither product overflows."""
+    x = x % 2**32
+    x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+    x = (x ^ x >> 15) * 0x6C078965 % 2**32
+    return x ^ x >> 16

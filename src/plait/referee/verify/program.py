@@ -1,0 +1,365 @@
+"""What somebody's training program goes on with, found among its attributes and told field by field.
+
+    found                                 fields
+    a module                              the parameter '0.weight' of program.model, the buffer ...
+    an optimizer                          the exp_avg of '0.weight' in program.optimizer, the lr of group 1 of it
+    a plait Engine, an EMA                the same, whole
+    what has a state_dict()               the last_epoch of program.scheduler (loss scalers, loaders, your own classes)
+    generators of random numbers          the state of program.generator; and those that the process shares
+    numbers, strings, tensors, lists,     program.position
+    deques, sets, dicts, objects of
+    your own classes, slots too
+
+    found, and compared from the step behind a load on, since that step may make it anew (a cache, a position)
+
+    what an object of your own class      program.loader.seen
+    has besides its state_dict()
+    numbers, strings, tensors of your     the attribute '0.calls' of program.model
+    own modules
+
+What it cannot look into (Python's generators, iterators, samplers of libraries) shows in the samples of the next step.
+"""
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from queue import Queue
+from threading import Thread
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from plait.step import EMA, Engine
+from plait.zero.state.full import buffers_of
+from plait.zero.state.identity import fingerprint
+from plait.referee.verify.own import attributes, is_installed, is_library, own_attributes
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+WITHIN_LOADER = ("sampler", "batch_sampler", "generator")
+AHEAD = (Queue, Thread, Executor)
+"""How far they are depends on time."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """A value that has to go on."""
+
+    kind: str
+    """parameter, buffer, average, optimizer, group, state, generator; random: what the process shares."""
+    words: str
+    """What it is, as in "the lr of group 1 of program.optimizer"."""
+    later: bool = field(default=False, compare=False)
+    """Whether it counts only behind a program's first step, which may make it anew."""
+
+
+Fields = dict[Field, Any]
+PROGRAM = "program"
+
+
+class _Part(NamedTuple):
+    """One of the things that a program is made of, and the way that leads to it."""
+
+    path: str
+    value: Any
+    later: bool = False
+
+
+def fields_of(program: Any, *, shared_random: bool) -> Fields:
+    """Copies of all values, by field; where an engine is among them, all ranks call it together.
+
+    ``shared_random``: with the process's own generators of random numbers.
+    """
+    found = _all_parts(program)
+    names: dict[int, str] = {}
+    for part in found:
+        if isinstance(part.value, nn.Module):
+            for name, parameter in part.value.named_parameters():
+                names.setdefault(id(parameter), name)
+    fields: Fields = {}
+    for part in _without_owned(found):
+        for one, value in _fields(part.path, part.value, names):
+            fields[replace(one, later=one.later or part.later)] = _copied(value)
+    fields |= _shared_random() if shared_random else {}
+    return fields
+
+
+def modules_of(program: Any) -> list[nn.Module]:
+    """Those that are no part of another one, engines' models among them."""
+    values = [part.value for part in _all_parts(program)]
+    parts = [value.model if isinstance(value, Engine) else value for value in values]
+    modules = {id(part): part for part in parts if isinstance(part, nn.Module)}
+    inner = {id(module) for outer in modules.values() for module in outer.modules() if module is not outer}
+    return [module for key, module in modules.items() if key not in inner]
+
+
+@torch.no_grad()
+def spoil(program: Any) -> None:
+    """Add 1 to what a load overwrites, so that what it leaves out is seen even where nothing has changed it yet.
+
+    That are the parameters that train, the buffers that a state dict has, averages, what an optimizer keeps already.
+    """
+    for _, part, _ in _without_owned(list(_parts(program, PROGRAM, set()))):
+        tensors: list[Tensor] = []
+        if isinstance(part, Engine):
+            part.comm.wait_for_readers()
+        if isinstance(part, Engine | EMA):
+            tensors = [piece.tensor for piece in part.pieces()]
+            tensors += _own_buffers(part).values() if isinstance(part, Engine) else ()
+        elif isinstance(part, nn.Module):
+            kept = part.state_dict(keep_vars=True).values()
+            frozen = {id(p) for p in part.parameters() if not p.requires_grad}
+            unique = {id(value): value for value in kept if isinstance(value, Tensor) and id(value) not in frozen}
+            tensors = list(unique.values())
+        elif isinstance(part, Optimizer):
+            states = [own or {} for own in part.state.values()]
+            tensors = [value for own in states for value in own.values() if isinstance(value, Tensor)]
+        for tensor in map(_local, tensors):
+            if tensor.is_floating_point():
+                tensor.add_(1)
+        if isinstance(part, Engine):
+            part.publish()
+
+
+@contextmanager
+def samples_seen(program: Any) -> Iterator[list[int]]:
+    """The digests of what enters the program's modules from outside, while the block runs."""
+    seen: list[int] = []
+
+    def look(_: nn.Module, args: Any, kwargs: Any) -> None:
+        seen.extend(fingerprint(tensor) for tensor in _tensors((args, kwargs)))
+
+    hooks = [module.register_forward_pre_hook(look, with_kwargs=True) for module in modules_of(program)]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def random_kept() -> Iterator[Callable[[int], None]]:
+    """Gives a function that seeds the process's generators; behind the block they are as they were before."""
+    numpy, before, python = sys.modules.get("numpy.random"), torch.get_rng_state(), random.getstate()
+    array = numpy.get_state() if numpy else None
+
+    def seed(number: int) -> None:
+        torch.manual_seed(number)
+        random.seed(number)
+        if numpy:
+            numpy.seed(number)
+
+    try:
+        yield seed
+    finally:
+        torch.set_rng_state(before)
+        random.setstate(python)
+        if numpy:
+            numpy.set_state(array)
+
+
+def _all_parts(program: Any) -> list[_Part]:
+    """What a program is made of, and what its objects keep besides what their ``state_dict()`` says."""
+    seen: set[int] = set()
+    found = list(_parts(program, "program", seen))
+    return found + [part._replace(later=True) for part in _besides(found, seen)]
+
+
+def _besides(parts: list[_Part], seen: set[int]) -> Iterator[_Part]:
+    """The attributes of objects of one's own classes that have a ``state_dict()``; modules say theirs themselves."""
+    for path, value, _ in parts:
+        if not _is_stateful(value) or isinstance(value, nn.Module | Engine | EMA):
+            continue
+        kept = {key: one for key, one in own_attributes(value).items() if not _stays_apart(one)}
+        inner = [part for key, one in kept.items() for part in _parts(one, f"{path}.{key}", seen)]
+        yield from inner
+        yield from _besides(inner, seen)
+
+
+def _stays_apart(value: Any) -> bool:
+    """What a ``state_dict()`` rightly leaves out: data, and what reads ahead."""
+    data = isinstance(value, Dataset) and not isinstance(value, IterableDataset)
+    return data or isinstance(value, AHEAD) or (_is_array(value) and type(value).__name__ == "memmap")
+
+
+def _parts(value: Any, path: str, seen: set[int], *, quiet: bool = False) -> Iterator[_Part]:
+    """What a program is made of, each thing once; ``quiet``: without the numbers and texts that it keeps."""
+    if isinstance(value, PLAIN):
+        if not quiet:
+            yield _Part(path, value, later=value is None)  # it may become an iterator, which is not looked at
+        return
+    if id(value) in seen or isinstance(value, type | ModuleType):
+        return
+    seen.add(id(value))
+    known = isinstance(value, Tensor | nn.Module | Engine | EMA) or _is_array(value)
+    if known or _is_stateful(value) or _random_state(value) is not None:
+        yield _Part(path, value)
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _parts(one, f"{path}.{key}", seen, quiet=quiet)
+    elif isinstance(value, list | tuple | deque | set | frozenset):
+        for number, one in enumerate(sorted(value, key=repr) if isinstance(value, set | frozenset) else value):
+            yield from _parts(one, f"{path}.{number}", seen, quiet=quiet)
+    elif isinstance(value, DataLoader):
+        for key in WITHIN_LOADER:
+            yield from _parts(getattr(value, key), f"{path}.{key}", seen)
+    elif not is_library(type(value)):
+        quiet |= is_installed(type(value)) and path != PROGRAM  # a package's objects keep what they like
+        for key, one in attributes(value).items():
+            yield from _parts(one, f"{path}.{key}", seen, quiet=quiet)
+
+
+def _without_owned(parts: list[_Part]) -> list[_Part]:
+    """Without the models and optimizers that an engine among them speaks for."""
+    engines = [part.value for part in parts if isinstance(part.value, Engine)]
+    engines += [part.value.engine for part in parts if isinstance(part.value, EMA)]
+    owned = {id(one) for engine in engines for one in (engine.model, *engine.optimizers)}
+    return [part for part in parts if id(part.value) not in owned]
+
+
+def _fields(path: str, part: Any, names: Mapping[int, str]) -> Iterator[tuple[Field, Any]]:
+    """Those of one thing."""
+    if isinstance(part, Engine):
+        yield from _fields_of_engine(path, part)
+    elif isinstance(part, EMA):
+        for name, value in part.full_state_dict().items():
+            yield Field("average", f"the average of {name!r} in {path}"), value
+        yield Field("average", f"the decay of {path}"), part.decay
+    elif isinstance(part, nn.Module):
+        for kind, tensors in (("parameter", part.named_parameters()), ("buffer", part.named_buffers())):
+            for name, value in tensors:
+                yield Field(kind, f"the {kind} {name!r} of {path}"), value
+        for name, parameter in part.named_parameters():
+            yield Field("state", f"whether {name!r} of {path} trains"), parameter.requires_grad
+        yield from _attributes_of_modules(path, part)
+    elif isinstance(part, Optimizer):
+        values = {names.get(id(p), f"parameter {n}"): own for n, (p, own) in enumerate(part.state.items())}
+        groups = [{**g, "params": [names.get(id(p), "?") for p in g["params"]]} for g in part.param_groups]
+        yield from _fields_of_optimizer(path, {"state": values, "param_groups": groups})
+    elif (state := _random_state(part)) is not None:
+        yield from _leaves("generator", f"the state of {path}", state)
+    elif _is_stateful(part):
+        for key, value in part.state_dict().items():
+            yield from _leaves("state", f"the {key} of {path}", value)
+    else:
+        yield Field("state", path), part
+
+
+def _fields_of_engine(path: str, engine: Engine) -> Iterator[tuple[Field, Any]]:
+    buffers = _own_buffers(engine)
+    for name, value in engine.full_state_dict().items():
+        kind = "buffer" if name in buffers else "parameter"
+        yield Field(kind, f"the {kind} {name!r} of {path}"), buffers.get(name, value)
+    if engine.optimizers:
+        yield from _fields_of_optimizer(f"{path}.optimizer", engine.optimizer_state_dict())
+    for key, value in engine.step_state().items():
+        yield from _leaves("state", f"the {key} of {path}", value)
+    yield from _attributes_of_modules(path, engine.model)
+
+
+def _attributes_of_modules(path: str, model: nn.Module) -> Iterator[tuple[Field, Any]]:
+    """Numbers, strings and tensors that are no parameters or buffers, which somebody's own modules keep."""
+    for prefix, module in model.named_modules():
+        for key, value in own_attributes(module).items():
+            if isinstance(value, PLAIN) or _is_array(value) or (isinstance(value, Tensor) and _has_values(value)):
+                name = f"{prefix}.{key}".lstrip(".")
+                yield Field("state", f"the attribute {name!r} of {path} (neither parameter nor buffer)", True), value
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether it is a plain one, in memory that is there: no view of what a wrapper has freed."""
+    if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    return not tensor.numel() or _local(tensor).untyped_storage().size() > 0
+
+
+def _own_buffers(engine: Engine) -> dict[str, Tensor]:
+    """Those of this rank."""
+    return {name: buffer for part in engine.parts() for name, buffer in buffers_of(part.model).items()}
+
+
+def _fields_of_optimizer(path: str, state: Mapping[str, Any]) -> Iterator[tuple[Field, Any]]:
+    for name, own in state["state"].items():
+        for key, value in (own or {}).items():  # None: another rank has it (ZeroRedundancyOptimizer)
+            yield from _leaves("optimizer", f"the {key} of {name!r} in {path}", value)
+    for number, group in enumerate(state["param_groups"]):
+        for key, value in group.items():
+            word = {"lr": "learning rate", "params": "parameters"}.get(key, key)
+            value = ", ".join(value) if key == "params" else value
+            yield from _leaves("group", f"the {word} of group {number} of {path}", value)
+
+
+def _leaves(kind: str, words: str, value: Any) -> Iterator[tuple[Field, Any]]:
+    """What nested dicts and lists have at their ends; objects that are none of these are passed over."""
+    if isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, one in items:
+            yield from _leaves(kind, f"{words} / {key}", one)
+    elif isinstance(value, (*PLAIN, Tensor)) or _is_array(value):
+        yield Field(kind, words), value
+
+
+def _shared_random() -> Fields:
+    python = random.getstate()
+    found: dict[str, Any] = {"torch's random numbers (CPU)": torch.get_rng_state(), "Python's random": python}
+    if torch.cuda.is_initialized():
+        for number, state in enumerate(torch.cuda.get_rng_state_all()):
+            found[f"torch's random numbers (cuda:{number})"] = state
+    if numpy := sys.modules.get("numpy.random"):
+        _, keys, position, *_ = numpy.get_state()
+        found["numpy's random numbers"] = (keys.tolist(), position)
+    return {Field("random", f"the state of {name}"): _digested(value) for name, value in found.items()}
+
+
+def _digested(value: Any) -> Any:
+    """A long state as one number."""
+    return value.clone() if isinstance(value, Tensor) else hash(repr(value))
+
+
+def _random_state(value: Any) -> Any:
+    """The state of a generator; None for what is none."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return {"digest": hash(value.getstate())}
+    bits = getattr(value, "bit_generator", None)
+    return None if bits is None else bits.state
+
+
+def _is_stateful(value: Any) -> bool:
+    """Whether it says by itself what goes on; a library's iterator is its loader's, and made anew by each."""
+    if is_library(type(value)) and hasattr(value, "__next__"):
+        return False
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "__array__")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, in its own memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _local(value.detach()).detach().to("cpu", copy=True)
+    if _is_array(value):
+        return torch.as_tensor(value).clone() if value.dtype.kind in "biufc" else value.tolist()
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield _local(value.detach())
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(one)

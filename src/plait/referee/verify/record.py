@@ -1,0 +1,257 @@
+"""What every rank of a layout records while it trains, and how rank 0 collects it.
+
+A rank records the pieces that it owns, in the parameters' own coordinates.  The collectives under test gather only the
+parameters, which every rank records whole.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from plait.checkpoint.values import decoded, encoded
+from plait.comm import Comm
+from plait.comm.agree import gather_bytes
+from plait.run.config import RunConfig
+from plait.table.collectives import Entry
+from plait.messages.escape import one_line
+from plait.table.parallelism import Parallelism
+from plait.messages.progress import counted
+from plait.table.tensor_cut import TensorCut
+from plait.table.tensor_plan import BACKWARD, FORWARD
+from plait.step import Engine, StepResult
+from plait.zero.optim import Owned
+from plait.pipeline.stage import Stage
+from plait.run.job.job import Job
+from plait.predict.cost import StageTraffic, TiedTraffic, differences, predict_line
+from plait.predict.tensor import predict_tensor
+from plait.referee.values import restored, storable
+from plait.referee.verify.reference import Piece, uncached
+
+
+@dataclass
+class RankRecord:
+    """One rank's view of a run."""
+
+    rank: int
+    data_rank: int
+    losses: list[float] = field(default_factory=list)
+    local_losses: list[tuple[float, ...]] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    made: list[bool] = field(default_factory=list)
+    """Whether each step was made, rather than skipped."""
+    norm_pieces: list[Piece] = field(default_factory=list)
+    gradients: list[dict[Piece, Tensor]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[Piece, dict[str, Tensor]] = field(default_factory=dict)
+    ledger_differences: list[str] = field(default_factory=list)
+    irregular: dict[str, float] = field(default_factory=dict)
+    """The units whose gathers are not predicted: how often they run in a forward."""
+    tensor_rank: int = 0
+    cuts: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The fields of the ``TensorCut`` of each parameter that has one."""
+    peak_open: int = 0
+    ties: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    """The weights that several stages use: under which names, stage by stage."""
+
+    def cut(self, name: str) -> TensorCut | None:
+        """How a parameter is cut over the tensor axis."""
+        return TensorCut(*self.cuts[name]) if name in self.cuts else None
+
+
+class Recorder:
+    """Listens to an engine and fills a ``RankRecord``, without ``gradients`` where a long run would fill the memory."""
+
+    def __init__(self, comm: Comm, *, gradients: bool = True) -> None:
+        place = comm.mesh.data_rank(comm.rank)
+        self.record = RankRecord(comm.rank, place, tensor_rank=comm.mesh.index(comm.rank, ("tensor",)))
+        self._gradients = gradients
+
+    def __call__(self, event: str, engine: Engine) -> None:
+        if event == "agreed" and self._gradients:
+            given = [o for o in engine.owned if engine.update.made and engine.update.have_gradient[o.name]]
+            self.record.gradients.append({piece_run(o): _copy(o.gradient) for o in given})
+
+    def step(self, result: StepResult) -> None:
+        """Record what a step did."""
+        self.record.losses.append(result.loss)
+        self.record.local_losses.append(result.local_losses)
+        self.record.norms.append(result.grad_norm)
+        self.record.made.append(result.made)
+
+    def finish(self, engine: Engine) -> RankRecord:
+        """Record what the run ends with."""
+        record = self.record
+        record.parameters = engine.full_state_dict()
+        record.peak_open = engine.peak_open
+        record.ties = {edge.name: edge.keys for edge in engine.ties.edges}
+        record.norm_pieces = [piece_run(o) for o in engine.owned if engine.norm.counts(o)]
+        record.cuts = {o.name: astuple(o.cut) for o in engine.owned if o.cut is not None}
+        state = engine.optimizer.state if engine.optimizer is not None else {}
+        for o in engine.owned:
+            values = state.get(o.view, {}).items()
+            record.state[piece_run(o)] = {key: _copy(value) for key, value in values if torch.is_tensor(value)}
+        return record
+
+
+def piece_run(owned: Owned) -> Piece:
+    """A run as a record names it."""
+    return owned.name, owned.run.start, owned.run.stop
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).to("cpu", copy=True)
+
+
+def record_run(job: Job, config: RunConfig, comm: Comm) -> RankRecord:
+    """``record_layout`` with what a config says."""
+    return record_layout(job, comm, config.measured(job, comm), config.microbatches, config.steps, config.clip)
+
+
+@uncached()
+def record_layout(
+    job: Job, comm: Comm, parallelism: Parallelism, num_microbatches: int, steps: int, clip: float | None = None
+) -> RankRecord:
+    """Train a job under a layout on this rank; its record has the gradients of every step."""
+    recorder = Recorder(comm)
+    engine, scheduler = job.engine(comm, parallelism, clip=clip, listener=recorder)
+    place = recorder.record.data_rank, comm.mesh.data_size, num_microbatches, str(comm.device)
+    for step in counted("steps of the layout", range(steps)):
+        batches = job.microbatches(step, *place)
+        predicted = predict(engine, job, batches) if job.width else ()
+        # The engine's own checks, and headers for new shapes, are not part of a step.
+        checking = step == 0 or bool(engine.update.unchecked) or engine.runtime.p2p.learns_from(batches)
+        mark = len(comm.ledger)
+        recorder.step(engine.step(batches))
+        if scheduler is not None:
+            scheduler.step()
+        predicted = predicted or predict(engine, job, batches)  # with what has been learned of the hand-overs
+        measured = [e for e in comm.ledger.since(mark) if e.note.phase != "setup" or not checking]
+        runs = irregular(engine, len(batches))
+        recorder.record.irregular |= runs
+        predicted = where_it_ran(engine, predicted, measured)
+        recorder.record.ledger_differences += unlike(predicted, measured, runs)
+    return recorder.finish(engine)
+
+
+def irregular(engine: Engine, num_microbatches: int) -> dict[str, float]:
+    """The gathered units that did not run once in each forward of the last step, and how often they did; and those that
+    a unit around them was first seen to read in it.
+
+    How often such a unit is gathered depends on what else is open at the time: its gathers are not predicted.
+    """
+    ran = [stage.unsharding for stage in engine.stages.values() if stage.unsharding.runs]
+    units = [(u.runs[unit], unit, unit in u.found) for u in ran for unit in u.units if unit.split_needs]
+    return {unit.name: n / num_microbatches for n, unit, found in units if found or n != num_microbatches}
+
+
+def where_it_ran(engine: Engine, predicted: Iterable[Entry], measured: Iterable[Entry]) -> tuple[Entry, ...]:
+    """The prediction, in which a module outside of the links sends over the tensor axis where it ran.
+
+    Several stages have such a module, and its messages are predicted of each, but one of them runs it.  It sends all of
+    them or none: a module that sends some of its messages is left as it was predicted.
+    """
+    due, sent = Counter(predicted), Counter(measured)
+    copies = Counter(name for stage in engine.stages.values() for name in stage.boundary.own)
+    for name, count in copies.items() if len(engine.pipeline.owner) > 1 else ():
+        own = [e for e in due if e.note.phase in (FORWARD, BACKWARD) and f"{e.note.unit}.".startswith(f"{name}.")]
+        runs = {count * sent[entry] / due[entry] for entry in own}
+        if len(runs) == 1 and (times := runs.pop()) in range(count):
+            due.update({entry: int(due[entry] * times / count) - due[entry] for entry in own})
+    return tuple(due.elements())
+
+
+def left_out(units: Mapping[str, float]) -> str:
+    """What the prediction leaves out, for people."""
+    named = ", ".join(f"{name!r} ({runs:g} times)" for name, runs in units.items())
+    return (
+        f"not predicted: the gathers of units that do not run once in a forward, or that a unit around them is first "
+        f"seen to read: {named}"
+    )
+
+
+def unlike(predicted: Iterable[Entry], measured: Iterable[Entry], units: Mapping[str, float]) -> list[str]:
+    """What stands in one ledger and not in the other, the gathers of these units left out."""
+    return differences(*([e for e in entries if not _is_gather(e, units)] for entries in (predicted, measured)))
+
+
+def _is_gather(entry: Entry, units: Mapping[str, float]) -> bool:
+    """Of one of these units; one that never runs may have no gradient to reduce either."""
+    phases = ("forward", "backward") if units.get(entry.note.unit) else ("forward", "backward", "microbatch")
+    return entry.note.unit in units and entry.note.phase in phases
+
+
+def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ...]:
+    """All messages of a step on these microbatches.
+
+    Before it is made, unless the job does not tell how wide its activations are: then the sizes of what goes from stage
+    to stage are those of earlier steps.
+    """
+    comm, num, itemsize = engine.comm, len(batches), job.dtype.itemsize
+    line = engine.program(num).line
+    leading = [job.leading(batch) for batch in batches]
+    entries: list[Entry] = []
+    plans = {}
+    for number, stage in engine.stages.items():
+        sequence = stage.axis.sequence
+        if job.width:
+            rows = [math.prod((s[0], _part(stage, s[1])) if sequence else s) for s in leading]
+            received, handed = (tuple(n * width * itemsize for n in rows) for width in _widths(stage, job.width))
+        else:
+            size_of = engine.runtime.p2p.bytes_handed
+            received, handed = (tuple(size_of(number + i, batch) for batch in batches) for i in (-1, 0))
+        plans[number] = StageTraffic(stage.layouts(), handed, received)
+        if comm.mesh.tensor > 1:
+            passing = [job.passing(batch, stage.parallel) for batch in batches]
+            entries += predict_tensor(passing, comm.mesh, itemsize, sequence=sequence, twice=stage.blocks)
+    tied = [
+        TiedTraffic(edge.name, tuple(engine.pipeline.owner[s] for s in edge.stages), engine.ties.bytes_owned(edge))
+        for edge in engine.ties.edges
+    ]
+    trainable = len(engine.exchange.names)
+    return (*entries, *predict_line(line, plans, comm.mesh, engine.strategy, num, trainable, comm.rank, tied))
+
+
+def _widths(stage: Stage, width: int) -> tuple[int, int]:
+    """The last dim of what a stage receives and sends: a piece where the boundary lies between a column and its row."""
+    kinds = [style.kind for style in stage.parallel.styles.values() if style.cut_dim is not None]
+    piece = _part(stage, width)
+    return piece if kinds[:1] == ["row"] else width, piece if kinds[-1:] == ["column"] else width
+
+
+def _part(stage: Stage, size: int) -> int:
+    """The size of this rank's part of a dim that the tensor axis cuts."""
+    return len(range(*stage.axis.part(size)))
+
+
+def collect_records(comm: Comm, record: RankRecord) -> list[RankRecord] | None:
+    """Every rank's record on rank 0, None on the others."""
+    records = gather_bytes(comm, packed(record))
+    if records is None:
+        return None
+    return [record, *map(unpacked, records[1:])]
+
+
+def packed(record: RankRecord) -> bytes:
+    """A record as JSON and safetensors: what comes from another process is never unpickled."""
+    tensors: dict[str, Tensor] = {}
+    values = json.dumps(encoded(record.__dict__, tensors)).encode()
+    whole = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
+    return len(values).to_bytes(8, "little") + values + safetensors.torch.save(storable(whole))
+
+
+def unpacked(data: bytes) -> RankRecord:
+    """What ``packed`` wrote; a ValueError for anything else."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    try:
+        tensors = restored(safetensors.torch.load(data[end:]))
+        return RankRecord(**decoded(json.loads(data[8:end]), tensors.__getitem__))
+    except (TypeError, KeyError, SafetensorError) as error:
+        raise ValueError(f"what came from a rank is no record: {one_line(str(error))}") from error

@@ -1,0 +1,280 @@
+"""The single process that repeats the run of a layout: a plain model, plain autograd, a stock optimizer.
+
+It knows nothing of units, flat storage or collectives.  All it takes from the layout is the *order of additions*
+(``core.additions``): each global microbatch's gradient is a leaf, and the tree says which two are added first.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.table.additions import MICROBATCH, fold
+from plait.table.mesh import Mesh
+from plait.messages.progress import counted
+from plait.zero.optim import clip_factor, dtype_of_norm, norm_of, square_sum
+from plait.zero.storage import dtype_in
+from plait.zero.wrap import automatic
+from plait.forward.compiled import CompiledUnits, closed_units
+from plait.forward.context import CurrentForward, RNGPosition, token_counts
+from plait.forward.dropout import DropoutRNG
+from plait.forward.interceptor import Handler, Interceptor
+from plait.forward.products import Products
+from plait.zero.state.init import materialise
+from plait.step.step import num_samples, whole_count
+from plait.run.job.job import Job
+from plait.tensor.gemm import find_gemm
+
+Gradients = dict[str, Tensor]
+TiedWeights = Mapping[str, Sequence[Sequence[str]]]
+Piece = tuple[str, int, int]
+"""A parameter's name, start and stop: these of its elements, flat."""
+
+
+@dataclass
+class Record:
+    """A run of the reference, step by step."""
+
+    losses: list[float] = field(default_factory=list)
+    microbatch_losses: list[list[float]] = field(default_factory=list)
+    gradients: list[Gradients] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    first: int = 0
+    """The step, from 0, with which the lists begin."""
+
+    def since(self, step: int) -> "Record":
+        """The same run from a step on: what a run that is resumed there records."""
+        lists = self.losses, self.microbatch_losses, self.gradients, self.norms
+        losses, microbatch_losses, gradients, norms = (one[step:] for one in lists)
+        return Record(losses, microbatch_losses, gradients, norms, self.parameters, self.buffers, self.state, step)  # type: ignore[arg-type]
+
+
+class Turns:
+    """Parameters by the name under which they are used, also where one module has several names.
+
+    blocks.0, blocks.1, ... are one block       its n-th call in a forward is that of its n-th name
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._names: dict[nn.Module, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._names.setdefault(module, []).append(name)
+        self._turns: dict[nn.Module, dict[str, list[tuple[nn.Module, str, nn.Parameter]]]] = {}
+        self._calls = Counter[nn.Module]()
+
+    def place(self, parameter: nn.Parameter, keys: Sequence[str]) -> None:
+        """Use a parameter under these names, and only there."""
+        for key in keys:
+            owner, _, short = key.rpartition(".")
+            module, parts = self.model.get_submodule(owner), owner.split(".")
+            around = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+            name = next((one for one in around if len(self._names[self.model.get_submodule(one)]) > 1), None)
+            if name is None:
+                setattr(module, short, parameter)
+                continue
+            shared = self.model.get_submodule(name)  # the outermost that has several names
+            if shared not in self._turns:
+                self._turns[shared] = {}
+                shared.register_forward_pre_hook(self._begin, prepend=True)
+            self._turns[shared].setdefault(name, []).append((module, short, parameter))
+
+    def _begin(self, shared: nn.Module, *call: Any) -> None:
+        names = self._names[shared]
+        name = names[self._calls[shared] % len(names)]
+        self._calls[shared] += 1
+        for module, short, parameter in self._turns[shared].get(name, ()):
+            module._parameters[short] = parameter
+
+
+class SingleProcess:
+    """A whole model in one process, which can play any data rank: it keeps one set of buffers for each.
+
+    ``losses`` are those of the step under way, by global microbatch.  ``masters`` are what the optimizer updates: the
+    parameters themselves, or wider copies of them; ``dtypes`` are those in which the model came.  ``ties`` are weights
+    whose uses are summed separately: under which names, use by use.
+    """
+
+    def __init__(self, job: Job, num_data_ranks: int, num_microbatches: int, ties: TiedWeights) -> None:
+        self.job, self.ranks, self.microbatches = job, num_data_ranks, num_microbatches
+        self.model = job.build()
+        materialise(self.model, job.seed, torch.device("cpu"), job.weights)
+        self.current = CurrentForward()
+        handlers: list[Handler] = [DropoutRNG(job.seed, self.current)]
+        if job.gemm != "torch":
+            handlers.insert(0, Products(self.current, find_gemm(job.gemm)))
+        interceptor = Interceptor(self.current, handlers)
+        closed = closed_units(self.model, automatic(self.model)) if job.compile else []
+        interceptor.follow(self.model, closed=closed)
+        CompiledUnits(interceptor, self.model, closed)
+        self.parameters = dict(self.model.named_parameters())
+        self.dtypes = {name: p.dtype for name, p in self.parameters.items()}
+        self.masters = {name: self._master(p) for name, p in self.parameters.items()}
+        self.loss_scale = job.precision.loss_scale()
+        self.optimizer = job.optimizer(self.masters.values())
+        self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
+        self.buffers = [{name: b.clone() for name, b in self.model.named_buffers()} for _ in range(num_data_ranks)]
+        self.losses: list[float] = []
+        self.turns = Turns(self.model)
+        self.uses = {name: [self._use(name) for _ in others] for name, (_, *others) in ties.items()}
+        for name, keys in ties.items():
+            for parameter, own in zip((self.parameters[name], *self.uses[name]), keys, strict=True):
+                self.turns.place(parameter, own)
+
+    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Gives a parameter the dtype of the computation; returns what the optimizer updates."""
+        own, precision = parameter.data, self.job.precision
+        parameter.data = own.to(dtype_in(precision.params, own.dtype))
+        wide = dtype_in(precision.optim, parameter.dtype)
+        return nn.Parameter(own.to(wide)) if parameter.requires_grad and wide != parameter.dtype else parameter
+
+    @property
+    def scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
+    def _use(self, name: str) -> nn.Parameter:
+        """A second parameter over the memory of the first."""
+        return nn.Parameter(self.parameters[name].detach(), self.parameters[name].requires_grad)
+
+    def begin(self, step: int) -> int:
+        """Fetch the batches of all data ranks; returns the number of targets."""
+        of_ranks = (self.job.microbatches(step, d, self.ranks, self.microbatches) for d in range(self.ranks))
+        self.step, self.batches = step, [batch for batches in of_ranks for batch in batches]
+        self.samples = [num_samples(batch) for batch in self.batches]
+        self.losses = [math.nan] * len(self.batches)
+        self.count = sum(whole_count(self.job.count_fn(batch)) for batch in self.batches)
+        return self.count
+
+    def gradient(self, data_rank: int, microbatch: int) -> Gradients:
+        """One microbatch's gradient, computed as its data rank would."""
+        place = data_rank * self.microbatches + microbatch
+        own = self.buffers[data_rank]
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(own[name])
+        lengths, first = token_counts(self.batches[place], self.samples[place]), sum(self.samples[:place])
+        self.current.begin(RNGPosition(self.step, place, first, self.samples[place], lengths))
+        for parameter in (*self.parameters.values(), *chain.from_iterable(self.uses.values())):
+            parameter.grad = None  # of a weight that stages use under one name the model holds the last use alone
+        loss = self.job.loss_fn(self.model, self.batches[place])
+        loss.backward(torch.full_like(loss, 1 / self.count * self.scale))
+        self.losses[place] = loss.item()
+        for name, buffer in self.model.named_buffers():
+            own[name].copy_(buffer)
+        used = {f"{name} {i}": use for name, uses in self.uses.items() for i, use in enumerate(uses)}
+        gradients = {key: p.grad for key, p in (self.parameters | used).items() if p.grad is not None}
+        return {key: g.to(dtype_in(self.job.precision.sums, g.dtype)) for key, g in gradients.items()}
+
+    def summed(self, gradients: Gradients) -> Gradients:
+        """The uses of tied weights added up, in order, without the loss scale; none if not finite: a skipped step."""
+        for name, uses in self.uses.items():
+            for i in range(len(uses)):
+                if (use := gradients.pop(f"{name} {i}", None)) is not None:
+                    gradients = add(gradients, {name: use})
+        if self.loss_scale is None:
+            return gradients
+        for gradient in gradients.values():
+            gradient.mul_(1 / self.scale)
+        finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+        self.loss_scale.update(finite=finite)
+        return gradients if finite else {}
+
+    @torch.no_grad()
+    def update(self, gradients: Gradients) -> None:
+        for name, master in self.masters.items():
+            gradient = gradients.get(name)
+            master.grad = None if gradient is None else gradient.to(master.dtype)
+        self.optimizer.step()
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.masters[name])
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+
+@contextmanager
+def uncached() -> Iterator[None]:
+    """Inside, autocast keeps no casts of weights, as in ranks that are threads: two forwards cast twice."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+ReferenceListener = Callable[[str, SingleProcess, Gradients], None]
+
+
+@uncached()
+def run_reference(
+    job: Job, mesh: Mesh, num_microbatches: int, order: Sequence[str], steps: int, *, clip: float | None,
+    norm_pieces: Sequence[Sequence[Piece]] | None = None, keep_gradients: bool = True, ties: TiedWeights | None = None,
+    listener: ReferenceListener | None = None,
+) -> Record:  # fmt: skip
+    """Train ``steps`` steps in this process, adding gradients in the given order.
+
+    ``order`` has the sums, innermost first, as ``core.additions`` derives them from a row; of ``mesh`` only the data
+    axes matter.  ``norm_pieces`` are those whose squares each rank sums for the norm, by rank; None: whole parameters.
+    ``listener`` is called with ``"built"``, and in each step with ``"began"``, ``"summed"``,
+    ``"clipped"`` and ``"updated"``.
+    """
+    one = SingleProcess(job, mesh.data_size, num_microbatches, ties or {})
+    tell = listener or (lambda event, one, gradients: None)
+    tell("built", one, {})
+    sizes = {"replica": mesh.replica, "shard": mesh.shard, MICROBATCH: num_microbatches}
+
+    def leaf(at: dict[str, int]) -> Gradients:
+        return one.gradient(at["replica"] * mesh.shard + at["shard"], at[MICROBATCH])
+
+    record = Record()
+    for step in counted("steps of one process", range(steps)):
+        count = one.begin(step)
+        tell("began", one, {})
+        gradients = one.summed(fold(tuple(order), sizes, leaf, add))
+        tell("summed", one, gradients)
+        record.microbatch_losses.append(one.losses)
+        record.losses.append(math.fsum(one.losses) / count)
+        if keep_gradients:
+            record.gradients.append({name: g.clone() for name, g in gradients.items()})
+        record.norms.append(_clip(gradients, clip if gradients else None, norm_pieces))
+        tell("clipped", one, gradients)
+        one.update(gradients)
+        tell("updated", one, gradients)
+    record.parameters = {name: p.detach().to(one.dtypes[name], copy=True) for name, p in one.masters.items()}
+    record.buffers = {name: one.buffers[0][name] for name in one.model.state_dict() if name in one.buffers[0]}
+    for name, parameter in one.masters.items():
+        state = one.optimizer.state.get(parameter, {})
+        record.state[name] = {key: value.clone() for key, value in state.items() if torch.is_tensor(value)}
+    return record
+
+
+def add(left: Gradients, right: Gradients) -> Gradients:
+    """The sum of two gradients, element by element; a parameter that has one on one side only keeps it."""
+    both = {name: left[name] + right[name] for name in left if name in right}
+    return {**left, **right, **both}
+
+
+def _clip(gradients: Gradients, clip: float | None, pieces: Sequence[Sequence[Piece]] | None) -> float | None:
+    """Clip in place; the norm before clipping, summed in fp64 in the order of the pieces and rounded once."""
+    if clip is None:
+        return None
+    if pieces is None:
+        total = square_sum(gradients.values())
+    else:
+        total = 0.0
+        for rank in pieces:
+            total += square_sum(gradients[n].reshape(-1)[a:b] for n, a, b in rank if n in gradients)
+    norm = norm_of(total, dtype_of_norm({g.dtype for g in gradients.values()}))
+    factor = clip_factor(norm, clip)
+    if factor < 1:
+        for gradient in gradients.values():
+            gradient.mul_(factor)
+    return norm

@@ -1,0 +1,303 @@
+"""The proof that a program which was stopped goes on as if it had not been: anybody's, by its own save and load.
+
+    uninterrupted     begin ─ step 1 ─ step 2 ─ step 3 ─ step 4 ─ ...             all fields, samples, losses are kept
+    interrupted       begin ─ step 1 ─ step 2 ─ save
+                      begin ─ spoil ─ load ──────────── step 3 ─ save
+                      begin ─ spoil ─ load ───────────────────── step 4 ─ ...     all are compared, to the bit
+
+Before the first update behind a load everything that has to go on is compared; then, step by step, the samples, the
+loss, and everything again.  The comparison ends where the first thing is wrong: what follows is wrong because of it.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from plait.comm import Comm, ThreadWorld
+from plait.comm.agree import broadcast_text, gather_texts
+from plait.comm.thread import ThreadComm
+from plait.table.collectives import Note
+from plait.table.mesh import Mesh
+from plait.run.report.screen import screen
+from plait.referee.verify.compare import Finding, find, incomparable, number
+from plait.referee.verify.program import Field, Fields, fields_of, random_kept, samples_seen, spoil
+from plait.referee.verify.run import findings_table
+
+Program = TypeVar("Program")
+SHOWN = 8
+"""So many faults are shown."""
+KINDS = ("loss", "parameter", "buffer", "average", "optimizer", "group", "state", "generator", "random")
+"""In this order faults are told."""
+
+
+@dataclass(frozen=True)
+class ResumeReport:
+    """What was compared, and what was found wrong first."""
+
+    findings: tuple[Finding, ...]
+    faults: tuple[str, ...]
+    """In plain words; empty if the run that was stopped is the one that was not."""
+
+    @property
+    def equal(self) -> bool:
+        return not self.faults
+
+    def __str__(self) -> str:
+        console = screen(width=120, color_system=None)
+        with console.capture() as captured:
+            console.print(findings_table("a run that was stopped against one that was not", self.findings))
+        more = [f"and {len(self.faults) - SHOWN} more"] if len(self.faults) > SHOWN else []
+        lines = [*self.faults[:SHOWN], *more] or ["the run that was stopped is the run that was not, to the bit"]
+        return "\n".join([lines[0], "", captured.get().rstrip(), *lines[1:]])
+
+
+def verify_resume(
+    begin: Callable[[], Program],
+    step: Callable[[Program], Any],
+    save: Callable[[Program, Path], Any],
+    load: Callable[[Program, Path], Any],
+    *,
+    state: Callable[[Program], Any] | None = None,
+    steps: int = 6,
+    at: Sequence[int] = (2, 3),
+    comm: Comm | None = None,
+    spoiled: bool = True,
+) -> ResumeReport:
+    """Hold a run that is stopped, saved, loaded and continued against one that is not; for a test of your own::
+
+        def test_resume():
+            plait.verify_resume(
+                begin=Program,                              # a new program: model, optimizer, schedule, data
+                step=lambda program: program.step(),        # a step on its next batch; the loss
+                save=lambda program, folder: torch.save(program.state_dict(), folder / "program.pt"),
+                load=lambda program, folder: program.load_state_dict(torch.load(folder / "program.pt")),
+            )
+
+    Args:
+        begin: a new program, as a process that starts has it: any object that holds what it trains with.
+        step: one step on the program's next batch. Returns the loss, or the loss and what tells the samples (a list of
+            their numbers); without, what enters the program's modules is compared.
+        save: writes into an empty folder, which all ranks see.
+        load: reads from it, into a new program.
+        state: what has to go on, as nested dicts of anything that ``program`` shows; None looks among the program's
+            attributes.
+        steps: of the whole run.
+        at: after how many steps it is stopped, once or several times.
+        comm: where the program runs on several ranks: this one's world. All ranks call it together, each compares its
+            own part, and all raise what any finds.
+        spoiled: whether what a load overwrites has other values before. False for a program that takes some of its
+            training state from elsewhere than its load.
+
+    Returns:
+        What was compared.
+
+    Raises:
+        AssertionError: they are not the same, to the bit; its first line names the first thing that is wrong.
+        ValueError: stops that are no steps of the run; a program that isn't the same run twice without being stopped.
+    """
+    if sorted({*at}) != [*at] or not at or not 0 < at[0] <= at[-1] < steps:
+        raise ValueError(f"stops after {list(at)} of {steps} steps: give rising numbers from 1 to {steps - 1}")
+    threads = isinstance(comm, ThreadComm) and comm.world_size > 1  # they share the generators of the process
+    world = comm or ThreadWorld(Mesh()).comm(0)
+    runs = _Runs(begin, step, state or (lambda program: program), world, not threads)
+    with nullcontext(_nothing) if threads else random_kept() as seed, _folders(world) as new_folder:
+        seed(0)
+        runs.uninterrupted(steps)
+        seed(0)
+        program = begin()
+        for made in range(steps):
+            if made in at:
+                own = new_folder()
+                save(program, own)
+                runs.compare_state(program, made, f"saving after step {made} has changed the program: ")
+                seed(made)
+                program = begin()
+                if spoiled:
+                    spoil(runs.shown(program))
+                runs.before_load = runs.fields(program)
+                load(program, own)
+                runs.compare_state(program, made, f"after the load of step {made}, ", stepped=False)
+            runs.compare_step(program, made, resumed=made >= at[0])
+    return ResumeReport(tuple(runs.findings), ())
+
+
+def _nothing(number: int) -> None:
+    pass
+
+
+@contextmanager
+def _folders(comm: Comm) -> Iterator[Callable[[], Path]]:
+    """Gives a function that makes an empty folder, the same on all ranks; in the end they are gone."""
+
+    def new() -> Path:
+        return Path(broadcast_text(comm, "" if comm.rank else tempfile.mkdtemp(dir=parent), Note("check")))
+
+    with nullcontext("") if comm.rank else tempfile.TemporaryDirectory() as parent:
+        yield new
+        broadcast_text(comm, "", Note("check"))  # everybody has read
+
+
+@dataclass
+class _Runs(Generic[Program]):
+    """What the uninterrupted run was, and how another one compares with it."""
+
+    begin: Callable[[], Program]
+    step: Callable[[Program], Any]
+    shown: Callable[[Program], Any]
+    comm: Comm
+    shared_random: bool
+    states: list[Fields] = field(default_factory=list)
+    """Before the first step, and after each."""
+    losses: list[Fields] = field(default_factory=list)
+    samples: list[Any] = field(default_factory=list)
+    before_load: Fields = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    def fields(self, program: Program) -> Fields:
+        return fields_of(self.shown(program), shared_random=self.shared_random)
+
+    def uninterrupted(self, steps: int) -> None:
+        """Run it, and keep all of it."""
+        program = self.begin()
+        self.states.append(self.fields(program))
+        for _ in range(steps):
+            loss, samples = self._step(program)
+            self.losses.append(loss)
+            self.samples.append(samples)
+            self.states.append(self.fields(program))
+        shared = [one for one in self.states[0] if one.kind == "random"]
+        unused = [one for one in shared if all(same(state[one], self.states[0][one]) for state in self.states)]
+        for state in self.states:  # what no step draws from decides nothing
+            for one in unused:
+                del state[one]
+
+    def _step(self, program: Program) -> tuple[Fields, Any]:
+        """A step's loss, and what tells its samples."""
+        with samples_seen(self.shown(program)) as seen:
+            loss = self.step(program)
+        loss, samples = loss if isinstance(loss, tuple) else (loss, seen)
+        value = loss.detach().to("cpu", copy=True) if isinstance(loss, Tensor) else loss
+        return {Field("loss", "the loss"): value}, samples
+
+    def compare_step(self, program: Program, made: int, *, resumed: bool) -> None:
+        """Make step ``made + 1``, and compare its samples, its loss and what it leaves."""
+        loss, samples = self._step(program)
+        right = same(samples, self.samples[made])
+        self.findings.append(Finding("samples", f"step {made + 1}", 0.0, 0.0, right, 0.0))
+        faults = [] if right else [_about_samples(samples, made, self.samples)]
+        if not faults:
+            for words in self._differences(loss, self.losses[made], made):
+                faults.append(
+                    f"{words.replace('the loss', f'the loss of step {made + 1}', 1)}, though state, samples and random "
+                    f"numbers before it were the same: it computed with something that is not among them (weights that "
+                    f"become active a step later, a mode, a cache)"
+                )
+        self._judge(faults, resumed=resumed)
+        self.compare_state(program, made + 1, f"after step {made + 1}, ", resumed=resumed)
+
+    def compare_state(
+        self, program: Program, made: int, when: str, *, resumed: bool = True, stepped: bool = True
+    ) -> None:
+        """All fields, to the bit; ``stepped``: those too that a program's first step makes anew."""
+        differences = self._differences(self.fields(program), self.states[made], made, stepped=stepped)
+        self._judge([f"{when}{words}" for words in differences], resumed=resumed)
+
+    def _differences(self, ours: Fields, theirs: Fields, made: int, *, stepped: bool = True) -> list[str]:
+        """What differs, in words."""
+        faults = []
+        asked = [one for one in theirs | ours if (one in theirs or one.kind != "random") and (stepped or not one.later)]
+        for one in sorted(asked, key=lambda one: KINDS.index(one.kind)):
+            finding = _compared(one, ours, theirs)
+            self.findings.append(finding)
+            if not finding.equal:
+                faults.append(f"{one.words} {self._about(one, ours, theirs, made, finding)}")
+        return faults
+
+    def _about(self, one: Field, ours: Fields, theirs: Fields, made: int, finding: Finding) -> str:
+        """How a field differs."""
+        if one not in ours:
+            return "is not there: it is fresh" if one.kind == "optimizer" else "is not there, and was"
+        if one not in theirs:
+            return "is there, and was not"
+        mine, was = ours[one], theirs[one]
+        unloaded = same(mine, self.before_load.get(one))
+        moments = [n for n, state in enumerate(self.states) if n != made and same(state.get(one), mine)]
+        hint = " (as it was before the load)" if unloaded else ""
+        if not hint and len(moments) == 1 and moments[0]:
+            hint = f" (as it is after step {moments[0]})"
+        if not isinstance(mine, Tensor) or not isinstance(was, Tensor) or one.kind in ("random", "generator"):
+            if one.kind in ("random", "generator"):
+                return f"is another{hint}"
+            return f"is {_shortened(mine)} and was {_shortened(was)}{hint}"
+        if (mine.shape, mine.dtype) != (was.shape, was.dtype):
+            return f"is {tuple(mine.shape)} {mine.dtype} and was {tuple(was.shape)} {was.dtype}"
+        if not mine.dim():
+            return f"is {mine.item()} and was {was.item()}{hint}"
+        if not mine.any():
+            return f"is fresh: all zeros{hint}"
+        return f"differs by up to {finding.max_abs:.3g}{hint}"
+
+    def _judge(self, faults: list[str], *, resumed: bool) -> None:
+        """Raises AssertionError, on all ranks, where any has found something; ValueError before the first stop."""
+        told = gather_texts(self.comm, "\n".join(faults), Note("check"))
+        if len({*told}) == 1:  # all say the same
+            found = faults
+        else:
+            found = [f"rank {rank}: {line}" for rank, text in enumerate(told) for line in text.splitlines()]
+        if found and not resumed:
+            raise ValueError(
+                f"the program is not the same run twice, though it was not stopped: {found[0]}; let begin seed all "
+                f"that it draws from, and take nothing from the run before"
+            )
+        if found:
+            raise AssertionError(str(ResumeReport(tuple(self.findings), tuple(found))))
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether two values are the same, to the bit and to the type."""
+    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            return False
+        a, b = (one.contiguous().reshape(-1).view(torch.uint8) for one in (ours, theirs))
+        return torch.equal(a, b)
+    if isinstance(ours, Tensor) or isinstance(theirs, Tensor) or type(ours) is not type(theirs):
+        return False
+    if isinstance(ours, list | tuple):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return bool(ours == theirs) or (ours != ours and theirs != theirs)
+
+
+def _compared(one: Field, ours: Fields, theirs: Fields) -> Finding:
+    if one not in ours or one not in theirs:
+        return incomparable(one.kind, one.words)
+    mine, was = ours[one], theirs[one]
+    if isinstance(mine, Tensor) and isinstance(was, Tensor) and not mine.is_complex():
+        finding = find(one.kind, one.words, mine, was)
+    elif all(isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 53) for value in (mine, was)):
+        finding = number(one.kind, one.words, mine, was)
+    else:
+        finding = Finding(one.kind, one.words, 0.0, 0.0, False, 0.0)
+    return replace(finding, bitwise=same(mine, was))
+
+
+def _about_samples(samples: Any, made: int, known: Sequence[Any]) -> str:
+    """Which samples a step has trained on, in the place of its own."""
+    step = f"step {made + 1}"
+    for place, others in enumerate(known):
+        if same(samples, others):
+            if place < made:
+                return f"{step} trained on the samples of step {place + 1} again"
+            return f"{step} trained on the samples of step {place + 1}: its own were skipped"
+    here = f" ({_shortened(samples)} and not {_shortened(known[made])})" if isinstance(samples, list | tuple) else ""
+    return f"{step} trained on other samples than any step of the run that was not stopped{here}"
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

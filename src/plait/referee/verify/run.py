@@ -1,0 +1,296 @@
+"""``plait verify``: run a layout and a single process, and say whether they are the same run.
+
+layout on N ranks ──► records ──┐
+one process, the layout's own tree of additions ──► bitwise ──► verdict
+one process, one plain full-batch step          ──► rounding ─┘
+the table's predicted messages and bytes        ──► the ledger
+"""
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from plait.comm import Comm, thread
+from plait.run.config import RunConfig, VerifyConfig, validate, with_job
+from plait.table.additions import additions
+from plait.messages.escape import one_line
+from plait.checkpoint.files.writing import write_json
+from plait.run.job.job import Job, make_job
+from plait.run.job.own import UserJob
+from plait.referee.wrong import FirstWrong
+from plait.run.report.screen import screen, working
+from plait.referee.verify.compare import BITWISE, Finding, against_plain, against_tree, asked, full_batch
+from plait.referee.verify.honest import HonestRuns
+from plait.referee.verify.locate import locate, locate_in_plain
+from plait.referee.verify.plain import run_plain
+from plait.referee.verify.record import RankRecord, collect_records, left_out, record_run
+from plait.referee.verify.reference import Record, run_reference
+from plait.referee.verify.spread import RUNS, Spread, honest_runs, spread_of
+
+WORST = 8  # unequal findings that are printed by name
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a verification.
+
+    ``tree`` has the findings against the replay of the layout's tree, ``plain`` those against one plain full-batch
+    step, ``ledger`` the messages in which prediction and measurement differ.  ``left_out`` counts the steps that were
+    skipped, because their scaled gradients were not finite; where none was made, nothing is proved.  ``irregular`` has
+    the units that ``record.irregular`` names, and how often they run: their gathers are not compared.  ``spread`` is
+    how the layout lies among honest runs.  ``first`` is the first wrong tensor, where it was looked for and found;
+    ``unplaced`` says why it was not.
+    """
+
+    layout: str
+    tree: tuple[Finding, ...]
+    plain: tuple[Finding, ...]
+    ledger: tuple[str, ...]
+    left_out: int = 0
+    none_made: bool = False
+    irregular: Mapping[str, float] = field(default_factory=dict)
+    spread: Spread | None = None
+    first: FirstWrong | None = None
+    unplaced: str = ""
+
+    @property
+    def bitwise(self) -> bool:
+        """Every number is that of the single process that adds in the layout's order, to the bit."""
+        return all(f.bitwise for f in self.tree)
+
+    @property
+    def equal(self) -> bool:
+        """Everything is within its tolerance and the spread of honest runs, and every message was predicted."""
+        return self.within and not self.ledger and not self.none_made
+
+    @property
+    def within(self) -> bool:
+        """Every number is what it should be."""
+        return all(f.equal for f in (*self.tree, *self.plain)) and (self.spread is None or self.spread.benign)
+
+    def __str__(self) -> str:
+        """The verdict, with what is not equal."""
+        unequal = [f for f in (*self.tree, *self.plain) if not f.equal]
+        placed = [str(told) for told in (self.first or self.unplaced, self.spread) if told]
+        return "\n".join([f"{self.layout}: {self.word}", *placed, *map(line_of, unequal[:WORST]), *self.ledger[:WORST]])
+
+    @property
+    def word(self) -> str:
+        """The verdict in a word: bitwise, equal or different."""
+        return "bitwise" if self.equal and self.bitwise else "equal" if self.equal else "different"
+
+
+def references(job: Job, config: RunConfig, ranks: Sequence[RankRecord]) -> tuple[Record, Record]:
+    """The two single-process runs: the layout's own tree of additions, and one plain full batch per step."""
+    return replay(job, config, ranks), run_plain(job, config)
+
+
+def replay(
+    job: Job, config: RunConfig, ranks: Sequence[RankRecord], run: Callable[..., Record] = run_reference, **options: Any
+) -> Record:
+    """The single process that adds in the order of the config's layout, of which these are the records."""
+    pieces = [r.norm_pieces for r in sorted(ranks, key=lambda r: r.rank)] if asked(config) == BITWISE else None
+    layout = config.parsed_mesh, config.microbatches, additions(config.row), config.steps
+    return run(job, *layout, clip=config.clip, norm_pieces=pieces, ties=ranks[0].ties, **options)
+
+
+def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Record, plain: Record) -> Verdict:
+    """Compare the ranks' records with both references, and with honest runs where that is asked for or needed."""
+    needed = RUNS if config.parsed_mesh.tensor > 1 and job.dtype.itemsize == 2 else 0
+    runs = needed if config.spread is None else config.spread
+    honest = honest_runs(job, config, ranks, runs) if runs else None
+    of_tree, of_plain = _findings(job, config, ranks, tree, plain, None)
+    if _may_be_rounding(config, of_tree, of_plain):
+        excusing = replace(honest or honest_runs(job, config, ranks), unit=0.0)  # by what was seen, and no more
+        of_tree, of_plain = _findings(job, config, ranks, tree, plain, excusing)
+    return Verdict(
+        f"{config.row.name} on {config.parsed_mesh}, microbatches per rank: {config.microbatches}",
+        of_tree,
+        of_plain,
+        tuple(difference for r in ranks for difference in r.ledger_differences),
+        ranks[0].made.count(False),
+        not any(ranks[0].made),
+        {name: runs for r in ranks for name, runs in r.irregular.items()},
+        spread_of(ranks, honest) if honest else None,
+    )
+
+
+def _findings(
+    job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Record, plain: Record, honest: HonestRuns | None
+) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+    """Against the layout's own tree, and against plain full-batch steps."""
+    within, may_skip = asked(config), job.dtype == torch.float16
+    of_tree = against_tree(ranks, tree, within, None if within == BITWISE else honest)
+    return tuple(of_tree), tuple(against_plain(ranks, plain, full_batch(config), may_skip=may_skip, honest=honest))
+
+
+def _may_be_rounding(config: VerifyConfig, of_tree: Sequence[Finding], of_plain: Sequence[Finding]) -> bool:
+    """Whether honest runs could explain what is not equal: neither the first loss, nor what has to be the same bits."""
+    unequal = [f for f in (*of_tree, *of_plain) if not f.equal]
+    bits = asked(config) == BITWISE and not all(f.equal for f in of_tree)
+    first = [f for findings in (of_tree, of_plain) for f in findings[:1]]
+    return bool(unequal) and config.spread != 0 and not bits and all(f.equal for f in first)
+
+
+def verify(job: UserJob, mesh: str = "shard=2", strategy: str = "zero3", **settings: Any) -> Verdict:
+    """Hold a layout of a user's job against a single process, on threads of this process::
+
+        verdict = plait.verify(job, mesh="replica=2 shard=2", strategy="hsdp", microbatches=3)
+        assert verdict.equal, verdict
+
+    Args:
+        job: model, loss, batches and optimizer.
+        mesh: the axes and their sizes.
+        strategy: a row of the table, or one of your own as text.
+        settings: those of ``plait verify``, with _ for - (``VerifyConfig``).
+
+    Returns:
+        What was compared; ``equal`` and ``bitwise`` say how it came out.
+
+    Raises:
+        ValueError: a layout that is impossible, with the numbers and the fix.
+    """
+    config = with_job(VerifyConfig(job=job, mesh=mesh, strategy=strategy, **settings))
+    validate(config)
+    made = make_job(config)
+    ranks = thread.run(config.parsed_mesh, lambda comm: record_run(made, config, comm), deadline=config.deadline)
+    tree, plain = references(made, config, ranks)
+    return placed(judge(made, config, ranks, tree, plain), made, config, ranks, (tree, plain))
+
+
+WITHIN_TOLERANCE = (
+    "every tensor is within its tolerance, so there is no first wrong one to tell: with --dtype fp64 rounding is "
+    "smaller by nine digits, and a fault is not"
+)
+RIGHT_THIS_TIME = (
+    "the layout ran again among threads of one process, and all was right there: look at the world (its collectives, "
+    "its processes), or for what is not the same in each run"
+)
+
+
+def placed(
+    verdict: Verdict, job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], references: tuple[Record, Record]
+) -> Verdict:
+    """The verdict with the first wrong tensor, where more than messages is different; the layout may run again."""
+    tree, plain = references
+    if not config.locate or verdict.within:
+        return verdict
+    if all(f.equal for f in (*verdict.tree, *verdict.plain)):
+        return replace(verdict, unplaced=WITHIN_TOLERANCE)
+    only_plain = all(f.equal for f in verdict.tree)
+    if config.device != "cpu" and not only_plain:
+        return replace(verdict, unplaced="the first wrong tensor is looked for on CPUs only")
+    try:
+        if only_plain:
+            return replace(verdict, first=locate_in_plain(job, ranks, tree, plain, verdict.plain))
+        first = locate(job, config, ranks, tree, verdict.tree)
+    except Exception as error:  # the verdict stands, whatever comes of this
+        return replace(verdict, unplaced=f"the first wrong tensor could not be looked for: {one_line(str(error))}")
+    right = "the layout is right where it is not compiled" if config.compile else RIGHT_THIS_TIME
+    return replace(verdict, first=first, unplaced="" if first else right)
+
+
+def run_verify(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
+    """This rank's part of a verification; rank 0 compares, prints and returns the exit code (0 equal, 1 not).
+
+    ``argv`` asks for the same again.
+    """
+    job = make_job(config)
+    config = replace(config, steps=job.steps)  # epochs have become steps
+    with working(comm.rank == 0):
+        ranks = collect_records(comm, record_run(job, config, comm))
+        if ranks is None:
+            return 0
+        tree, plain = references(job, config, ranks)
+    again = {"command": shlex.join(["plait", *argv])}
+    verdict = judge(job, config, ranks, tree, plain)
+    if config.json != "-":
+        show(verdict, screen(), every_tensor=config.tensors)
+        if config.json:
+            write_json(config.json, report(verdict) | again)  # the search may not fit into memory
+    with working():
+        verdict = placed(verdict, job, config, ranks, (tree, plain))
+    if config.json and (config.json == "-" or verdict.first or verdict.unplaced):
+        write_json(config.json, report(verdict) | again)
+    if config.json != "-" and (verdict.first or verdict.unplaced):
+        screen().print(Text(str(verdict.first or verdict.unplaced)), soft_wrap=True)
+    return 0 if verdict.equal else 1
+
+
+def report(verdict: Verdict) -> dict[str, Any]:
+    """The verdict and all findings as plain data."""
+    return {
+        "layout": verdict.layout,
+        "verdict": verdict.word,
+        "equal": verdict.equal,
+        "bitwise": verdict.bitwise,
+        "ledger_differences": list(verdict.ledger),
+        "irregular_units": dict(verdict.irregular),
+        "first_wrong": verdict.first.as_data() if verdict.first else None,
+        "unplaced": verdict.unplaced,
+        "spread": asdict(verdict.spread) | {"benign": verdict.spread.benign} if verdict.spread else None,
+        "against_tree": [asdict(f) | {"equal": f.equal} for f in verdict.tree],
+        "against_plain": [asdict(f) | {"equal": f.equal} for f in verdict.plain],
+    }
+
+
+def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> None:
+    """Print the two comparisons and the verdict; ``every_tensor`` adds a line for each finding."""
+    console.print(verdict.layout, style="bold")
+    console.print(findings_table("against one process that adds in this layout's order", verdict.tree))
+    console.print(findings_table("against plain PyTorch, one full batch a step", verdict.plain))
+    findings = (*verdict.tree, *verdict.plain)
+    unequal = [finding for finding in findings if not finding.equal][:WORST]
+    for finding in (*findings, *unequal) if every_tensor else unequal:
+        console.print(line_of(finding), soft_wrap=True)
+    if verdict.ledger:
+        console.print(f"ledger: {len(verdict.ledger)} messages differ from the prediction")
+        for line in verdict.ledger[:5]:
+            console.print(f"  {line}")
+    else:
+        console.print("ledger: every message as predicted, byte for byte")
+    if verdict.irregular:
+        console.print(f"  {left_out(verdict.irregular)}", soft_wrap=True)
+    if verdict.spread:
+        console.print(str(verdict.spread), soft_wrap=True)
+    if verdict.left_out:
+        console.print(f"steps skipped, gradients not finite under the loss scale: {verdict.left_out}")
+    if verdict.none_made:
+        console.print("no step was made, so nothing is proved: give a smaller --loss-scale")
+    console.print(Text.assemble("verdict: ", (verdict.word, "bold green" if verdict.equal else "bold red")))
+
+
+def line_of(finding: Finding) -> str:
+    """One finding as a line."""
+    return (
+        f"  {finding.kind} {finding.name}: max abs {finding.max_abs:.3g}, max rel {finding.max_rel:.3g}, "
+        f"{'bitwise' if finding.bitwise else 'not bitwise'}, asked {finding.asked}, "
+        f"{'equal' if finding.equal else 'DIFFERENT'}"
+    )
+
+
+def findings_table(title: str, findings: Sequence[Finding]) -> Table:
+    """A line for each kind of what was compared: how many, the largest errors, and the verdict of the worst finding."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for heading in ("", "compared", "max abs", "max rel", "bitwise", "tolerance", "verdict"):
+        table.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)
+    for kind in dict.fromkeys(finding.kind for finding in findings):
+        group = [finding for finding in findings if finding.kind == kind]
+        worst = max(group, key=lambda f: (not f.equal, not f.bitwise, f.measured))
+        table.add_row(
+            kind,
+            str(len(group)),
+            f"{max(f.max_abs for f in group):.2g}",
+            f"{max(f.max_rel for f in group):.2g}",
+            "yes" if worst.bitwise else "no",
+            worst.asked,
+            "equal" if worst.equal else Text("DIFFERENT", "red"),
+        )
+    return table

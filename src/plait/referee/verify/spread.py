@@ -1,0 +1,159 @@
+"""Benign or not: a layout's difference beside those of honest runs.
+
+Where products are split or numbers have 16 bits, no run has the bits of another, and a constant tolerance is either too
+wide for the first layer or too narrow for the last.  So a single process runs again with what honest runs may differ
+in: its additions in other orders, and every activation, every gradient of one and every microbatch's gradient of a
+parameter off by up to one unit in its last place.  How far these runs lie from the exact one is the spread of that very
+tensor, in that step.  A layout within ``MARGIN`` times the spread is one of them; a bug lies tens or thousands of times
+outside.
+
+Perturbation as the measure of a tolerance: TTrace (arXiv 2506.09280).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from plait.run.config import RunConfig
+from plait.table.additions import additions
+from plait.run.job.job import Job
+from plait.referee.values import gap, wide
+from plait.referee.verify.compare import same_run
+from plait.referee.verify.honest import MARGIN, HonestRuns
+from plait.referee.verify.record import RankRecord
+from plait.referee.verify.reference import Gradients, SingleProcess, run_reference
+
+RUNS = 8
+
+
+@dataclass(frozen=True)
+class Outside:
+    """One tensor of a layout beside the honest runs: ``gap`` is max|a - b|, ``spread`` the largest of theirs."""
+
+    kind: str
+    name: str
+    gap: float
+    spread: float
+
+    @property
+    def times(self) -> float:
+        """The gap in spreads."""
+        if not math.isfinite(self.gap):
+            return math.inf
+        return self.gap / self.spread if self.spread else (math.inf if self.gap else 0.0)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A layout beside ``runs`` honest runs; ``worst`` is the tensor that lies farthest out."""
+
+    runs: int
+    worst: Outside
+    compared: int
+
+    @property
+    def benign(self) -> bool:
+        """Whether the layout is one of the honest runs."""
+        return self.worst.times <= MARGIN
+
+    def __str__(self) -> str:
+        w = self.worst
+        where = f"the worst of {self.compared} tensors, {w.kind} {w.name}, is {w.times:.2g} times as far off as the"
+        if self.benign:
+            return f"inside the spread of {self.runs} honest runs: {where} farthest of them: benign"
+        return f"outside the spread of {self.runs} honest runs: {where} farthest of them: a bug"
+
+
+class Jitter:
+    """Listens to a ``SingleProcess`` and makes it another honest run: every value is off by up to one unit in its last
+    place, drawn from ``seed``."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+
+    def __call__(self, event: str, one: SingleProcess, gradients: Gradients) -> None:
+        if event != "built":
+            return
+        for module in one.model.modules():
+            if not module._modules:
+                module.register_forward_hook(self._output, prepend=True)
+        for parameter in one.parameters.values():
+            if parameter.requires_grad:
+                parameter.register_hook(self.off)
+
+    def _output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return tree_map(self._activation, output)
+
+    def _activation(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            return value
+        made: Tensor = _Off.apply(value, self.off)  # type: ignore[no-untyped-call]
+        return made
+
+    def off(self, value: Tensor) -> Tensor:
+        """A tensor off by up to a unit in the last place, element by element."""
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            exact = wide(value)
+            noise = torch.rand(exact.shape, generator=self.random, dtype=torch.float64) * 2 - 1
+            made = exact + exact * noise * torch.finfo(value.dtype).eps
+            return (torch.view_as_complex(made) if value.is_complex() else made).to(value.dtype)
+
+
+class _Off(torch.autograd.Function):
+    """Perturbs a value in the forward, and its gradient in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, off: Any) -> Tensor:
+        ctx.off = off
+        result: Tensor = off(value)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.off(gradient), None
+
+
+def honest_runs(job: Job, config: RunConfig, ranks: Sequence[RankRecord], runs: int = RUNS) -> HonestRuns:
+    """The single process as it is, and repeated: its additions in other orders, each value off by a unit in the last
+    place.  Of the layout it takes the order of additions and which weights are tied, and no number.  They are not
+    compiled: ``Jitter`` needs to see into the modules."""
+    job = replace(job, compile=False)
+    orders = list(permutations(additions(config.row)))
+    run = partial(run_reference, clip=config.clip, ties=ranks[0].ties)
+    mesh, num, steps = config.parsed_mesh, config.microbatches, config.steps
+    exact = run(job, mesh, num, additions(config.row), steps)
+    made = [run(job, mesh, num, orders[i % len(orders)], steps, listener=Jitter(i)) for i in range(runs)]
+    return HonestRuns(exact, made, torch.finfo(job.dtype).eps)
+
+
+def spread_of(ranks: Sequence[RankRecord], honest: HonestRuns) -> Spread:
+    """Where a layout lies among honest runs: its losses, norms, gradients of all steps, and last parameters."""
+    found = [outside for record in ranks for outside in _outside(record, honest)]
+    return Spread(len(honest.runs), max(found, key=lambda o: o.times), len(found))
+
+
+def _outside(record: RankRecord, honest: HonestRuns) -> Iterator[Outside]:
+    at, one = f"rank {record.rank}", honest.exact
+    for kind, ours, right, spread in (
+        ("loss", record.losses, one.losses, honest.loss),
+        ("norm", record.norms, one.norms, honest.norm),
+    ):
+        for step, (value, exact) in enumerate(zip(ours, right, strict=True)):
+            if value is not None and exact is not None:
+                yield Outside(kind, f"step {step + 1}, {at}", abs(value - exact), spread(step))
+    for step, gradients in enumerate(record.gradients):
+        for piece, gradient in gradients.items():
+            if (whole := one.gradients[step].get(piece[0])) is not None:
+                name = f"{piece[0]}[{piece[1]}:{piece[2]}], step {step + 1}, {at}"
+                off = gap(gradient, same_run(record, whole, piece))
+                yield Outside("gradient", name, off, honest.gradient(step, piece[0]))
+    for name, parameter in record.parameters.items():
+        if (whole := one.parameters.get(name)) is not None:
+            yield Outside("parameter", f"{name}, {at}", gap(parameter, whole), honest.parameter(name))

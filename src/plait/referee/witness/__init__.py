@@ -1,0 +1,42 @@
+"""Any engine, judged: what a training loop does is written down on every rank, and replayed by a single process.
+
+record.py    ``witness(model, optimizer, folder)``: inputs, gradients, parameters and options, step by step   start here
+rows.py      samples are told by what enters the model
+pieces.py    where a rank's tensor lies in the whole parameter
+elements.py  what of a tensor is kept: all, or a few elements and the norm
+stored.py    a witnessed folder, read back and checked
+replay.py    the job in plain PyTorch, at the parameters that were witnessed
+judge.py     the two are compared in the order of cause and effect; the first thing that is wrong is named
+inputs.py    which samples of a step each rank saw
+rounding.py  roundings that a loop declares, and the factor that is none
+drift.py     what rounding alone may make of a difference
+gradient.py  which samples a gradient holds, and how often
+batch_norm.py  over whose samples BatchNorm normalised
+one_sided.py  gradients that only one side has, or that are not finite
+update.py    what the optimizer made of it
+unseen.py    what could not be judged, in words
+judgement.py  the words of a judgement, and tolerances
+engines.py   engines of others on a job of ours, a screenful each
+trainer.py   transformers' Trainer, which has its own loop
+deepspeed_engine.py  DeepSpeed, on CPUs and without ZeRO
+grid.py      the same on smaller layouts: how a factor grows
+run.py       ``plait verify --engine``
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from plait.referee.witness.record import Witness, witness
+
+__all__ = ["Witness", "witness"]
+
+
+class _Witness(ModuleType):
+    """This package can be called: ``plait.witness(model, ...)`` is ``plait.referee.witness.record.witness(model, ...)``."""
+
+    def __call__(self, *args: Any, **settings: Any) -> Witness:
+        return witness(*args, **settings)
+
+
+sys.modules[__name__].__class__ = _Witness

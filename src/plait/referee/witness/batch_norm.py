@@ -1,0 +1,90 @@
+"""BatchNorm normalises over the samples of a call, and an engine may have cut them: the gradient tells how.
+
+a single process               one call has the step's 12 samples
+an engine with SyncBatchNorm   a call of 2 microbatches has 6, those of all ranks together
+an engine without              each rank's call has its own 3
+
+The gradient of each of them is another one.  One that is the second or the third is called so.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from plait.referee.witness.drift import BLIND, added, apart, other_orders, slack_of
+from plait.referee.witness.gradient import Seen, Setting, compare
+from plait.referee.witness.inputs import ForwardCall
+from plait.referee.witness.judgement import Judgement, ranks_text
+from plait.referee.witness.replay import Gradients, Replay, clipped
+from plait.referee.witness.stored import RankStep
+
+
+def over_samples(model: nn.Module) -> list[str]:
+    """The modules that normalise over the samples of a call; frozen ones use their running statistics."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+    ]
+
+
+def judge_batch_norm(
+    setting: Setting, seen: Sequence[Seen], steps: Sequence[RankStep], groups: Sequence[ForwardCall], replay: Replay
+) -> Judgement | None:
+    """Whether gradients that are wrong are right but for what BatchNorm normalised over; None where they are not.
+
+    Args:
+        setting: with the true gradient of the step, of one call.
+        groups: the forwards whose samples are the step's batch.
+    """
+    names = over_samples(replay.model)
+    if not names or not groups:
+        return None
+    calls: dict[int, list[int]] = {}
+    for group in groups:
+        calls.setdefault(group.call, []).extend(group.samples)
+    alone, joined = [list(group.samples) for group in groups], list(calls.values())
+    ranks = len({group.rank for group in groups})
+    for parts, who in ((joined, "one forward on all ranks" if ranks > 1 else "each forward"), (alone, "each forward")):
+        if len(parts) > 1 and _explains(parts, setting, steps, replay):
+            return _judgement(setting, seen, names, parts, who, by_rank=ranks > 1 and parts is alone)
+    return None
+
+
+def _explains(
+    parts: Sequence[Sequence[int]], setting: Setting, steps: Sequence[RankStep], replay: Replay
+) -> bool:  # fmt: skip
+    def gradient(parts: Iterable[Sequence[int]]) -> tuple[Gradients, float, float]:
+        total = added(replay, setting.step, parts, setting.count)
+        return clipped({name: g for name, g in total.items() if name in setting.true}, setting.clip)
+
+    right, norm, scaled = gradient(parts)
+    others = zip(*map(other_orders, parts), strict=False)
+    share = max((apart(gradient(other)[0], right) for other in others), default=0.0)
+    slack = slack_of(min(share, BLIND), right)
+    seen, _ = compare(replace(setting, true=right, norm=norm, scaled=scaled, slack=slack), steps)
+    return not any(one.wrong for one in seen)
+
+
+def _judgement(
+    setting: Setting,
+    seen: Sequence[Seen],
+    names: Sequence[str],
+    parts: Sequence[Sequence[int]],
+    who: str,
+    *,
+    by_rank: bool,
+) -> Judgement:
+    ranks = tuple(one.rank for one in seen if one.wrong)
+    worst = max(gap for one in seen for gap in one.wrong.values())
+    sizes = sorted({len(samples) for samples in parts})
+    many = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    what = f"BatchNorm ({names[0]}{others}) normalises over the samples of {who}, {many} of the step's"
+    what += f" {setting.samples}, and nothing else is wrong"
+    cause = "that is another function than over all of them: "
+    cause += f"{'synchronise it (nn.SyncBatchNorm), ' if by_rank else ''}freeze it, or take GroupNorm"
+    text = f"step {setting.step}, gradient: {ranks_text(ranks, setting.ranks)}: {what}: {cause}"
+    return Judgement(setting.step, "gradient", "", ranks, None, worst, f"{what}: {cause}", text)

@@ -1,0 +1,332 @@
+"""Engines of others on a job of ours: an adapter is a screenful that makes the engine and says what a step is.
+
+    def adapter(job, model, comm):                   on every rank; the model is whole, and the same everywhere
+        ...
+        return wrapped, optimizer, step              step(batches, count, clip): the rank's microbatches, the terms of
+                                                     the whole step's loss, the global norm to clip to (None: none)
+
+``plait verify --engine NAME`` runs one under a witness.  One of your own is ``--engine FILE.py:NAME``.
+"""
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plait.comm import Comm
+from plait.table.mesh import AXES, Mesh
+from plait.zero.wrap import automatic
+from plait.pipeline.chain import chain_of
+from plait.step.step import num_samples
+from plait.run.job.job import Job
+from plait.schedule.partition import even
+from plait.tensor.plan import plan_of
+from plait.referee.witness.pieces import named
+
+Step: TypeAlias = Callable[[Sequence[Any], int, float | None], object]
+
+
+class Driven(NamedTuple):
+    """An engine on a rank: what is witnessed, and its step."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    step: Step | None = None
+    told: Mapping[str, Any] = {}
+    """What ``plait.witness`` has to be told besides."""
+    train: Callable[[Sequence[Sequence[Any]], float | None], object] | None = None
+    """In the place of a step, where an engine has its own loop: the microbatches of each step, the norm to clip to."""
+
+
+Adapter: TypeAlias = Callable[[Job, nn.Module, Comm], Driven | tuple[nn.Module, Optimizer, Step]]
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    """An engine that ``--engine`` knows by name."""
+
+    adapter: Adapter
+    axes: tuple[str, ...]
+    """Of the mesh, those that it has a meaning for."""
+    packages: tuple[str, ...] = ()
+    """What has to be installed, besides torch."""
+    refuses: Callable[[nn.Module, Mesh, int], str] = field(default=lambda model, mesh, batch: "")
+    """Why it cannot train a model on a mesh, with so many samples in a microbatch; empty where it can."""
+
+
+def loop(job: Job, model: nn.Module, optimizer: Optimizer, ranks: int, hold: Callable[[], Any] = nullcontext) -> Step:
+    """The step of an engine that takes the mean of the ranks' gradients, at the last backward.
+
+    Args:
+        hold: a context in which a backward sends nothing.
+    """
+
+    def step(batches: Sequence[Any], count: int, clip: float | None) -> None:
+        optimizer.zero_grad()
+        for number, batch in enumerate(batches):
+            with hold() if number < len(batches) - 1 else nullcontext():
+                (job.loss_fn(model, batch) * ranks / count).backward()
+        if clip is not None:
+            clip_by_norm(model, clip)
+        optimizer.step()
+
+    return step
+
+
+def clip_by_norm(model: nn.Module, clip: float) -> None:
+    """As torch's, where some gradients are DTensors and others are not."""
+    gradients: list[Any] = [p.grad for p in model.parameters() if p.grad is not None]
+    norms = [(g.full_tensor() if hasattr(g, "full_tensor") else g).norm() for g in gradients]
+    factor = (clip / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0).item()
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def ddp(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    """torch's DistributedDataParallel."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped, optimizer = DistributedDataParallel(model), job.optimizer(model.parameters())
+    return Driven(wrapped, optimizer, loop(job, wrapped, optimizer, comm.mesh.size, wrapped.no_sync))
+
+
+def zero_redundancy(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    """The same, with an optimizer whose state is cut over the ranks."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    plain = job.optimizer(model.parameters())
+    known = inspect.signature(type(plain)).parameters
+    groups: Any = [{k: v for k, v in group.items() if k == "params" or k in known} for group in plain.param_groups]
+    options = {name: value for name, value in plain.defaults.items() if name in known}
+    wrapped, optimizer = DistributedDataParallel(model), ZeroRedundancyOptimizer(groups, type(plain), **options)
+    return Driven(wrapped, optimizer, loop(job, wrapped, optimizer, comm.mesh.size, wrapped.no_sync))
+
+
+def fsdp2(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    """torch's fully_shard, on every block and on the rest; with a replica axis, hybrid."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    axes = [axis for axis in ("replica", "shard") if comm.mesh.axis(axis) > 1] or ["shard"]
+    device_mesh = init_device_mesh("cpu", tuple(comm.mesh.axis(axis) for axis in axes), mesh_dim_names=tuple(axes))
+    if axes == ["replica"]:
+        device_mesh = init_device_mesh("cpu", (comm.mesh.size, 1), mesh_dim_names=("replica", "shard"))
+    _shard(model, device_mesh)
+    optimizer = job.optimizer(model.parameters())
+    return Driven(model, optimizer, loop(job, model, optimizer, comm.mesh.data_size, lambda: _held(model)))
+
+
+def dtensor(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    """torch's parallelize_module along the model's tensor plan: columns and rows; a data axis is fully_shard's."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles = {"column": ColwiseParallel, "row": RowwiseParallel}
+    plan = {name: styles[kind]() for name, kind in plan_of(model).items() if kind in styles}
+    sizes = comm.mesh.data_size, comm.mesh.axis("tensor")
+    device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, device_mesh["tensor"], plan)
+    if sizes[0] > 1:
+        _shard(model, device_mesh["data"])
+    optimizer = job.optimizer(model.parameters())
+    hold = (lambda: _held(model)) if sizes[0] > 1 else nullcontext
+    return Driven(model, optimizer, loop(job, model, optimizer, sizes[0], hold))
+
+
+def torch_pipelining(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    """torch's 1F1B over stages of the model's chain."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    links, rank, ranks = chain_of(model).links, comm.rank, comm.mesh.size
+    split = even(len(links), ranks)
+    stages = [nn.Sequential(*(model.get_submodule(links[i]) for i in own)) for own in split]
+    stage, mine = stages[rank], [links[i] for i in split[rank]]
+    names = {name: ".".join([mine[int(name.split(".")[0])], *name.split(".")[1:]]) for name, _ in named(stage)}
+    optimizer = job.optimizer(stage.parameters())
+
+    def step(batches: Sequence[Any], count: int, clip: float | None) -> None:
+        optimizer.zero_grad()
+        whole = _joined(batches)
+
+        def loss(output: Tensor, rows: Tensor) -> Tensor:
+            return job.loss_fn(lambda *_, **__: output, _rows(whole, rows)) / count  # type: ignore[arg-type]
+
+        shapes = [_entering(job, batches[0])]
+        with torch.no_grad():
+            for other in stages[: rank + 1]:
+                shapes.append(other(shapes[-1]))
+        for output in shapes[1:]:
+            output.requires_grad_()
+        parts: Any = PipelineStage(
+            stage, rank, ranks, torch.device("cpu"), input_args=shapes[-2], output_args=shapes[-1]
+        )
+        schedule = Schedule1F1B(parts, len(batches), loss_fn=loss, scale_grads=False)
+        rows = torch.arange(num_samples(whole))
+        first = (_entering(job, whole),) if rank == 0 else ()
+        schedule.step(*first, target=rows if rank == ranks - 1 else None, return_outputs=False)
+        optimizer.step()
+
+    return Driven(stage, optimizer, step, {"names": names, "inputs": rank == 0})
+
+
+def accelerate(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    """Hugging Face's Accelerator around model and optimizer."""
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+
+    accelerator = Accelerator(cpu=True)
+    wrapped, optimizer = accelerator.prepare(model, job.optimizer(model.parameters()))
+
+    def step(batches: Sequence[Any], count: int, clip: float | None) -> None:
+        optimizer.zero_grad()
+        for number, batch in enumerate(batches):
+            with accelerator.no_sync(wrapped) if number < len(batches) - 1 else nullcontext():
+                accelerator.backward(job.loss_fn(wrapped, batch) * comm.mesh.size / count)
+        if clip is not None:
+            accelerator.clip_grad_norm_(wrapped.parameters(), clip)
+        optimizer.step()
+
+    return Driven(wrapped, optimizer, step)
+
+
+def _trainer(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    from plait.referee.witness.trainer import trainer
+
+    return trainer(job, model, comm)
+
+
+def _deepspeed(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    from plait.referee.witness.deepspeed_engine import deepspeed_engine
+
+    return deepspeed_engine(job, model, comm)
+
+
+def _stages_alone(model: nn.Module, mesh: Mesh, batch: int) -> str:
+    shared = len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
+    if shared:
+        return "its stages would each have a copy of a tied weight, and torch.distributed.pipelining sums no copies"
+    links = chain_of(model).links
+    for stage, own in enumerate(even(len(links), mesh.axis("pipe"))):
+        if not any(True for i in own for _ in model.get_submodule(links[i]).parameters()):
+            return f"stage {stage} would have no parameters, and torch makes no optimizer of none: give a smaller mesh"
+    return ""
+
+
+def _has_plan(model: nn.Module, mesh: Mesh, batch: int) -> str:
+    try:
+        return "" if plan_of(model) else "the model's tensor plan is empty"
+    except ValueError as error:
+        return str(error)
+
+
+DATA = ("replica", "shard")
+
+ENGINES: dict[str, EngineRow] = {
+    "ddp": EngineRow(ddp, DATA),
+    "fsdp2": EngineRow(fsdp2, DATA),
+    "zero-redundancy": EngineRow(zero_redundancy, DATA),
+    "dtensor": EngineRow(dtensor, (*DATA, "tensor"), refuses=_has_plan),
+    "torch-pipelining": EngineRow(torch_pipelining, ("pipe",), refuses=_stages_alone),
+    "accelerate": EngineRow(accelerate, DATA, packages=("accelerate",)),
+    "trainer": EngineRow(_trainer, DATA, packages=("transformers", "accelerate")),
+    "deepspeed": EngineRow(_deepspeed, DATA, packages=("deepspeed",)),
+}
+"""A new one is a row."""
+
+
+def check_engine(name: str, model: nn.Module, mesh: Mesh, batch: int, microbatches: int, clip: float | None) -> None:
+    """Refuses an engine that is not there, or does not fit; ValueError with the fix."""
+    if name.rpartition(":")[1]:
+        return
+    if name not in ENGINES:
+        raise ValueError(f"unknown engine {name!r}: choose one of {', '.join(ENGINES)}, or write FILE.py:NAME")
+    row = ENGINES[name]
+    for package in row.packages:
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"engine {name} needs {package}, which is not installed: pip install {package}")
+    if strange := [axis for axis in AXES if mesh.axis(axis) > 1 and axis not in row.axes]:
+        raise ValueError(f"engine {name} has no {strange[0]} axis: give --mesh with {' and '.join(row.axes)} alone")
+    if reason := row.refuses(model, mesh, batch):
+        raise ValueError(f"engine {name}: {reason}")
+    if "pipe" in row.axes and batch % microbatches:
+        raise ValueError(
+            f"engine {name} cuts a batch of {batch} samples in {microbatches} equal microbatches: give a batch that "
+            f"{microbatches} divides"
+        )
+    if "pipe" in row.axes and clip is not None:
+        raise ValueError(f"engine {name} has no norm of all stages: give --clip None")
+
+
+@cache
+def find_adapter(name: str) -> Adapter:
+    """The adapter of a name, or of ``FILE.py:NAME``; ValueError where there is none."""
+    from plait.run.job.user_code import load_name
+
+    if not name.rpartition(":")[1]:
+        return ENGINES[name].adapter
+    found = load_name(name, "engine")
+    if not callable(found):
+        raise ValueError(f"engine {name!r} is {type(found).__name__}: give a function (job, model, comm)")
+    adapter: Adapter = found
+    return adapter
+
+
+def _shard(model: nn.Module, device_mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for name in list(dict.fromkeys(automatic(model)))[:0:-1]:
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.ModuleList | nn.Sequential):
+            fully_shard(model.get_submodule(name), mesh=device_mesh)
+    fully_shard(model, mesh=device_mesh)
+
+
+@contextmanager
+def _held(model: Any) -> Iterator[None]:
+    """A backward of FSDP2 that sends nothing."""
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
+def _joined(batches: Sequence[Any]) -> Any:
+    """Microbatches of one structure as one batch."""
+    from torch.utils._pytree import tree_map
+
+    def join(*leaves: Any) -> Any:
+        cut = isinstance(leaves[0], Tensor) and leaves[0].dim() and [len(leaf) for leaf in leaves] == sizes
+        return torch.cat(leaves) if cut else leaves[0]
+
+    sizes = [num_samples(batch) for batch in batches]
+    return tree_map(join, *batches)
+
+
+def _rows(whole: Any, rows: Tensor) -> Any:
+    from torch.utils._pytree import tree_map
+
+    num = num_samples(whole)
+    return tree_map(lambda x: x[rows] if isinstance(x, Tensor) and x.dim() and len(x) == num else x, whole)
+
+
+class _Entered(Exception):  # noqa: N818
+    """What a loss gives to its model."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+def _entering(job: Job, batch: Any) -> Tensor:
+    def model(value: Tensor) -> Tensor:
+        raise _Entered(value)
+
+    try:
+        job.loss_fn(model, batch)  # type: ignore[arg-type]
+    except _Entered as entered:
+        return entered.value
+    raise ValueError("the loss gives its model nothing")

@@ -1,0 +1,394 @@
+"""A witnessed run beside a single process: the first thing that is wrong, in the order of cause and effect.
+
+    initial parameters ──► step 0: options ─► inputs ─► gradient ─► update ─► loss ──► step 1: ...
+
+Every link of the chain is held by itself: the true gradient is taken at the parameters that were witnessed, the update
+is made again from the gradient that was witnessed.  If every link holds, the run is that of a single process; the first
+that does not is the cause, and what follows from it is not told.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from plait.messages.progress import counted
+from plait.step.step import num_samples
+from plait.run.job.config import JobConfig
+from plait.run.job.job import Job, make_job
+from plait.run.job.own import UserJob
+from plait.referee.difference import factor_text
+from plait.referee.witness.batch_norm import judge_batch_norm, over_samples
+from plait.referee.witness.drift import (
+    BLIND,
+    MARGIN,
+    PARTS,
+    Echo,
+    Slack,
+    apart,
+    declared,
+    excused,
+    in_other_orders,
+    in_parts,
+    slack_of,
+)
+from plait.referee.witness.gradient import Parts, Setting, compare, judge_gradient
+from plait.referee.witness.inputs import ForwardCall, by_rank, covers, groups_of, judge_inputs, repeats_alone
+from plait.referee.witness.judgement import Judgement, ranks_text, tolerance
+from plait.referee.witness.one_sided import explain_update, judge_not_finite, judge_unasked, not_finite
+from plait.referee.witness.replay import Gradients, Replay, SampleGradient, check_same_job, clipped
+from plait.referee.witness.rounding import DTYPES, Rounding, in_rounding, judge_common_factor
+from plait.referee.witness.rows import Row
+from plait.referee.witness.stored import RankRun, RankStep, Witnessed, read_witnessed
+from plait.referee.witness.unseen import Unseen
+from plait.referee.witness.update import judge_between, judge_options, judge_replicas, judge_update
+
+MOST_PARTS = 64
+"""Forwards of a step whose gradients are taken one by one, to find which are missing."""
+
+
+def judge(
+    job: Job | UserJob,
+    folder: str | Path,
+    *,
+    clip: float | None = None,
+    dtype: Literal["fp32", "fp64"] = "fp32",
+    steps: int | None = None,
+    rounding: Rounding | None = None,
+) -> Judgement:
+    """Replay a witnessed run of a job by a single process, and say whether it is the same::
+
+        found = plait.judge(job, "witnessed")
+        assert found.equal, found
+
+    Args:
+        folder: what ``plait.witness`` has written, all ranks in one place.
+        clip: the global norm to which the loop clips; None: it does not.
+        dtype: in which a user's job is computed.
+        steps: how many updates the loop was to make; None: as many as there are. Nothing is said of those that come
+            after the last one that ``plait.witness`` writes.
+        rounding: the digits of what the loop multiplies or adds up with, and the job does not: ``"tf32"`` of a GPU's
+            products, ``"bf16"`` or ``"fp16"`` of autocast, an all-reduce or a hook of DDP's. None: those of the job.
+
+    Returns:
+        The judgement: ``equal``, or the first thing that is wrong (``step``, ``phase``, ``name`` of the parameter,
+        ``ranks``, ``factor``), its likely ``cause``, and all of it as ``text``.
+
+    Raises:
+        ValueError: a folder that is none, is damaged, or is of another job; a job that cannot be replayed.
+    """
+    if clip is not None and not (isinstance(clip, int | float) and 0 < clip < math.inf):
+        raise ValueError(f"clip is {clip!r}: give the norm that the loop clips to, a number above 0, or None")
+    if dtype not in JUDGED:
+        raise ValueError(
+            f"dtype is {dtype!r}: give {' or '.join(JUDGED)}, in which the job is computed again. A run of 16 bits is "
+            f"judged by its fp32 parameters (autocast)"
+        )
+    if rounding is not None and rounding not in DTYPES:
+        raise ValueError(f"rounding is {rounding!r}: give {', '.join(DTYPES)}, or None")
+    if isinstance(job, UserJob):
+        job = make_job(JobConfig(job=job, dtype=dtype, batch=num_samples(job.batch(0))))
+    witnessed = read_witnessed(folder)
+    replay = Replay(job, witnessed.buffers)
+    check_same_job(witnessed, replay)
+    if rounding is not None and witnessed.elements is not None:
+        raise ValueError(
+            f"rounding {rounding!r} beside a few elements, with which the judge trains on by itself, and does not "
+            f"round: write everything, without elements="
+        )
+    return replace(_Trial(witnessed, replay, clip, steps, rounding).judge(), recording=witnessed.recording)
+
+
+JUDGED = ("fp32", "fp64")
+"""In which the job of a user's own is computed once more."""
+
+
+class _Trial:
+    """A run under judgement, step by step."""
+
+    def __init__(
+        self, witnessed: Witnessed, replay: Replay, clip: float | None, due: int | None, rounding: Rounding | None
+    ) -> None:
+        self.witnessed, self.replay, self.clip, self.due_steps, self.rounding = witnessed, replay, clip, due, rounding
+        self.pieces: list[Mapping[str, Tensor]] = [run.start for run in witnessed.runs]
+        """Each rank's parameters."""
+        self.last: list[Mapping[str, Tensor]] | None = None
+        """The same before the last update."""
+        self.start: Gradients = {}
+        """The whole parameters before the step."""
+        self.last_start: Gradients = {}
+        """The same before the last update."""
+        self.due: Gradients = {}
+        """The whole parameters as the last update should have left them."""
+        self.echo: Echo | None = None
+        """Where not all was kept, another honest run."""
+        self.previous: Gradients | None = None
+        """The gradients of the step before, as they were seen."""
+        most = max(run.steps for run in witnessed.runs)
+        self.rows: dict[int, Sequence[Row]] = {step: replay.rows(step) for step in range(most)}
+        self.residual, self.called = 0.0, False
+        self.unseen = Unseen(witnessed)
+        if rounding:
+            self.unseen.why = f"rounding to {rounding} is declared"
+        self.beyond = ""
+        """Why nothing is judged from this step on."""
+
+    def judge(self) -> Judgement:
+        count, ranks = self.witnessed.steps, len(self.witnessed.runs)
+        for number in counted("steps judged", range(self.witnessed.steps)):
+            steps = [run.step(number) for run in self.witnessed.runs]
+            if wrong := self._step(number, steps):
+                return wrong
+            if self.beyond:
+                count = number
+                break
+            self.unseen.see_step(number, steps)
+        if wrong := self.unseen.judge_forgotten() or (self._end() if not self.beyond else None):
+            return wrong
+        text = (
+            f"{count} step{'s' * (count > 1)} of {ranks} rank{'s' * (ranks > 1)}: the run of a single process; the "
+            f"largest difference is {self.residual:.2g} of its tensor's largest element{self.beyond}"
+        )
+        end = text + self.unseen.text()
+        return Judgement(None, "equal", "", (), None, self.residual, "", end, judged_to=self.unseen.judged_to)
+
+    def _step(self, number: int, steps: Sequence[RankStep]) -> Judgement | None:
+        runs, replay = self.witnessed.runs, self.replay
+        changed = [step.of("before") for step in steps]
+        if (
+            number
+            and any(changed)
+            and (wrong := judge_between(number - 1, self.witnessed, self.pieces, changed, self.last))
+        ):
+            return wrong
+        self.pieces = [{**own, **new} for own, new in zip(self.pieces, changed, strict=True)]
+        if not number and (wrong := judge_replicas(0, self.witnessed, self.pieces)):
+            return wrong
+        start = self.witnessed.whole(dict(enumerate(self.pieces)), replay.shapes, self.due)
+        self.last_start, self.start = self.start, start
+        if not number and self.witnessed.elements is not None:  # the pieces of the start are whole
+            self.pieces = [
+                {n: run.few(n, p) for n, p in own.items()} for run, own in zip(runs, self.pieces, strict=True)
+            ]
+            self.echo = Echo(replay, start)
+        replay.set(start)
+        names = {id(p): name for name, p in replay.parameters.items()}
+        if wrong := judge_options(number, self.witnessed, steps, names, replay.optimizer):
+            return wrong
+        self.called |= any(step.calls for step in steps)
+        strange = judge_inputs(number, steps, self.rows, self.called)  # no fault, if the gradient is right all the same
+        for run, step in zip(runs, steps, strict=True):
+            if pending := step.of("pending"):
+                name = next(iter(pending))
+                cause = "its gradient is still a part of a sum over the mesh"
+                text = f"step {number}, gradient of {name}: rank {run.rank}: {cause}"
+                return strange or Judgement(number, "gradient", name, (run.rank,), None, 1.0, cause, text)
+        count = replay.count(number)
+        true = replay.part(number, None, count)
+        if odd := not_finite(true.gradients):
+            if wrong := judge_not_finite(number, self.witnessed, steps, true.gradients):
+                return strange or wrong
+            if not number:
+                raise ValueError(
+                    f"no step can be judged: in the first one the job's own gradient of {odd[-1]} is not finite"
+                )
+            self.beyond = f"; not judged from step {number} on, where the job's own gradient of {odd[-1]} is not finite"
+            return None
+        stepped = {
+            name: g
+            for name, g in true.gradients.items()
+            if any(_given(run, name, s) for run, s in zip(runs, steps, strict=True))
+        }
+        right, norm, scaled = clipped(stepped, self.clip)
+        slack = self.echo.gradient(number, right, self.clip) if self.echo else Slack()
+        if self.echo and self.echo.share > BLIND:
+            if not number:
+                raise ValueError(
+                    f"no step can be judged by a few elements: parts of the first batch add up to another gradient "
+                    f"than the whole, {self.echo.share:.1%} off (BatchNorm, a loss that compares samples, 16 bits): "
+                    f"write everything, without elements="
+                )
+            self.beyond = (
+                f"; not judged from step {number} on, where rounding alone may be {self.echo.share:.1%} of a gradient: "
+                f"a witness without elements= has no such end"
+            )
+            return None
+        setting = Setting(
+            number,
+            self.witnessed,
+            right,
+            self.clip,
+            norm,
+            scaled,
+            count,
+            len(self.rows[number]) or self.replay.job.global_batch,
+            slack,
+        )
+        seen, most = compare(setting, steps)
+        if any(one.wrong for one in seen):
+            self._check_draws_nothing(number, true, count)
+        if self.echo is None and any(one.wrong for one in seen):  # of a model that makes much of rounding?
+            whole = bool(over_samples(replay.model))  # parts add up to another gradient
+            made = (in_parts(replay, number, right, self.clip, p) for p in PARTS)
+            others = list(in_other_orders(replay, number, right, self.clip) if whole else made)
+            share = excused(replay, number, max(apart(other, right) for other in others))
+            if self.rounding:
+                cuts = (1,) if whole else (1, max(2, len(runs)))
+                others += (own := list(in_rounding(replay, number, right, self.clip, self.rounding, cuts)))
+                share = max(share, declared(max(apart(other, right) for other in own)))
+            if share:
+                setting = replace(setting, slack=slack_of(share, right))
+                seen, most = compare(setting, steps)
+                self.unseen.excused = max(self.unseen.excused, MARGIN * share)
+            if MARGIN * share > tolerance(replay.job.dtype, 1.0):
+                parts = self._parts(number, groups_of(steps, self.rows[number]), count, scaled)
+                if wrong := judge_common_factor(setting, steps, seen, others, parts):
+                    return wrong
+        self.residual = max(self.residual, most)
+        self.unseen.see_gradients(right, setting.slack)
+        if any(one.wrong for one in seen):
+            if strange and not repeats_alone(steps, self.rows[number]):
+                return strange
+            groups = groups_of(steps, self.rows[number])
+            if len(groups) <= MOST_PARTS and (wrong := judge_batch_norm(setting, seen, steps, groups, replay)):
+                return wrong
+            parts = self._parts(number, groups, count, scaled)
+            if self.last is not None and (wrong := self._stale(setting, steps)):
+                return wrong
+            if wrong := judge_gradient(setting, seen, parts, self.previous):
+                return wrong
+        if wrong := judge_unasked(number, self.witnessed, steps, true.gradients, self.previous):
+            return wrong
+        given = self.witnessed.whole(
+            {run.rank: s.of("gradient") for run, s in zip(runs, steps, strict=True)},
+            replay.shapes,
+            right if self.echo else None,
+        )  # to the job's optimizer those that the job has, zeros too
+        self.previous = {name: given[name] if name in given else torch.zeros_like(g) for name, g in right.items()}
+        due = self.due = replay.update(self.previous)
+        slack = self.echo.update(due, start, self.previous.keys()) if self.echo else slack
+        wrong, most = judge_update(number, self.witnessed, steps, self.pieces, due, start, slack)
+        if wrong:
+            return explain_update(wrong, steps, true.gradients)
+        self.unseen.see_updates(due, start)
+        self.residual = max(self.residual, most)
+        self.last, self.pieces = list(self.pieces), [step.of("after") for step in steps]
+        return self._losses(number, steps, start, true, count)
+
+    def _check_draws_nothing(self, number: int, true: SampleGradient, count: int) -> None:
+        again = apart(self.replay.part(number, None, count).gradients, true.gradients)
+        if again > tolerance(self.replay.job.dtype, 1.0):
+            raise ValueError(
+                f"the job draws random numbers in its forward: the gradient of step {number} is another one each time, "
+                f"{again:.1%} apart, and every engine draws others still: judge the job without them"
+            )
+
+    def _stale(self, setting: Setting, steps: Sequence[RankStep]) -> Judgement | None:
+        """Whether the gradients are right at the parameters before the last update."""
+        number, replay = setting.step, self.replay
+        replay.set(self.last_start)
+        right, norm, scaled = clipped(
+            {n: g for n, g in replay.part(number, None, setting.count).gradients.items() if n in setting.true},
+            self.clip,
+        )
+        seen, _ = compare(replace(setting, true=right, norm=norm, scaled=scaled), steps)
+        replay.set(self.start)
+        if any(one.wrong for one in seen):
+            return None
+        ranks, cause = tuple(one.rank for one in seen), "the forward reads the values from before the last update"
+        text = f"step {number}, parameters: {ranks_text(ranks, len(seen))}: {cause}: they are not gathered anew"
+        return Judgement(number, "gradient", "", ranks, None, 0.0, cause, text)
+
+    def _parts(self, number: int, groups: Sequence[ForwardCall], count: int, scaled: float) -> Parts:
+        """The gradient of each forward (of each rank, where there are many), with the factor of the whole's clip."""
+        groups, found = by_rank(groups) if len(groups) > MOST_PARTS else groups, []
+        if len(groups) > MOST_PARTS:
+            return []
+        for group in groups:
+            part = self.replay.part(number, group.samples, count)
+            if any(g.any() for g in part.gradients.values()):  # not of blank samples alone
+                gradients = {name: g * scaled for name, g in part.gradients.items()}
+                found.append((group, SampleGradient(gradients, part.count, part.loss)))
+        return found
+
+    def _losses(
+        self, number: int, steps: Sequence[RankStep], start: Mapping[str, Tensor], true: SampleGradient, count: int
+    ) -> Judgement | None:
+        """Whether what the loop told is the mean loss of the step, or of the rank's own samples."""
+        late: Sequence[Sequence[float]] = [[] for _ in steps]
+        if number + 1 < self.witnessed.steps:
+            late = [run.step(number + 1).about["late"] for run in self.witnessed.runs]
+        elif all(run.end for run in self.witnessed.runs):
+            late = [run.end.about.get("late", []) if run.end else [] for run in self.witnessed.runs]
+        told = [[*step.losses, *more] for step, more in zip(steps, late, strict=True)]
+        if not any(told):
+            return None
+        self.replay.set(start)
+        groups = groups_of(steps, self.rows[number])
+        parts = self._parts(number, groups, count, 1.0) if len(groups) <= MOST_PARTS else []
+        mean, wrong = true.loss / count, []
+        for rank, values in enumerate(told):
+            own = [part for group, part in parts if group.rank == rank]
+            known = [mean]
+            if own and (terms := sum(part.count for part in own)):
+                means = sum(part.loss / max(part.count, 1) for part in own)
+                known += [sum(part.loss for part in own) / terms, means / len(own), means / len(steps[rank].calls)]
+            given = (sum(values), sum(values) / len(values)) if values else known
+            dtype = self.replay.job.dtype
+            near = 10 * tolerance(dtype, 1.0)
+            near = max(near, tolerance(DTYPES[self.rounding], 1.0)) if self.rounding else near
+            if not any(abs(value - due) <= near * abs(due) for value in given for due in known):
+                if not parts:  # it may be of this rank's own samples, which are not known one by one
+                    self.unseen.losses = True
+                    continue
+                wrong.append((rank, sum(values) / len(values), known[min(1, len(known) - 1)]))
+        if not wrong:
+            return None
+        ranks, (_, value, due) = tuple(rank for rank, _, _ in wrong), wrong[0]
+        factor = value / due if due else None
+        cause = "the loss that is reported is neither the step's mean nor that of the rank's own samples"
+        times = f", {factor_text(factor)} times" if factor is not None else ""
+        text = f"step {number}, loss: {ranks_text(ranks, len(steps))}: "
+        text += f"{value:.6g} is told, and the mean is {due:.6g}{times}"
+        return Judgement(number, "loss", "", ranks, factor, abs((factor or 0) - 1), cause, f"{text}: {cause}")
+
+    def _end(self) -> Judgement | None:
+        """What happened after the last step, where the loop came to its end on every rank."""
+        runs = self.witnessed.runs
+        if not all(run.end for run in runs):
+            return None
+        number, ends = self.witnessed.steps - 1, [run.end for run in runs if run.end]
+        if wrong := self._stopped(number + 1, ends):
+            return wrong
+        made = [run.steps for run in runs]
+        if len(set(made)) > 1:
+            ranks = tuple(run.rank for run in runs if run.steps < max(made))
+            cause = "the optimizer's step was left out"
+            text = f"step {number + 1}, update: {ranks_text(ranks, len(runs))} made {min(made)} of {max(made)} steps"
+            return Judgement(number + 1, "update", "", ranks, 0.0, 1.0, cause, f"{text}: {cause}")
+        return judge_between(number, self.witnessed, self.pieces, [end.of("before") for end in ends], self.last)
+
+    def _stopped(self, number: int, ends: Sequence[RankStep]) -> Judgement | None:
+        """Whether updates stop while the samples of step ``number`` go on."""
+        ranks = len(ends)
+        ended = all(end.about.get("all") for end in ends)  # before the witness had written as many as it was to
+        if self.due_steps is not None and ended and number < self.due_steps:
+            what = f"the loop made {number} of {self.due_steps} steps"
+        else:
+            self.unseen.behind = max((len(end.calls) for end in ends), default=0)
+            if not self.unseen.behind or not covers(ends, self.replay, number):
+                return None
+            what = "its samples enter the model, and no update follows"
+        cause = "the optimizer's step was left out"
+        text = f"step {number}, update: {ranks_text(tuple(range(ranks)), ranks)}: {what}: {cause}"
+        return Judgement(number, "update", "", tuple(range(ranks)), 0.0, 1.0, cause, text)
+
+
+def _given(run: RankRun, name: str, step: RankStep) -> bool:
+    """Whether an optimizer that made a step has the parameter."""
+    groups = [piece.group for piece in run.pieces if piece.name == name]
+    return any(group is not None and group[0] in step.about["stepped"] for group in groups)

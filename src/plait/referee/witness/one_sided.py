@@ -1,0 +1,102 @@
+"""Gradients that only one side has: there is nothing that they could be compared with, and still they may be wrong.
+
+the job's          the engine's       what is held
+none               a number           wrong: left over from another step, or made up
+none               zeros              the update: decay and momentum move what the job leaves alone
+zeros              none               the update: the other way round
+not finite         finite             wrong: something replaces what is not finite
+not finite         not finite         the judge has to end there
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from plait.referee.values import finite, gap, largest, scale_of, wide
+from plait.referee.witness.judgement import Judgement, last_bits, ranks_text, tolerance
+from plait.referee.witness.replay import Gradients
+from plait.referee.witness.stored import RankRun, RankStep, Witnessed
+
+
+def judge_unasked(
+    number: int, witnessed: Witnessed, steps: Sequence[RankStep], true: Mapping[str, Tensor], previous: Gradients | None
+) -> Judgement | None:
+    """The first parameter that the job gives no gradient in a step, and the engine does; zeros are looked at later.
+
+    Args:
+        true: the job's gradients.
+        previous: those of the step before, as they were seen.
+    """
+    found: dict[str, list[tuple[RankRun, Tensor, float]]] = {}
+    for run, step in zip(witnessed.runs, steps, strict=True):
+        gradients = step.of("gradient")
+        for name, gradient in ((name, gradients[name]) for name in reversed(run.regions) if name in gradients):
+            size = max(largest(gradient), step.norms["gradient"].get(name, 0.0) if step.norms else 0.0)
+            if name not in true and size:
+                found.setdefault(name, []).append((run, gradient, size))
+    if not found:
+        return None
+    name, seen = next(iter(found.items()))
+    ranks = tuple(run.rank for run, _, _ in seen)
+    before = previous[name] if previous and name in previous else None
+    held = before is not None and all(_same(gradient, run.take(name, before)) for run, gradient, _ in seen)
+    cause = "the job's model does not use it in this step"
+    if held:
+        cause = f"it still holds the gradient of step {number - 1}: zero_grad leaves it out"
+    text = (
+        f"step {number}, gradient of {name}: {ranks_text(ranks, len(witnessed.runs))}: the job gives it none, and the "
+    )
+    text += f"optimizer was given one of up to {max(size for _, _, size in seen):.3g}: {cause}"
+    return Judgement(number, "gradient", name, ranks, None, 1.0, cause, text)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return gap(one, other) <= tolerance(one.dtype, scale_of(other))
+
+
+def explain_update(wrong: Judgement, steps: Sequence[RankStep], true: Mapping[str, Tensor]) -> Judgement:
+    """An update that is wrong, with the cause where one side's gradient is None and the other's is zeros."""
+    given = any(wrong.name in step.of("gradient") for step in steps)
+    if not wrong.name or given == (wrong.name in true):
+        return wrong
+    cause = "its gradient is zeros, and the job's is None: the optimizer's decay and momentum move it all the same"
+    if not given:
+        cause = "its gradient is None, and the job's is zeros: the optimizer's decay and momentum leave it out"
+    return replace(wrong, cause=cause, text=wrong.text.removesuffix(wrong.cause) + cause)
+
+
+def not_finite(gradients: Mapping[str, Tensor]) -> list[str]:
+    """Those that are not finite everywhere."""
+    return [name for name, gradient in gradients.items() if not finite(gradient).all()]
+
+
+def judge_not_finite(
+    number: int, witnessed: Witnessed, steps: Sequence[RankStep], true: Mapping[str, Tensor]
+) -> Judgement | None:
+    """The first parameter whose gradient is finite where the job's is not."""
+    for name in reversed(not_finite(true)):
+        ranks = []
+        for run, step in zip(witnessed.runs, steps, strict=True):
+            if name in run.regions and (given := step.of("gradient").get(name)) is not None:
+                odd = ~finite(run.take(name, true[name]))
+                if bool((odd & finite(given)).any()):
+                    ranks.append(run.rank)
+        if ranks:
+            cause = "something replaces what is not finite (nan_to_num, a sum that skips it)"
+            text = f"step {number}, gradient of {name}: {ranks_text(tuple(ranks), len(witnessed.runs))}: it is finite "
+            text += f"where the job's own gradient is not: {cause}"
+            return Judgement(number, "gradient", name, tuple(ranks), None, 1.0, cause, text)
+    return None
+
+
+def hidden_updates(due: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> list[str]:
+    """Parameters whose whole update lies in their last bits: one that is left out would pass."""
+    found = []
+    for name, value in due.items():
+        bits = last_bits(value.dtype, 1.0) * torch.maximum(wide(value).abs(), wide(start[name]).abs())
+        moved = (wide(value) - wide(start[name])).abs()
+        if moved.any() and bool((moved <= bits).all()):
+            found.append(name)
+    return found

@@ -1,0 +1,186 @@
+"""The job in plain PyTorch, at the parameters that were witnessed: the true gradient, and the samples it is made of.
+
+No engine, no ranks: the whole batch of a step enters the model once, the sum of its losses is divided once by its
+count, and the job's own optimizer is given the gradient that was witnessed.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_map
+
+from plait.zero.state.init import materialise
+from plait.step.step import num_samples, whole_count
+from plait.run.job.job import Job
+from plait.referee.values import wide
+from plait.referee.witness.pieces import piece_of
+from plait.referee.witness.rows import Row, rows_of
+from plait.referee.witness.stored import Witnessed, slices
+
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class SampleGradient:
+    """The gradient of some samples: of the sum of their losses, over the count of the whole step."""
+
+    gradients: Gradients
+    count: int
+    loss: float
+    """The sum of the samples' losses."""
+
+
+class Replay:
+    """One process, whose parameters are set to what was witnessed; it begins with its ``buffers``, by name."""
+
+    def __init__(self, job: Job, buffers: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+        self.job, self.model, self.buffers = job, job.build(), buffers
+        materialise(self.model, job.seed, torch.device("cpu"), job.weights)
+        known = dict(self.model.named_buffers())
+        self._set_buffers({n: b.clone() for n, b in buffers.items() if n in known and _alike(b, known[n])})
+        check_replayable(self.model)
+        for module in self.model.modules():
+            if isinstance(module, nn.SyncBatchNorm):  # one process has nobody to synchronise with
+                module.forward = partial(_BatchNorm.forward, module)  # type: ignore[method-assign]
+        self.parameters = dict(self.model.named_parameters())
+        self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        trained = [p for p in self.parameters.values() if p.requires_grad]
+        self._next: dict[str, Tensor] = {}
+        """What the forward of a step's whole batch has made of the buffers, for the step behind it."""
+        self.optimizer = job.optimizer(trained)
+        self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
+
+    def set(self, values: Mapping[str, Tensor]) -> None:
+        """Give parameters the values that were witnessed."""
+        with torch.no_grad():
+            for name, value in values.items():
+                self.parameters[name].copy_(value)
+
+    def batch(self, step: int) -> Any:
+        """The whole batch of a step."""
+        return self.job.microbatches(step, 0, 1, 1)[0]
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        """A forward inside leaves the buffers as they are: each of a step's starts from those of the step."""
+        before = self._buffers()
+        try:
+            yield
+        finally:
+            self._set_buffers(before)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+
+    def _set_buffers(self, values: Mapping[str, Tensor]) -> None:
+        for name, buffer in self.model.named_buffers():  # which a forward may have replaced
+            if name in values:
+                buffer.data = values[name]
+
+    def rows(self, step: int) -> tuple[Row, ...]:
+        """The checksums of a step's samples, in order; none where the model does not see them one by one."""
+        found: list[tuple[Row, ...]] = []
+        handle = self.model.register_forward_pre_hook(
+            lambda module, args, kwargs: found.append(rows_of(args, kwargs)), prepend=True, with_kwargs=True
+        )
+        try:
+            with torch.no_grad(), self._buffers_kept():
+                self.job.loss_fn(self.model, batch := self.batch(step))
+        finally:
+            handle.remove()
+        return found[0] if len(found) == 1 and len(found[0]) == num_samples(batch) else ()
+
+    def part(self, step: int, samples: Sequence[int] | None, whole: int) -> SampleGradient:
+        """The gradient of some samples of a step (None: all), over a count of ``whole``."""
+        batch = self.batch(step)
+        if samples is not None:
+            num, index = num_samples(batch), torch.tensor(samples)
+            batch = tree_map(lambda leaf: leaf[index] if _cut(leaf, num) else leaf, batch)
+        count = whole_count(self.job.count_fn(batch))
+        self.model.zero_grad()
+        with self._buffers_kept():
+            loss = self.job.loss_fn(self.model, batch)
+            (loss / whole).backward()
+            if samples is None:
+                self._next = self._buffers()
+        gradients = {n: piece_of(p.grad).clone() for n, p in self.parameters.items() if p.grad is not None}
+        self.model.zero_grad()
+        return SampleGradient(gradients, count, loss.item())
+
+    def count(self, step: int) -> int:
+        """The terms of a step's loss."""
+        return whole_count(self.job.count_fn(self.batch(step)))
+
+    def update(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the job's optimizer makes of gradients; buffers and the schedule of the learning rate go on."""
+        self._set_buffers(self._next)
+        self._next = {}
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradients[name].to(parameter.dtype, copy=True) if name in gradients else None
+        self.optimizer.step()
+        if self.scheduler:
+            self.scheduler.step()
+        self.model.zero_grad()
+        return {name: p.detach().clone() for name, p in self.parameters.items()}
+
+
+def clipped(gradients: Mapping[str, Tensor], clip: float | None) -> tuple[Gradients, float, float]:
+    """Gradients clipped to a global norm; the norm before, and the factor."""
+    norm = torch.stack([wide(g).norm() for g in gradients.values()]).norm().item() if gradients else 0.0
+    factor = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
+    return {name: g * factor for name, g in gradients.items()}, norm, factor
+
+
+def check_same_job(witnessed: Witnessed, replay: Replay) -> None:
+    """Refuses a run of another job, by names, sizes and dtypes of parameters, and one with gaps; ValueError."""
+    known = replay.parameters
+    where = f"{str(witnessed.folder)!r} is of another job"
+    there = {name for run in witnessed.runs for name in run.regions}
+    if strange := sorted(there ^ known.keys()):
+        side = "the job's model has not" if strange[0] in there else "it has not"
+        raise ValueError(f"{where}: {side} {strange[0]!r} (they differ in {len(strange)} names)")
+    for run in witnessed.runs:
+        for name, region in run.regions.items():
+            shape, value = replay.shapes[name], run.start[name]
+            if value.dtype != known[name].dtype:
+                raise ValueError(
+                    f"{where}: {name!r} is {value.dtype}, and the job's is {known[name].dtype}: give --dtype (dtype=)"
+                )
+            if len(region) != len(shape) or any(
+                not 0 <= a <= b <= size for (a, b), size in zip(region, shape, strict=True)
+            ):
+                raise ValueError(f"{where}: {name!r} has {region} on rank {run.rank}, and the job's shape is {shape}")
+    for name, shape in replay.shapes.items():
+        filled = known[name].new_zeros(shape, dtype=torch.bool)
+        for run in witnessed.runs:
+            if name in run.regions:
+                filled[slices(run.regions[name])] = True
+        if not filled.all():
+            missing = int((~filled).sum())
+            raise ValueError(f"{where}: {missing} of the {filled.numel()} elements of {name!r} are on no rank")
+
+
+def check_replayable(model: nn.Module) -> None:
+    """Refuses modules whose outcome is not the samples' alone; ValueError."""
+    for name, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            raise ValueError(
+                f"module {name!r} drops with p={module.p:g}, and every engine draws other masks: judge the job without "
+                f"dropout (--dropout 0, or nn.Dropout(0.0) in the job)"
+            )
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+def _cut(leaf: Any, num: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == num

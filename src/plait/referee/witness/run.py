@@ -1,0 +1,97 @@
+"""``plait verify --engine``: a job under somebody else's engine and a witness, and then the judgement.
+
+every rank     the whole model ──► adapter ──► steps under plait.witness ──► a folder
+rank 0         judge(job, folder)
+"""
+
+import shutil
+import tempfile
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from plait.comm.agree import broadcast_text, check_together
+from plait.comm.base import NO_NOTE, Comm
+from plait.run.config import VerifyConfig
+from plait.run.config.layout import LayoutConfig
+from plait.table.mesh import AXES
+from plait.zero.state.init import materialise
+from plait.step.step import whole_count
+from plait.run.job.job import Job, build_model, make_job
+from plait.referee.witness.engines import Driven, check_engine, find_adapter
+from plait.referee.witness.judge import judge
+from plait.referee.witness.judgement import Judgement
+from plait.referee.witness.record import witness
+from plait.referee.witness.replay import check_replayable
+
+
+def with_engine(config: VerifyConfig) -> VerifyConfig:
+    """A config whose ranks are processes, as other engines need them; ValueError for what no engine can be held to."""
+    assert config.engine is not None
+    if config.matrix is not None:
+        raise ValueError(f"engine {config.engine!r} beside matrix, which is of plait's layouts: leave one of them out")
+    if config.dtype not in ("fp32", "fp64"):
+        raise ValueError(f"dtype {config.dtype} beside engine: give fp32 or fp64, in which a difference is no rounding")
+    for name in ours():
+        if (value := getattr(config, name)) != getattr(VerifyConfig, name):
+            raise ValueError(f"{name} {value!r} beside engine, which has its own ways: leave one of them out")
+    model = build_model(config)
+    check_replayable(model)
+    check_engine(config.engine, model, config.parsed_mesh, config.batch, config.microbatches, config.clip)
+    find_adapter(config.engine)
+    return replace(config, world="process", device="cpu")
+
+
+def ours() -> list[str]:
+    """The settings that say how plait's own engine works, and how it is judged."""
+    layout = [field.name for field in fields(LayoutConfig) if field.name != "microbatches"]
+    return [*layout, "gemm", "compile", "locate", "spread", "tensors"]
+
+
+def run_engine(config: VerifyConfig, comm: Comm, elements: int | None = None) -> Judgement | None:
+    """This rank's part; the judgement on rank 0, None elsewhere.  ``elements`` as of ``plait.witness``."""
+    job = make_job(config)
+    folder = Path(broadcast_text(comm, tempfile.mkdtemp(prefix="plait-witness-") if not comm.rank else "", NO_NOTE))
+    try:
+        drive(job, config, comm, folder, elements)
+        check_together(comm, None, AXES)
+        return judge(job, folder, clip=config.clip, steps=job.steps) if not comm.rank else None
+    finally:
+        if not comm.rank:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _driven(engine: str, made: Any) -> Driven:
+    """What an adapter returned; ValueError where it is not what it has to be."""
+    parts = made if isinstance(made, tuple) else ()
+    right = 3 <= len(parts) <= len(Driven._fields) and isinstance(parts[0], nn.Module)
+    if not (right and hasattr(parts[1], "param_groups") and (callable(parts[2]) or callable(parts[-1]))):
+        kinds = ", ".join(type(part).__name__ for part in parts) if parts else type(made).__name__
+        raise ValueError(
+            f"--engine {engine} returned ({kinds}): return the model, its optimizer and a function that makes a step, "
+            f"step(batches, count, clip)"
+        )
+    return Driven(*parts)
+
+
+def drive(job: Job, config: VerifyConfig, comm: Comm, folder: Path, elements: int | None = None) -> None:
+    """Train a job under an engine, witnessed in a folder."""
+    assert config.engine is not None
+    model = job.build()
+    materialise(model, job.seed, comm.device, job.weights)
+    made = _driven(config.engine, find_adapter(config.engine)(job, model, comm))
+    where, parts = comm.mesh.data_rank(comm.rank), config.microbatches
+    steps = [job.microbatches(step, where, comm.mesh.data_size, parts) for step in range(job.steps)]
+    schedule = job.scheduler(made.optimizer) if job.scheduler and not made.train else None
+    given = {"steps": job.steps, "elements": elements, "rank": comm.rank, "ranks": comm.mesh.size, **made.told}
+    with witness(made.model, made.optimizer, folder, **given):
+        if made.train is not None:
+            made.train(steps, config.clip)
+        for step, batches in enumerate(steps if made.train is None else []):
+            (whole,) = job.microbatches(step, 0, 1, 1)
+            assert made.step is not None
+            made.step(batches, whole_count(job.count_fn(whole)), config.clip)
+            if schedule:
+                schedule.step()

@@ -1,0 +1,333 @@
+"""A witnessed folder, read back: nothing in it is believed before it is held against the rest.
+
+start, end      read at once: few, and who has what
+steps           read one at a time, as they are judged; as many as every rank has written whole
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from plait.table.layout import Region
+from plait.checkpoint.files.reading import memory, read_file, shown
+from plait.referee.values import ROUNDING, restored
+from plait.referee.witness.elements import KINDS, MOST_ELEMENTS, places_of, unpacked
+from plait.referee.witness.pieces import Piece
+from plait.referee.witness.record import BUFFER, FORMAT, KEY, rank_folder, step_file
+
+MOST_RANKS = 4096
+LONGEST_NUMBER = 20
+"""Digits of a whole number."""
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What one rank did in one step."""
+
+    about: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    norms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Of each kind, by parameter, where only some elements were kept."""
+
+    def of(self, kind: str) -> dict[str, Tensor]:
+        """The tensors of a kind (gradient, pending, after, before), by parameter: pieces, or their elements [n]."""
+        return {
+            name.removeprefix(f"{kind}/"): value for name, value in self.tensors.items() if name.startswith(f"{kind}/")
+        }
+
+    @property
+    def calls(self) -> list[list[str] | None]:
+        """The samples of each forward; None where they were not asked for."""
+        found: list[list[str] | None] = self.about["calls"]
+        return found
+
+    @property
+    def losses(self) -> list[float]:
+        """As the loop told them."""
+        return [float(x) for x in self.about["losses"]]
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What one rank has left."""
+
+    rank: int
+    ranks: int
+    inputs: bool
+    elements: int | None
+    """How many of each piece were kept in a step; None: all."""
+    place: Path
+    pieces: tuple[Piece, ...]
+    start: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    """At the start."""
+    end: RankStep | None
+    """None: the run was killed, or failed."""
+
+    @cached_property
+    def regions(self) -> dict[str, Region]:
+        return {piece.name: piece.region for piece in self.pieces}
+
+    @cached_property
+    def places(self) -> dict[str, Tensor]:
+        """Which elements of each piece were kept."""
+        assert self.elements is not None
+        return {piece.name: places_of(piece.name, piece.region, self.elements) for piece in self.pieces}
+
+    def few(self, name: str, piece: Tensor) -> Tensor:
+        """What is kept of a piece."""
+        return piece if self.elements is None else piece.reshape(-1)[self.places[name]]
+
+    def take(self, name: str, whole: Tensor) -> Tensor:
+        """What is kept of a whole parameter, or gradient."""
+        return self.few(name, whole[slices(self.regions[name])])
+
+    def put(self, name: str, whole: Tensor, kept: Tensor) -> None:
+        """The other way round; all of the piece, or what is kept of it."""
+        piece = whole[slices(self.regions[name])]
+        if piece.shape == kept.shape:
+            piece.copy_(kept)
+        elif piece.dim():
+            piece[torch.unravel_index(self.places[name], piece.shape)] = kept.to(piece.dtype)
+        else:
+            piece.copy_(kept.reshape(()))
+
+    @cached_property
+    def steps(self) -> int:
+        """Of how many steps in a row there is a file."""
+        step = 0
+        while step_file(self.place, step).exists():
+            step += 1
+        return step
+
+    def step(self, number: int) -> RankStep:
+        """A step; ValueError for a damaged file."""
+        path = step_file(self.place, number)
+        about, tensors = _read(path)
+        groups = [piece.group for piece in self.pieces if piece.group is not None]
+        if about.get("step") != number or not _is_step(about, groups):
+            raise _damaged(path, "it is no step of a witness")
+        step = _kept(path, about, tensors, self, whole=not number)
+        if missing := sorted(self.regions.keys() - step.of("after").keys()):
+            raise _damaged(path, f"it has no {missing[0][:80]!r} after the step")
+        return step
+
+
+@dataclass(frozen=True)
+class Witnessed:
+    """What all ranks have left."""
+
+    folder: Path
+    runs: tuple[RankRun, ...]
+
+    @property
+    def steps(self) -> int:
+        """Whole steps: those of the rank that has fewest."""
+        return min(run.steps for run in self.runs)
+
+    @property
+    def elements(self) -> int | None:
+        """How many of each piece were kept in a step; None: all."""
+        return self.runs[0].elements
+
+    @property
+    def recording(self) -> str:
+        """In words."""
+        return "whole" if self.elements is None else f"{self.elements} elements of each piece, and its norm"
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """At the start; of several ranks the first one's."""
+        return {name: value for run in reversed(self.runs) for name, value in run.buffers.items()}
+
+    def whole(
+        self,
+        pieces: Mapping[int, Mapping[str, Tensor]],
+        shapes: Mapping[str, tuple[int, ...]],
+        base: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Parameters (or gradients) put together of the ranks' pieces; the first rank's where several have one.  What
+        nobody has is left out, and what only some have is as in ``base`` elsewhere, or zero."""
+        found: dict[str, Tensor] = {}
+        for run in reversed(self.runs):
+            for name, piece in pieces[run.rank].items():
+                if name not in found:
+                    known = base is not None and name in base
+                    found[name] = base[name].clone() if known else piece.new_zeros(shapes[name])  # type: ignore[index]
+                run.put(name, found[name], piece)
+        return found
+
+
+def slices(region: Region) -> tuple[slice, ...]:
+    """To index the whole with."""
+    return tuple(slice(start, stop) for start, stop in region)
+
+
+def read_witnessed(folder: str | Path) -> Witnessed:
+    """What ranks have left in a folder.
+
+    Raises:
+        ValueError: no such folder, a rank that is missing, a file that is damaged, not one whole step.
+    """
+    place = Path(folder)
+    try:
+        names = [path.name for path in place.iterdir()]
+    except (OSError, ValueError) as error:  # a ValueError: a name with a NUL
+        gone = isinstance(error, FileNotFoundError)
+        why = "there is no such folder" if gone else getattr(error, "strerror", None) or str(error)
+        raise ValueError(f"{shown(folder)}: {why}; give the one that plait.witness has written") from error
+    there = {int(m[1]) for name in names if (m := re.fullmatch(r"rank-(\d{5})", name))}
+    if not there:
+        raise ValueError(f"{shown(folder)} has no rank-00000: give the folder that plait.witness has written")
+    count = _run(place, min(there)).ranks
+    if missing := sorted(set(range(count)) - there):
+        raise ValueError(
+            f"{shown(folder)} has {len(there)} of {count} ranks, and rank {missing[0]} is missing: copy what every "
+            f"rank has written into one folder"
+        )
+    if extra := sorted(there - set(range(count))):
+        raise ValueError(f"{shown(folder)} has a rank {extra[0]}, and the run had {count} ranks: it holds two runs")
+    witnessed = Witnessed(place, tuple(_run(place, rank) for rank in range(count)))
+    for run in witnessed.runs:
+        if run.ranks != count:
+            raise ValueError(f"{shown(folder)}: rank {run.rank} was one of {run.ranks}, rank 0 of {count}: two runs")
+        if run.elements != witnessed.elements:
+            one, other = ("everything" if n is None else f"elements={n}" for n in (run.elements, witnessed.elements))
+            raise ValueError(
+                f"{shown(folder)}: rank {run.rank} kept {one}, and rank 0 {other}: witness the run again, with the "
+                f"same elements= on every rank"
+            )
+    if not witnessed.steps:
+        rank = next(run.rank for run in witnessed.runs if not run.steps)
+        raise ValueError(f"{shown(folder)}: rank {rank} has no whole step, so there is nothing to judge")
+    return witnessed
+
+
+def _run(place: Path, rank: int) -> RankRun:
+    path = rank_folder(place, rank) / "start.safetensors"
+    about, tensors = _read(path)
+    if about.get("format") != FORMAT or about.get("rank") != rank:
+        raise _damaged(path, f"it is not what {FORMAT!r} writes for rank {rank}")
+    try:
+        pieces = tuple(_pieces(about["pieces"], tensors))
+        ranks, inputs, elements = int(about["ranks"]), bool(about["inputs"]), about.get("elements")
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, f"its pieces are not told ({error})") from error
+    if not 1 <= ranks <= MOST_RANKS:
+        raise _damaged(path, f"it says {ranks} ranks")
+    if elements is not None and not (type(elements) is int and 1 <= elements <= MOST_ELEMENTS):
+        raise _damaged(path, f"it says {str(elements)[:80]!r} elements of each piece")
+    buffers = {key.removeprefix(BUFFER): value for key, value in tensors.items() if key.startswith(BUFFER)}
+    start = {piece.name: tensors[piece.name] for piece in pieces}
+    run = RankRun(rank, ranks, inputs, elements, path.parent, pieces, start, buffers, None)
+    last = path.with_name("end.safetensors")
+    if not last.exists():
+        return run
+    about, ending = _read(last)
+    if type(about.get("calls")) is int:  # earlier versions counted them
+        about["calls"] = []
+    if not _numbers(about.get("late", [])) or not _is_calls(about.get("calls")):
+        raise _damaged(last, "it is no end of a witness")
+    return replace(run, end=_kept(last, about, ending, run, whole=False))
+
+
+def _is_step(about: Mapping[str, Any], groups: Iterable[tuple[int, int]]) -> bool:
+    """Whether what is told of a step is of the kinds that a witness tells, for these groups of its optimizers."""
+    calls, stepped, options = (about.get(name) for name in ("calls", "stepped", "options"))
+    if not _is_calls(calls) or not isinstance(stepped, list) or not isinstance(options, list):
+        return False
+    if not all(type(number) is int and 0 <= number < len(options) for number in stepped):
+        return False
+    if not all(isinstance(own, list) and all(isinstance(group, dict) for group in own) for own in options):
+        return False
+    there = all(0 <= j < len(options[i]) for i, j in groups if i in stepped)
+    return there and _numbers(about.get("losses")) and _numbers(about.get("late"))
+
+
+def _is_calls(calls: Any) -> bool:
+    """Whether it is what is told of forwards: the samples of each, or None."""
+    if not isinstance(calls, list):
+        return False
+    return all(c is None or (isinstance(c, list) and all(isinstance(row, str) for row in c)) for c in calls)
+
+
+def _numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, int | float) for value in values)
+
+
+def _kept(
+    path: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor], run: RankRun, *, whole: bool
+) -> RankStep:
+    """What a file has of a step, checked.
+
+    Args:
+        whole: whether parameters that were changed before it are whole where others are a few elements.
+    """
+    found: dict[str, Tensor] = {key: value for key, value in tensors.items() if "/" in key}
+    for key, tensor in found.items():
+        kind, _, name = key.partition("/")
+        own = run.regions.get(name)
+        fits = own is not None and tuple(tensor.shape) == tuple(stop - start for start, stop in own)
+        fits = fits and _is_of(tensor, kind, run.start[name].dtype)
+        if not fits or (run.elements is not None and not (whole and kind == "before")):
+            raise _damaged(path, f"its {key[:80]!r} is no piece that this rank has")
+    if run.elements is None:
+        if strange := [key for key in tensors if key not in found]:
+            raise _damaged(path, f"its {strange[0][:80]!r} is no piece that this rank has")
+        return RankStep(about, found)
+    sizes, norms = [len(run.places[piece.name]) for piece in run.pieces], {}
+    for kind in KINDS:
+        try:
+            elements, norms[kind] = unpacked(kind, tensors, run.pieces, sizes)
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damaged(path, str(error)) from error
+        found |= {f"{kind}/{name}": value.to(run.start[name].dtype) for name, value in elements.items()}
+    return RankStep(about, found, norms)
+
+
+def _is_of(tensor: Tensor, kind: str, dtype: torch.dtype) -> bool:
+    """True where a tensor of a kind may have its dtype: a parameter its own, a gradient a wider or a narrower one."""
+    if kind in ("after", "before"):
+        return tensor.dtype == dtype
+    return (tensor.dtype.is_complex, tensor.dtype in ROUNDING) == (dtype.is_complex, dtype in ROUNDING)
+
+
+def _pieces(told: Any, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
+    for one in told:
+        region = tuple((int(start), int(stop)) for start, stop in one["region"])
+        if tuple(stop - start for start, stop in region) != tuple(tensors[one["name"]].shape):
+            raise ValueError(f"{one['name'][:80]!r} has another size")
+        group = None if one["group"] is None else (int(one["group"][0]), int(one["group"][1]))
+        yield Piece(str(one["name"]), region, bool(one["trained"]), group)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    data = read_file(path, "what was witnessed", memory())
+    try:
+        size = int.from_bytes(data[:8], "little")
+        about = json.loads(json.loads(data[8 : 8 + size].decode())["__metadata__"][KEY], parse_int=_short)
+        tensors = restored(load(data))
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {str(error)[:100]}") from error
+    if not isinstance(about, dict):
+        raise _damaged(path, "it is not what a witness writes")
+    return about, tensors
+
+
+def _short(digits: str) -> int:
+    if len(digits) > LONGEST_NUMBER:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
+
+
+def _damaged(path: Path, why: str) -> ValueError:
+    return ValueError(f"{shown(path)} is damaged, {why}: witness the run again, or copy the file again")

@@ -1,0 +1,238 @@
+"""What the optimizer made of the gradients it was given, beside what the job's makes of the same.
+
+The update is made again from the gradient that was witnessed, so that a wrong gradient is not blamed on the optimizer;
+and from parameters as they were witnessed, so that nothing adds up over steps.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from plait.referee.difference import describe, factor_text
+from plait.referee.values import gap as apart
+from plait.referee.values import gaps, largest, scale_of, wide
+from plait.referee.witness.drift import Slack
+from plait.referee.witness.elements import norms_of
+from plait.referee.witness.judgement import Judgement, fit, last_bits, ranks_text, tolerance
+from plait.referee.witness.record import options_of
+from plait.referee.witness.stored import RankRun, RankStep, Witnessed, slices
+
+ALIKE = 1e-6
+"""Options that are this near to each other are the same."""
+MATHEMATICS = (
+    "lr",
+    "weight_decay",
+    "momentum",
+    "dampening",
+    "betas",
+    "eps",
+    "alpha",
+    "nesterov",
+    "maximize",
+    "amsgrad",
+    "centered",
+    "momentum_decay",
+    "decoupled_weight_decay",
+    "lr_decay",
+    "rho",
+    "lambd",
+    "t0",
+    "etas",
+    "step_sizes",
+    "ns_steps",
+)
+"""Options that change the numbers; the others choose a kernel."""
+
+
+def judge_options(
+    number: int, witnessed: Witnessed, steps: Sequence[RankStep], names: Mapping[int, str], optimizer: Optimizer
+) -> Judgement | None:
+    """The first parameter whose optimizer has other options than the job's; ``names`` by the parameter's id."""
+    due = {names[id(p)]: options_of(group) for group in optimizer.param_groups for p in group["params"]}
+    for run, step in zip(witnessed.runs, steps, strict=True):
+        for piece in run.pieces:
+            if piece.name not in due:
+                continue
+            if piece.group is None:
+                ranks = tuple(r.rank for r in witnessed.runs if any(p == piece for p in r.pieces))
+                cause = "no optimizer has it: it was left out, or made after the optimizer"
+                text = f"step {number}, optimizer: {piece.name} is in no optimizer on {_on(ranks, witnessed)}"
+                return Judgement(number, "options", piece.name, ranks, 0.0, 1.0, cause, f"{text}: {cause}")
+            if piece.group[0] not in step.about["stepped"]:
+                continue
+            given = step.about["options"][piece.group[0]][piece.group[1]]
+            for key in MATHEMATICS:
+                if key not in given or key not in due[piece.name] or _near(given[key], due[piece.name][key]):
+                    continue
+                one, other = given[key], due[piece.name][key]
+                factor = one / other if isinstance(one, float) and isinstance(other, float) and other else None
+                cause = "another optimizer, or another schedule, than the job's"
+                what = f"{key} is {_number(one)} and the job's is {_number(other)}"
+                text = f"step {number}, optimizer of {piece.name}: rank {run.rank}: {what}: {cause}"
+                return Judgement(number, "options", piece.name, (run.rank,), factor, 1.0, cause, text)
+    return None
+
+
+def judge_update(
+    number: int,
+    witnessed: Witnessed,
+    steps: Sequence[RankStep],
+    before: Sequence[Mapping[str, Tensor]],
+    due: Mapping[str, Tensor],
+    start: Mapping[str, Tensor],
+    slack: Slack,
+) -> tuple[Judgement | None, float]:
+    """The fault of an update, and the largest difference that is none.
+
+    Args:
+        before: each rank's pieces before it.
+        due: the whole parameters as they should be after it.
+        start: the whole parameters before it.
+        slack: what rounding may have made of them, where not all elements were kept.
+    """
+    found: dict[tuple[int, str], tuple[float | None, str]] = {}
+    worst, most, clean = 0.0, 0.0, 0
+    for run, step, old in zip(witnessed.runs, steps, before, strict=True):
+        new = step.of("after")
+        for name in (name for name in run.regions if name in due):
+            made, right = (
+                wide(new[name]) - wide(old[name]),
+                wide(run.take(name, due[name])) - wide(run.take(name, start[name])),
+            )
+            size = scale_of(due[name])
+            bits = last_bits(new[name].dtype, 1.0) * torch.maximum(
+                wide(old[name]).abs(), wide(run.take(name, due[name])).abs()
+            )
+            gap = largest((gaps(made, right) - bits.nan_to_num(0.0, 0.0)).clamp(min=0.0))
+            allowed = tolerance(new[name].dtype, scale_of(wide(due[name]) - wide(start[name])))
+            allowed = max(allowed, slack.update.get(name, 0.0))
+            if gap <= allowed and (off := _beside(run, step, name, due[name], allowed, slack)):
+                found[run.rank, name] = None, off
+                worst = max(worst, 1.0)
+                continue
+            if gap <= allowed:
+                most = max(most, gap / max(size, 1e-300))
+                clean += bool(right.numel())
+                continue
+            worst = max(worst, gap / max(scale_of(right), 1e-300))
+            factor = fit(made, right, allowed + scale_of(bits))
+            what = f"is {factor_text(round(factor, 3))} times" if factor is not None else ""
+            found[run.rank, name] = factor, what or f"differs, {describe(made, right, allowed).text}"
+    if not found:
+        return None, most
+    (_, name), (factor, amount) = next(iter(found.items()))
+    ranks = tuple(dict.fromkeys(rank for rank, _ in found))
+    factors = [x for x, _ in found.values()]
+    if any(x is None or factor is None or abs(x - factor) > 1e-2 * max(1.0, abs(factor)) for x in factors):
+        factor = None
+    apart = "; its ranks drift apart" if len(ranks) < len(witnessed.runs) else ""
+    every = not clean or all((rank, n) in found for rank in ranks for n in witnessed.runs[rank].regions if n in due)
+    what = "of every parameter" if factor is not None and every else f"of {name}"
+    if factor is None:
+        cause = "the optimizer made something else of the gradient than the job's"
+    elif abs(factor) < 1e-2:
+        cause = "the optimizer's step was left out" if every else "the optimizer leaves it out"
+    elif abs(factor - 2) < 2e-2:
+        cause = "the update was applied twice, or with twice the learning rate that the optimizer says"
+    else:
+        cause = "another learning rate than the one that the optimizer says, or a scaled gradient"
+    amount = "was not made" if factor is not None and abs(factor) < 1e-2 else amount
+    text = f"step {number}, update {what}: {ranks_text(ranks, len(witnessed.runs))}: it {amount}{apart}: {cause}"
+    judged = "" if factor is not None and every else name
+    return Judgement(number, "update", judged, ranks, factor, worst, cause, text), most
+
+
+def _beside(run: RankRun, step: RankStep, name: str, due: Tensor, allowed: float, slack: Slack) -> str:
+    """What the norm of a piece after the update says of the elements that were not kept; empty where it is right."""
+    if run.elements is None:
+        return ""
+    piece = due[slices(run.regions[name])]
+    told, right = step.norms["after"].get(name, 0.0), norms_of([piece]).item()
+    if not (math.isfinite(told) or math.isfinite(right)):  # such a norm says no more
+        return ""
+    if abs(told - right) <= allowed * math.sqrt(piece.numel()) + slack.norm.get(name, 0.0):
+        return ""
+    return f"has the norm {told:.6g} where {right:.6g} is due, and the elements that were kept are right"
+
+
+def judge_between(
+    number: int,
+    witnessed: Witnessed,
+    left: Sequence[Mapping[str, Tensor]],
+    found: Sequence[Mapping[str, Tensor]],
+    last: Sequence[Mapping[str, Tensor]] | None,
+) -> Judgement | None:
+    """Parameters that changed after the update of a step, before anything else happened.  Pieces, or those of their
+    elements that were kept.
+
+    Args:
+        left: each rank's pieces as the update of step ``number`` left them.
+        found: those that were changed, as they were found.
+        last: each rank's pieces before that update.
+    """
+    for run, old, new in zip(witnessed.runs, left, found, strict=True):
+        for name, value in new.items():
+            gap = apart(value, old[name])
+            if gap <= last_bits(value.dtype, scale_of(old[name])):
+                continue
+            ranks = tuple(r.rank for r, pieces in zip(witnessed.runs, found, strict=True) if name in pieces)
+            factor, cause = None, "something besides the optimizer writes parameters"
+            if last is not None:
+                update, slack = (
+                    wide(old[name]) - wide(last[run.rank][name]),
+                    last_bits(value.dtype, scale_of(value)),
+                )
+                again = fit(wide(value) - wide(old[name]), update, slack)
+                if again is not None and again > 0:
+                    factor = 1 + again
+                    cause = f"the update was applied {'twice' if abs(factor - 2) < 2e-2 else f'{factor:.3g} times'}"
+            text = f"step {number}, update of {name}: {_on(ranks, witnessed)}: it changed by up to {gap:.3g} after the "
+            text += f"optimizer's step: {cause}"
+            return Judgement(number, "update" if factor else "between", name, ranks, factor, gap, cause, text)
+    return None
+
+
+def judge_replicas(number: int, witnessed: Witnessed, pieces: Sequence[Mapping[str, Tensor]]) -> Judgement | None:
+    """An initial parameter that ranks hold alike, and that is not alike."""
+    first: dict[str, Tensor] = {}
+    owner: dict[str, Tensor] = {}
+    dtypes = {name: value.dtype for own in pieces for name, value in own.items()}
+    regions = [region for run in witnessed.runs for region in run.regions.items()]
+    for name in dict.fromkeys(name for name, _ in regions):
+        dims = zip(*(region for n, region in regions if n == name), strict=True)
+        owner[name] = torch.full([max(stop for _, stop in dim) for dim in dims], -1)
+        first[name] = torch.zeros(owner[name].shape, dtype=dtypes[name])
+    for run, own in zip(witnessed.runs, pieces, strict=True):
+        for name, value in own.items():
+            place = slices(run.regions[name])
+            both = owner[name][place] >= 0
+            gap = apart(value[both], first[name][place][both])
+            if gap > last_bits(value.dtype, scale_of(value)):
+                other = int(owner[name][place][both].min())
+                cause = "each rank made its own weights: seed them alike, or send rank 0's"
+                text = (
+                    f"step {number}, initial parameters: {name} differs by up to {gap:.3g} between ranks {other} and "
+                )
+                text += f"{run.rank}: {cause}"
+                return Judgement(number, "initial", name, (other, run.rank), None, gap, cause, text)
+            first[name][place], owner[name][place] = value, run.rank
+    return None
+
+
+def _near(one: object, other: object) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_near, one, other))
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return abs(one - other) <= ALIKE * max(abs(one), abs(other))
+    return one == other
+
+
+def _number(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _on(ranks: tuple[int, ...], witnessed: Witnessed) -> str:
+    return ranks_text(ranks, len(witnessed.runs))

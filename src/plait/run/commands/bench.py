@@ -1,0 +1,98 @@
+"""What ``plait bench comm`` measured, as a table, as JSON and as a plot."""
+
+import datetime
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from rich.table import Table
+
+from plait.comm.base import Comm
+from plait.run.config.machine import resolve_device, resolve_world
+from plait.checkpoint.files.writing import told, write_json, write_text
+from plait.run.launch.local import launch
+from plait.run.measure.comm import BenchConfig, Measurement, measure, validate
+from plait.run.measure.plot import Panel, svg
+from plait.run.report.drawing import seconds_text
+from plait.run.report.screen import screen
+
+
+@dataclass(frozen=True)
+class BenchCommand(BenchConfig):
+    """Time messages between ranks: ping-pong, and every collective by size."""
+
+    what: tyro.conf.Positional[Literal["comm"]] = "comm"
+    """What is timed."""
+
+
+def run(config: BenchCommand, argv: Sequence[str]) -> int:
+    """Measures on the ranks of the mesh; the exit code."""
+    validate(config)
+    return launch(config, partial(run_bench, config), ["-m", "plait", *argv])
+
+
+def run_bench(config: BenchConfig, comm: Comm) -> int:
+    """``plait bench comm`` on one rank: measures, and rank 0 shows; returns the exit code."""
+    results = measure(config, comm)
+    if comm.rank:
+        return 0
+    answer = {
+        "command": "bench comm",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "config": asdict(config),
+        "results": [{**asdict(r), "algbw": r.algbw, "busbw": r.busbw} for r in results],
+    }
+    console = screen(stderr=config.json == "-")
+    console.print(table(config, results))
+    if config.json is not None:
+        write_json(config.json, answer)
+    if config.out is not None:
+        folder = Path(config.out)
+        with told(folder, 0):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_json(str(folder / "comm.json"), answer)
+        kinds = dict.fromkeys(r.kind for r in results)
+        times = {kind: [(r.bytes, r.seconds) for r in results if r.kind == kind] for kind in kinds}
+        rates = {kind: [(r.bytes, r.busbw) for r in results if r.kind == kind] for kind in kinds}
+        panels = [Panel("time", "s", times), Panel("bus bandwidth", "B/s", rates)]
+        write_text(folder / "comm.svg", svg(title(config), panels))
+        console.print(f"written: {folder / 'comm.json'}, {folder / 'comm.svg'}")
+    return 0
+
+
+def title(config: BenchConfig) -> str:
+    """What was measured, in one line."""
+    return f"mesh {config.mesh}, {resolve_world(config)} world, {resolve_device(config)}, torch {torch.__version__}"
+
+
+def table(config: BenchConfig, results: Sequence[Measurement]) -> Table:
+    """A row per measurement."""
+    table = Table(title=title(config), caption="time: median of the slowest rank's; algbw, busbw: 10^9 bytes/s")
+    for column in ("operation", "bytes", "time", "min", "max", "algbw", "busbw"):
+        table.add_column(column, justify="left" if column == "operation" else "right", no_wrap=True)
+    previous = ""
+    for row in results:
+        if previous and row.kind != previous:
+            table.add_section()
+        times = map(seconds_text, (row.seconds, row.seconds_min, row.seconds_max))
+        rates = (f"{rate / 1e9:.3f}" for rate in (row.algbw, row.busbw))
+        table.add_row(row.kind if row.kind != previous else "", size_text(row.bytes), *times, *rates)
+        previous = row.kind
+    return table
+
+
+def size_text(size: int) -> str:
+    """``16 MB`` for 2^24; units of 1024, where they come out even."""
+    for power, unit in ((30, "GB"), (20, "MB"), (10, "KB")):
+        if size >= 1 << power:
+            number = size / (1 << power)
+            return f"{number:g} {unit}" if number == round(number, 2) else f"{size} B"
+    return f"{size} B"

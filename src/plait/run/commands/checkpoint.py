@@ -1,0 +1,393 @@
+"""``plait checkpoint``: what was saved, on the screen, verified, compared, and in other forms.  Nothing is trained.
+
+plait checkpoint show RUN                           the newest: step, files, tensors, groups
+plait checkpoint verify RUN --all                   each file's size, hash and header
+plait checkpoint diff RUN OTHER                     tensor by tensor, value by value
+plait checkpoint reshard RUN NEW --ranks 8          the same in other files
+plait checkpoint export RUN NEW --source FOLDER     for transformers
+plait checkpoint import-dcp FOLDER RUN              from torch.distributed.checkpoint; export-dcp leads back
+
+A name in a checkpoint is text from somebody else's file: it is shown with its control characters escaped.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text as Cell
+from safetensors import SafetensorError
+
+from plait.checkpoint.dcp import export_dcp, import_dcp
+from plait.checkpoint.examine import differences
+from plait.checkpoint.export import export
+from plait.checkpoint.folder import all_of, checkpoints, find, place
+from plait.checkpoint.saved import Saved, Whole, reshard
+from plait.checkpoint.storage import Storage
+from plait.run.commands.bench import size_text
+from plait.messages.escape import one_line
+from plait.step import empty_parameters
+from plait.checkpoint.files.writing import told, write_json
+from plait.run.job.families import FOLDER
+from plait.run.models.hf import check_installed
+from plait.run.models.pretrained import Pretrained
+from plait.run.report.screen import screen, working
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+_SHOWN = ("optimizer", "optimizer_classes", "run", "ema")
+"""Values that are told by themselves."""
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """What a disk refuses is a mistake of the call: one line."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{str(error.filename or '')!r}: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
+
+
+def console_of(json: str | None) -> Console:
+    """Where people read, while ``json`` may go to the standard output; wide where it is no terminal."""
+    console = screen(stderr=json == "-", soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 200
+    return console
+
+
+def table_of(title: str, *columns: str) -> Table:
+    """Columns; those in capitals hold numbers."""
+    table = Table(title=Cell(title), title_justify="left")
+    for column in columns:
+        table.add_column(Cell(column.lower()), justify="right" if column.isupper() else "left", overflow="fold")
+    return table
+
+
+def add(table: Table, *cells: object) -> None:
+    """A row of texts in which nothing is markup."""
+    table.add_row(*(Cell(one_line(str(cell))) for cell in cells))
+
+
+@dataclass(frozen=True)
+class ShowCheckpoint:
+    """What a checkpoint has."""
+
+    path: tyro.conf.Positional[str]
+    """A checkpoint, or a folder of them, of which the newest is shown."""
+    json: str | None = None
+    """Write it here as JSON; "-" is the standard output."""
+
+    def run(self) -> int:
+        saved = Saved.find(self.path)
+        manifest, tensors = saved.manifest, saved.tensors
+        values = saved.values(tensors)
+        others = [other.name for other in checkpoints(saved.folder.home()[0]) if other.name != saved.folder.name]
+        optimizer, run = values.get("optimizer") or {}, values.get("run") or {}
+        groups = [
+            {
+                "parameters": len(group["params"]),
+                **{str(key): _plain(one) for key, one in group.items() if key != "params"},
+            }
+            for group in optimizer.get("param_groups", ())
+        ]
+        if isinstance(classes := values.get("optimizer_classes"), list):
+            groups = [{"optimizer": own, **group} for own, group in zip(classes, groups, strict=False)]
+        facts = {
+            "path": str(saved.folder),
+            "step": manifest.step,
+            "format": manifest.format,
+            "id": manifest.id,
+            "files": {name: file.bytes for name, file in sorted(manifest.files.items())},
+            "kinds": _kinds(tensors),
+            "tensors": {
+                name: {
+                    "dtype": str(one.dtype).removeprefix("torch."),
+                    "shape": list(one.shape),
+                    "pieces": len(manifest.tensors[name].pieces),
+                }
+                for name, one in sorted(tensors.items())
+            },
+            "groups": groups,
+            "seed": run.get("seed"),
+            "loss_scale": _plain(run.get("loss_scale")),
+            "average": values.get("ema"),
+            "values": {key: shape_of(one) for key, one in values.items() if key not in _SHOWN},
+            "others": others,
+        }
+        show(facts, console_of(self.json))
+        if self.json is not None:
+            write_json(self.json, facts)
+        return 0
+
+
+def show(facts: dict[str, Any], console: Console) -> None:
+    """What ``plait checkpoint show`` prints."""
+    size = size_text(sum(facts["files"].values()))
+    console.print(one_line(f"{facts['path']}: step {facts['step']}, {len(facts['files'])} files, {size}"))
+    kinds = table_of("tensors by kind", "kind", "TENSORS", "ELEMENTS", "BYTES")
+    for kind, counts in facts["kinds"].items():
+        add(kinds, kind, *(f"{count:,}" for count in counts.values()))
+    console.print(kinds)
+    tensors = table_of("tensors", "name", "dtype", "SHAPE", "PIECES")
+    for name, one in facts["tensors"].items():
+        add(tensors, name, one["dtype"], " x ".join(map(str, one["shape"])) or "-", one["pieces"])
+    console.print(tensors)
+    for number, group in enumerate(facts["groups"]):
+        options = ", ".join(f"{key} {value!r}" for key, value in group.items() if key != "parameters")
+        console.print(one_line(f"group {number}: {group['parameters']} parameters, {options}"))
+    for word in ("seed", "loss_scale", "average"):
+        console.print(one_line(f"{word.replace('_', ' ')}: {'none' if facts[word] is None else facts[word]}"))
+    for name, text in facts["values"].items():
+        console.print(one_line(f"{name}: {text}"))
+    console.print(one_line(f"beside it: {', '.join(facts['others']) or 'no other checkpoint'}"))
+
+
+def _kinds(tensors: dict[str, Whole]) -> dict[str, dict[str, int]]:
+    kinds: dict[str, dict[str, int]] = {}
+    for name, one in tensors.items():
+        parts = name.split("/")
+        kind = "/".join(parts[:2]) if parts[0] == "optimizer" else parts[0]
+        counts = kinds.setdefault(kind, {"tensors": 0, "elements": 0, "bytes": 0})
+        for key, more in (("tensors", 1), ("elements", one.nbytes // one.dtype.itemsize), ("bytes", one.nbytes)):
+            counts[key] += more
+    return kinds
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if isinstance(value, torch.Tensor):
+        return _plain(value.item())
+    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    if isinstance(value, Whole):
+        return shape_of(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def shape_of(value: Any, depth: int = 3) -> str:
+    """What a value is, in a line: ``{'epoch': int, 'losses': [float, ... 12]}``."""
+    if isinstance(value, Whole | torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, dict | list | tuple):
+        items = list(value.items()) if isinstance(value, dict) else [(None, one) for one in value]
+        told = [
+            f"{'' if key is None else f'{key!r}: '}{shape_of(one, depth - 1)}"
+            for key, one in items[: 6 if depth else 0]
+        ]
+        begin, end = "{}" if isinstance(value, dict) else "()" if isinstance(value, tuple) else "[]"
+        return f"{begin}{', '.join(told)}{f', ... {len(items)}' if len(items) > len(told) else ''}{end}"
+    return "None" if value is None else type(value).__name__
+
+
+@dataclass(frozen=True)
+class VerifyCheckpoint:
+    """Read every byte: size, hash, header. Exit code 0: whole, 1: damaged, 2: no checkpoint."""
+
+    path: tyro.conf.Positional[str]
+    """A checkpoint, or a folder of them, of which the newest is verified."""
+    all: bool = False
+    """Verify every checkpoint of the folder."""
+
+    def run(self) -> int:
+        console = console_of(None)
+        newest = find(self.path)
+        folders = all_of(self.path) if self.all and newest != place(self.path) else [newest]
+        damaged = 0
+        for folder in folders:
+            problems = []
+            try:
+                saved = Saved.find(folder)
+            except ValueError as error:
+                problems = [str(error)]
+            else:
+                with working():
+                    problems = list(saved.damages().values())
+            size = "" if problems else f": whole, {_bytes_of(saved):,} bytes"
+            console.print(one_line(f"{folder}{size}{f': damaged, {len(problems)} files' if problems else ''}"))
+            for text in problems:
+                console.print(one_line(f"  {text}"))
+            damaged += bool(problems)
+        return 1 if damaged else 0
+
+
+@dataclass(frozen=True)
+class DiffCheckpoints:
+    """Compare two checkpoints to the bit, however each is cut. Exit code 0: the same, 1: different."""
+
+    one: tyro.conf.Positional[str]
+    """A checkpoint, or a folder of them, of which the newest is meant."""
+    other: tyro.conf.Positional[str]
+    """The same."""
+    json: str | None = None
+    """Write the differences here as JSON; "-" is the standard output."""
+
+    def run(self) -> int:
+        pair = [Saved.find(path) for path in (self.one, self.other)]
+        with working():
+            found = list(differences(*pair))
+        console = console_of(self.json)
+        for one in found:
+            told = f"{one.what}: {one_line(one.one, 80)} and {one_line(one.other, 80)}"
+            if one.elements:
+                told = f"{one.elements:,} elements of {one.one}, by at most {one.largest:.3g}"
+            console.print(one_line(f"{one.name}: {told}"))
+        how = f"{len(found)} differences" if found else f"the same, {len(pair[0].tensors)} tensors"
+        console.print(one_line(f"{how}: {pair[0].folder} and {pair[1].folder}"))
+        if self.json is not None:
+            write_json(self.json, _plain([vars(one) for one in found]))
+        return 1 if found else 0
+
+
+@dataclass(frozen=True)
+class ReshardCheckpoint:
+    """Write a checkpoint in as many files as so many ranks would; any number of ranks loads either."""
+
+    path: tyro.conf.Positional[str]
+    """A checkpoint, or a folder of them, of which the newest is read."""
+    out: tyro.conf.Positional[str]
+    """A folder for checkpoints, in which none of its step is."""
+    ranks: int = 1
+    """Files to write."""
+
+    def run(self) -> int:
+        saved = Saved.find(self.path)
+        with _room(self.out, _bytes_of(saved)), working():
+            new = reshard(saved, self.out, self.ranks)
+        return written(new)
+
+
+@dataclass(frozen=True)
+class ExportCheckpoint:
+    """Write a folder that transformers reads with from_pretrained."""
+
+    path: tyro.conf.Positional[str]
+    """A checkpoint, or a folder of them, of which the newest is exported."""
+    out: tyro.conf.Positional[str]
+    """The folder to write, which is not there."""
+    source: str | None = None
+    """A Hugging Face folder with the config of this model, and its tokenizer; that of the run unless given."""
+    ema: bool = False
+    """Export the average of the weights."""
+    dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = None
+    """As they were saved unless given."""
+
+    def run(self) -> int:
+        check_installed()
+        saved = Saved.find(self.path)
+        source = source_of(saved) if self.source is None else self.source
+        with empty_parameters():
+            model = Pretrained(source).build()
+        with working():
+            export(saved, self.out, model, source, ema=self.ema, dtype=DTYPES[self.dtype] if self.dtype else None)
+        return written(Path(self.out))
+
+
+def source_of(saved: Saved) -> str:
+    """The Hugging Face folder from which a run of ``plait train`` began; ValueError where there was none."""
+    match saved.values(saved.tensors):
+        case {"extra": {"config": {"model": str(model)}}} if model.startswith(FOLDER):
+            return model.removeprefix(FOLDER)
+    raise ValueError(f"{str(saved.folder)!r} names no Hugging Face folder as its model: give one of it with --source")
+
+
+@dataclass(frozen=True)
+class ImportDCP:
+    """Make a checkpoint of a folder of torch.distributed.checkpoint; no code in it is run."""
+
+    folder: tyro.conf.Positional[str]
+    """What torch.distributed.checkpoint.save wrote: .metadata and .distcp files."""
+    out: tyro.conf.Positional[str]
+    """A folder for checkpoints, in which none of its step is."""
+    step: int | None = None
+    """Steps made; the optimizer's own count unless given."""
+    seed: int = 0
+    """The seed of the engine that will load it."""
+    without: tuple[str, ...] = ()
+    """Keys to leave out, with all below them."""
+    ranks: int = 1
+    """Files to write."""
+
+    def run(self) -> int:
+        options = {"step": self.step, "seed": self.seed, "without": self.without, "ranks": self.ranks}
+        need = sum(file.stat().st_size for file in Path(self.folder).glob("*.distcp"))
+        with _room(self.out, need):
+            new = import_dcp(self.folder, self.out, **options)  # type: ignore[arg-type]
+        return written(new)
+
+
+@dataclass(frozen=True)
+class ExportDCP:
+    """Write a folder that torch.distributed.checkpoint.load reads."""
+
+    path: tyro.conf.Positional[str]
+    """A checkpoint, or a folder of them, of which the newest is exported."""
+    out: tyro.conf.Positional[str]
+    """The folder to write, which is not there."""
+    tie: tuple[str, ...] = ()
+    """Other names of shared weights, as in head.weight=embed.weight: the second one was saved."""
+
+    def run(self) -> int:
+        ties = dict(pair.partition("=")[::2] for pair in self.tie)
+        saved = Saved.find(self.path)
+        with _room(self.out, _bytes_of(saved)):
+            export_dcp(saved, self.out, ties=ties)
+        return written(Path(self.out))
+
+
+@contextmanager
+def _room(path: str | Path, need: int) -> Iterator[None]:
+    """A disk that is full is told with what it needs; what else it refuses stays as it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        with told(path, need):
+            raise
+
+
+def _bytes_of(saved: Saved) -> int:
+    return sum(file.bytes for file in saved.manifest.files.values())
+
+
+def written(path: Storage | Path) -> int:
+    console_of(None).print(one_line(f"written: {path}"))
+    return 0
+
+
+@dataclass(frozen=True)
+class CheckpointCommand:
+    """Show, verify, compare or convert a checkpoint."""
+
+    what: Annotated[
+        Annotated[ShowCheckpoint, tyro.conf.subcommand("show")]
+        | Annotated[VerifyCheckpoint, tyro.conf.subcommand("verify")]
+        | Annotated[DiffCheckpoints, tyro.conf.subcommand("diff")]
+        | Annotated[ReshardCheckpoint, tyro.conf.subcommand("reshard")]
+        | Annotated[ExportCheckpoint, tyro.conf.subcommand("export")]
+        | Annotated[ImportDCP, tyro.conf.subcommand("import-dcp")]
+        | Annotated[ExportDCP, tyro.conf.subcommand("export-dcp")],
+        tyro.conf.arg(name=""),
+    ]
+    """What to do with it."""
+
+
+def run(config: CheckpointCommand, argv: Sequence[str]) -> int:
+    """Does what is asked; the exit code."""
+    with refused():
+        return config.what.run()

@@ -1,0 +1,250 @@
+"""``plait doctor``: what the hardware is, and what about it may cause trouble.
+
+Facts come in sections: a table and a JSON object each.  What this machine does not have is stated, and never an error.
+What is likely to hurt a run becomes a *warning* that names the fix.
+"""
+
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from rich.text import Text
+
+from plait import __version__
+from plait.checkpoint.files.writing import write_json
+from plait.run.measure import machine
+from plait.run.report.screen import screen
+from plait.tensor.gemm import ONEDNN, has_onednn
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """Show what this machine is: processor, memory, GPUs and links, network, limits, measured speeds."""
+
+    json: str | None = None
+    """Write the facts here as JSON; "-" is the standard output."""
+    measure: bool = True
+    """Measure memory bandwidth, matrix products and overlap (about 2 seconds)."""
+
+
+def run(config: DoctorConfig, argv: Sequence[str] = ()) -> int:
+    """Examines and shows; the exit code is 0, for a warning is no failure."""
+    facts = examine(config.measure)
+    console = screen(stderr=config.json == "-")
+    for section, values in facts.items():
+        if section == "warnings":
+            continue
+        table = Table(title=section, title_justify="left", show_header=False, min_width=60)
+        table.add_column("fact", style="bold", no_wrap=True)
+        table.add_column("value", overflow="fold")
+        for name, value in values.items():
+            heading = re.sub("_(bytes|bytes_per_second|flops)$", "", name).replace("_", " ")
+            table.add_row(heading, _words(name, value))
+        console.print(table)
+    for warning in facts["warnings"]:
+        console.print(Text.assemble(("warning: ", "bold yellow"), warning), soft_wrap=True)
+    if config.json is not None:
+        write_json(config.json, facts)
+    return 0
+
+
+def examine(measure: bool = True) -> Facts:
+    """All sections, with the warnings drawn from them."""
+    facts: Facts = {
+        "processor": processor(),
+        "memory": memory(),
+        "software": software(),
+        "gpus": gpus(),
+        "network": network(),
+        "limits": limits(),
+    }
+    if measure:
+        facts["measured"] = measured()
+    facts["warnings"] = warnings(facts)
+    return facts
+
+
+def processor() -> Facts:
+    """The model, the cores, and how many of them this process may use."""
+    lines = _read("/proc/cpuinfo").splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    nodes = sorted(path.name for path in Path("/sys/devices/system/node").glob("node[0-9]*"))
+    quota = _read("/sys/fs/cgroup/cpu.max").split()
+    return {
+        "model": models[0] if models else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cgroup_cores": int(quota[0]) / int(quota[1]) if len(quota) == 2 and quota[0] != "max" else None,
+        "numa_nodes": len(nodes) or None,
+        "vector_instructions": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def memory() -> Facts:
+    """Bytes of memory, of the cgroup's share, and of shared memory."""
+    rows = (line.split() for line in _read("/proc/meminfo").splitlines())
+    table = {name.rstrip(":"): int(kilobytes) * 1024 for name, kilobytes, *_ in rows}
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    return {
+        "total_bytes": table.get("MemTotal"),
+        "available_bytes": table.get("MemAvailable"),
+        "swap_bytes": table.get("SwapTotal"),
+        "cgroup_limit_bytes": int(limit) if limit.isdigit() else None,
+        "shared_memory_bytes": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
+        "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled").strip() or None,
+    }
+
+
+def software() -> Facts:
+    """Versions, and the backends that torch was built with."""
+    there = dist.is_available()
+    return {
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "plait": __version__,
+        "gloo": there and dist.is_gloo_available(),
+        "nccl": there and dist.is_nccl_available(),
+    }
+
+
+def gpus() -> Facts:
+    """Devices with memory, which of them reach each other directly, and the topology according to the driver."""
+    if not torch.cuda.is_available():
+        return {"devices": [], "why": machine.NO_GPU}
+    numbers = range(torch.cuda.device_count())
+    devices = []
+    for one in map(torch.cuda.get_device_properties, numbers):
+        facts = {"name": one.name, "bytes": one.total_memory, "capability": f"{one.major}.{one.minor}"}
+        devices.append(facts | {"multiprocessors": one.multi_processor_count})
+    peers = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in numbers] for i in numbers]
+    try:
+        words = ("nvidia-smi", "topo", "-m")
+        topology = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        topology = None
+    return {"devices": devices, "peer_access": peers, "topology": topology}
+
+
+def network() -> Facts:
+    """Interfaces, and what the hostname resolves to."""
+    host = socket.gethostname()
+    try:
+        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)})
+    except OSError:
+        addresses = []
+    return {
+        "hostname": host,
+        "hostname_resolves_to": addresses,
+        "interfaces": [name for _, name in socket.if_nameindex()],
+        "gloo_interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+    }
+
+
+def limits() -> Facts:
+    """What the shell's ``ulimit`` says; None is unlimited."""
+    which = {
+        "open_files": resource.RLIMIT_NOFILE,
+        "processes": resource.RLIMIT_NPROC,
+        "locked_memory_bytes": resource.RLIMIT_MEMLOCK,
+        "stack_bytes": resource.RLIMIT_STACK,
+    }
+    soft = {name: resource.getrlimit(number)[0] for name, number in which.items()}
+    return {name: None if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
+
+
+def measured() -> Facts:
+    """Speeds of the processor and, where there is one, of the first GPU."""
+    facts: Facts = {
+        "threads": torch.get_num_threads(),
+        "memory_copy_bytes_per_second": machine.copy_rate(),
+        "matrix_product_flops": machine.product_rate(),
+        "onednn_product_flops": machine.product_rate(gemm=ONEDNN) if has_onednn() else None,
+        "overlap": machine.NO_GPU,
+    }
+    overlap = machine.overlap()
+    if overlap is not None:
+        facts["gpu_memory_copy_bytes_per_second"] = machine.copy_rate(0.3, 1 << 30, "cuda")
+        facts["gpu_matrix_product_flops"] = machine.product_rate(0.3, 8192, "cuda")
+        facts["overlap"] = (
+            f"{overlap.hidden:.0%} of the shorter is hidden: products {overlap.compute_seconds * 1e3:.2f} ms, "
+            f"copy {overlap.copy_seconds * 1e3:.2f} ms, together {overlap.together_seconds * 1e3:.2f} ms"
+        )
+    return facts
+
+
+def warnings(facts: Facts) -> list[str]:
+    """What is likely to hurt a run on this machine, each with its fix."""
+    texts = []
+    host, addresses = facts["network"]["hostname"], facts["network"]["hostname_resolves_to"]
+    if not addresses:
+        texts.append(
+            f"the hostname {host!r} resolves to nothing, and gloo asks for it: add it to /etc/hosts, or set "
+            f"GLOO_SOCKET_IFNAME to one of {', '.join(facts['network']['interfaces'])} (plait's own launches do)"
+        )
+    elif all(a.startswith("127.") or a == "::1" for a in addresses):
+        texts.append(
+            f"the hostname {host!r} resolves to loopback ({', '.join(addresses)}): fine on one "
+            f"host; ranks on other hosts cannot reach it, set GLOO_SOCKET_IFNAME there"
+        )
+    shared, files = facts["memory"]["shared_memory_bytes"], facts["limits"]["open_files"]
+    if shared is not None and shared < 1 << 30:
+        texts.append(f"/dev/shm holds {shared >> 20} MB: give containers --shm-size=1g or more")
+    if files is not None and files < 1024:
+        texts.append(f"only {files} open files: raise it with ulimit -n 4096")
+    quota, cores = facts["processor"]["cgroup_cores"], facts["processor"]["usable_cores"]
+    if quota is not None and cores and quota < cores:
+        texts.append(f"the cgroup grants {quota:g} of {cores} visible cores: use at most {quota:g} threads")
+    if not facts["software"]["gloo"]:
+        texts.append("this torch has no gloo: process worlds on CPU need it; --world thread works")
+    speeds = facts.get("measured", {})
+    torchs, onednns = speeds.get("matrix_product_flops"), speeds.get("onednn_product_flops")
+    if torchs and onednns and onednns >= 1.2 * torchs:
+        texts.append(
+            f"oneDNN multiplies fp32 matrices at {_words('_flops', onednns)}, torch's own BLAS at "
+            f"{_words('_flops', torchs)}: train and verify with --gemm onednn on this processor"
+        )
+    return texts
+
+
+def _words(name: str, value: Any) -> str:
+    """A fact for a reader: bytes and rates with their units, lists with commas."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name.endswith("_per_second"):
+        return f"{value / 1e9:.1f} GB/s"
+    if name.endswith("_flops"):
+        return f"{value / 1e9:.0f} GFLOP/s"
+    if name.endswith("bytes"):
+        return f"{value / 2**30:.1f} GiB" if value >= 1 << 30 else f"{value / 2**20:.1f} MiB"
+    if name == "devices":
+        rows = [f"{i}: {d['name']}, {d['bytes'] / 2**30:.0f} GiB" for i, d in enumerate(value)]
+        return "\n".join(rows) or "none"
+    if name == "peer_access":
+        return "\n".join(" ".join("x" if ok else "." for ok in row) for row in value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "nothing"
+    return str(value)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""

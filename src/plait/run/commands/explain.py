@@ -1,0 +1,78 @@
+"""``plait explain``: how a model lies on the ranks of a tensor axis, module by module.  Nothing runs.
+
+plait explain --model gpt --mesh tensor=2 --sequence-parallel
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from rich import box
+from rich.table import Table
+
+from plait.run.config import with_job
+from plait.table.mesh import Mesh
+from plait.checkpoint.files.writing import write_json
+from plait.run.job.config import JobConfig
+from plait.run.job.job import build_model
+from plait.run.report.screen import screen
+from plait.tensor.plan import parallel_plan
+from plait.tensor.types import ModuleType, module_types
+
+
+@dataclass(frozen=True)
+class ExplainConfig(JobConfig):
+    """Show the types of activations and parameters under a model's tensor plan, and what each module sends."""
+
+    mesh: str = "tensor=2"
+    """The axes and their sizes; the tensor axis counts here."""
+    sequence_parallel: bool = False
+    """Cut the stream between the cut products in time."""
+    json: str | None = None
+    """Write the types here as JSON; "-" is the standard output."""
+
+
+def run(config: ExplainConfig, argv: Sequence[str] = ()) -> int:
+    """Shows and writes the types; ValueError for a mesh without a tensor axis, or a model without a plan."""
+    config = with_job(config)
+    mesh = Mesh.parse(config.mesh)
+    if mesh.tensor == 1:
+        raise ValueError(f"mesh {config.mesh!r} has no tensor axis, so each module has whole tensors: give tensor=2")
+    model = build_model(config)
+    parallel = parallel_plan(model, mesh.tensor, sequence=config.sequence_parallel)
+    types = list(module_types(model, parallel, sequence=config.sequence_parallel))
+    if config.json:
+        write_json(config.json, {"mesh": str(mesh), "modules": [asdict(one) for one in types]})
+    if config.json != "-":
+        screen().print(_table(f"{config.title} on {mesh}", _together(types)))
+        screen().print(
+            "whole: the same on every rank; time: cut in the dim of time; cut: in the last dim; pending: each rank "
+            "has a term of the sum, which is made once per step. An activation's gradient lies as the activation does."
+        )
+    return 0
+
+
+def _together(types: Iterable[ModuleType]) -> list[tuple[ModuleType, int]]:
+    """Layers that are alike as one line, with a * for their number, and how many there are."""
+    found: dict[ModuleType, int] = {}
+    for one in types:
+        general = replace(one, name=re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", one.name))
+        found[general] = found.get(general, 0) + 1
+    return list(found.items())
+
+
+def _table(title: str, types: Iterable[tuple[ModuleType, int]]) -> Table:
+    """Two lines or more for each module, so that it can be read at 80 columns."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for heading in ("module\n  style: reads > leaves", "parameters on rank 0\nsends"):
+        table.add_column(heading, overflow="fold")
+    for one, times in types:
+        cells = [
+            " ".join([name, "x".join(map(str, shape)), *(["pending"] if sums == "pending" else [])])
+            for name, shape, sums in one.weights
+        ]
+        for phase, kinds in (("forward", one.forward), ("backward", one.backward)):
+            cells += [f"{phase} {', '.join(kinds)}"] if kinds else []
+        name = f"{one.name} x{times}" if times > 1 else one.name
+        table.add_row(f"{name}\n  {one.style}: {one.reads} > {one.leaves}", "\n".join(cells))
+    return table

@@ -1,0 +1,152 @@
+"""The ``plait`` command: words and flags in, an exit code out; the work is elsewhere.
+
+    plait train | verify | prove | doctor | bench comm | schedule | explain | checkpoint | judge
+
+Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; prove: refuted; checkpoint: damaged,
+different), 2 bad input; 128 + n for signal n.
+"""
+
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, make_dataclass, replace
+from importlib import import_module
+from importlib.metadata import version
+from types import ModuleType
+from typing import Annotated, Any, NoReturn, Union, get_type_hints
+
+from plait import __version__
+from plait import config as configs
+from plait.run.config.bounds import check_values
+from plait.comm.ended import to_its_end
+from plait.messages.escape import heard, one_line, say
+from plait.run.commands.interrupt import leave_at_once, raise_again
+from plait.checkpoint.files.reading import shown
+from plait.checkpoint.files.writing import check_file
+from plait.run.job.user_code import FLAG, load_installed, load_plugin, take_files
+from plait.run.launch.failure import guarded, leave, open_closed
+
+COMMANDS = {
+    "train": "Train a model on a mesh; show its loss, its speed and its bytes, predicted and measured.",
+    "verify": "Hold a layout against the single process: losses, every gradient, norm, parameters, optimizer state.",
+    "prove": "Prove that a layout is the run of a single process, for every rank, without running it.",
+    "doctor": "Show what this machine is: processor, memory, GPUs and links, network, limits, measured speeds.",
+    "bench": "Time messages between ranks: ping-pong, and every collective by size.",
+    "schedule": "Show, write, prove or draw a pipeline schedule.",
+    "explain": "Show the types of activations and parameters under a model's tensor plan, and what each module sends.",
+    "checkpoint": "Show, verify, compare or convert a checkpoint.",
+    "judge": "Hold a run that was witnessed, of any engine, against the single process; name the first thing that is "
+    "wrong.",
+}
+"""The commands.  Each has a module of its name here, which is imported, with all that it needs, when it is asked for.
+Its words are parsed into what its ``run(config, argv)`` takes."""
+
+
+NESTED = ("schedule", "checkpoint")
+"""Commands that have commands of their own."""
+
+DESCRIPTION = f"""Train one model over many ranks, and prove the result equal to one process.
+
+plait --version: the versions of plait, torch and Python. plait {FLAG} FILE.py COMMAND ...: with rows of your own."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; an error is a line (a mistake of the user) or its traceback.
+
+    Returns:
+        The exit code. Without ``argv`` this is the whole program: it ends the process with that code, so that a script
+        which calls ``main()`` cannot lose it.
+    """
+    if argv is None:
+        program()
+    return guarded(lambda: run(list(argv)))
+
+
+def program() -> NoReturn:
+    """The program ``plait``."""
+    open_closed()
+    leave_at_once()
+    os.environ["PYTHONSAFEPATH"] = "1"  # for every Python that is started below it, by torch and multiprocessing too
+    leave(main(sys.argv[1:]))
+
+
+def run(argv: list[str]) -> int:
+    """The command in ``argv``; mistakes are raised."""
+    if argv[:1] == ["--version"]:
+        say(f"plait {__version__} (torch {version('torch')}, Python {platform.python_version()})\n", sys.stdout)
+        return 0
+    load_installed()
+    command = parse(argv)
+    for file in getattr(command, "plugin", ()):  # a file of settings may name some
+        load_plugin(file)
+    raise_again()
+    with to_its_end():
+        check_values(command)
+        if (place := getattr(getattr(command, "what", command), "json", None)) not in (None, "-"):
+            check_file("json", place)
+        return int(module_of(take_files(argv)[0][0]).run(command, argv))
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a command."""
+    return import_module(f"plait.run.commands.{name}")
+
+
+def kind_of(name: str) -> Any:
+    """The class into which a command's words are parsed."""
+    return get_type_hints(module_of(name).run)["config"]
+
+
+def parse(argv: Sequence[str]) -> Any:
+    """The command line as one of the configs; usage errors leave with exit code 2, as argparse's do."""
+    import tyro
+
+    from plait.run.commands.flags import check_flags, parse_sections
+
+    argv, plugins = take_files(argv)
+    for file in plugins:  # its rows are in the help texts too
+        load_plugin(file)
+    name, *words = argv or [""]
+    odd = [word for word in argv if one_line(word) != word and name != "judge"]  # whose program has words of its own
+    if odd:
+        raise ValueError(f"a word is '{one_line(odd[0], 80)}', which a terminal would obey: give plain text")
+    of_a_run = name in ("train", "verify")
+    if name in COMMANDS:  # a parser of its own, so that its errors lead to its own help
+        kind, prog = kind_of(name), f"plait {name}"
+        if name not in NESTED:
+            check_flags(name, kind, words)
+        with heard():  # a help text may be printed
+            if of_a_run:
+                command = parse_sections(_defaults(kind, words), prog, words)
+            else:
+                command = tyro.cli(kind, prog=prog, args=words)
+    else:
+        named = ((name, tyro.conf.subcommand(name, description=text)) for name, text in COMMANDS.items())
+        completing = any(word.startswith("--tyro-") for word in argv)  # a script that knows every flag
+        kinds: Any = Union[
+            *(Annotated[kind_of(name) if completing else make_dataclass(name, ()), word] for name, word in named)
+        ]
+        with heard():
+            command = tyro.cli(kinds, prog="plait", description=DESCRIPTION, args=list(argv))
+    if plugins and of_a_run:
+        command = replace(command, plugin=plugins)
+    flags = {word.partition("=")[0] for word in argv}
+    if of_a_run and command.epochs is not None and "--steps" in flags:
+        where = f" of {command.config}" if command.config and "--epochs" not in flags else ""
+        raise ValueError(
+            f"--steps {command.steps} beside epochs {command.epochs}{where}, which are a number of steps too: "
+            f"leave --steps out, or give --epochs None"
+        )
+    return command
+
+
+def _defaults(kind: Any, words: Sequence[str]) -> Any:
+    """The defaults of a command: the file that its words name by ``--config``, if they do."""
+    _, files = take_files(words, "--config")
+    if len(files) > 1:
+        raise ValueError(f"--config is given {len(files)} times ({', '.join(map(shown, files))}): give one file")
+    if not files:
+        return kind()
+    of_a_run = [field.name for field in fields(configs.TrainConfig)]  # plait verify reads a run's file, too
+    return configs.from_toml(kind, files[0], others=of_a_run)

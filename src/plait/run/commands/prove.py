@@ -1,0 +1,198 @@
+"""``plait prove``: a layout proved from the table, the plan and the schedule.  Nothing runs, and no rank is needed.
+
+plait prove --mesh "shard=128 tensor=8 pipe=16" --strategy zero2 --schedule interleaved --microbatches 16 \\
+    --layers 126 --width 16384 --ffn 53248 --heads 128 --kv-heads 8 --vocab 128256 --dtype bf16-mixed --memory 80GB
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
+
+import tyro
+from rich.table import Table
+
+from plait.run.config import names_a_file, read_schedule
+from plait.table.cells import find_strategy
+from plait.table.flat import BUCKET_BYTES, Cut
+from plait.table.mesh import Mesh
+from plait.messages.wording import human
+from plait.checkpoint.files.writing import write_json
+from plait.referee.prove import Decoder, PaperRun, Proved, Refuted, from_config, prove
+from plait.run.report.screen import screen, working
+from plait.schedule.orders import describe_chunks, describe_orders
+from plait.schedule.pipeline import Pipeline
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+@dataclass(frozen=True)
+class ProveConfig:
+    """Prove that a layout is the run of a single process, for every rank, without running it.
+
+    Exit code 0: proved, 1: refuted, with a counterexample, 2: bad input.
+    """
+
+    mesh: str
+    """Sizes of the axes, as in "replica=16 shard=64 tensor=8 pipe=16"."""
+    model: str | None = None
+    """hf:PATH, a Hugging Face config.json or a folder with one; its weights are not read. None: the sizes below."""
+    layers: int | None = None
+    """Layers of a decoder."""
+    width: int | None = None
+    """Elements of a hidden vector."""
+    ffn: int | None = None
+    """The width inside its MLP; unless given 8/3 of the width, up to a multiple of 32, or 4 x width if not gated."""
+    heads: int | None = None
+    """Attention heads."""
+    kv_heads: int | None = None
+    """Key and value heads; as many as heads unless given."""
+    vocab: int | None = None
+    """Rows of its embedding, and of its head."""
+    gated: bool = True
+    """Three matrices in the MLP (SwiGLU), or two."""
+    strategy: str = "zero3"
+    """A row of the table (ddp, zero1, ... hpz), or your own: "name: params | kept | grads | state"."""
+    microbatches: int = 8
+    """Microbatches of one step on each data rank."""
+    schedule: Annotated[
+        str | None,
+        tyro.conf.arg(
+            help=f"An order ({describe_orders()}), or a file with a schedule. None: 1f1b, if there is a pipe."
+        ),
+    ] = None
+    chunks: Annotated[int | None, tyro.conf.arg(help=describe_chunks())] = None
+    hold: int | None = 1
+    """Stages that a rank keeps unsharded; None: units are gathered one by one in every pass."""
+    split: str | None = None
+    """Links of each stage, as in "5 4": embedding, layers, norm and head are one each. None: equally many."""
+    cut: Cut = "element"
+    """Where the data axes may cut: anywhere in a parameter, or only between parameters."""
+    bucket: int = BUCKET_BYTES
+    """Bytes of small neighbouring units that are laid as one where parameters are whole at rest."""
+    dtype: Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"] = "fp32"
+    """Of parameters and activations; mixed: sums of gradients and the optimizer are in fp32."""
+    batch: int | None = None
+    """Samples of one step, over all ranks and microbatches. None: one for each microbatch of each data rank."""
+    length: int = 1024
+    """Tokens of a sample."""
+    recompute: Literal["full", "selective"] | None = None
+    """Activations that are made again in the backward; they count for the memory."""
+    memory: str | None = None
+    """What a rank has, as 80GB or 80GiB; refuted where it is not enough. None: not asked."""
+    json: str | None = None
+    """Write the result here as JSON; "-" is the standard output."""
+
+    def paper(self) -> PaperRun:
+        """The run that is meant; ValueError for settings that do not fit together."""
+        mesh, strategy = Mesh.parse(self.mesh), find_strategy(self.strategy)
+        named = self.schedule is not None and names_a_file(self.schedule)
+        order = read_schedule(self.schedule) if named and self.schedule else self.schedule
+        dtype, _, mixed = self.dtype.partition("-")
+        parts = mesh.data_size * self.microbatches
+        if self.batch is not None and self.batch < parts:
+            raise ValueError(f"a batch of {self.batch} samples cannot fill {parts} parts: give batch >= {parts}")
+        return PaperRun(
+            decoder=self.decoder(),
+            mesh=mesh,
+            strategy=strategy.mixed(dtype) if mixed else strategy,
+            pipeline=Pipeline(order, mesh.pipe, self.chunks, self.hold),
+            microbatches=self.microbatches,
+            split=None if self.split is None else parse_sizes(self.split),
+            cut=self.cut,
+            bucket=self.bucket,
+            dtype="fp32" if mixed else dtype,
+            batch=-(-(self.batch or parts) // parts),
+            length=self.length,
+            recompute=self.recompute,
+            memory=None if self.memory is None else parse_bytes(self.memory),
+        )
+
+    def decoder(self) -> Decoder:
+        """The model's sizes, from its config or from the flags."""
+        flags = {name: getattr(self, name) for name in ("layers", "width", "ffn", "heads", "kv_heads", "vocab")}
+        given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
+        if self.model is not None:
+            if given:
+                raise ValueError(f"{given[0]} beside --model {self.model}, which says it: leave one of them out")
+            kind, _, path = self.model.partition(":")
+            if kind != "hf" or not path:
+                raise ValueError(f"model {self.model!r}: give hf:PATH, or sizes: --layers --width --heads --vocab")
+            return from_config(path)
+        needed = ("layers", "width", "heads", "vocab")
+        if missing := [name for name in needed if flags[name] is None]:
+            raise ValueError(f"no {missing[0]}: give --model hf:PATH, or --layers --width --heads --vocab")
+        width = flags.pop("width")
+        flags["ffn"] = flags["ffn"] or (-(-8 * width // 96) * 32 if self.gated else 4 * width)
+        flags["kv_heads"] = flags["kv_heads"] or flags["heads"]
+        return Decoder(**flags, hidden=width, gated=self.gated)
+
+
+def parse_bytes(text: str) -> int:
+    """``80GB``, ``79.5GiB`` as bytes; ValueError for anything else."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?i?B)", text)
+    if match is None or match[2] not in UNITS:
+        raise ValueError(f"memory {text!r}: give a number and a unit ({', '.join(UNITS)}), as in 80GB")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """``5 4`` as numbers; ValueError for anything else."""
+    words = text.replace(",", " ").split()
+    if not words or not all(word.isascii() and word.isdecimal() and len(word) < 9 for word in words):
+        raise ValueError(f'split {text!r}: give the links of each stage, as in "5 4"')
+    return tuple(map(int, words))
+
+
+def run(config: ProveConfig, argv: Sequence[str] = ()) -> int:
+    """The proof and its table; the exit code."""
+    run = config.paper()
+    console = screen(stderr=config.json == "-", soft_wrap=True)
+    try:
+        with working():
+            proved = prove(run)
+    except Refuted as refuted:
+        console.print(f"refuted: {refuted.example}")
+        if config.json is not None:
+            write_json(config.json, {"proved": False, "counterexample": asdict(refuted.example)})
+        return 1
+    console.print(table_of(run, proved))
+    if config.json is not None:
+        write_json(config.json, {"proved": True, **as_json(proved)})
+    return 0
+
+
+def table_of(run: PaperRun, proved: Proved) -> Table:
+    """What was proved, in words."""
+    table = Table(title=f"proved: {run.strategy.name} on {run.mesh}", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    order = "in their order" if proved.in_order else "in the order of the schedule, which is not theirs"
+    samples = f"{proved.microbatches} microbatches of {run.mesh.data_size:,} data ranks"
+    room, time = proved.room, proved.seconds
+    has = "" if run.memory is None else f", of {human(run.memory)}"
+    rows = {
+        "sums": f"each of {proved.parameters:,} gradients adds {samples} once: {' then '.join(proved.order)}; "
+        f"microbatches {order}",
+        "owners": "each parameter is on one stage, each element has one owner in each group, and is updated once",
+        "reads": "each pass reads the values that were published last, in two steps",
+        "messages": f"{proved.traffic.messages:,} in a step ({human(proved.traffic.bytes)} sent): each has its "
+        f"counterpart, none can wait forever",
+        "memory": f"{human(room.total)} on rank {room.rank}{has}: state {human(room.state)}, gathered at most "
+        f"{human(room.gathered)}, gradients {human(room.gradients)}, activations about {human(room.activations)}",
+        "ranks": f"{proved.ranks:,}, each compared with its model rank ({proved.compared:,} facts)",
+        "buffers": f"{proved.buffers:,} on {proved.stages} stages, {proved.kinds} kinds carried out "
+        f"({proved.operations:,} operations)",
+        "time": f"{sum(time.values()):.1f} s ({', '.join(f'{part} {value:.1f}' for part, value in time.items())})",
+    }
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return table
+
+
+def as_json(proved: Proved) -> dict[str, object]:
+    """The same for a program."""
+    return asdict(proved) | {"seconds": dict(proved.seconds), "order": list(proved.order)}

@@ -1,0 +1,178 @@
+"""``plait schedule``: pipelines as data, on the screen, proved, and as a picture.  Nothing runs.
+
+plait schedule show 1f1b --stages 4 --microbatches 8          the grid over time, bubbles against their formula
+plait schedule text zbv --stages 4 --microbatches 4           the schedule, to begin one's own with
+plait schedule check mine.txt                                 a proof, or what is wrong and where
+plait schedule draw 1f1b --out 1f1b.svg                       the timeline and the memory of each rank
+"""
+
+from __future__ import annotations  # help texts are made of the orders when they are asked for
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from plait.run.config.layout import names_a_file, read_schedule
+from plait.table.cells import find_strategy
+from plait.messages.escape import say
+from plait.checkpoint.files.writing import check_file, write_text
+from plait.run.report.schedule import bubble_table, share_line, svg, time_grid
+from plait.run.report.screen import screen
+from plait.schedule.actions import MOST_PASSES, MOST_STAGES, Schedule, format_schedule
+from plait.schedule.bubbles import Bubbles, bubbles
+from plait.schedule.check import Proof, check
+from plait.schedule.orders import describe_chunks, describe_orders, find_order, stages_per_rank, write_order
+from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages
+from plait.schedule.simulate import Costs, simulate
+
+
+def _tell(line: str) -> None:
+    say(f"{line}\n", sys.stdout)
+
+
+@dataclass(frozen=True)
+class Source:
+    """An order with its sizes, or a file."""
+
+    order: Annotated[
+        tyro.conf.Positional[str], tyro.conf.arg(help=f"An order ({describe_orders()}), or a file with a schedule.")
+    ]
+    stages: int | None = None
+    """Stages of the whole pipeline; 4 unless given."""
+    microbatches: int | None = None
+    """Microbatches of a step; 8 unless given."""
+    chunks: Annotated[int | None, tyro.conf.arg(help=describe_chunks())] = None
+
+    def sizes(self) -> tuple[int, int]:
+        """Stages and microbatches."""
+        return 4 if self.stages is None else self.stages, 8 if self.microbatches is None else self.microbatches
+
+    def schedule(self) -> tuple[Schedule, Proof]:
+        """What the source says, proved."""
+        if names_a_file(self.order):
+            for name in ("stages", "microbatches", "chunks"):
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(f"{name} is {value}, but the file {self.order!r} says it: leave it out")
+            schedule = read_schedule(self.order)
+        else:
+            schedule = write_order(self.order, *self.sizes(), self.chunks)
+        return schedule, check(schedule)
+
+
+@dataclass(frozen=True)
+class Timed(Source):
+    """A source and what its passes cost."""
+
+    forward: float = 1.0
+    """Time of one stage's forward."""
+    input: float = 1.0
+    """Time of the input part of a backward."""
+    weight: float = 1.0
+    """Time of the weight part of a backward."""
+    latency: float = 0.0
+    """Time of a message from rank to rank."""
+
+    def costs(self) -> Costs:
+        return Costs(self.forward, self.input, self.weight, latency=self.latency)
+
+
+@dataclass(frozen=True)
+class Show(Timed):
+    """Print the grid over time, idle shares against the closed formula, and peak activations."""
+
+    def run(self) -> None:
+        formula, (stages, microbatches) = self.formula(), self.sizes()
+        if not names_a_file(self.order) and (stages > MOST_STAGES or stages * microbatches > MOST_PASSES):
+            share = "none here" if formula.idle_share is None else f"{formula.idle_share:.6f}"
+            _tell(f"{stages} stages x {microbatches} microbatches: the closed forms alone")
+            _tell(f"idle share of rank 0: {share}; peak activations: {max(formula.peaks or (), default='none here')}")
+            return
+        schedule, proof = self.schedule()
+        timeline = simulate(schedule, self.costs())
+        _tell(time_grid(timeline, shutil.get_terminal_size((120, 24)).columns))
+        screen().print(bubble_table(timeline, proof, formula))
+        _tell(share_line(timeline, formula))
+
+    def formula(self) -> Bubbles:
+        """What the closed forms say; nothing of a file, and nothing of waits where messages take time."""
+        if names_a_file(self.order):
+            return Bubbles(None, None, None)
+        chunks = stages_per_rank(self.order, self.chunks)
+        times = (self.forward, self.input, self.weight)
+        closed = bubbles(find_order(self.order).formula, *self.sizes(), chunks, *times)
+        return Bubbles(None, None, closed.peaks) if self.latency else closed
+
+
+@dataclass(frozen=True)
+class Draw(Timed):
+    """Write the timeline, and the activations each rank holds, as an SVG file."""
+
+    out: str = "schedule.svg"
+    """The file to write."""
+
+    def run(self) -> None:
+        check_file("out", self.out)
+        schedule, proof = self.schedule()
+        sizes = f"{proof.num_stages} stages on {len(set(proof.owner))} ranks, {proof.num_microbatches} microbatches"
+        picture = svg(simulate(schedule, self.costs()), self.costs(), f"{self.order}: {sizes}")
+        write_text(self.out, picture)
+        _tell(f"written: {self.out}")
+
+
+@dataclass(frozen=True)
+class Text(Source):
+    """Print the schedule as text, which check, show and draw read back."""
+
+    messages: bool = False
+    """With sends and receives."""
+    strategy: str | None = None
+    """With what a row of the table adds on every rank (ddp, zero1, ... hpz), and the end of the step."""
+
+    def run(self) -> None:
+        schedule, _ = self.schedule()
+        if self.strategy is not None:
+            schedule = add_step(add_sharding(schedule, find_strategy(self.strategy)))
+        if self.messages:
+            schedule = merge_messages(add_messages(schedule))
+        check(schedule)
+        _tell(format_schedule(schedule))
+
+
+@dataclass(frozen=True)
+class Check:
+    """Prove a hand-written schedule. Exit code 0: proved, 2: wrong, with the reason and the place."""
+
+    file: tyro.conf.Positional[str]
+    """One line per rank, as in 0F0 0F1 0B0 0B1."""
+    in_order: bool = False
+    """Refuse gradients that are not added in the order of microbatches."""
+
+    def run(self) -> None:
+        proof = check(read_schedule(self.file), in_order=self.in_order)
+        order = "in the order of microbatches" if proof.in_order else "NOT in the order of microbatches"
+        _tell(f"proved: {proof.num_stages} stages on {len(proof.peaks)} ranks, {proof.num_microbatches} microbatches")
+        _tell(f"gradients are added {order}; peak activations per rank: {', '.join(map(str, proof.peaks))}")
+
+
+@dataclass(frozen=True)
+class ScheduleCommand:
+    """Show, write, prove or draw a pipeline schedule."""
+
+    what: Annotated[
+        Annotated[Show, tyro.conf.subcommand("show")]
+        | Annotated[Text, tyro.conf.subcommand("text")]
+        | Annotated[Check, tyro.conf.subcommand("check")]
+        | Annotated[Draw, tyro.conf.subcommand("draw")],
+        tyro.conf.arg(name=""),
+    ]
+    """What to do with the schedule."""
+
+
+def run(config: ScheduleCommand, argv: Sequence[str]) -> int:
+    """Does what is asked; the exit code."""
+    config.what.run()
+    return 0

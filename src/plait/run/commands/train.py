@@ -1,0 +1,49 @@
+"""``plait train``: what must hold before a run starts, and a run that goes on after a restart."""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from plait.comm.agree import check_together, gather_ints
+from plait.comm.base import NO_NOTE, Comm
+from plait.run.config import TrainConfig, validate, with_job
+from plait.messages.escape import say
+from plait.table.mesh import AXES
+from plait.run.launch.limits import Limits
+from plait.run.launch.local import is_a_rank, launch
+from plait.run.train.resume import check_places, has_settings, newest_sound, restarted
+from plait.run.train.run import run_train
+
+
+def run(config: TrainConfig, argv: Sequence[str]) -> int:
+    """Trains on the ranks of the mesh; the exit code."""
+    config = with_job(config)
+    body: Callable[[Comm], int]
+    if is_a_rank(config):  # how often it was started, all know together
+        body = partial(train_again, config, argv=argv)
+    else:
+        validate(config)
+        if done := check_places(config):
+            say(f"{done}\n", sys.stderr if config.json == "-" else sys.stdout)
+            return 0
+        body = partial(run_train, config, argv=argv)
+    limits = Limits(config.restarts, config.grace, partial(newest_sound, config))
+    return launch(config, body, ["-m", "plait", *argv], limits)
+
+
+def train_again(config: TrainConfig, comm: Comm, argv: Sequence[str]) -> int:
+    """A rank's run, which goes on where the attempts before came to; nothing is written before all have looked."""
+    done, wrong = None, None
+    # An agent that was started anew is younger than what the others have written.
+    begun = any(row[0] for row in gather_ints(comm, [has_settings(config)], AXES, NO_NOTE))
+    try:
+        config = restarted(config, comm.attempt, begun)
+        validate(config)
+        done = check_places(config)
+    except Exception as error:
+        wrong = error
+    check_together(comm, wrong, AXES)
+    if done:
+        say(f"{done}\n", sys.stderr if config.json == "-" else sys.stdout)
+        return 0
+    return run_train(config, comm, argv=argv)

@@ -1,0 +1,27 @@
+"""``plait verify``: one layout, a matrix of layouts, or an engine that is not plait's."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from plait.comm.base import Comm
+from plait.run.commands.judge import run_grid, run_verify_engine
+from plait.run.config import VerifyConfig, validate, with_job
+from plait.run.launch.local import launch
+from plait.referee.verify import run_verify
+from plait.referee.verify.matrix import run_matrix
+from plait.referee.witness.run import with_engine
+
+
+def run(config: VerifyConfig, argv: Sequence[str]) -> int:
+    """Verifies what the settings name; the exit code."""
+    if config.grid:
+        return run_grid(with_job(config), list(argv))
+    if config.matrix is not None and config.engine is None:
+        return run_matrix(config)
+    config = with_job(config)
+    validate(config)
+    body: Callable[[Comm], int] = partial(run_verify, config, argv=argv)
+    if config.engine is not None:
+        config = with_engine(config)
+        body = partial(run_verify_engine, config, argv=argv)
+    return launch(config, body, ["-m", "plait", *argv])

@@ -1,0 +1,168 @@
+"""What is known to be impossible is refused here, before any process starts: a mistake costs a second and not a job."""
+
+import os
+
+import torch
+
+from plait.checkpoint.huggingface import copied_files
+from plait.run.config.bounds import check_values
+from plait.run.config.machine import check_machine, resolve_device
+from plait.run.config.room import check_room, checkpoint_bytes
+from plait.run.config.settings import RunConfig, TrainConfig, VerifyConfig
+from plait.run.config.sinks import METRICS, check_sinks
+from plait.table.precision import LossScale
+from plait.run.data.text import size_of
+from plait.run.data.tokens import token_files
+from plait.forward.compiled import check_compile
+from plait.pipeline.build_stages import split_of
+from plait.pipeline.chain import chain_of
+from plait.checkpoint.files.writing import check_file, check_folder, check_free
+from plait.run.injection.faults import parse_fault
+from plait.run.job.dataset import make_data
+from plait.run.job.job import build_model, make_job
+from plait.schedule.check import check
+from plait.tensor import parallel_plan
+from plait.tensor.gemm import find_gemm
+
+WRITTEN = (METRICS, "config.toml", "summary.json", "timeline.svg", "trace.json")
+"""What a run leaves in its folder, besides checkpoints."""
+
+LOOKED_INTO = 1 << 24
+"""Bytes of a text that is read before the ranks are started."""
+
+FOR_TEXT = {
+    "sequence_parallel": "can be cut in time",
+    "epochs": "has an end",
+    "pack": "has documents",
+    "eval_every": "has a held-out part",
+}
+"""Settings for models of text, and what text has that other data does not."""
+
+
+def validate(config: RunConfig) -> None:
+    """Refuses what is known to be impossible, by a ValueError with the numbers and the fix."""
+    check_values(config)
+    check_machine(config)
+    _ = config.row, config.optimizer_row  # raise what is wrong with them
+    _check_family(config)
+    _check_rates(config)
+    _check_pipeline(config)
+    ranks, parts = config.parsed_mesh.data_size, config.parsed_mesh.data_size * config.microbatches
+    if config.batch < parts:
+        raise ValueError(
+            f"a batch of {config.batch} samples cannot fill {ranks} data ranks x {config.microbatches} microbatches = "
+            f"{parts} parts: give batch >= {parts}, or fewer microbatches"
+        )
+    _check_data(config)
+    check_room(config)
+    if isinstance(config, TrainConfig):
+        _check_training(config)
+    if config.json not in (None, "-"):
+        check_file("json", config.json)
+    _check_dtypes(config)
+    _check_model(config)
+
+
+def _check_family(config: RunConfig) -> None:
+    """Refuses an unknown model, sizes that do not fit together, and settings that are not for its family."""
+    _ = config.sizes
+    if config.family.reads_text:
+        return
+    own = config.job is not None  # of which the engine says what does not fit
+    for name, why in FOR_TEXT.items():
+        if own and name == "sequence_parallel":
+            continue
+        if getattr(config, name, None) not in (None, False):
+            raise ValueError(f"{name} is for text, which {why}; {config.title} reads none: leave it out")
+    if config.recompute == "selective" and not own:
+        raise ValueError(
+            f"recompute selective is for attention, which {config.title} lacks: choose full, or leave it out"
+        )
+
+
+def _check_rates(config: RunConfig) -> None:
+    """Refuses a schedule of the learning rate that does not fit the run, and rates out of range."""
+    if config.epochs is None and config.warmup > config.steps:
+        raise ValueError(f"a warmup of {config.warmup} steps in a run of {config.steps}: give at most {config.steps}")
+
+
+def _check_pipeline(config: RunConfig) -> None:
+    """Refuses a schedule that is wrong, or does not fit the mesh and the microbatches; it is proved here."""
+    pipeline = config.pipeline
+    schedule = pipeline.completed(config.microbatches, config.row)
+    if isinstance(config, VerifyConfig) or (isinstance(config, TrainConfig) and config.verify):
+        check(schedule, in_order=True)
+    if pipeline.num_stages == 1 and config.split is not None:
+        raise ValueError(f"split {config.split!r}, but there is one stage: give the mesh a pipe axis, or leave it out")
+
+
+def _check_data(config: RunConfig) -> None:
+    """Refuses a text that is none, or too little for a step; a large one is read by the ranks alone."""
+    mapped = token_files(config.data)
+    if config.data is not None and not mapped and size_of(config.data) > LOOKED_INTO and config.family.reads_text:
+        return
+    if config.family.weights is None and config.job is None:
+        make_data(config)
+
+
+def _check_training(config: TrainConfig) -> None:
+    """Refuses places that a run could not write to, and a limit on evaluations where there are none."""
+    if config.overwrite and config.out is None:
+        raise ValueError("overwrite without out: there is nothing to replace; give --out DIR, or leave it out")
+    if config.out is not None:
+        check_free(os.path.join(config.out, METRICS))
+        files = [name for name in WRITTEN if os.path.lexists(os.path.join(config.out, name))]
+        if files and not (config.overwrite or config.resume):
+            raise ValueError(
+                f"out {config.out!r} has the {', '.join(files)} of an earlier run: give another folder, --resume "
+                f"auto to go on with that run, or --overwrite"
+            )
+        check_folder("out", config.out, WRITTEN, checkpoint_bytes(config) if config.save_every else 0)
+    for text in config.inject:
+        fault = parse_fault(text, config.parsed_mesh.size, threads=config.world == "thread")
+        if config.epochs is None and fault.step > config.steps:
+            raise ValueError(f"the fault {text!r} is in step {fault.step}, but the run has {config.steps} steps")
+    if config.export is not None:
+        if not config.family.transformers:
+            raise ValueError(f"export writes models of transformers, which {config.title} is not: leave it out")
+        if os.path.lexists(config.export):
+            raise ValueError(f"there is something at export {config.export!r} already: give a new folder")
+        check_folder("export", config.export)
+        copied_files(getattr(config.sizes, "path", None))
+    check_sinks(config.out, tensorboard=config.tensorboard, wandb=config.wandb)
+    if config.eval_every is None and config.eval_steps != TrainConfig.eval_steps:
+        raise ValueError(f"eval_steps {config.eval_steps} without eval_every: give that as well, 0 for once at the end")
+
+
+def _check_dtypes(config: RunConfig) -> None:
+    """Refuses a dtype in which the device cannot compute, and an impossible loss scale."""
+    dtype, device = config.torch_dtype, resolve_device(config)
+    if dtype != torch.float32:
+        try:
+            matrix = torch.ones(2, 2, dtype=dtype, device=device)
+            assert (matrix @ matrix).numel()
+        except RuntimeError as error:
+            raise ValueError(f"{device} cannot multiply matrices in {dtype}: choose another dtype ({error})") from error
+    if config.loss_scale is not None:
+        LossScale(config.loss_scale)
+
+
+def _check_model(config: RunConfig) -> None:
+    """Refuses files that do not fit together, a gemm or a compiler that is not there, a mesh that cannot cut this
+    model."""
+    mesh, pipeline = config.parsed_mesh, config.pipeline
+    find_gemm(config.gemm)
+    check_compile(config.parallelism, mesh.tensor, torch.device(resolve_device(config)))
+    if config.family.weights is not None:
+        make_job(config)
+    if isinstance(config, VerifyConfig) and config.engine is not None:
+        return  # another engine cuts models its own way
+    if pipeline.num_stages > 1:
+        split_of(chain_of(build_model(config)), pipeline.num_stages, config.sizes_of_stages)
+    if mesh.tensor > 1:
+        parallel = parallel_plan(build_model(config), mesh.tensor, sequence=config.sequence_parallel)
+        if not parallel.cuts:
+            raise ValueError(
+                f"tensor={mesh.tensor}, but the plan cuts no parameter of {config.title}: give it more layers (mlp has "
+                f"its first pair of cut layers with 4), or leave the tensor axis out"
+            )

@@ -1,0 +1,100 @@
+"""A config as a TOML file, and back: a key for each field, checked by the field's type.
+
+TrainConfig(mesh="shard=2", layers=None)  ──► mesh = "shard=2"  ──► TrainConfig(mesh="shard=2", layers=None)
+"""
+
+import tomllib
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import tomli_w
+import tyro
+
+from plait.messages.wording import did_you_mean
+from plait.checkpoint.files.reading import read_text, shown
+
+Config = TypeVar("Config")
+
+NONE = "None"
+"""Stands for None, for which TOML has no word, where that is not the default; as on the command line."""
+
+GONE = ("port",)
+"""Keys of files that earlier versions wrote; they have no meaning any more."""
+
+
+@dataclass(frozen=True)
+class FileConfig:
+    """Files that a command reads and writes."""
+
+    config: str | None = None
+    """A TOML file whose keys are the names of the flags, with _ for -; flags on the command line win."""
+    plugin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FILE.py")] = ()
+    """Run this file first, on every rank: it adds strategies, orders, styles, models, optimizers. May be repeated."""
+    json: str | None = None
+    """Write the results here as JSON; "-" is the standard output."""
+
+
+def to_toml(config: Any) -> str:
+    """A config as TOML that ``from_toml`` reads back to the same, without a None that is the field's default, without
+    the steps that epochs have become, and without the leave to overwrite, which is given once."""
+    values = {}
+    left_out = ["config", "overwrite", "resume", "change"] + ["steps"] * (getattr(config, "epochs", None) is not None)
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in left_out and (value is not None or field.default is not None):
+            values[field.name] = NONE if value is None else value
+    return tomli_w.dumps(values)
+
+
+def from_toml(kind: type[Config], path: str, others: Collection[str] = ()) -> Config:
+    """The config in a TOML file; what it does not name keeps its default.
+
+    Args:
+        others: keys that other commands read from such a file, and this one leaves out.
+
+    Raises:
+        ValueError: no such file, no TOML, an unknown key (the nearest are named), a value of another type, or both
+            steps and epochs.
+    """
+    text = read_text(path, "the config").removeprefix("\ufeff")  # which some editors write
+    try:
+        values = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = error if isinstance(error, ValueError) else "it is nested too deeply"
+        raise ValueError(f"the config {shown(path)} is no TOML: {reason}") from error
+    hints = get_type_hints(kind)
+    names = [field.name for field in fields(kind) if field.name != "config"]  # type: ignore[arg-type]
+    left_out = {*GONE, *others} - {*names}
+    values = {name: value for name, value in values.items() if name not in left_out}
+    for name, value in values.items():
+        if name not in names:
+            hint = did_you_mean(name, names, f"the keys are {', '.join(names)}", most=3)
+            raise ValueError(f"unknown key {name!r} in the config {shown(path)}: {hint}")
+        values[name] = _typed(value, hints[name], f"{name} in the config {shown(path)}")
+    if "steps" in values and values.get("epochs") is not None:
+        raise ValueError(
+            f"the config {shown(path)} says steps = {values['steps']} and epochs = {values['epochs']}, which is a "
+            f"number of steps too: leave one of them out"
+        )
+    return kind(**values)
+
+
+def _typed(value: Any, hint: Any, what: str) -> Any:
+    """``value`` if it is of the field's type; a whole number may stand for a float, and "None" for None."""
+    kinds = get_args(hint) if get_origin(hint) not in (Literal, tuple, None) else (hint,)
+    for kind in kinds:
+        if get_origin(kind) is Literal and value in get_args(kind):
+            return value
+        if get_origin(kind) is tuple and isinstance(value, list):
+            return tuple(_typed(item, get_args(kind)[0], what) for item in value)
+        if kind is float and type(value) in (int, float):
+            return float(value)
+        if kind is type(None) and value == NONE:
+            return None
+        if kind is type(value):
+            return value
+    if get_origin(hint) is Literal:
+        raise ValueError(f"{what} is {value!r}: choose one of {', '.join(map(str, get_args(hint)))}")
+    names = " or ".join(k.__name__ for k in kinds if isinstance(k, type) and k is not type(None))
+    raise ValueError(f"{what} is {value!r}, a {type(value).__name__}: give {names or hint}")

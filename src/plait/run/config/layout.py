@@ -1,0 +1,72 @@
+"""How the model lies on the ranks, as flags; ``RunConfig`` makes a ``Parallelism`` of them."""
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Literal
+
+import tyro
+
+from plait.table.flat import BUCKET_BYTES, Cut
+from plait.checkpoint.files.reading import read_text
+from plait.schedule.actions import Schedule, parse_schedule
+from plait.schedule.orders import ORDERS, describe_chunks, describe_orders
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """A layout on the mesh."""
+
+    strategy: str = "zero3"
+    """A row of the table (ddp, zero1, ... hpz), or your own: "name: params | kept | grads | state"."""
+    microbatches: int = 1
+    """Microbatches of one step on each data rank."""
+    schedule: Annotated[
+        str | None,
+        tyro.conf.arg(
+            help=(
+                f"Who of the pipe axis does what when: an order ({describe_orders()}), or a file that plait "
+                f"schedule check proves. None: 1f1b, where there is a pipeline."
+            )
+        ),
+    ] = None
+    chunks: Annotated[int | None, tyro.conf.arg(help=describe_chunks)] = None
+    hold: int | None = 1
+    """Stages that a rank keeps unsharded for its next passes, under a row that splits parameters; None: units are
+    gathered one by one in every pass, which takes the least memory and the most messages."""
+    split: str | None = None
+    """Links of the model on each stage, as in "5 4"; "measured" balances what they cost. None: equally many."""
+    cut: Cut = "element"
+    """Where the data axes may cut: anywhere in a parameter, or only between parameters."""
+    prefetch: int = 1
+    """How many units are gathered ahead of the running one."""
+    bucket: int = BUCKET_BYTES
+    """Bytes: where parameters are whole at rest, neighbouring units of at most so many are laid as one, and what they
+    send is one message; 0: none are."""
+    sequence_parallel: bool = False
+    """Cut the activations between tensor-parallel products in time (over one rank: nothing)."""
+    recompute: Literal["full", "selective"] | None = None
+    """Make activations a second time in the backward instead of keeping them: full, all inside a block; selective,
+    those of attention, which grow with the square of the length. None: keep all."""
+    offload: bool = False
+    """Keep the optimizer's state, and the copy of the parameters that it updates, on the CPU."""
+
+    @cached_property
+    def sizes_of_stages(self) -> tuple[int, ...] | None:
+        """The split as numbers; None: equally many, or measured."""
+        if self.split is None or self.split == "measured":
+            return None
+        words = self.split.replace(",", " ").split()
+        if not words or not all(word.isdecimal() for word in words):
+            raise ValueError(f'split {self.split!r}: give the links of each stage, as in "5 4", or "measured"')
+        return tuple(map(int, words))
+
+
+def names_a_file(schedule: str) -> bool:
+    """Whether a file is meant and not an order: the name has a dot or a slash in it, or there is such a file."""
+    return schedule not in ORDERS and (bool({".", "/"} & {*schedule}) or os.path.isfile(schedule))
+
+
+def read_schedule(path: str) -> Schedule:
+    """The schedule in a file; ValueError if it cannot be read or has something else in it."""
+    return parse_schedule(read_text(path, "the schedule"))

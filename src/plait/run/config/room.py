@@ -1,0 +1,109 @@
+"""Whether a run fits: what its ranks need at least, against what this machine has; and what a checkpoint needs.
+
+    parameters, gradients, optimizer state      by the row's formula, of the ranks on this host
+    a step's samples                            twice, as made and as moved
+    activations of one microbatch               as predicted, where that is known; else one value of each token
+
+A run that needs less than this may still be too large; one that needs more is refused before it starts.
+"""
+
+import os
+from dataclasses import replace
+
+from plait.comm.environment import started
+from plait.run.config.machine import resolve_device
+from plait.run.config.settings import RunConfig, TrainConfig
+from plait.table.parallelism import Recompute
+from plait.messages.wording import fitting, human
+from plait.checkpoint.files.reading import memory
+from plait.predict.activations import DecoderSizes, decoder
+from plait.predict.memory import formula
+
+RECOMPUTED: tuple[Recompute, ...] = ("selective", "full")
+
+
+def check_room(config: RunConfig) -> None:
+    """Raises ValueError, with need and have, for a run on CPUs that cannot fit into this machine's memory."""
+    if resolve_device(config) != "cpu" or config.job is not None:
+        return
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    size = config.parsed_mesh.size
+    if given.isdecimal() and len(given) < 9:
+        ranks = min(int(given), size)
+    else:  # started by hand, perhaps one on each host, or by plait
+        ranks = 1 if started() else size
+    kinds, have = _kinds(config), memory(1 if config.world == "thread" else ranks)
+    need = ranks * sum(kinds.values())
+    if need > have:
+        parts = ", ".join(f"{human(one)} of {what}" for what, one in kinds.items())
+        needs = {name: ranks * sum(_kinds(one).values()) for name, one in _changes(config).items()}
+        raise ValueError(
+            f"{ranks} ranks need at least {human(need)} of memory, and this machine has {human(have)} ({parts} on each "
+            f"rank): {fitting(needs, need, have)}; or give smaller sizes, or more hosts"
+        )
+
+
+def _kinds(config: RunConfig) -> dict[str, int]:
+    """Bytes that one rank needs, by what they are for."""
+    return {"state": _state(config), "a step's samples": _samples(config), "activations": _activations(config)}
+
+
+def _changes(config: RunConfig) -> dict[str, RunConfig]:
+    """The run with one setting changed so that it needs less."""
+    most = config.batch // config.parsed_mesh.data_size
+    changed = {f"--microbatches {most}": replace(config, microbatches=most)}
+    if config.family.predicted and not config.pack:
+        changed |= {f"--recompute {kind}": replace(config, recompute=kind) for kind in RECOMPUTED}
+    if not config.row.params.split and not config.row.params.dtype:
+        changed["--strategy zero3"] = replace(config, strategy="zero3")
+    return changed
+
+
+def checkpoint_bytes(config: TrainConfig) -> int:
+    """What one checkpoint has at least: each parameter, and the optimizer's numbers of it."""
+    return (1 + config.optimizer_row.states) * _parameters(config) * config.torch_dtype.itemsize
+
+
+def decoder_sizes(config: RunConfig) -> DecoderSizes:
+    """A microbatch in the project's decoder, on one rank."""
+    mesh, model = config.parsed_mesh, config.sizes
+    return DecoderSizes(
+        batch=-(-config.batch // (mesh.data_size * config.microbatches)),
+        length=config.length,
+        width=model.width,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        hidden=model.hidden_width,
+        vocabulary=model.vocabulary,
+        itemsize=config.torch_dtype.itemsize,
+        dropout=model.dropout > 0,
+        ways=mesh.tensor,
+        sequence=config.sequence_parallel and mesh.tensor > 1,
+    )
+
+
+def _parameters(config: RunConfig) -> int:
+    """Of the model; 0 where only its files know."""
+    return int(getattr(config.sizes, "num_parameters", 0))
+
+
+def _state(config: RunConfig) -> int:
+    mesh, own = config.parsed_mesh, config.torch_dtype.itemsize
+    numbers = _parameters(config) / (mesh.pipe * mesh.tensor)
+    sizes = {"param_bytes": own, "grad_bytes": own, "optimizer_bytes": own * config.optimizer_row.states}
+    return formula(numbers, mesh, config.row, **sizes).total
+
+
+def _samples(config: RunConfig) -> int:
+    each = 2 * 8 * config.length if config.family.reads_text else config.sizes.width * config.torch_dtype.itemsize
+    return 2 * each * config.batch // config.parsed_mesh.data_size
+
+
+def _activations(config: RunConfig) -> int:
+    if not (config.family.predicted and not config.pack):
+        tokens = config.length if config.family.reads_text else 1
+        samples = config.batch // (config.parsed_mesh.data_size * config.microbatches)
+        return samples * tokens * int(config.sizes.width) * config.torch_dtype.itemsize // config.parsed_mesh.tensor
+    links = ("embed", *(f"blocks.{i}" for i in range(config.sizes.num_layers)), "norm", "head")
+    kept = decoder(decoder_sizes(config), links, config.recompute)
+    return kept // int(config.parsed_mesh.pipe)

@@ -1,0 +1,107 @@
+"""Where the numbers of each step go while a run is under way.
+
+    {"step": 7, "loss": 2.6, "lr": 0.003, ...}  ──► metrics.jsonl       one object a step
+                                                ├─► TensorBoard         event files
+                                                └─► Weights & Biases    a project
+
+What was written before a run is stopped stays.
+"""
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from plait.checkpoint.files.writing import Lines, finite, told
+
+Line = Mapping[str, Any]
+
+METRICS = "metrics.jsonl"
+"""The file of a run's folder that has a line for each step."""
+
+
+class Sinks(ExitStack):
+    """Where a run's lines go, until it is over or stopped; ``line["step"]`` counts from 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writers: list[Callable[[Line], None]] = []
+
+    def write(self, line: Line) -> None:
+        for write in self.writers:
+            write(line)
+
+    def add_json_lines(self, folder: Path, after: int) -> None:
+        """``metrics.jsonl`` in a folder: one object a line, written at once; lines of steps up to ``after`` stay."""
+        lines = keep_lines(folder / METRICS, after)
+        self.callback(lines.close)
+        self.writers.append(lambda line: lines.write(json.dumps(finite(line), allow_nan=False)))
+
+    def add_tensorboard(self, folder: Path, after: int) -> None:
+        """TensorBoard's event files in a folder: a scalar for every number of a line."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = self.enter_context(SummaryWriter(str(folder), purge_step=after + 1 if after else None))
+
+        def write(line: Line) -> None:
+            with told(folder, 0):
+                for name, value in _numbers(line).items():
+                    writer.add_scalar(name, value, line["step"])
+                writer.flush()
+
+        self.writers.append(write)
+
+    def add_wandb(self, project: str, settings: Mapping[str, Any], folder: Path | None) -> None:
+        """A run of a Weights & Biases project; WANDB_MODE=offline keeps it in ``folder`` (None: where we are)."""
+        run = importlib.import_module("wandb").init(project=project, config=dict(settings), dir=folder)
+        self.callback(run.finish)
+        self.writers.append(lambda line: run.log(_numbers(line), step=line["step"]))
+
+
+def keep_lines(path: Path, last: int) -> Lines:
+    """A file of lines, to be gone on with: only those of steps up to ``last`` stay, each whole; what comes after is
+    made again.  One that another run is writing to is not touched."""
+    lines, kept = Lines(path), []
+    for line in lines.read().splitlines() if last else ():
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            continue  # cut off by the end of its run
+        kept += [f"{line}\n"] * (step <= last)
+    lines.replace("".join(kept))
+    return lines
+
+
+def _numbers(line: Line) -> dict[str, float]:
+    """What can be drawn over the steps: all but the step itself and what has no value, and the speed."""
+    speed = {"tokens_per_second": line["tokens"] / line["seconds"]} if line.get("seconds") else {}
+    return speed | {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
+
+
+def check_sinks(out: str | None, *, tensorboard: bool, wandb: str | None) -> None:
+    """Refuses, by a ValueError, sinks that have nowhere to write, or whose package is not installed."""
+    if tensorboard and out is None:
+        raise ValueError("tensorboard writes its event files into the folder out: give --out DIR")
+    for asked, name in ((tensorboard, "tensorboard"), (wandb is not None, "wandb")):
+        spec = importlib.util.find_spec(name) if asked else None
+        if asked and (spec is None or spec.origin is None):  # without origin: only a folder of this name, here
+            raise ValueError(f"{name} is not installed: pip install 'plait[{name}]', or leave --{name} out")
+
+
+def open_sinks(
+    out: str | None, *, tensorboard: bool, wandb: str | None, settings: Mapping[str, Any], after: int = 0
+) -> Sinks:
+    """The sinks of a run that has made ``after`` steps, opened; ``out`` is made where it is missing."""
+    sinks, folder = Sinks(), None if out is None else Path(out)
+    if folder is not None:
+        with told(folder, 0):
+            folder.mkdir(parents=True, exist_ok=True)
+        sinks.add_json_lines(folder, after)
+        if tensorboard:
+            sinks.add_tensorboard(folder, after)
+    if wandb is not None:
+        sinks.add_wandb(wandb, settings, folder)
+    return sinks

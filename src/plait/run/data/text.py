@@ -1,0 +1,192 @@
+"""Text as bytes: a vocabulary of 256, and no tokenizer to download or to version.
+
+Without a path the text is the source of Python's standard library, which every machine has: real, structured, a few
+megabytes, nothing downloaded.  Ranks with different versions of Python would read different text, so a run over
+different machines needs a path.
+
+The same files are one text (``load_text``) or documents (``load_documents``):
+
+    *.jsonl                 the "text" of each line is a document
+    a folder                every other file in it is a document
+    a file alone            paragraphs are documents: blank lines lie between them
+    the standard library    every module is a document
+"""
+
+import json
+import os
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
+
+from plait.run.data.tokens import Tokens
+from plait.checkpoint.files.reading import memory, read_file
+
+STANDARD_LIBRARY_BYTES = 3_000_000  # at most
+MOST_FILES = 1_000_000
+HELD_OUT_PERCENT = 5
+Text = TypeVar("Text", bytes, Tensor, Tokens)
+
+
+def load_text(path: str | None = None) -> bytes:
+    """The bytes of a file, of a folder's text files in sequence, or (None) of the standard library.
+
+    A folder is read recursively in the order of its relative paths.  Files with a NUL byte are taken for binary and
+    skipped, and so are hidden files and folders.  Of ``.jsonl`` files only the texts count, blank lines between them.
+
+    Raises ValueError for nothing at ``path``, no text in it, a single file that is binary, or a line of a ``.jsonl``
+    file without a text.
+    """
+    files = _files(path)
+    parts = [b"\n\n".join(_texts(name, content)) for name, content in files]
+    ends = [b"\n\n" * name.endswith(".jsonl") for name, _ in files[:-1]]
+    return b"".join(part + end for part, end in zip(parts, [*ends, b""], strict=True))
+
+
+def load_documents(path: str | None = None) -> list[bytes]:
+    """The same text in documents, none of them empty, in the order of the text; raises as ``load_text``."""
+    files = _files(path)
+    if path is not None and os.path.isfile(path) and not path.endswith(".jsonl"):
+        (_, text), *_ = files
+        return [paragraph for paragraph in re.split(rb"(?:\r?\n[ \t]*){2,}", text) if paragraph.strip()]
+    return [document for name, content in files for document in _texts(name, content) if document]
+
+
+def split_text(text: Text, length: int) -> tuple[Text, Text]:
+    """(train, held out): the last 5 % are held out, at least one sample (``length`` + 1 tokens).
+
+    ``text`` is bytes, each a token, or a row of tokens.  Raises ValueError for fewer than a sample for each part.
+    """
+    if length < 1:
+        raise ValueError(f"length is {length}: a sample has at least 1 token")
+    sample = length + 1
+    if len(text) < 2 * sample:
+        unit, longest = "bytes" if isinstance(text, bytes) else "tokens", len(text) // 2 - 1
+        fix = f", or a length of at most {longest}" if longest > 0 else ""
+        raise ValueError(
+            f"a text of {len(text)} {unit} is too short: one training and one held-out sample of length {length} "
+            f"need {2 * sample} {unit}; give more text{fix}"
+        )
+    held_out = max(len(text) * HELD_OUT_PERCENT // 100, sample)
+    return text[:-held_out], text[-held_out:]
+
+
+def split_documents(documents: Sequence[Text]) -> tuple[Sequence[Text], Sequence[Text]]:
+    """(train, held out): the last documents, with 5 % of the tokens, one at least; raises ValueError for under 2."""
+    usable = [document for document in documents if len(document) > 1]
+    if len(usable) < 2:
+        raise ValueError(
+            f"{len(usable)} documents of 2 tokens or more: one to train on and one to hold out are needed; give more "
+            f"text (a folder's files, blank lines in a file and lines of .jsonl divide it), or leave pack out"
+        )
+    wanted = sum(map(len, usable)) * HELD_OUT_PERCENT // 100
+    first, held_out = len(usable), 0
+    while first > 1 and (held_out < wanted or first == len(usable)):
+        first -= 1
+        held_out += len(usable[first])
+    return usable[:first], usable[first:]
+
+
+def _files(path: str | None) -> list[tuple[str, bytes]]:
+    """(name, content) of every text file at the path, in order."""
+    if path is None:
+        return standard_library()
+    if os.path.isdir(path):
+        return _folder(Path(path))
+    size_of(path)
+    text = read_file(path, "the data", memory())
+    if not text:
+        raise ValueError(f"{path!r} is empty (0 bytes): give a file with text")
+    if b"\0" in text:
+        raise ValueError(f"{path!r} has a NUL byte, so it looks binary: give plain text, for example in UTF-8")
+    return [(path, text)]
+
+
+def standard_library(max_bytes: int = STANDARD_LIBRARY_BYTES) -> list[tuple[str, bytes]]:
+    """(name, source) of the modules at the top of Python's standard library, by name, cut after ``max_bytes`` bytes.
+
+    Names that begin with an underscore are skipped, since some are generated for one machine, and so are subfolders
+    (tests, site-packages, idlelib).  Raises ValueError where Python has no source files, as in some embedded builds.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    parts: list[tuple[str, bytes]] = []
+    left = max_bytes
+    for file in sorted(folder.glob("[!_]*.py"), key=lambda file: file.name):
+        if left <= 0:
+            break
+        parts.append((file.name, file.read_bytes()[:left]))
+        left -= len(parts[-1][1])
+    if left == max_bytes:
+        raise ValueError(f"this Python has no source files in {str(folder)!r}: give a path to a text")
+    return parts
+
+
+def size_of(path: str) -> int:
+    """Bytes of the file, or of the files in the folder, that would be read; ValueError where that cannot be."""
+    if os.path.isdir(path):
+        return sum(size for _, size in _shown(path))
+    if not os.path.isfile(path):
+        what = "no plain file and no folder" if os.path.lexists(path) else "no file or folder"
+        raise ValueError(f"{what} at data {path!r}: check the path, or leave it out for Python's own source")
+    _check_room(path, size := os.path.getsize(path))
+    return size
+
+
+def _shown(path: str) -> Iterator[tuple[Path, int]]:
+    """The plain files in a folder and below, none of them hidden, with their sizes."""
+    count = total = 0
+    for folder, folders, names in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in names:
+            file = os.path.join(folder, name)
+            if name.startswith(".") or not os.path.isfile(file):
+                continue
+            count, total = count + 1, total + (size := os.path.getsize(file))
+            if count > MOST_FILES:
+                raise ValueError(f"the folder {path!r} has more than {MOST_FILES:,} files: give one of text")
+            _check_room(path, total)
+            yield Path(file), size
+
+
+def _check_room(path: str, size: int) -> None:
+    if size > (have := memory()):
+        raise ValueError(f"data {path!r}: need {size:,} bytes of memory or more, have {have:,}: give a smaller text")
+
+
+def _folder(root: Path) -> list[tuple[str, bytes]]:
+    places = {file.relative_to(root).parts: file for file, _ in _shown(str(root))}
+    shown = sorted(places)
+    contents = ((os.path.join(*place), read_file(places[place], "the data", memory())) for place in shown)
+    parts = [(name, content) for name, content in contents if b"\0" not in content]
+    if not any(content for _, content in parts):
+        raise ValueError(
+            f"the folder {str(root)!r} holds no text: {len(shown)} files, {len(shown) - len(parts)} of them binary, "
+            f"0 bytes of text; give a folder with text files"
+        )
+    return parts
+
+
+def _texts(name: str, content: bytes) -> list[bytes]:
+    """The texts of a ``.jsonl`` file, which has a JSON object on each line; of another file, its content."""
+    if not name.endswith(".jsonl"):
+        return [content]
+    texts = []
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name}, line {number} is not JSON ({error}): give one object per line") from error
+        if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+            raise ValueError(f'{name}, line {number} has no "text": give one object per line, with a string under it')
+        try:
+            texts.append(value["text"].encode())
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name}, line {number} has half a character (a lone surrogate): {error}") from error
+    if not any(texts):
+        raise ValueError(f'{name} holds no text: give one object with a "text" per line')
+    return texts

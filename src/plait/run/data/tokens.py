@@ -1,0 +1,104 @@
+"""Text that is tokens already: files of token numbers, mapped into memory and never read whole.
+
+*.npy            one row of uint16, uint32, int32 or int64
+*.bin            nothing but the numbers: uint16, or uint32 where the vocabulary has more than 65,536 tokens
+*.safetensors    rows of whole numbers, by name
+a folder         its files of these kinds, by path
+
+shards   [0 .. 4][5 .. 11][12 ..       tokens[3:8] is read from two of them
+"""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from plait.checkpoint.files.reading import shown
+
+KINDS = (".npy", ".bin", ".safetensors")
+DIGITS = re.compile(r"(\d+)")
+SAMPLED = 1 << 20
+"""Tokens of each end of a shard by which another text is told."""
+
+
+class Tokens:
+    """Shards end to end, as one row; a slice is again one, and ``long()`` reads it."""
+
+    def __init__(self, shards: Sequence[Tensor]) -> None:
+        self.shards = [shard for shard in shards if len(shard)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.shards))
+
+    def __getitem__(self, part: slice) -> Self:
+        start, stop, _ = part.indices(len(self))
+        found = []
+        for shard in self.shards:
+            found.append(shard[max(start, 0) : max(stop, 0)])
+            start, stop = start - len(shard), stop - len(shard)
+        return type(self)(found)
+
+    def long(self) -> Tensor:
+        """The tokens, int64 [count]; ValueError for a negative number, which a target may be to be ignored."""
+        found = torch.cat([shard.long() for shard in self.shards] or [torch.empty(0, dtype=torch.int64)])
+        if len(found) and (least := int(found.min())) < 0:
+            raise ValueError(f"the data has token {least}, which is negative: give the tokenizer's numbers, from 0")
+        return found
+
+    def sampled(self) -> Iterator[Tensor]:
+        """Parts that differ where the text does, most likely: the length and the ends of each shard."""
+        for shard in self.shards:
+            yield torch.tensor([len(shard)])
+            yield shard[:SAMPLED].long()
+            yield shard[-SAMPLED:].long()
+
+
+def token_files(path: str | None) -> list[Path]:
+    """The files of tokens at a path; none where it is a text."""
+    if path is None or not os.path.isdir(path):
+        return [Path(path)] if path is not None and path.endswith(KINDS) else []
+    files = (Path(folder) / name for folder, _, names in os.walk(path) for name in names)
+    return sorted(file for file in files if file.suffix in KINDS and not file.name.startswith("."))
+
+
+def load_tokens(files: Sequence[Path], vocabulary: int) -> Tokens:
+    """The tokens of all files, mapped.
+
+    Raises:
+        ValueError: a file that is missing, or has something else in it; the message names it.
+    """
+    found: list[Tensor] = []
+    for file in files:
+        try:
+            found += _rows(file, vocabulary)
+        except (OSError, ValueError, TypeError, SafetensorError) as error:
+            raise ValueError(f"cannot read the tokens in {shown(str(file))}: {' '.join(str(error).split())}") from error
+    return Tokens(found)
+
+
+def _rows(file: Path, vocabulary: int) -> Iterator[Tensor]:
+    if not file.stat().st_size:
+        raise ValueError("it is empty")
+    if file.suffix == ".bin":
+        yield torch.from_numpy(np.memmap(file, "<u2" if vocabulary <= 1 << 16 else "<u4", "c"))
+    elif file.suffix == ".npy":
+        yield _checked(torch.from_numpy(np.load(file, mmap_mode="c", allow_pickle=False)))
+    else:
+        with safe_open(file, "pt") as opened:  # maps what it gives
+            for name in sorted(
+                opened.keys(), key=lambda name: [int(n) if n.isdecimal() else n for n in DIGITS.split(name)]
+            ):
+                yield _checked(opened.get_tensor(name))
+
+
+def _checked(row: Tensor) -> Tensor:
+    if row.dim() != 1 or row.dtype.is_floating_point or row.dtype.is_complex or row.dtype == torch.bool:
+        kind = str(row.dtype).removeprefix("torch.")
+        raise ValueError(f"it has {kind} {list(row.shape)}: give one row of whole numbers")
+    return row

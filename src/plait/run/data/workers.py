@@ -1,0 +1,159 @@
+"""The microbatches of the coming steps, made ahead in worker processes.
+
+    step            0   1   2   3   4   5 ...
+    worker 0        0       2       4              a worker makes whole steps of this rank, two ahead
+    worker 1            1       3       5
+    the rank        0   1   2   3                  and gets them in order
+
+Batches are functions of the step (``data.batches``), so workers share nothing with each other or with the rank, and
+bits and order do not depend on their number.
+
+A rank has threads, locks and devices that a copy of it could not use, so workers are copies of another process, which
+has imported this module and done nothing else ("forkserver").  They are closed with the stream, and end on their own,
+within seconds, when the rank that started them is gone.
+"""
+
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.queues
+import multiprocessing.util
+import os
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from plait.comm.ended import EndedError
+from plait.run.data.batches import Batch, Batches, on_device
+from plait.checkpoint.files.writing import told
+
+SETTLE_SECONDS = 1.0
+"""From a broken pipe of a worker to the kernel's word that it has ended."""
+
+_BUILDING = threading.Lock()  # warnings are filtered for the whole process, and ranks may be threads of it
+
+
+@dataclass(frozen=True)
+class StepDataset(Dataset[list[Batch]]):
+    """A data rank's microbatches by step: the map-style dataset of which workers get a copy."""
+
+    batches: Batches
+    data_rank: int
+    num_data_ranks: int
+    num_microbatches: int
+    global_batch: int
+
+    def __getitem__(self, step: int) -> list[Batch]:
+        place = (self.data_rank, self.num_data_ranks, self.num_microbatches)
+        return self.batches.microbatches(step, *place, self.global_batch)
+
+
+class WorkerError(EndedError):
+    """A data worker has ended before its time."""
+
+
+class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
+    """One rank's microbatches, on ``device``, in the order of ``steps``; a context manager that closes its workers.
+
+    ``workers`` is the number of processes that make them ahead; 0 makes each when it is asked for.
+    """
+
+    def __init__(self, dataset: StepDataset, steps: range, workers: int = 0, device: str = "cpu") -> None:
+        self._dataset, self._steps, self._workers, self._device = dataset, steps, workers, device
+        self._next = 0
+        self._iterator: Iterator[list[Batch]] | None = None
+
+    def __next__(self) -> list[Batch]:
+        if self._next >= len(self._steps):
+            self.close()
+            raise StopIteration
+        try:
+            if self._iterator is None:
+                self._iterator = self._start()
+            batches = next(self._iterator)
+        except (RuntimeError, OSError, EOFError) as error:
+            if ended := self._ended(SETTLE_SECONDS if isinstance(error, OSError | EOFError) else 0):
+                raise WorkerError(ended) from error
+            raise
+        self._next += 1
+        return on_device(batches, self._device)
+
+    def _start(self) -> Iterator[list[Batch]]:
+        steps = self._steps[self._next :]
+        if not self._workers:
+            return map(self._dataset.__getitem__, steps)
+        from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "torchdata.stateful_dataloader"])  # heard by the first only
+        with _BUILDING, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            multiprocessing.util.get_temp_dir()  # made here, it is the workers' too
+            loader = StatefulDataLoader(
+                self._dataset,
+                batch_size=None,
+                sampler=steps,
+                num_workers=self._workers,
+                collate_fn=list,  # the microbatches as they are
+                multiprocessing_context=context,
+                worker_init_fn=_watch_the_rank,
+                generator=torch.Generator(),  # it numbers the workers; torch's own generator stays as it is
+            )
+        with told("/dev/shm", 0):  # where the names of locks are
+            started: Iterator[list[Batch]] = iter(loader)
+        return started
+
+    def _ended(self, seconds: float) -> str:
+        """Says how a worker has ended, at once or within some seconds; "" while all live."""
+        workers: Sequence[Any] = getattr(self._iterator, "_workers", ())
+        multiprocessing.connection.wait([worker.sentinel for worker in workers], seconds)
+        for number, worker in enumerate(workers):
+            if code := worker.exitcode:
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                why = ": memory, or room in /dev/shm, may have run out; --workers 0 makes batches without it"
+                return f"data worker {number} (pid {worker.pid}) of this rank {how}{why}"
+        return ""
+
+    def state_dict(self) -> dict[str, int]:
+        """How many steps the stream has given out, whatever has been made ahead."""
+        return {"given": self._next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from there; the number of workers may differ."""
+        self.close()
+        self._next = state["given"]
+
+    def close(self) -> None:
+        """End the workers; the stream can continue, with new ones."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None and self._workers:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _watch_the_rank(worker: int) -> None:
+    """In a worker: leave when the rank is gone, for whatever reason."""
+    rank, server = multiprocessing.parent_process(), os.getppid()
+    assert rank is not None
+
+    def leave() -> None:
+        multiprocessing.connection.wait([rank.sentinel])
+        if os.getppid() == server:  # what it was copied from is the rank's own, and would end more slowly
+            os.kill(server, signal.SIGKILL)
+        shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
+        os._exit(1)
+
+    def lose(error: Exception, batch: object) -> None:  # Python would go on without it, and the rank wait for ever
+        os._exit(1)
+
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(lose)  # type: ignore[attr-defined]
+    threading.Thread(target=leave, daemon=True).start()

@@ -1,0 +1,100 @@
+"""What is trained, as flags: a model, its data, its optimizer; and the values that follow from them.
+
+ModelConfig (families) ─┐
+DataConfig              ├─► JobConfig ──► family, sizes, precision ──► Job (job)
+OptimizerConfig         ┘
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any
+
+import torch
+
+from plait.table.cells import LONG, TABLE, Strategy
+from plait.table.precision import LossScale, Precision
+from plait.run.job.families import Family, ModelConfig, find_family, for_text, own_family
+from plait.run.job.optimizer import OptimizerConfig, OptimizerRow, find_optimizer
+from plait.run.job.own import UserJob, load_job
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read, in which order, and how much of it."""
+
+    steps: int = 60
+    """Steps of the optimizer."""
+    batch: int = 16
+    """Samples of one step, over all ranks and microbatches."""
+    epochs: Annotated[
+        int | None,
+        for_text("Passes over the data, instead of steps; the last step of each has the samples that are left"),
+    ] = None
+    pack: Annotated[bool, for_text("Pack documents of the text into rows, with attention inside each only")] = False
+    ragged: bool = False
+    """Samples of different token counts, so that ranks and microbatches differ too."""
+    data: str | None = None
+    """A file or folder of text, of .jsonl with a "text" a line, or of tokens (.npy, .bin, .safetensors). None: the
+    source of Python's standard library."""
+    seed: int = 0
+    """Decides initial weights, data order and dropout."""
+
+
+@dataclass(frozen=True)
+class JobConfig(ModelConfig, DataConfig, OptimizerConfig):
+    """A job: what is trained, apart from how.  A setting that is wrong raises ValueError where its value is made."""
+
+    @cached_property
+    def family(self) -> Family:
+        """The row of the model, or of the user's job."""
+        if self.job is None:
+            return find_family(self.model)
+        return own_family(self.job if isinstance(self.job, UserJob) else load_job(self.job))
+
+    @property
+    def title(self) -> str:
+        """The model in a word."""
+        return self.model if self.job is None else str(self.job)
+
+    @cached_property
+    def sizes(self) -> Any:
+        """The sizes of the model, or the folder that has them."""
+        return self.family.sizes(self)
+
+    @cached_property
+    def optimizer_row(self) -> OptimizerRow:
+        """The row of the optimizer."""
+        return self.family.optimizer or find_optimizer(self.optimizer)
+
+    @cached_property
+    def row(self) -> Strategy:
+        """The row of the single process; a ``RunConfig`` has its layout's instead, which may say its own dtypes."""
+        return self.in_dtype(TABLE["ddp"])
+
+    def in_dtype(self, row: Strategy) -> Strategy:
+        """The row with the dtypes that ``dtype`` gives its cells; ValueError for a ``dtype`` beside the row's own."""
+        if self.dtype != "fp32" and (row.params.dtype or row.grads.dtype or row.optim.dtype):
+            raise ValueError(f"strategy {row.name!r} says dtypes of its own ({row.row()}), beside dtype {self.dtype}")
+        name, _, mixed = self.dtype.partition("-")
+        return row.mixed(name) if mixed else row
+
+    @cached_property
+    def precision(self) -> Precision:
+        """The dtypes of the row, and the loss scale to begin with: one for fp16, unless there is another."""
+        fp16 = (self.row.params.dtype or self.dtype) == "fp16"
+        return Precision.of(self.row, LossScale().scale if self.loss_scale is None and fp16 else self.loss_scale)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of the computation."""
+        return _named(self.precision.params.dtype or self.dtype)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """In which the model is built: that of the master weights, where there are any."""
+        return _named(self.precision.optim.dtype or self.precision.params.dtype or self.dtype)
+
+
+def _named(dtype: str) -> torch.dtype:
+    named: torch.dtype = getattr(torch, LONG[dtype])
+    return named

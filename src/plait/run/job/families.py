@@ -1,0 +1,303 @@
+"""The families of models that ``--model`` chooses from, a row each, and the flags from which sizes are made.
+
+    ModelConfig ── find_family(model) ──► Family ── sizes(config) ──► GPTConfig ── build ──► the model, on meta
+
+Nothing else knows the families by name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+import tyro
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils._pytree import tree_leaves
+
+from plait.checkpoint.huggingface import open_folder
+from plait.messages.wording import did_you_mean
+from plait.run.data import Batches, SyntheticRegression, as_tokens
+from plait.zero.state.weights import Weights
+from plait.step.step import num_samples
+from plait.run.job.optimizer import OptimizerRow
+from plait.run.job.own import PLACE, GivenBatches, UserJob
+from plait.run.models import gpt, hf, mlp
+from plait.run.models.pretrained import Pretrained
+
+FOLDER = "hf:"
+"""What the name of a Hugging Face folder begins with; no other family has a colon in its name."""
+
+OF_THE_FOLDER = ("layers", "width", "ffn", "heads", "kv_heads", "vocab", "rope_base", "dropout")
+"""What such a folder decides itself."""
+
+
+def describe_families() -> str:
+    """The families, each with its summary, for help texts."""
+    return " ".join(f"{row.heading or name}: {row.summary}." for name, row in FAMILIES.items())
+
+
+def describe_layers() -> str:
+    """How many layers each family has unless the flag says so, for help texts."""
+    layers = {name: row.layers for name, row in FAMILIES.items() if row.layers is not None}
+    alike = {number: [name for name in layers if layers[name] == number] for number in layers.values()}
+    defaults = "; ".join(f"{', '.join(names)}: {number}" for number, names in alike.items())
+    return f"Layers; unless given {defaults}."
+
+
+def stock_families() -> str:
+    """The families that are models of transformers."""
+    return ", ".join(row.heading or name for name, row in FAMILIES.items() if row.transformers)
+
+
+def for_text(what: str) -> Any:
+    """The help of a flag that is for families that read text."""
+    others = ", ".join(name for name, row in FAMILIES.items() if not row.reads_text)
+    return tyro.conf.arg(help=f"{what} (all but {others}).")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is trained, and in which numbers."""
+
+    model: Annotated[str, tyro.conf.arg(help=describe_families())] = "gpt"
+    job: Annotated[str | UserJob | None, PLACE] = None
+    """A job of your own instead: a plait.UserJob in a file, with its model, loss, batches and optimizer."""
+    layers: Annotated[int | None, tyro.conf.arg(help=describe_layers())] = None
+    width: int = 128
+    """Elements of a hidden vector."""
+    ffn: Annotated[
+        int | None, for_text("The width inside the MLP; unless given 8/3 of the width, up to a multiple of 32")
+    ] = None
+    heads: Annotated[int, for_text("Attention heads")] = 4
+    kv_heads: Annotated[int, for_text("Key/value heads, shared by groups of heads")] = 2
+    vocab: Annotated[int, for_text("Tokens of the vocabulary; 256 are the bytes of a text")] = 256
+    rope_base: Annotated[float, for_text("The base of the rotary angles")] = 10000.0
+    length: Annotated[int, for_text("Tokens of one sample")] = 128
+    dropout: float = 0.1
+    """The probability of dropping (llama, qwen2: attention weights only)."""
+    dtype: Literal["fp32", "fp64", "bf16", "bf16-mixed", "fp16-mixed"] = "fp32"
+    """Of the parameters and the computation; mixed: sums of gradients, and the copy of the parameters that the
+    optimizer updates, are in fp32. A row written by hand may say its own dtypes, as in "full bf16 | ..."."""
+    gemm: Literal["torch", "onednn"] = "torch"
+    """Who multiplies the fp32 matrices of linear layers on a CPU; plait doctor measures both on this machine."""
+    compile: bool = False
+    """Compile the model's blocks by torch.compile, and those of the process that it is compared with; needs g++."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model, and everything that differs between kinds."""
+
+    summary: str
+    """For help texts."""
+    sizes: Callable[[Any], Any]
+    """From flags to what ``build`` makes the model of, with a ``width``; refuses what does not fit together."""
+    build: Callable[[Any], nn.Module]
+    loss_fn: Callable[[nn.Module, Any], Tensor]
+    """The sum of the losses of a batch."""
+    layers: int | None = 4
+    """How many there are unless the flag says so; None: the flag is not read."""
+    count_fn: Callable[[Any], int] = gpt.token_count
+    """How many terms that sum has."""
+    leading: Callable[[Any], tuple[int, ...]] = lambda batch: tuple(batch["tokens"].shape)
+    """The shape of a batch's activations without their last dim."""
+    batches: Callable[[Any, int, bool, torch.dtype], Batches] | None = None
+    """What it is trained on, of (sizes, seed, ragged, dtype): without an end, documents or attention over time. None:
+    tokens of the text."""
+    encoder: Callable[[Any], Callable[[bytes], Tensor]] = lambda sizes: as_tokens
+    """From UTF-8 text to tokens."""
+    weights: Callable[[Any, nn.Module], Weights | None] | None = None
+    """Where initial values are read; None: they are drawn."""
+    transformers: bool = False
+    """Whether it is a model of transformers, as which it can be exported."""
+    predicted: bool = False
+    """Whether ``plan.activations`` knows what its blocks keep."""
+    heading: str | None = None
+    """How help texts call it; None: by its name."""
+    valued: bool = False
+    """``build`` gives the parameters their values; otherwise they are drawn when the model is on its ranks."""
+    samples: int | None = None
+    """Of one step, where the data says it and not a flag."""
+    optimizer: OptimizerRow | None = None
+    """Where the job has its own, made of the parameters alone."""
+    rate: float | None = None
+    """The learning rate of that optimizer."""
+
+    @property
+    def others(self) -> bool:
+        """Whether others have written the model's forward."""
+        return self.valued or self.transformers
+
+    @property
+    def reads_text(self) -> bool:
+        return self.batches is None
+
+    @property
+    def unit(self) -> str:
+        """What the speed of a run counts; of a user's job what its loss has."""
+        return "terms" if self.samples else "tokens" if self.reads_text else "samples"
+
+
+def find_family(model: str) -> Family:
+    """The row of a model; ValueError, with the nearest names, if there is none."""
+    name = FOLDER if model.startswith(FOLDER) else model
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if os.path.isdir(model):
+        raise ValueError(f"unknown model {model!r}: for the folder write {FOLDER}{model}")
+    names = [name for name in FAMILIES if name != FOLDER]
+    hint = did_you_mean(model, names, f"choose one of {', '.join(names)}, or {FOLDER}PATH")
+    raise ValueError(f"unknown model {model!r}: {hint}")
+
+
+class Seeded(NamedTuple):
+    """A user's job, and from what its model is drawn."""
+
+    job: UserJob
+    seed: int
+    width: int = 0
+    """Of what goes from stage to stage: not known ahead."""
+
+
+def own_family(job: UserJob) -> Family:
+    """A user's job as a row.
+
+    Raises:
+        ValueError: a model or an optimizer that is something else, or what is not the same each time it is asked for.
+    """
+    job.check()
+    model, row, rate = job.model(0), None, None
+    if job.optimizer is not None:
+        made = job.optimizer(model.parameters())
+        if not isinstance(made, Optimizer):
+            raise ValueError(f"the job's optimizer is {type(made).__name__}: return one of torch.optim's kind")
+        row = OptimizerRow(job.optimizer, states=_states_of(made), amplifies=not isinstance(made, SGD))
+        rate = max(float(group["lr"]) for group in made.param_groups)
+    return Family(
+        "a job of the user's",
+        lambda config: Seeded(job, config.seed),
+        lambda seeded: seeded.job.model(seeded.seed),
+        job.loss_fn,
+        layers=None,
+        count_fn=job.count_fn,
+        leading=leading_dims,
+        batches=lambda seeded, seed, ragged, dtype: GivenBatches(seeded.job, dtype),
+        valued=True,
+        samples=num_samples(job.batch(0)),
+        optimizer=row,
+        rate=rate,
+    )
+
+
+def _states_of(optimizer: Optimizer) -> int:
+    """How many numbers of a parameter's size an optimizer keeps, as a step on its smallest matrix shows; 2 where it
+    makes none without more (a closure)."""
+    every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    for p in every:
+        p.grad = None
+    if not every:
+        return 2
+    one = min([p for p in every if p.dim() > 1] or every, key=Tensor.numel)
+    one.grad = torch.zeros_like(one)
+    try:
+        optimizer.step()
+        kept = list(optimizer.state[one].values())
+    except Exception:  # whatever a class of somebody's raises where others have no gradient
+        return 2
+    return sum(isinstance(value, Tensor) and value.shape == one.shape for value in kept)
+
+
+def leading_dims(batch: Any) -> tuple[int, ...]:
+    """Of token numbers all dims, of anything else the samples."""
+    first = next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+    return (len(first),) if first.is_floating_point() else tuple(first.shape)
+
+
+# ---- the rows -----------------------------------------------------------------------------------------------
+
+
+def _layers(config: ModelConfig) -> int:
+    layers = find_family(config.model).layers if config.layers is None else config.layers
+    assert layers is not None
+    return layers
+
+
+def _decoder(config: ModelConfig) -> gpt.GPTConfig:
+    return gpt.GPTConfig(
+        vocabulary=config.vocab,
+        num_layers=_layers(config),
+        width=config.width,
+        hidden=config.ffn,
+        num_heads=config.heads,
+        num_kv_heads=config.kv_heads,
+        max_length=config.length,
+        dropout=config.dropout,
+        rope_base=config.rope_base,
+    )
+
+
+def _stock(kind: Literal["llama", "qwen2"]) -> Family:
+    def sizes(config: ModelConfig) -> hf.HFConfig:
+        plain = _decoder(config)
+        hf.check_installed()
+        return hf.HFConfig(**vars(plain), kind=kind)
+
+    return Family(f"Hugging Face's {kind} with random weights", sizes, hf.build, hf.loss_sum, transformers=True)
+
+
+def _perceptron(config: ModelConfig) -> mlp.MLPConfig:
+    return mlp.MLPConfig(_layers(config), config.width, dropout=config.dropout)
+
+
+def _folder(config: ModelConfig) -> Pretrained:
+    for name in OF_THE_FOLDER:
+        if (given := getattr(config, name)) not in (getattr(ModelConfig, name), getattr(type(config), name)):
+            raise ValueError(f"{name} {given} beside model {config.model!r}, whose own holds: leave it out")
+    hf.check_installed()
+    folder = Pretrained(config.model.removeprefix(FOLDER))
+    if config.length > (longest := folder.max_length or config.length):
+        raise ValueError(f"length is {config.length}, but the model in {folder.path!r} has {longest} positions")
+    return folder
+
+
+def _load(folder: Pretrained) -> nn.Module:
+    if folder.from_scratch:
+        return folder.build()
+    open_folder(folder.path, folder.outline())  # sizes that the files do not have are refused before they take memory
+    model = folder.build()
+    open_folder(folder.path, model).fill_buffers(model)
+    return model
+
+
+FAMILIES: dict[str, Family] = {
+    "gpt": Family("a small decoder on text", _decoder, gpt.GPT, gpt.loss_sum, predicted=True),
+    "llama": _stock("llama"),
+    "qwen2": _stock("qwen2"),
+    FOLDER: Family(
+        "a Hugging Face folder, whose sizes and dropout hold; weights that it lacks are drawn, and where it lacks a "
+        "tokenizer too each byte is a token",
+        _folder,
+        _load,
+        hf.loss_sum,
+        layers=None,
+        encoder=lambda folder: as_tokens if folder.reads_bytes else folder.encoder(),
+        weights=lambda folder, model: None if folder.from_scratch else open_folder(folder.path, model),
+        transformers=True,
+        heading=f"{FOLDER}PATH",
+    ),
+    "mlp": Family(
+        "linear layers on regression data",
+        _perceptron,
+        mlp.MLP,
+        mlp.loss_sum,
+        layers=16,
+        count_fn=mlp.sample_count,
+        leading=lambda batch: (len(batch["x"]),),
+        batches=lambda sizes, seed, ragged, dtype: SyntheticRegression(sizes.width, seed, ragged=ragged, dtype=dtype),
+    ),
+}
+"""Every family of models.  A new one is a row: ``FAMILIES["mine"] = Family(...)``."""

@@ -1,0 +1,208 @@
+"""What is trained, apart from how: model, loss, data and optimizer, made from a config.
+
+A ``Job`` is the same for a layout on many ranks and for the single process it is compared with, so it has neither
+mesh nor strategy.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from plait.comm import Comm
+from plait.table.parallelism import Parallelism, Recompute
+from plait.table.precision import AS_IT_COMES, Precision
+from plait.table.tensor_plan import Passings, everywhere
+from plait.run.data import Batches, Epochs, StepDataset, StepStream
+from plait.step import Engine, empty_parameters
+from plait.step.nonfinite import NonFinite
+from plait.pipeline.profile import agreed_link_costs
+from plait.zero.state.weights import Weights
+from plait.run.job.config import JobConfig
+from plait.run.job.dataset import make_data
+from plait.run.job.optimizer import make_optimizer, make_scheduler
+from plait.schedule.partition import shortest_step
+from plait.schedule.pipeline import Pipeline
+from plait.tensor import Parallel
+from plait.tensor.gemm import find_gemm
+from plait.tensor.passing import PassingOf
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training job."""
+
+    build: Callable[[], nn.Module]
+    """Makes a model with its parameters on meta."""
+    loss_fn: Callable[[nn.Module, Any], Tensor]
+    count_fn: Callable[[Any], int]
+    batches: Batches
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    """Builds a stock optimizer on parameters."""
+    global_batch: int
+    """Samples of a step."""
+    dtype: torch.dtype
+    seed: int
+    leading: Callable[[Any], tuple[int, ...]]
+    """The shape of a batch's activations without their last dim."""
+    passing: Callable[[Any, Parallel], Passings]
+    """What passes the sites of a tensor plan when the model runs a batch."""
+    width: int
+    """The last dim of what goes from stage to stage; 0: it is not known ahead."""
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    """Builds the learning-rate schedule on the optimizer; ``step()`` is called once a step, after the optimizer's."""
+    held_out: Epochs | None = None
+    """The part of the data that is never trained on; None: there is none."""
+    precision: Precision = AS_IT_COMES
+    """In which dtypes parameters, sums and the optimizer work."""
+    steps: int = 0
+    """Steps of the whole run, which epochs make of the data."""
+    weights: Weights | None = None
+    """Where the model's initial values are read; None: they are drawn from the seed."""
+    gemm: str = "torch"
+    """Who multiplies the matrices of linear layers."""
+    compile: bool = False
+    """Compile the model's units."""
+    digest: Callable[[], str | None] = lambda: None
+    """Of the data; None: the settings decide it."""
+
+    def engine(
+        self,
+        comm: Comm,
+        parallelism: Parallelism,
+        *,
+        clip: float | None = None,
+        nonfinite: NonFinite = "raise",
+        check_drift: int = 0,
+        listener: Callable[[str, Engine], None] | None = None,
+    ) -> tuple[Engine, LRScheduler | None]:
+        """The job under a layout on this rank, and the learning rate's schedule; all ranks call it together."""
+        model = self.build()
+        optimizer = self.optimizer(model.parameters())
+        engine = Engine(
+            model,
+            comm,
+            parallelism=parallelism,
+            optimizer=optimizer,
+            loss_fn=self.loss_fn,
+            count_fn=self.count_fn,
+            clip=clip,
+            seed=self.seed,
+            weights=self.weights,
+            loss_scale=self.precision.loss_scale(),
+            nonfinite=nonfinite,
+            check_drift=check_drift,
+            listener=listener,
+        )
+        return engine, self.scheduler(optimizer) if self.scheduler else None
+
+    def measured_split(
+        self, comm: Comm, pipeline: Pipeline, num_microbatches: int, recompute: Recompute | None
+    ) -> tuple[int, ...]:
+        """How many links each stage is given by what they cost on rank 0; all ranks call it together."""
+        batch = self.microbatches(0, 0, comm.mesh.data_size, num_microbatches, str(comm.device))[0]
+        model, gemm = _cast(self.build(), self.dtype), find_gemm(self.gemm)
+        costs = agreed_link_costs(
+            model, comm, self.loss_fn, batch, self.leading(batch)[0], recompute=recompute, gemm=gemm
+        )
+        return shortest_step(pipeline.written(num_microbatches), *costs)
+
+    def stream(
+        self,
+        steps: range,
+        data_rank: int,
+        num_data_ranks: int,
+        num_microbatches: int,
+        device: str = "cpu",
+        workers: int = 0,
+    ) -> StepStream:
+        """A data rank's microbatches of many steps, on the device; ``workers``, ended by ``with``, make them ahead."""
+        dataset = StepDataset(self.batches, data_rank, num_data_ranks, num_microbatches, self.global_batch)
+        return StepStream(dataset, steps, workers, device)
+
+    def microbatches(
+        self, step: int, data_rank: int, num_data_ranks: int, num_microbatches: int, device: str = "cpu"
+    ) -> list[Any]:
+        """The same of one step."""
+        return next(self.stream(range(step, step + 1), data_rank, num_data_ranks, num_microbatches, device))
+
+    def eval_batches(
+        self, data_rank: int, num_data_ranks: int, num_microbatches: int, device: str = "cpu"
+    ) -> list[list[Any]]:
+        """The same of every step of an evaluation: equally many on all ranks.
+
+        Over all ranks they are the held-out samples, each once, ``global_batch`` a step; of the last step's
+        microbatches some may be one sample without a loss.
+
+        Raises:
+            ValueError: the job has no held-out data.
+        """
+        if self.held_out is None:
+            raise ValueError("an evaluation needs held-out data, which this model does not have: choose one of text")
+        dataset = StepDataset(self.held_out, data_rank, num_data_ranks, num_microbatches, self.global_batch)
+        return list(StepStream(dataset, range(self.held_out.num_steps(self.global_batch)), device=device))
+
+
+def build_model(config: JobConfig) -> nn.Module:
+    """The model that a config describes, in its dtype, with its parameters on meta unless it is the user's."""
+    with nullcontext() if config.family.valued else empty_parameters():
+        model = config.family.build(config.sizes)
+    if config.family.valued and config.stored_dtype == torch.float64:
+        model = model.double()  # a user's buffers too, which lose nothing by it
+    return _cast(model, config.stored_dtype).train()
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Of the parameters, and not of the buffers: in bf16 a rotary angle would be off by radians."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.itemsize > 1:  # fp8 is how frozen weights are stored
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _passing(config: JobConfig) -> Callable[[Any, Parallel], Passings]:
+    """By a forward of a model that others have written, otherwise by what the family says."""
+    family = config.family
+    seen = PassingOf(lambda: _cast(build_model(config), config.torch_dtype), family.loss_fn) if family.others else None
+
+    def passing(batch: Any, parallel: Parallel) -> Passings:
+        found = None if seen is None else seen(batch, parallel)
+        return everywhere(parallel.sites, family.leading(batch)) if found is None else found
+
+    return passing
+
+
+def make_job(config: JobConfig) -> Job:
+    """The job that a config describes.
+
+    Raises:
+        ValueError: sizes or files that don't fit together, or a text that is missing or too short.
+    """
+    family, data = config.family, make_data(config)
+    return Job(
+        build=partial(build_model, config),
+        loss_fn=family.loss_fn,
+        count_fn=family.count_fn,
+        batches=data.batches,
+        optimizer=family.optimizer.make if family.optimizer else partial(make_optimizer, config),
+        global_batch=config.batch,
+        dtype=config.torch_dtype,
+        seed=config.seed,
+        leading=family.leading,
+        passing=_passing(config),
+        width=config.sizes.width,
+        scheduler=partial(make_scheduler, config, data.steps),
+        held_out=data.held_out,
+        precision=config.precision,
+        steps=data.steps,
+        weights=None if family.weights is None else family.weights(config.sizes, build_model(config)),
+        gemm=config.gemm,
+        compile=config.compile,
+        digest=data.digest,
+    )

@@ -1,0 +1,155 @@
+"""A job of the user's own, and how ``--job FILE.py:NAME`` finds it.
+
+    # my_job.py                                        plait verify --job my_job.py:job --mesh shard=2
+
+    job = plait.UserJob(
+        build=lambda: MyModel(),                       an nn.Module, built in the ordinary way
+        loss_fn=lambda model, batch: ...,              the sum of the losses of a batch
+        count_fn=lambda batch: ...,                    how many terms that sum has
+        batches=lambda step: ...,                      the whole batch of a step; or a list of batches
+        optimizer=lambda params: AdamW(params),        left out: what the flags say
+    )
+
+A job says nothing of ranks: plait cuts each step's batch by samples, builds the same model on every rank, and trains it
+under any layout.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+from tyro.constructors import PrimitiveConstructorSpec
+
+from plait.run.data import Batches
+from plait.step.step import num_samples
+from plait.run.job.user_code import load_name
+
+PLACE = PrimitiveConstructorSpec[Any](
+    nargs=1,
+    metavar="FILE.py:NAME",
+    instance_from_str=lambda words: words[0],
+    is_instance=lambda value: True,
+    str_from_instance=lambda value: [str(value)],
+)
+"""How the command line reads ``--job``."""
+
+_SEEDING = threading.Lock()
+"""torch's generator belongs to the process, and ranks may be threads of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class UserJob:
+    """What is trained, apart from how.
+
+    Args:
+        build: makes the model, with its values; it may draw from torch's generator, which is seeded before it.
+        loss_fn: ``(model, batch) -> scalar``, the *sum* of the losses of the batch's samples.
+        batches: the whole batch of a step, of its number from 0, or a sequence of batches that is gone through again
+            and again. A batch is a tensor or nested dicts, lists and tuples of tensors. Tensors whose first dim is the
+            number of samples are cut; all others go to every microbatch.
+        count_fn: how many terms that sum has; left out: one for each sample.
+        optimizer: makes the optimizer of the model's parameters; left out: the flags do.
+    """
+
+    build: Callable[[], nn.Module]
+    loss_fn: Callable[[nn.Module, Any], Tensor]
+    batches: Callable[[int], Any] | Sequence[Any]
+    count_fn: Callable[[Any], int] = num_samples
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
+
+    def __str__(self) -> str:
+        return f"the job around {getattr(self.build, '__qualname__', self.build)}"
+
+    def batch(self, step: int) -> Any:
+        """The whole batch of a step."""
+        return self.batches(step) if callable(self.batches) else self.batches[step % len(self.batches)]
+
+    def model(self, seed: int) -> nn.Module:
+        """The same model for the same seed, also where threads build at the same time.
+
+        Raises:
+            ValueError: ``build`` makes something else.
+        """
+        with _SEEDING, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = self.build()
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"build returns {type(model).__name__}: it has to return an nn.Module")
+        return model
+
+    def check(self) -> None:
+        """Refuses what would be another run on every rank.
+
+        Raises:
+            ValueError: models that share a module or differ in their values, batches that differ.
+        """
+        if not callable(self.batches) and not len(self.batches):
+            raise ValueError("batches is empty: give a batch for each step, or at least one, used again and again")
+        one, other = self.model(0), self.model(0)
+        names = {id(module): name or "the model itself" for name, module in one.named_modules()}
+        for module in other.modules():
+            if id(module) in names:
+                raise ValueError(f"build returns {names[id(module)]} twice, in two models: make everything in it anew")
+        values = other.state_dict()
+        if differ := [name for name, value in one.state_dict().items() if not _same(value, values.get(name))]:
+            raise ValueError(
+                f"build gives {differ[0]!r} other values each time: draw them from torch's generator, which "
+                f"is seeded before each build"
+            )
+        if not all(map(_same, tree_leaves(self.batch(0)), tree_leaves(self.batch(0)))):
+            raise ValueError("batches gives other values for step 0 each time: seed a generator with the step")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are the same, NaN included."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        alike = one.shape == other.shape and one.is_meta == other.is_meta
+        if one.dtype == other.dtype and one.is_floating_point() and one.itemsize == 1:  # torch compares no fp8
+            one, other = one.float(), other.float()
+        return alike and (one.is_meta or torch.equal(one.nan_to_num(), other.nan_to_num()))
+    return isinstance(one, Tensor) == isinstance(other, Tensor)
+
+
+class GivenBatches(Batches):
+    """A user's batches, cut by samples; floating-point tensors in ``dtype``."""
+
+    def __init__(self, job: UserJob, dtype: torch.dtype) -> None:
+        self.job, self.dtype = job, dtype
+
+    def size(self, step: int, global_batch: int) -> int:
+        return num_samples(self.job.batch(step))
+
+    def samples(self, step: int, first: int, count: int, global_batch: int) -> Any:
+        whole = self.job.batch(step)
+        num = num_samples(whole)
+
+        def cut(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            part = leaf[first : first + count] if leaf.dim() and len(leaf) == num else leaf
+            return part.to(self.dtype) if part.is_floating_point() else part
+
+        return tree_map(cut, whole)
+
+
+@cache
+def load_job(place: str) -> UserJob:
+    """The job that ``FILE.py:NAME`` names: a ``UserJob``, or a function without arguments that returns one.
+
+    A file is run once in a process, as a module is.
+
+    Raises:
+        ValueError: no such file or name, or something else behind it.
+    """
+    found = load_name(place, "job", UserJob)
+    job = found() if inspect.isfunction(found) and not inspect.signature(found).parameters else found
+    if not isinstance(job, UserJob):
+        raise ValueError(f"job {place!r} is {type(job).__name__}: give a plait.UserJob, or a function that returns one")
+    return job

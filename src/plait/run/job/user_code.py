@@ -1,0 +1,117 @@
+"""Code of the user's that is run by name: ``FILE.py:NAME``, ``plait --plugin FILE.py``, entry points.
+
+    # my_rows.py                                          plait --plugin my_rows.py verify --optimizer rmsprop
+
+    OPTIMIZERS["rmsprop"] = OptimizerRow(RMSprop, states=1, amplifies=True)
+
+A plugin adds rows to the tables (strategies, orders, styles, families, optimizers) when it is imported.  Installed
+packages have theirs as entry points of the group ``plait_plugins``.  Every rank imports it too.
+"""
+
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from functools import cache
+from importlib.machinery import SourceFileLoader
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from plait.comm.ended import to_its_end
+from plait.messages.escape import one_line
+from plait.checkpoint.files.reading import read_file
+
+FLAG = "--plugin"
+GROUP = "plait_plugins"
+"""The entry points of installed packages that are imported with every command."""
+
+
+def take_files(words: Sequence[str], flag: str = FLAG) -> tuple[list[str], tuple[str, ...]]:
+    """The words of a command line without a flag, and the files that it names; ValueError for a flag without one."""
+    rest, files, left = [], [], iter(words)
+    for word in left:
+        own, equals, file = word.partition("=")
+        if own != flag:
+            rest.append(word)
+        elif file := file if equals else next(left, ""):
+            files.append(file)
+        else:
+            raise ValueError(f"{flag} without a file: give one, as in {flag} FILE")
+    return rest, tuple(dict.fromkeys(files))
+
+
+@cache
+def load_plugin(file: str) -> None:
+    """Runs a plugin's file, once in a process; ValueError, with the line, for any error in it."""
+    if not (file.endswith(".py") and os.path.isfile(file)):
+        raise ValueError(f"plugin {one_line(file, 300)!r}: give a file of Python, as in {FLAG} my_rows.py")
+    _load(f"plugin {file}", file, lambda: load_file(file, "plugin"))
+
+
+@cache
+def load_installed() -> None:
+    """Imports the plugins of installed packages; ValueError, with the package, for any error in one."""
+    for point in entry_points(group=GROUP):
+        owner = point.dist.name if point.dist else "?"
+        _load(f"plugin {point.name!r} of the installed package {owner}", "", point.load)
+
+
+def _load(title: str, file: str, load: Any) -> None:
+    try:
+        load()
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        if isinstance(error, SyntaxError) and error.filename == file:
+            lines = [error.lineno]
+        where = f", line {lines[-1]}" if lines else ""
+        raise ValueError(f"{title}{where}: {type(error).__name__}: {error}") from error
+
+
+def load_name(place: str, what: str, kind: type = object) -> Any:
+    """What ``FILE.py:NAME`` names; the file is run.
+
+    Args:
+        what: the setting, for messages.
+        kind: of what is looked for, to tell which names a file has.
+
+    Raises:
+        ValueError: no such file or name.
+    """
+    path, colon, name = place.rpartition(":")
+    if not (colon and path.endswith(".py") and name.isidentifier()):
+        raise ValueError(f"{what} {place!r}: give a file and a name in it, as in my_{what}.py:{what}")
+    if not os.path.isfile(path):
+        raise ValueError(f"{what} {place!r}: there is no file {path!r}")
+    module = load_file(path, what)
+    if not hasattr(module, name):
+        names = ", ".join(n for n, value in vars(module).items() if isinstance(value, kind)) or "none"
+        raise ValueError(f"{what} {place!r}: {path} has no {name!r}; the {what}s in it: {names}")
+    return getattr(module, name)
+
+
+class _AsWritten(SourceFileLoader):
+    """Compiles what the file says now.
+
+    Python keeps compiled files by the second and the size of the source, so it would run an edit of that second as it
+    was before.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
+
+
+def load_file(path: str, what: str) -> Any:
+    """Runs a file and returns its module; it may import what is beside it."""
+    read_file(path, f"the {what}")  # a file that nobody has written is refused before Python reads it
+    module_name = f"plait_{what}_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path, loader=_AsWritten(module_name, path))
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as if it were run
+    with to_its_end():
+        spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,265 @@
+"""Ranks are copies of a process that has imported everything: each starts in milliseconds, the first time and again.
+
+    launcher   ──►   fork server                     ──►   ranks
+                     imports plait, computes nothing       run the command again
+
+When the launcher dies the kernel kills the server, and when the server dies the ranks: also those that are stopped,
+and without any of their own code.  The launcher and its server speak by messages of JSON over a pair of sockets.
+
+The launcher itself cannot be copied: it may have threads and devices, and glibc reads its variables when a process
+starts.
+"""
+
+import importlib
+import json
+import math
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from plait.messages.escape import say
+from plait.run.launch.failure import leave, open_closed
+from plait.run.launch.signals import ASKING
+from plait.run.watch.diagnose import signal_name
+from plait.run.watch.processes import hear_of_parents_death, look, out_of_memory_kills, ran_out_of_memory, readable
+
+LARGEST = 1 << 20
+"""Bytes of a message."""
+
+ANSWER_SECONDS = 120.0
+"""For which the launcher waits for an answer, unless the deadline is longer; the first comes when all is imported."""
+
+LATE = ("torch._dynamo", "tyro._backends._tyro_backend")
+"""What torch and tyro import only when they first need it, in a second or more: parameters are drawn by the first,
+words parsed by the other."""
+
+BETWEEN_SECONDS = 0.5
+"""Between two looks at a server that has not answered yet."""
+
+NO_PROCESS = "no process can be started ({}): raise `ulimit -u` or the pids.max of the cgroup, or use fewer ranks"
+
+
+PYTHON = (sys.executable, "-P")
+"""Starts every process of ours: Python would look for modules in the current folder first, whoever wrote them."""
+
+SERVER = "import sys; from plait.run.launch.fork_server import serve; serve(*map(int, sys.argv[1:3]), sys.argv[3:])"
+
+
+class LostError(ConnectionError):
+    """The server is gone, and its ranks with it: the kernel ends them.
+
+    Args:
+        code: its exit code; minus the signal that killed it.
+    """
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class ForkServer:
+    """The launcher's side.  A server that was lost is followed by another as soon as a rank is to be started.
+
+    Args:
+        command: what follows ``python`` on the command line of a rank: ``-m module words...`` or ``script words...``
+        environment: all variables of the ranks, but those that differ between them.
+        deadline: seconds for which the server may be stopped.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], deadline: float = 60.0) -> None:
+        self._command, self._environment, self._deadline = command, environment, deadline
+        self._start()
+
+    def _start(self) -> None:
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        shared = [name for name in sys.modules if name.startswith("plait.") and name != "plait.__main__"]
+        self._line.send(json.dumps(shared).encode())  # without the program, which each rank runs for itself
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)  # in the server too, until it ignores them
+        try:
+            words = [*PYTHON, "-c", SERVER, str(theirs.fileno()), str(os.getpid()), *self._command]
+            self._process = subprocess.Popen(
+                words, env=self._environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
+        except OSError as error:
+            self._line.close()
+            raise ValueError(NO_PROCESS.format(error.strerror)) from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+        self._ended: dict[int, int] = {}
+        self._runs, self._kills, self._lost = time.monotonic(), out_of_memory_kills(), False
+
+    def fork(self, variables: Mapping[str, str]) -> int:
+        """Starts a rank with these variables as well; its process id.
+
+        Raises:
+            LostError: the server is gone, or does not answer.
+            ValueError: this system starts no more processes.
+        """
+        if self._lost:
+            self.close()
+            self._start()
+        with self._in_one_line():
+            self._line.send(json.dumps(variables).encode())
+            end = time.monotonic() + max(ANSWER_SECONDS, self._deadline)
+            while True:
+                while not readable([self._line.fileno()], BETWEEN_SECONDS):
+                    self._check_it_runs(end)
+                message = self._receive()
+                if "ended" not in message:
+                    break
+                self._ended[message["ended"]] = message["code"]
+        if "failed" in message:
+            raise ValueError(NO_PROCESS.format(os.strerror(message["failed"])))
+        return message["started"]
+
+    def ended(self) -> Mapping[int, int]:
+        """The exit codes of the ranks that have ended, by process id; below 0, the signal that killed one.
+
+        Raises:
+            LostError: the server is gone, or has been stopped for the deadline.
+        """
+        with self._in_one_line():
+            while readable([self._line.fileno()], 0):
+                message = self._receive()
+                self._ended[message["ended"]] = message["code"]
+            self._check_it_runs(math.inf)
+        return self._ended
+
+    def _check_it_runs(self, end: float) -> None:
+        """TimeoutError: it is past the end of a wait, or the server has been stopped for the deadline."""
+        from plait.comm.deadline import awake_since  # with torch, which the launcher has by now
+
+        now = time.monotonic()
+        if look(self._process.pid).state != "stopped":
+            self._runs = now
+        if now > min(end, max(self._runs, awake_since()) + self._deadline):
+            raise TimeoutError
+
+    def close(self) -> None:
+        """Ends the server, and with it every rank that is left."""
+        self._line.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _receive(self) -> dict[str, int]:
+        data = self._line.recv(LARGEST)
+        if not data:
+            raise ConnectionResetError
+        message: dict[str, int] = json.loads(data)
+        return message
+
+    @contextmanager
+    def _in_one_line(self) -> Iterator[None]:
+        who = f"the process of which ranks are copies (pid {self._process.pid})"
+        try:
+            yield
+        except ConnectionError:
+            self._lost, code = True, self._process.wait()
+            memory = code == -signal.SIGKILL and ran_out_of_memory(self._process.pid, self._kills, self._runs)
+            ended = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
+            what = f"{ended}{': the kernel says that memory ran out' if memory else ''}"
+            raise LostError(f"{who} {what}; its ranks ended too", code) from None
+        except TimeoutError:
+            self._lost = True
+            self._process.kill()
+            raise LostError(f"{who} is stopped, or does not answer: it is ended, with its ranks", 1) from None
+
+
+def die_with(parent: int) -> None:
+    """From now on the kernel kills this process as soon as ``parent`` is gone."""
+    hear_of_parents_death(signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before
+        os._exit(1)
+
+
+def serve(line_number: int, launcher: int, command: Sequence[str]) -> None:
+    """The server: a rank for each message, and a message for each rank that has ended."""
+    die_with(launcher)
+    open_closed()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ASKING}  # whole groups of processes get them
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+    line = socket.socket(fileno=line_number)
+    for name in ("plait.comm.process", "plait.run.watch.rank", *json.loads(line.recv(LARGEST))):
+        importlib.import_module(name)  # what the launcher has, every rank will need
+    for name in LATE:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    if command[0] != "-m":
+        sys.path.insert(0, str(Path(command[0]).resolve().parent))
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(writer)
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+    own = os.getpid()
+    while True:
+        ready, _, _ = select.select([line.fileno(), reader], [], [])
+        if reader in ready:
+            os.read(reader, 4096)
+            for process, code in _ended():
+                line.send(json.dumps({"ended": process, "code": code}).encode())
+        if line.fileno() in ready:
+            request = line.recv(LARGEST)
+            if not request:
+                os._exit(0)
+            try:
+                process = os.fork()
+            except OSError as error:
+                line.send(json.dumps({"failed": error.errno}).encode())
+                continue
+            if not process:
+                signal.set_wakeup_fd(-1)
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+                line.close()
+                _be_a_rank(command, json.loads(request), own)
+            line.send(json.dumps({"started": process}).encode())
+
+
+def _ended() -> list[tuple[int, int]]:
+    """(process id, exit code) of those that have ended since."""
+    found: list[tuple[int, int]] = []
+    while True:
+        try:
+            process, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if not process:
+            return found
+        found.append((process, os.waitstatus_to_exitcode(status)))
+
+
+def _be_a_rank(command: Sequence[str], variables: Mapping[str, str], server: int) -> NoReturn:
+    """Runs the command, as ``python`` would, and ends this process: without an interpreter's slow end."""
+    code: object = 1
+    try:
+        die_with(server)
+        if numpy := sys.modules.get("numpy"):  # torch's is the same in every process, Python's another in every fork
+            numpy.random.seed()
+        os.environ.update(variables)
+        is_module = command[0] == "-m"
+        sys.argv = list(command[is_module:])
+        if is_module:
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(command[0], run_name="__main__")
+        code = 0
+    except SystemExit as left:
+        code = left.code or 0
+        if not isinstance(code, int):
+            say(f"{code}\n")
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        leave(code if isinstance(code, int) else 1)

@@ -1,0 +1,237 @@
+"""One host: ``launch(config, body, command)`` gives every rank a ``Comm`` and runs ``body`` on it.
+
+    torchrun's variables are set        this process is a rank: join, run, leave
+    world=thread                        every rank is a thread of this process
+    otherwise                           torch's elastic agent starts ranks, each of which runs ``command`` again
+
+So the same command runs alone, under torchrun, and under whatever sets torchrun's variables.  On one host nothing
+listens on a port but the ranks' own connections on loopback.  Ranks never outlive their launcher: the kernel ends them.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from plait.comm import thread
+from plait.comm.base import Comm
+from plait.comm.check import check_collectives
+from plait.comm.environment import launched
+from plait.run.config import MachineConfig, resolve_device
+from plait.run.config.machine import idle_devices, resolve_world
+from plait.comm.ended import to_its_end
+from plait.messages.escape import say
+from plait.checkpoint.files.writing import told
+from plait.run.launch.failure import LAUNCHER, leave_note
+from plait.run.launch.fork_server import ForkServer
+from plait.run.launch.limits import Limits
+from plait.run.launch.signals import Asked, announced, heard
+from plait.run.watch.folder import PAGE, WATCH, private_folder
+from plait.run.watch.page import Page
+
+Body = Callable[[Comm], int]
+
+LAUNCHER_FIRST = 5.0
+"""Seconds by which a launcher that was asked as well ends its ranks before they end themselves."""
+
+
+def launch(config: MachineConfig, body: Body, command: Sequence[str], limits: Limits | None = None) -> int:
+    """Runs ``body`` on every rank and returns the exit code; rank 0's output is shown, and any rank's error.
+
+    Args:
+        command: what follows ``python`` in the command that started this very process: run again, it must come here
+            again, now as a rank.
+        limits: restarts after a fault, and the time that a signal leaves to ``body``, which then looks at the ``stop``
+            of each step's result; None: no restart, no time.
+
+    Raises:
+        ValueError: torchrun started another number of ranks than the mesh has.
+    """
+    limits = limits or Limits()
+    first = LAUNCHER not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0"
+    if first and (why := idle_devices(config)):
+        say(f"plait: {why}\n")
+    if config.check_collectives:
+        body = _checked(body)
+    if is_a_rank(config):
+        return _be_a_rank(config, body, limits)
+    if config.world == "thread":
+        return _be_all_ranks(config, body, limits)
+    return _start_ranks(config, command, limits)
+
+
+def is_a_rank(config: MachineConfig) -> bool:
+    """Whether a launcher, plait's or torchrun's, has started this process as one of the ranks.
+
+    Raises:
+        ValueError: half of what a rank must know is set, or Slurm or mpirun has started the command several times.
+    """
+    return launched(
+        ranks=config.parsed_mesh.size,
+        fix="start one, which starts all ranks of this host (srun -n 1), or one torchrun on each host",
+    )
+
+
+def _checked(body: Body) -> Body:
+    return lambda comm: body(check_collectives(comm))
+
+
+def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
+    from plait.comm.process import ProcessComm
+    from plait.run.watch.joined import watch_joined
+    from plait.run.watch.rank import watch
+
+    torch.set_num_threads(config.threads)
+    device = resolve_device(config)
+    try:
+        mesh, alike = config.parsed_mesh, shared_settings(config)
+        shared = resolve_world(config) == "shared_memory"
+        comm = ProcessComm.from_env(mesh, device=device, deadline=config.deadline, facts=alike, shared_memory=shared)
+    except (ConnectionError, TimeoutError) as error:  # a port that is taken, ranks that never came
+        raise ValueError(str(error)) from error
+    with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
+        if comm.rank:
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+        if limits.grace:
+            grace = limits.grace + (LAUNCHER_FIRST if LAUNCHER in os.environ else 0)
+            stack.enter_context(heard(Asked(lambda number: _ask([comm], number), grace=grace)))
+        if folder := os.environ.get(WATCH):
+            with told(folder, 0):
+                page = Page.open(Path(folder) / PAGE)
+            stack.enter_context(watch(comm, page, Path(folder)))
+        else:
+            stack.callback(comm.end_observers)
+            watch_joined(comm)
+        with to_its_end():
+            code = body(comm)
+    comm.close()
+    # Rank 0 speaks for all, perhaps long after the others are done (a reference run).  They leave with 0, because the
+    # launcher stops all ranks at the first other code.
+    if comm.rank or not code:
+        return 0
+    leave_note("", final=True)
+    return code
+
+
+PLACES = {"config", "data", "out", "json", "export", "tensorboard", "wandb", "workers", "world"}
+"""Settings in which hosts may differ: where things lie, and what only one rank does."""
+
+
+def shared_settings(config: MachineConfig) -> dict[str, str]:
+    """What all ranks must be told alike, by flag, and the texts of a job's file and of plugins."""
+    given = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in PLACES}
+    facts = {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()}
+    for name, files in {
+        "job": [str(given.get("job") or "").rpartition(":")[0]],
+        "plugin": given.get("plugin", ()),
+    }.items():
+        if told := [f"{Path(f).name} {_digest(Path(f))}" for f in files if Path(f).is_file()]:
+            facts[f"--{name}"] = ", ".join(told)
+    return facts
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+
+
+def _ask(comms: Sequence[Comm], number: signal.Signals) -> None:
+    """The ranks agree on it at the end of their step."""
+    for comm in comms:
+        comm.stop_signal = int(number)
+
+
+def _be_all_ranks(config: MachineConfig, body: Body, limits: Limits) -> int:
+    comms: list[Comm] = []
+
+    def rank(comm: Comm) -> int:
+        comms.append(comm)
+        return body(comm)
+
+    def ask(number: signal.Signals) -> None:
+        say(announced(number, limits.grace))
+        _ask(comms, number)
+
+    with _left_at_once(Asked(ask, grace=limits.grace)), contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(config.threads)
+        device, deadline = resolve_device(config), config.deadline
+        return max(thread.run(config.parsed_mesh, rank, device=device, deadline=deadline))
+
+
+@contextlib.contextmanager
+def _left_at_once(asked: Asked) -> Iterator[None]:
+    """A signal that ends this process does so without the interpreter's own exit, in which a thread that is still
+    inside torch would abort it."""
+    with heard(asked):
+        try:
+            yield
+        except SystemExit as left:
+            if threading.current_thread() is not threading.main_thread() or asked.number is None:
+                raise
+            say(f"plait: stopped by {signal.Signals(asked.number).name}{asked.when}\n")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(int(str(left.code)))
+
+
+def _start_ranks(config: MachineConfig, command: Sequence[str], limits: Limits) -> int:
+    environment = {**os.environ, **rank_environment(config)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_agent_kept_quiet())
+        with told(os.environ.get("TMPDIR", "/tmp"), 0):
+            folder = stack.enter_context(private_folder())
+        server = ForkServer(command, environment, config.deadline)
+        stack.callback(server.close)
+        from plait.run.launch.agent import RankAgent  # while the server imports as well
+
+        agent = RankAgent(config.parsed_mesh, folder, server, limits, config.deadline)
+        stack.enter_context(heard(agent.asked))
+        try:
+            agent.run()
+        except SystemExit as left:
+            say(f"plait: stopped by {signal.Signals(int(str(left.code)) - 128).name}, with all ranks\n")
+            return int(str(left.code))
+        except ConnectionError as error:
+            say(f"plait: {error}\n")
+            return 128 + agent.asked.number if agent.asked.number else agent.code or 1
+        return agent.code
+
+
+def rank_environment(config: MachineConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that ranks get besides the launcher's; what the user has set is left alone.
+
+    - All ranks are on this host, so they talk over loopback, whatever the hostname resolves to.
+    - glibc returns large freed blocks to the kernel, to be faulted in again at the next use.  A unit's storage is freed
+      and refilled in every step, so that is switched off (docs/log.md).
+    - When a rank dies, plait names it; gloo would also log the closed connection on all others.
+    """
+    wanted = {
+        "TORCH_CPP_LOG_LEVEL": "FATAL",
+        "OMP_NUM_THREADS": str(config.threads),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 42),
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    }
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback:
+        wanted["GLOO_SOCKET_IFNAME"] = loopback[0]
+    return {LAUNCHER: str(os.getpid()), **{k: v for k, v in wanted.items() if k not in given}}
+
+
+@contextlib.contextmanager
+def _agent_kept_quiet() -> Iterator[None]:
+    """Without elastic's own log."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

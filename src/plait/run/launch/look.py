@@ -1,0 +1,101 @@
+"""What the launcher sees of its ranks without asking them: what they last said, and what the kernel says of them.
+
+page, /proc, exit codes  ──►  diagnose  ──►  told once, with the stacks of those that stand still
+                                        └──►  too long: the attempt is over
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from plait.comm.deadline import awake_since, clock
+from plait.messages.escape import say
+from plait.table.mesh import Mesh
+from plait.checkpoint.files.writing import told
+from plait.run.watch.diagnose import ENDED, LONG, Diagnosis, block, diagnose, signal_name
+from plait.run.watch.folder import PAGE
+from plait.run.watch.page import HEADER, RECORD, Page
+from plait.run.watch.processes import ProcessState, look, out_of_memory_kills, ran_out_of_memory
+from plait.run.watch.stacks import with_stacks
+
+SETTLE_SECONDS = 0.1
+"""Between the end of a rank and the report: the others come to where they wait for it."""
+
+BETWEEN_SECONDS = 0.5
+"""Between two diagnoses of ranks that all live."""
+
+
+class Look:
+    """One attempt's ranks.
+
+    Args:
+        folder: the attempt's; the page is made in it.
+        deadline: seconds for which ranks may stand still.
+    """
+
+    def __init__(self, mesh: Mesh, folder: Path, deadline: float) -> None:
+        self._mesh, self._folder, self._deadline = mesh, folder, deadline
+        with told(folder / PAGE, HEADER + RECORD * mesh.size):
+            self.page = Page.create(folder / PAGE, mesh.size)
+        self._long, self._next = min(LONG, deadline / 2), 0.0
+        self._told: dict[tuple[str, int], float] = {}
+        self._memory = out_of_memory_kills()
+
+    @property
+    def reached(self) -> int:
+        """The last step that any rank began; -1 before the first."""
+        return max(status.step for status in self.page.read_all())
+
+    def is_done(self, rank: int) -> bool:
+        """Whether a rank has said that it came to the end of its part: one that ends with exit code 0 may have not."""
+        return self.page.read(rank).state == "done"
+
+    def of_the_end(self, ended: Mapping[int, int]) -> str:
+        """What is told when ranks have ended with these codes; "" where none of them has said anything."""
+        time.sleep(SETTLE_SECONDS)
+        return block([one for one in self._found(ended) if one.kind in ENDED])
+
+    def tell_signals(self) -> None:
+        """Tells which ranks were asked to end.  All may have ended behind their step within a moment."""
+        for status in [] if self.page.stop else self.page.read_all():
+            if status.signal > 0 and self._is_new("signal", status.rank, time.monotonic()):
+                say(f"plait: rank {status.rank} got {signal_name(status.signal)}: all ranks end behind their step\n")
+
+    def tell(self, ended: Mapping[int, int], ranks: Mapping[int, int]) -> Diagnosis | None:
+        """Tells what is new; the finding that has lasted for the deadline, if there is one.
+
+        Args:
+            ended: exit codes of those that have ended, by rank.
+            ranks: process ids by rank.
+        """
+        clock()
+        now = time.monotonic()
+        if now < self._next:
+            return None
+        self._next = now + BETWEEN_SECONDS
+        found = [one for one in self._found(ended) if one.kind not in ENDED]
+        lasting = {(one.kind, one.rank) for one in found} | {("signal", rank) for rank in ranks}
+        lasting |= {key for key in self._told if key[0] == "straggler"}
+        self._told = {key: since for key, since in self._told.items() if key in lasting}
+        fresh = [one for one in found if self._is_new(one.kind, one.rank, now)]
+        say(block(with_stacks(fresh, self._folder, ranks)))
+        return next((one for one in found if self._too_long(one, now)), None)
+
+    def _is_new(self, kind: str, rank: int, now: float) -> bool:
+        return self._told.setdefault((kind, rank), now) == now
+
+    def _too_long(self, one: Diagnosis, now: float) -> bool:
+        if one.kind == "straggler":
+            return False
+        before = 0.0 if one.kind == "stopped" else self._long
+        return now - max(self._told[one.kind, one.rank], awake_since()) >= self._deadline - before
+
+    def _found(self, ended: Mapping[int, int]) -> list[Diagnosis]:
+        statuses = self.page.read_all()
+        states = [
+            ProcessState(s.pid, "gone", code, code == -9 and ran_out_of_memory(s.pid, self._memory, s.since))
+            if (code := ended.get(s.rank)) is not None
+            else look(s.pid, s.born)
+            for s in statuses
+        ]
+        return diagnose(statuses, states, time.monotonic(), self._mesh, self._long, awake_since())

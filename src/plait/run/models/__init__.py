@@ -1,0 +1,16 @@
+"""The models that the command line trains: plain ``torch.nn``, each with its loss as a sum and the count to divide by.
+
+mlp.py           linear layers in one ``nn.Sequential``
+sharded_mlp.py   a pipeline stage's slice of it, to learn from
+gpt.py           a small modern decoder
+hf.py            stock Hugging Face decoders with random weights
+pretrained.py    a Hugging Face folder as a model
+documents.py     attention masks and positions of rows that hold several documents
+
+Use them as modules: ``from plait.run.models import gpt`` and then ``gpt.GPT(gpt.GPTConfig())``, ``gpt.loss_sum``,
+``gpt.token_count``.
+"""
+
+from plait.run.models import gpt, hf, mlp, pretrained, sharded_mlp
+
+__all__ = ["gpt", "hf", "mlp", "pretrained", "sharded_mlp"]

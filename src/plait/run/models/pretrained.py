@@ -1,0 +1,157 @@
+"""A Hugging Face folder as a model: its config and its tokenizer.  The weights are read elsewhere, piece by piece.
+
+    config.json ──► AutoModelForCausalLM.from_config ──► the stock class, parameters on meta
+    tokenizer.json ──► text ──► tokens
+    *.safetensors        see ``checkpoint.huggingface``
+
+Nothing is downloaded and no code in the folder is run.  Whatever transformers raises about a folder, exceptions of many
+kinds, is reported as a fault of the folder.
+"""
+
+import importlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.checkpoint.files.reading import read_file
+from plait.run.models.hf import BUILDING
+
+LARGEST = 1 << 24
+"""Bytes of a config.json."""
+OTHER_ROPES = ("default", "mrope", "su")
+"""Of which transformers makes one of its own."""
+LARGEST_NUMBER = (1 << 31) - 1
+COUNTED, MOST = re.compile("layer|depth|expert|block"), 10_000
+"""What a model may have as modules of their own, and how many."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A folder with a causal language model; raises ValueError where there is none, or no config in it."""
+
+    path: str
+
+    def __post_init__(self) -> None:
+        folder = Path(self.path)
+        if not os.path.isdir(folder):
+            raise ValueError(f"model hf:{self.path}: no such folder; give one with config.json and safetensors files")
+        if not os.path.isfile(folder / "config.json"):
+            raise ValueError(f"model hf:{self.path}: no config.json in it, so no Hugging Face model; check the path")
+
+    @contextmanager
+    def _blamed(self, fault: str) -> Iterator[Any]:
+        """transformers; what it raises inside becomes a ValueError that names the folder and the fault."""
+        transformers = importlib.import_module("transformers")
+        try:
+            yield transformers
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise ValueError(f"model hf:{self.path}: transformers {fault}: {text}") from error
+
+    def config(self) -> Any:
+        """The folder's config; raises ValueError if unreadable, quantised, or not of a causal language model."""
+        with self._blamed("cannot read its config.json") as transformers:
+            known = importlib.import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+            _check_values(Path(self.path) / "config.json", (*known, *OTHER_ROPES))
+            config = transformers.AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
+        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ValueError(
+                f"model hf:{self.path} is of type {config.model_type!r}, for which transformers has no causal language "
+                f"model: give a decoder, such as llama or qwen2"
+            )
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError(f"model hf:{self.path}: its weights are quantised; give a folder with plain ones to train")
+        return config
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        return int(self.config().vocab_size)
+
+    @property
+    def width(self) -> int:
+        """Elements of a hidden vector."""
+        return int(self.config().hidden_size)
+
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens of one sample; None: the model's positions have no end."""
+        return getattr(self.config(), "max_position_embeddings", None)
+
+    def outline(self) -> nn.Module:
+        """What ``build`` gives, with nothing allocated: parameters and buffers are on meta."""
+        with torch.device("meta"):
+            return self.build()
+
+    def build(self) -> nn.Module:
+        """The stock class of the folder's config, with whatever values it gives itself, in fp32."""
+        config, options = self.config(), {"dtype": torch.float32, "attn_implementation": "sdpa"}
+        with BUILDING, self._blamed("cannot build a model from its config.json") as transformers:
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **options)
+        return model
+
+    @property
+    def from_scratch(self) -> bool:
+        """Whether the folder has no weights of any kind, so that the model's are drawn."""
+        return not self._has("*.safetensors*", "*.bin*", "*.pt", "*.pth", "*.msgpack", "*.h5", "*.gguf")
+
+    @property
+    def reads_bytes(self) -> bool:
+        """Whether each byte of a text is a token, because the folder has neither weights nor a tokenizer."""
+        return self.from_scratch and not self._has("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
+
+    def _has(self, *patterns: str) -> bool:
+        return any(next(Path(self.path).glob(pattern), None) for pattern in patterns)
+
+    def encoder(self) -> Callable[[bytes], Tensor]:
+        """From UTF-8 text to tokens of the folder's tokenizer, without special ones: int64 [count].
+
+        Raises ValueError for no tokenizer, or one of another vocabulary; when called, for a text that is not UTF-8.
+        """
+        options = {"local_files_only": True, "trust_remote_code": False}
+        with self._blamed("finds no tokenizer in it") as transformers:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self.path, **options)
+        largest, size = max(tokenizer.get_vocab().values(), default=0), self.vocabulary
+        if largest >= size:
+            raise ValueError(
+                f"model hf:{self.path}: its tokenizer has tokens up to {largest}, but the model's vocabulary ends at "
+                f"{size - 1}: the tokenizer is another model's, or the embedding was not enlarged with it"
+            )
+
+        def encode(text: bytes) -> Tensor:
+            try:
+                words = text.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"the text is not UTF-8, which the tokenizer reads ({error}): convert it") from error
+            encoded = tokenizer(words, add_special_tokens=False, return_attention_mask=False, verbose=False)
+            return torch.tensor(encoded["input_ids"], dtype=torch.int64)
+
+        return encode
+
+
+def _check_values(file: Path, ropes: tuple[str, ...]) -> None:
+    """Raises ValueError for a kind of rope that is none, and for numbers that no model has, to which transformers would
+    count."""
+    text = read_file(file, "the config", LARGEST)
+    try:
+        found = [("", json.loads(text))]
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    while found:
+        name, value = found.pop()
+        if name == "rope_type" and value not in ropes:
+            raise ValueError(f"rope_type is {str(value)[:80]!r}: give one of {', '.join(ropes)}")
+        if isinstance(value, dict):
+            found += value.items()
+        elif isinstance(value, list):
+            found += [(name, one) for one in value]
+        elif isinstance(value, int) and abs(value) > (most := MOST if COUNTED.search(name) else LARGEST_NUMBER):
+            raise ValueError(f"{name[:80]} is {value}, and no model has more than {most}")

@@ -1,0 +1,120 @@
+"""A timeline to look at: a grid of characters over time, a table beside the closed forms, and an SVG drawing.
+
+    rank 0 | F0 F1 .  .  B0 -- .  B1 --        F0: forward of microbatch 0; --: the same pass goes on; . : idle
+    rank 1 | .  F0 B0 -- F1 B1 --
+
+One column is the greatest common divisor of all starts and ends.
+"""
+
+import math
+from fractions import Fraction
+
+from rich import box
+from rich.table import Table
+
+from plait.run.report.drawing import COLOURS, NAMES, box_of, in_xml, label, svg_file
+from plait.schedule.actions import PASSES
+from plait.schedule.bubbles import Bubbles
+from plait.schedule.check import Proof
+from plait.schedule.simulate import Costs, Timeline
+
+MOST_CELLS = 40_000
+"""A grid of more cells than this is not printed."""
+
+
+def time_grid(timeline: Timeline, width: int) -> str:
+    """The timeline in characters, in blocks of at most ``width``; or a line that says why not."""
+    lines = map(timeline.line, range(len(timeline.schedule)))
+    spans = [[(action, _rational(a), _rational(b)) for action, a, b in line if action.kind in PASSES] for line in lines]
+    moments = {t for line in spans for _, start, end in line for t in (start, end)} - {Fraction(0)}
+    denominator = math.lcm(*(t.denominator for t in moments))
+    unit = Fraction(math.gcd(*(int(t * denominator) for t in moments)), denominator) if moments else Fraction(1)
+    columns = int(max(moments, default=Fraction(0)) / unit)
+    if columns * len(spans) > MOST_CELLS:
+        return f"(no grid: {len(spans)} ranks x {columns} columns; plait schedule draw makes a picture)"
+    rows = []
+    for line in spans:
+        several = len({action.stage for action, _, _ in line}) > 1
+        cells = ["."] * columns
+        for action, start, end in line:
+            first, last = int(start / unit), int(end / unit)
+            cells[first:last] = [label(action, several), *["-"] * (last - first - 1)][: last - first]
+        rows.append(cells)
+    wide = max((len(cell) for cells in rows for cell in cells), default=1)
+    heads = [f"rank {rank:<{len(str(len(rows) - 1))}} |" for rank in range(len(rows))]
+    per_block = max(1, (width - len(heads[0])) // (wide + 1)) if heads else 1
+    padded = [["-" * wide if cell == "-" else cell.ljust(wide) for cell in cells] for cells in rows]
+    blocks = (
+        [f"{head} {' '.join(cells[at : at + per_block])}".rstrip() for head, cells in zip(heads, padded, strict=True)]
+        for at in range(0, columns, per_block)
+    )
+    return "\n\n".join(map("\n".join, blocks))
+
+
+def _rational(time: float) -> Fraction:
+    return Fraction(time).limit_denominator(1000)
+
+
+def bubble_table(timeline: Timeline, proof: Proof, formula: Bubbles) -> Table:
+    """Per rank: work, waits and peak activations, beside what the closed form says."""
+    table = Table(box=box.SIMPLE_HEAD, title_justify="left")
+    for heading in ("rank", "stages", "work", "waits", "formula", "idle share", "peak activations", "formula"):
+        table.add_column(heading, justify="right")
+    for rank, peak in enumerate(proof.peaks):
+        table.add_row(
+            str(rank),
+            ", ".join(str(stage) for stage, owner in enumerate(proof.owner) if owner == rank),
+            f"{timeline.work(rank):g}",
+            f"{timeline.waits(rank):g}",
+            "" if formula.waits is None else f"{formula.waits[rank]:g}",
+            f"{timeline.idle_share(rank):.4f}",
+            str(peak),
+            "" if formula.peaks is None else str(formula.peaks[rank]),
+        )
+    return table
+
+
+def share_line(timeline: Timeline, formula: Bubbles) -> str:
+    """The step's time, and rank 0's idle share against the closed form."""
+    span = timeline.work(0) + timeline.waits(0)
+    share = timeline.waits(0) / span if span else 0.0
+    closed = "no closed form here" if formula.idle_share is None else f"formula {formula.idle_share:.4f}"
+    from_rank_0 = f"idle share of rank 0 from its first pass to its last {share:.4f} ({closed})"
+    return f"time {timeline.makespan:g}; {from_rank_0}; of all ranks over the whole time {timeline.idle_share():.4f}"
+
+
+LEFT, TOP, ROW, GAP, CURVE, PLOT = 64, 36, 26, 8, 18, 1100
+WIDTH = LEFT + PLOT + 20
+
+
+def svg(timeline: Timeline, costs: Costs, title: str) -> str:
+    """One row of boxes per rank, and under each the activation bytes it holds, on one scale for all ranks."""
+    ranks, end = len(timeline.schedule), timeline.makespan or 1.0
+    scale = PLOT / end
+    height = TOP + ranks * (ROW + CURVE + GAP) + 48
+    curves = [timeline.memory(rank, costs) if timeline.schedule[rank] else () for rank in range(ranks)]
+    most = max((size for curve in curves for _, size in curve), default=0.0) or 1.0
+    out = [f'<rect width="{WIDTH}" height="{height}" fill="white"/>']
+    out.append(f'<text x="{LEFT}" y="20" font-size="14">{in_xml(title)}</text>')
+    for rank, line in enumerate(timeline.schedule):
+        y, stages = TOP + rank * (ROW + CURVE + GAP), sorted({a.stage for a in line})
+        out.append(f'<text x="8" y="{y + 17}">rank {rank}</text>')
+        out.append(f'<rect x="{LEFT}" y="{y}" width="{PLOT}" height="{ROW}" fill="#f2f2f2"/>')
+        for action, start, stop in timeline.line(rank):
+            if stop > start:
+                out += box_of(action, LEFT + start * scale, y, (stop - start) * scale, ROW, stages)
+        base, points, before = y + ROW + CURVE, [], 0.0
+        for time, size in {**dict(curves[rank]), end: 0.0}.items():  # of several changes at one time the last
+            points += [(time, before), (time, size)]
+            before = size
+        path = " ".join(f"{LEFT + t * scale:.1f},{base - (CURVE - 3) * size / most:.1f}" for t, size in points)
+        out.append(f'<polyline points="{path}" fill="#dfe8df" stroke="#5b8a5b"/>')
+    y = TOP + ranks * (ROW + CURVE + GAP) + 16
+    out.append(f'<text x="{LEFT}" y="{y}">0</text>')
+    out.append(f'<text x="{LEFT + PLOT}" y="{y}" text-anchor="end">{end:g}</text>')
+    for i, (kind, name) in enumerate(NAMES.items()):
+        x = LEFT + i * 130
+        out.append(f'<rect x="{x}" y="{y + 10}" width="14" height="14" fill="{COLOURS[kind]}"/>')
+        out.append(f'<text x="{x + 20}" y="{y + 21}">{name}</text>')
+    out.append(f'<text x="{LEFT + 560}" y="{y + 21}">curves: activations held, at most {most:g}</text>')
+    return svg_file(WIDTH, height, out)

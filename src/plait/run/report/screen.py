@@ -1,0 +1,103 @@
+"""The console on which tables, lines and bars are shown: nothing that is printed on it is obeyed.
+
+    name from a file ──► Table, Text, f"..." ──► rich lays it out ──► segments ──► escaped ──► terminal
+                                                                      colours and cursor moves are rich's own
+
+Text is no markup, so ``[red]`` in a name stays ``[red]``; colours are given by ``style`` and ``rich.text.Text``.
+"""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
+
+from plait.messages.escape import encodable, heard, say, silence
+from plait.messages.progress import shown_by
+
+
+def screen(*, outlived: bool = False, **options: Any) -> Console:
+    """A console of rich with these options.
+
+    Args:
+        outlived: when whoever read it has gone, this is said once, and nothing more is shown; otherwise it is an
+            UnheardError.
+    """
+    console = (_OutlivedConsole if outlived else _EscapingConsole)(
+        **{"highlight": False, "markup": False, "emoji": False, **options}
+    )
+    Console.push_render_hook(console, _EscapingHook())
+    return console
+
+
+@contextmanager
+def working(here: bool = True) -> Iterator[None]:
+    """A bar for what ``core.progress.counted`` counts inside, where the standard error is a terminal.
+
+    Args:
+        here: False shows nothing, as on all ranks but one.
+    """
+    console = screen(stderr=True)
+    if not here or not console.is_terminal:
+        yield
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+        task = bar.add_task("working", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total, refresh=not done)
+
+        with shown_by(show):
+            yield
+
+
+class _EscapingConsole(Console):
+    def push_render_hook(self, hook: RenderHook) -> None:
+        """Bars come by a hook of theirs, so what any hook gives is escaped."""
+        super().push_render_hook(_EscapingHook(hook))
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with heard("error" if self.stderr else "output"):
+            super().print(*objects, **options)
+
+    def _write_buffer(self) -> None:
+        """rich knows the end of a pipe's reader, but not of a terminal, which is EIO."""
+        try:
+            super()._write_buffer()
+        except OSError as error:
+            if error.errno == errno.EIO:
+                raise BrokenPipeError from error
+            raise
+
+    def on_broken_pipe(self) -> None:
+        """rich would end the program without a word."""
+        raise BrokenPipeError
+
+
+class _OutlivedConsole(_EscapingConsole):
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        silence(self.file)
+        say("plait: whoever read the standard output has gone: the run goes on without it\n")
+
+
+class _EscapingHook(RenderHook):
+    def __init__(self, hook: RenderHook | None = None) -> None:
+        self._hook = hook
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        given = self._hook.process_renderables(renderables) if self._hook else renderables
+        return [_Escaped(renderable) for renderable in given]
+
+
+class _Escaped:
+    def __init__(self, renderable: ConsoleRenderable) -> None:
+        self._renderable = renderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self._renderable, options):
+            yield segment if segment.control else Segment(encodable(segment.text, console.encoding), segment.style)

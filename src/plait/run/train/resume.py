@@ -1,0 +1,370 @@
+"""A run that goes on: what ``plait train`` adds to a checkpoint, and what must be the same when it is taken up again.
+
+    OUT/checkpoints/step-000120      the engine's state (``plait.save``), and as extra:
+        config      every setting                 those that decide the run are compared, field by field
+        data        a digest of the text          another text is another run
+        schedule    of the learning rate
+        layouts     in which the run was made     others are free: every layout loads every checkpoint
+
+A batch is a function of its step, so the step is the whole data cursor, whatever workers have read ahead.
+"""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from plait.checkpoint.as_saved import check_as_saved
+from plait.checkpoint.folder import CHECKPOINTS, checkpoints, find, place
+from plait.checkpoint.load import load, read_values
+from plait.checkpoint.save import Saver
+from plait.checkpoint.saved import Saved
+from plait.checkpoint.storage import Storage
+from plait.comm import Comm
+from plait.comm.agree import broadcast_text
+from plait.run.config import TrainConfig, from_toml
+from plait.run.config.sinks import METRICS
+from plait.table.collectives import Note
+from plait.messages.escape import say
+from plait.messages.wording import did_you_mean
+from plait.step import Engine
+from plait.run.job.config import JobConfig
+from plait.run.job.job import Job
+from plait.run.job.optimizer import OptimizerConfig
+from plait.run.watch.processes import launcher, started
+
+AUTO = "auto"
+SETTINGS = "config.toml"
+"""What a run writes as soon as what it replaces is gone."""
+SUMMARY = "summary.json"
+"""What a run writes last of all: where it is, nothing is left to do."""
+DECIDING = [field.name for field in fields(JobConfig) if field.name != "data"]
+"""Settings that decide the run; of the data it is the text itself that is compared."""
+RATES = [field.name for field in fields(OptimizerConfig) if field.name not in ("optimizer", "clip", "loss_scale")]
+FIXED = ("optimizer", "seed", "loss_scale")
+"""Settings that cannot change within a run, since its state belongs to them."""
+FREE = ("lr", "foreach", "fused", "capturable")
+"""Options of an optimizer that its schedule sets, or that say how it computes."""
+MISSING = "nothing"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting that is not what it was."""
+
+    name: str
+    was: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.name} was {self.was!r} and is {self.now!r}"
+
+
+def folder_of(config: TrainConfig) -> Path:
+    """Where a run's checkpoints are."""
+    assert config.out is not None
+    return Path(config.out) / CHECKPOINTS
+
+
+def find_resumed(config: TrainConfig) -> Storage | None:
+    """The checkpoint that the run goes on from; None: it begins anew.
+
+    Raises:
+        ValueError: there is none where one was named.
+    """
+    if config.resume is None:
+        return None
+    if config.resume != AUTO:
+        return find(config.resume)
+    return next(reversed(checkpoints(folder_of(config))), None)
+
+
+def check_places(config: TrainConfig) -> str | None:
+    """Before any rank starts: whether there is nothing left to do, and why.
+
+    It refuses settings of checkpoints that do not fit together, a run that is another than the one it goes on from,
+    and a folder in which it would come upon checkpoints that it did not write.
+
+    Raises:
+        ValueError: with the settings, each with both values, and the fix; or the run was ended behind its last step.
+    """
+    for name in ("save_every", "keep", "resume"):
+        if getattr(config, name) is not None and config.out is None and (name != "resume" or config.resume == AUTO):
+            raise ValueError(f"{name} without out: checkpoints are kept in a run's own folder; give --out DIR")
+    if config.restarts and config.save_every is None:
+        raise ValueError(
+            f"restarts {config.restarts} without save_every: there would be nothing to go on from; give --save-every"
+        )
+    if config.restarts and config.world == "thread":
+        raise ValueError(f"restarts {config.restarts} with world thread, which ends with its process: leave it out")
+    if config.keep is not None and config.save_every is None:
+        raise ValueError(f"keep {config.keep} without save_every: give --save-every as well")
+    if config.change and config.resume is None:
+        raise ValueError(f"change {' '.join(config.change)} without resume: leave it out, and give the settings alone")
+    if unknown := [name for name in config.change if name not in (*DECIDING, "data")]:
+        otherwise = "layout and places may differ without it; leave it out"
+        hint = did_you_mean(unknown[0], [*DECIDING, "data"], otherwise, most=3)
+        raise ValueError(f"change {' '.join(unknown)}: no such setting decides a run: {hint}")
+    resumed, step = find_resumed(config), 0
+    if resumed is not None:
+        values = read_values(resumed)
+        step, kept = values["run"]["step"], kept_of(values, resumed)
+        differences(config, kept)
+        end = end_of(config, kept)
+        if step == end and config.resume == AUTO:
+            check_finished(config, resumed)
+            return f"{str(resumed)!r} has made {step} steps, and the run ends at {end}: nothing is left to do"
+        if end is not None:
+            check_left(resumed, step, end)
+    if config.verify and config.change:
+        raise ValueError("verify beside change: no single process makes such a run; leave one of them out")
+    if config.out is not None and config.resume is not None and not config.overwrite:
+        _check_metrics(config, resumed)
+    if config.out is not None and config.save_every is not None and (config.restarts or not config.overwrite):
+        later = [folder for folder in checkpoints(folder_of(config)) if int(folder.name.removeprefix("step-")) > step]
+        if later:
+            where = f"step {step}" if step else "the beginning"
+            fix = "" if config.restarts else ", or --overwrite"  # a restart would take it for its own
+            raise ValueError(
+                f"the run goes on from {where}, and {str(later[-1])!r} is there already: --resume auto goes on from "
+                f"it; give another folder, or move it away{fix}"
+            )
+    return None
+
+
+def restarted(config: TrainConfig, attempt: int, begun: bool) -> TrainConfig:
+    """The settings of an attempt that follows others: it goes on where they came to.  One before the first checkpoint
+    begins as the first did, in the same folder, if that has what they left and nothing else.
+
+    Args:
+        begun: whether one of them wrote its settings there (``has_settings``); else what is there is another run's.
+    """
+    if not attempt or config.out is None or not begun:
+        return config
+    newest = next(reversed(checkpoints(folder_of(config))), None)
+    if newest is None:
+        return replace(config, overwrite=config.overwrite or _has_begun(config))
+    return replace(config, resume=AUTO, overwrite=False)
+
+
+def has_settings(config: TrainConfig) -> bool:
+    """Whether an attempt since this rank's launcher began has written its settings: later checkpoints are its own."""
+    launch = launcher()
+    try:
+        return (Path(config.out or "") / SETTINGS).stat().st_mtime >= (started(launch[0]) if launch else 0)
+    except OSError:  # what is wrong with the place, all ranks are told later
+        return False
+
+
+def end_of(config: TrainConfig, kept: Mapping[str, Any]) -> int | None:
+    """The step at which a run ends that goes on from what ``kept_of`` found; None before the text is read."""
+    if config.epochs is None:
+        return config.steps
+    return kept["config"]["steps"] if kept["config"].get("epochs") == config.epochs else None
+
+
+def check_finished(config: TrainConfig, last: Storage) -> None:
+    """Raises ValueError where a run has made all of its steps, but not what follows them: its summary comes last."""
+    if not (Path(config.out or "") / SUMMARY).exists():
+        raise ValueError(
+            f"{str(last)!r} has all steps of the run, which was ended before what follows them was made: verify, "
+            f"export, {SUMMARY}; --overwrite makes it, with --resume and an earlier checkpoint or from the beginning"
+        )
+
+
+def newest_sound(config: TrainConfig) -> str:
+    """The newest checkpoint of a run whose files are as they were written, or ""; later ones get another name.  For
+    one process alone, while no rank runs.
+
+    Raises:
+        ValueError: it has all steps of the run: ``check_finished``.
+    """
+    for folder in reversed(checkpoints(folder_of(config))) if config.out is not None else ():
+        try:
+            Saved.find(folder).check()
+        except ValueError as error:
+            damaged = Path(str(folder)).with_name(f"damaged-{folder.name}-{secrets.token_hex(4)}")
+            Path(str(folder)).rename(damaged)
+            say(f"plait: {error}\nplait: it is put aside as {str(damaged)!r}\n")
+            continue
+        values = read_values(folder)
+        if values["run"]["step"] == end_of(config, kept_of(values, folder)):
+            check_finished(config, folder)
+        return str(folder)
+    return ""
+
+
+def check_left(path: object, step: int, end: int) -> None:
+    """Raises ValueError where no step is left of a run that is resumed."""
+    if step >= end:
+        raise ValueError(
+            f"{str(path)!r} has made {step} steps, and the run ends at {end}: there is nothing to go on with; give "
+            f"more --steps, or --epochs"
+        )
+
+
+def _check_metrics(config: TrainConfig, resumed: Storage | None) -> None:
+    """Refuses a folder whose metrics are not those of the run that goes on, or that begins again."""
+    out = Path(config.out or "")
+    if not (out / METRICS).exists() or (resumed and resumed.home()[0] == place(folder_of(config).resolve())):
+        return
+    if resumed is not None or not _has_begun(config):
+        raise ValueError(
+            f"out {config.out!r} has the metrics of another run than the one to go on with: give another folder, or "
+            f"--overwrite"
+        )
+
+
+def _has_begun(config: TrainConfig) -> bool:
+    """Whether a folder has what this run left that was ended before it saved."""
+    out = Path(config.out or "")
+    if not (out / SETTINGS).exists() or (out / SUMMARY).exists():
+        return False
+    before = from_toml(TrainConfig, str(out / SETTINGS))
+    names = [name for name in (*DECIDING, "data") if name != "steps" or config.epochs is None]  # which become steps
+    return all(getattr(before, name) == getattr(config, name) for name in names)
+
+
+def kept_of(values: Mapping[str, Any], path: Path | str | Storage) -> Mapping[str, Any]:
+    """What this module added to a checkpoint; ValueError where another program has written it."""
+    match values:
+        case {
+            "extra": {
+                "config": {"steps": int(), **_others},
+                "data": str() | None,
+                "schedule": _,
+                "layouts": [*_, str()],
+            } as extra
+        }:
+            return extra  # type: ignore[no-any-return]
+    raise ValueError(f"{str(path)!r} was not written by plait train: load it in a loop of your own, with plait.load")
+
+
+def differences(config: TrainConfig, kept: Mapping[str, Any], data: str | None = None) -> list[Difference]:
+    """What decides the run and is not as it was; ``change`` may also name what is as it was.
+
+    Args:
+        data: a digest of the text, once it has been read.
+
+    Raises:
+        ValueError: a difference that ``change`` does not name, or one that cannot be.
+    """
+    was = kept["config"]
+    pairs = [(name, was.get(name, getattr(JobConfig, name)), _plain(getattr(config, name))) for name in DECIDING]
+    if config.lr_schedule == "constant":  # then the length of a run decides nothing in it
+        pairs = [pair for pair in pairs if pair[0] not in ("steps", "epochs")]
+    elif config.epochs is not None:  # steps follow from them, and are known when the text has been read
+        pairs = [pair for pair in pairs if pair[0] != "steps"]
+    found = [Difference(*pair) for pair in pairs if pair[1] != pair[2]]
+    if data is not None and data != kept["data"]:
+        both = ((was.get("data"), kept["data"]), (config.data, data))
+        found.append(Difference("data", *(" ".join(filter(None, (path, f"digest {own}"))) for path, own in both)))
+    if fixed := [one for one in found if one.name in FIXED]:
+        raise ValueError(f"{fixed[0]}, which cannot change within a run: begin a new one")
+    if refused := [one for one in found if one.name not in config.change]:
+        raise ValueError(
+            f"this is another run than the one to go on with: {'; '.join(map(str, refused))}. Give the settings of "
+            f"that run, or --change {' '.join(one.name for one in refused)}"
+        )
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from a checkpoint."""
+    return value if isinstance(value, str | int | float | type(None)) else str(value)
+
+
+def resume(
+    config: TrainConfig, job: Job, comm: Comm, engine: Engine, scheduler: LRScheduler | None, console: Console
+) -> list[str]:
+    """Load what the config says; returns the layouts in which the run was made so far.  All ranks call it together."""
+    found = str(find_resumed(config) or "") if not comm.rank else ""
+    if not (found := broadcast_text(comm, found, Note("state"))):
+        return []
+    options = [
+        {key: value for key, value in group.items() if key != "params"}
+        for one in engine.optimizers
+        for group in one.param_groups
+    ]
+    loaded = load(found, engine)
+    compared = check_as_saved(loaded.path, engine)
+    kept = kept_of({"extra": loaded.extra}, loaded.path)
+    changed = differences(config, kept, job.digest())
+    check_left(loaded.path, engine.steps, config.steps)
+    if any(one.name in ("steps", "epochs", *RATES) for one in changed):
+        _set_rates(engine, scheduler, options)
+    else:
+        _check_options(engine, options)
+        if scheduler is not None:
+            scheduler.load_state_dict(kept["schedule"])
+    say = partial(console.print, markup=False)
+    say(
+        f"resumed at step {engine.steps} from {loaded.path}: read again and compared, {compared} pieces on rank 0, "
+        f"groups, counters and schedule are exactly those that were saved"
+    )
+    for one in changed:
+        say(f"  changed: {one}")
+    layouts = [str(layout) for layout in kept["layouts"]]
+    if layouts[-1] != (now := layout_of(config)):
+        say(f"  another layout: was {layouts[-1]}, is {now}")
+    return layouts
+
+
+def _check_options(engine: Engine, options: list[dict[str, Any]]) -> None:
+    """Refuses options of an optimizer that are other ones in the program (a job's own optimizer) than were saved: those
+    that were saved would be taken, without a word."""
+    groups = [group for one in engine.optimizers for group in one.param_groups]
+    for number, (group, own) in enumerate(zip(groups, options, strict=True)):
+        for name in (name for name in own if name not in FREE):
+            if (was := group.get(name, MISSING)) != own[name]:
+                raise ValueError(
+                    f"{name} of group {number} of the optimizer was {was!r} and is {own[name]!r}, and the saved one "
+                    f"would be taken: put it back, or begin a new run"
+                )
+
+
+def _set_rates(engine: Engine, scheduler: LRScheduler | None, options: list[dict[str, Any]]) -> None:
+    """The groups' options are those of the new settings, and the schedule has come to this step."""
+    groups = [group for one in engine.optimizers for group in one.param_groups]
+    for group, own in zip(groups, options, strict=True):
+        group.update(own)
+    if scheduler is not None:
+        assert isinstance(scheduler, LambdaLR)
+        scheduler.last_epoch = engine.steps
+        for group, rate, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            group["lr"] = rate * factor(engine.steps)
+
+
+def layout_of(config: TrainConfig) -> str:
+    """What decides the bits of a run besides its settings."""
+    more = f", cut by {config.cut}" if config.cut != "element" else ""
+    ranks = f"{config.parsed_mesh}, {config.microbatches} microbatches{more}"
+    return f"{config.row} on {ranks}, threads {config.threads}, torch {torch.__version__}"
+
+
+def saver_of(config: TrainConfig, engine: Engine) -> Saver | None:
+    """What saves the run while it goes on; None where nothing is to be saved."""
+    return None if config.save_every is None else Saver(folder_of(config), engine, keep=config.keep)
+
+
+def extra_of(config: TrainConfig, job: Job, scheduler: LRScheduler | None, layouts: list[str]) -> dict[str, Any]:
+    """What this module adds to a checkpoint."""
+    return {
+        "config": {name: _plain(value) for name, value in asdict(config).items()},
+        "data": job.digest(),
+        "schedule": None if scheduler is None else scheduler.state_dict(),
+        "layouts": layouts,
+    }
+
+
+def remove_later(config: TrainConfig, step: int) -> None:
+    """With ``overwrite``: of an earlier run's checkpoints those that this one would come upon go."""
+    for folder in checkpoints(folder_of(config)):
+        if config.overwrite and int(folder.name.removeprefix("step-")) > step:
+            folder.discard()

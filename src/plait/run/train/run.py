@@ -1,0 +1,321 @@
+"""``plait train``: train a job under a layout, show what it costs and, on request, that it is the one-process run.
+
+    job, engine  ──►  _steps: one object a step  ──►  sinks, screen  ──►  summary, and the comparison
+
+Every rank runs ``run_train``; rank 0 speaks.  Bytes held and sent are predicted from the table and measured.
+"""
+
+import math
+import platform
+import shlex
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, astuple, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.optim.lr_scheduler import LRScheduler
+
+from plait import __version__
+from plait.checkpoint.huggingface import write_folder
+from plait.checkpoint.same_folder import check_same_folder
+from plait.checkpoint.save import Saver
+from plait.comm import Comm
+from plait.comm.agree import gather_ints
+from plait.run.config import TrainConfig, to_toml
+from plait.run.config.machine import resolve_world
+from plait.run.config.room import decoder_sizes
+from plait.run.config.sinks import Sinks, open_sinks
+from plait.table.collectives import Note
+from plait.messages.escape import say
+from plait.table.mesh import AXES
+from plait.messages.wording import human
+from plait.run.data import StepStream
+from plait.step import Engine
+from plait.checkpoint.files.writing import write_json, write_text
+from plait.run.injection import inject
+from plait.run.job.job import Job, make_job
+from plait.run.measure.gpu import GpuUtilisation
+from plait.run.measure.machine import peak_memory
+from plait.predict.activations import decoder
+from plait.predict.memory import Held, held
+from plait.run.report.screen import screen, working
+from plait.run.report.training import ProgressView, RankBytes, bytes_table, spark
+from plait.run.train.course import Course
+from plait.run.train.resume import SETTINGS, SUMMARY, extra_of, layout_of, remove_later, resume, saver_of
+from plait.run.train.timeline import record_timeline, show_timeline, write_timeline
+from plait.referee.verify.compare import BITWISE, against_tree, asked
+from plait.referee.verify.record import Recorder, collect_records, irregular, left_out, predict
+from plait.referee.verify.run import findings_table, replay
+
+STATES = ("params", "grads", "optimizer")
+"""What a rank holds between steps."""
+
+UNPREDICTED = ("setup", "state")
+"""Phases that the prediction of a step leaves out."""
+
+
+@dataclass
+class Training:
+    """This rank's part of a run, set up."""
+
+    config: TrainConfig
+    job: Job
+    comm: Comm
+    engine: Engine
+    scheduler: LRScheduler | None
+    recorder: Recorder
+    layouts: list[str] = field(default_factory=list)
+    """In which the run was made so far, this one last."""
+    first: int = 0
+    """The step, from 0, at which this part of the run begins."""
+    saver: Saver | None = None
+    stopped: tuple[int, int] | None = None
+    """(rank, signal): it was asked to end, and all ranks did."""
+    sent: int | None = None
+    """Bytes that this rank sent in the first step, which is the one that is predicted."""
+    crossed: int = 0
+    """Those of them over axes that cross hosts."""
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Which microbatches are this rank's: of which data rank, of how many, and how many each has."""
+        mesh = self.comm.mesh
+        return mesh.data_rank(self.comm.rank), mesh.data_size, self.config.microbatches
+
+
+def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
+    """This rank's part of a run that was started by ``argv``; the exit code is 1 if the comparison asked for fails."""
+    outlived = config.out is not None  # what the run is for is written there
+    console = screen(outlived=outlived, quiet=comm.rank > 0, stderr=config.json == "-", soft_wrap=True)
+    job = make_job(config)
+    config = replace(config, steps=job.steps)  # epochs have become steps
+    of_step: dict[str, Any] = {name: getattr(config, name) for name in ("clip", "nonfinite", "check_drift")}
+    engine, scheduler = job.engine(comm, config.measured(job, comm), **of_step)
+    training = Training(config, job, comm, engine, scheduler, Recorder(comm, gradients=False))
+    _show_header(training, console)
+    layouts = resume(config, job, comm, engine, scheduler, console)
+    training.first, now = engine.steps, layout_of(config)
+    training.layouts = layouts if layouts[-1:] == [now] else [*layouts, now]
+    course = Course(all_lines=bool(config.json) and comm.rank == 0)
+    watch = GpuUtilisation(comm.device.index or 0) if comm.device.type == "cuda" else nullcontext()
+    view = ProgressView(console, engine.steps + 1, config.steps, config.log_every, config.family.unit)
+    stream = job.stream(range(engine.steps, config.steps), *training.place, str(comm.device), config.workers)
+    sinks = Sinks()
+    if comm.rank == 0:
+        sinks = open_sinks(  # first of all: a folder to which another run is writing stays as it is
+            config.out,
+            tensorboard=config.tensorboard,
+            wandb=config.wandb,
+            settings=asdict(config),
+            after=engine.steps,
+        )
+        if config.out:
+            remove_later(config, engine.steps)
+            (Path(config.out) / SUMMARY).unlink(missing_ok=True)
+            write_text(Path(config.out) / SETTINGS, to_toml(config))
+    training.saver = saver_of(config, engine)
+    if config.out and training.saver is not None:
+        check_same_folder(Path(config.out), comm)
+    inject(engine, config.inject)
+    with sinks, watch as watched, view, stream, training.saver or nullcontext():
+        try:
+            for line in _steps(training, stream):
+                sinks.write(line)
+                course.add(line)
+                view.show(line)
+        except FloatingPointError as error:
+            sinks.write({"step": engine.steps + 1, "stopped": str(error)})
+            raise
+    if training.stopped:
+        return _tell_stop(training)
+    ranks, recorded, first, last = _bytes_per_rank(training), record_timeline(engine), course.first, course.last
+    console.print(
+        f"loss {first['loss']:.4f} -> {last['loss']:.4f}  {spark(course.losses.values, encoding=console.encoding)}"
+    )
+    console.print(f"{course.rate:,.0f} {config.family.unit}/s (median over steps, all ranks)")
+    console.print(bytes_table(ranks))
+    if runs := irregular(engine, config.microbatches):
+        console.print(left_out(runs), soft_wrap=True)
+    if recorded is not None and engine.pipeline.num_stages > 1:
+        show_timeline(recorded, console, measured=config.split == "measured")
+    same = _compare(training, console) if config.verify else None
+    if config.export:
+        write_folder(config.export, engine, getattr(config.sizes, "path", None))
+        console.print(f"the model, for transformers, in {config.export}")
+    if recorded is None:
+        return 0
+    summary = {
+        "command": shlex.join(["plait", *argv]),
+        "versions": {"plait": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "config": asdict(config),
+        "parameters": engine.num_parameters,
+        "steps": course.steps,
+        "resumed_at": training.first or None,
+        "first_loss": first["loss"],
+        "last_loss": last["loss"],
+        "eval_loss": last.get("eval_loss"),
+        f"{config.family.unit}_per_second": course.rate,
+        "peak_memory": last["peak_memory"],
+        "bytes_per_rank": [asdict(r) for r in ranks],
+        "stages": engine.split,
+        "busy_share_per_rank": recorded.busy,
+        "gpu_busy_share": watched.share if watched else None,
+        "idle_share": dict(zip(("measured", "simulated"), recorded.idle, strict=True)),
+        "equal_to_one_process": same,
+    }
+    if config.json:
+        write_json(config.json, summary | {"metrics": course.lines})
+    if config.out:
+        write_timeline(recorded, Path(config.out), f"{config.title}, {config.row.name} on {comm.mesh}")
+        write_json(str(Path(config.out) / SUMMARY), summary)
+        console.print(f"metrics, config, summary, timeline.svg and trace.json (for Perfetto) in {config.out}")
+    return 1 if same is False else 0
+
+
+def _show_header(training: Training, console: Console) -> None:
+    """What is trained, and how it lies on the ranks."""
+    config, engine, mesh = training.config, training.engine, training.comm.mesh
+    console.print(
+        f"{config.title}, {engine.num_parameters:,} parameters, {config.dtype}, {config.batch} samples a step, "
+        f"microbatches per rank: {config.microbatches}"
+    )
+    if getattr(config.sizes, "from_scratch", False):
+        as_bytes = "; each byte is a token, unless the data has tokens" if config.sizes.reads_bytes else ""
+        console.print(f"initial values are drawn: the folder has no weights{as_bytes}")
+    console.print(f"{engine.strategy}")
+    console.print(f"mesh {mesh}: {mesh.size} ranks ({resolve_world(config)} world)")
+    if mesh.replica == 1 and "shard" in mesh.crossing and mesh.shard % mesh.hosts == 0 and mesh.shard > mesh.hosts:
+        better = replace(mesh, replica=mesh.hosts, shard=mesh.shard // mesh.hosts, hosts=1)
+        console.print(f'shard crosses hosts: with --mesh "{better}" less does, for what is on one host is summed first')
+    if engine.pipeline.num_stages > 1:
+        for stage, rank in sorted(engine.pipeline.owner.items()):
+            names = engine.links_of(stage)
+            console.print(f"stage {stage} on pipe rank {rank}: {names[0]} .. {names[-1]} ({len(names)} links)")
+    if config.family.predicted and not config.pack:
+        kept, recompute = human(_activation_bytes(training)), config.recompute or "none"
+        console.print(f"activations of a microbatch on rank 0: {kept} predicted (recompute: {recompute})")
+
+
+def _activation_bytes(training: Training) -> int:
+    """What this rank's stages of the project's decoder keep of one microbatch, from its forward to its backward."""
+    config, engine = training.config, training.engine
+    whole = ("embed", *(f"blocks.{i}" for i in range(config.sizes.num_layers)), "norm", "head")
+    links = [name for stage in engine.stages for name in engine.links_of(stage)] or whole
+    return decoder(decoder_sizes(config), links, config.recompute)
+
+
+def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
+    """Train; one dict a step."""
+    config, comm, engine = training.config, training.comm, training.engine
+    held_out = []
+    if config.eval_every is not None:
+        held_out = training.job.eval_batches(*training.place, str(comm.device))[: config.eval_steps]
+    for step in range(engine.steps, config.steps):
+        lr = engine.optimizer.param_groups[0]["lr"] if engine.optimizer else None
+        start = time.perf_counter()
+        batches = next(stream)
+        comm.ledger.clear()  # or it would list every message of a long run
+        result = engine.step(batches)
+        seconds = time.perf_counter() - start
+        if training.scheduler is not None:
+            training.scheduler.step()
+        if training.sent is None:
+            phases = comm.ledger.sent_by_phase()
+            training.sent = sum(size for phase, size in phases.items() if phase not in UNPREDICTED)
+            training.crossed = comm.ledger.sent_over(comm.mesh.crossing, without=UNPREDICTED)
+        if config.verify:  # it keeps the losses of all steps
+            training.recorder.step(result)
+        bytes_held = engine.bytes_held()
+        line = {
+            "step": step + 1,
+            "loss": result.loss,
+            "lr": lr,
+            "tokens": result.count,
+            "seconds": seconds,
+            "bytes_sent": comm.ledger.sent,
+            **({"bytes_across_hosts": comm.ledger.sent_over(comm.mesh.crossing)} if comm.mesh.hosts > 1 else {}),
+            "bytes_held": sum(bytes_held[kind] for kind in STATES),
+            "grad_norm": result.grad_norm,
+            **({} if engine.update.loss_scale is None else {"loss_scale": engine.update.scale}),
+            **({} if engine.update.loss_scale is None and result.made else {"made": result.made}),
+            "peak_memory": peak_memory(comm.device),
+        }
+        if held_out and (step + 1 == config.steps or (config.eval_every and (step + 1) % config.eval_every == 0)):
+            line |= _evaluate(engine, held_out)
+        yield line
+        last = step + 1 == config.steps
+        training.stopped = None if last else result.stop
+        if training.saver is not None and (last or training.stopped or (step + 1) % (config.save_every or 1) == 0):
+            training.saver.save(extra_of(config, training.job, training.scheduler, training.layouts))
+        if training.stopped:
+            return
+
+
+def _tell_stop(training: Training) -> int:
+    """Says where a run stopped that was asked to, and how it goes on; the exit code."""
+    config, step = training.config, training.engine.steps
+    rank, number = training.stopped or (0, 0)
+    saved = "nothing was saved, for there is no --save-every"
+    if training.saver is not None:
+        saved = f"saved in {training.saver.wait()}; the same command with --resume auto goes on from there"
+    if not training.comm.rank:
+        name = signal.Signals(number).name
+        say(f"plait: {name} (on rank {rank}): stopped behind step {step} of {config.steps}; {saved}\n")
+    return 128 + number
+
+
+def _evaluate(engine: Engine, steps: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """The mean loss over all held-out samples; all ranks call it together."""
+    start = time.perf_counter()
+    results = [engine.evaluate(batches) for batches in steps]
+    count = sum(result.count for result in results)
+    loss = math.fsum(result.loss * result.count for result in results) / count
+    return {"eval_loss": loss, "eval_tokens": count, "eval_seconds": time.perf_counter() - start}
+
+
+def _bytes_per_rank(training: Training) -> list[RankBytes]:
+    """Every rank's bytes, as it predicts and measures them, on every rank."""
+    job, comm, engine = training.job, training.comm, training.engine
+    measured = engine.bytes_held()
+    predicted = held(engine.layouts(), comm.mesh, engine.strategy, comm.rank, training.config.optimizer_row.states)
+    batches = job.microbatches(training.first, *training.place)  # of the step whose messages were counted
+    entries, crossing = predict(engine, job, batches), comm.mesh.crossing
+    mine = [
+        *astuple(predicted),
+        *(measured[kind] for kind in STATES),
+        sum(entry.sent for entry in entries),
+        training.sent or 0,
+        sum(entry.sent for entry in entries if any(axis in crossing for axis in entry.axes)),
+        training.crossed,
+        measured["gathered_peak"],
+        engine.peak_open,
+    ]
+    rows = gather_ints(comm, mine, AXES, Note("bytes"))
+    return [RankBytes(r, Held(*row[:3]), Held(*row[3:6]), *row[6:]) for r, row in enumerate(rows)]
+
+
+def _compare(training: Training, console: Console) -> bool | None:
+    """Train again as one process that adds in this layout's order; whether every number is the same (on rank 0)."""
+    config = training.config
+    records = collect_records(training.comm, training.recorder.finish(training.engine))
+    if records is None:
+        return None
+    console.print("training again as one process ...")
+    within = asked(config, one_layout=len(training.layouts) == 1)
+    with working():
+        whole = replay(training.job, config, records, keep_gradients=False)
+    findings = against_tree(records, whole.since(training.first), within)
+    steps = f"steps {training.first + 1} to {config.steps}" if training.first else f"{config.steps} steps"
+    title = f"{steps} on {training.comm.mesh.size} ranks against one process, which was not interrupted"
+    console.print(findings_table(title if training.first else title.partition(",")[0], findings))
+    same, bitwise = all(f.equal for f in findings), within == BITWISE
+    equal = "bitwise: the same run as one process" if bitwise else "equal: one process's run, within the tolerances"
+    console.print(f"verdict: {equal if same else 'DIFFERENT from the one-process run'}")
+    if not same:
+        console.print("plait verify, with this run's flags and few --steps, names the first wrong tensor")
+    return same

@@ -1,0 +1,107 @@
+"""What the last steps of a run looked like: the events of its ranks, the step they predict, where the time went.
+
+    every rank's log of the last steps ──► rank 0 ──► costs of the stages ──► simulator ──► the same step, predicted
+                                             └──► timeline.svg, trace.json, a table of busy and idle shares
+
+The ranks shown are those of one pipeline (of the first data and tensor rank); without a pipeline, all data ranks.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from plait.comm import Comm
+from plait.comm.agree import gather_bytes
+from plait.step import Engine
+from plait.checkpoint.files.writing import write_text
+from plait.run.report.timeline import timeline_svg, timeline_table
+from plait.run.report.trace import trace_json
+from plait.schedule.actions import parse_action
+from plait.schedule.events import Event, Log, Span
+from plait.schedule.idle import idle_times, mean_idle
+from plait.schedule.measured import busy_shares, measured_costs, measured_timeline, schedule_of
+from plait.schedule.simulate import Timeline, simulate
+
+WORTH_BALANCING = 0.1
+"""The share of a step from which on a better split is recommended."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The last steps of a run, of the ranks that are shown, and the step that their costs predict."""
+
+    logs: tuple[Log, ...]
+    simulated: Timeline
+
+    @property
+    def typical(self) -> Log:
+        """The step whose length is the median."""
+        return sorted(self.logs, key=lambda log: measured_timeline(log).makespan)[len(self.logs) // 2]
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The share of the typical step in which each rank computed."""
+        return busy_shares(self.typical)
+
+    @property
+    def idle(self) -> tuple[float, float]:
+        """The idle share of all ranks together in the typical step, and as simulated."""
+        return measured_timeline(self.typical).idle_share(), self.simulated.idle_share()
+
+
+def record_timeline(engine: Engine) -> Recorded | None:
+    """Bring the logs together on rank 0 (None elsewhere) and predict the step; all ranks call it together."""
+    gathered = gather_bytes(engine.comm, dump(tuple(engine.log.steps)))
+    if gathered is None:
+        return None
+    logs = tuple(zip(*(load(gathered[rank]) for rank in shown(engine.comm)), strict=True))
+    last = schedule_of(logs[-1])
+    logs = tuple(log for log in logs if schedule_of(log) == last)  # of one number of microbatches
+    if engine.steps == len(logs) > 1:
+        logs = logs[1:]  # in the very first step shapes are learned and caches fill
+    return Recorded(logs, simulate(last, measured_costs(logs)))
+
+
+def shown(comm: Comm) -> list[int]:
+    """The ranks of one pipeline; of data parallelism alone, one rank of each tensor group."""
+    mesh = comm.mesh
+    along = ("pipe",) if mesh.pipe > 1 else ("replica", "shard")
+    others = [axis for axis in mesh.coordinates(0) if axis not in along]
+    return [rank for rank in range(mesh.size) if not any(mesh.coordinates(rank)[axis] for axis in others)]
+
+
+def write_timeline(recorded: Recorded, folder: Path, title: str) -> None:
+    """``timeline.svg`` and ``trace.json`` (for Perfetto) of the typical step, beside the predicted one."""
+    step = recorded.typical, recorded.simulated
+    write_text(folder / "timeline.svg", timeline_svg(*step, title))
+    write_text(folder / "trace.json", trace_json(*step))
+
+
+def show_timeline(recorded: Recorded, console: Console, *, measured: bool) -> None:
+    """Busy and idle shares, by cause; the simulated step has the same passes, and messages that take no time.
+
+    ``measured``: the split was measured already, so what is left of the imbalance is that of whole links.
+    """
+    console.print(timeline_table(recorded.typical, recorded.simulated))
+    uneven = mean_idle(idle_times(recorded.typical)).shares["imbalance"]
+    if uneven > WORTH_BALANCING and not measured:
+        console.print(
+            f"{uneven:.0%} of the step is imbalance of stages: --split measured shares the links by their cost"
+        )
+
+
+def dump(steps: tuple[tuple[Event, ...], ...]) -> bytes:
+    """One rank's steps as bytes."""
+    rows = [[[str(e.action), e.start, e.end, [[w.start, w.end, w.what] for w in e.waits]] for e in s] for s in steps]
+    return json.dumps(rows).encode()
+
+
+def load(data: bytes) -> tuple[tuple[Event, ...], ...]:
+    """What ``dump`` wrote."""
+
+    def event(action: str, start: float, end: float, waits: list[tuple[float, float, str]]) -> Event:
+        return Event(parse_action(action), start, end, tuple(Span(*wait) for wait in waits))
+
+    return tuple(tuple(event(*row) for row in step) for step in json.loads(data))

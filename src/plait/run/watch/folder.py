@@ -1,0 +1,99 @@
+"""The private folder in which the ranks of a host meet and say what they do.  It goes with the last who needs it.
+
+    a launcher, or each rank under torchrun    ──►  a shared lock on its folder
+    whoever makes the next one                 ──►  removes those without a lock
+
+All who need a folder may be killed at once, and then it stays until the next one is made.  Whether anybody still needs
+it is told by the lock, which the kernel takes away from a dead process: no process id, which another process, container
+or host may have by now.  Where the file system has no such locks nothing is removed.
+"""
+
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from plait.messages.escape import one_line
+
+PREFIX = "plait-ranks"
+
+WATCH = "PLAIT_WATCH"
+"""The variable that names the folder of a launcher, which then reports."""
+
+PAGE = "page"
+"""The status page's name in it."""
+
+TRIES = 100
+"""How often a folder is made that somebody removes before it is locked."""
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """A new folder, which is removed behind the block.
+
+    Raises:
+        ValueError, OSError: as ``locked_folder``.
+    """
+    folder, lock = locked_folder(f"{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def make_again(folder: Path) -> None:
+    """Makes a folder of ``private_folder`` that somebody has removed; it keeps its lock as long as this process lives.
+
+    Raises:
+        ValueError, OSError: as ``locked_folder``.
+    """
+    locked_folder(folder.name.removeprefix(f"{PREFIX}-{os.getuid()}-"))
+
+
+def locked_folder(name: str) -> tuple[Path, int]:
+    """The folder of this name, which only this user may enter, made where it is not there, and the descriptor of its
+    lock: nobody sweeps it before that is closed, or this process is gone.
+
+    Raises:
+        ValueError: something else has its name, or somebody else owns or may enter it.
+        OSError: the temporary folder is not there, full or not writable.
+    """
+    user = os.getuid()
+    folder = Path(tempfile.gettempdir()) / f"{PREFIX}-{user}-{name}"
+    for _ in range(TRIES):
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        with suppress(FileNotFoundError):
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or stat.S_IMODE(found.st_mode) != 0o700:
+                break
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            with suppress(OSError):  # a file system without locks: nobody sweeps there
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            if folder.exists() and os.path.samestat(os.fstat(lock), folder.lstat()):
+                _sweep()
+                return folder, lock
+            os.close(lock)  # a sweeper was here first
+    raise ValueError(
+        f"{one_line(str(folder))} is not a folder of user {user} with mode 700: "
+        f"somebody else made it; set TMPDIR to a folder of your own"
+    )
+
+
+def _sweep() -> None:
+    """Removes the folders of this user that nobody has locked."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}-{os.getuid()}-*"):
+        with suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid == os.getuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -1,0 +1,302 @@
+"""The rank's side: it tells the page what it does, shows that it lives, and hears what it is asked.
+
+    main thread                             heartbeat thread, every 0.25 s and when something happens
+    asks, waits, goes on ──► its record     its heartbeat ──► the record
+    a signal's handler: hardly more than    the page's wish, a signal to this process ──► comm.stop_signal
+      the user's own                        the launcher is gone ──► so is every rank of this host
+
+A signal reaches the heartbeat thread by Python's wakeup descriptor, also while the main thread is inside torch.
+SIGUSR2 writes the stacks of all threads into ``stack-<rank>.txt`` from within C, so a rank that stands still tells
+where.
+
+SIGTERM, SIGUSR1 and SIGHUP ask the run to end behind a step (``StepResult.stop``).  They still end this process where
+that cannot be: before its first step, the second time, when other ranks are gone, and when the program makes another
+step although the ranks have agreed to stop.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from plait.comm.base import Comm
+from plait.comm.deadline import clock
+from plait.comm.observer import Observer
+from plait.comm.operation import Operation
+from plait.messages.escape import one_line, say
+from plait.run.watch import processes, stacks
+from plait.run.watch.page import Page, StatusRecord, about
+from plait.run.watch.processes import readable
+
+BEAT = 0.25
+"""Seconds between two heartbeats."""
+
+ASK_TO_END = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+MOST_TEXTS = 4096
+"""Texts of operations that are kept ready."""
+
+
+class Reporter(Protocol):
+    """Who tells what is wrong where no launcher does: the ranks themselves (``joined.py``)."""
+
+    def descriptors(self) -> list[int]:
+        """What becomes readable when something happened."""
+
+    def look(self) -> None:
+        """Called at every heartbeat, and when a descriptor is readable."""
+
+    def all_came(self) -> None:
+        """Called when the first step begins: all ranks have written on the page, and the next look meets them."""
+
+    def last_look(self, *, failed: bool) -> None:
+        """Called when this rank leaves."""
+
+    def somebody_died(self) -> bool:
+        """Whether other ranks are gone."""
+
+
+class RankObserver(Observer):
+    """Writes each step, operation and wait of this rank into its record."""
+
+    def __init__(self, record: StatusRecord, side: RankSide) -> None:
+        self._record, self._side = record, side
+        self._texts: dict[tuple[Hashable, ...], bytes] = {}
+        self._began, self._waited = 0.0, 0.0
+        self._last: Operation | None = None
+        self.step = -1
+
+    def begin_step(self, number: int) -> None:
+        now = time.perf_counter()
+        before = (now - self._began - self._waited, self._waited) if self.step >= 0 else None
+        self._began, self._waited, self.step = now, 0.0, number
+        self._record.begins(number, before)
+        self._side.goes_on(number)
+
+    def asked(self, operation: Operation) -> None:
+        self._last = operation
+        self._record.asks(self._about(operation))
+
+    def waits(self, operation: Operation) -> None:
+        if operation is self._last:  # as it mostly is: the record has it
+            self._record.waits()
+        else:
+            self._last = operation
+            self._record.waits(self._about(operation))
+
+    def waited(self, operation: Operation, start: float, end: float) -> None:
+        self._waited += end - start
+        self._record.waited(end - start)
+
+    def closed(self) -> None:
+        self._side.close()
+
+    def _about(self, operation: Operation) -> bytes:
+        note, group = operation.note, operation.group  # two ranks at the ends tell a pair from another
+        ends = group.ranks[0], group.ranks[-1]
+        key = operation.kind, note.phase, note.unit, note.microbatch, operation.numel, group.axes, ends
+        text = self._texts.get(key)
+        if text is None:
+            if len(self._texts) == MOST_TEXTS:
+                self._texts.clear()
+            text = about(note.phase, str(operation), group.ranks)
+            self._texts[key] = text
+        return text
+
+
+class RankSide:
+    """All that is started for one rank, and ended by ``close``."""
+
+    def __init__(self, comm: Comm, page: Page, folder: Path, reporter: Reporter | None = None) -> None:
+        self.comm, self.page, self.folder, self.reporter = comm, page, folder, reporter
+        self._pid, self._launcher = os.getpid(), processes.launcher()
+        self.record = StatusRecord(page, comm.rank, socket.gethostname(), self._pid, processes.born(self._pid))
+        self.observer = RankObserver(self.record, self)
+        self._signals = _Signals()
+        self._stop_at: tuple[int, int] | None = None  # a signal that would have ended us, and the step it came in
+        self._stacks = stacks.listen(folder, comm.rank)
+        _wake_when_parent_dies(self._launcher)
+        self._closing = self._steps = False
+        comm.observers += (self.observer,)
+        atexit.register(self.close)
+        self._thread = threading.Thread(target=self._beat, name="plait heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends it all; the record stays, and says how this rank left.  A second time, and in a fork, nothing."""
+        if self._closing or os.getpid() != self._pid:
+            return
+        error = error or sys.exc_info()[1] or getattr(sys, "last_value", None)
+        failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
+        self.record.ends("failed" if failed else "done", _line(error) if failed else "")
+        self._closing = True
+        self._signals.wake()
+        self._thread.join(10)
+        if self.reporter is not None:
+            self.reporter.last_look(failed=failed)
+        atexit.unregister(self.close)
+        self.comm.observers = tuple(o for o in self.comm.observers if o is not self.observer)
+        self._signals.close()
+        stacks.hush(self._stacks, self.folder, self.comm.rank)
+
+    def goes_on(self, step: int) -> None:
+        """The program begins a step.  Where it was to stop before, it does not look: then a signal does as always."""
+        if self.reporter is not None and not self._steps:
+            self._steps = True
+            self.reporter.all_came()
+            self._signals.wake()
+        if self._stop_at is not None and step > self._stop_at[1] + 1:
+            self._obey(self._stop_at[0])
+
+    def _beat(self) -> None:
+        while not self._closing:
+            readable([self._signals.descriptor, *(self.reporter.descriptors() if self.reporter else [])], BEAT)
+            self.record.beats()
+            clock()
+            if self._launcher is not None and processes.look(*self._launcher).state == "gone":
+                self._end_all()
+            if self.page.stop and not self.comm.stop_signal:
+                self.comm.stop_signal = self.page.stop
+            if self.reporter is not None:
+                self.reporter.look()
+            for number in self._signals.take():
+                self._hear(number)
+
+    def _hear(self, number: int) -> None:
+        again = self.comm.stop_signal == number
+        self.record.heard(number)
+        self.comm.stop_signal = number
+        if number in self._signals.ending:
+            died = self.reporter is not None and self.reporter.somebody_died()
+            if again or died or self.observer.step < 0:
+                self._obey(number)
+            self._stop_at = number, self.observer.step
+
+    def _obey(self, number: int) -> None:
+        """Ends as the signal does by default."""
+        self.record.heard(-number)
+        if self.reporter is not None:
+            with contextlib.suppress(OSError):  # the other thread may be looking
+                self.reporter.last_look(failed=False)
+        self._signals.obey(number)
+
+    def _end_all(self) -> None:
+        """The launcher is gone: no rank of this host stays, a stopped one neither, and no folder."""
+        assert self._launcher is not None
+        for other in self.page.read_all():
+            if other.pid not in (0, self._pid) and processes.look(other.pid, other.born).state != "gone":
+                with contextlib.suppress(OSError):
+                    os.kill(other.pid, signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        say(f"plait: the launcher (pid {self._launcher[0]}) is gone: rank {self.comm.rank} ends\n")
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def watch(comm: Comm, page: Page, folder: Path, reporter: Reporter | None = None) -> Iterator[None]:
+    """Inside, this rank writes its record of ``page``, and its stacks into ``folder`` when it is asked by SIGUSR2.
+
+    Args:
+        reporter: what looks after the others, where no launcher does.
+    """
+    side = RankSide(comm, page, folder, reporter)
+    try:
+        yield
+    except BaseException as error:
+        side.close(error)
+        raise
+    side.close()
+
+
+class _Signals:
+    """Those that ask to end, as the heartbeat thread gets them; in the main thread only, elsewhere none."""
+
+    def __init__(self) -> None:
+        self._awake, self._write = socket.socketpair()
+        self._awake.setblocking(False)
+        self._write.setblocking(False)
+        self.descriptor = self._awake.fileno()
+        self._before: dict[int, Any] = {}
+        self._wakeup = -1
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        for number in ASK_TO_END:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                self._before[number] = signal.signal(number, self._handle)
+        os.register_at_fork(after_in_child=self._forked)
+
+    @property
+    def ending(self) -> set[int]:
+        """Those that end a process unless it does something about it."""
+        return {number for number, before in self._before.items() if before == signal.SIG_DFL}
+
+    def take(self) -> list[int]:
+        """The numbers of those that came and that nobody else handles since."""
+        try:
+            came = self._awake.recv(4096)
+        except OSError:
+            return []
+        if self._wakeup >= 0:  # somebody else, asyncio perhaps, listened before us
+            with contextlib.suppress(OSError):
+                os.write(self._wakeup, came.replace(b"\0", b""))
+        return [n for n in came if n in self._before and signal.getsignal(n) == self._handle]
+
+    def wake(self) -> None:
+        """Ends a wait for the descriptor."""
+        self._write.send(b"\0")
+
+    def obey(self, number: int) -> None:
+        """Ends this process as the signal does by default, from whichever thread."""
+        sys.stderr.flush()
+        ctypes.CDLL(None).signal(number, None)
+        os.kill(os.getpid(), number)
+
+    def close(self) -> None:
+        if self._write.fileno() >= 0 and threading.current_thread() is threading.main_thread():
+            now = signal.set_wakeup_fd(-1)
+            with contextlib.suppress(ValueError, OSError):  # who listened before has closed it
+                signal.set_wakeup_fd(self._wakeup if now == self._write.fileno() else now)
+            for number, before in self._before.items():
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, before)
+        self._before = {}
+        self._awake.close()
+        self._write.close()
+
+    def _handle(self, number: int, frame: Any) -> None:
+        now = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        if now != self._write.fileno():  # somebody else, asyncio perhaps, took the descriptor away, and may have left
+            with contextlib.suppress(BlockingIOError):
+                self._write.send(bytes([number]))
+            if now >= 0:
+                signal.set_wakeup_fd(now)
+        before = self._before.get(number)
+        if callable(before):
+            before(number, frame)
+
+    def _forked(self) -> None:
+        """In a worker of a data loader, say: its signals are its own."""
+        self.close()
+
+
+def _wake_when_parent_dies(launcher: tuple[int, int] | None) -> None:
+    """A rank that was stopped goes on when its parent dies, so that its heartbeat thread can end it.  The kernel ends
+    those of plait's own launcher by itself."""
+    if "PLAIT_LAUNCHER" not in os.environ and launcher is not None:
+        processes.hear_of_parents_death(signal.SIGCONT)
+
+
+def _line(error: BaseException | None) -> str:
+    return one_line(f"{type(error).__name__}: {error}".splitlines()[0])

@@ -1,0 +1,82 @@
+"""Who is slow: a rank whose steps take longer to compute than those of its peers, step by step.
+
+Waiting hides who is slow: all ranks of a run need the same time for a step, and the fast ones wait in it.  What differs
+is the time that a rank did *not* wait.  A rank is compared with the ranks of the same pipe coordinate, since stages may
+differ in size, in each of the last steps that all of them finished:
+
+    ratio of a step  =  seconds computed / median of the others' seconds
+
+It is a straggler where the median of its ratios is at least ``SLOW`` and nearly every one of them is above
+``ABOVE``: machines are noisy, and one long step (a checkpoint, an evaluation) says nothing.  Nor do many short ones
+together: a rank that had to share its core for a moment is not slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from plait.table.mesh import Mesh
+from plait.run.watch.page import Status
+
+WINDOW, SPAN = 16, 2.0
+"""How many steps are looked at, at least, and how many seconds they span, of which no step counts for more than its
+share."""
+SLOW, ABOVE, MOST_BELOW = 1.5, 1.35, 1 / 8
+"""The median ratio of a straggler; what all but this share of its ratios exceed."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A slow rank, with seconds per step: its own, and the median of its peers."""
+
+    rank: int
+    seconds: float
+    peers: float
+    steps: int
+    """Over which they are the median."""
+
+    @property
+    def text(self) -> str:
+        """``computes 2.0 times as long ...``"""
+        return (
+            f"computes {self.seconds / max(1e-9, self.peers):.1f} times as long as its peers: {self.seconds:.3g} s "
+            f"a step against {self.peers:.3g} s, over {self.steps} steps"
+        )
+
+
+def stragglers(statuses: Sequence[Status], mesh: Mesh) -> list[Straggler]:
+    """The slow ranks; a rank is looked at once it and its peers have finished ``WINDOW`` steps, and more of them where
+    these do not span ``SPAN`` seconds."""
+    found = []
+    for peers in mesh.groups(("replica", "shard", "tensor")):
+        group = [s for s in statuses if s.rank in peers and s.finished]
+        computed = _aligned(group) if len(group) > 1 else []
+        for mine, status in enumerate(group if computed else ()):
+            others = [median(step[:mine] + step[mine + 1 :]) for step in computed]
+            own = [step[mine] for step in computed]
+            if is_slow([a / max(1e-9, b) for a, b in zip(own, others, strict=True)]):
+                found.append(Straggler(status.rank, median(own), median(others), len(own)))
+    return found
+
+
+def is_slow(ratios: Sequence[float]) -> bool:
+    """Whether these ratios are a straggler's."""
+    return median(ratios) >= SLOW and sum(ratio <= ABOVE for ratio in ratios) <= MOST_BELOW * len(ratios)
+
+
+def _aligned(group: Sequence[Status]) -> list[list[float]]:
+    """For each of the last steps that all have finished, the seconds that each of them computed; none where there are
+    not enough."""
+    rows, span = list[list[float]](), 0.0
+    for number in range(min(s.finished for s in group), 0, -1):
+        places = [len(s.steps) - 1 - (s.finished - number) for s in group]
+        if min(places) < 0:
+            break
+        steps = [s.steps[at] for s, at in zip(group, places, strict=True)]
+        rows.append([computed for computed, _waited in steps])
+        span += min(SPAN / WINDOW, max(map(sum, steps)))
+        if span >= SPAN:
+            return rows
+    return []

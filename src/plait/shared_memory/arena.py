@@ -1,0 +1,127 @@
+"""A rank's own shared memory: blocks, each for one message under way, and tensors that others may read where they lie.
+
+    empty(n, dtype)   a tensor; its memory is used again once nothing has it any more
+    put(x, readers)   x itself, where it is such a tensor and may be lent; else copied into a free block
+    read(number)      one reader has had it; the last one frees the block, for the next of its size
+
+Blocks are used again, the latest first, because fresh memory costs more than the copy.  Sizes are rounded up to four
+steps per power of two, so that a block fits what comes next; there are no other rules, and memory is never given back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.shared_memory.segment import Segment
+
+ALIGNMENT = 64
+FIRST_BYTES, LARGEST_BYTES = 2**20, 2**26
+"""Sizes of segments: as much again as there is, from the first to the last of these, or what a message needs."""
+
+
+@dataclass(slots=True)
+class SharedBlock:
+    """``size`` bytes from ``offset`` on in a segment, and how many have not read it yet."""
+
+    segment: Segment
+    offset: int
+    size: int
+    lent: bool = False
+    """It is a part of a tensor, and not to be used again."""
+    number: int = 0
+    """By which readers know it."""
+    readers: int = 0
+    outgoing: object = None
+    """What it is a part of."""
+    source: Tensor | None = None
+    """Where the reader's result goes, once it is read."""
+
+
+class Arena:
+    """The shared memory of one rank."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._segments: list[Segment] = []
+        self._free: dict[int, list[SharedBlock]] = {}
+        self._used = 0
+        """Bytes of the last segment that were ever in a block."""
+        self._tensors: dict[int, SharedBlock] = {}
+        """Where those of ``empty`` lie, by their addresses."""
+        self._under_way: dict[int, SharedBlock] = {}
+        """What somebody has not read, by number."""
+        self._number = 0
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of 1 dim that others may read where it lies; a MemoryError where there is no room for it."""
+        block = self._take(max(ALIGNMENT, -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT))
+        memory = (ctypes.c_char * block.size).from_buffer(block.segment.buffer, block.offset)
+        address = ctypes.addressof(memory)
+        self._tensors[address] = block
+        weakref.finalize(memory, self._end, address).atexit = False
+        with torch.inference_mode(False):
+            return torch.frombuffer(memory, dtype=dtype, count=numel)
+
+    def _end(self, address: int) -> None:
+        block = self._tensors.pop(address)
+        self._free.setdefault(block.size, []).append(block)
+
+    def put(self, data: Tensor, readers: int, *, lend: bool = False, back: bool = False) -> SharedBlock:
+        """A block with ``data``, of 1 dim.
+
+        Args:
+            lend: it is left alone until all have read it.
+            back: what the reader puts in its place is then its new value.
+        """
+        home = self._tensors.get(data.untyped_storage().data_ptr()) if lend else None
+        if home is None:
+            block = self._take(rounded(data.nbytes))
+            block.segment.view(block.offset, data.numel(), data.dtype).copy_(data)
+        else:
+            inside = int(data.storage_offset()) * data.element_size()
+            block = SharedBlock(home.segment, home.offset + inside, data.nbytes, lent=True)
+        block.source = data if back and not block.lent else None
+        self._number = block.number = (self._number + 1) % 2**32
+        block.readers = readers
+        self._under_way[block.number] = block
+        return block
+
+    def read(self, number: int) -> SharedBlock:
+        """A reader says that it has read a block; it is free if no others are left."""
+        block = self._under_way[number]
+        block.readers -= 1
+        if block.readers:
+            return block
+        del self._under_way[number]
+        if block.source is not None:
+            block.source.copy_(block.segment.view(block.offset, block.source.numel(), block.source.dtype))
+            block.source = None
+        if not block.lent:
+            self._free.setdefault(block.size, []).append(block)
+        return block
+
+    def close(self) -> None:
+        for segment in self._segments:
+            segment.close()
+
+    def _take(self, size: int) -> SharedBlock:
+        if free := self._free.get(size):
+            return free.pop()
+        if not self._segments or self._used + size > self._segments[-1].size:
+            total = sum(segment.size for segment in self._segments)
+            self._segments.append(Segment.make(max(size, min(max(total, FIRST_BYTES), LARGEST_BYTES)), self._name))
+            self._used = 0
+        block = SharedBlock(self._segments[-1], self._used, size)
+        self._used += size
+        return block
+
+
+def rounded(nbytes: int) -> int:
+    """The size of the block for so many bytes: multiples of 64 up to 512, then 640, 768, 896, 1024, 1280, ...."""
+    step = max(ALIGNMENT, 1 << max(0, (nbytes - 1).bit_length() - 3))
+    return max(ALIGNMENT, -(-nbytes // step) * step)

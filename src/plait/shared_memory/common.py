@@ -1,0 +1,137 @@
+"""Memory that the ranks of a group have in common: one copy of it, which all of them map.
+
+    rank 0   [ own piece | ......... | ......... ]         each writes its own piece, and says "mine is written" to
+    rank 1   [ ......... | own piece | ......... ]         each; all_gather moves nothing: it waits until each has
+    rank 2   [ ......... | ......... | own piece ]         said so, and if nobody has written since, it does nothing
+
+What an update or a load has written is a generation, which all members count alike.  Whoever has written its pieces of
+the n-th has told so n times, and whoever reads after it waits until the others have.
+
+The first rank of the group makes a segment, the others open it, and the memory of tensors is cut from it one after the
+other: all members ask for the same ones, so all cut alike.  Segments are as long-lived as the tensors in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from mmap import mmap
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from plait.comm.operation import Group, Operation
+from plait.shared_memory import semaphore
+from plait.shared_memory.arena import ALIGNMENT
+from plait.shared_memory.office import Office
+from plait.shared_memory.segment import Segment
+from plait.shared_memory.semaphore import Semaphore
+from plait.comm.transport import Transport
+
+FIRST_BYTES, LARGEST_BYTES = 2**18, 2**26
+SPARE = 16
+"""A segment is an allocation, or at least this part of what there is: 1/16."""
+
+COMMON = 2
+"""The tag of what is told to make common memory."""
+
+Share = Callable[[int, Callable[[Segment], None]], Segment]
+"""A segment of so many bytes for all members of a group; the second is called with it before the others see it."""
+
+
+class CommonMemory:
+    """That of one group, as one of its ranks sees it.
+
+    Args:
+        group: all its ranks make this together.
+    """
+
+    def __init__(self, group: Group, share: Share) -> None:
+        self.group, self._share = group, share
+        self._segment: Segment | None = None
+        """The last one, from which memory is cut."""
+        self._used, self._total = 0, 0
+        self._alive: WeakValueDictionary[int, mmap] = WeakValueDictionary()
+        """The buffers of segments, by their addresses."""
+        n, me, others = len(group.ranks), group.index, [(k, r) for k, r in enumerate(group.ranks) if k != group.index]
+        self._bells = share(n * n * semaphore.SIZE, _begin)
+        bells = _bells(self._bells)  # of k for j: at k * n + j
+        self._mine = {r: bells[me * n + k] for k, r in others}
+        self._theirs = {r: bells[k * n + me] for k, r in others}
+        self._told, self._heard = 0, {r: 0 for _, r in others}
+        self._settled = 0
+        """The last generation that is whole: all have told."""
+        self.generation = 0
+        """The one that this rank has written, or is about to."""
+
+    def tell(self) -> Iterable[int]:
+        """Tells the others that this rank's pieces of all generations so far are written; the ranks that hear news."""
+        missed, self._told = self.generation - self._told, self.generation
+        for bell in self._mine.values() if missed else ():
+            for _ in range(missed):
+                bell.post()
+        return self._mine if missed else ()
+
+    def silent(self, generation: int) -> list[int]:
+        """The ranks that have not told yet that their pieces of a generation are written."""
+        if generation <= self._settled:
+            return []
+        for rank, bell in self._theirs.items():
+            while self._heard[rank] < generation and bell.take():
+                self._heard[rank] += 1
+        missing = [rank for rank, heard in self._heard.items() if heard < generation]
+        self._settled = self._settled if missing else generation
+        return missing
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The next memory of the group, zeros: so many elements; all members ask for the same, and write to it."""
+        self.generation += 1
+        size = -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        if self._segment is None or self._used + size > self._segment.size:
+            spare = min(max(self._total // SPARE, FIRST_BYTES), LARGEST_BYTES)
+            self._segment, self._used = self._share(max(size, spare), lambda segment: None), 0
+            self._total += self._segment.size
+            self._alive[self._segment.address] = self._segment.buffer
+        start, self._used = self._used, self._used + size
+        return self._segment.view(start, numel, dtype)
+
+    def has(self, tensor: Tensor, ranks: Sequence[int]) -> bool:
+        """Whether a tensor lies here, and these ranks are of the group."""
+        return tensor.untyped_storage().data_ptr() in self._alive and set(self.group.ranks).issuperset(ranks)
+
+
+def _bells(segment: Segment) -> list[Semaphore]:
+    """The semaphores of which a segment consists."""
+    return [Semaphore(segment.address + start) for start in range(0, segment.size, semaphore.SIZE)]
+
+
+def _begin(segment: Segment) -> None:
+    for bell in _bells(segment):
+        bell.begin()
+
+
+def share_segment(
+    transport: Transport, office: Office, operation: Operation, size: int, prepare: Callable[[Segment], None]
+) -> Segment:
+    """A segment that the first member of a group makes, and all of them open."""
+    (first, *others), opened = operation.group.ranks, torch.zeros(1, dtype=torch.uint8)
+    if transport.rank == first:
+        try:
+            segment = Segment.make(size, office.name)
+        except MemoryError as error:  # the others, who wait for it, read why
+            transport.give_up(f"rank {transport.rank}: {error}")
+            raise
+        prepare(segment)
+        for dst in others:
+            transport.send(operation, torch.tensor([segment.descriptor]), dst, COMMON)
+        transport.wait(operation, [w for src in others for w in transport.recv(operation, opened, src, COMMON)])
+        segment.close()
+        return segment
+    descriptor = torch.zeros(1, dtype=torch.int64)
+    transport.wait(operation, transport.recv(operation, descriptor, first, COMMON))
+    try:
+        segment = office.open(first, int(descriptor))
+    except OSError as error:
+        raise transport.failure(operation, error) from error
+    transport.send(operation, opened, first, COMMON)
+    return segment

@@ -1,0 +1,82 @@
+"""A ring of records from one rank to another, in the memory of the one that reads them.
+
+    writer                                      reader
+    room.take()      else the ring is full      filled.take()     else nothing has come
+    write record                                read record
+    filled.post()                               room.post()
+
+One process writes and one reads, so the semaphores are all the order there is.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from plait.shared_memory import semaphore
+from plait.shared_memory.segment import Segment
+from plait.shared_memory.semaphore import Semaphore
+
+RECORDS = 1024
+_FORMAT = struct.Struct("<IHHIiQQ")
+BYTES = 2 * semaphore.SIZE + RECORDS * _FORMAT.size
+"""That a mailbox takes."""
+
+DATA, READ, HERE, LEFT = range(4)
+"""A message lies in a block; a block of yours was read; this rank has opened the mailboxes; it sends nothing more."""
+
+
+class MailRecord(NamedTuple):
+    """What is told: a kind, and of what."""
+
+    kind: int
+    tag: int = 0
+    descriptor: int = 0
+    offset: int = 0
+    nbytes: int = 0
+    dtype: int = 0
+    """A code; that of a message's elements."""
+    number: int = 0
+    """Of the block."""
+
+
+class Mailbox:
+    """One end of it: each process makes its own over the same memory."""
+
+    def __init__(self, segment: Segment, offset: int) -> None:
+        start = segment.address + offset
+        self.room, self.filled = Semaphore(start), Semaphore(start + semaphore.SIZE)
+        self._segment = segment
+        self._start, self._next = offset + 2 * semaphore.SIZE, 0
+        self._behind = RECORDS
+        """Records that were written behind the last message."""
+
+    def begin(self) -> None:
+        """By the reader, before the writer knows of it."""
+        self.room.begin(RECORDS)
+        self.filled.begin()
+
+    @property
+    def delivered(self) -> bool:
+        """Whether the reader has taken all messages that this end has written."""
+        return RECORDS - self.room.value <= self._behind
+
+    def write(self, record: MailRecord) -> bool:
+        """Whether there was room for it."""
+        if not self.room.take():
+            return False
+        kind, tag, descriptor, offset, nbytes, dtype, number = record
+        _FORMAT.pack_into(self._segment.buffer, self._place(), tag, kind, dtype, number, descriptor, offset, nbytes)
+        self._behind = 0 if kind == DATA else self._behind + 1
+        self.filled.post()
+        return True
+
+    def read(self) -> MailRecord:
+        """The next one, after ``filled`` was taken; ``room`` is posted by who has made use of it."""
+        tag, kind, dtype, number, descriptor, offset, nbytes = _FORMAT.unpack_from(self._segment.buffer, self._place())
+        return MailRecord(kind, tag, descriptor, offset, nbytes, dtype, number)
+
+    def _place(self) -> int:
+        place = self._start + self._next % RECORDS * _FORMAT.size
+        self._next += 1
+        return place

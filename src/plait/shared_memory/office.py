@@ -1,0 +1,119 @@
+"""Every rank's mailboxes, made, published and opened.
+
+A rank makes one mailbox for each other rank, in a segment of its own, and says in the store where it is.  Then it opens
+the others', and lays hold of their processes, so that their end is noticed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import select
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from plait.comm.meeting import wait_for_keys
+from plait.comm.peer import Peer, shown
+from plait.shared_memory import mailbox
+from plait.shared_memory.alarm import Alarm
+from plait.shared_memory.mailbox import Mailbox
+from plait.shared_memory.segment import Segment
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+class Office:
+    """The mailboxes of rank ``rank``: ``inboxes`` from and ``outboxes`` to each other rank of its host.
+
+    Args:
+        peers: the ranks of the host.
+        end: when to give up, as of ``deadline.clock``.
+
+    Raises:
+        ValueError: they cannot see each other's processes.
+        TimeoutError: a rank did not publish its mailboxes.
+    """
+
+    def __init__(self, rank: int, store: Store, peers: Sequence[Peer], end: float) -> None:
+        place = {peer.rank: place * mailbox.BYTES for place, peer in enumerate(peers)}
+        self.rank, self.process_ids = rank, {peer.rank: peer.pid for peer in peers}
+        self.name = f"plait-{secrets.token_hex(8)}"
+        """Of all segments of this rank in this world."""
+        self._names: dict[int, str] = {}
+        self._mine = Segment.make(len(peers) * mailbox.BYTES, self.name)
+        others = [peer for peer in peers if peer.rank != rank]
+        self.inboxes = {peer.rank: Mailbox(self._mine, place[peer.rank]) for peer in others}
+        for box in self.inboxes.values():
+            box.begin()
+        self.alarm = Alarm(self._mine.address + place[rank])  # where a mailbox for oneself would be
+        self.alarm.begin()
+        self.alarms: dict[int, Alarm] = {}
+        """Of the other ranks."""
+        store.set(f"shared_memory/{rank}", json.dumps([os.getpid(), self._mine.descriptor, self.name]))
+        self.outboxes: dict[int, Mailbox] = {}
+        self._segments: dict[tuple[int, int], Segment] = {}
+        self._ends = select.poll()
+        self._holds: dict[int, int] = {}
+        for peer in others:
+            if not wait_for_keys(store, [key := f"shared_memory/{peer.rank}"], end):
+                raise TimeoutError(f"rank {rank} waited for {peer}, which published no mailboxes")
+            said = store.get(key)
+            try:
+                match json.loads(said[:200]):
+                    case [int(process_id), int(descriptor), str(name)]:
+                        self._names[peer.rank] = name
+                    case _:
+                        raise ValueError
+            except ValueError:
+                raise ConnectionError(f"what the store has for {peer} is no mailbox: '{shown(said)}'") from None
+            self.process_ids[peer.rank] = process_id
+            try:
+                hold = os.pidfd_open(process_id)
+                theirs = self.segment(peer.rank, descriptor)
+                self.outboxes[peer.rank] = Mailbox(theirs, place[rank])
+                self.alarms[peer.rank] = Alarm(theirs.address + place[peer.rank])
+            except OSError as error:
+                text = f"rank {rank} cannot reach the memory of {peer} on {socket.gethostname()} ({error.strerror})"
+                raise ValueError(
+                    f"{text}: they are in two containers, of two users, or it ended. Else take --world process"
+                ) from error
+            self._holds[hold] = peer.rank
+            self._ends.register(hold, select.POLLIN)
+
+    def segment(self, rank: int, descriptor: int) -> Segment:
+        """A segment of another rank, opened when it is first asked for."""
+        key = rank, descriptor
+        if key not in self._segments:
+            self._segments[key] = self.open(rank, descriptor)
+        return self._segments[key]
+
+    def can_open(self, rank: int, descriptor: int) -> bool:
+        """Opens a segment of another rank, while its owner has it; whether it was there.
+
+        Raises:
+            ConnectionError: it may not be opened.
+        """
+        try:
+            self.segment(rank, descriptor)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESRCH, errno.ESTALE):
+                raise ConnectionError(f"the memory of rank {rank} cannot be opened ({error.strerror})") from error
+            return False
+        return True
+
+    def open(self, rank: int, descriptor: int) -> Segment:
+        """A segment of another rank, opened anew; an OSError where it is gone."""
+        return Segment.open(self.process_ids[rank], descriptor, self._names[rank])
+
+    def ended(self) -> list[int]:
+        """The ranks whose processes have ended."""
+        return [self._holds[hold] for hold, _ in self._ends.poll(0)]
+
+    def close(self) -> None:
+        for hold in self._holds:
+            os.close(hold)
+        self._mine.close()

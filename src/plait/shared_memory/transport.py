@@ -1,0 +1,400 @@
+"""Messages between the ranks of a host, through memory that they share.
+
+    sender                                         receiver
+    copy x into a block of its own                 .
+    record (tag, where the block is)  ──► mailbox  take it; keep what comes early
+    .                                              copy it into place, or add straight from the block
+    block is free again               ◄── mailbox  record (read)
+
+A tensor of ``Comm.empty`` lies where others can open it: in a collective the record says where, nothing is copied into
+a block, and the wait ends when all have read it.  What is gathered into common memory does not move at all.
+
+A message to one rank is on its way when ``send`` returns.  Collectives go in chunks, of which a few are under way:
+so blocks stay in cache, and the first chunk is added while the last has not been sent.  The rest follows whenever this
+rank waits for anything, as blocks become free.  All members take chunk k of everyone before chunk k + 1, so the one
+that is furthest behind always finds what it needs.
+
+A rank that waits looks for a while before it sleeps, where every rank has a core.  The end of another process is seen
+within ``LOOK_SECONDS``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from plait.comm.deadline import clock
+from plait.comm.header import DTYPES
+from plait.comm.operation import NO_NOTE, Operation, copied, name_of
+from plait.shared_memory.arena import Arena
+from plait.shared_memory.arrivals import Adding, Arrival, Copying, Hearing
+from plait.shared_memory.common import CommonMemory, share_segment
+from plait.shared_memory.mailbox import DATA, HERE, LEFT, READ, MailRecord
+from plait.shared_memory.office import Office
+from plait.shared_memory.outgoing import Outgoing, chunks, sliced
+from plait.comm.transport import Started, Transport, Wires
+
+WHOLE_BYTES = 2**16
+"""An all-reduce of no more sends wholes: one round of messages instead of two."""
+
+SPIN_SECONDS = 0.0005
+"""For which a rank that has a core of its own looks before it sleeps."""
+
+LOOK_SECONDS = 0.05
+"""Between two looks at whether the others are still there."""
+
+LAST_SECONDS = 2.0
+"""For which a rank whose world broke waits until the others have what it sent before."""
+
+NAP_SECONDS = 0.001
+"""Between two looks at a mailbox that is full, and at who has what was sent."""
+
+CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+"""What a record says of a dtype."""
+
+
+class SharedMemoryTransport(Transport):
+    """Messages of one rank."""
+
+    progresses = False
+
+    def __init__(self, office: Office, wires: Wires) -> None:
+        super().__init__(wires)
+        self._office, self._arena, self._process = office, Arena(office.name), os.getpid()
+        self._unsent: dict[int, Outgoing] = {}
+        """What was begun and is not sent to its end."""
+        self._here: set[int] = set()
+        self._early: defaultdict[tuple[int, int], deque[MailRecord]] = defaultdict(deque)
+        """What has come and nobody has asked for yet, by rank and tag."""
+        self._gone: dict[int, str] = {}
+        self._under_way: dict[int, Arrival] = {}
+        """What this rank has to get on with."""
+        self._common: dict[tuple[int, ...], CommonMemory] = {}
+        """Of groups, by their ranks."""
+        ranks, threads = len(office.inboxes) + 1, torch.get_num_threads()
+        for box in office.outboxes.values():
+            box.write(MailRecord(HERE))
+        self._spin = SPIN_SECONDS if ranks * threads <= len(os.sched_getaffinity(0)) else 0.0
+
+    # ---- what may be asked -------------------------------------------------------------------------------
+
+    def send(self, operation: Operation, tensor: Tensor, dst: int, tag: int) -> list[Started]:
+        self._check(operation)
+        if tensor.numel():
+            self._send([Outgoing(operation, [tensor.view(-1)], [dst], tag)])
+        return []
+
+    def recv(self, operation: Operation, tensor: Tensor, src: int, tag: int) -> list[Started]:
+        self._check(operation)
+        if not tensor.numel():
+            return []
+        return [(partial(self._until, Copying(self, {src: [tensor.view(-1)]}, (), tag)), tensor)]
+
+    def exchange(
+        self, operation: Operation, slots: Sequence[Tensor], slices: Sequence[Tensor], tag: int
+    ) -> list[Started]:
+        outgoing = self._send(sliced(operation, slices, tag, lent=True))
+        ranks, index, n = operation.group.ranks, operation.group.index, len(slots)
+        order = [(index - step) % n for step in range(1, n)]
+        return self._begun(Copying(self, {ranks[k]: chunks(slots[k]) for k in order}, outgoing, tag), slots[index])
+
+    def reduce(
+        self, operation: Operation, mine: Tensor, slices: Sequence[Tensor], out: Tensor, tag: int
+    ) -> tuple[list[Started], None]:
+        here = operation.group.index
+        lent = all(part is not mine for k, part in enumerate(slices) if k != here)  # else out, if it is mine, changes
+        outgoing = self._send(sliced(operation, slices, tag, lent=lent))
+        return self._begun(Adding(self, operation, chunks(mine), chunks(out), outgoing, tag), out), None
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor that others read where it lies."""
+        return self._arena.empty(numel, dtype)
+
+    def common(self, operation: Operation) -> Tensor:
+        """Memory that the members of a group have in common, zeros; all of them ask for it."""
+        ranks = operation.group.ranks
+        if ranks not in self._common:
+            self._common[ranks] = CommonMemory(operation.group, partial(share_segment, self, self._office, operation))
+        return self._common[ranks].empty(operation.numel, operation.dtype)
+
+    def all_reduce(self, operation: Operation, tensor: Tensor, tag: int) -> list[Started]:
+        """Slice k to member k, who adds them and puts the sum in everyone's; nothing where wholes are as well."""
+        n, index = len(operation.group.ranks), operation.group.index
+        if tensor.nbytes <= WHOLE_BYTES:
+            return []
+        length = -(-tensor.numel() // n)
+        slices = [tensor[k * length : (k + 1) * length] for k in range(n)]
+        outgoing = self._send(sliced(operation, slices, tag, lent=True, back=True))
+        mine = chunks(slices[index])
+        return self._begun(Adding(self, operation, mine, mine, outgoing, tag, back=True), tensor)
+
+    def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started] | None:
+        """Where the result is common to the members, nothing moves: each waits until all of it is written."""
+        group = operation.group
+        if operation.kind not in ("all_gather", "broadcast"):
+            return None
+        for memory in self._common.values():
+            if memory.has(out, group.ranks):
+                break
+        else:
+            return None
+        self._check(operation)
+        if operation.kind == "all_gather" and source.data_ptr() != out.data_ptr() + group.index * source.nbytes:
+            copied(out.tensor_split(len(group.ranks))[group.index], source)
+            memory.generation += 1
+        return self._hear(memory, out)
+
+    def wait_for_readers(self) -> None:
+        """Returns when all members have come here, so none of them reads common memory; then they write."""
+        begun = []
+        for memory in self._common.values():
+            operation = Operation("wait for readers of common memory", memory.group, NO_NOTE, 0, torch.uint8)
+            self._check(operation)
+            memory.generation += 1
+            begun.append((operation, self._hear(memory, torch.empty(0))))
+        for operation, works in begun:
+            self.wait(operation, works)
+        for memory in self._common.values():
+            memory.generation += 1
+
+    def wrote_common(self, *, later: bool) -> None:
+        """Tells all members, who may wait for it, now or at the next gather."""
+        for memory in self._common.values():
+            memory.generation += 1
+            if not later:
+                self._tell_written(memory)
+
+    def _tell_written(self, memory: CommonMemory) -> None:
+        for rank in memory.tell():
+            self._office.alarms[rank].ring()
+
+    def _hear(self, memory: CommonMemory, out: Tensor) -> list[Started]:
+        """That all members have written this generation, as this rank has; nothing where they have said so."""
+        self._tell_written(memory)
+        return self._begun(Hearing(memory, memory.generation), out) if memory.silent(memory.generation) else []
+
+    def wait(self, operation: Operation, works: Sequence[Started]) -> None:
+        end = clock() + self.deadline
+        with self._waiting(operation):
+            try:
+                for finish, _ in works:
+                    finish(end)
+            except (ConnectionError, TimeoutError) as error:
+                raise self.failure(operation, error) from error
+            except BaseException:
+                self.broken = self.broken or f"this world broke down earlier, in {operation}"
+                raise
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way that others may wait for, and that goes on only in this rank's waits."""
+        return bool(self._unsent or self._under_way)
+
+    def get_on(self, operation: Operation) -> None:
+        """Goes on with what is under way, while this rank waits for ``operation`` elsewhere."""
+        try:
+            self._drain_all()
+            self._advance()
+            self._send_rest()
+        except (ConnectionError, TimeoutError) as error:
+            raise self.failure(operation, error) from error
+
+    def has_come(self, src: int, tag: int) -> bool:
+        """Whether a wait for a message ends at once: it is there, or never will be."""
+        self._look()
+        return bool(self._early.get((src, tag)) or src in self._gone or self.broken)
+
+    def close(self) -> None:
+        """Stays until the others have what was sent, or for its deadline; then says that it leaves."""
+        if os.getpid() != self._process:  # a copy, made by fork
+            return
+        try:
+            end, waits = clock() + (LAST_SECONDS if self.broken else self.deadline), True
+            while waits and clock() < end:
+                self._look()
+                boxes = self._office.outboxes.items()
+                waits = any(r not in self._gone and not (r in self._here and box.delivered) for r, box in boxes)
+                time.sleep(NAP_SECONDS if waits else 0)
+        except OSError:
+            if not self.broken:
+                raise
+        finally:
+            self._leave()
+            self._arena.close()
+            self._office.close()
+            super().close()
+
+    def give_up(self, why: str) -> None:
+        super().give_up(why)
+        self._leave()
+
+    def _leave(self) -> None:
+        for dst, box in self._office.outboxes.items():
+            box.write(MailRecord(LEFT))  # one that is full is of a rank that will see this process end
+            self._office.alarms[dst].ring()
+
+    # ---- sending -----------------------------------------------------------------------------------------
+
+    def _send(self, outgoing: list[Outgoing]) -> list[Outgoing]:
+        """Begins to send what a message or a collective sends."""
+        self._check(outgoing[0].operation)
+        self._drain_all()
+        for one in outgoing:
+            self._begin(one)
+        return outgoing
+
+    def _begin(self, outgoing: Outgoing) -> None:
+        try:
+            self._pump(outgoing)
+        except (ConnectionError, TimeoutError) as error:
+            raise self.failure(outgoing.operation, error) from error
+
+    def _pump(self, outgoing: Outgoing, *, all_of_it: bool = False) -> None:
+        """Sends on, as far as the window allows."""
+        if outgoing.pumping:  # it waits for room in a mailbox
+            return
+        outgoing.pumping = True  # and stays so after an error: the world is broken then
+        while outgoing.may_go_on or (all_of_it and outgoing.sent < outgoing.count):
+            data = outgoing.chunks[outgoing.sent]
+            try:
+                block = self._arena.put(data, len(outgoing.readers), lend=outgoing.lent, back=outgoing.back)
+            except BaseException:
+                self.broken = self.broken or f"this world broke down earlier, in {outgoing.operation}"
+                raise
+            block.outgoing = outgoing
+            outgoing.lent &= block.lent
+            outgoing.sent += 1
+            where, dtype = (block.segment.descriptor, block.offset, data.nbytes), CODES[data.dtype]
+            record = MailRecord(DATA, outgoing.tag, *where, dtype, block.number)
+            for dst in outgoing.readers:
+                outgoing.unread[dst] += 1
+                self._post(dst, record)
+        outgoing.pumping = False
+        if outgoing.sent < outgoing.count:
+            self._unsent[id(outgoing)] = outgoing
+        else:
+            if not outgoing.lent:
+                outgoing.chunks = ()  # its tensor is its owner's again
+            self._unsent.pop(id(outgoing), None)
+
+    def _post(self, dst: int, record: MailRecord) -> None:
+        end = 0.0
+        while not (record.kind == READ and dst in self._gone) and not self._office.outboxes[dst].write(record):
+            end = end or clock() + self.deadline
+            self._hope_for(dst, end)
+            self._look()
+            time.sleep(NAP_SECONDS)
+        self._office.alarms[dst].ring()
+
+    # ---- receiving ---------------------------------------------------------------------------------------
+
+    def take(self, src: int, tag: int, like: Tensor) -> MailRecord | None:
+        """The next message of a rank with a tag, if it has come; a ConnectionError if it is not as long as ``like``."""
+        early = self._early.get((src, tag))
+        if not early:
+            return None
+        record = early.popleft()
+        if not early:
+            del self._early[src, tag]
+        if record.nbytes != like.nbytes or record.dtype != CODES[like.dtype]:
+            sent = f"{record.nbytes} bytes of {name_of(DTYPES[record.dtype])}"
+            raise ConnectionError(f"rank {src} sent {sent} where {like.nbytes} of {name_of(like.dtype)} were meant")
+        return record
+
+    def view(self, src: int, record: MailRecord, like: Tensor) -> Tensor:
+        """What has come, where it lies."""
+        return self._office.segment(src, record.descriptor).view(record.offset, like.numel(), like.dtype)
+
+    def read(self, src: int, record: MailRecord) -> None:
+        """Gives the block back, where somebody still wants it."""
+        self._post(src, MailRecord(READ, number=record.number))
+
+    def _begun(self, arrival: Arrival, memory: Tensor) -> list[Started]:
+        self._under_way[id(arrival)] = arrival
+        return [(partial(self._until, arrival), memory)]
+
+    def _until(self, arrival: Arrival, end: float) -> None:
+        """Takes in what comes until it is over: looks at first, then sleeps.
+
+        Members of several groups may wait for them in different orders, so this rank gets on with all that is under way
+        before it sleeps, and after a while without an end the windows are opened.
+        """
+        spin = time.perf_counter() + self._spin
+        patience = time.monotonic() + LOOK_SECONDS
+        gone = len(self._gone)
+        while not arrival.advance():
+            if self._drain_all() or len(self._gone) > gone or time.perf_counter() < spin:
+                gone = len(self._gone)  # whatever they sent before has come: look at it first
+                continue
+            for src in arrival.waits_for():
+                self._hope_for(src, end)
+            self._advance(but=arrival)
+            nap = min(LOOK_SECONDS, max(0.001, end - clock()))
+            if not self._office.alarm.sleep(lambda: arrival.advance() or self._drain_all(), nap):
+                self._look()
+            if self._unsent and time.monotonic() > patience:
+                self._send_rest()
+        self._under_way.pop(id(arrival), None)
+
+    def _advance(self, but: Arrival | None = None) -> None:
+        """Gets on with all that is under way, but one."""
+        for key, arrival in list(self._under_way.items()):
+            if arrival is not but and arrival.advance():
+                del self._under_way[key]
+
+    def _send_rest(self) -> None:
+        """Sends all that was begun, whatever the window."""
+        for outgoing in list(self._unsent.values()):
+            self._pump(outgoing, all_of_it=True)
+
+    def _drain_all(self) -> bool:
+        """Takes in what has come from anybody, so blocks that were read can be used again; whether anything had."""
+        return sum(self._drain(src) for src in self._office.inboxes) > 0
+
+    def _drain(self, src: int) -> bool:
+        """Takes in what has come from a rank; whether anything had."""
+        inbox, found = self._office.inboxes[src], False
+        while inbox.filled.take():
+            self._sort_in(src)
+            found = True
+        return found
+
+    def _sort_in(self, src: int) -> None:
+        """Takes in a record, whose ``filled`` was taken."""
+        inbox = self._office.inboxes[src]
+        record = inbox.read()
+        if record.kind == DATA and not self._office.can_open(src, record.descriptor):
+            self._gone.setdefault(src, f"the process of rank {src} has ended")
+        inbox.room.post()
+        if record.kind == DATA and src not in self._gone:
+            self._early[src, record.tag].append(record)
+        elif record.kind == READ:
+            block = self._arena.read(record.number)
+            if isinstance(outgoing := block.outgoing, Outgoing):
+                block.outgoing = outgoing if block.readers else None
+                outgoing.unread[src] -= 1
+                self._pump(outgoing)
+        elif record.kind == HERE:
+            self._here.add(src)
+        elif record.kind == LEFT:
+            self._gone[src] = f"rank {src} has left"
+
+    def _look(self) -> None:
+        """Takes in what has come from anybody, and who has ended."""
+        ended = self._office.ended()
+        self._drain_all()
+        for src in ended:
+            self._gone.setdefault(src, f"the process of rank {src} has ended")
+
+    def _hope_for(self, rank: int, end: float) -> None:
+        """Raises if nothing more will come from a rank, or the time is up."""
+        if rank in self._gone:
+            raise ConnectionResetError(self._gone[rank])
+        if clock() > end:
+            raise TimeoutError(f"rank {rank} did not come")

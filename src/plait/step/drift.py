@@ -1,0 +1,246 @@
+"""Whether what several ranks hold alike still is alike, to the bit: ``check_drift``, every so many steps.
+
+Memory that flips a bit, or a program that writes on one rank only, trains on in silence.
+
+    parameters         params cell shard: on the replicas   ─┐  one small all_gather of a checksum for each kind; where
+    optimizer state    optim cell full: on all data ranks    ├► two ranks differ that should not, they show each other
+    whole over tensor  on the tensor ranks too               │  all checksums by name, and every rank raises with the
+    tied weights       on their stages                      ─┘  tensors and the ranks
+
+A cell cuts its state over some data axes; over the others it is held alike.  What a single rank holds cannot be
+compared.  The check comes before the update, so no parameter of that step was changed.
+
+Buffers may be a rank's own, and a forward may write them in ways that torch does not count (``.data``, kernels).  So
+each rank compares those of floats with what they were at its check before:
+
+    no rank ever changed it, and now one rank alone, by one bit, uncounted      all ranks raise
+    anything else                                                               a program has written: never looked at
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm.agree import gather_ints, gather_texts, named
+from plait.table.agreement import AGREEING
+from plait.table.cells import Cell
+from plait.table.collectives import Note
+from plait.table.mesh import AXES, DATA_AXES, Mesh
+from plait.zero.optim import is_plain
+from plait.zero.storage import Flat
+from plait.step.placed_model import PlacedModel
+
+NOTE = Note("state", "drift")
+NAMED = 6
+"""So many tensors are named."""
+
+FULL = Cell()
+
+
+class DriftError(RuntimeError):
+    """Ranks hold different bits where all should hold the same."""
+
+
+def alike(cell: Cell, mesh: Mesh, *, whole: bool) -> tuple[str, ...]:
+    """The axes, of those with several ranks, over which the state of a cell is the same.
+
+    Args:
+        whole: it is not cut over the tensor axis.
+    """
+    axes = [a for a in AXES if (a in DATA_AXES and a not in cell.split) or (whole and a == "tensor")]
+    return tuple(a for a in axes if mesh.axis(a) > 1)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Something that a rank holds, and all ranks over some axes with it."""
+
+    axes: tuple[str, ...]
+    what: str
+    """The same text on every rank that has the same elements of the same tensor."""
+    tensor: Tensor
+
+
+@dataclass
+class Watched:
+    """A buffer of this rank's, as it was at the last check."""
+
+    buffer: Tensor
+    version: int
+    data: bytes
+    fate: int
+
+
+SAME, ONE_BIT, WRITTEN = range(3)
+"""What became of a buffer since the first check."""
+
+
+def struck(rows: Sequence[Mapping[str, int]]) -> dict[str, str]:
+    """The buffers that are the same on all ranks but one, where one bit has changed; where, as a text.
+
+    Args:
+        rows: by rank, what became of its buffers, by name.
+    """
+    found = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        fates = {rank: row[name] for rank, row in enumerate(rows) if name in row}
+        if len(fates) > 1 and sorted(fates.values()) == [SAME] * (len(fates) - 1) + [ONE_BIT]:
+            found[name] = f"has changed by one bit, on rank {max(fates, key=fates.__getitem__)} alone"
+    return found
+
+
+def odd_ones(rows: Sequence[Mapping[str, int]]) -> dict[str, str]:
+    """By what differs, a text that says on which ranks: those outside of a majority, or all.
+
+    Args:
+        rows: by rank, the checksums of what it holds.
+    """
+    found = {}
+    for what in dict.fromkeys(name for row in rows for name in row):
+        holders: dict[int, list[int]] = {}
+        for rank, row in enumerate(rows):
+            if what in row:
+                holders.setdefault(row[what], []).append(rank)
+        if len(holders) < 2:
+            continue
+        everyone = sorted(rank for ranks in holders.values() for rank in ranks)
+        most = max(holders.values(), key=len)
+        if 2 * len(most) > len(everyone):
+            few = [rank for rank in everyone if rank not in most]
+            found[what] = f"is another on {named(few)} than on {named(most)}"
+        else:
+            found[what] = f"differs between {' and '.join(map(named, holders.values()))}"
+    return found
+
+
+class DriftCheck:
+    """Compares what ``placed`` holds with the other ranks, every ``every`` steps; 0: never."""
+
+    def __init__(self, placed: PlacedModel, every: int) -> None:
+        if every < 0:
+            raise ValueError(f"check_drift {every}: it is the number of steps between two checks, 0 for none")
+        self.placed, self.every, self._last = placed, every, -1
+        strategy, mesh = placed.strategy, placed.comm.mesh
+        cells = (strategy.params, strategy.optim, FULL)
+        self.kinds = list(dict.fromkeys(alike(cell, mesh, whole=whole) for cell in cells for whole in (True, False)))
+        if mesh.pipe > 1:
+            self.kinds += [(*kind, "pipe") for kind in self.kinds]
+        self.kinds = [kind for kind in self.kinds if kind]
+        self._watched: dict[str, Watched] = {}
+
+    def after(self, step: int, numbers: Mapping[str, object]) -> None:
+        """The check that is due at step ``step`` (from 0), before its update; all ranks call it together.
+
+        Args:
+            numbers: what else is the same on all ranks, by what it is called.
+
+        Raises:
+            DriftError: on all ranks, with the tensors and ranks that differ.
+        """
+        if not self.every or not self.kinds or (step + 1) % self.every:
+            return
+        comm, sums = self.placed.comm, dict[str, int]()
+        of_kind = dict.fromkeys(self.kinds, 0)
+        for held in self.held():
+            sums[held.what] = checksum = _checksum(held.tensor)
+            of_kind[held.axes] = zlib.crc32(f"{held.what} {checksum}".encode(), of_kind[held.axes])
+        sums |= {what: zlib.crc32(repr(value).encode()) for what, value in numbers.items()}
+        fates = self._look_at_buffers()
+        mine = [*of_kind.values(), zlib.crc32(repr(numbers).encode()), ONE_BIT in fates.values()]
+        rows = gather_ints(comm, mine, AGREEING, NOTE)
+        suspicious = any(row[-1] or row[-2] != rows[0][-2] for row in rows) or any(
+            len({rows[rank][i] for rank in group} - {0}) > 1  # 0: it holds nothing of that kind, as of a tied weight
+            for i, axes in enumerate(self.kinds)
+            for group in comm.mesh.groups(axes)
+        )
+        if suspicious:
+            told = [json.loads(text) for text in gather_texts(comm, json.dumps([sums, fates]), NOTE)]
+            if found := odd_ones([sums for sums, _ in told]) | struck([fates for _, fates in told]):
+                raise DriftError(self._told(step, found))
+        self._last = step
+
+    def _told(self, step: int, found: Mapping[str, str]) -> str:
+        lines = [f"{what} {where}" for what, where in found.items()]
+        more = f"; and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
+        before = f"behind the check of step {self._last}" if self._last >= 0 else "before the first check"
+        return (
+            f"step {step} (counted from 0): ranks differ in what they hold alike: {'; '.join(lines[:NAMED])}{more}. "
+            f"It came about {before}; the program wrote on some ranks only, or memory or a processor has failed. Go on "
+            f"from a checkpoint of before, without that host if it comes again"
+        )
+
+    def held(self) -> Iterator[Replica]:
+        """What this rank holds with others."""
+        return (replica for replica in self._all() if replica.axes)
+
+    def _all(self) -> Iterator[Replica]:
+        placed, row, mesh = self.placed, self.placed.strategy, self.placed.comm.mesh
+        tied = {edge.name for edge in placed.ties.edges}
+
+        def replica(cell: Cell, what: str, name: str, flat: Flat, place: tuple[int, int], tensor: Tensor) -> Replica:
+            cut = next(cut for cut, slot in zip(flat.cuts, flat.layout.slots, strict=True) if slot.name == name)
+            axes = alike(cell, mesh, whole=cut is None)
+            axes = (*axes, "pipe") if name in tied and mesh.pipe > 1 else axes
+            of_piece = "" if cut is None else f" of tensor rank {flat.tensor_rank}"
+            elements = f" (elements {place[0]} to {place[1] - 1}{of_piece})"
+            return Replica(axes, f"{what} {name!r}{elements}", tensor)
+
+        for flat in (flat for unit in placed.units for flat in unit.flats):
+            for run in flat.layout.runs(*flat.held):
+                values = flat.rest[run.offset : run.offset + run.numel]
+                yield replica(row.params, "parameter", run.slot.name, flat, (run.start, run.stop), values)
+        for o in placed.owned:
+            kept = {key: v for one in placed.optimizers for key, v in one.state.get(o.view, {}).items()}
+            if o.flat.master is not None:
+                kept["master weights"] = o.view.detach()
+            for key, value in kept.items():
+                if is_plain(value):
+                    place = o.run.start, o.run.stop
+                    yield replica(row.optim, f"{key} of", o.name, o.flat, place, value)
+        for name, buffer, synchronised in self._buffers():
+            if synchronised:
+                yield Replica(alike(FULL, mesh, whole=True), f"buffer {name!r}", buffer)
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """Names and buffers of this rank, and whether all ranks make them together."""
+        for stage in self.placed.stages.values():
+            for path, module in stage.model.named_modules():
+                for name, buffer in module.named_buffers(path, recurse=False):
+                    yield name, buffer, isinstance(module, nn.SyncBatchNorm)
+
+    def _look_at_buffers(self) -> dict[str, int]:
+        """What became of each, by what it is called."""
+        before, self._watched = self._watched, {}
+        for name, buffer, synchronised in self._buffers():
+            if synchronised or not buffer.is_floating_point() or buffer.layout is not torch.strided:
+                continue
+            last = before.get(f"buffer {name!r}")
+            if last is not None and last.fate != SAME:
+                now = Watched(buffer, 0, b"", WRITTEN)
+            else:
+                now = Watched(buffer, buffer._version, bytes(_bytes(buffer)), SAME)
+                if last is not None and now.data != last.data:
+                    uncounted = last.buffer is buffer and last.version == now.version
+                    now.fate = ONE_BIT if uncounted and _bits(last.data, now.data) == 1 else WRITTEN
+            self._watched[f"buffer {name!r}"] = now
+        return {name: watched.fate for name, watched in self._watched.items()}
+
+
+def _bits(one: bytes, other: bytes) -> int:
+    """How many differ."""
+    return (int.from_bytes(one) ^ int.from_bytes(other)).bit_count()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return whole.view(-1).view(torch.uint8).numpy().data
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(_bytes(tensor))

@@ -1,0 +1,117 @@
+"""The loss without a step: forwards only, on all ranks, and nothing of the training is touched.
+
+    counts      as in a step                                             one small all_gather
+    F0 F1 …     the order's forwards; units are gathered and freed       as the row says
+    losses      of every data rank, added exactly                        one small all_gather
+
+Modules are in eval mode and nothing is drawn.  Persistent buffers are data rank 0's, as in a state dict; afterwards
+each rank has its own again, so BatchNorm evaluates one model on all ranks and trains on with what each has seen.
+
+Evaluations have their own runtime, so the shapes of their messages, their order of gathers and their log stay apart
+from the step's.  In the ledger all their messages are of the phase ``evaluate``.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Comm
+from plait.table.agreement import DATA_ORDER, MARKS
+from plait.table.collectives import Note
+from plait.zero.unshard import EVALUATE
+from plait.step.exchange import Exchange
+from plait.pipeline.copies import ForwardWrites
+from plait.pipeline.p2p import PipelineP2P
+from plait.pipeline.runtime import EventLog, Runtime
+from plait.pipeline.stage import LossFn
+from plait.step.placed_model import PlacedModel
+from plait.step.step import num_samples, whole_count
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The outcome of ``Engine.evaluate``, the same on every rank."""
+
+    loss: float
+    """The mean over all ranks' microbatches."""
+    count: int
+    """How many terms it has."""
+
+
+class Evaluator:
+    """Evaluations of a model in training."""
+
+    def __init__(self, placed: PlacedModel) -> None:
+        self.placed, comm = placed, placed.comm
+        self.runtime = Runtime(placed.stages, PipelineP2P(comm, placed.pipeline.owner), EventLog(comm))
+        self.exchange = Exchange(comm, (), placed.exchange.losses_at)
+        self.broken = False
+        """An evaluation raised in the middle of a pipeline: its messages may still be under way."""
+
+    def evaluate(self, microbatches: Sequence[Any], loss_fn: LossFn, count_fn: Callable[[Any], int]) -> Evaluation:
+        """See ``Engine.evaluate``."""
+        comm, stages, num = self.placed.comm, self.placed.stages.values(), len(microbatches)
+        if not num:
+            raise ValueError("no microbatch: an evaluation needs at least one, an empty one included")
+        program = self.placed.program(num, backward=False)
+        with ExitStack() as stack, torch.no_grad():
+            stack.enter_context(comm.ledger.phase(EVALUATE))
+            samples = sum(num_samples(batch) for batch in microbatches)
+            _, total = self.exchange.counts(num, sum(whole_count(count_fn(batch)) for batch in microbatches), samples)
+            self.exchange.check_batches(microbatches)
+            models = [stage.model for stage in stages]
+            stack.enter_context(eval_mode(self.placed.model, *models))
+            stack.enter_context(buffers_of_data_rank_0(models, comm))
+            for stage in stages:
+                stack.enter_context(stage.unsharding.evaluation())
+            for copied in (copied for stage in stages for copied in stage.copies):
+                copied.begin_step()
+            self.broken = comm.mesh.pipe > 1
+            self.runtime.evaluate(program, microbatches, loss_fn)
+            here = self.runtime.losses
+            mine = [here[m].item() if here else 0.0 for m in range(num)]
+            written = ForwardWrites(stage.copies for stage in stages)
+            report = self.exchange.report(0.0, mine, set(), [0.0] * (MARKS - 1) + [written.number()])
+            self.broken = False
+            written.agree(comm, [row[-1] for row in report.marks], self.exchange.in_stage)
+        return Evaluation(math.fsum(loss for losses in report.losses for loss in losses) / total, total)
+
+
+@contextmanager
+def eval_mode(*models: nn.Module) -> Iterator[None]:
+    """Every module is in eval mode inside, and in its own again afterwards."""
+    modes = {module: module.training for model in models for module in model.modules()}
+    for module in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
+def buffers_of_data_rank_0(models: Sequence[nn.Module], comm: Comm) -> Iterator[None]:
+    """Every persistent buffer has data rank 0's values inside, and its own again afterwards."""
+    places = [
+        (module, key, buffer)
+        for module in {m: None for model in models for m in model.modules()}
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key not in module._non_persistent_buffers_set
+    ]
+    before: dict[Tensor, Tensor] = {buffer: buffer.clone() for _, _, buffer in places}
+    for buffer in before:
+        sent = buffer.reshape(-1).clone()
+        comm.broadcast(sent, DATA_ORDER, 0, note=Note(EVALUATE)).wait()
+        buffer.copy_(sent.view(buffer.shape))
+    try:
+        yield
+    finally:
+        for module, key, buffer in places:
+            buffer.copy_(before[buffer])
+            module._buffers[key] = buffer

@@ -1,0 +1,160 @@
+"""What the ranks agree on before a step's first forward and after its last backward (see ``core.agreement``)."""
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from plait.comm import Comm
+from plait.comm.agree import differences, gather_floats, gather_ints, named, same_tensors
+from plait.table.agreement import AGREEING, BITS, IN_STAGE, counted
+from plait.table.collectives import Note
+from plait.forward.batch import batch_tensors
+from plait.zero.state.identity import some_elements
+
+_SAMPLES = (1 << 32) - 1
+"""The bits of the number of samples; above them is a digest of the samples."""
+
+
+class Report(NamedTuple):
+    """What all ranks know before the update."""
+
+    squares: float
+    """The global sum."""
+    losses: list[list[float]]
+    """Of the microbatches of every data rank."""
+    have_gradient: dict[str, bool]
+    """Which parameters have a gradient on any rank."""
+    marks: list[list[float]]
+    """Of every rank: what else it reported."""
+
+
+class Exchange:
+    """Small agreements among the ranks.
+
+    Args:
+        names: the trainable parameters of the whole model, in one order on all ranks.
+        losses_at: the pipe coordinate of the last stage.
+    """
+
+    def __init__(self, comm: Comm, names: Sequence[str], losses_at: int = 0) -> None:
+        self.comm, self.names = comm, list(names)
+        self.ranks, self.tensor = comm.mesh.count(AGREEING), comm.mesh.tensor
+        self.in_stage = comm.mesh.count(IN_STAGE)
+        self.losses_at = losses_at
+        self._same_batches = False
+
+    def counts(
+        self, microbatches: int, targets: int, samples: int, frozen: Sequence[str] = (), brought: Sequence[Any] = ()
+    ) -> tuple[int, int]:
+        """The global index of this rank's first sample, and the global number of targets.
+
+        Args:
+            frozen: the parameters that were frozen since the model was placed.
+            brought: the microbatches, where ranks of one data rank could bring other ones.
+
+        Raises:
+            ValueError: different numbers of microbatches, different batches in one data rank, or no target anywhere;
+                ranks that have frozen different parameters.
+        """
+        told = ", ".join(frozen) or "none"
+        samples |= _digest(brought) << 32  # one number: ranks that work on the same samples compare both
+        table = gather_ints(self.comm, [microbatches, targets, samples, crc32(told.encode())], AGREEING, Note("count"))
+        if len({row.pop() for row in table}) > 1:
+            fields = {"what was frozen since the Engine was built": told}
+            reasons = "; ".join(differences(self.comm, fields, Note("count")))
+            raise ValueError(
+                f"the ranks train different parameters: {reasons}. Freeze and thaw on all of them together"
+            )
+        if len({row[0] for row in table}) > 1:
+            raise ValueError(
+                f"ranks bring different numbers of microbatches ({', '.join(str(row[0]) for row in table)}): "
+                f"every rank must bring the same number, empty ones included"
+            )
+        data = [table[rank] for rank in counted(self.comm.mesh)]
+        if any(table[i] != data[i % self.in_stage // self.tensor] for i in range(self.ranks)):
+            axes = " or ".join(a for a in ("tensor", "pipe") if self.comm.mesh.axis(a) > 1)
+            raise ValueError(
+                f"ranks that differ in {axes} only bring different batches: they work on the same samples, so read "
+                f"the batch of comm.mesh.data_rank(comm.rank)"
+            )
+        if negative := [rank for rank, row in enumerate(table) if row[1] < 0]:
+            raise ValueError(
+                f"{named(negative)} counts {table[negative[0]][1]} targets: a count is the number of terms of a loss, "
+                f"which is 0 or more"
+            )
+        total = sum(row[1] for row in data)
+        if total == 0:
+            raise ValueError("there is no target in any rank's microbatches: their counts are all 0")
+        return sum(row[2] & _SAMPLES for row in data[: self.comm.mesh.data_rank(self.comm.rank)]), total
+
+    def check_batches(self, microbatches: Sequence[Any]) -> None:
+        """Raises ValueError, the first time, where ranks of a pipeline bring different samples of the same sizes."""
+        if self._same_batches or self.comm.mesh.pipe == 1:
+            return
+        if not same_tensors(self.comm, list(batch_tensors(list(microbatches))), ("pipe",), Note("setup")):
+            raise ValueError(
+                "the ranks of a pipeline bring different batches: its stages work on the same samples, so read the "
+                "batch of comm.mesh.data_rank(comm.rank)"
+            )
+        self._same_batches = True
+
+    def report(self, squares: float, losses: Sequence[float], touched: set[str], marks: Sequence[float]) -> Report:
+        """The small message before the update.
+
+        Args:
+            losses: of this data rank's microbatches; only those of ranks with the last stage count.
+            touched: the parameters that got a gradient on this rank.
+            marks: ``MARKS`` numbers that tell what else the ranks compare (see ``engine.update``).
+
+        Raises:
+            ValueError: the ranks of a tensor group, which compute the same losses, have different ones.
+        """
+        bits = [
+            float(sum(1 << i for i, name in enumerate(self.names[start : start + BITS]) if name in touched))
+            for start in range(0, len(self.names), BITS)
+        ]
+        rows = gather_floats(self.comm, [squares, *losses, *bits, *marks], AGREEING, Note("report"))
+        total = 0.0
+        for row in rows:
+            total += row[0]
+        first_bit, last_bit = 1 + len(losses), 1 + len(losses) + len(bits)
+        ends = [row[1:first_bit] for row in rows[self.losses_at * self.in_stage :][: self.in_stage]]
+        for i in range(0, self.in_stage, self.tensor):
+            for same in zip(*ends[i : i + self.tensor], strict=True):
+                if max(same) - min(same) > 1e-4 * max(map(abs, same)):
+                    raise ValueError(
+                        f"the ranks of a tensor group have different losses ({', '.join(f'{x:.6g}' for x in same)}), "
+                        f"though they work on the same samples: an output that the tensor plan cuts ('column') reaches "
+                        f"the loss without a 'row' or 'gathered' behind it"
+                    )
+        columns = zip(*(row[first_bit:last_bit] for row in rows), strict=True)
+        masks = [reduce(or_, map(int, column)) for column in columns]
+        have = {name: bool(masks[i // BITS] >> (i % BITS) & 1) for i, name in enumerate(self.names)}
+        return Report(total, ends[:: self.tensor], have, [row[last_bit:] for row in rows])
+
+    def ranks_with_losses(self) -> list[int]:
+        """Whose losses a report has, by data rank."""
+        first = self.losses_at * self.in_stage
+        return list(range(first, first + self.in_stage, self.tensor))
+
+    def sums(self, mine: Sequence[float]) -> list[list[float]]:
+        """The sum over the data ranks of some numbers, for each tensor rank."""
+        rows = torch.tensor(gather_floats(self.comm, mine, IN_STAGE, Note("setup")), dtype=torch.float64)
+        sums: list[list[float]] = rows.view(-1, self.tensor, len(mine)).sum(0).tolist()
+        return sums
+
+
+def _digest(microbatches: Sequence[Any]) -> int:
+    """31 bits of some elements of every tensor that is on the host."""
+    digest = 0
+    for leaf in batch_tensors(list(microbatches)):
+        known = type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_nested
+        if known and leaf.device.type == "cpu" and leaf.numel():
+            few = some_elements(leaf).resolve_conj().resolve_neg().contiguous()
+            digest = crc32(few.view(torch.uint8).numpy().data, digest)
+    return digest >> 1

@@ -1,0 +1,149 @@
+"""Whole parameters beside a step: read for a penalty, an average or a plot, and written to.
+
+with engine.gathered(): ...                                        read; writes are refused
+with engine.gathered("head.weight", modify=True), torch.no_grad(): write: every rank the same, between steps
+
+enter    units that are at rest are gathered, and pinned: whatever runs meanwhile finds them whole
+exit     compared over the ranks, if they may have been written to; back to rest
+         where something that needs a gradient was made of them: back to rest after the backward that reads it
+"""
+
+import difflib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from plait.comm import Comm
+from plait.comm.agree import same_everywhere
+from plait.table.agreement import DATA_ORDER
+from plait.table.collectives import Note
+from plait.zero.pins import Pins
+from plait.zero.storage import Flat
+from plait.zero.unit import Unit
+from plait.zero.unshard import Unsharding
+from plait.forward.interceptor import EngineMode, Function
+from plait.forward.parameter import name_of
+
+
+class Reads(EngineMode):
+    """Sees whether anything that needs a gradient is made, and makes ``p.data`` share the version of ``p``."""
+
+    def __init__(self, parameters: set[int], pins: Pins) -> None:
+        super().__init__()
+        self.parameters, self.pins = parameters, pins
+        self._seen_at = -1
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether a backward of it is to come."""
+        return self._seen_at == self.pins.num_backwards
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if name_of(func) == "data" and func.__name__ == "__get__" and id(args[0]) in self.parameters:
+            func, args = Tensor.detach, args[:1]
+        result = func(*args, **(kwargs or {}))
+        if not self.needs_gradient and torch.is_grad_enabled():
+            leaves = (result,) if isinstance(result, Tensor) else tree_leaves(result)
+            if any(isinstance(tensor, Tensor) and tensor.grad_fn is not None for tensor in leaves):
+                self._seen_at = self.pins.num_backwards
+        return result
+
+
+def units_of(units: Sequence[Unit], names: Sequence[str], aliases: Mapping[str, str]) -> list[Unit]:
+    """The units in which the named parameters, or those of the named modules, lie; without names, all.
+
+    Args:
+        aliases: the name of a parameter by each name that it has.
+
+    Raises:
+        ValueError: a name that is neither.
+    """
+    if not names:
+        return list(units)
+    found: set[Unit] = set()
+    for name in names:
+        wanted = {own for key, own in aliases.items() if key == name or key.startswith(f"{name}.")}
+        here = {unit for unit in units for flat in unit.flats for slot in flat.layout.slots if slot.name in wanted}
+        if not here:
+            near = difflib.get_close_matches(name, aliases, n=3)
+            raise ValueError(f"no parameter or module {name!r}; the nearest names are {', '.join(near) or 'none'}")
+        found |= here
+    return [unit for unit in units if unit in found]
+
+
+@contextmanager
+def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modify: bool) -> Iterator[None]:
+    """The parameters of these units are whole inside; see ``Engine.gathered``."""
+    flats = [flat for unit in units for flat in unit.flats]
+    pins = unsharding.pins
+    reads = Reads({id(p) for flat in flats for p in flat.parameters}, pins)
+    with torch._C.DisableTorchFunction():
+        pinned = pins.add(units)
+    before = [_versions(flat) for flat in flats]
+    try:
+        with reads:
+            yield
+        written = [name for flat, old in zip(flats, before, strict=True) for name in _written(flat, old)]
+        if written and not modify:
+            raise ValueError(
+                f"parameter {written[0]!r} was written to inside `with engine.gathered(...)`: say modify=True, which "
+                f"keeps what every rank has written the same"
+            )
+        if modify:
+            check_alike(flats, comm)
+            try:
+                for flat in flats:
+                    flat.accept()
+            finally:
+                comm.wrote_common()
+            for unit in units:
+                unit.forget()
+    finally:
+        for flat, old in zip(flats, before, strict=True):
+            if _versions(flat) != old:
+                flat.written()
+        with torch._C.DisableTorchFunction():
+            pins.drop(pinned, read_in_backward=reads.needs_gradient and not modify)
+
+
+def _versions(flat: Flat) -> list[int]:
+    return [parameter._version for parameter in flat.parameters]
+
+
+def _written(flat: Flat, before: Sequence[int]) -> list[str]:
+    """The parameters that were written to in place, or were given other memory."""
+    replaced = flat.replaced()
+    rows = zip(flat.layout.slots, before, _versions(flat), strict=True)
+    return [slot.name for slot, old, new in rows if old != new or slot.name in replaced]
+
+
+def check_alike(flats: Sequence[Flat], comm: Comm) -> None:
+    """Raises ValueError, on every rank, where ranks that should hold the same values do not."""
+    digests, whole = [], []
+    for flat in flats:
+        for slot, parameter, cut in zip(flat.layout.slots, flat.parameters, flat.cuts, strict=True):
+            digests.append((slot.name, _digest(parameter)))
+            whole += [] if cut is not None else digests[-1:]
+    differing = []
+    for axes, rows in ((DATA_ORDER, digests), (("tensor",), whole)):
+        same = same_everywhere(comm, [digest for _, digest in rows], axes, Note("state"))
+        differing += [name for (name, _), alike in zip(rows, same, strict=True) if not alike]
+    if differing:
+        raise ValueError(
+            f"inside `with engine.gathered(modify=True)` the ranks have written different values to "
+            f"{len(differing)} parameters ({', '.join(differing[:3])}): write the same on every rank (draw from a "
+            f"generator of one seed, take what depends on a rank's samples from all of them)"
+        )
+
+
+def _digest(values: Tensor) -> int:
+    """63 bits of the values."""
+    whole = values.detach().to("cpu", copy=True).contiguous().view(-1).view(torch.uint8)
+    return int.from_bytes(hashlib.blake2b(bytes(whole.numpy().data), digest_size=8).digest(), "little") >> 1

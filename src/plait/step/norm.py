@@ -1,0 +1,64 @@
+"""The global norm counts every element once, however many ranks have it.
+
+a run of ...             lies on                               and is counted by
+any parameter            the ranks with the optimizer's piece  the first of them
+one cut over tensor      one tensor rank                       that one
+one whole over tensor    every tensor rank                     the first
+one on several stages    each of them                          the first
+"""
+
+import math
+from collections.abc import Collection, Sequence
+
+import torch
+
+from plait.comm import Comm
+from plait.table.cells import Strategy
+from plait.table.mesh import DATA_AXES
+from plait.zero.optim import Owned, dtype_of_norm, norm_of, square_sum
+from plait.step.exchange import Exchange
+
+
+class Norm:
+    """Who counts what; ``dtypes`` are the gradients'; ``copies``: flats, by ``id``, that another stage counts."""
+
+    def __init__(
+        self, comm: Comm, strategy: Strategy, dtypes: Collection[torch.dtype], copies: Collection[int] = ()
+    ) -> None:
+        here = comm.mesh.coordinates(comm.rank)
+        self.first_copy = all(here[a] == 0 for a in DATA_AXES if a not in strategy.optim.split)
+        self.first_tensor = here["tensor"] == 0
+        self.copies = copies
+        self.dtype = dtype_of_norm(dtypes)
+
+    def counts(self, owned: Owned) -> bool:
+        """Whether this rank adds a run's squares: of the ranks with the same run, the first does."""
+        first = self.first_copy and (self.first_tensor or owned.cut is not None)
+        return first and id(owned.flat) not in self.copies
+
+    def of(self, squares: float) -> float:
+        """``norm_of`` a sum of squares over all ranks."""
+        return norm_of(squares, self.dtype)
+
+
+def check_whole(norm: Norm, owned: Sequence[Owned], exchange: Exchange, names: Sequence[str]) -> list[str]:
+    """Raises ValueError where a parameter that every tensor rank has whole (``names``) has different gradients on them.
+
+    One small message shows it.  Returns the names of those whose gradients are zero, which shows nothing yet.
+    """
+    squares = dict.fromkeys(names, 0.0)
+    for run in owned:
+        if run.name in squares and norm.first_copy:
+            squares[run.name] += square_sum([run.gradient])
+    zero = []
+    for name, *values in zip(squares, *exchange.sums(list(squares.values())), strict=True):
+        if max(values) == 0:
+            zero.append(name)
+        if max(values) > min(values) * 1.0001:  # equal to the bit but for how the runs are cut
+            norms = ", ".join(f"{math.sqrt(v):.3g}" for v in values)
+            raise ValueError(
+                f"the gradient of {name!r} differs between the tensor ranks (norms {norms}), though each holds the "
+                f"whole parameter: it works on a cut activation; add its module to the tensor plan as 'summed' "
+                f"(or 'sequence', on the stream that sequence parallelism cuts)"
+            )
+    return zero

@@ -1,0 +1,299 @@
+"""A model placed on one rank of a mesh: built, held, counted, saved and loaded.  The step is ``engine``'s.
+
+model ── check ──► stages of this rank ──► units, flat storage, gradients
+                        │
+                        ├── runtime        carries out the schedule
+                        ├── ties, norm     sums over stages, over everything
+                        └── owned          what this rank's optimizer updates
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plait.comm import Comm
+from plait.comm.agree import check_together
+from plait.table.flat import UnitLayout
+from plait.table.mesh import AXES, DATA_AXES
+from plait.table.parallelism import Parallelism
+from plait.step.batch_norm import synchronise
+from plait.zero.flat_gradient import FlatGradient
+from plait.zero.optim import OwnedOptimizer, owned_runs
+from plait.zero.probe import declared
+from plait.zero.storage import dtype_in
+from plait.zero.unit import Unit, parameters_of
+from plait.step.exchange import Exchange
+from plait.forward.stays import StaysHere
+from plait.step.norm import Norm
+from plait.pipeline.build_stages import build_stages
+from plait.pipeline.p2p import PipelineP2P
+from plait.pipeline.runtime import EventLog, Runtime
+from plait.pipeline.tied_weights import TiedWeights
+from plait.zero.state.checks import check_model, check_settings
+from plait.zero.state.fingerprint import ModelFingerprint
+from plait.zero.state.full import Part, buffers_of, full_state_dict, load_full_state_dict
+from plait.zero.state.identity import optimizer_fields
+from plait.zero.state.optimizer_state import OptimizerState
+from plait.zero.state.pieces import StatePiece, frozen_pieces
+from plait.zero.state.weights import Weights, read_piece, read_whole
+from plait.schedule.pipeline import Pipeline, RankProgram
+
+
+class PlacedModel(StaysHere):
+    """This rank's part of a model, and all that moves its values; the arguments are those of ``Engine``.
+
+    Args:
+        settings: of the step; they must be the same on all ranks.
+        agreed: what else must be, as texts.
+        before_forward: called with the model's arguments before each forward of a loop of one's own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Comm,
+        parallelism: Parallelism,
+        optimizers: Sequence[Optimizer],
+        *,
+        seed: int,
+        weights: Weights | None,
+        settings: Mapping[str, object],
+        agreed: Mapping[str, str],
+        before_forward: Callable[[Sequence[Any], dict[str, Any]], None],
+    ) -> None:
+        self.model, self.comm, self.parallelism, self.seed = model, comm, parallelism, seed
+        self.strategy, self.optimizers = parallelism.strategy, tuple(optimizers)
+        names = {id(p): n for n, p in model.named_parameters()}
+        settings = {**parallelism.compared(), "seed": seed, **settings}
+        check_settings(comm, settings, {**agreed, **optimizer_fields(optimizers, names)})
+        check_model(model, comm)
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        """Elements of the whole model."""
+        trainable = [n for n, p in model.named_parameters() if p.requires_grad]
+        dtypes = {dtype_in(self.strategy.grads, dtype_in(self.strategy.params, p.dtype)) for p in model.parameters()}
+        self.pipeline = Pipeline.of(parallelism, comm.mesh.pipe)
+        built = build_stages(model, comm, parallelism, self.pipeline, seed, before_forward, weights)
+        self.stages, self.directory = built.stages, built.directory
+        synchronise((m for stage in self.stages.values() for m in stage.model.modules()), comm)
+        self.links, self.split = built.links, built.split
+        """The names of the model's links, and how many each stage has."""
+        self._shapes, self._cuts = shapes, {names[key]: cut for key, cut in built.parallel.cuts.items()}
+        p2p = PipelineP2P(comm, self.pipeline.owner)
+        self.log = EventLog(comm)
+        """When each action of the last steps began and ended."""
+        self.runtime = Runtime(self.stages, p2p, self.log)
+        self.exchange = Exchange(comm, trainable, self.pipeline.owner[self.pipeline.num_stages - 1])
+        self.owned_optimizer = self._owner_of(self.optimizers, names) if self.optimizers else None
+        self.owned = owned_runs(self._flats()) if self.owned_optimizer is None else self.owned_optimizer.owned
+        self.ties = TiedWeights(built.edges, comm, built.gradients(), p2p.rank_of)
+        self.norm = Norm(comm, self.strategy, dtypes, copies=self.ties.copies)
+        self.parallel = built.parallel
+        """How tensor parallelism cuts the whole model."""
+        self.optimizer_state = self._state_of_optimizers()
+        """What goes through the optimizers' state; None where there is none."""
+        self._programs: dict[tuple[int, bool], RankProgram] = {}
+        self._guard = ModelFingerprint(model)  # what a stage has was taken from it once
+
+    def _flats(self) -> list[FlatGradient]:
+        return [g for stage in self.stages.values() for g in stage.gradients.flats]
+
+    def _owner_of(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> OwnedOptimizer:
+        mesh = self.comm.mesh
+        split = mesh.count(self.strategy.optim.split) > 1
+        cuts, apart = split and self.parallelism.cut == "element", split or mesh.pipe * mesh.tensor > 1
+        owner, error = None, None
+        try:
+            owner = OwnedOptimizer(optimizers, names, self._flats(), cuts=cuts, apart=apart, over_tensor=self._cuts)
+        except ValueError as problem:
+            error = problem
+        if any(map(declared, optimizers)):  # each rank has tried other pieces
+            check_together(self.comm, error, AXES)
+        if owner is None:
+            assert error is not None
+            raise error
+        return owner
+
+    def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Optimizers that were built after the model was placed."""
+        names = {id(p): n for n, p in self.model.named_parameters()}
+        check_settings(self.comm, {}, optimizer_fields(optimizers, names))
+        self.owned_optimizer = self._owner_of(optimizers, names)
+        self.owned, self.optimizers = self.owned_optimizer.owned, tuple(optimizers)
+        self.optimizer_state = self._state_of_optimizers()
+
+    def _in_optimizers(self) -> set[str]:
+        """The names of parameters that an optimizer has."""
+        groups = () if self.owned_optimizer is None else self.owned_optimizer.groups.values()
+        return {name for of_one in groups for group in of_one for name in group}
+
+    def take_new_groups(self) -> None:
+        """Groups that a program has added to an optimizer since."""
+        if self.owned_optimizer is not None:
+            self.owned_optimizer.take_new_groups(self.model)
+
+    def _state_of_optimizers(self) -> OptimizerState | None:
+        if self.owned_optimizer is None:
+            return None
+        first = [piece for piece in self.owned if self.norm.counts(piece)]
+        mesh = self.comm.mesh
+        whole = mesh.count(self.strategy.optim.split) * mesh.pipe == 1 and not self._cuts
+        return OptimizerState(
+            self.comm,
+            self.owned_optimizer,
+            self._shapes,
+            self._cuts,
+            first,
+            trainable=self.exchange.names,
+            whole=whole,
+        )
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The only one, None where there is none.
+
+        Raises:
+            ValueError: there are several.
+        """
+        if len(self.optimizers) > 1:
+            raise ValueError(f"the engine has {len(self.optimizers)} optimizers: see engine.optimizers")
+        return self.optimizers[0] if self.optimizers else None
+
+    def program(self, num_microbatches: int, *, backward: bool = True) -> RankProgram:
+        """What this rank does in a step of so many microbatches, or an evaluation; proved when first asked for."""
+        key = num_microbatches, backward
+        if key not in self._programs:
+            complete = self.pipeline.completed if backward else self.pipeline.evaluated
+            here = self.comm.mesh.coordinates(self.comm.rank)["pipe"]
+            self._programs[key] = RankProgram.of(complete(num_microbatches, self.strategy), here)
+        return self._programs[key]
+
+    def links_of(self, stage: int) -> tuple[str, ...]:
+        """The names of a stage's links; none where there is one stage."""
+        first = sum(self.split[:stage])
+        return self.links[first : first + self.split[stage]]
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units of all stages of this rank."""
+        return [unit for stage in self.stages.values() for unit in stage.units]
+
+    def layouts(self) -> tuple[UnitLayout, ...]:
+        """The units of this rank as the planner sees them."""
+        return tuple(layout for stage in self.stages.values() for layout in stage.layouts())
+
+    def bytes_held(self) -> dict[str, int]:
+        """Bytes on this rank: ``params``, ``grads`` and ``optimizer`` between steps, and at most so far
+        ``gathered_peak`` of whole parameters and ``gradient_buffers`` of whole gradients.
+        """
+        stages = self.stages.values()
+        return {
+            "params": sum(flat.rest.nbytes for unit in self.units for flat in unit.flats),
+            "grads": sum(gradient.accumulated.nbytes for stage in stages for gradient in stage.gradients.flats),
+            "optimizer": 0 if self.owned_optimizer is None else self.owned_optimizer.state_bytes(),
+            "gathered_peak": max(stage.unsharding.open_units.gathered.peak for stage in stages),
+            "gradient_buffers": sum(stage.gradients.buffers.bytes for stage in stages),
+        }
+
+    @property
+    def peak_open(self) -> int:
+        """The most units that were unsharded at once, ancestors of the running one left out."""
+        return max(stage.unsharding.open_units.peak for stage in self.stages.values())
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Every parameter whole and every buffer (data rank 0's), by the model's own names, on the CPU of every rank.
+
+        All ranks call it together; one unit is gathered at a time.
+        """
+        self.comm.wrote_common(later=True)  # a program may have written to its pieces
+        return full_state_dict(self.directory, self.parts(), self.comm)
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the values of whole tensors; each rank copies its pieces.
+
+        Raises:
+            ValueError: missing or surplus names, or shapes that differ; inside of ``with engine.gathered():``.
+        """
+        self._put_away("engine.load_full_state_dict")
+        load_full_state_dict(self.directory, self.parts(), state)
+
+    def load_weights(self, weights: Weights) -> None:
+        """Take the values of parameters and buffers from a source that has all of them; nothing is sent.
+
+        Of a parameter this rank reads the rows that cover its pieces; of a tied one the first name is asked for.
+        """
+        self._put_away("engine.load_weights")
+        for part in self.parts():
+            for name, _, flat, index in parameters_of(part.units):
+                read_piece(weights, self.directory.aliases.get(name, name), flat, index)
+            for name, buffer in buffers_of(part.model).items():
+                read_whole(weights, name, buffer)
+
+    def _put_away(self, what: str) -> None:
+        """Before values are written at rest: what a forward without a backward has left gathered is given up."""
+        self.unpin()
+        if any(unit.pinned for unit in self.units):
+            raise ValueError(f"{what} inside of `with engine.gathered(...)`: leave the block first")
+        self.comm.wait_for_readers()
+
+    def unpin(self) -> None:
+        """Give up what a forward without a backward, or a read with gradients, has left gathered."""
+        for stage in self.stages.values():
+            stage.unsharding.pins.end_step()
+            stage.unsharding.forget()
+
+    def own_buffers(self) -> dict[str, Tensor]:
+        """The buffers of the model's state that this rank has before all others: data rank 0's, of its stages."""
+        here = self.comm.mesh.coordinates(self.comm.rank)
+        if any(place for axis, place in here.items() if axis != "pipe"):
+            return {}
+        buffers: dict[str, Tensor] = {}
+        for part in reversed(self.parts()):  # of several with one name, the first stays
+            buffers |= buffers_of(part.model)
+        return {name: value for name, value in buffers.items() if self.directory.homes[name] == here["pipe"]}
+
+    def pieces(self) -> Iterator[StatePiece]:
+        """What this rank has of parameters and optimizer state, region by region, in its own memory.
+
+        The regions that are ``first``, over all ranks, are every parameter and every state that has a value per
+        element.  Numbers (``step``) and groups are in ``optimizer_state_dict(elements=False)``.
+        """
+        self.take_over()
+        state, names = self.optimizer_state, set[str]()
+        for o in self.owned:
+            kept = {} if state is None else state.elements_of(o)
+            for key, values in {"": o.view.detach(), **kept}.items():
+                yield from StatePiece.of(o.name, key, o.place, values, first=self.norm.counts(o))
+        here = self.comm.mesh.coordinates(self.comm.rank)
+        alone = all(here[axis] == 0 for axis in DATA_AXES if axis not in self.strategy.params.split)
+        for flat in (flat for unit in self.units for flat in unit.flats if not flat.trainable):
+            home = self.directory.homes[flat.layout.slots[0].name] == here["pipe"]
+            yield from frozen_pieces(flat, first=alone and home, names=names)
+
+    def publish(self) -> None:
+        """Bring what the optimizers' pieces have to where the row keeps parameters; all ranks call it together."""
+        for stage in self.stages.values():
+            stage.unsharding.forget()
+        for work in [work for unit in self.units for work in unit.publish()]:
+            work.wait()  # before anyone reads a parameter, or exits
+        self.comm.wrote_common()
+
+    def take_over(self) -> None:
+        """Take over what a program has written to parameters that are whole on this rank.
+
+        That is where the optimizer has a copy of them, and wherever ``p.data`` was replaced.
+
+        Raises:
+            ValueError: ``p.data`` has another shape, dtype or device now.
+        """
+        for unit in self.units:
+            for flat in unit.flats:
+                if not flat.split and (flat.replaced() or (flat.master is not None and flat.written())):
+                    flat.accept()
+
+    def parts(self) -> list[Part]:
+        """This rank's stages, with what was written to them, for what goes through the whole model (see ``state``)."""
+        self.take_over()
+        return [Part(stage.model, stage.units) for stage in self.stages.values()]

@@ -1,0 +1,156 @@
+"""What a loss is of its terms: a mean becomes the sum that is divided once, by the global count.
+
+    F.cross_entropy(out, y)                    NllLossBackward0, reduction 1     a mean
+    (out - y).square().mean()                  MeanBackward0                     a mean
+    (out - y).square().sum()                   SumBackward0                      a sum
+
+A mean that is taken for a sum is divided twice, and nothing would look wrong.  So what autograd says of the loss's last
+operation is read, unless the caller says what the loss is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from plait.pipeline.stage import LossFn
+
+Reduction = Literal["mean", "sum"]
+
+_MEAN = 1
+"""As torch's loss functions number their reductions."""
+
+
+class Weighted:
+    """Means of torch's cross entropy over what has other weights than the count says, seen where a step adds them up.
+
+        mean * count = sum, and so right, where the weight behind the mean is the count, or always as many times it
+
+    Targets that are ignored, or classes with weights, make the weight another in each microbatch and on each rank.
+    """
+
+    LOOKS = 8
+    """On a GPU the first so many are looked at, for each makes this thread wait."""
+
+    def __init__(self) -> None:
+        self.ratio = 0.0
+        """The weight of a term in this step; negative where all targets weigh the same so far, 0 before any mean."""
+        self._looks = 0
+
+    def begin_step(self) -> None:
+        """Means of other steps are not added to those to come."""
+        self.ratio = 0.0
+
+    def check(self, loss: Tensor, count: int) -> None:
+        """Raises ValueError for a mean whose weight is not in the proportion to its count that others were in.
+
+        One term has no weight beside others: a count of 1 says that means are to be averaged.
+        """
+        node: Any = loss.grad_fn
+        if count < 2 or not type(node).__name__.startswith("NllLoss"):
+            return
+        if self._looks >= self.LOOKS and loss.is_cuda:
+            return
+        if _is_packed(node):
+            return
+        self._looks += 1
+        targets, weights = node._saved_target, node._saved_weight
+        counted = targets[targets != node._saved_ignore_index]
+        weight = float(len(counted) if weights is None else weights.double()[counted].sum())
+        if not weight:
+            return
+        uneven, ratio = weights is not None or len(counted) < targets.numel(), weight / count
+        if uneven and self.ratio > 0 and _differ(ratio, self.ratio):
+            ignored = targets.numel() - len(counted)
+            over = f"{ignored} of {targets.numel()} targets are ignored" if weights is None else "classes have weights"
+            raise ValueError(
+                f"the loss is a mean in which {over}: its weight is {ratio:.6g} for each of the {count} terms of its "
+                f"count, and {self.ratio:.6g} in an earlier microbatch: added up they are the mean of nothing. {ADVICE}"
+            )
+        if uneven or self.ratio <= 0:
+            self.ratio = ratio if uneven else -ratio
+
+    def agree(self, ratios: Sequence[float]) -> None:
+        """The step ends; raises ValueError, on all ranks, where they have different ones."""
+        self.begin_step()
+        first, *others = [(rank, abs(ratio)) for rank, ratio in enumerate(ratios) if ratio] or [(0, 0.0)]
+        for rank, ratio in others if max(ratios) > 0 else ():
+            if _differ(ratio, first[1]):
+                raise ValueError(
+                    f"the loss is a mean, whose weight is {first[1]:.6g} for each term of its count on rank {first[0]} "
+                    f"and {ratio:.6g} on rank {rank}: added up they are the mean of nothing. {ADVICE}"
+                )
+
+
+ADVICE = (
+    "Count the targets that the loss counts, those that are not ignored, as in (y != -100).sum(). With class weights "
+    'take reduction="sum" of cross_entropy, divide it by the weights of all targets of the step on all ranks '
+    "(engine.sum), and give a count that is 1 in one microbatch of one rank and 0 in all others"
+)
+
+
+def _is_packed(node: Any) -> bool:
+    """Whether what a node has saved was handed to hooks (a checkpoint), which make it anew whenever it is asked for."""
+    try:
+        node._raw_saved_target.register_hooks(_itself, _itself)
+    except RuntimeError:  # it has some
+        return True
+    return False
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _differ(ratio: float, other: float) -> bool:
+    return abs(ratio / other - 1) > 1e-6
+
+
+def as_sum(loss: Tensor, count: int, reduction: Reduction | None, weighted: Weighted | None = None) -> Tensor:
+    """The sum of a loss's ``count`` terms; without a reduction, the loss itself, if nothing speaks against it.
+
+    Args:
+        weighted: of the means before it.
+
+    Raises:
+        ValueError: another reduction, a loss that is a mean although nobody said so, or one of other weights.
+    """
+    if reduction == "mean":
+        if weighted is not None:
+            weighted.check(loss, count)
+        return loss * count if count else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0  # without terms a mean is NaN
+    if reduction is None:
+        check_sum(loss, count)
+    elif reduction != "sum":
+        raise ValueError(f'reduction={reduction!r}: what the loss is of its terms, "mean" or "sum"')
+    return loss
+
+
+def check_sum(loss: Tensor, count: int) -> None:
+    """Raises ValueError for a mean of several terms."""
+    if count != 1 and is_mean(loss):
+        raise ValueError(
+            f"the loss is a mean ({type(loss.grad_fn).__name__}), and is taken as a sum of {count} terms, so it would "
+            f'be divided twice: call engine.backward(loss, count, reduction="mean"); for a loss_fn, plait.sum_of_mean '
+            f'makes a sum of it. Where it is a sum of {count} terms after all, write reduction="sum", or loss * 1'
+        )
+
+
+def returning_sums(loss_fn: LossFn, count_fn: Callable[[Any], int]) -> LossFn:
+    """The same loss function, refused where it returns a mean."""
+
+    def checked(model: nn.Module, batch: Any) -> Tensor:
+        loss = loss_fn(model, batch)
+        with torch._C.DisableTorchFunction():  # the engine's own look is no part of the forward
+            if isinstance(loss, Tensor) and is_mean(loss):
+                check_sum(loss, count_fn(batch))
+        return loss
+
+    return checked
+
+
+def is_mean(loss: Tensor) -> bool:
+    """Whether the loss's last operation takes a mean."""
+    node = loss.grad_fn
+    return type(node).__name__.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN

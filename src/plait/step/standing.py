@@ -1,0 +1,47 @@
+"""Where a rank stands in the run: what must be the same on all ranks at every step.
+
+A rank that made another number of steps, threw gradients away, or has another learning rate trains another model from
+then on.  Three numbers in the step's report tell; only where they differ do the ranks show each other more.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+
+from plait.comm import Comm
+from plait.comm.agree import differences
+from plait.table.collectives import Note
+from plait.zero.state.identity import options_of
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One rank's: steps made, times that ``zero_grad`` threw gradients away, the optimizers' options."""
+
+    step: int
+    discarded: int
+    options: dict[str, str]
+
+    @classmethod
+    def of(cls, step: int, discarded: int, optimizers: Sequence[Optimizer]) -> Standing:
+        """As it is now."""
+        return cls(step, discarded, options_of(optimizers))
+
+    def numbers(self) -> list[float]:
+        """For the report."""
+        return [float(self.step), float(self.discarded), float(zlib.crc32(repr(self.options).encode()))]
+
+    def check(self, comm: Comm, rows: Sequence[Sequence[float]]) -> None:
+        """Raises ValueError, on every rank, where the ranks' numbers differ."""
+        if all(row == rows[0] for row in rows):
+            return
+        fields = {"the number of steps made": str(self.step), "gradients thrown away by zero_grad": str(self.discarded)}
+        reasons = "; ".join(differences(comm, fields | self.options, Note("report")))
+        raise ValueError(
+            f"the ranks are not at the same place of the run: {reasons}. Every rank makes every step, with the same "
+            f"options; leave a bad batch out on all of them together"
+        )

@@ -1,0 +1,58 @@
+"""What a step is while it is under way, and what it did."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from plait.forward.batch import batch_tensors
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did; all but ``local_losses`` is the same on every rank."""
+
+    step: int
+    """Its number, from 0."""
+    loss: float
+    """The global sum over the global count."""
+    count: int
+    """The terms of the loss, of all ranks."""
+    local_losses: tuple[float, ...]
+    """The sums of this data rank's microbatches."""
+    grad_norm: float | None
+    """The global norm before clipping; None where no clipping was asked for, or no step was made."""
+    made: bool = True
+    """False: skipped, on all ranks, because a loss or gradient was not finite."""
+    stop: tuple[int, int] | None = None
+    """(rank, signal): a rank was asked to end by that signal, so all of them save and end behind this step."""
+
+
+@dataclass
+class OpenStep:
+    """A step under way, from its first forward to the end of its update."""
+
+    count: int | None = None
+    """The global number of targets; None until it is known (a user's own loop counts at the end)."""
+    local_count: int = 0
+    losses: list[Tensor] = field(default_factory=list)
+    prepared: bool = False
+    """The sums are finished and clipped."""
+
+
+def whole_count(count: Any) -> int:
+    """A number of terms, as an int; ValueError for a fraction of one."""
+    if (number := int(count)) != count:
+        raise ValueError(f"a count of {count}: it is how many terms the loss has, a whole number")
+    return number
+
+
+def num_samples(batch: Any) -> int:
+    """The size of the first dim of the first tensor in a batch."""
+    for tensor in batch_tensors(batch):
+        if tensor.dim() > 0:
+            return tensor.size(0)
+    raise ValueError(
+        f"no tensor found in the batch of type {type(batch).__name__}: the first dim of its first one tells the number "
+        f"of samples. Give a tensor, or tuples, lists, dicts or dataclasses of them"
+    )

@@ -1,0 +1,144 @@
+"""Between a step's last backward and its update: what all ranks agree on.
+
+    sums ──► divided by the loss scale ──► norm, losses, who has a gradient ──► clipped ──► the optimizer's
+                                           one small all_gather
+
+A step whose numbers are not finite raises on all ranks, or is skipped: the optimizer is given no gradient, so neither
+parameters nor its state change.  Where there is a loss scale it is always skipped, since there this may happen.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from plait.table.precision import LossScale
+from plait.zero.gradient_watch import GradientWatch
+from plait.zero.optim import clip_factor, scale, square_sum
+from plait.zero.unit import parameters_of
+from plait.step.exchange import Report
+from plait.step.nonfinite import NonFinite, described, encoded
+from plait.step.norm import check_whole
+from plait.pipeline.copies import ForwardWrites
+from plait.step.placed_model import PlacedModel
+from plait.step.reduction import Weighted
+from plait.step.standing import Standing
+from plait.step.step import OpenStep, StepResult
+
+
+class Update:
+    """The end of every step of a placed model."""
+
+    def __init__(
+        self, placed: PlacedModel, clip: float | None, loss_scale: LossScale | None, nonfinite: NonFinite
+    ) -> None:
+        self.placed, self.clip, self.nonfinite = placed, clip, nonfinite
+        self.loss_scale = None if loss_scale is None else replace(loss_scale)
+        whole = [n for n, _, f, i in parameters_of(placed.units) if f.trainable and f.cuts[i] is None]
+        self.unchecked = list(dict.fromkeys(whole)) if placed.parallel.styles else []
+        """Parameters whose gradients are yet to be compared over the tensor ranks."""
+        self.made = True
+        """Whether the last step was."""
+        self.have_gradient: dict[str, bool] = {}
+        """Which parameters got a gradient on any rank in the last step."""
+        self.watch = GradientWatch()
+        self.weighted = Weighted()
+        """The means that a loop of the program's own brings."""
+        if loss_scale is None:
+            for stage in placed.stages.values():
+                stage.gradients.watch = self.watch
+
+    @property
+    def scale(self) -> float:
+        """The factor of the loss."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
+    def prepare(
+        self,
+        now: OpenStep,
+        frozen: Sequence[str],
+        standing: Standing,
+        clip: float | None,
+        tell: Callable[[str], None],
+    ) -> StepResult:
+        """Finish the sums, agree, clip, hand the gradients over.
+
+        Args:
+            frozen: the parameters that were frozen since the model was placed.
+            standing: this rank's place in the run, which must be everybody's.
+            clip: the largest norm.
+            tell: called with ``"reduced"`` when gradients are whole and may still be changed, then, when the ranks know
+                their norm and whose they are, with ``"agreed"``.
+
+        Raises:
+            ValueError: ranks at different places of the run.
+            FloatingPointError: on all ranks, a loss or gradient that is not finite, if nothing else was asked for.
+        """
+        placed, exchange, owned, norm = self.placed, self.placed.exchange, self.placed.owned, self.placed.norm
+        for stage in placed.stages.values():
+            stage.gradients.reduce()
+        placed.ties.reduce()
+        gradients = [o.gradient for o in owned]  # run by run: vector tails then fall where a whole tensor's do
+        factor = 1 / self.scale
+        if now.count is None:
+            _, now.count = exchange.counts(len(now.losses), now.local_count, 0, frozen)
+            factor /= now.count
+        if factor != 1:
+            scale(gradients, factor)
+        tell("reduced")
+        losses = tuple(loss.item() for loss in now.losses)
+        measured = clip is not None or self.loss_scale is not None
+        squares = square_sum(o.gradient for o in owned if norm.counts(o)) if measured else 0.0
+        touched = {name for stage in placed.stages.values() for name in stage.gradients.touched()}
+        signal = float(placed.comm.stop_signal)
+        written = ForwardWrites(stage.copies for stage in placed.stages.values())
+        marks = [
+            float(encoded(self.watch.first(), exchange.names)),
+            signal,
+            self.weighted.ratio,
+            *standing.numbers(),
+            written.number(),
+        ]
+        report = exchange.report(squares, losses, touched, marks)
+        standing.check(placed.comm, [row[3:-1] for row in report.marks])
+        self.weighted.agree([row[2] for row in report.marks])
+        written.agree(placed.comm, [row[-1] for row in report.marks], exchange.in_stage)
+        total, losses_by_rank, self.have_gradient = report.squares, report.losses, report.have_gradient
+        self.made = self._finite(report, standing.step)
+        losses = tuple(losses_by_rank[placed.comm.mesh.data_rank(placed.comm.rank)])
+        if checked := [name for name in self.unchecked if self.have_gradient[name]]:
+            zero = check_whole(norm, owned, exchange, checked)
+            self.unchecked = [name for name in self.unchecked if name in zero or name not in checked]
+        tell("agreed")
+        grad_norm = None
+        if clip is not None and self.made:
+            grad_norm = norm.of(total)
+            factor = clip_factor(grad_norm, clip)
+            if factor < 1:
+                scale(gradients, factor)
+        if placed.owned_optimizer is not None:
+            given = self.have_gradient if self.made else dict.fromkeys(self.have_gradient, False)
+            placed.owned_optimizer.give_gradients(given)
+        summed = math.fsum(loss for of_rank in losses_by_rank for loss in of_rank)
+        stop = next(((rank, int(row[1])) for rank, row in enumerate(report.marks) if row[1]), None)
+        return StepResult(standing.step, summed / now.count, now.count, losses, grad_norm, self.made, stop)
+
+    def _finite(self, report: Report, step: int) -> bool:
+        """Whether the step may be made; where there is a loss scale it is told."""
+        if self.loss_scale is not None:
+            finite = math.isfinite(report.squares)
+            self.loss_scale.update(finite=finite)
+            return finite
+        exchange = self.placed.exchange
+        losses = zip(exchange.ranks_with_losses(), report.losses, strict=True)
+        problem = described(list(losses), [row[0] for row in report.marks], exchange.names)
+        if not problem and math.isfinite(report.squares):
+            return True
+        for stage in self.placed.stages.values():
+            stage.gradients.wipe()
+        if self.nonfinite == "raise":
+            raise FloatingPointError(
+                f"step {step} (counted from 0) is not finite: {problem or 'the sum of the gradients over the ranks'}; "
+                f"no parameter was changed. Look at these samples, lower the learning rate, clip, or leave such steps "
+                f'out with nonfinite="skip"'
+            )
+        return False

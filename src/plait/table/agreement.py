@@ -1,0 +1,42 @@
+"""The two small messages by which all ranks agree in each step: their shapes, for sender and planner alike.
+
+    counts   [microbatches, targets, samples and above them a digest of     int64, before the first forward
+              some of their elements, what is frozen]
+    report   [sum of squares, losses of the microbatches, gradient bits,    fp64, before the update
+              first gradient that is not finite, signal, step, discarded passes, options of the optimizers,
+              what forwards have written to modules that several stages have]
+
+Both are all-gathers in rank order, and every rank folds the same numbers in the same order.  Ranks of one data rank,
+along pipe and tensor, bring the same batch.  Losses come from the ranks with the last stage; the others report zeros.
+"""
+
+from plait.table.mesh import Mesh
+
+DATA_ORDER = ("replica", "shard")
+"""Data-rank order: replica outermost."""
+
+IN_STAGE = (*DATA_ORDER, "tensor")
+"""The axes whose ranks work on the same stages."""
+
+AGREEING = ("pipe", *IN_STAGE)
+"""The axes whose ranks agree: all, in rank order."""
+
+NUMBER_BYTES = 8
+BITS = 32
+"""Gradient bits per fp64 number; any integer below 2**53 is exact."""
+
+COUNTS = 4
+"""Numbers that a rank brings to ``counts``."""
+
+MARKS = 7
+"""Numbers at the end of a ``report``, after the bits."""
+
+
+def counted(mesh: Mesh) -> range:
+    """The ranks whose targets are added up to the divisor of the loss: one of each data rank, in data-rank order."""
+    return range(0, mesh.count(IN_STAGE), mesh.tensor)
+
+
+def num_reported(num_microbatches: int, num_trainable: int) -> int:
+    """Numbers that a rank brings to ``report``."""
+    return 1 + num_microbatches + -(-num_trainable // BITS) + MARKS

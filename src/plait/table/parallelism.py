@@ -1,0 +1,95 @@
+"""How a model lies on the ranks, as one value: all that changes who has what, and nothing that changes the sum.
+
+    Engine(model, comm, parallelism=Parallelism(TABLE["zero3"], schedule="1f1b"), ...)
+    Engine(model, comm, strategy="zero3", schedule="1f1b", ...)                          the same
+
+Ranks with different settings would wait for each other forever, so the engine compares every field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from plait.table.cells import TABLE, Strategy, find_strategy
+from plait.table.flat import BUCKET_BYTES, Cut
+from plait.table.tensor_plan import Style, check_mapping
+from plait.messages.wording import did_you_mean
+
+Recompute = Literal["full", "selective"]
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """The layout of a model on a mesh.
+
+    A strategy may be given by its name or text, ``units`` in any order, and lists where the fields are tuples.
+
+    Raises:
+        ValueError: no such strategy, or a negative ``prefetch`` or ``bucket``.
+    """
+
+    strategy: Strategy = TABLE["zero3"]
+    """The row of the table."""
+    units: tuple[str, ...] | None = None
+    """Names of the modules to gather together; None wraps automatically by block."""
+    cut: Cut = "element"
+    """``"element"`` cuts parameters anywhere; ``"tensor"`` gives each to one owner."""
+    prefetch: int = 1
+    """How many units are gathered ahead of the running one."""
+    bucket: int = BUCKET_BYTES
+    """Bytes: where parameters are whole at rest, neighbouring units of at most so many are laid as one, and what they
+    send is one message; 0: none are."""
+    tensor_plan: Mapping[str, str | Style] | None = None
+    """For a mesh with a tensor axis (see ``core.tensor_plan``); None takes the plan that the model carries."""
+    sequence_parallel: bool = False
+    """Cut the activations between the tensor-parallel products in time."""
+    schedule: str | tuple[tuple[Any, ...], ...] | None = None
+    """An order's name (see ``schedule.orders``), or the actions of every rank of the ``pipe`` axis, written by hand;
+    None: 1f1b, or no pipeline where the axis has one rank."""
+    chunks: int | None = None
+    """Stages on each rank, for the order ``interleaved``."""
+    hold: int | None = 1
+    """How many stages a rank keeps unsharded for its next passes, under a row that splits parameters (one that keeps
+    them to the backward holds all in flight); None gathers units one by one in each pass."""
+    split: tuple[int, ...] | None = None
+    """How many links of the model each stage has (see ``pipeline.stage_model``); None: equally many."""
+    recompute: Recompute | None = None
+    """``"full"`` runs blocks again in backward, ``"selective"`` attention; None keeps every activation."""
+    gemm: str = "torch"
+    """``"torch"`` or ``"onednn"``: who multiplies linear layers' fp32 matrices on a CPU."""
+    compile: bool = False
+    """Compile the forward of every unit that has no other unit inside."""
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch={self.prefetch}: it is a number of units, from 0")
+        if self.bucket < 0:
+            raise ValueError(f"bucket={self.bucket}: it is a number of bytes, from 0")
+        if self.tensor_plan is not None:
+            check_mapping(self.tensor_plan)
+        schedule = self.schedule
+        normal = {
+            "strategy": find_strategy(self.strategy),
+            "units": None if self.units is None else tuple(sorted(self.units)),
+            "split": None if self.split is None else tuple(self.split),
+            "schedule": schedule if isinstance(schedule, str | None) else tuple(map(tuple, schedule)),
+        }
+        for name, value in normal.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, **settings: Any) -> Parallelism:
+        """From keywords; TypeError for one that is no field (the nearest are named)."""
+        names = [field.name for field in fields(cls)]
+        for name in settings.keys() - set(names):
+            hint = did_you_mean(name, names, f"the settings are {', '.join(names)}")
+            raise TypeError(f"unknown setting {name!r}: {hint}")
+        return cls(**settings)
+
+    def compared(self) -> dict[str, object]:
+        """The fields as ranks compare them: what means the same has the same text."""
+        plan = self.tensor_plan
+        texts = None if plan is None else sorted((pattern, str(style)) for pattern, style in plan.items())
+        return vars(self) | {"tensor_plan": texts}

@@ -1,0 +1,88 @@
+"""Numbers of different widths: what a row's dtypes mean, and how small gradients survive fp16.
+
+    parameters (bf16) ──► forward, backward ──► gradients (bf16) ──► sums, reductions (fp32) ──► update
+          ▲                                                                                        │
+          └──────────────── rounded, sent ◄──────────── master weights (fp32) ◄────────────────────┘
+
+fp16 has five bits of exponent: gradients below 6e-8 become zero.  So the loss is multiplied by a large power of two
+before the backward, and the sums are divided by it afterwards.  A sum that is not finite means that the factor was too
+large: all ranks skip the step, and the factor is halved.
+
+Source: Mixed Precision Training (Micikevicius et al. 2018); the rule of growth is that of ``torch.amp.GradScaler``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from plait.table.cells import FULL, Cell, Strategy
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a row, without where anything lives: all that a single process needs to know."""
+
+    params: Cell = FULL
+    sums: Cell = FULL
+    optim: Cell = FULL
+    first_scale: float | None = None
+    """The loss scale of the first step; None: the loss is not scaled."""
+
+    @classmethod
+    def of(cls, row: Strategy, first_scale: float | None = None) -> Precision:
+        """A row's dtypes."""
+        params, sums, optim = (Cell(dtype=cell.dtype) for cell in (row.params, row.grads, row.optim))
+        return cls(params, sums, optim, first_scale)
+
+    def loss_scale(self) -> LossScale | None:
+        """A new one for a run."""
+        return None if self.first_scale is None else LossScale(self.first_scale)
+
+
+AS_IT_COMES = Precision()
+"""Everything in the dtype of the model."""
+
+SMALLEST = 2.0**-14
+"""The least loss scale: what overflows with it is not finite without it."""
+
+
+@dataclass
+class LossScale:
+    """The factor of the loss.  An engine has its own; all ranks start alike, and agree on whether sums are finite.
+
+    Raises:
+        ValueError: factors by which it would not settle.
+    """
+
+    scale: float = 2.0**16
+    """Where it starts, a power of two: then scaling changes no bit of a sum that stays in range."""
+    growth: float = 2.0
+    """Multiplies it after ``interval`` good steps in a row."""
+    backoff: float = 0.5
+    """Multiplies it after a skipped step."""
+    interval: int = 2000
+    good: int = 0
+    """Steps made since the factor last changed."""
+
+    def __post_init__(self) -> None:
+        if not SMALLEST <= self.scale < math.inf:
+            raise ValueError(f"a loss scale of {self.scale:g}: give a number from {SMALLEST:g}, a power of two")
+        if not (1 <= self.growth < math.inf and 0 < self.backoff < 1 and self.interval >= 1):
+            raise ValueError(
+                f"a loss scale with growth {self.growth}, backoff {self.backoff}, interval {self.interval}: give "
+                f"growth of at least 1, backoff between 0 and 1, an interval of at least 1 step"
+            )
+
+    def update(self, *, finite: bool) -> None:
+        """After a step: whether its sums were finite on all ranks; ValueError where no scale could make them so."""
+        self.good = self.good + 1 if finite else 0
+        if not finite:
+            self.scale *= self.backoff
+            if self.scale < SMALLEST:
+                raise ValueError(
+                    f"gradients are not finite at a loss scale of {self.scale / self.backoff:g} either: the loss or "
+                    f"the model has become inf or NaN; look at the last losses, lower the learning rate, or clip"
+                )
+        elif self.good == self.interval:
+            self.scale, self.good = self.scale * self.growth, 0

@@ -1,0 +1,261 @@
+"""A tensor-parallel plan as data: which module is cut how.
+
+A plan maps patterns of module names to *styles*.  A style says how a module's parameters are cut over the tensor axis,
+and so what its activations are on each rank:
+
+    style             weight                   reads        leaves
+    column            [out/tensor, in]         whole        cut in its last dim
+    row               [out, in/tensor]         cut          whole (a sum over the ranks)
+    gathered          [out/tensor, in]         whole        whole (its pieces are gathered)
+    divided           [out, in/tensor]         whole        whole (each rank takes its part of the input; a sum)
+    vocabulary        [vocabulary/tensor, D]   tokens       whole (embedding, a sum over the ranks)
+                                               whole        logits cut in classes (head)
+    sequence          whole, summed            cut in time under sequence parallelism, whole without it
+    summed            whole, summed            cut          cut: a norm on each head, for example
+    shared, shared 64 whole                    whole        whole; its outputs (the last 64) are read by cut heads
+    experts 2         pieces                   whole        whole (a sum over the ranks): its own code, on pieces
+    once              -                        whole        its input, a share, in such code that cuts nothing
+    local             pieces                   cut          cut: its own code reads pieces of its parameters
+    enter             -                        its input becomes whole before its own code sees it
+    split             -                        its input, whole until here, is cut in time
+    unsplit           -                        its input becomes whole, its output is cut in time; inside, nothing is
+    hidden, heads     -                        draws dropout on activations cut in their last dim, or by heads
+    whole             whole                    whole        whole: as if it were not named
+
+``enter``, ``split`` and ``unsplit`` are for sequence parallelism in code that reads lengths off its input: attention
+that shapes its heads by it, a model that makes positions from its embedding, code that mixes time or routes tokens.
+
+*summed*: every rank computes a share of the parameter's gradient, which is pending(tensor).  *Whole* means the same on
+every rank of the axis; under sequence parallelism the stream between a row's sum and the next column is cut in time.
+
+    "blocks.*.attention.query": "column by 16"        whole heads of 16 rows
+    "blocks.*.attention.qkv":   "column 8|2|2 by 16"  fused: 8 query, 2 key, 2 value heads, each cut by itself
+    "blocks.*.mlp.down":        "row"
+
+``experts`` and ``local`` are modules with parameters of their own, no products that a style could carry out.  Their
+parameters are cut by ``column`` (the last dim but one, the only one of a vector) or ``row`` (the last), *in 2* where
+two matrices lie in one, each cut by itself.  *experts 2*: a token comes once, with 2 routing weights; without a number
+it comes once for each expert, and nothing with it.
+
+    "blocks.*.experts.gate_up": "column in 2"         [experts, 2 * hidden / tensor, width]
+    "blocks.*.experts.down":    "row"                 [experts, width, hidden / tensor]
+    "blocks.*.experts":         "experts 2"
+
+Source: Megatron-LM (Shoeybi et al. 2019), sequence parallelism (Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from plait.messages.wording import did_you_mean
+
+
+@dataclass(frozen=True)
+class StyleKind:
+    """What is special about a kind of style."""
+
+    cut_dim: int | None = None
+    """The dim of the weight that is cut; None: it is whole."""
+    enters: bool = False
+    """It reads a whole activation, which its siblings share."""
+    site: str = ""
+    """The kind of ``Site`` where its output travels (its input if no weight is cut)."""
+    counts: bool = False
+    """It may say one number, of activations, though it cuts no weight."""
+
+
+KINDS = {
+    "column": StyleKind(0, enters=True),
+    "row": StyleKind(1, site="leave"),
+    "gathered": StyleKind(0, enters=True, site="gather"),
+    "divided": StyleKind(1, site="leave"),
+    "vocabulary": StyleKind(0),
+    "sequence": StyleKind(),
+    "summed": StyleKind(),
+    "shared": StyleKind(counts=True),
+    "experts": StyleKind(counts=True),
+    "once": StyleKind(),
+    "local": StyleKind(),
+    "enter": StyleKind(),
+    "split": StyleKind(site="split"),
+    "unsplit": StyleKind(site="split"),
+    "hidden": StyleKind(),
+    "heads": StyleKind(),
+    "whole": StyleKind(),
+}
+"""The styles; ``vocabulary`` travels by what its module is: an embedding leaves, a head enters and ends in the loss."""
+
+FORWARD, BACKWARD = "tensor forward", "tensor backward"
+"""The ledger's phases of messages over the tensor axis, for sender and planner alike."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one module takes part in tensor parallelism."""
+
+    kind: str
+    parts: tuple[int, ...] = ()
+    """Sizes of a fused output, in grains, or of activations; empty for a single part."""
+    grain: int = 1
+    """Elements that stay together; 1 for any cut."""
+    packed: int = 1
+    """How many matrices of one size lie end to end along the dim that is cut."""
+
+    @classmethod
+    def parse(cls, text: str) -> Style:
+        """``"column"``, ``"column by 16"``, ``"column 8|2|2 by 16"``, ``"column in 2"``.
+
+        ValueError for others, TypeError for what is no text.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"the style {text!r} in a tensor plan: write a text, as in 'column' or 'row by 16'")
+        match = re.fullmatch(r"\s*([a-z_]+)(?:\s+([0-9|]+))?(?:\s+by\s+([0-9]+))?(?:\s+in\s+([0-9]+))?\s*", text)
+        if match is None:
+            raise ValueError(f"cannot read the style {text!r}: write column, 'column by 16' or 'column 8|2|2 by 16'")
+        kind, parts, grain, packed = match.groups()
+        if kind not in KINDS:
+            hint = did_you_mean(kind, KINDS)
+            raise ValueError(f"unknown style {kind!r}: {hint}{' ' * bool(hint)}the styles are {', '.join(KINDS)}")
+        counted = KINDS[kind].counts and (parts or "").isdecimal() and not grain and not packed
+        if (parts or grain or packed) and KINDS[kind].cut_dim is None and not counted:
+            cutting = ", ".join(name for name, row in KINDS.items() if row.cut_dim is not None)
+            raise ValueError(f"style {text!r}: only {cutting} cut a weight, so only they have sizes")
+        if parts and kind != "column" and not counted:
+            raise ValueError(f"style {text!r}: only column has parts, the sizes of a fused output")
+        if packed and (parts or grain or kind not in ("column", "row")):
+            raise ValueError(f"style {text!r}: 'in' is for column and row, and goes with no other sizes")
+        return cls(kind, tuple(int(p) for p in (parts or "").split("|") if p), int(grain or 1), int(packed or 1))
+
+    @property
+    def cut_dim(self) -> int | None:
+        """As in ``StyleKind``."""
+        return KINDS[self.kind].cut_dim
+
+    @property
+    def enters(self) -> bool:
+        """As in ``StyleKind``."""
+        return KINDS[self.kind].enters
+
+    def __str__(self) -> str:
+        parts = f" {'|'.join(map(str, self.parts))}" if self.parts else ""
+        packed = f" in {self.packed}" if self.packed > 1 else ""
+        return f"{self.kind}{parts}{f' by {self.grain}' if self.grain > 1 else ''}{packed}"
+
+
+def check_mapping(plan: object) -> None:
+    """Raises TypeError for a plan that is no mapping of names."""
+    if not isinstance(plan, Mapping) or not all(isinstance(pattern, str) for pattern in plan):
+        raise TypeError(
+            f"tensor_plan={plan!r}: it maps names of modules to styles, as in {{'blocks.*.up': 'column', "
+            f"'blocks.*.down': 'row'}}"
+        )
+
+
+def match_styles(
+    plan: Mapping[str, str | Style], modules: Iterable[str], parameters: Iterable[str]
+) -> dict[str, Style]:
+    """The style of every module that a plan names.
+
+    A pattern is the name of a module or parameter; ``*`` stands for anything.  A weight or bias stands for its module,
+    except under ``summed`` and ``sequence``, which are said of parameters: then, as for any other parameter, its own
+    name is in the result.
+
+    Raises:
+        ValueError: a pattern that matches nothing (the nearest names are given), or a module with two styles.
+        TypeError: what is no mapping of texts.
+    """
+    check_mapping(plan)
+    names = list(modules)
+    owners = {p: p.rpartition(".")[0] for p in parameters}
+    styles: dict[str, tuple[Style, str]] = {}
+    for pattern, text in plan.items():
+        style = text if isinstance(text, Style) else Style.parse(text)
+        hits = [n for n in names if fnmatchcase(n, pattern)]
+        if not hits:
+            itself = style.kind in ("summed", "sequence")
+            found = [p for p in owners if fnmatchcase(p, pattern)]
+            of_module = [not itself and p.rpartition(".")[2] in ("weight", "bias") for p in found]
+            hits = list(dict.fromkeys(owners[p] if of else p for p, of in zip(found, of_module, strict=True)))
+        if not hits:
+            near = _nearest(pattern, [*names, *owners])
+            raise ValueError(
+                f"the tensor plan names {pattern!r}, which no module or parameter of the model matches; the nearest "
+                f"names are {', '.join(near) or 'none'}"
+            )
+        for name in hits:
+            other, by = styles.get(name, (style, pattern))
+            if other != style:
+                raise ValueError(
+                    f"the tensor plan shards {name!r} twice: {by!r} says {str(other)!r}, {pattern!r} says "
+                    f"{str(style)!r}; keep one"
+                )
+            styles[name] = (style, pattern)
+    return {name: style for name, (style, _) in styles.items()}
+
+
+def _nearest(pattern: str, names: Iterable[str]) -> list[str]:
+    """Names like the pattern, numbers in them shown as ``*`` so that layers count once."""
+    general = dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names if name)
+    wanted = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", pattern)
+    return difflib.get_close_matches(wanted, general, n=3, cutoff=0.4)
+
+
+MESSAGES = {
+    # site     sequence parallelism: forward, backward     without: forward, backward
+    "enter": (("all_gather", "reduce_scatter"), ("", "all_reduce")),
+    "leave": (("reduce_scatter", "all_gather"), ("all_reduce", "")),
+    "sum": (("all_reduce", ""), ("all_reduce", "")),
+    "split": (("", "all_gather"), ("", "")),
+    "unsplit": (("all_gather", ""), ("", "")),
+    "gather": (("all_gather", ""), ("all_gather", "")),
+    "part": (("", "all_gather"), ("", "all_gather")),
+    "share": (("", "all_reduce"), ("", "all_reduce")),
+    "loss": (("all_gather", ""), ("all_gather", "")),
+}
+"""The collectives of a kind of site.  An all_reduce carries the whole activation, ``gather`` and ``part`` its last dim
+in pieces, a loss three numbers per token; all others carry the activation in pieces of time."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place of the model where tensor parallelism sends messages.
+
+    ``enter`` a whole activation comes to column-cut siblings, ``leave`` a sum over the ranks becomes whole, ``sum`` the
+    same where it stays whole under sequence parallelism, ``split`` a whole stream is cut in time, ``unsplit`` it is
+    whole again, and so is its gradient, ``gather`` a cut output becomes whole, ``part`` a whole activation is cut in
+    its last dim, ``share`` cut computation reads a whole activation, whose gradient is a sum, ``loss`` cross-entropy
+    over cut classes.
+    """
+
+    kind: str
+    name: str
+    width: int
+    """The size of the activation's last dim, whole; 0 for a loss."""
+    trains_input: bool = True
+    """Whether something before it trains, so that its input wants a gradient."""
+    unsplit: bool = False
+    """Whether sequence parallelism leaves activations whole here."""
+
+
+class Passing(NamedTuple):
+    """An activation that passes a site."""
+
+    shape: tuple[int, ...]
+    """Without its last dim: (batch, time), or (batch,)."""
+    trains: bool = True
+    """Whether it wants a gradient."""
+
+
+Passings = Mapping[Site, Sequence[Passing]]
+"""What passes each site in one forward of a microbatch."""
+
+
+def everywhere(sites: Iterable[Site], shape: tuple[int, ...]) -> Passings:
+    """One activation of the same shape at each site, which trains as the site says."""
+    return {site: (Passing(shape, site.trains_input),) for site in sites}

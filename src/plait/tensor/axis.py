@@ -1,0 +1,195 @@
+"""The tensor axis seen from one rank, and the three ways an activation travels over it.
+
+    sum        a share of a sum on each rank      -> the whole sum on each        all_reduce
+    scatter    a share of a sum on each rank      -> the sum, cut in time         reduce_scatter
+    gather     a piece on each rank               -> the whole on each            all_gather
+
+Under sequence parallelism the stream between the products is cut in *time*, dim 1 of [batch, time, width]: a sum is
+scattered and a stream gathered, which is the same volume as one all_reduce.  Collectives want equal pieces end to end,
+so a dim other than the first costs one copy, and 5 steps of time over 4 ranks travel as 4 pieces of 2.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.comm import Comm
+from plait.table.collectives import Note
+from plait.table.layout import part
+from plait.table.tensor_plan import BACKWARD, FORWARD
+from plait.comm.padded import Finish, start_gather, start_scatter
+from plait.tensor.gemm import TORCH, Gemm
+from plait.tensor.no_double_backward import no_double_backward
+
+AXES = ("tensor",)
+first_order = no_double_backward("a tensor-parallel layer", "train such a model without the tensor axis")
+
+
+class TensorAxis:
+    """This rank's place on the tensor axis; ``sequence``: the stream between the products is cut in time."""
+
+    microbatch = -1  # for the ledger
+    length = 0  # steps of time of the whole stream in this forward, set where it is first cut
+
+    def __init__(self, comm: Comm, *, sequence: bool, gemm: Gemm = TORCH) -> None:
+        self.comm, self.sequence, self.gemm = comm, sequence, gemm
+        self.ways, self.index = comm.mesh.tensor, comm.mesh.index(comm.rank, AXES)
+
+    def part(self, size: int, index: int | None = None) -> tuple[int, int]:
+        """Where a rank's part of ``size`` begins and ends; this rank's, if none is named."""
+        return part(size, self.ways, self.index if index is None else index)
+
+    def lengths(self, size: int) -> list[int]:
+        """Of all ranks' parts of ``size``."""
+        return [len(range(*self.part(size, index))) for index in range(self.ways)]
+
+    def check_stream(self, x: Tensor, site: str, *, whole: bool) -> None:
+        """Raises ValueError where a stream is not as long as it left the embedding: code in between sliced it."""
+        steps = self.length if whole else self.lengths(self.length)[self.index]
+        if x.dim() < 3 or x.size(1) != steps:
+            raise ValueError(
+                f"{site!r} gets {list(x.shape)} under sequence parallelism, where rank {self.index} of the tensor axis "
+                f"works on {steps} of {self.length} steps of [batch, time, width]: something before it cut the stream "
+                f"in time itself, or gathered it (an 'enter' around it: say 'unsplit' there); else leave sequence "
+                f"parallelism out for such a call"
+            )
+
+    def note(self, phase: str, site: str) -> Note:
+        return Note(phase, site, self.microbatch)
+
+    def start_sum(self, x: Tensor, note: Note) -> Finish:
+        """Issues the sum of ``x`` over the ranks, in place where ``x`` is contiguous."""
+        x = x.contiguous()
+        work = self.comm.all_reduce(x, AXES, note=note)
+
+        def finish() -> Tensor:
+            work.wait()
+            return x
+
+        return finish
+
+    def start_scatter(self, x: Tensor, note: Note) -> Finish:
+        """Issues the sum of ``x`` [batch, time, ...] over the ranks, of which this rank gets its part in time."""
+        return start_scatter(self.comm, x, 1, self.lengths(x.size(1)), AXES, note)
+
+    def start_gather(self, x: Tensor, dim: int, size: int, note: Note) -> Finish:
+        """Issues the gathering of all ranks' parts along ``dim``, ``size`` together."""
+        return start_gather(self.comm, x, dim, self.lengths(size), AXES, note)
+
+
+class Leave(torch.autograd.Function):
+    """A share of a sum on each rank becomes the whole stream: summed, or summed and scattered in time.
+
+    Backward: nothing (the gradient is whole on every rank already), or a gather.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str, scatter: bool) -> Tensor:
+        ctx.axis, ctx.site, ctx.length = axis, site, x.size(1) if scatter else 0
+        return (axis.start_scatter if scatter else axis.start_sum)(x, axis.note(FORWARD, site))()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        axis: TensorAxis = ctx.axis
+        if ctx.length:
+            gradient = axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))()
+        return gradient, None, None, None
+
+
+class Split(torch.autograd.Function):
+    """A whole stream is cut in time; backward gathers it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str) -> Tensor:
+        if not isinstance(x, Tensor) or x.dim() < 3:
+            given = list(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise ValueError(
+                f"{site!r}, whose stream the tensor plan cuts in time, has {given} for it, not [batch, time, width]: "
+                f"say 'split' for the first module that gets the stream as its first argument, such as a block"
+            )
+        ctx.axis, ctx.site, ctx.length = axis, site, x.size(1)
+        axis.length = ctx.length
+        start, stop = axis.part(ctx.length)
+        return x[:, start:stop].contiguous()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        axis: TensorAxis = ctx.axis
+        return axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))(), None, None
+
+
+class Share(torch.autograd.Function):
+    """Whole tensors that cut computation reads, which makes a share of their gradients on each rank.
+
+    Backward: the sums; with ``last``, only of that many of the last dim, as the others are read by what sums itself.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, axis: TensorAxis, site: str, last: int | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.site, ctx.last = axis, site, last
+        views = tuple(x.view_as(x) for x in tensors)
+        ctx.mark_non_differentiable(*(y for y, needs in zip(views, ctx.needs_input_grad[3:], strict=True) if not needs))
+        return views
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        note = ctx.axis.note(BACKWARD, ctx.site)
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
+        whole = {i: gradients[i].clone(memory_format=torch.contiguous_format) for i in wanted}
+        shares = {i: g if ctx.last is None else g[..., -ctx.last :] for i, g in whole.items()}
+        finish = {i: ctx.axis.start_sum(share, note) for i, share in shares.items()}
+        for i in wanted:
+            shares[i].copy_(finish[i]())
+        return (None, None, None, *map(whole.get, range(len(gradients))))
+
+
+class Divide(torch.autograd.Function):
+    """A whole activation is cut in its last dim; backward gathers it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str) -> Tensor:
+        ctx.axis, ctx.site, ctx.size = axis, site, x.size(-1)
+        start, stop = axis.part(ctx.size)
+        return x[..., start:stop]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        axis: TensorAxis = ctx.axis
+        note = axis.note(BACKWARD, ctx.site)
+        return axis.start_gather(gradient, gradient.dim() - 1, ctx.size, note)(), None, None
+
+
+class Unsplit(torch.autograd.Function):
+    """A stream that is cut in time becomes whole; backward keeps this rank's part of a gradient that is whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str) -> Tensor:
+        axis.check_stream(x, site, whole=False)
+        ctx.part = axis.part(axis.length)
+        return axis.start_gather(x, 1, axis.length, axis.note(FORWARD, site))()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        start, stop = ctx.part
+        return gradient[:, start:stop].contiguous(), None, None
+
+
+class Gather(torch.autograd.Function):
+    """Pieces of the last dim become the whole; backward keeps this rank's piece."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, size: int, site: str) -> Tensor:
+        ctx.axis, ctx.size = axis, size
+        return axis.start_gather(x, x.dim() - 1, size, axis.note(FORWARD, site))()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        start, stop = ctx.axis.part(ctx.size)
+        return gradient[..., start:stop], None, None, None

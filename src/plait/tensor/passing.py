@@ -1,0 +1,282 @@
+"""What passes the sites of a plan, seen in a forward of the plain model.
+
+How large a message over the tensor axis is depends on what comes to its site: tokens, patches of an image, the stream
+of an encoder or a decoder.  A batch does not say so, but a forward does.  A small model runs as it is; of a large one,
+or one without values yet, fake tensors have the shapes, and cost neither memory nor products.
+
+    plain model ── hooks on what the plan names ──►  {Site: (Passing(shape, trains), ...)}  ──►  plan.predict_tensor
+
+What siblings read enters once, so a site has as many activations as its siblings read different ones.  An activation
+*trains* if it wants a gradient and the loss depends on what was made of it: a module that only ranks tokens, say, makes
+what the graph of the loss does not hold.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
+
+from plait.table.tensor_plan import Passing, Passings, Site
+from plait.tensor.plan import Parallel, site_of
+
+OF_OUTPUTS = ("leave", "sum", "gather")
+"""Sites of what a module returns; all others are of what it reads."""
+
+SMALL = 1 << 26
+"""Parameters up to which products take less time than the bookkeeping of fake tensors."""
+
+
+class CpuFakes(FakeTensorMode):
+    """Fake tensors of the CPU.
+
+    torch 2.11 built for CUDA sets a guard of GPUs at each entrance, also where there is none, and crashes if threads do
+    so at once.
+    """
+
+    avoid_device_init = False
+
+
+class PassingOf:
+    """What passes the sites of a plan when a job's model runs a batch; remembered by the shapes in the batch.
+
+    Args:
+        build: makes the model, its parameters with values or on meta.
+        loss_fn: ``(model, batch) -> scalar``.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module], loss_fn: Callable[[nn.Module, Any], Tensor]) -> None:
+        self._build, self._loss_fn = build, loss_fn
+        self._mode = CpuFakes(allow_non_fake_inputs=True)
+        self._one_at_a_time = Lock()  # ranks may be threads that have one job
+        self._known: dict[Hashable, Passings | None] = {}
+
+    def __call__(self, batch: Any, parallel: Parallel) -> Passings | None:
+        """None: neither the values there are nor fake tensors come through the forward."""
+        sizes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in tree_leaves(batch))
+        key = sizes, parallel.sites, tuple(parallel.styles.items())
+        with self._one_at_a_time:
+            if key not in self._known:
+                self._known[key] = None
+                with suppress(Exception):  # with values, the engine's own forward says what is wrong
+                    self._known[key] = self._look(batch, parallel)
+            return self._known[key]
+
+    def _look(self, batch: Any, parallel: Parallel) -> Passings | None:
+        model = self._build()
+        valued = not any(parameter.is_meta for parameter in model.parameters())
+        if valued and sum(parameter.numel() for parameter in model.parameters()) <= SMALL:
+            return self._real_run(model, batch, parallel)
+        found = self._fake_run(model, batch, parallel)
+        return self._real_run(self._build(), batch, parallel) if valued and found is None else found
+
+    def _fake_run(self, model: nn.Module, batch: Any, parallel: Parallel) -> Passings | None:
+        with suppress(DataDependentOutputException, DynamicOutputShapeException), self._mode:
+            moved = tree_map(lambda x: _like(x) if isinstance(x, Tensor) else x, batch)
+            return passings(_faked(model), self._loss_fn, moved, parallel)
+        return None
+
+    def _real_run(self, model: nn.Module, batch: Any, parallel: Parallel) -> Passings:
+        with torch.random.fork_rng(devices=[]):
+            moved = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, batch)
+            return passings(model, self._loss_fn, moved, parallel)
+
+
+def _faked(model: nn.Module) -> nn.Module:
+    """The model with parameters and buffers that have no values; under a ``FakeTensorMode``."""
+    memo: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                made = memo.setdefault(id(parameter), nn.Parameter(_like(parameter), parameter.requires_grad))
+                module._parameters[name] = made  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = memo.setdefault(id(buffer), _like(buffer))
+    return model
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def passings(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, parallel: Parallel) -> Passings:
+    """What passes the sites of ``parallel`` when the plain ``model`` runs a batch once."""
+    seen: Seen = {site: [] for site in parallel.sites}
+    with torch.enable_grad(), _hooked(model, parallel, seen):
+        loss = loss_fn(model, batch)
+    graph = _graph(loss)
+    return {site: tuple(each.passing(graph) for each in found) for site, found in seen.items()}
+
+
+@dataclass(eq=False)
+class SeenActivation:
+    """What passed a site, and what was made of it."""
+
+    shape: tuple[int, ...]
+    wants_gradient: bool
+    made: list[Node] | None = None
+    """The nodes of what the modules that read it have returned, or its own; None where nobody looked."""
+
+    def passing(self, graph: Set[Node]) -> Passing:
+        """``graph``: what the loss depends on."""
+        reached = self.made is None or not graph.isdisjoint(self.made)
+        return Passing(self.shape, self.wants_gradient and reached)
+
+
+Seen = dict[Site, list[SeenActivation]]
+
+
+def _graph(loss: Tensor) -> set[Node]:
+    """The nodes of autograd that the backward of a loss goes through."""
+    found: set[Node] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+@contextmanager
+def _hooked(model: nn.Module, parallel: Parallel, seen: Seen) -> Iterator[None]:
+    """Hooks on the modules of a plan that fill ``seen``; they are gone afterwards."""
+    reading = _Reading()
+    entering = _Entering(parallel, seen, reading)
+    losses = _Losses(model, parallel, seen)
+    handles = [model.register_forward_pre_hook(losses.begins, with_kwargs=True)]
+    for name in losses.heads:
+        handles.append(model.get_submodule(name).register_forward_hook(partial(losses.after_head, name)))
+    for site in parallel.sites:
+        if site.kind not in ("enter", "loss"):
+            module = model.get_submodule(site.name)
+            if site.kind in OF_OUTPUTS or (site.kind == "share" and parallel.styles[site.name].kind == "shared"):
+                handles.append(module.register_forward_hook(partial(_after, site, seen)))
+            else:
+                number = [s for s in parallel.sites if (s.kind, s.name) == (site.kind, site.name)].index(site)
+                hook = partial(_before, site, number, seen, reading)
+                handles += [module.register_forward_pre_hook(hook, with_kwargs=True), reading.until_end_of(module)]
+    for name, sites in entering.sites.items():
+        module, enters = model.get_submodule(name), partial(entering, sites)
+        handles += [module.register_forward_pre_hook(enters, with_kwargs=True), reading.until_end_of(module)]
+    try:
+        with losses:
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Reading:
+    """Notes what the modules that run have made of what they were given."""
+
+    def __init__(self) -> None:
+        self._given: dict[nn.Module, list[SeenActivation]] = {}
+
+    def __call__(self, module: nn.Module, activation: SeenActivation) -> None:
+        """The module is given it now."""
+        self._given.setdefault(module, []).append(activation)
+
+    def until_end_of(self, module: nn.Module) -> RemovableHandle:
+        return module.register_forward_hook(self._ends)
+
+    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        outputs = _floats(output)
+        for activation in self._given.pop(module, ()):
+            if outputs:  # none: it returned an object of a class that hooks cannot look into
+                activation.made = [*(activation.made or ()), *_nodes(outputs)]
+
+
+def _nodes(outputs: Sequence[Tensor]) -> list[Node]:
+    """Those of outputs, and of what they are views of: an output that is written to becomes a view of something new."""
+    bases = [x._base for x in outputs if x._is_view() and x._base is not None]
+    return [x.grad_fn for x in (*outputs, *bases) if x.grad_fn is not None]
+
+
+def _before(site: Site, number: int, seen: Seen, reading: _Reading, module: nn.Module, args: Any, kwargs: Any) -> None:
+    """The ``number``-th floating-point tensor that a module is given."""
+    if number < len(given := _floats((args, kwargs))):
+        seen[site].append(_seen(given[number], site.width if site.kind == "share" else 0))
+        reading(module, seen[site][-1])
+
+
+def _after(site: Site, seen: Seen, module: nn.Module, args: Any, output: Any) -> None:
+    for x in _floats(output)[:1]:
+        seen[site].append(_seen(x, site.width if site.kind == "sum" else 0))
+        seen[site][-1].made = _nodes([x])
+
+
+def _floats(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _seen(x: Tensor, width: int = 0) -> SeenActivation:
+    """With ``width``, of that many numbers in a row: experts may read one activation for each of them."""
+    return SeenActivation((x.numel() // width,) if width else tuple(x.shape[:-1]), x.requires_grad)
+
+
+class _Entering:
+    """Enters what siblings read as the engine does: the tensor that entered last, unchanged, does not enter again.
+
+    Siblings may read activations of several widths, and then there is a site for each.
+    """
+
+    def __init__(self, parallel: Parallel, seen: Seen, reading: _Reading) -> None:
+        of: dict[str, dict[int, Site]] = {}
+        for site in parallel.sites:
+            if site.kind == "enter":
+                of.setdefault(site.name, {})[site.width] = site
+        head = {name for name, style in parallel.styles.items() if style.kind == "vocabulary"}
+        names = [n for n, style in parallel.styles.items() if style.enters or n in head]
+        self.sites = {name: of[site_of(name, parallel)] for name in names if site_of(name, parallel) in of}
+        self._seen, self._reading = seen, reading
+        self._last: tuple[Site, Tensor, int] | None = None
+
+    def __call__(self, sites: Mapping[int, Site], module: nn.Module, args: Any, kwargs: Any) -> None:
+        (x,) = _floats((args, kwargs))[:1]
+        site, last = sites[x.size(-1)], self._last
+        if last is None or last[0] != site or last[1] is not x or last[2] != x._version:
+            self._last = site, x, x._version
+            self._seen[site].append(_seen(x))
+        self._reading(module, self._seen[site][-1])
+
+
+class _Losses(TorchFunctionMode):
+    """Sees cross-entropy of the head's classes; of a model that is given ``labels``, the logits, which are gathered."""
+
+    def __init__(self, model: nn.Module, parallel: Parallel, seen: Seen) -> None:
+        self._site = next((site for site in parallel.sites if site.kind == "loss"), None)
+        vocabulary = [n for n, style in parallel.styles.items() if style.kind == "vocabulary"]
+        modules: Mapping[str, Any] = {n: model.get_submodule(n) for n in vocabulary}
+        self.heads = {n: m.weight.shape[0] for n, m in modules.items() if isinstance(m, nn.Linear)}
+        self._seen, self._whole = seen, False
+        super().__init__()
+
+    def begins(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self._whole = kwargs.get("labels") is not None
+
+    def after_head(self, name: str, module: nn.Module, args: Any, logits: Tensor) -> None:
+        if self._whole:
+            gathers = Site("gather", name, self.heads[name])
+            self._seen.setdefault(gathers, []).append(_seen(logits))
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.cross_entropy and self._site is not None:
+            logits = args[0] if args else kwargs["input"]
+            if not self._whole and logits.size(-1) in self.heads.values():
+                self._seen[self._site].append(_seen(logits))
+        return func(*args, **kwargs)

@@ -1,0 +1,283 @@
+"""From a model and a plan to what each module does: cuts of parameters, siblings, sites.
+
+A plan comes from the user, from the model (``tensor_plan``, a dict or a method that returns one), or from a Hugging
+Face model's config (see ``transformers``).  It is resolved, or refused, on a model whose parameters may be on meta.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from plait.table.tensor_cut import TensorCut
+from plait.table.tensor_plan import KINDS, Site, Style, match_styles
+from plait.tensor.transformers import plan_from_transformers
+from plait.tensor.vocabulary import LOSS
+
+OWN_CODE = ("experts", "local", "enter", "unsplit")
+"""The styles of modules whose own code may read pieces of their parameters."""
+
+LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""What holds modules that are called one by one, each with an input of its own."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A plan resolved on a model; ``cuts`` and ``summed`` go by its parameters' ``id``, all else by module name."""
+
+    styles: Mapping[str, Style] = field(default_factory=dict)
+    cuts: Mapping[int, TensorCut] = field(default_factory=dict)
+    summed: frozenset[int] = frozenset()
+    sites: tuple[Site, ...] = ()
+    lists: frozenset[str] = frozenset()
+    """The names of ``LISTS`` in the model."""
+
+    @property
+    def splits(self) -> bool:
+        """Whether a module cuts the stream in time, which until then is whole, rather than the embedding."""
+        return any(style.kind == "split" for style in self.styles.values())
+
+    def siblings(self, name: str) -> list[str]:
+        """The column-cut modules that have this one's parent, in order; they may read one tensor."""
+        parent = name.rpartition(".")[0]
+        same = [n for n in self.styles if self.styles[n].enters and n.rpartition(".")[0] == parent]
+        return same if name in same and parent not in self.lists else [name]
+
+
+def plan_of(model: nn.Module, *, sequence: bool = False) -> dict[str, str]:
+    """The plan that a model carries; raises ValueError where it has none, or one with a style unknown to plait."""
+    own = getattr(model, "tensor_plan", None)
+    if own is not None:
+        return dict(own() if callable(own) else own)
+    carried = getattr(model, "tp_plan", None) if hasattr(model, "get_input_embeddings") else None
+    if not carried:
+        raise ValueError(
+            f"{type(model).__name__} carries no tensor plan: set model.tensor_plan = {{'blocks.*.up': 'column', "
+            f"'blocks.*.down': 'row', ...}} where it is built (in the build function of a job), give Engine the same "
+            f"as tensor_plan=, or leave the tensor axis out of the mesh"
+        )
+    return plan_from_transformers(model, carried, sequence=sequence)
+
+
+def parallel_plan(
+    model: nn.Module, ways: int, plan: Mapping[str, str | Style] | None = None, *, sequence: bool = False
+) -> Parallel:
+    """Resolve a plan (None: the model's own) for an axis of ``ways`` ranks; ``sequence``: the stream is cut in time.
+
+    Raises ValueError for a pattern that matches nothing, a parameter cut twice, heads that the ranks cannot share, or a
+    module that a style does not fit.
+    """
+    if ways == 1 and plan is None:
+        return Parallel()
+    modules = dict(model.named_modules())
+    plan = plan_of(model, sequence=sequence) if plan is None else plan
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    named = match_styles(plan, modules, parameters)
+    if ways == 1:
+        return Parallel()
+    styles = {name: _with_heads(named[name], name, modules) for name in modules if name in named}  # in their order
+    own = {name: style for name, style in named.items() if name not in modules and style.cut_dim is not None}
+    if sequence:
+        _check_stream(styles, modules)
+    cuts: dict[int, TensorCut] = {}
+    streams = {"summed", "sequence"} if sequence else {"summed"}
+    summed = {id(p) for n, p in parameters.items() if n in named and named[n].kind in streams}
+    _check_heads(styles, modules, ways)
+    for name, style in own.items():
+        cuts[id(parameters[name])] = _own_cut(name, parameters[name], style, styles, ways)
+    for name, style in styles.items():
+        module = modules[name]
+        if style.cut_dim is not None:
+            for short, cut in _cuts(name, module, style, ways).items():
+                other = cuts.setdefault(id(getattr(module, short)), cut)
+                if other != cut:
+                    raise ValueError(
+                        f"the tensor plan shards {name}.{short} twice: it is shared with a module that cuts dim "
+                        f"{other.dim}, and {str(style)!r} cuts dim {cut.dim}; cut a shared parameter in one way"
+                    )
+            scatters = KINDS[style.kind].site == "leave" and sequence and not is_unsplit(name, styles)
+            if scatters and getattr(module, "bias", None) is not None:
+                summed.add(id(module.bias))
+        elif style.kind in streams:
+            summed |= {id(p) for p in module.parameters(recurse=False)}
+    if both := [n for n, p in parameters.items() if id(p) in summed & cuts.keys()]:
+        raise ValueError(
+            f"the tensor plan shards {both[0]!r} twice: it is cut, and it is 'summed' or 'sequence', which is for "
+            f"parameters that every rank has whole; keep one"
+        )
+    for name in (name for name, style in styles.items() if style.kind == "experts"):
+        _check_experts(name, modules[name], cuts, summed)
+    lists = frozenset(name for name, module in modules.items() if isinstance(module, LISTS))
+    parallel = Parallel(styles, cuts, frozenset(summed), lists=lists)
+    return replace(parallel, sites=tuple(dict.fromkeys(_sites(parallel, modules))))
+
+
+def is_unsplit(name: str, styles: Mapping[str, Style]) -> bool:
+    """Whether a module is inside one that sequence parallelism leaves whole."""
+    around = name.rpartition(".")[0]
+    return bool(around) and ((around in styles and styles[around].kind == "unsplit") or is_unsplit(around, styles))
+
+
+def _check_stream(styles: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> None:
+    """Raises ValueError where a plan does not say what sequence parallelism has to know."""
+    if all(style.kind != "sequence" for style in styles.values()):
+        raise ValueError(
+            "sequence parallelism cuts the stream between the products in time, and the tensor plan names no module "
+            "that works on it: say 'sequence' for its norms and dropouts, or leave sequence parallelism out"
+        )
+    begins = [n for n, s in styles.items() if s.kind == "vocabulary" and isinstance(modules[n], nn.Embedding)]
+    if not begins and all(style.kind != "split" for style in styles.values()):
+        raise ValueError(
+            "sequence parallelism begins at an embedding that is cut by vocabulary, which scatters its sum in time: "
+            "say 'vocabulary' for it (or 'split' for the first module that gets the stream cut), or leave sequence "
+            "parallelism out"
+        )
+
+
+def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], ways: int) -> None:
+    """Raises ValueError where a module's heads cannot be shared; names the axes that all modules allow."""
+    heads: dict[str, tuple[int, int]] = {}
+    for name, style in styles.items():
+        weight = getattr(modules[name], "weight", None)
+        if style.cut_dim is not None and style.grain > 1 and isinstance(weight, nn.Parameter):
+            size, rest = divmod(weight.shape[style.cut_dim], style.grain)
+            if not rest:
+                heads[name] = min(style.parts or (size,)), style.grain
+    if bad := next((name for name, (n, _) in heads.items() if n % ways), None):
+        counts = [n for n, _ in heads.values()]
+        fits = [n for n in range(2, max(counts) + 1) if not any(count % n for count in counts)]
+        fewest = min(heads, key=lambda name: heads[name][0])
+        axes = f"use tensor={' or '.join(map(str, fits))}" if fits else "leave the tensor axis out"
+        n, grain = heads[bad]
+        raise ValueError(
+            f"{bad!r}: {n} heads of {grain} cannot be shared by tensor={ways} ranks, and a head cannot be parted: "
+            f"{axes}, or give all projections a multiple of {ways} heads (the fewest: {heads[fewest][0]} in {fewest!r})"
+        )
+
+
+def _own_cut(name: str, parameter: nn.Parameter, style: Style, styles: Mapping[str, Style], ways: int) -> TensorCut:
+    """The cut of a parameter that its module's own code reads."""
+    owner = styles.get(name.rpartition(".")[0])
+    if owner is None or owner.kind not in OWN_CODE:
+        raise ValueError(
+            f"the tensor plan says {str(style)!r} for the parameter {name!r}, but not what its module does with a "
+            f"piece: say 'experts' (what it returns is added up) or 'local' for {name.rpartition('.')[0]!r}"
+        )
+    dim = parameter.dim() - 1 - (style.kind == "column" and parameter.dim() > 1)
+    each, rest = divmod(parameter.shape[dim], style.packed)
+    if style.kind not in ("column", "row") or style.parts or rest:
+        raise ValueError(
+            f"the tensor plan says {str(style)!r} for the parameter {name!r} of shape {list(parameter.shape)}: a "
+            f"module's own parameters are cut by 'column' or 'row', or in parts of one size, as in 'column in 2'"
+        )
+    return TensorCut(tuple(parameter.shape), dim, ways, (each,) * style.packed, style.grain)
+
+
+def _check_experts(name: str, module: nn.Module, cuts: Mapping[int, TensorCut], summed: Collection[int]) -> None:
+    """Raises ValueError where the code of a module would not compute a share of its output from the pieces."""
+    for short, parameter in module.named_parameters():
+        if id(parameter) not in cuts and id(parameter) not in summed:
+            raise ValueError(
+                f"the tensor plan says 'experts' for {name!r}, whose outputs are added up, and nothing for "
+                f"'{name}.{short}', which would be added once for each rank: say 'column' or 'row' for it"
+            )
+    own = {n: cuts[id(p)] for n, p in module.named_parameters(recurse=False) if id(p) in cuts}
+    hidden = {n: cut.parts[0] if cut.grain == 1 else cut.shape[cut.dim] // cut.grain for n, cut in own.items()}
+    if len(set(hidden.values())) != 1:
+        raise ValueError(
+            f"the tensor plan cuts the matrices of the experts {name!r} in {hidden} features, which do not meet: where "
+            f"two matrices lie in one, say 'column in 2' (or 'row in 2') for end to end, 'column by 2' for row by row"
+        )
+
+
+def _width(module: nn.Module, parallel: Parallel) -> int:
+    """Of what comes to experts and leaves them: the dim of their matrices that is not cut."""
+    cuts = [parallel.cuts[id(p)] for p in module.parameters(recurse=False) if id(p) in parallel.cuts]
+    return next((cut.shape[-1 if cut.dim == len(cut.shape) - 2 else -2] for cut in cuts if len(cut.shape) > 1), 0)
+
+
+def _with_heads(style: Style, name: str, modules: Mapping[str, nn.Module]) -> Style:
+    """Projections of an attention module are cut in whole heads, where it says how large or how many they are."""
+    around: Any = modules[name.rpartition(".")[0]]
+    head, heads = getattr(around, "head_dim", None), getattr(around, "num_heads", None)
+    weight, dim = getattr(modules[name], "weight", None), style.cut_dim
+    if style.kind not in ("column", "row") or style.parts or style.grain > 1 or style.packed > 1:
+        return style
+    if not isinstance(head, int) or not isinstance(weight, nn.Parameter) or dim is None:
+        return style
+    each, rest = divmod(weight.shape[dim], heads) if isinstance(heads, int) else (0, 0)
+    grain = head if rest else max(head, each)  # more for each in a latent attention, or with a gate
+    return replace(style, grain=grain)
+
+
+def _cuts(name: str, module: nn.Module, style: Style, ways: int) -> dict[str, TensorCut]:
+    """The cuts of a module's own parameters, by their short names."""
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(module, nn.Linear | nn.Embedding) or not isinstance(weight, nn.Parameter):
+        raise ValueError(
+            f"the tensor plan says {str(style)!r} for {name!r}, a {type(module).__name__}: only nn.Linear and "
+            f"nn.Embedding (and what inherits them) are cut"
+        )
+    if isinstance(module, nn.Embedding) and style.kind != "vocabulary":
+        raise ValueError(f"the tensor plan says {str(style)!r} for the embedding {name!r}: say vocabulary")
+    dim = style.cut_dim
+    assert dim is not None
+    size = weight.shape[dim]
+    if style.kind == "vocabulary" and (ways - 1) * -(-size // ways) >= size:
+        raise ValueError(f"{name!r}: a vocabulary of {size} rows leaves a rank of tensor={ways} without any; use fewer")
+    cuts = {}
+    for short, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and dim < parameter.dim():
+            try:
+                cuts[short] = cut_by(style, tuple(parameter.shape), ways)
+            except ValueError as error:
+                raise ValueError(f"the tensor plan's {str(style)!r} for {name!r}: {error}") from None
+    return cuts
+
+
+def cut_by(style: Style, shape: tuple[int, ...], ways: int) -> TensorCut:
+    """How a linear layer's or an embedding's parameter of this whole shape is cut."""
+    dim = style.cut_dim
+    assert dim is not None
+    parts = tuple(p * style.grain for p in style.parts) or (shape[dim] // style.packed,) * style.packed
+    return TensorCut(shape, dim, ways, parts, style.grain)
+
+
+def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> Iterator[Site]:
+    """Where messages are sent in one forward and backward, in the model's order; siblings repeat theirs."""
+    width = 0
+    first = next((n.rpartition(".")[0] for n, p in modules[""].named_parameters() if p.requires_grad), "")
+    for name, style in parallel.styles.items():
+        module: Any = modules[name]
+        kind, at = KINDS[style.kind], partial(Site, unsplit=is_unsplit(name, parallel.styles))
+        embeds = style.kind == "vocabulary" and isinstance(module, nn.Embedding)
+        head = style.kind == "vocabulary" and not embeds
+        if kind.enters or head:
+            trains = first not in parallel.siblings(name)  # else the input is the batch, as far as one can tell
+            yield at("enter", site_of(name, parallel), module.weight.shape[1], trains)
+        if embeds:
+            width = module.weight.shape[1]
+            yield at("sum" if parallel.splits else "leave", name, width)
+        if head:
+            yield at("loss", LOSS.unit, 0)
+        if style.kind == "divided":
+            yield at("part", name, module.weight.shape[1])
+        if style.kind == "unsplit":
+            yield at("unsplit", name, width)
+        if style.kind == "experts":
+            copies = 1 if style.parts else next(module.parameters(recurse=False)).shape[0]
+            yield at("sum", name, _width(module, parallel) * copies)
+            yield at("share", name, _width(module, parallel) * copies)
+        if style.kind == "shared" and not style.parts:
+            yield at("share", name, module.weight.shape[0])
+        for size in style.parts if kind.counts else ():
+            yield at("share", name, size)
+        if kind.site:
+            yield at(kind.site, name, width if kind.cut_dim is None else module.weight.shape[0])
+
+
+def site_of(name: str, parallel: Parallel) -> str:
+    """The name under which a module enters: its parent's where it has siblings, else its own."""
+    return name.rpartition(".")[0] if len(parallel.siblings(name)) > 1 else name

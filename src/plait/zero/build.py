@@ -1,0 +1,152 @@
+"""From a user's model to units: cutting it, and laying its parameters in flat buffers.
+
+    model ── wrap ──► units ── by dtype, training, sums ──► flat layouts ──► buffers, pieces of what has values
+                                                                              └─ what is on meta comes later
+
+Parameters on the meta device get their values afterwards (see ``engine.state.init``), so that a rank never has more
+than its pieces and one module.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from plait.comm import Comm
+from plait.table.cells import Cell, moves
+from plait.table.flat import lay
+from plait.table.parallelism import Parallelism
+from plait.table.tensor_cut import TensorCut
+from plait.zero.storage import Flat, dtype_in
+from plait.zero.unit import Unit
+from plait.zero.wrap import bucketed, wrap
+from plait.tensor import Parallel
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """The user's model, from which stages are cut."""
+
+    model: nn.Module
+    names: Mapping[int, str]
+    """Of its parameters, by ``id``."""
+    tied: frozenset[int] = frozenset()
+    """The parameters that several stages use, by ``id``."""
+
+
+@dataclass(frozen=True)
+class Unmaterialized:
+    """A parameter that is laid and has no value yet."""
+
+    origin: nn.Parameter
+    """The whole model's, on meta."""
+    old: nn.Parameter
+    """The stage's, on meta."""
+    new: nn.Parameter
+    """What takes its place."""
+    flat: Flat
+    index: int
+
+
+@dataclass(frozen=True)
+class BuiltUnits:
+    """The units of a stage, some of whose values are still to come."""
+
+    model: nn.Module
+    units: list[Unit]
+    fresh: list[Unmaterialized]
+    shapes: dict[int, tuple[int, ...]]
+    """Whole shapes, by ``id`` of the whole model's parameter, of those that are cut over the tensor axis."""
+    names: list[str]
+    """Of the modules that are units, the model itself left out; in a bucket several are laid as one."""
+
+
+def build_units(
+    model: nn.Module,
+    origin: Mapping[int, nn.Parameter],
+    whole: SourceModel,
+    comm: Comm,
+    parallelism: Parallelism,
+    parallel: Parallel,
+) -> BuiltUnits:
+    """Cut a stage into units whose flat buffers have this rank's pieces of what has values.
+
+    Args:
+        origin: by ``id`` of a parameter of the stage, the whole model's.
+        parallel: how tensor parallelism cuts parameters, before they are laid in their units.
+    """
+    strategy, cut, modules = parallelism.strategy, parallelism.cut, dict(model.named_modules())
+    wrapped = wrap(model, parallelism.units and [name for name in parallelism.units if name in modules])
+    names = [w.name for w in wrapped if w.name]
+    if comm.mesh.count(strategy.params.split) == 1:
+        wrapped = bucketed(wrapped, parallelism.bucket)
+    for module in modules.values():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(comm.device)
+    collectives, tensor_rank = moves(strategy, comm.mesh), comm.mesh.index(comm.rank, ("tensor",))
+    loads = unloaded = [0] * comm.mesh.data_size  # a tied weight has the same owner on each of its stages
+    fresh: list[Unmaterialized] = []
+    units: dict[str, Unit] = {}
+    for w in wrapped:
+        flats = []
+        named = [(whole.names[id(origin[id(p)])], p) for _, p in w.parameters]
+        tied = {id(p) for _, p in named if id(origin[id(p)]) in whole.tied}
+        for group in _by_kind(named, strategy.params, parallel.summed, tied):
+            first = group[0][1]
+            alone = id(first) in tied
+            itemsize, real = dtype_in(strategy.params, first.dtype).itemsize, first.dtype.is_floating_point
+            cuts = [parallel.cuts.get(id(p)) for _, p in group]
+            layout, first_rank = (
+                lay(shapes, itemsize, comm.mesh.data_size, cut, unloaded if alone else loads, real=real)
+                for shapes in (_shapes(group, cuts, index) for index in (tensor_rank, 0))
+            )
+            sizes = [(b - a) * itemsize for a, b in pairwise(first_rank.bounds)]  # tensor ranks balance alike
+            loads = [load + size for load, size in zip(loads, sizes, strict=True)]
+            values = [None if p.is_meta else p.data for _, p in group]
+            targets = [_off_meta(p, comm.device) for _, p in group]
+            flat = Flat(layout, targets, strategy, comm, cuts, id(first) in parallel.summed)
+            for index, ((_, old), new, value) in enumerate(zip(group, targets, values, strict=True)):
+                if value is None:
+                    fresh.append(Unmaterialized(origin[id(old)], old, new, flat, index))
+                else:
+                    flat.write(index, value)
+            flats.append(flat)
+        units[w.name] = Unit(w.name, w.module, flats, collectives, comm)
+    for w in wrapped:
+        around = [units[a] for a in units if w.name != a and (a == "" or w.name.startswith(a + "."))]
+        units[w.name].relate([units[name] for name in w.borrows], around)
+    shapes = {id(origin[key]): cut.shape for key, cut in parallel.cuts.items()}
+    return BuiltUnits(model, list(units.values()), fresh, shapes, names)
+
+
+def _shapes(
+    group: Sequence[tuple[str, nn.Parameter]], cuts: Sequence[TensorCut | None], index: int
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of what tensor rank ``index`` holds."""
+    pairs = zip(group, cuts, strict=True)
+    return [(name, tuple(p.shape) if cut is None else cut.local_shape(index)) for (name, p), cut in pairs]
+
+
+def _off_meta(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    if not parameter.is_meta:
+        return parameter
+    nothing = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+    return nn.Parameter(nothing, requires_grad=parameter.requires_grad)
+
+
+def _by_kind(
+    parameters: Sequence[tuple[str, nn.Parameter]], cell: Cell, summed: Collection[int], tied: Collection[int]
+) -> list[list[tuple[str, nn.Parameter]]]:
+    """Parameters alike in dtype, in whether they train, and in whether they are summed share a flat buffer.
+
+    One that several stages use has its own, laid alike on each of them.
+    """
+    groups: dict[tuple[torch.dtype, bool, bool, str], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in parameters:
+        own = name if id(parameter) in tied else ""
+        kind = (dtype_in(cell, parameter.dtype), parameter.requires_grad, id(parameter) in summed, own)
+        groups.setdefault(kind, []).append((name, parameter))
+    return list(groups.values())

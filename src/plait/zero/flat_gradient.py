@@ -1,0 +1,189 @@
+"""Where the gradient of one flat buffer lies: the accumulator, and what a microbatch adds to it.
+
+Where the accumulator has every element, gradients go straight into it: the first microbatch's are copied, later ones
+added.  Elsewhere they go to a transient buffer, which is reduced to this rank's piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.comm import Comm, Work
+from plait.table.cells import Moves
+from plait.table.collectives import Note
+from plait.zero.storage import Flat
+from plait.zero.transfers import prepare, transfers
+
+MOST_MADE = 1024
+"""Things that are kept with a buffer: views and messages of the units that take turns with it, by microbatch."""
+
+
+class Buffers:
+    """Transient gradient buffers, reused: fresh memory costs page faults.
+
+    A larger buffer serves a smaller unit, and a larger one takes the place of one that is too small, so there are never
+    more buffers than were in use at once.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self._free: list[Buffer] = []
+        self._used: dict[int, Buffer] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """``numel`` elements, with whatever was in them before."""
+        free = None
+        for buffer in self._free:  # the smallest that is large enough, or the largest
+            if buffer.base.dtype == dtype and (free is None or buffer.fits_better(free, numel)):
+                free = buffer
+        if free is not None:
+            self._free.remove(free)
+        if free is None or free.numel < numel:
+            free = Buffer(self.comm.empty(numel, dtype).zero_())
+        view = free.view(numel)
+        self._used[id(view)] = free
+        return view
+
+    def give(self, view: Tensor) -> None:
+        """What ``take`` returned is free again."""
+        self._free.append(self._used.pop(id(view)))
+
+    def made_on(self, view: Tensor) -> dict[Hashable, Any]:
+        """What was made on what ``take`` returned, to be found there the next time it is the same memory."""
+        return self._used[id(view)].made
+
+    def clear(self) -> None:
+        """Give up the memory of those that are free."""
+        self._free.clear()
+
+    @property
+    def bytes(self) -> int:
+        return sum(buffer.base.nbytes for buffer in self._free)
+
+
+class Buffer:
+    """The memory of one, its beginnings, and what was made on them: views, messages."""
+
+    def __init__(self, base: Tensor) -> None:
+        self.base, self.numel = base, base.numel()
+        self.made: dict[Hashable, Any] = {}
+
+    def view(self, numel: int) -> Tensor:
+        """Its first elements: the same tensor each time."""
+        if numel not in self.made:
+            self.made[numel] = self.base[:numel]
+        found: Tensor = self.made[numel]
+        return found
+
+    def fits_better(self, other: Buffer, numel: int) -> bool:
+        """Whether it is nearer to a size than another one: large enough, and no larger than need be."""
+        if self.numel < numel or other.numel < numel:
+            return self.numel > other.numel
+        return self.numel < other.numel
+
+
+class FlatGradient:
+    """The gradient of one flat buffer; ``accumulated`` is this rank's piece."""
+
+    def __init__(self, flat: Flat, moves: Moves, comm: Comm, buffers: Buffers) -> None:
+        self.flat, self.buffers = flat, buffers
+        start, stop = flat.grads_place
+        self.direct = not flat.grads_split
+        """The accumulator has every element."""
+        self.accumulated = comm.empty(stop - start, flat.sum_dtype).zero_()
+        self.views = flat.views(self.accumulated) if self.direct else []
+        self.transient: Tensor | None = None
+        self.touched: set[int] = set()
+        """The parameters that got a gradient in this step: zero is a gradient, none is not."""
+        self.touched_now: set[int] = set()
+        """Those of this microbatch."""
+        self.started = False
+        """The accumulator has a microbatch's sum."""
+        self.claimed = False
+        """A reduction writes, or has written, the first one into it."""
+        self.microbatch_messages = [() if self.direct else transfers([m], flat.layout, comm) for m in moves.microbatch]
+        """By move."""
+
+    def name(self, index: int) -> str:
+        """A parameter's name."""
+        return self.flat.layout.slots[index].name
+
+    def begin_step(self) -> None:
+        """Forget the last step's sum (the memory stays)."""
+        self.touched.clear()
+        self.started = self.claimed = False
+
+    def take(self, index: int, gradient: Tensor) -> None:
+        """Move one parameter's gradient into the buffer."""
+        if self.direct and index in self.touched:
+            self.views[index].add_(gradient)
+        else:
+            if not self.direct and self.transient is None:
+                self.make_transient()
+            self.views[index].copy_(gradient)
+            self.touched.add(index)
+        self.touched_now.add(index)
+
+    @property
+    def owned(self) -> Tensor:
+        """The elements that this rank's optimizer updates."""
+        (start, stop), first = self.flat.optim_place, self.flat.grads_place[0]
+        return self.accumulated[start - first : stop - first]
+
+    def make_transient(self) -> Tensor:
+        """A buffer for the whole gradient of a microbatch."""
+        self.transient = self.buffers.take(self.flat.layout.numel, self.flat.sum_dtype)
+        made = self.buffers.made_on(self.transient)
+        if (self, "views") not in made:
+            made[self, "views"] = self.flat.views(self.transient)
+        self.views = made[self, "views"]
+        return self.transient
+
+    def reduce(self, number: int, whole: Tensor, piece: Tensor, note: Note) -> list[Work]:
+        """Starts the move of this number on what ``hand_over`` has returned; the last one writes ``piece``."""
+        out = piece if number == len(self.microbatch_messages) - 1 else None
+        made, key = self.buffers.made_on(whole), (self, number, note, piece is self.accumulated)
+        if key not in made:
+            if len(made) >= MOST_MADE:
+                made.clear()
+            messages = self.microbatch_messages[number]
+            made[key] = [prepare(self.buffers.comm, m, whole, 0, note, out=out) for m in messages]
+        return [message.start() for message in made[key]]
+
+    def hand_over(self) -> tuple[Tensor, Tensor]:
+        """The microbatch's whole gradient, zeros where none came, and the piece of it that this rank accumulates.
+
+        The first piece is written straight into the accumulator, where all pieces are alike.
+        """
+        whole = self.make_transient() if self.transient is None else self.transient
+        self.fill_untouched(whole, self.touched_now)
+        self.transient, self.views = None, []
+        piece = self.accumulated if self.flat.layout.even and not self.claimed else whole[slice(*self.flat.grads_place)]
+        self.claimed = True
+        return whole, piece
+
+    def accumulate(self, piece: Tensor) -> None:
+        """Add a microbatch's sum."""
+        if self.started:
+            self.accumulated.add_(piece)
+        elif piece.data_ptr() != self.accumulated.data_ptr():
+            self.accumulated.copy_(piece)
+        self.started = True
+
+    def complete(self) -> None:
+        """Before the step's own reductions: zeros for what got no gradient on this rank; others may have one."""
+        if self.direct:
+            self.fill_untouched(self.accumulated, self.touched)
+        elif not self.started:
+            self.accumulated.zero_()
+
+    def fill_untouched(self, whole: Tensor, touched: set[int]) -> None:
+        """Zeros for the parameters that got no gradient."""
+        if len(touched) < len(self.flat.parameters):
+            for index, slot in enumerate(self.flat.layout.slots):
+                if index not in touched:
+                    whole[slot.offset : slot.end].zero_()

@@ -1,0 +1,310 @@
+"""How gradients reach their owners.
+
+Autograd hands over a parameter's gradient once per backward.  A hook takes it into the unit's flat gradient buffer (see
+``flat_gradient``), and when the unit's last gradient has come the row's ``microbatch`` move starts:
+
+    row          a microbatch's gradient goes            after the microbatch              at the step
+    ddp, zero1   straight into the full accumulator      -                                 all_reduce / reduce_scatter
+    hsdp, psdp   into a transient buffer                 reduce_scatter, piece is added    all_reduce / reduce_scatter
+    zero2, 3     into a transient buffer                 reduce_scatter, piece is added    -
+
+The step's sums start as soon as a unit's last backward is over, if messages travel beside computation; on a CPU without
+a core to spare they would only take turns with it, and are faster all together after the backward.
+
+*Order.*  Where parameters are split, every rank runs the same units in the same order (their gathers would not match
+otherwise), so a microbatch's reductions start as units complete.  All other reductions start in one fixed order, last
+unit first; a unit that did not run here still takes part, with zeros.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, cast
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Comm
+from plait.table.cells import Move
+from plait.table.collectives import Note
+from plait.zero.flat_gradient import Buffers, FlatGradient
+from plait.zero.gradient_watch import GradientWatch
+from plait.zero.transfers import send, transfers
+from plait.zero.unit import State, Unit
+from plait.zero.unshard import Unsharding
+
+Flow = Iterator[None]
+"""A reduction in steps: each ``yield`` means that messages are under way; the next step waits for them."""
+
+
+class UnitGradients:
+    """The gradients of a unit, and how far they have come."""
+
+    def __init__(self, unit: Unit, owner: Gradients) -> None:
+        self.unit, self.owner, comm = unit, owner, owner.comm
+        self.flats = [FlatGradient(flat, unit.moves, comm, owner.buffers) for flat in unit.flats if flat.trainable]
+        self.direct = all(gradient.direct for gradient in self.flats)
+        parameters = [parameter for gradient in self.flats for parameter in gradient.flat.parameters]
+        with torch._C.DisableTorchFunctionSubclass():  # they may be at rest
+            self.nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
+        self.due: int | None = None
+        """Gradients still to come in this microbatch; None before the first."""
+        self.complete = False
+        """All of this microbatch have come."""
+        self.summed = False
+        """All microbatches have been added: the step's own reductions may start."""
+        summed = [gradient for gradient in self.flats if gradient.flat.summed]
+        path = [(move, summed) for move in unit.moves.summed] + [(move, self.flats) for move in unit.moves.step]
+        self.step_messages = [
+            (move, [(g, m) for g in flats for m in transfers([move], g.flat.layout, comm)])
+            for move, flats in path
+            if flats and move.sends(comm.mesh)
+        ]
+        """Move by move: each starts from what the one before has left."""
+
+
+class GradientHook:
+    """What autograd calls with a parameter that has its gradient.
+
+    Its references are weak: Python's collector does not see these hooks from their parameter, so one that held the
+    engine, and through it the parameter, would keep both forever.
+    """
+
+    def __init__(self, unit: UnitGradients, gradient: FlatGradient, index: int) -> None:
+        self._unit, self._gradient, self._index = ref(unit), ref(gradient), index
+
+    def __call__(self, parameter: Tensor) -> None:
+        unit, gradient = self._unit(), self._gradient()
+        if unit is not None and gradient is not None:
+            unit.owner.take(parameter, unit, gradient, self._index)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its engine is."""
+        return self._unit() is not None
+
+
+class Gradients:
+    """The gradients of every unit of a stage, from hook to owner; ``unsharding`` is told when a unit's are complete."""
+
+    def __init__(self, unsharding: Unsharding, comm: Comm) -> None:
+        self.unsharding, self.comm = unsharding, comm
+        self.buffers = Buffers(comm)
+        self.watch: GradientWatch | None = None
+        """Looks at every unit's gradient before it is reduced."""
+        self.order = [UnitGradients(unit, self) for unit in reversed(unsharding.units) if unit.trains]
+        self.flats = [gradient for unit in self.order for gradient in unit.flats]
+        """All of them, last unit first."""
+        self._overlaps = comm.overlaps or not all(unit.direct for unit in self.order)
+        self._in_fixed_order = [unit for unit in self.order if not unit.unit.split]
+        self._next_reduced = 0
+        self._next_step = 0
+        self._last = False
+        self._active = False
+        self._flying: deque[Flow] = deque()
+        self._hooks: list[tuple[dict[int, Any], int, str]] = []
+        """Of every parameter, all hooks that follow its gradient; which is ours, and the parameter's name."""
+        with torch._C.DisableTorchFunctionSubclass():  # they may be at rest
+            for unit in self.order:  # a hook on each of the user's parameters: see docs/guide/your-own-loop.md
+                for gradient in unit.flats:
+                    for index, parameter in enumerate(gradient.flat.parameters):
+                        handle = parameter.register_post_accumulate_grad_hook(GradientHook(unit, gradient, index))
+                        hooks = cast(Any, parameter)._post_accumulate_grad_hooks
+                        self._hooks.append((hooks, handle.id, gradient.name(index)))
+
+    # ---- one microbatch -----------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Forget the last step's sums (the buffers stay); what is still under way of it would write to them."""
+        self.finish()
+        for hooks, ours, name in self._hooks:
+            if next(reversed(hooks)) != ours:
+                raise ValueError(
+                    f"a hook was put on {name!r} by register_post_accumulate_grad_hook after its Engine was built: it "
+                    f"would run when the engine has taken the gradient, and see None. Register it before, for the "
+                    f"gradient of a rank's microbatch, or look at the sums with a listener"
+                )
+        for unit in self.order:
+            unit.summed = False
+        for gradient in self.flats:
+            gradient.begin_step()
+        self._next_step = 0
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        """Before a backward; ``last`` lets the step's own moves start as units complete."""
+        self._last = last and self._overlaps
+        self._active = True
+        self._next_reduced = 0
+        for unit in self.order:
+            unit.due, unit.complete = None, False
+        for gradient in self.flats:
+            gradient.touched_now.clear()
+
+    def touched_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that got a gradient on this rank in this step, by name."""
+        for gradient in self.flats:
+            for index in gradient.touched:
+                yield gradient.name(index), gradient.flat.parameters[index]
+
+    def take(self, parameter: Tensor, unit: UnitGradients, gradient: FlatGradient, index: int) -> None:
+        """One parameter's gradient goes into the buffer."""
+        if not self._active:
+            parameter.grad = None
+            if self.unsharding.in_pass:
+                raise ValueError(
+                    f"a gradient of {gradient.name(index)!r} came in the input part of a backward that the schedule "
+                    f"splits: an autograd.Function (SyncBatchNorm has one) is given the parameter, or links of later "
+                    f"stages are, as it is. Hand on what is made of it (parameter * 1), or use a schedule that does "
+                    f"not split backwards (1f1b, gpipe, interleaved)"
+                )
+            raise ValueError(
+                f"a gradient of {gradient.name(index)!r} came outside of its engine's backward: call "
+                f"engine.backward(loss, count) instead of loss.backward(); where another engine's loss goes through "
+                f"this model too, name this engine there, as in other.backward(loss, count, also=[engine])"
+            )
+        value, parameter.grad = parameter.grad, None
+        if unit.unit.split and unit.unit.state is not State.UNSHARDED and not self.unsharding.split_backward:
+            if value is None:  # an uncalled sibling of a column-cut module: nothing of its unit runs here
+                return
+            raise ValueError(
+                f"the gradient of {gradient.name(index)!r} came while its unit {unit.unit.name!r} was not gathered: "
+                f"the module hands a tensor out beside its return value; return it, so that its backward can be seen"
+            )
+        if value is not None:  # a function of the user's, or siblings that were not called, may have none to give
+            if value.is_sparse:
+                raise ValueError(
+                    f"the gradient of {gradient.name(index)!r} is sparse: build the embedding with sparse=False"
+                )
+            if unit.complete or index in gradient.touched_now:
+                raise ValueError(
+                    f"{gradient.name(index)!r} got a second gradient in one microbatch (two backward calls, a "
+                    f"reentrant checkpoint): add the losses, call backward once, and use "
+                    f"checkpoint(..., use_reentrant=False). A function of your own whose backward calls backward "
+                    f"(reversible layers) needs bucket=0"
+                )
+            gradient.take(index, value)
+        if unit.due is None:
+            unit.due = sum(map(torch._C._will_engine_execute_node, unit.nodes))
+        unit.due -= 1
+        if unit.due == 0:
+            self._unit_complete(unit)
+
+    def _unit_complete(self, unit: UnitGradients) -> None:
+        unit.complete = True
+        if self.watch is not None:
+            for gradient in unit.flats:
+                whole = gradient.accumulated if gradient.direct else gradient.transient
+                if whole is not None:
+                    self.watch.look(whole, self.unsharding.microbatch, gradient.name(0))
+        self.unsharding.has_gradients(unit.unit)
+        if unit.unit.split:
+            self._reduce_microbatch(unit)
+        else:
+            self._reduce_in_fixed_order()
+
+    def end_microbatch(self) -> None:
+        """After a backward: units that did not run here, but may have elsewhere, take part with zeros."""
+        for unit in self.order:
+            unit.unit.gets_gradients = unit.due is not None
+        for unit in self._in_fixed_order:
+            unit.complete = True
+        self._reduce_in_fixed_order()
+        self._active = False
+
+    def _reduce_in_fixed_order(self) -> None:
+        """Start the reductions of units that are not split, as far as they are complete."""
+        while self._next_reduced < len(self._in_fixed_order) and self._in_fixed_order[self._next_reduced].complete:
+            unit = self._in_fixed_order[self._next_reduced]
+            self._next_reduced += 1
+            self._reduce_microbatch(unit)
+
+    def _reduce_microbatch(self, unit: UnitGradients) -> None:
+        if not unit.direct:
+            self._start(self._microbatch_flow(unit))
+        elif self._last:
+            self._has_sum(unit)
+
+    def _microbatch_flow(self, unit: UnitGradients) -> Flow:
+        """Reduce a unit's transient gradients over the axes that the gradient cell splits, and add the pieces."""
+        note, last = Note("microbatch", unit.unit.name, self.unsharding.microbatch), self._last
+        arriving = [(gradient, gradient.hand_over()) for gradient in unit.flats if not gradient.direct]
+        for number, move in enumerate(unit.unit.moves.microbatch):
+            works = [
+                work for gradient, (whole, piece) in arriving for work in gradient.reduce(number, whole, piece, note)
+            ]
+            if self._travels(move):
+                yield
+            for work in works:
+                work.wait()
+        for gradient, (whole, piece) in arriving:
+            gradient.accumulate(piece)
+            self.buffers.give(whole)
+        if last:
+            self._has_sum(unit)
+
+    def _travels(self, move: Move) -> bool:
+        """Whether a move goes on while this rank computes.  Not one inside of hosts: what crosses them starts early."""
+        mesh = self.comm.mesh
+        return move.sends(mesh) and (mesh.hosts == 1 or any(map(mesh.crosses, move.axes)))
+
+    def _start(self, flow: Flow) -> None:
+        """Issue a flow's first messages, and finish those before it: one unit's are under way at once."""
+        for _ in flow:
+            self._flying.append(flow)
+            self._drain(1)
+            return
+
+    def _drain(self, left: int) -> None:
+        while len(self._flying) > left:
+            for _ in self._flying.popleft():
+                pass
+
+    # ---- the step -----------------------------------------------------------------------------------------------
+
+    def _has_sum(self, unit: UnitGradients) -> None:
+        """The unit has its sum over all microbatches; the step's moves start in the fixed order."""
+        unit.summed = True
+        self._start_steps()
+
+    def _start_steps(self) -> None:
+        while self._next_step < len(self.order) and self.order[self._next_step].summed:
+            unit = self.order[self._next_step]
+            self._next_step += 1
+            for gradient in unit.flats:
+                gradient.complete()
+            if unit.step_messages:
+                self._start(self._step_flow(unit))
+
+    def _step_flow(self, unit: UnitGradients) -> Flow:
+        """The moves from the gradients' cell to the optimizer's."""
+        note = Note("step", unit.unit.name)
+        for move, messages in unit.step_messages:
+            works = [send(self.comm, m, g.accumulated, g.flat.grads_place[0], note) for g, m in messages]
+            if self._travels(move):
+                yield
+            for work in works:
+                work.wait()
+
+    def wipe(self) -> None:
+        """No buffer keeps a number that is not finite, where it would meet the next step's."""
+        for gradient in self.flats:
+            gradient.accumulated.zero_()
+        self.buffers.clear()
+
+    def touched(self) -> set[str]:
+        """The parameters that got a gradient on this rank in this step."""
+        return {gradient.name(index) for gradient in self.flats for index in gradient.touched}
+
+    def finish(self) -> None:
+        """Wait for the reductions under way."""
+        self._drain(0)
+
+    def reduce(self) -> None:
+        """Finish every sum of the step: afterwards each owner's piece of ``accumulated`` is the whole gradient."""
+        self._drain(0)
+        for unit in self.order:
+            unit.summed = True
+        self._start_steps()
+        self._drain(0)

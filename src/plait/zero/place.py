@@ -1,0 +1,69 @@
+"""Where a run lies in the whole parameter: the regions that whoever writes or reads whole tensors asks for.
+
+    run 2..9 of this rank's rows of w        .  .  2  3        three regions of the whole w: the rest of a row,
+                                             4  5  6  7        rows, the beginning of a row
+                                             8  .  .  .
+
+Where the tensor axis cuts the parameter first, a region of what this rank has is one region of the whole, or several.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from plait.table.flat import Run
+from plait.table.layout import Region, extent
+from plait.table.tensor_cut import TensorCut
+
+
+class Readable(Protocol):
+    """A tensor, or what can be read like one, region by region: a slice of a file, an array that is mapped.
+
+    What has ``fill(region, into)`` as well is asked to write a region straight into memory that is there.
+    """
+
+    @property
+    def shape(self) -> Any: ...
+
+    def __getitem__(self, region: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """A run, and how its parameter is cut over the tensor axis before."""
+
+    run: Run
+    cut: TensorCut | None
+    tensor_rank: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole parameter's."""
+        return self.run.slot.shape if self.cut is None else self.cut.shape
+
+    def regions(self, values: Tensor) -> Iterator[tuple[Region, Tensor]]:
+        """One value per element of the run: regions of the whole parameter, and views of the values there."""
+        flat, done = values.view(-1), 0
+        for local in self.run.regions():
+            sizes = extent(local)
+            part = flat[done : done + math.prod(sizes)].view(sizes)
+            done += part.numel()
+            places = self._places(local)
+            lengths = [extent(place)[self.cut.dim] for place in places] if self.cut else []
+            yield from zip(places, part.split(lengths, self.cut.dim) if self.cut else (part,), strict=True)
+
+    def fill(self, whole: Readable, into: Tensor) -> None:
+        """The run's elements, flat, of what has one value per element of the parameter, into memory that is there."""
+        fill = getattr(whole, "fill", None)
+        for region, part in self.regions(into):
+            if fill is None:
+                part.copy_(torch.as_tensor(whole[tuple(slice(*ends) for ends in region)]))
+            else:
+                fill(region, part)
+
+    def _places(self, local: Region) -> tuple[Region, ...]:
+        return (local,) if self.cut is None else self.cut.regions(self.tensor_rank, local)

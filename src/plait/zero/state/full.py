@@ -1,0 +1,149 @@
+"""Whole tensors in and out of a cut model: state dicts under the model's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Comm
+from plait.table.agreement import DATA_ORDER
+from plait.table.collectives import Note
+from plait.table.tensor_cut import TensorCut
+from plait.zero.storage import Flat
+from plait.zero.transfers import send, transfers
+from plait.zero.unit import State, Unit, parameters_of
+from plait.comm.padded import start_gather
+from plait.tensor.pieces import assemble
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank has of a model: a stage's part and its units."""
+
+    model: nn.Module
+    units: Sequence[Unit]
+
+
+@dataclass(frozen=True)
+class Directory:
+    """Where the whole model's tensors are."""
+
+    aliases: Mapping[str, str]
+    """By every name in its state dict, the name of the parameter (of a tied one, the first)."""
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    homes: Mapping[str, int]
+    """By name, the pipe coordinate that has the tensor."""
+
+    @classmethod
+    def of(cls, model: nn.Module, homes: Mapping[str, int]) -> Directory:
+        """Read off a model before it is cut."""
+        names = {id(p): n for n, p in model.named_parameters()}
+        state = model.state_dict(keep_vars=True)
+        return cls(
+            {key: names.get(id(value), key) for key, value in state.items()},
+            {key: (tuple(value.shape), value.dtype) for key, value in state.items()},
+            homes,
+        )
+
+
+def full_state_dict(directory: Directory, parts: Sequence[Part], comm: Comm) -> dict[str, Tensor]:
+    """Every parameter whole and every persistent buffer (data rank 0's), under the keys of ``model.state_dict()``.
+
+    All ranks call it together and all get it, on the CPU; one unit is gathered at a time.  Values are those of the
+    master weights where there are any (frozen parameters come rounded, under a row in 16 bits), dtypes the model's.
+    """
+    whole = dict(whole_tensors(directory, parts, comm))
+    return {key: whole[name] for key, name in directory.aliases.items()}
+
+
+def whole_tensors(directory: Directory, parts: Sequence[Part], comm: Comm) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of ``full_state_dict`` one by one, a tied weight once; all ranks iterate together, to the end."""
+    here = comm.mesh.coordinates(comm.rank)["pipe"]
+    units: dict[str, Unit] = {}
+    buffers: dict[str, Tensor] = {}
+    for part in reversed(parts):  # of several with one name, the first stays
+        units |= {slot.name: u for u in reversed(part.units) for flat in u.flats for slot in flat.layout.slots}
+        buffers |= buffers_of(part.model)
+    open_unit: Unit | None = None
+    values: dict[str, tuple[Tensor, TensorCut | None]] = {}
+    for name in dict.fromkeys(directory.aliases.values()):
+        shape, dtype = directory.shapes[name]
+        value = torch.empty(shape, dtype=dtype, device=comm.device)
+        if directory.homes[name] == here and name in units:
+            if units[name] is not open_unit:
+                _reshard(open_unit)
+                open_unit, values = units[name], _unsharded(units[name], comm)
+            gathered, cut = values[name]
+            value = (gathered if cut is None else _uncut(name, gathered, cut, comm)).to(comm.device, dtype, copy=True)
+        elif directory.homes[name] == here:
+            value = buffers[name].detach().clone(memory_format=torch.contiguous_format)
+            comm.broadcast(value.view(-1), DATA_ORDER, 0, note=Note("state", name)).wait()
+        if comm.mesh.pipe > 1:
+            comm.broadcast(value.view(-1), ("pipe",), directory.homes[name], note=Note("state", name)).wait()
+        yield name, value.cpu()
+    _reshard(open_unit)
+
+
+def _unsharded(unit: Unit, comm: Comm) -> dict[str, tuple[Tensor, TensorCut | None]]:
+    """A unit's parameters, gathered over the data axes, and their cuts over the tensor axis, by name."""
+    if unit.state is State.SHARDED:
+        unit.unshard("state", -1)
+    if unit.state is State.UNSHARDING:
+        unit.wait()
+    by_name: dict[str, tuple[Tensor, TensorCut | None]] = {}
+    for flat in unit.flats:
+        values = [p.detach() for p in flat.parameters] if flat.master is None else _masters(flat, unit, comm)
+        names = [slot.name for slot in flat.layout.slots]
+        by_name |= dict(zip(names, zip(values, flat.cuts, strict=True), strict=True))
+    return by_name
+
+
+def _reshard(unit: Unit | None) -> None:
+    if unit is not None and unit.split and not unit.users and not unit.pinned:
+        unit.reshard()
+
+
+def _masters(flat: Flat, unit: Unit, comm: Comm) -> list[Tensor]:
+    """The master weights of a flat buffer, whole."""
+    assert flat.master is not None
+    full = torch.empty(flat.layout.numel, dtype=flat.master.dtype, device=comm.device)
+    full[slice(*flat.optim_place)].copy_(flat.master)
+    for message in transfers(unit.moves.masters, flat.layout, comm):
+        send(comm, message, full, 0, Note("state", unit.name)).wait()
+    return flat.views(full)
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of a state dict."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {n: v for n, v in model.state_dict(keep_vars=True).items() if n not in parameters}
+
+
+def _uncut(name: str, value: Tensor, cut: TensorCut, comm: Comm) -> Tensor:
+    """A parameter whole, from the pieces of the tensor axis; they travel padded to the longest."""
+    lengths = [cut.local_shape(index)[cut.dim] for index in range(cut.ways)]
+    piece = value.reshape(cut.local_shape(comm.mesh.index(comm.rank, ("tensor",))))
+    pieces = start_gather(comm, piece, cut.dim, lengths, ("tensor",), Note("state", name))()
+    return assemble(pieces.split(lengths, cut.dim), cut).cpu()
+
+
+def load_full_state_dict(directory: Directory, parts: Sequence[Part], state: Mapping[str, Tensor]) -> None:
+    """See ``PlacedModel``; nothing is sent."""
+    own = directory.aliases
+    if own.keys() != state.keys():
+        missing, surplus = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        raise ValueError(
+            f"the state does not fit the model: {len(missing)} names are missing {missing[:3]}, "
+            f"{len(surplus)} are surplus {surplus[:3]}"
+        )
+    for name, (shape, _) in directory.shapes.items():
+        if shape != tuple(state[name].shape):
+            raise ValueError(f"{name!r} has shape {shape}, the state's has {tuple(state[name].shape)}")
+    for part in parts:
+        for name, _, flat, index in parameters_of(part.units):
+            flat.write(index, state[name])
+        for name, buffer in buffers_of(part.model).items():
+            buffer.copy_(state[name])

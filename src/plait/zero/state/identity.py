@@ -1,0 +1,163 @@
+"""What decides a run, as texts that ranks can compare: a model's structure and code, an optimizer's groups.
+
+    field                      text
+    blocks.3                   gpt.Block
+    blocks.3.act               torch.nn.functional.gelu
+    code of gpt.Block          1f3a9c20                     of all its functions
+    optimizer group 0 lr       0.001
+
+Only what is the same on all ranks of a right program is in a text: no addresses, no device indices, no file names.  Of
+objects other than numbers, strings, functions, containers and configs it is the class alone, and attributes that are a
+rank's own by their name (``of_the_model``) are left out.
+"""
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plait.zero.probe import declared
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, slice, enum.Enum)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+LEFT_OUT = {"training", "name_or_path"}
+"""Attributes in which ranks may differ: the mode before the first step, the folder that a model was read from."""
+DEEPEST = 6
+"""Containers in containers beyond this are compared by class."""
+
+
+def model_fields(model: nn.Module) -> dict[str, str]:
+    """Every module's class, plain attributes and code, under the names of the modules."""
+    fields: dict[str, str] = {}
+    known: dict[int, str] = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        fields[name or "the model"] = _name_of(kind)
+        for key, value in vars(module).items():
+            if of_the_model(key) and key not in LEFT_OUT:
+                if id(value) not in known:
+                    known[id(value)] = text_of(value)
+                fields[f"{name}.{key}" if name else key] = known[id(value)]
+        for cls in kind.__mro__:
+            if cls is not object and not cls.__module__.startswith("torch.") and id(cls) not in known:
+                known[id(cls)] = fields[f"code of {_name_of(cls)}"] = code_of_class(cls)
+    return fields
+
+
+def optimizer_fields(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> dict[str, str]:
+    """Classes, and each group's options and parameters."""
+    fields = {}
+    for number, optimizer in enumerate(optimizers):
+        which = f"optimizer {number}" if len(optimizers) > 1 else "optimizer"
+        fields[which] = _name_of(type(optimizer)) + (", declared element-wise" if declared(optimizer) else "")
+        for place, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key == "params":
+                    value = [names.get(id(p), "not the model's") for p in value]
+                fields[f"{which} group {place} {key}"] = text_of(value)
+    return fields
+
+
+def options_of(optimizers: Iterable[Optimizer]) -> dict[str, str]:
+    """What schedules change: the options of each group."""
+    return {
+        f"optimizer {number} group {place} {key}": str(float(value)) if isinstance(value, Tensor) else repr(value)
+        for number, optimizer in enumerate(optimizers)
+        for place, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key != "params" and isinstance(value, (int, float, tuple, Tensor))
+    }
+
+
+def text_of(value: Any, depth: int = 0) -> str:
+    """A value as ranks compare it."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, Tensor):
+        compared = not (value.requires_grad or isinstance(value, nn.Parameter))  # parameters are, by their names
+        return f"{value.dtype} {tuple(value.shape)}{f' {fingerprint(value):016x}' if compared else ''}"
+    if isinstance(value, functools.partial):
+        return f"partial({text_of(value.func)}, {text_of([list(value.args), value.keywords], depth + 1)})"
+    if isinstance(value, _FUNCTIONS):
+        return f"{_name_of(value)} {code_of(value)}".rstrip()
+    if depth < DEEPEST and isinstance(value, list | tuple):
+        return f"[{', '.join(text_of(one, depth + 1) for one in value)}]"
+    if depth < DEEPEST and isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(text_of(one, depth + 1) for one in value))}}}"
+    if depth < DEEPEST and isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{key}: {text_of(one, depth + 1)}' for key, one in value.items()))}}}"
+    config = dataclasses.is_dataclass(value) or callable(getattr(value, "to_dict", None))
+    if depth < DEEPEST and config and not isinstance(value, type) and hasattr(value, "__dict__"):
+        public = {key: one for key, one in vars(value).items() if of_the_model(key)}
+        return f"{_name_of(type(value))} {text_of(public, depth + 1)}"
+    return _name_of(value if isinstance(value, type) else type(value))
+
+
+def fingerprint(tensor: Tensor, *more: object) -> int:
+    """63 bits of a tensor's shape, dtype and values (on meta: without the values), and of what else is given."""
+    digest = hashlib.blake2b(f"{more} {tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=8)
+    if not tensor.is_meta:
+        whole = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+        whole = whole.resolve_conj().resolve_neg().cpu().contiguous()
+        digest.update(bytes(whole.view(-1).view(torch.uint8).numpy().data))
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def some_elements(tensor: Tensor) -> Tensor:
+    """About 1,024 elements of a tensor, spread over all of its dims, end to end: enough to tell another batch, or other
+    weights, without reading all; nothing is copied but these."""
+    apart = max(1, round((tensor.numel() / 1024) ** (1 / max(1, tensor.dim()))))
+    return tensor.detach()[(slice(None, None, apart),) * tensor.dim()].reshape(-1)
+
+
+def of_the_model(attribute: str) -> bool:
+    """Whether all ranks have it alike, by its name: no leading underscore, and no rank in it."""
+    return not attribute.startswith("_") and "rank" not in attribute
+
+
+def _name_of(named: Any) -> str:
+    module = getattr(named, "__module__", None)
+    name = getattr(named, "__qualname__", None) or getattr(named, "__name__", type(named).__qualname__)
+    return f"{module}.{name}" if module and module != "__main__" else str(name)
+
+
+def code_of_class(cls: type) -> str:
+    """A digest of all functions that a class itself defines."""
+    texts = []
+    for key, value in vars(cls).items():
+        functions = (getattr(value, "fget", None), getattr(value, "__func__", value))
+        texts += [f"{key} {code_of(one)}" for one in functions if isinstance(one, types.FunctionType)]
+    return _digest(*texts)
+
+
+def code_of(function: Any) -> str:
+    """A digest of a function's byte code, which knows no lines and no files; "" for one that is not Python's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+    if code is None and callable(function) and not isinstance(function, _FUNCTIONS):
+        return code_of_class(type(function))
+    return "" if code is None else _digest(*_parts(code))
+
+
+def _parts(code: types.CodeType) -> list[str]:
+    parts = [code.co_code.hex(), repr(code.co_names)]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            parts += _parts(constant)
+        else:  # a set has another order in each process
+            parts.append(repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant))
+    return parts
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.blake2b("\x1f".join(parts).encode(errors="replace"), digest_size=4).hexdigest()

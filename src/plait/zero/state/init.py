@@ -1,0 +1,229 @@
+"""Initial weights that no layout changes, on ranks that never have the whole model.
+
+``empty_parameters()`` builds a model whose parameters are on the meta device (shapes without memory) while buffers are
+computed for real.  ``initial_values`` then walks the modules once: each draws its own parameters, on their full shapes,
+by its own initialiser, from a stream that depends on (seed, module name) alone.  The caller keeps its pieces and drops
+the rest before the next module comes, so that a rank never has more than its pieces and one module.
+
+A module's initialiser is what building the model runs on it: its ``reset_parameters()``, then, for the module and for
+each module around it, the ``_init_weights(module)`` that Hugging Face's models have.  All other modules are on meta
+meanwhile, so that whatever is written to them is lost.
+
+Values that a model's ``__init__`` writes after that would be lost too.  Both times the operators that write to a
+parameter are noted with its memory, which sees ``p.data`` as well; where building ended with others, it is refused.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.zero.build import BuiltUnits, SourceModel, Unmaterialized
+from plait.forward.random_ops import PrivateGenerator
+from plait.zero.state.checks import check_buffers
+from plait.zero.state.weights import Weights, read_piece, whole_values
+
+UNSEEN = ". Building inside plait.empty_parameters(), in place of torch.device('meta'), shows which writes count"
+
+_EMPTY: ContextVar[bool] = ContextVar("empty_parameters", default=False)
+"""Whether modules built in this thread (or task) get parameters without memory."""
+
+
+def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+    if not _EMPTY.get() or parameter is None or parameter.is_meta:
+        return None
+    on_meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    writes = _writes(on_meta)
+    if replaced := _writes(module._parameters.get(name)):  # an initialised parameter, by values of its own
+        writes[:0], writes[len(writes) :] = replaced, ["nn.Parameter"]
+    on_meta._plait_writes = writes  # type: ignore[attr-defined]  # a cast after the block gives it other memory
+    return on_meta
+
+
+def _writes(tensor: Any) -> list[str]:
+    """The operators that wrote to a tensor's memory, in their order."""
+    if tensor is None:
+        return []
+    memory = tensor.untyped_storage()
+    if not hasattr(memory, "_plait_writes"):
+        memory._plait_writes = getattr(tensor, "_plait_writes", [])
+    found: list[str] = memory._plait_writes
+    return found
+
+
+class _NotesWrites(TorchDispatchMode):
+    """Notes with each memory which operators write to it; a copy has the notes of its original."""
+
+    def __init__(self, *, on_meta: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.on_meta = on_meta
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        arguments = func._schema.arguments
+        given = dict(zip((a.name for a in arguments), args, strict=False)) | (kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        for argument in arguments:
+            written: Any = given.get(argument.name)
+            if argument.is_write and type(written) in (Tensor, nn.Parameter) and written.is_meta == self.on_meta:
+                options = [_text(value) for key, value in given.items() if key != "generator"]
+                _writes(written).append(f"{func._schema.name.removeprefix('aten::')}({', '.join(options)})")
+        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            _writes(result)[:] = _writes(args[0])
+        return result
+
+
+def _text(value: Any) -> str:
+    return f"{tuple(value.shape)} at {value.storage_offset()}" if isinstance(value, Tensor) else repr(value)
+
+
+def _lost(shape: Sequence[int], built: list[str], drawn: list[str]) -> bool:
+    """True where building wrote other values last than an initialiser does.  Either may have left the first out, and
+    building writes once for each module that shares the parameter."""
+    shorter, longer = sorted((built, drawn), key=len)
+    last = longer[len(longer) - len(shorter) :]
+    return last != shorter and drawn[: len(built)] != built and _final(shape, built) != _final(shape, drawn)
+
+
+def _final(shape: Sequence[int], writes: list[str]) -> list[str]:
+    """The writes from the last one on that overwrites a whole parameter of this shape."""
+    whole = tuple(f"{name}_({tuple(shape)} at 0" for name in ("normal", "uniform", "fill", "zero"))
+    return writes[max((i for i, write in enumerate(writes) if write.startswith(whole)), default=0) :]
+
+
+register_module_parameter_registration_hook(_to_meta)  # for good: torch's dict of hooks is not safe under threads
+
+
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Modules that this thread builds inside have parameters on the meta device; buffers are computed as usual.
+
+    ``Engine`` gives each rank the values of its own pieces, drawn from the seed or read from ``weights``.
+    """
+    token = _EMPTY.set(True)
+    try:
+        with _NotesWrites(on_meta=True):
+            yield
+    finally:
+        _EMPTY.reset(token)
+
+
+def initial_values(
+    model: nn.Module,
+    seed: int,
+    device: torch.device,
+    shapes: Mapping[int, tuple[int, ...]] | None = None,
+    wanted: Container[int] | None = None,
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Every parameter on meta and its initial value, whole, which is valid until the next module comes.
+
+    Args:
+        shapes: whole shapes, by ``id``, of parameters that are cut already.
+        wanted: the parameters, by ``id``, whose values are asked for; None: all. Modules without any are left out.
+
+    Raises:
+        ValueError: a parameter on meta that no initialiser writes, or that was written to when it had been.
+    """
+    done: set[int] = set()
+    versions = {id(p): p._version for p in model.parameters()}  # initialisers write to other modules, on meta, too
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    for name, module in model.named_modules():
+        own = {k: p for k, p in module._parameters.items() if p is not None}
+        new = {k: p for k, p in own.items() if p.is_meta and id(p) not in done and (wanted is None or id(p) in wanted)}
+        if not new:
+            continue
+        fresh = {k: _unwritten(p, (shapes or {}).get(id(p), p.shape), device) for k, p in own.items()}
+        try:
+            for k, p in own.items():
+                module._parameters[k] = nn.Parameter(fresh[k], requires_grad=p.requires_grad)
+            start = {k: value._version for k, value in fresh.items()}
+            with torch.no_grad(), PrivateGenerator(device, "init", seed, name), _NotesWrites(on_meta=False):
+                for initialise in initialisers(model, name):
+                    initialise()
+        finally:
+            module._parameters.update(own)
+        if missing := [k for k in new if fresh[k].isnan().any()]:
+            raise ValueError(
+                f"module {name or 'root'!r} ({type(module).__name__}) has parameters on meta ({', '.join(missing)}) "
+                f"and neither its reset_parameters() nor an _init_weights(module) of the model around it gives them "
+                f"values: add one, or build the model with values"
+            )
+        for k, p in new.items():
+            built, drawn = _writes(p), _writes(fresh[k])
+            more = versions[id(p)] > uses[id(p)] * (fresh[k]._version - start[k])
+            unseen = not hasattr(p, "_plait_writes") and more and hasattr(module, "reset_parameters")
+            if unseen or _lost(p.shape, built, drawn):
+                raise ValueError(
+                    f"{f'{name}.{k}'.removeprefix('.')!r} was written to after its {type(module).__name__} had "
+                    f"initialised it (by {'an operator' if unseen else built[-1]}), and on meta such values are lost: "
+                    f"write them in its module's reset_parameters(), or in an _init_weights(self, module) of the "
+                    f"model, which the engine calls; or build the model with values, or give Engine(weights=...)"
+                    f"{UNSEEN if unseen else ''}"
+                )
+            done.add(id(p))
+            yield p, fresh[k]
+
+
+def initialisers(model: nn.Module, name: str) -> Iterator[Callable[[], object]]:
+    """What gives the named module's parameters their values, in the order in which building the model runs it."""
+    path = [model]
+    for child in name.split(".") if name else ():
+        path.append(path[-1].get_submodule(child))
+    reset = getattr(path[-1], "reset_parameters", None)
+    if reset is not None:
+        yield reset
+    for depth in range(len(path), 0, -1):
+        around = (getattr(module, "_init_weights", None) for module in reversed(path[:depth]))
+        nearest = next((method for method in around if method is not None), None)
+        if nearest is not None and len(inspect.signature(nearest).parameters) == 1:
+            yield partial(nearest, path[depth - 1])
+
+
+def _unwritten(parameter: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Memory that shows, as NaN, what an initialiser leaves out."""
+    value = torch.empty(tuple(shape), dtype=parameter.dtype, device=device)
+    return value.fill_(torch.nan) if value.is_floating_point() else value
+
+
+def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put ``new`` wherever the model refers to ``old``: the one time that a parameter changes its identity."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                setattr(module, name, new)
+
+
+def materialise(model: nn.Module, seed: int, device: torch.device, weights: Weights | None = None) -> None:
+    """Give a whole model its values in this process, drawn or read: what a single process would train."""
+    check_buffers(model)
+    values = initial_values(model, seed, device) if weights is None else whole_values(model, weights, device)
+    for old, value in list(values):
+        replace_parameter(model, old, nn.Parameter(value, requires_grad=old.requires_grad))
+
+
+def give_values(
+    whole: SourceModel, stages: Sequence[BuiltUnits], seed: int, device: torch.device, weights: Weights | None = None
+) -> None:
+    """Read or draw the values of all parameters that are still on meta, and put real parameters in their places."""
+    wanted: dict[int, list[Unmaterialized]] = {}
+    shapes: dict[int, tuple[int, ...]] = {}
+    for stage in stages:
+        shapes |= stage.shapes
+        for fresh in stage.fresh:
+            wanted.setdefault(id(fresh.origin), []).append(fresh)
+            if weights is not None:
+                read_piece(weights, whole.names[id(fresh.origin)], fresh.flat, fresh.index)
+    if weights is None:
+        for old, value in initial_values(whole.model, seed, device, shapes, wanted):
+            for fresh in wanted[id(old)]:
+                fresh.flat.write(fresh.index, value)
+    for stage in stages:
+        for fresh in stage.fresh:
+            replace_parameter(stage.model, fresh.old, fresh.new)

@@ -1,0 +1,46 @@
+"""Values that are read instead of drawn: each rank asks for its own elements, which are read to where they stay.
+
+    w (7 x 5) in a file         what rank 1 of 2 has                   what it asks for
+    elements 0 .............34  elements 16..34 of its flat buffer     row 3 from column 1 on, rows 4..6
+
+A tensor axis cuts before the data axes do, so what a rank has is a few regions of the whole parameter.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from plait.table.layout import Region
+from plait.zero.place import RunPlace
+from plait.zero.storage import Flat
+
+
+class Weights(Protocol):
+    """A source of values for a model's parameters, by the names that ``model.named_parameters()`` gives them."""
+
+    def fill(self, name: str, region: Region, into: Tensor) -> None:
+        """Write a region of a parameter into memory of its extent, which may have another dtype, device and strides."""
+        ...
+
+
+def read_piece(weights: Weights, name: str, flat: Flat, index: int) -> None:
+    """Read what this rank has at rest of a parameter."""
+    for run, memory in flat.at_rest(index):
+        for region, part in RunPlace(run, flat.cuts[index], flat.tensor_rank).regions(memory):
+            weights.fill(name, region, part)
+    flat.round(index)
+
+
+def read_whole(weights: Weights, name: str, into: Tensor) -> Tensor:
+    """Read all of a parameter or buffer into memory of its shape."""
+    weights.fill(name, tuple((0, size) for size in into.shape), into)
+    return into
+
+
+def whole_values(model: nn.Module, weights: Weights, device: torch.device) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Every parameter that is on meta, and its whole value in its own dtype."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            yield parameter, read_whole(weights, name, torch.empty_like(parameter, device=device, requires_grad=False))

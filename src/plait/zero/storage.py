@@ -1,0 +1,301 @@
+"""One flat buffer of a unit on this rank, and the pieces of it that the row keeps here.
+
+full     every element; parameters are views of it, so a gather copies nothing per parameter.  Where the row splits
+         them it has memory only while they are gathered: resharding resizes its storage to nothing and unsharding
+         back, so whatever autograd saved (parameters, or views such as ``weight.t()``) has the right values again
+common   where the ranks of a host share memory, it is ``full``, once for all of them, and ``rest`` is a part of it:
+         a gather moves nothing.  No rank updates its piece before all have agreed that they are through with a step
+rest     what this rank has of the parameters at rest; where nothing is split, it is ``full``
+kept     from a forward to its backward: what the next gather starts from
+master   what the optimizer updates, where its cell has another dtype or device than the parameters'; they are
+         rounded from it after each update.  Elsewhere the optimizer updates a part of ``rest``
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Comm, Work
+from plait.comm.prepared import Alone, Prepared
+from plait.table.cells import LONG, Cell, Strategy, moves
+from plait.table.collectives import Note
+from plait.table.flat import FlatLayout, Run
+from plait.table.tensor_cut import TensorCut
+from plait.zero.transfers import move_by_move, prepare, start
+from plait.forward.parameter import AtRest, HasMaster, as_class
+from plait.tensor.pieces import piece_of
+
+MOST_GATHERS = 64
+"""Of a unit, that are kept prepared: phases times microbatches."""
+
+
+def dtype_in(cell: Cell, own: torch.dtype) -> torch.dtype:
+    """The dtype that a cell gives to the state of parameters of dtype ``own``; integers stay what they are."""
+    if not (cell.dtype and own.is_floating_point):
+        return own
+    dtype: torch.dtype = getattr(torch, LONG[cell.dtype])
+    return dtype
+
+
+def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a parameter reads as while its values are elsewhere: NaN; of integers, the smallest."""
+    if dtype.is_floating_point or dtype.is_complex:
+        value = float("nan")
+    else:
+        value = 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+class Flat:
+    """The parameters of a unit of one dtype that all train, or all do not.
+
+    Args:
+        cuts: how each parameter is cut over the tensor axis, None where it is whole.
+        summed: gradients are pending over the tensor axis.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        parameters: Sequence[nn.Parameter],
+        strategy: Strategy,
+        comm: Comm,
+        cuts: Sequence[TensorCut | None],
+        summed: bool,
+    ) -> None:
+        device, ways, own = comm.device, comm.mesh.count, parameters[0].dtype
+        self.cuts, self.summed = list(cuts), summed
+        self.tensor_rank = comm.mesh.index(comm.rank, ("tensor",))
+        self.layout, self.parameters, self.comm = layout, list(parameters), comm
+        self.trainable = self.parameters[0].requires_grad
+        self.dtype = dtype_in(strategy.params, own)
+        self.sum_dtype, update_dtype = dtype_in(strategy.grads, self.dtype), dtype_in(strategy.optim, self.dtype)
+        narrowest = min(self.sum_dtype.itemsize, update_dtype.itemsize)
+        if self.trainable and not strategy.params.dtype and narrowest < own.itemsize:
+            raise ValueError(
+                f"the row {strategy.name!r} ({strategy.row()}) would sum or update parameters of {str(own)[6:]} in "
+                f"fewer bits: leave out its dtypes, or give the parameters one"
+            )
+        cells = (strategy.params, strategy.kept, strategy.grads, strategy.optim)
+        self.held, self.kept_place, self.grads_place, self.optim_place = map(self.place, cells)
+        self.split = ways(strategy.params.split) > 1
+        self.keeps_more = ways(strategy.kept.split) != ways(strategy.params.split)
+        self.grads_split = ways(strategy.grads.split) > 1
+        start, stop = self.optim_place
+        self.common = comm.common(layout.numel, self.dtype, strategy.params.split) if self.split else None
+        """Every element, once for all ranks of a host: each updates its piece, and nothing has to be gathered."""
+        if self.common is None:
+            self.rest = comm.empty(self.held[1] - self.held[0], self.dtype).zero_()
+            self.full = torch.empty(layout.numel, dtype=self.dtype, device=device) if self.split else self.rest
+        else:
+            self.full, self.rest = self.common, self.common[slice(*self.held)]
+        self.updated_at_rest = self.rest[start - self.held[0] : stop - self.held[0]]
+        """The part that the optimizer updates, or that is rounded from what it updates."""
+        self.master: Tensor | None = None
+        if self.trainable and layout.has_master(strategy):
+            self.master = torch.zeros(stop - start, dtype=update_dtype, device=strategy.optim.device or device)
+        self.updated = self.updated_at_rest if self.master is None else self.master
+        """The piece that the optimizer updates, in place."""
+        self.bytes_full = layout.numel * self.dtype.itemsize
+        self.kept: Tensor | None = None
+        self._point_views()
+        collectives = moves(strategy, comm.mesh)
+        self._forward, self._backward, self._publish = (
+            move_by_move(path, layout, comm)
+            for path in (collectives.forward, collectives.backward, collectives.publish)
+        )
+        nothing = placeholder(self.dtype, device)
+        self._placeholders = [nothing.expand(s.shape) for s in layout.slots]
+        kinds = [type(p) for p in self.parameters]
+        self._here = kinds if self.split or self.master is None else [as_class(HasMaster, kind) for kind in kinds]
+        self._at_rest = [as_class(AtRest, kind) for kind in kinds]
+        if self.split:
+            for parameter, slot in zip(self.parameters, layout.slots, strict=True):
+                parameter.resting_name = slot.name  # type: ignore[attr-defined]
+        self._versions = [p._version for p in self.parameters]
+        (self.reshard if self.split else self.show)()
+
+    def place(self, cell: Cell) -> tuple[int, int]:
+        """The elements of the flat buffer that this rank has under a cell."""
+        mesh = self.comm.mesh
+        return self.layout.piece(mesh.count(cell.split), mesh.index(self.comm.rank, cell.split))
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Every parameter as a view of a whole flat buffer."""
+        return [buffer[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
+
+    def write(self, slot_index: int, value: Tensor) -> None:
+        """Write what this rank has at rest of a whole parameter."""
+        cut = self.cuts[slot_index]
+        elements = (value if cut is None else piece_of(value, cut, self.tensor_rank)).reshape(-1)
+        for run, memory in self.at_rest(slot_index):
+            memory.copy_(elements[run.start : run.stop])
+        self.round(slot_index)
+
+    def at_rest(self, slot_index: int) -> Iterator[tuple[Run, Tensor]]:
+        """The runs that this rank has of a parameter, none twice, and their memory: of what the optimizer updates that
+        which it updates, which is rounded from (``round``)."""
+        (begin, end), (start, stop) = self.held, self.optim_place
+        parts = [(self.rest, self.held)]
+        if self.master is not None:
+            before, behind = self.rest[: start - begin], self.rest[stop - begin :]
+            parts = [(before, (begin, start)), (self.master, (start, stop)), (behind, (stop, end))]
+        for memory, place in parts:
+            if (run := self.layout.run(slot_index, *place)) is not None:
+                yield run, memory[run.offset : run.offset + run.numel]
+
+    def round(self, slot_index: int) -> None:
+        """Where the optimizer updates another copy of a parameter, what lies at rest is that copy, rounded."""
+        if self.master is not None:
+            run = self.layout.run(slot_index, *self.optim_place)
+            if run is not None:
+                place = slice(run.offset, run.offset + run.numel)
+                self.updated_at_rest[place].copy_(self.master[place])
+
+    @property
+    def published(self) -> bool:
+        """What forwards read, here or on other ranks, is a copy of what the optimizer updates."""
+        return self.master is not None or any(self._publish)
+
+    def publish(self, note: Note) -> list[Work]:
+        """After an update: start to send the updated pieces, rounded, to whoever has them at rest."""
+        if self.master is not None:
+            self.updated_at_rest.copy_(self.master)
+        first = self.held[0]
+        return start([[prepare(self.comm, m, self.rest, first, note) for m in move] for move in self._publish])
+
+    def unshard(self, phase: str, unit: str, microbatch: int, *, own: bool) -> list[Work]:
+        """Give ``full`` its memory and issue the messages that fill it from what is kept, or lies at rest.
+
+        ``own``: whoever writes to it, or keeps a view, has memory of this rank's own.
+        """
+        if self.common is None:
+            self.full.untyped_storage().resize_(self.bytes_full)
+        elif own:
+            self._renew()
+        if self.kept is None:
+            (first, last), piece, path = self.held, self.rest, self._forward
+        else:
+            (first, last), piece, path = self.kept_place, self.kept, self._backward
+        key = phase, microbatch, self.kept is None
+        found = self._gathers.get(key)
+        if found is None:
+            if len(self._gathers) >= MOST_GATHERS:
+                self._gathers.clear()
+            note = Note(phase, unit, microbatch)
+            gathers = [[prepare(self.comm, message, self.full, 0, note) for message in move] for move in path]
+            found = self._gathers[key] = self.full[first:last], gathers
+        own_piece, gathers = found
+        if self.full is not self.common:
+            own_piece.copy_(piece)
+        return start(gathers)
+
+    def own(self) -> None:
+        """Whoever writes to ``full``, or keeps a view, has memory of this rank's own; it is gathered."""
+        if self.common is not None and self.full is self.common:
+            self._renew()
+            self.full.copy_(self.common)
+            self.show()
+
+    def show(self) -> None:
+        """Point the parameters at ``full``."""
+        with torch._C.DisableTorchFunction():
+            for parameter, view, here in zip(self.parameters, self._views, self._here, strict=True):
+                parameter.__class__ = here  # the user's own: see docs/guide/your-own-loop.md
+                parameter.data = view
+
+    def reshard(self) -> list[str]:
+        """Point the parameters at placeholders and give the memory of ``full`` back.
+
+        Returns:
+            The names of parameters that were written to since they were shown; what was written is gone.
+        """
+        with torch._C.DisableTorchFunction():
+            for parameter, nothing, at_rest in zip(self.parameters, self._placeholders, self._at_rest, strict=True):
+                parameter.data = nothing
+                parameter.__class__ = at_rest
+        if self.common is not None:
+            if self.full is not self.common:  # the copy is left to whoever has it
+                self.full = self.common
+                self._point_views()
+            return self.written()
+        if not self.full.untyped_storage().resizable():  # it is shared with numpy
+            self._renew()
+        self.full.untyped_storage().resize_(0)
+        return self.written()
+
+    def written(self) -> list[str]:
+        """The names of parameters that were written to in place since this was last asked."""
+        with torch._C.DisableTorchFunction():
+            before, self._versions = self._versions, [p._version for p in self.parameters]
+        if before == self._versions:
+            return []
+        slots = zip(self.layout.slots, before, self._versions, strict=True)
+        return [slot.name for slot, old, new in slots if old != new]
+
+    def accept(self) -> None:
+        """Take over what a program has written to whole parameters: at rest, and in what the optimizer updates.
+
+        Raises:
+            ValueError: a parameter was given values of another shape, dtype or device.
+        """
+        with torch._C.DisableTorchFunction():
+            for parameter, view, slot in zip(self.parameters, self._views, self.layout.slots, strict=True):
+                if parameter.is_set_to(view):
+                    continue
+                if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
+                    raise ValueError(
+                        f"p.data of parameter {slot.name!r} was replaced by {str(parameter.dtype)[6:]} of shape "
+                        f"{tuple(parameter.shape)} on {parameter.device}, but the row holds {str(view.dtype)[6:]} of "
+                        f"shape {tuple(view.shape)} on {view.device}: make such changes first, then build the Engine"
+                    )
+                view.copy_(parameter.detach().clone())  # which may lie in this very memory
+                parameter.data = view
+        self.written()
+        if self.split:
+            self.rest.copy_(self.full[slice(*self.held)])
+        if self.master is not None:
+            same = self.master.to(self.updated_at_rest) == self.updated_at_rest  # so what nobody wrote keeps its bits
+            self.master.copy_(
+                torch.where(same.to(self.master.device), self.master, self.updated_at_rest.to(self.master))
+            )
+
+    def replaced(self) -> list[str]:
+        """The names of parameters whose ``p.data`` is other memory than the engine's."""
+        with torch._C.DisableTorchFunction():
+            if all(map(Tensor.is_set_to, self.parameters, self._views)):
+                return []
+            rows = zip(self.parameters, self._views, self.layout.slots, strict=True)
+            return [slot.name for parameter, view, slot in rows if not parameter.is_set_to(view)]
+
+    def contains(self, pointer: int) -> bool:
+        """Whether an address lies in the memory of the gathered parameters."""
+        first = self.full.data_ptr()
+        return first <= pointer < first + self.bytes_full
+
+    def leave_to_holders(self) -> None:
+        """Before a reshard: where more than the parameters share the memory, what they read must stay."""
+        if self.common is None and self._share_memory() > self._holders + len(self.parameters):
+            self._renew()
+
+    def _renew(self) -> None:
+        """Leave the memory to whoever has it beside us: the next gather gets its own."""
+        self.full = torch.empty_like(self.full)
+        self._point_views()
+
+    def _point_views(self) -> None:
+        self._gathers: dict[tuple[str, int, bool], tuple[Tensor, list[list[Prepared | Alone]]]] = {}
+        """What fills ``full``: this rank's part of it and the messages, by phase and microbatch."""
+        self._views = self.views(self.full)
+        self._holders = self._share_memory()
+
+    def _share_memory(self) -> int:
+        return int(torch._C._storage_Use_Count(self.full.untyped_storage()._cdata))
+
+    def keep(self) -> None:
+        """Keep what the row keeps between forward and backward: a copy only if it is more than lies at rest."""
+        if self.kept is None:
+            self.kept = self.full[slice(*self.kept_place)] if self.keeps_more else self.rest
+            if self.keeps_more and self.common is None:
+                self.kept = self.kept.clone()

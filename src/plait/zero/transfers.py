@@ -1,0 +1,80 @@
+"""The moves of a row as this rank's messages on one flat buffer: made once, sent in every step."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from plait.comm import Comm, Work
+from plait.comm.prepared import Alone, Prepared
+from plait.table.cells import Move
+from plait.table.collectives import Note
+from plait.table.flat import FlatLayout, Message, lower
+
+
+@dataclass(frozen=True)
+class Transfer(Message):
+    """A message, and which elements of the flat buffer are this rank's piece of it (where it has pieces)."""
+
+    own: tuple[int, int] = (0, 0)
+
+
+def transfers(moves: Sequence[Move], layout: FlatLayout, comm: Comm) -> tuple[Transfer, ...]:
+    """The messages of some moves, in the order in which all ranks send them."""
+    messages = []
+    for move in moves:
+        for m in lower(move, layout, comm.mesh, comm.rank):
+            piece = m.numel // comm.mesh.count(m.axes)
+            first = m.start + comm.mesh.index(comm.rank, m.axes) * piece
+            messages.append(Transfer(m.kind, m.axes, m.start, m.stop, m.root, (first, first + piece)))
+    return tuple(messages)
+
+
+def move_by_move(moves: Sequence[Move], layout: FlatLayout, comm: Comm) -> list[tuple[Transfer, ...]]:
+    """The same, by move; those of a move start from what the move before has left.  Uneven pieces may be empty here and
+    not elsewhere: a move is one on all ranks."""
+    return [transfers([move], layout, comm) for move in moves if move.sends(comm.mesh)]
+
+
+class InTurn:
+    """Messages of several moves under way: those of the next move start when those of this one have been waited for."""
+
+    def __init__(self, moves: Sequence[Sequence[Prepared | Alone]]) -> None:
+        self._rest = deque(moves)
+        self._works = [message.start() for message in self._rest.popleft()]
+
+    def wait(self) -> None:
+        """Waits for all of them."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        while self._rest:
+            for work in [message.start() for message in self._rest.popleft()]:
+                work.wait()
+
+
+def start(moves: Sequence[Sequence[Prepared | Alone]]) -> list[Work]:
+    """Starts the messages of some moves; whoever waits for the works starts those of further moves."""
+    if len(moves) > 1:
+        return [InTurn(moves)]
+    return [message.start() for messages in moves for message in messages]
+
+
+def prepare(
+    comm: Comm, message: Transfer, array: Tensor, base: int, note: Note, out: Tensor | None = None
+) -> Prepared | Alone:
+    """One message on ``array``, which has the flat elements from ``base`` on, to be started as often as it is wanted.
+
+    A reduce-scatter writes this rank's piece to ``out``, or in place where it is not given.
+    """
+    view, (first, end) = array[message.start - base : message.stop - base], message.own
+    piece = None
+    if message.kind in ("all_gather", "reduce_scatter"):
+        piece = array[first - base : end - base] if out is None else out
+    return comm.prepare(message.kind, view, piece, message.axes, note, None if message.root < 0 else message.root)
+
+
+def send(comm: Comm, message: Transfer, array: Tensor, base: int, note: Note, out: Tensor | None = None) -> Work:
+    """Start it once."""
+    return prepare(comm, message, array, base, note, out).start()

@@ -1,0 +1,248 @@
+"""A unit: the parameters that are gathered and reduced together, in flat buffers (see ``storage``), and where they are.
+
+    state         full           rest     kept                  parameters are        bytes
+    WHOLE         is ``rest``    whole    -                     views of ``full``     full
+    SHARDED       empty          piece    nothing, or its       a NaN placeholder     piece + kept
+    UNSHARDING    being filled   piece    piece: from the       a NaN placeholder     piece + kept + full
+    UNSHARDED     whole          piece    first forward to      views of ``full``     piece + kept + full
+                                          the last backward
+
+                    unshard()                 wait()
+         SHARDED ─────────────► UNSHARDING ───────────► UNSHARDED
+            ▲                                               │
+            └─────────────────── reshard() ─────────────────┘
+
+WHOLE is a unit that the row, or a mesh of one rank, does not split: it has no transitions.  ``kept`` only changes where
+the next ``unshard`` starts, and so what it sends: under hpz from a copy nearby; under zero3_keep units stay UNSHARDED
+from forward to backward, and nothing is sent.  ``master``, the optimizer's own piece, is the same in all states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Comm, Work
+from plait.table.cells import Moves
+from plait.table.collectives import Note
+from plait.table.flat import UnitLayout
+from plait.zero.storage import Flat
+
+
+class State(Enum):
+    """Where a unit's parameters are; see the table above."""
+
+    WHOLE = "whole"
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
+
+
+class Unit:
+    """A module, by its name in the model (the model itself is ``root``), and the flat buffers of its parameters."""
+
+    def __init__(self, name: str, module: nn.Module, flats: Sequence[Flat], moves: Moves, comm: Comm) -> None:
+        self.name = name or "root"
+        self.module, self.flats, self.moves, self.comm = module, list(flats), moves, comm
+        self.split = any(flat.split for flat in self.flats)
+        self.state = State.SHARDED if self.split else State.WHOLE
+        self.keeps_open = not moves.backward
+        """The row keeps parameters whole from forward to backward."""
+        self.users = 0
+        """Modules that read the parameters now, and the schedule, where it holds them."""
+        self.pinned = False
+        """Someone else reads them (see ``pins``): passes leave the unit open."""
+        self.differentiated = True
+        """A backward goes through it: its output required a gradient in the last training forward and, where it is
+        gathered, got one in the last backward."""
+        self.stays_open = False
+        """It was open until the end of the last backward, for no input of it wants a gradient that would end it."""
+        self.was_read = False
+        """It was pinned since it was gathered: somebody may have a view of its parameters."""
+        self.gets_gradients = True
+        """Gradients of its parameters came in the last backward."""
+        self.open_units = OpenUnits()
+        self.relate([], [])
+        self._works: list[Work] = []
+        self._split_flats = [flat for flat in self.flats if flat.split]
+        self.bytes_full = sum(flat.bytes_full for flat in self._split_flats if flat.common is None)
+        """Bytes of the gathered parameters, where they have memory of their own."""
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name}, {sum(len(flat.layout.slots) for flat in self.flats)} parameters, {self.state.value})"
+
+    def relate(self, borrows: Sequence[Unit], ancestors: Sequence[Unit]) -> None:
+        """Say whose parameters the module reads besides its own (tied ones), and which units it lies in."""
+        self.needs = [self, *borrows]
+        self.ancestors = list(ancestors)
+        self.split_needs = any(unit.split for unit in self.needs)
+        """Whether anything that this unit reads has to be gathered."""
+        self.look_at_frozen()
+
+    def look_at_frozen(self) -> None:
+        """Notice which parameters are frozen now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            train = [parameter.requires_grad for flat in self.flats for parameter in flat.parameters]
+        self.trains = any(train)
+        self.done_with_gradients = len(self.needs) == 1 and all(train)
+        """Nothing reads the unit's parameters once they have their gradients: autograd makes a weight's gradient in the
+        same node as that of its input.  Frozen and borrowed parameters may be read later."""
+
+    def borrow(self, owner: Unit) -> None:
+        """The module reads another unit's parameters too."""
+        self.relate([*self.needs[1:], owner], self.ancestors)
+
+    def unshard(self, phase: str, microbatch: int, *, own: bool = False) -> None:
+        """Start to gather the parameters, from what is kept or lies at rest; ``own``: not into common memory."""
+        assert self.state is State.SHARDED, f"unit {self.name!r} is {self.state.value}"
+        self.state = State.UNSHARDING
+        self.open_units.add(self)
+        for flat in self._split_flats:
+            self._works += flat.unshard(phase, self.name, microbatch, own=own)
+
+    def wait(self) -> None:
+        """Wait for the messages and point the parameters at the whole values."""
+        assert self.state is State.UNSHARDING, f"unit {self.name!r} is {self.state.value}"
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        for flat in self._split_flats:
+            flat.show()
+        self.state = State.UNSHARDED
+        self.open_units.arriving.discard(self)
+
+    def reshard(self) -> None:
+        """Back to rest; messages still under way are waited for first.
+
+        Raises:
+            ValueError: a parameter was written to in between.
+        """
+        if self.state is State.UNSHARDING:
+            self.wait()
+        assert self.state is State.UNSHARDED, f"unit {self.name!r} is {self.state.value}"
+        if self.was_read:
+            self.leave_to_holders()
+            self.was_read = False
+        written = [name for flat in self._split_flats for name in flat.reshard()]
+        self.state = State.SHARDED
+        self.open_units.remove(self)
+        if written:
+            raise ValueError(
+                f"parameter {written[0]!r} was written to while its unit was gathered (in a forward, or between "
+                f"forward and backward): this rank's copy goes when the unit is resharded. Write between steps, on "
+                f"every rank the same, inside `with engine.gathered({written[0]!r}, modify=True)`"
+            )
+
+    def own(self) -> None:
+        """Whole parameters that lie in common memory go into memory of this rank's own."""
+        for flat in self._split_flats:
+            flat.own()
+
+    def keep(self) -> None:
+        """Before a reshard between forward and backward: later gathers start from what the row keeps."""
+        assert self.state in (State.UNSHARDED, State.WHOLE), f"unit {self.name!r} is {self.state.value}"
+        for flat in self._split_flats:
+            flat.keep()
+
+    def forget(self) -> None:
+        """The microbatch is over: gathers start from what lies at rest again."""
+        for flat in self._split_flats:
+            flat.kept = None
+
+    def gathers(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is that of parameters gathered for this unit, and goes when they do."""
+        if tensor.layout is not torch.strided or torch._C._are_functorch_transforms_active():
+            return False
+        pointer = tensor.data_ptr()
+        return any(flat.contains(pointer) for needed in self.needs for flat in needed._split_flats)
+
+    def leave_to_holders(self) -> None:
+        """Before a reshard: leave the memory of gathered parameters to whoever else has a view of it."""
+        for flat in self._split_flats:
+            flat.leave_to_holders()
+
+    def publish(self) -> list[Work]:
+        """After an update: start to bring the updated pieces to everyone who has them at rest."""
+        note = Note("publish", self.name)
+        return [work for flat in self.flats if flat.trainable for work in flat.publish(note)]
+
+    def layout(self, readers: Sequence[Unit], own: int) -> UnitLayout:
+        """The unit as the planner sees it; ``readers`` are those that it is gathered for, in the order in which they
+        run: itself or one around it in the place ``own``, and others that borrow its parameters."""
+        layouts, trainable = tuple(f.layout for f in self.flats), tuple(f.trainable for f in self.flats)
+        uses = tuple(unit.differentiated for unit in readers)
+        summed, reduced = tuple(f.summed for f in self.flats), self.gets_gradients or not self.split
+        held = max((place for place, unit in enumerate(readers) if unit.stays_open), default=0)
+        return UnitLayout(self.name, layouts, trainable, uses, summed, own, held, reduced)
+
+
+class GatheredBytes:
+    """Bytes of gathered parameters, of all stages of the rank: ``now``, and the most that a pass has seen."""
+
+    __slots__ = ("now", "peak")
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def see(self) -> None:
+        """A pass looks."""
+        if self.now > self.peak:
+            self.peak = self.now
+
+
+class OpenUnits:
+    """The units of a stage that are UNSHARDING or UNSHARDED, counted as they change.
+
+    Besides the open ancestors of the running unit and, in forward, others that it is called from, and what these read,
+    there may be at once
+
+        as many as are prefetched  +  what the running unit reads: itself, and the owners of its tied parameters
+        and in backward            +  those that still wait for their last gradient
+    """
+
+    def __init__(self) -> None:
+        self.units: dict[Unit, None] = {}
+        self.arriving: set[Unit] = set()
+        """Those that are UNSHARDING."""
+        self.gathered = GatheredBytes()
+        self.peak = 0
+        """The most there were, ancestors of the running unit, and what else it is called from, left out."""
+
+    def add(self, unit: Unit) -> None:
+        """A unit begins to come."""
+        self.units[unit] = None
+        self.arriving.add(unit)
+        self.gathered.now += unit.bytes_full
+
+    def remove(self, unit: Unit) -> None:
+        """It is at rest again."""
+        del self.units[unit]
+        self.gathered.now -= unit.bytes_full
+
+    def check_bound(self, running: Unit, prefetch: int, *, backward: bool) -> None:
+        """Asserts the bound; units that the row keeps open from forward to backward, or pinned ones, do not count."""
+        if running.keeps_open or len(self.units) <= self.peak <= prefetch + 1:
+            return  # or there are no more than there have been
+        around = {needed for above in running.ancestors if above.users for needed in above.needs}
+        if not backward:  # a module that lies beside the blocks may be called inside of one
+            around |= {unit for unit in self.units if unit.users and unit not in running.needs}
+        beside = [unit for unit in self.units if unit not in around and not unit.pinned]
+        counted = [unit for unit in beside if unit not in running.ancestors]
+        late = [unit for unit in counted if unit.users and unit not in running.needs] if backward else []
+        bound = prefetch + len(running.needs) + len(late)
+        self.peak = max(self.peak, len(counted))
+        assert len(counted) <= bound, (
+            f"{len(counted)} units are unsharded besides the ancestors of {running.name!r} "
+            f"({', '.join(u.name for u in counted)}), more than {bound}"
+        )
+
+
+def parameters_of(units: Sequence[Unit]) -> Iterator[tuple[str, nn.Parameter, Flat, int]]:
+    """Every parameter of the units: its name, itself, its flat and its place there."""
+    for unit in units:
+        for flat in unit.flats:
+            for index, (slot, parameter) in enumerate(zip(flat.layout.slots, flat.parameters, strict=True)):
+                yield slot.name, parameter, flat, index

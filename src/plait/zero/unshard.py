@@ -1,0 +1,399 @@
+"""When units are unsharded and resharded.
+
+Hooks on the module of each unit that reads split parameters call ``unshard`` before they are read and ``reshard``
+afterwards; the *prefetch* gathers the next unit while this one computes.
+
+    forward     unshard 0 | compute 0 ‖ gather 1 | reshard 0, unshard 1 | compute 1 ‖ gather 2 | ...
+    backward    the same from the other end, each unit gathered again where the row let it go
+
+Under a pipeline the schedule may hold a whole stage unsharded over several passes (its actions UNSHARD and RESHARD are
+``hold`` and ``release``); then the hooks find everything there.
+
+The order of gathers is the program's own, which all ranks share.  At most 1 + prefetch units are unsharded beside the
+open ancestors of the running one: asserted at every gather.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.variable import Variable
+from torch.utils._pytree import tree_map_only
+
+from plait.zero.activation_hooks import ActivationHooks, tensors_in
+from plait.zero.gather_order import GatherOrder
+from plait.zero.pins import Pins
+from plait.zero.unit import OpenUnits, State, Unit
+from plait.forward.context import CurrentForward, RunningUnit, goes_on, graph_is_kept, in_backward
+from plait.forward.stays import StaysHere
+
+EVALUATE = "evaluate"
+"""The ledger's phase of an evaluation, which has its own order of gathers."""
+
+INNER = "inner backward"
+"""The ledger's phase of a backward that a program runs itself, by ``torch.autograd.grad``; nothing is prefetched."""
+
+
+class Unsharding(StaysHere):
+    """When the units of one stage, in the order of ``named_modules``, are gathered and freed.
+
+    Args:
+        model: the stage's module; only hooks are added to it.
+        prefetch: how many units may be gathered ahead of the running one.
+        current: knows which microbatch runs, and is told which unit.
+        before_root: called with the model's arguments before each forward of the whole model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        prefetch: int,
+        current: CurrentForward,
+        before_root: Callable[[Sequence[Any], dict[str, Any]], None],
+    ) -> None:
+        self.units, self.prefetch, self.current = list(units), prefetch, current
+        self.orders = {phase: GatherOrder() for phase in ("forward", "backward", EVALUATE)}
+        self.phase = "forward"
+        """Of the forwards to come."""
+        self.num_flying = 0
+        """Microbatches between their forward and the end of their backward."""
+        self.held = False
+        """By the schedule."""
+        self.in_pass = False
+        """A backward of the engine's runs; another one is a program's own (``torch.autograd.grad``)."""
+        self.split_backward = False
+        """The pass that runs leaves weight gradients to one of their own, after the units have been resharded."""
+        self.open_units, self.pins = OpenUnits(), Pins()
+        self.runs: Counter[Unit] = Counter()
+        """Forwards of each gathered unit in the last step, in their order; recomputations are left out."""
+        self.found: set[Unit] = set()
+        """Units that in the last step one around them was first seen to read; from then on it holds them open."""
+        self._inside: list[Unit] = []
+        """The units whose forward is under way, innermost last."""
+        self._in_inner = False
+        """A program's own backward has come to a unit, and is not over."""
+        self._backward_open: dict[Unit, None] = {}
+        self._ran_backward, self._has_gradients = set[Unit](), set[Unit]()
+        self._hooks, self._before_root = ActivationHooks(), before_root
+        self._running: dict[Unit, RunningUnit] = {}
+        for unit in units:
+            unit.open_units = self.open_units
+            calls = (partial(call, unit) for call in (self._begin_backward_of, self._borrow, self._found))
+            self._running[unit] = RunningUnit(*calls)
+            if unit.split_needs or (unit.module is model and any(other.split for other in units)):
+                # hooks on the user's modules: docs/guide/your-own-loop.md
+                # before hooks of the user's, which may read parameters (weight_norm), as the one behind is after them
+                before = partial(self._before_forward, unit)
+                unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+                unit.module.register_forward_hook(self._after_forward)
+        model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True)
+
+    @property
+    def microbatch(self) -> int:
+        """Of the pass that runs, for the ledger."""
+        return self.current.context.microbatch
+
+    # ---- unshard and reshard ------------------------------------------------------------------------------------
+
+    def unshard(self, unit: Unit, phase: str) -> None:
+        """Make the parameters that a unit reads whole, and start to gather what comes next."""
+        order = self.orders.get(phase)
+        for needed in unit.needs:
+            self._unshard_for(unit, needed, phase, order)
+        if order is None or torch._C._are_functorch_transforms_active():  # which would see what arrives
+            return
+        for coming in order.ahead():
+            if sum(ahead.users == 0 for ahead in self.open_units.arriving) >= self.prefetch:
+                break
+            if coming.state is State.SHARDED:
+                coming.unshard(phase, self.microbatch)
+                self._check_bound(unit, phase)
+
+    def _unshard_for(self, unit: Unit, needed: Unit, phase: str, order: GatherOrder | None) -> None:
+        needed.users += 1
+        if needed.split and (needed.users == 1 or needed.state is not State.UNSHARDED):
+            if order is not None and not needed.pinned:  # of what is open already, ranks may call more or less
+                order.record(needed)
+            if needed.state is State.SHARDED:
+                needed.unshard(phase, self.microbatch)
+            self._check_bound(unit, phase)
+            if needed.state is State.UNSHARDING:
+                needed.wait()
+
+    def _owner_of(self, parameter: Tensor) -> Unit:
+        return next(u for u in self.units for flat in u.flats if any(p is parameter for p in flat.parameters))
+
+    def _found(self, unit: Unit, parameter: Tensor) -> None:
+        """A unit reads, in its forward, a parameter that is gathered.  Where the schedule holds all of them that says
+        nothing of its backward, in which it may be the first to read it."""
+        if self.held and self._owner_of(parameter) not in (*unit.needs, *unit.ancestors):
+            self._borrow(unit, parameter)
+
+    def _borrow(self, unit: Unit, parameter: Tensor) -> None:
+        """A unit reads, in its forward, a parameter that is laid in another one."""
+        owner = self._owner_of(parameter)
+        self._check_seen(unit, [owner])
+        with torch._C.DisableTorchFunction():
+            unit.borrow(owner)
+            if unit in owner.ancestors:
+                self.found.add(owner)
+            self._unshard_for(unit, owner, self.phase, self.orders[self.phase])
+
+    def reshard(self, unit: Unit, *, keep: bool, keep_borrowed: bool) -> None:
+        """The unit's parameters are not read any more for now.
+
+        Args:
+            keep: a backward is to come: keep what the row keeps from forward to backward.
+            keep_borrowed: a backward of the borrowed parameters' owners is to come.
+        """
+        for needed in unit.needs:
+            needed.users -= 1
+            if needed.users == 0 and needed.split:
+                if needed.keeps_open and (keep or (keep_borrowed and needed is not unit)):
+                    continue
+                if keep:
+                    needed.keep()
+                if not needed.pinned:
+                    needed.reshard()
+
+    def _check_bound(self, running: Unit, phase: str) -> None:
+        """Asserts the bound on open units, unless the schedule holds them all, and notes the peaks."""
+        self.open_units.gathered.see()
+        if not self.held:
+            self.open_units.check_bound(running, self.prefetch, backward=phase in ("backward", INNER))
+
+    def hold(self) -> None:
+        """The schedule's UNSHARD: gather all units at once; the first pass that reads one waits for it."""
+        self.held = True
+        for unit in self.units:
+            unit.users += 1
+            if unit.state is State.SHARDED:
+                unit.unshard("unshard", -1)
+        self.open_units.gathered.see()
+
+    def release(self) -> None:
+        """The schedule's RESHARD; what the row keeps is kept as long as a microbatch waits for its backward."""
+        self.held = False
+        for unit in self.units:
+            unit.users -= 1
+            if unit.split:
+                if self.num_flying:
+                    if unit.state is State.UNSHARDING:
+                        unit.wait()
+                    unit.keep()
+                if not unit.pinned:
+                    unit.reshard()
+                if not self.num_flying:
+                    unit.forget()
+
+    # ---- forward ------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, microbatch: int, *, split: bool = False) -> None:
+        """Before the forward of a microbatch of a step; ``split``: its backward comes in two parts."""
+        self._hooks.microbatch = microbatch
+        self.split_backward = split
+        self.num_flying += 1
+
+    def _before_model(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if not in_backward():
+            if not self.held:
+                self._recover()
+            self._before_root(args, kwargs)
+            self.orders[self.phase].begin()
+
+    def drop_step(self) -> None:
+        """Drops whatever an earlier step left behind when it raised."""
+        self.held = False
+        self.num_flying = 0
+        self.pins.end_step()
+        self._recover()
+        self._hooks.drop()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Forwards inside have no backward, and leave the order of the step's gathers alone."""
+        self.drop_step()
+        self.phase = EVALUATE
+        try:
+            yield
+        finally:
+            self.phase = "forward"
+
+    def _recover(self) -> None:
+        """A forward or backward that raised may have left units open: back to rest."""
+        self.in_pass = self._in_inner = False
+        self._backward_open.clear()
+        self._ran_backward.clear()
+        self.current.replace(units=())
+        self._inside.clear()
+        for unit in self.units:
+            if unit.users:
+                unit.users = 0
+                if unit in self.open_units.units and not unit.pinned:
+                    unit.reshard()
+
+    def forget(self) -> None:
+        """Drops whatever is gathered or kept: the microbatch is over, or the parameters have changed."""
+        for unit in [unit for unit in self.open_units.units if not unit.pinned]:
+            unit.reshard()
+        for unit in self.units:
+            unit.forget()
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if in_backward():
+            self._begin_backward_of(unit)
+            return
+        if self._behind:
+            return
+        self._check_seen(unit, unit.needs)
+        with torch._C.DisableTorchFunction():  # the engine's own work belongs to no forward
+            self.unshard(unit, self.phase)
+            if torch.is_grad_enabled() and self._waits_for_inputs(unit):
+                self._hooks.await_inputs(unit, (*args, *kwargs.values()), self._end_if_done)
+        self.runs[unit] += self.phase == "forward"
+        self.current.enter_unit(self._running[unit])
+        self._inside.append(unit)
+
+    def _check_seen(self, unit: Unit, needs: Sequence[Unit]) -> None:
+        if torch._C._are_functorch_transforms_active() and not all(need.pinned or not need.split for need in needs):
+            raise ValueError(
+                f"unit {unit.name!r}, whose parameters are split, runs inside a transform of torch.func (grad, vmap, "
+                f"jvp), which does not tell when they are read: call it inside `with engine.gathered():`, use "
+                f"torch.autograd.grad, or a row that keeps parameters whole (zero2)"
+            )
+
+    def _waits_for_inputs(self, unit: Unit) -> bool:
+        return self.split_backward or not unit.done_with_gradients
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if in_backward() or self._behind:
+            return None
+        return self._leave(self._inside.pop(), output)
+
+    @property
+    def _behind(self) -> bool:
+        """The last link of a stage has run: nothing is gathered any more, and ``unwind`` leaves what is open."""
+        boundary = self.current.context.boundary
+        return boundary is not None and boundary.output is not None
+
+    def unwind(self, output: Any) -> None:
+        """The model's forward ended early, with ``output``: units around it are left as well."""
+        while self._inside:
+            self._leave(self._inside.pop(), output)
+
+    def _leave(self, unit: Unit, output: Any) -> Any:
+        """Returns the output, with copies of what would go with the unit's parameters."""
+        self.current.leave_unit()
+        tensors = tensors_in(output)
+        if torch.is_grad_enabled() and not tensors and unit.split_needs:
+            raise ValueError(
+                f"unit {unit.name!r} returns {type(output).__name__}, in which no tensor is found: return "
+                f"tensors, or tuples, lists, dicts or registered pytrees of them, so that its backward can be seen"
+            )
+        with torch._C.DisableTorchFunction():
+            if any(map(unit.gathers, tensors)):
+                output = tree_map_only(Tensor, lambda t: t.clone() if unit.gathers(t) else t, output)
+                tensors = tensors_in(output)
+            tracked = [tensor for tensor in tensors if tensor.requires_grad]
+            for tensor in tracked:
+                self._hooks.when_gradient_comes(tensor, lambda gradient: self._at_output(unit))
+            if torch.is_grad_enabled():
+                unit.differentiated = bool(tracked)
+            self.reshard(unit, keep=bool(tracked), keep_borrowed=False)
+        return output
+
+    # ---- backward -----------------------------------------------------------------------------------------------
+
+    def begin_backward(self, microbatch: int | None, *, split: bool = False) -> None:
+        """Before the backward of a microbatch; None: that of the last forward (a user's own loop).
+
+        ``split``: it is the input part only.
+        """
+        if microbatch is not None:
+            self._hooks.microbatch = microbatch
+        self.split_backward, self.in_pass = split, True
+        self.orders["backward"].begin()
+        self._ran_backward.clear()
+
+    def begin_weights(self) -> None:
+        """Before the weight part of a microbatch's backward, which reads no parameter."""
+        self.split_backward = True
+
+    def _at_output(self, unit: Unit) -> None:
+        """The gradient of a unit's output has come, which may be all that a program's own backward wants."""
+        if self.in_pass or goes_on():
+            self._begin_backward_of(unit)
+
+    def _begin_backward_of(self, unit: Unit) -> None:
+        if unit in self._backward_open or unit in self._ran_backward:
+            return
+        if not self.in_pass:
+            if unit in self._inside:  # its forward is under way: it is open, and will be for the backward to come
+                return
+            self._begin_inner()
+        self._backward_open[unit] = None
+        self.unshard(unit, "backward" if self.in_pass else INNER)
+        if not self.in_pass and torch.is_grad_enabled():  # what is made now reads them, and no hook tells when
+            self.pins.keep_for_backward(unit.needs)
+
+    def _begin_inner(self) -> None:
+        """A program's own backward comes to its first unit."""
+        if not self._in_inner:
+            self._in_inner = True
+            Variable._execution_engine.queue_callback(partial(self._end_inner, kept=graph_is_kept()))
+
+    def _end_inner(self, *, kept: bool) -> None:
+        """It is over; ``kept``: its graph is still there."""
+        self._in_inner = False
+        for unit in list(self._backward_open):
+            self._end_backward_of(unit, keep=kept)
+        self._ran_backward.clear()
+        self._has_gradients.clear()
+
+    def has_gradients(self, unit: Unit) -> None:
+        """All of the unit's own parameters that get a gradient have it."""
+        if unit.split_needs:
+            self._has_gradients.add(unit)
+            self._end_if_done(unit)
+
+    def _end_if_done(self, unit: Unit) -> None:
+        """A unit is done when its parameters have their gradients and, where that is not enough, its inputs too.
+
+        If its inputs want no gradient, it is resharded at the end of the backward.
+        """
+        if unit.trains and unit not in self._has_gradients and not self.split_backward:
+            return
+        if not self._waits_for_inputs(unit) or self._hooks.inputs_have_come(unit):
+            self._end_backward_of(unit)
+
+    def _end_backward_of(self, unit: Unit, *, keep: bool = False) -> None:
+        if unit in self._backward_open:
+            del self._backward_open[unit]
+            self._ran_backward.add(unit)
+            self.reshard(unit, keep=keep or self.num_flying > 1, keep_borrowed=True)
+
+    def end_backward(self) -> None:
+        """After the backward of a microbatch: back to rest with whatever is still gathered."""
+        left = list(self._backward_open)
+        for unit in left:
+            self._end_backward_of(unit)
+        self._hooks.drop(self._hooks.microbatch)
+        self.num_flying = max(0, self.num_flying - 1)
+        for unit in self.units:
+            if unit.split_needs:
+                unit.differentiated, unit.stays_open = unit in self._ran_backward, unit in left
+            users = unit.users - self.held
+            assert users == 0, f"unit {unit.name!r} still has {users} users after the backward pass"
+        self._has_gradients.clear()
+        self._ran_backward.clear()
+        self.pins.num_backwards += 1
+        self.in_pass = False
+        if not self.held and not self.num_flying:
+            self.forget()

@@ -1,0 +1,384 @@
+"""Dropout belongs to the samples: no cut of the batch changes a mask, and no process-global generator moves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_cases import batches, distinct, sgd, train
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from plait.comm import Comm, run
+from plait.table.mesh import Mesh
+from plait.step import Engine
+from plait.forward.dropout import written_out
+
+WIDTH = cases.WIDTH
+
+
+def lift(x_BC: Tensor) -> Tensor:
+    """A sequence of 4 out of a sample."""
+    return torch.stack([x_BC.roll(k, 1) for k in range(4)], 1)
+
+
+class Body(nn.Module):
+    """A linear before and after ``middle``."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(WIDTH, 8), middle, nn.Linear(8, 3)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        out: Tensor = self.last(self.middle(self.first(lift(x_BC))))
+        return out.flatten(1)
+
+
+class Lambda(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.function(x_BTC)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        out: Tensor = self.attention(x_BTC, x_BTC, x_BTC, need_weights=False)[0]
+        return out
+
+
+def heads(x_BTC: Tensor) -> Tensor:
+    return x_BTC.unflatten(2, (2, 4)).transpose(1, 2)
+
+
+def attention(x_BTC: Tensor) -> Tensor:
+    h = heads(x_BTC)
+    return F.scaled_dot_product_attention(h, h, h, dropout_p=0.4, is_causal=True).transpose(1, 2).flatten(2)
+
+
+SERVED: dict[str, Callable[[], nn.Module]] = {
+    "nn.Dropout": lambda: nn.Dropout(0.4),
+    "F.dropout": lambda: Lambda(lambda x: F.dropout(x, 0.4)),
+    "by keywords": lambda: Lambda(lambda x: torch.dropout(input=F.dropout(input=x, p=0.3), p=0.3, train=True)),
+    "torch.dropout": lambda: Lambda(lambda x: torch.dropout(x, 0.4, train=True)),
+    "in place": lambda: Lambda(lambda x: F.dropout(x.clone(), 0.4, inplace=True)),
+    "twice": lambda: Lambda(lambda x: F.dropout(F.dropout(x, 0.3), 0.3)),
+    "nn.Dropout1d": lambda: nn.Dropout1d(0.4),
+    "nn.Dropout2d": lambda: Lambda(lambda x: nn.Dropout2d(0.4)(x[..., None])[..., 0]),
+    "attention kernel": lambda: Lambda(attention),
+    "nn.MultiheadAttention": SelfAttention,
+    "nn.TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.4, batch_first=True),
+    "called twice": lambda: nn.Sequential(*([nn.Dropout(0.3)] * 2)),
+}
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_masks_do_not_depend_on_the_cut(kind: str) -> None:
+    """13 samples on 1, 2, 3 ranks and in 1, 2, 5 microbatches: one and the same run."""
+    template = distinct(Body(SERVED[kind]()))
+    whole = train(template, "shard=1", "ddp", batches(), optimizer=sgd)[0]
+    for mesh, row, microbatches in (("shard=1", "ddp", 5), ("shard=2", "zero3", 2), ("replica=3", "hpz", 1)):
+        for record in train(template, mesh, row, batches(), optimizer=sgd, microbatches=microbatches):
+            assert cases.close(torch.tensor(record.losses), torch.tensor(whole.losses)), (mesh, row)
+            assert all(cases.close(record.state[name], value) for name, value in whole.state.items()), (mesh, row)
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_something_is_dropped_and_anew_in_every_step_and_for_every_seed(kind: str) -> None:
+    template, batch = distinct(Body(SERVED[kind]())), batches(1)[0]
+
+    def still(parameters: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.0)  # type: ignore[arg-type]
+
+    runs = [train(template, "shard=1", "ddp", [batch, batch], optimizer=still, seed=seed)[0] for seed in (0, 0, 1)]
+    assert runs[0].losses == runs[1].losses, "the same seed, the same run"
+    assert len({*runs[0].losses, *runs[2].losses}) == 4, "two steps and two seeds, four masks"
+
+
+def test_equal_modules_draw_different_masks() -> None:
+    seen: dict[str, Tensor] = {}
+
+    class Watching(nn.Dropout):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(torch.ones_like(x))
+            seen[str(len(seen))] = out.detach()
+            return x * out
+
+    train(distinct(Body(nn.Sequential(Watching(), Watching()))), "shard=1", "ddp", batches(1))
+    assert not torch.equal(seen["0"], seen["1"])
+    assert set(seen["0"].unique().tolist()) == {0.0, 2.0}, "kept elements are scaled by 1 / (1 - p)"
+
+
+def test_how_many_elements_are_dropped() -> None:
+    from plait.forward.masks import keep_mask
+
+    for p in (0.1, 0.5, 0.9):
+        share = keep_mask([1, 2, 3], 200_000, p, torch.device("cpu")).double().mean().item()
+        assert abs(share - (1 - p)) < 0.003
+    assert bool(keep_mask([1], 1000, 0.0, torch.device("cpu")).all())
+    assert not bool(keep_mask([1], 1000, 1.0, torch.device("cpu")).any())
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_no_global_generator_is_touched(row: str) -> None:
+    template = distinct(Body(nn.Sequential(nn.Dropout(0.4), SelfAttention())))
+    before = torch.get_rng_state()
+    train(template, "replica=2 shard=2", row, batches(), microbatches=2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_training_forward_without_gradient_touches_none_either() -> None:
+    model = distinct(Body(nn.Dropout(0.4)))
+
+    def body(comm: object) -> None:
+        Engine(model, comm, strategy="ddp", optimizer=sgd(model.parameters()))  # type: ignore[arg-type]
+        with torch.no_grad():
+            model(batches(1)[0]["x"])
+
+    before = torch.get_rng_state()
+    run(Mesh(), body)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_evaluation_drops_nothing(row: str) -> None:
+    template, x = distinct(Body(nn.Sequential(nn.Dropout(0.4), SelfAttention()))), batches(1)[0]["x"]
+
+    def look(engine: Engine) -> Tensor:
+        engine.model.eval()
+        with torch.no_grad():
+            return engine.model(x)  # type: ignore[no-any-return]
+
+    record = train(template, "shard=2", row, batches(), look=look)[0]
+    reference = copy.deepcopy(template).eval()
+    reference.load_state_dict(record.state)
+    assert cases.close(record.seen, reference(x).detach())
+
+
+RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
+    "randperm": lambda x: x[:, torch.randperm(4)],
+    "randint": lambda x: x * torch.randint(2, x.shape),
+    "normal": lambda x: x + torch.normal(0.0, 1.0, tuple(x.shape), dtype=x.dtype),
+    "multinomial": lambda x: x * torch.multinomial(torch.ones(4), 1),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, training=True),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "kaiming_uniform_": lambda x: x + nn.init.kaiming_uniform_(torch.empty(8, 8, dtype=x.dtype)).sum(),
+    "fractional_max_pool2d_with_indices": lambda x: x + F.fractional_max_pool2d(x, 2, 2, return_indices=True)[0].sum(),
+}
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+@pytest.mark.parametrize("operator", RANDOM)
+def test_a_random_operator_that_no_stream_serves_is_refused(operator: str, row: str) -> None:
+    """It would depend on the cut; the message names the module and the operator."""
+    template = distinct(Body(Lambda(RANDOM[operator])))
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match=rf"(?s)'middle'.*{operator.rstrip('_')}"):
+        train(template, "shard=2", row, batches(1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_generator_of_the_users_own_is_the_users_business() -> None:
+    def noisy(x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(3)
+        return x + torch.randn(8, generator=generator, dtype=x.dtype)
+
+    template = distinct(Body(Lambda(noisy)))
+    cases.agree(train(template, "shard=2", "zero3", batches()), cases.plain(template, batches()))
+
+
+def first_states(stack: nn.RNNBase, samples: int) -> Any:
+    """Other numbers for every layer and feature."""
+    ways = (2 if stack.bidirectional else 1) * stack.num_layers
+    sizes = [stack.proj_size or stack.hidden_size, stack.hidden_size][: 1 + isinstance(stack, nn.LSTM)]
+    states = [torch.linspace(-1, 1, ways * size, dtype=torch.float64).view(ways, 1, size) for size in sizes]
+    states = [state.expand(-1, samples, -1).contiguous() for state in states]
+    return tuple(states) if isinstance(stack, nn.LSTM) else states[0]
+
+
+class Recurrent(nn.Module):
+    """Begins with states of its own, and its last ones are part of what it returns."""
+
+    def __init__(self, layers: nn.RNNBase) -> None:
+        super().__init__()
+        self.layers, self._first = layers, partial(first_states, copy.deepcopy(layers))
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        batch_first = self.layers.batch_first
+        x = x_BTC if batch_first else x_BTC.transpose(0, 1)
+        out, last = self.layers(x, self._first(len(x_BTC)))
+        last = last[0] if isinstance(last, tuple) else last
+        rows: Tensor = out if batch_first else out.transpose(0, 1)
+        return rows + last.mean(0).mean(1)[:, None, None]
+
+
+class OneByOne(nn.Module):
+    """A stack of recurrent layers as its definition has it."""
+
+    def __init__(self, stack: nn.RNNBase) -> None:
+        super().__init__()
+        self.p, self.batch_first = stack.dropout, stack.batch_first
+        self.ways = ways = 2 if stack.bidirectional else 1
+        sizes = [stack.input_size, *[(stack.proj_size or stack.hidden_size) * ways] * (stack.num_layers - 1)]
+        options: dict[str, Any] = {name: getattr(stack, name) for name in ("batch_first", "bidirectional", "bias")}
+        options |= {"proj_size": stack.proj_size} if isinstance(stack, nn.LSTM) else {}
+        make: Any = type(stack)
+        self.each = nn.ModuleList(make(size, stack.hidden_size, 1, **options) for size in sizes)
+        for number, layer in enumerate(self.each):
+            for name, parameter in layer.named_parameters():
+                parameter.data = getattr(stack, name.replace("l0", f"l{number}")).data.clone()
+
+    def forward(self, x: Tensor, first: Any) -> tuple[Tensor, Tensor]:
+        ends = []
+        for number, layer in enumerate(self.each):
+            if number:
+                rows = x if self.batch_first else x.transpose(0, 1)
+                rows = F.dropout(rows, self.p, self.training)
+                x = rows if self.batch_first else rows.transpose(0, 1)
+            here = slice(number * self.ways, (number + 1) * self.ways)
+            x, last = layer(x, tuple(f[here] for f in first) if isinstance(first, tuple) else first[here])
+            ends.append(last[0] if isinstance(last, tuple) else last)
+        return x, torch.cat(ends)
+
+
+STACKS: dict[str, Callable[[float], nn.RNNBase]] = {
+    "lstm": lambda p: nn.LSTM(8, 4, 3, dropout=p, batch_first=True, bidirectional=True),
+    "lstm, time first": lambda p: nn.LSTM(8, 8, 2, dropout=p),
+    "lstm, projected, no bias": lambda p: nn.LSTM(8, 9, 2, dropout=p, proj_size=8, bias=False, batch_first=True),
+    "gru": lambda p: nn.GRU(8, 8, 3, dropout=p, batch_first=True),
+    "rnn": lambda p: nn.RNN(8, 8, 2, dropout=p),
+}
+
+
+@pytest.mark.parametrize("kind", STACKS)
+def test_recurrent_layers_drop_between_layers(kind: str) -> None:
+    without, stack = (STACKS[kind](p) for p in (0.0, 0.4))
+    for p, layers in ((0.0, without), (0.4, stack)):
+        template = distinct(Body(Recurrent(layers)))
+        alone = copy.deepcopy(template)
+        alone.middle.layers = OneByOne(template.middle.layers)
+        one, *three = train(template, "shard=1", "ddp", batches()) + train(template, "shard=3", "zero3", batches())
+        (defined,) = train(alone, "shard=1", "ddp", batches())
+        for other in (*three, defined):
+            assert other.losses == pytest.approx(one.losses, rel=1e-12)
+        for name, value in one.state.items():
+            assert all(cases.close(rank.state[name], value, 1e-11) for rank in three), name
+        if not p:
+            cases.agree(three, cases.plain(template, batches()))
+
+
+def test_packed_sequences_with_dropout_are_refused() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(8, 8, 2, dropout=0.4, batch_first=True)
+
+        def forward(self, x_BTC: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x_BTC, [4] * len(x_BTC), batch_first=True)
+            out: Tensor = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0]
+            return out
+
+    with pytest.raises(ValueError, match="random operator 'lstm'"):
+        train(distinct(Body(Packed())), "shard=2", "zero3", batches(1))
+
+
+@pytest.mark.parametrize("kind", ["hidden", "far below", "causal", "grouped", "scale", "negative scale", "fp16"])
+def test_attention_that_is_written_out_is_torchs(kind: str) -> None:
+    """Also where a query may attend to nothing, and where a product would overflow before it is scaled."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 5, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    settings: dict[str, Any] = {}
+    mask = torch.rand(2, 1, 5, 5, generator=generator) < 0.6
+    mask[0, :, 2], mask[1, :, 0] = False, False
+    if kind == "hidden":
+        settings["attn_mask"] = mask
+    elif kind == "far below":
+        settings["attn_mask"] = torch.zeros(2, 1, 5, 5, dtype=torch.float64).masked_fill(~mask, float("-inf"))
+    elif kind == "causal":
+        settings["is_causal"] = True
+    elif kind == "grouped":
+        k, v, settings["enable_gqa"] = k[:, :2], v[:, :2], True
+    elif "scale" in kind:
+        settings["scale"] = -0.3 if "negative" in kind else 0.3
+    else:
+        # no weight is 0 or 1 to the last digit: a kernel's gradient there is the rounding of two equal numbers
+        q, k, v, settings["scale"] = (120 * q).half(), (120 * k).half(), v.half(), 2e-5
+        assert (q.double() @ k.double().mT).abs().max() > torch.finfo(torch.half).max
+    results = []
+    for attend in (F.scaled_dot_product_attention, partial(written_out, lambda weights: weights)):
+        leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+        out = attend(*leaves, **settings)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        assert theirs.isfinite().all()
+        close = (
+            10 * torch.finfo(torch.half).eps * theirs.abs().max() if kind == "fp16" else 1e-10 * theirs.abs() + 1e-12
+        )
+        assert ((ours - theirs).abs() <= close).all()
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+@pytest.mark.parametrize("kind", ["nn.Dropout", "twice", "attention kernel", "nn.TransformerEncoderLayer"])
+def test_recomputation_draws_the_same_masks_again(kind: str, row: str) -> None:
+    """The gradients are the very bits of the run that saved its activations."""
+
+    class Saving(Body):
+        def forward(self, x_BC: Tensor) -> Tensor:
+            middle = checkpoint(self.middle, self.first(lift(x_BC)), use_reentrant=False)
+            out: Tensor = self.last(middle)
+            return out.flatten(1)
+
+    template = distinct(Body(SERVED[kind]()))
+    saving = Saving(copy.deepcopy(template.middle)).double()
+    saving.load_state_dict(template.state_dict())
+    straight = train(template, "shard=2", row, batches(), microbatches=2)
+    again = train(saving, "shard=2", row, batches(), microbatches=2)
+    for ours, theirs in zip(again, straight, strict=True):
+        for a, b in zip(ours.gradients, theirs.gradients, strict=True):
+            assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+class DrawsBare(nn.Module):
+    """Dropout drawn by a method, which a user recomputes without calling a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def inner(self, x_BC: Tensor) -> Tensor:
+        return F.dropout(self.linear(x_BC), 0.4) * x_BC
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        out_BC: Tensor = checkpoint(self.inner, x_BC, use_reentrant=False)
+        return out_BC
+
+
+def test_dropout_in_a_checkpoint_around_no_module_is_refused() -> None:
+    """In the backward nobody could tell which mask to draw again; it used to come from torch's own generator."""
+
+    def rank_main(comm: Comm) -> None:
+        model = DrawsBare()
+        engine = Engine(
+            model,
+            comm,
+            strategy="ddp",
+            loss_fn=lambda m, x: m(x).square().sum(),
+            count_fn=len,
+            optimizer=torch.optim.SGD(model.parameters()),
+        )
+        with pytest.raises(ValueError, match="checkpoint a module's call"):
+            engine.step([torch.randn(3, 5)])
+
+    run(Mesh(), rank_main, deadline=20)

@@ -1,0 +1,254 @@
+"""Dropout on cut activations: every rank draws its slice of the single process's mask, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_cases import Batch, batches, count, distinct, loss_sum, sgd, train
+from tensor_models import WIDTH, Model, alone, model, same_run, token_batches
+from torch import Tensor, nn
+
+import plait
+from plait.comm import Comm
+from plait.table.layout import part
+from plait.step import Engine
+from plait.forward.context import RNGPosition
+from plait.forward.dropout import DropoutRNG
+from plait.forward.masks import Slice
+
+Masks = dict[str, Tensor]
+
+
+def drawn(engine: Engine) -> Masks:
+    """What the engine's streams draw from here on, by module and number of the draw in it."""
+    masks: Masks = {}
+    current, dropout = engine.stages[0].current, engine.stages[0].interceptor.handlers[-1]
+    assert isinstance(dropout, DropoutRNG)
+    draw = dropout.mask
+
+    def mask(shape: Any, p: float, device: torch.device) -> Tensor:
+        name = current.context.module.name
+        found = draw(shape, p, device)
+        masks[f"{name}#{sum(key.startswith(name + '#') for key in masks)}"] = found
+        return found
+
+    dropout.mask = mask  # type: ignore[method-assign]
+    return masks
+
+
+def masks_of(mesh: str, tokens: Tensor, *, sequence: bool = False) -> list[Masks]:
+    def body(comm: Comm) -> Masks:
+        mine = model()
+        engine = Engine(mine, comm, strategy="ddp", sequence_parallel=sequence, loss_fn=_sum, count_fn=len)
+        engine.use(sgd(mine.parameters()))
+        masks = drawn(engine)
+        engine.step([tokens])
+        return masks
+
+    return plait.run_threads(mesh, body)
+
+
+def _sum(net: nn.Module, tokens: Tensor) -> Tensor:
+    total: Tensor = net(tokens).square().sum()
+    return total
+
+
+SITES = {
+    # site of the model: the dim that is cut without and with sequence parallelism (None: the whole mask)
+    "dropout#0": (None, 1),
+    **{f"blocks.{i}.attention#0": (1, 1) for i in range(2)},
+    **{f"blocks.{i}.attention.mixed_dropout#0": (1, 1) for i in range(2)},
+    **{f"blocks.{i}.dropout#0": (None, 1) for i in range(2)},
+    **{f"blocks.{i}.mlp.inner#0": (2, 2) for i in range(2)},
+    **{f"blocks.{i}.mlp#0": (2, 2) for i in range(2)},
+    "out_dropout#0": (None, None),
+}
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("ways", [2, 3, 6])
+def test_every_ranks_mask_is_its_slice_of_the_single_process(ways: int, sequence: bool, samples: int) -> None:
+    """Heads of the attention kernel and of a module, hidden features, the stream in time, and whole."""
+    tokens = token_batches(1, samples)[0]["x"]
+    (single,) = masks_of("shard=1", tokens)
+    assert single.keys() == SITES.keys()
+    for index, ours in enumerate(masks_of(f"tensor={ways}", tokens, sequence=sequence)):
+        assert ours.keys() == SITES.keys()
+        for site, dims in SITES.items():
+            dim, wanted = dims[sequence], single[site]
+            if dim is not None:
+                start, stop = part(wanted.size(dim), ways, index)
+                wanted = wanted.narrow(dim, start, stop - start)
+            assert torch.equal(ours[site], wanted), f"{site} on rank {index}"
+            assert samples == 1 or wanted.numel() < 8 or 0 < wanted.float().mean() < 1
+
+
+def test_a_mask_that_belongs_to_the_microbatch_is_sliced_too() -> None:
+    """Where a module has lost the sample dim, one key serves all elements."""
+    shape, held = (5, 2, 3), Slice(1, 2, 7)
+    place = held.indices(shape)
+    index = torch.arange(5 * 2 * 3)
+    whole = torch.arange(5 * 7 * 3).view(5, 7, 3)[:, 2:4].reshape(-1)
+    assert torch.equal(place(index), whole)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_indices_of_a_slice_are_those_within_the_whole(dim: int) -> None:
+    whole = torch.arange(5 * 7 * 3).view(5, 7, 3)
+    size = whole.size(dim)
+    for start in range(size):
+        for stop in range(start, size + 1):
+            local = whole.narrow(dim, start, stop - start)
+            place = Slice(dim, start, size).indices(local.shape)
+            assert torch.equal(place(torch.arange(local.numel())), local.reshape(-1))
+
+
+# ---- what the plan does not say ----------------------------------------------------------------------------------
+
+
+def test_flattened_tokens_under_sequence_parallelism_are_refused() -> None:
+    def body(comm: Comm) -> None:
+        engine = Engine(model(), comm, strategy="ddp", sequence_parallel=True, loss_fn=_sum, count_fn=len)
+        stage = engine.stages[0]
+        dropout = stage.interceptor.handlers[-1]
+        assert isinstance(dropout, DropoutRNG) and dropout.slice_of is not None
+        stage.current.replace(length=7, position=RNGPosition(0, 0, 0, 2, (7,)))
+        start, stop = stage.axis.part(7)
+        assert dropout.slice_of("blocks.0.dropout", (2, stop - start, WIDTH)) == Slice(1, start, 7)
+        with pytest.raises(ValueError, match="draw before dims are flattened"):
+            dropout.slice_of("blocks.0.dropout", (2 * (stop - start), WIDTH))
+
+    plait.run_threads("tensor=2", body)
+
+
+class Pair(nn.Module):
+    """up, ``between``, down, ``after``."""
+
+    def __init__(self, hidden: int, between: nn.Module, after: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        self.between, self.after = between, after
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        out: Tensor = self.after(self.down(self.between(torch.tanh(self.up(x_BD)))))
+        return out
+
+
+class Functional(Pair):
+    """F.dropout on the stream, in the module that holds the columns."""
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return F.dropout(super().forward(x_BD), 0.4, self.training)
+
+
+class Net(nn.Module):
+    def __init__(self, pair: nn.Module) -> None:
+        super().__init__()
+        self.first, self.pair, self.last = nn.Linear(WIDTH, WIDTH), pair, nn.Linear(WIDTH, 3)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        out: Tensor = self.last(self.pair(self.first(x_BD)))
+        return out
+
+
+PLAN = {"pair.up": "column", "pair.down": "row"}
+
+
+def net(
+    hidden: int = 6, between: nn.Module | None = None, after: nn.Module | None = None, kind: Any = Pair
+) -> nn.Module:
+    return distinct(Net(kind(hidden, between or nn.Identity(), after or nn.Identity())))
+
+
+def equal(template: nn.Module, ways: int = 2, **more: str) -> None:
+    data = batches()
+    ranks = train(template, f"tensor={ways}", "ddp", data, sgd, tensor_plan={**PLAN, **more})
+    same_run(ranks, alone(template, data))
+
+
+@pytest.mark.parametrize("site", ["pair.between", "pair.between.0", "pair.between.0.0"])
+def test_dropout_between_a_column_and_a_row_that_the_plan_does_not_name_is_refused(site: str) -> None:
+    inside: nn.Module = nn.Dropout(0.4)
+    for _ in range(site.count(".") - 1):
+        inside = nn.Sequential(inside)
+    with pytest.raises(ValueError, match=f"module '{site}' draws dropout between cut products"):
+        equal(net(between=inside))
+    equal(net(between=inside), **{site: "hidden"})
+
+
+@pytest.mark.parametrize("hidden", [2 * WIDTH, 3 * WIDTH, 7])
+def test_dropout_after_the_row_is_on_the_whole_stream(hidden: int) -> None:
+    """Where a rank's part of the hidden features is as wide as the stream, it must not be taken for it."""
+    equal(net(hidden, after=nn.Dropout(0.4)), 2)
+    equal(net(hidden, kind=Functional), 2)
+    equal(net(hidden, kind=Functional), 3)
+
+
+def test_a_style_that_does_not_fit_the_activation_is_refused() -> None:
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.4)
+
+        def forward(self, x_BE: Tensor) -> Tensor:
+            return self.drop(torch.cat((x_BE, x_BE), -1))[..., : x_BE.size(-1)]  # type: ignore[no-any-return]
+
+    with pytest.raises(ValueError, match="whose last dim is no part of the 6 features"):
+        equal(net(between=Doubled()), **{"pair.between.drop": "hidden"})
+
+
+@pytest.mark.parametrize("missing", ["dropout", "blocks.*.dropout"])
+def test_a_stream_cut_in_time_never_gets_another_mask(missing: str) -> None:
+    """Dropout on it that the plan does not name is refused, or served all the same."""
+    plan = {name: style for name, style in Model().tensor_plan().items() if name != missing}
+    data = token_batches()
+    same_run(train(model(), "tensor=2", "ddp", data, sgd, tensor_plan=plan), alone(model(), data))
+    try:
+        ranks = train(model(), "tensor=2", "ddp", data, sgd, tensor_plan=plan, sequence_parallel=True)
+    except ValueError as refused:
+        assert "draws dropout" in str(refused) and "sequence" in str(refused)
+    else:
+        same_run(ranks, alone(model(), data))
+
+
+@pytest.mark.parametrize("mesh", ["shard=2", "tensor=2"])
+@pytest.mark.parametrize("by", ["hook", "forward"])
+def test_dropout_that_a_user_adds_to_a_layer_has_one_site_on_every_mesh(by: str, mesh: str) -> None:
+    """Layers that draw nothing are not followed where nobody asks for them; these do draw."""
+
+    def added(layer: nn.Linear) -> None:
+        own = layer.forward
+        if by == "hook":
+            layer.register_forward_hook(lambda module, args, out: F.dropout(out, 0.4, module.training))
+        else:
+            layer.forward = lambda x: F.dropout(own(x), 0.4, layer.training)  # type: ignore[method-assign]
+
+    def built() -> nn.Module:
+        net = model(0.0)
+        for mlp in (block.mlp for block in net.blocks):  # type: ignore[union-attr]
+            added(mlp.down)
+        return net
+
+    data = token_batches()
+
+    def losses(mesh: str) -> list[float]:
+        def body(comm: Comm) -> list[float]:
+            net = built()
+            engine = Engine(
+                net, comm, strategy="ddp", loss_fn=loss_sum, count_fn=count, optimizer=sgd(net.parameters())
+            )
+            return [engine.step([piece(batch, comm)]).loss for batch in data]
+
+        return plait.run_threads(mesh, body)[0]
+
+    def piece(batch: Batch, comm: Comm) -> Batch:
+        start, stop = part(len(batch["x"]), comm.mesh.data_size, comm.mesh.data_rank(comm.rank))
+        return {name: value[start:stop] for name, value in batch.items()}
+
+    assert losses(mesh) == pytest.approx(losses("shard=1"), rel=1e-12)
+    dry = model(0.0)
+    assert losses("shard=1") != pytest.approx(alone(dry, data).losses, rel=1e-3)

@@ -1,0 +1,122 @@
+"""Products made in torch's place (by oneDNN, or in two parts): where they must not be, and what they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import engine_cases as cases
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_cases import WIDTH, batches, sgd
+from pipeline_cases import chain, linear, same
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from weight_grads_cases import Deferring, multiplying
+
+from plait.tensor.gemm import ONEDNN, has_onednn
+
+onednn = pytest.mark.skipif(not has_onednn(), reason="this torch was built without oneDNN")
+
+
+class Again(nn.Module):
+    """A checkpoint around a function: nobody's call, so in its recomputation nothing of plait is on.
+
+    The weight is square, and torch keeps its transpose: who takes the one for the other gets a gradient of the right
+    shape.
+
+    Args:
+        around: what the checkpoint is around: a function that calls ``F.linear``, one that calls the layer, the layer.
+        dropout: drawn inside the function.
+    """
+
+    def __init__(self, around: str, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.own, self.around, self.dropout = linear(), around, dropout
+
+    def inner(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.own.weight, self.own.bias) if self.around == "function" else self.own(x)
+        return F.dropout(torch.tanh(y), self.dropout, self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.around == "layer":
+            return torch.tanh(checkpoint(self.own, x, use_reentrant=False))
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return out
+
+
+def again(around: str, dropout: float = 0.0) -> nn.Module:
+    """With two of them, which ``recompute="full"`` runs a second time around their own checkpoints."""
+    return chain(linear(), nn.Sequential(Again(around, dropout)), nn.Sequential(Again(around)), linear())
+
+
+UNITS = ("l1.0", "l2.0")
+AROUND = pytest.mark.parametrize("around", ["function", "call", "layer"])
+RECOMPUTE = pytest.mark.parametrize("recompute", [None, "full"])
+
+
+@onednn
+@AROUND
+@RECOMPUTE
+@pytest.mark.parametrize(("mesh", "row"), [("replica=2", "ddp"), ("shard=2", "zero3")])
+def test_a_checkpoint_around_a_function_under_onednn(mesh: str, row: str, recompute: str | None, around: str) -> None:
+    model = again(around).float()
+    data = [{name: value.float() for name, value in batch.items()} for batch in batches(3)]
+    ours = cases.train(model, mesh, row, data, optimizer=sgd, gemm="onednn", recompute=recompute, units=UNITS)[0]
+    theirs = cases.train(model, "replica=2", "ddp", data, optimizer=sgd)[0]
+    for name, value in theirs.state.items():
+        torch.testing.assert_close(ours.state[name], value, rtol=1e-5, atol=1e-6)
+
+
+@AROUND
+@RECOMPUTE
+def test_a_checkpoint_around_a_function_in_a_backward_in_two_parts(recompute: str | None, around: str) -> None:
+    same(again(around), schedule="zb_h1", recompute=recompute, units=UNITS)
+
+
+@RECOMPUTE
+def test_dropout_in_such_a_checkpoint_is_refused(recompute: str | None) -> None:
+    """Which mask to draw again is not known, also where the engine runs the block around it a second time."""
+    with pytest.raises(ValueError, match="in a checkpoint around a function that is no module's call"):
+        cases.train(again("function", 0.3), "shard=2", "zero3", batches(1), recompute=recompute, units=UNITS)
+
+
+def penalised(layer: Callable[[Tensor], Tensor]) -> None:
+    """The gradient of a gradient, which starts from the constant of a sum."""
+    x = torch.ones(3, WIDTH, requires_grad=True)
+    torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+@onednn
+def test_gradients_of_onednn_cannot_be_differentiated_again_and_say_so() -> None:
+    penalised(layer := nn.Linear(WIDTH, 4))
+    with multiplying(ONEDNN), pytest.raises(ValueError, match=r"create_graph=True.*leave gemm out"):
+        penalised(layer)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_nor_can_those_of_a_backward_in_two_parts(kind: str) -> None:
+    conv = nn.Sequential(nn.Unflatten(1, (1, WIDTH)), nn.Conv1d(1, 2, 3))
+    penalised(layer := nn.Linear(WIDTH, 4) if kind == "linear" else conv)
+    deferred = Deferring(layer.parameters())
+    deferred.begin(0)
+    with deferred, pytest.raises(ValueError, match=r"create_graph=True.*another order"):
+        penalised(layer)
+
+
+FOREIGN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "sparse": lambda layer, x: layer(x.to_sparse()),
+    "nested": lambda layer, x: layer(torch.nested.nested_tensor([x[:1], x])).to_padded_tensor(0.0),
+    "vmap": lambda layer, x: torch.func.vmap(layer)(x),
+    "grad": lambda layer, x: torch.func.grad(lambda z: layer(z).tanh().sum())(x),
+}
+
+
+@onednn
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("call", FOREIGN)
+def test_what_is_not_ours_is_left_to_torch(call: str) -> None:
+    layer, x = cases.distinct(nn.Linear(WIDTH, 4)).float(), torch.randn(3, WIDTH)
+    wanted = FOREIGN[call](layer, x)
+    with multiplying(ONEDNN):
+        assert torch.equal(FOREIGN[call](layer, x), wanted)

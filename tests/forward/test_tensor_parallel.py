@@ -1,0 +1,381 @@
+"""Stock modules under a tensor axis: every style at once, against one process; and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_cases import adamw, batches, distinct, sgd, train
+from tensor_models import WIDTH, alone, model, same_run, token_batches
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import plait
+from plait.comm import Comm
+from plait.step import Engine, empty_parameters
+from plait.run.models.gpt import GPT, GPTConfig
+
+MESHES = ("tensor=2", "tensor=3", "shard=2 tensor=2", "replica=2 tensor=3")
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero3", "hpz"])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_every_style_at_once_is_the_single_process(sequence: bool, mesh: str, row: str) -> None:
+    """Fused grouped heads, uneven features and rows, biases, a padding row, gathered output, dropout everywhere."""
+    data = token_batches()
+    ranks = train(model(), mesh, row, data, sgd, microbatches=2, clip=0.5, sequence_parallel=sequence)
+    single = alone(model(), data, clip=0.5)
+    assert max(norm for norm in single.norms if norm is not None) > 0.5
+    same_run(ranks, single)
+
+
+@pytest.mark.parametrize("ways", [2, 3, 6])
+def test_without_dropout_it_is_the_loop_of_plain_pytorch(ways: int) -> None:
+    data = token_batches()
+    ranks = train(model(0.0), f"tensor={ways}", "ddp", data, adamw, clip=0.5)
+    same_run(ranks, cases.plain(model(0.0), data, adamw, clip=0.5), 1e-11)
+
+
+@pytest.mark.parametrize("ways", [2, 3, 4, 5])
+def test_features_that_ranks_share_unevenly_or_not_at_all(ways: int) -> None:
+    """11 features in each block, and 5 inputs: every rank count up to one with single features."""
+    plan = {"blocks.*.up": "column", "blocks.*.down": "row", "first": "gathered", "head": "gathered"}
+    data = batches()
+    ranks = train(cases.net(), f"tensor={ways}", "ddp", data, adamw, tensor_plan=plan, clip=0.1)
+    same_run(ranks, cases.plain(cases.net(), data, adamw, clip=0.1), 1e-11)
+
+
+def test_fused_heads_that_the_ranks_cannot_share_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 heads of 2 cannot be shared by tensor=4 ranks"):
+        train(model(), "tensor=4", "ddp", token_batches())
+
+
+@pytest.mark.parametrize("row", ["zero1", "zero2", "zero3", "psdp"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_whole_tensors_on_one_owner(sequence: bool, row: str) -> None:
+    """Pieces of unlike sizes on the tensor ranks; who owns a summed norm must not depend on them."""
+    data = token_batches()
+    for mesh in ("shard=3 tensor=2", "shard=2 tensor=3"):
+        ranks = train(model(), mesh, row, data, sgd, cut="tensor", sequence_parallel=sequence)
+        same_run(ranks, alone(model(), data))
+
+
+# ---- a small net of two columns and a row ------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """up, something in between, down."""
+
+    def __init__(self, hidden: int = 6, **between: nn.Module) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(WIDTH, hidden), nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        for name, module in between.items():
+            setattr(self, name, module)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.tanh(self.up(x_BD)) * self.gate(x_BD))
+        return out
+
+
+class Around(nn.Module):
+    """Whole layers around two pairs."""
+
+    def __init__(self, pair: type[Pair], **between: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.pairs = nn.ModuleList(pair(**copy.deepcopy(between)) for _ in range(2))
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        x_BD = self.first(x_BD)
+        for pair in self.pairs:
+            x_BD = x_BD + pair(x_BD)
+        out: Tensor = self.last(x_BD)
+        return out
+
+
+PLAN = {"pairs.*.up": "column", "pairs.*.gate": "column", "pairs.*.down": "row"}
+
+
+def around(pair: type[Pair], **between: Any) -> nn.Module:
+    return distinct(Around(pair, **between))
+
+
+def equal(template: nn.Module, mesh: str = "tensor=2", row: str = "ddp", steps: int = 2, **changes: Any) -> None:
+    """The net is the single process's."""
+    data = batches(steps)
+    settings: dict[str, Any] = {"tensor_plan": PLAN, **changes}
+    same_run(train(template, mesh, row, data, sgd, **settings), alone(template, data))
+
+
+def fails(template: nn.Module, message: str, steps: int = 1, **changes: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(template, "tensor=2", "ddp", batches(steps), sgd, **{"tensor_plan": PLAN, **changes})
+
+
+class OneUnused(Pair):
+    def forward(self, x_BD: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.tanh(self.up(x_BD)))
+        return out
+
+
+class Twice(Pair):
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x_BD)) + self.gate(x_BD)) + self.down(self.up(torch.tanh(x_BD)))  # type: ignore[no-any-return]
+
+
+class Cross(Pair):
+    """Siblings of one module that read different tensors, in turn, as in cross-attention."""
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        other = x_BD.sin()
+        out: Tensor = self.down(torch.tanh(self.up(x_BD)) * self.gate(other) + self.up(other) * self.gate(x_BD))
+        return out
+
+
+class Probing(Pair):
+    """The same input is read without gradients first."""
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up(x_BD)
+        return super().forward(x_BD)
+
+
+class Checkpointed(Pair):
+    def forward(self, x_BD: Tensor) -> Tensor:
+        out: Tensor = checkpoint(super().forward, x_BD, use_reentrant=False)  # type: ignore[no-untyped-call]
+        return out
+
+
+@pytest.mark.parametrize(("mesh", "row"), [("tensor=2", "ddp"), ("tensor=3", "zero1"), ("shard=2 tensor=2", "zero3")])
+@pytest.mark.parametrize("pair", [Pair, OneUnused, Twice, Cross, Probing, Checkpointed])
+def test_modules_that_call_their_products_otherwise(pair: type[Pair], mesh: str, row: str) -> None:
+    equal(around(pair), mesh, row)
+
+
+class NowAndThen(Pair):
+    """Calls its second column in every other forward; what it leaves then reaches no loss in every fourth."""
+
+    calls = 0
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        self.calls += 1
+        h = torch.tanh(self.up(x_BD))
+        factor = self.gate(x_BD) if self.calls % 2 else 1.0
+        out: Tensor = self.down(h if self.calls % 4 == 1 else h * factor)
+        return out
+
+
+@pytest.mark.parametrize("pair", [OneUnused, NowAndThen])
+def test_a_sibling_in_a_unit_of_its_own_may_be_left_out(pair: type[Pair]) -> None:
+    units = ["pairs.0.up", "pairs.0.gate", "pairs.1.gate"]
+    equal(around(pair), "shard=2 tensor=2", "zero3", steps=5, units=units)
+
+
+def freeze(template: nn.Module, *names: str) -> nn.Module:
+    for name, parameter in template.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in names))
+    return template
+
+
+@pytest.mark.parametrize("frozen", ["up", "up.weight", "up.bias", "down", "first", "gate.bias"])
+@pytest.mark.parametrize(("mesh", "row"), [("tensor=2", "ddp"), ("shard=2 tensor=2", "zero3")])
+def test_frozen_parameters_stay_and_the_others_train(frozen: str, mesh: str, row: str) -> None:
+    equal(freeze(around(Pair), frozen), mesh, row, steps=3)
+
+
+def test_a_forward_in_eval_is_the_whole_models() -> None:
+    x_BD = batches()[0]["x"]
+
+    def body(comm: Comm) -> list[Tensor]:
+        mine = around(Pair).eval()
+        Engine(mine, comm, strategy="ddp", tensor_plan=PLAN)
+        with torch.no_grad():
+            first = mine(x_BD)
+        with torch.inference_mode():
+            return [first, mine(x_BD).clone()]
+
+    wanted = around(Pair)(x_BD)
+    for found in plait.run_threads("tensor=3", body):
+        assert all(cases.close(y.detach(), wanted.detach(), 1e-13) for y in found)
+
+
+class Reads(Pair):
+    """up's weight is read by something other than its own module."""
+
+    how = ""
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        weight = self.up.weight
+        read = {
+            "t()": lambda: x_BD @ weight.t(),
+            "T": lambda: x_BD @ weight.T,
+            "mT": lambda: x_BD @ weight.mT,
+            "data": lambda: F.linear(x_BD, weight.data),
+            "F.linear": lambda: F.linear(x_BD, weight),
+            "sum": lambda: self.up(x_BD) + weight.sum(),
+            "in a list": lambda: torch.cat([weight, weight])[:1].sum() + self.up(x_BD),
+            "bias": lambda: self.up(x_BD) + self.up.bias.mean(),
+        }[self.how]
+        out: Tensor = self.down(torch.tanh(read()))
+        return out
+
+
+@pytest.mark.parametrize("how", ["t()", "T", "mT", "data", "F.linear", "sum", "in a list", "bias"])
+def test_a_cut_parameter_that_something_else_reads_raises(how: str) -> None:
+    fails(around(type("Reads", (Reads,), {"how": how})), "reads a parameter that is cut over the tensor axis")
+
+
+def test_the_shape_of_a_cut_parameter_may_be_asked_for() -> None:
+    class Asks(Pair):
+        def forward(self, x_BD: Tensor) -> Tensor:
+            assert self.up.weight.shape[1] == WIDTH and self.up.weight.dtype == x_BD.dtype
+            assert self.up.weight.requires_grad and self.up.weight.numel() > 0
+            return super().forward(x_BD)
+
+    equal(around(Asks))
+
+
+def test_a_cut_parameter_in_the_loss_raises() -> None:
+    def decayed(net: Any, batch: cases.Batch) -> Tensor:
+        loss: Tensor = cases.loss_sum(net, batch) + net.pairs[0].up.weight.square().sum()
+        return loss
+
+    fails(around(Pair), "reads a parameter that is cut over the tensor axis", loss=decayed)
+
+
+def test_a_tied_head_that_the_plan_leaves_out_raises() -> None:
+    """Its weight is the embedding's piece."""
+    sizes = GPTConfig(vocabulary=11, num_layers=1, width=8, num_heads=2, num_kv_heads=2, max_length=7)
+    plan = {name: style for name, style in GPT(sizes).tensor_plan().items() if name != "head"}
+
+    def body(comm: Comm) -> None:
+        with empty_parameters():
+            made = GPT(sizes)
+        Engine(made, comm, strategy="ddp", tensor_plan=plan).model(token_batches()[0]["x"])
+
+    with pytest.raises(ValueError, match="'linear' in module 'head' reads a parameter that is cut"):
+        plait.run_threads("tensor=2", body)
+
+
+# ---- whole parameters on cut activations -------------------------------------------------------------------------
+
+
+class PerHead(Pair):
+    """A norm over every 3 features of what is cut."""
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        hidden = self.norm(self.up(x_BD).unflatten(-1, (-1, 3))).flatten(-2)
+        out: Tensor = self.down(torch.tanh(hidden) * self.gate(x_BD))
+        return out
+
+
+per_head = partial(around, PerHead, norm=nn.LayerNorm(3), hidden=18)
+HEADS = {**PLAN, "pairs.*.up": "column by 3", "pairs.*.gate": "column by 3"}
+
+
+def test_a_whole_parameter_on_a_cut_activation_is_refused_at_the_first_step() -> None:
+    fails(per_head(), r"'pairs.0.norm.weight' differs between the tensor ranks.*'summed'", tensor_plan=HEADS)
+
+
+def test_it_is_refused_as_soon_as_it_has_a_gradient() -> None:
+    """Behind a product that starts at zero nothing can be seen in the first step."""
+    template = per_head()
+    with torch.no_grad():
+        for pair in template.pairs:
+            pair.down.weight.zero_()
+    fails(template, "differs between the tensor ranks", steps=3, tensor_plan=HEADS)
+
+
+@pytest.mark.parametrize("missing", ["norm", "blocks.*.norm", "blocks.*.mlp_norm"])
+def test_a_norm_on_the_stream_cut_in_time_that_the_plan_forgets_is_refused(missing: str) -> None:
+    own: Any = model()
+    plan = {name: style for name, style in own.tensor_plan().items() if name != missing}
+    settings = {"tensor_plan": plan, "sequence_parallel": True}
+    with pytest.raises(ValueError, match=r"norm.(weight|bias)' differs between the tensor ranks.*'sequence'"):
+        train(model(), "tensor=2", "ddp", token_batches(1), sgd, **settings)
+
+
+@pytest.mark.parametrize(("mesh", "row"), [("tensor=2", "ddp"), ("tensor=3", "zero1"), ("shard=2 tensor=2", "zero3")])
+def test_said_to_be_summed_it_is_right(mesh: str, row: str) -> None:
+    equal(per_head(), mesh, row, tensor_plan={**HEADS, "pairs.*.norm": "summed"})
+
+
+def test_the_check_ends_when_every_whole_parameter_was_seen() -> None:
+    def setup(engine: Engine) -> list[str]:
+        return [e.note.phase for e in engine.comm.ledger.entries if e.note.phase in ("setup", "report")]
+
+    for run in train(around(Pair), "tensor=2", "ddp", batches(4), sgd, tensor_plan=PLAN, look=setup):
+        phases = run.seen
+        assert phases.count("report") == 4
+        assert "setup" not in phases[phases.index("report") + 2 :], "a message in every step that no ledger predicts"
+
+
+# ---- batches -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["other samples", "fewer samples"])
+def test_tensor_ranks_with_different_batches_are_refused(how: str) -> None:
+    def body(comm: Comm) -> None:
+        optimizer = sgd((model := around(Pair)).parameters())
+        engine = Engine(
+            model,
+            comm,
+            strategy="ddp",
+            tensor_plan=PLAN,
+            optimizer=optimizer,
+            loss_fn=cases.loss_sum,
+            count_fn=lambda b: len(b["x"]),
+        )
+        batch = batches()[comm.rank if how == "other samples" else 0]
+        if how == "fewer samples":
+            batch = {name: tensor[comm.rank :] for name, tensor in batch.items()}
+        engine.step([batch])
+
+    with pytest.raises(ValueError, match=r"(ranks of a tensor group|tensor only) bring different batches"):
+        plait.run_threads("tensor=2", body)
+
+
+# ---- a loop of one's own -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(("mesh", "row"), [("tensor=2", "ddp"), ("tensor=3", "zero1"), ("shard=2 tensor=2", "zero3")])
+def test_a_loop_of_ones_own(mesh: str, row: str, sequence: bool) -> None:
+    """Two microbatches of other lengths, one step; dropout off, for the loop numbers its samples by itself."""
+    data = [{**batch, "x": batch["x"][:12], "mask": batch["mask"][:12]} for batch in token_batches(2)]
+    data.append({**data[0], "x": data[0]["x"][:, :4]})
+
+    def body(comm: Comm) -> dict[str, Tensor]:
+        mine = model(0.0)
+        optimizer = sgd(mine.parameters())
+        engine = Engine(mine, comm, strategy=row, optimizer=optimizer, sequence_parallel=sequence)
+        for step in range(2):
+            for batch in data[step : step + 2]:
+                part = cases.deal(batch, comm.mesh, comm.rank, 1)[0]
+                engine.backward(cases.loss_sum(mine, part), cases.count(part))
+            optimizer.step()
+        return engine.full_state_dict()
+
+    wanted = plait.run_threads("shard=1", body)[0] if not sequence else None
+    wanted = wanted or _alone(data)
+    for state in plait.run_threads(mesh, body):
+        assert all(cases.close(state[name], wanted[name], 1e-12) for name in wanted)
+
+
+def _alone(data: list[cases.Batch]) -> dict[str, Tensor]:
+    mine = model(0.0)
+    optimizer = sgd(mine.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        some = data[step : step + 2]
+        (sum(cases.loss_sum(mine, batch) for batch in some) / sum(map(cases.count, some))).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    return mine.state_dict()

@@ -1,0 +1,154 @@
+"""Stock Hugging Face decoders under a tensor axis, by the plan that they carry and by the loss that they compute."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+from plait.comm import Comm
+from plait.step import Engine, empty_parameters
+from plait.zero.state.init import materialise
+from plait.run.models import hf
+from plait.tensor import parallel_plan, plan_of
+
+pytest.importorskip("transformers")
+
+KINDS = ("llama", "qwen2")
+Batch = Mapping[str, Tensor]
+
+
+def sizes(kind: str, tie: bool = False) -> hf.HFConfig:
+    return hf.HFConfig(
+        vocabulary=19, num_layers=2, width=24, num_heads=4, num_kv_heads=2, hidden=13, max_length=8, dropout=0.0,
+        kind=kind, tie=tie,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def build(kind: str, tie: bool = False) -> nn.Module:
+    with empty_parameters():
+        model = hf.build(sizes(kind, tie))
+    materialise(model, 1, torch.device("cpu"))
+    return model.double().train()
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 19, (4, 7), generator=generator)
+    return {"tokens": tokens, "targets": tokens.roll(-1, 1).masked_fill(tokens.remainder(5) == 0, -100)}
+
+
+def with_labels(model: nn.Module, batch: Batch) -> Tensor:
+    """The model's own loss, a mean over what its shift leaves, as a sum."""
+    loss: Tensor = model(input_ids=batch["tokens"], labels=batch["targets"], use_cache=False).loss
+    return loss * int((batch["targets"][:, 1:] != -100).sum())
+
+
+def steps(kind: str, mesh: str, row: str, tie: bool = False, loss: Any = hf.loss_sum, **settings: Any) -> list[Any]:
+    def body(comm: Comm) -> tuple[list[float], dict[str, Tensor], list[str]]:
+        model = build(kind, tie)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = Engine(
+            model, comm, strategy=row, optimizer=optimizer, loss_fn=loss, count_fn=hf.token_count, **settings
+        )
+        mine = cases.deal(batch(), comm.mesh, comm.rank, 1)
+        losses = [engine.step(mine).loss for _ in range(2)]
+        sent = [f"{e.kind} {e.note.unit}" for e in comm.ledger.entries if e.note.phase.startswith("tensor")]
+        return losses, engine.full_state_dict(), sent
+
+    return plait.run_threads(mesh, body)
+
+
+def agree(ranks: list[Any], single: Any) -> None:
+    for losses, state, _ in ranks:
+        assert all(abs(a - b) < 1e-12 * abs(b) for a, b in zip(losses, single[0], strict=True))
+        assert list(state) == list(single[1])
+        assert all(cases.close(state[name], single[1][name], 1e-12) for name in state)
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_stock_decoder_trains_by_the_plan_it_carries(sequence: bool, kind: str, tie: bool) -> None:
+    single = steps(kind, "shard=1", "ddp", tie)[0]
+    for mesh, row in (("tensor=2", "zero1"), ("shard=2 tensor=2", "zero3")):
+        agree(steps(kind, mesh, row, tie, sequence_parallel=sequence), single)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_plan_is_read_as_it_is_and_the_ends_are_cut_by_vocabulary(kind: str) -> None:
+    model: Any = build(kind)
+    plan = plan_of(model)
+    inner = {k.removeprefix("model."): v for k, v in plan.items() if "layers" in k}
+    words = {"colwise": "column", "rowwise": "row"}
+    assert inner == {k: words[v] for k, v in model.config.base_model_tp_plan.items()}
+    assert {k: v for k, v in plan.items() if "layers" not in k} == {
+        "model.embed_tokens": "vocabulary",
+        "lm_head": "vocabulary",
+    }
+    styles = parallel_plan(model, 2).styles
+    assert str(styles["model.layers.1.self_attn.k_proj"]) == "column by 6", "whole heads"
+    assert len(styles) == 2 + 2 * 7
+
+
+def test_more_ranks_than_key_value_heads_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"k_proj': 2 heads of 6 cannot be shared by tensor=4 ranks.*use tensor=2"):
+        steps("llama", "tensor=4", "ddp")
+
+
+def test_the_models_own_loss_gathers_the_logits_and_warns() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        single = steps("llama", "shard=1", "ddp", loss=with_labels)[0]
+    with pytest.warns(UserWarning, match="labels=.*logits of the whole vocabulary are gathered"):
+        ranks = steps("llama", "tensor=2", "ddp", loss=with_labels)
+    agree(ranks, single)
+    assert all("all_gather lm_head" in sent and "all_reduce loss" not in sent for _, _, sent in ranks)
+    assert all("all_gather lm_head" not in sent for _, _, sent in steps("llama", "tensor=2", "ddp"))
+
+
+def test_the_models_own_loss_under_sequence_parallelism() -> None:
+    single = steps("llama", "shard=1", "ddp", loss=with_labels)[0]
+    with pytest.warns(UserWarning, match="labels="):
+        agree(steps("llama", "tensor=2", "ddp", loss=with_labels, sequence_parallel=True), single)
+
+
+def test_code_that_slices_time_on_a_stream_cut_in_time_is_refused() -> None:
+    """The last token's logits alone: each rank would take the last of its own time."""
+
+    def body(comm: Comm, sequence: bool) -> Tensor:
+        model = build("llama").eval()
+        Engine(model, comm, strategy="ddp", sequence_parallel=sequence)
+        with torch.no_grad():
+            logits: Any = model(input_ids=batch()["tokens"], logits_to_keep=1, use_cache=False).logits
+        return logits.full()  # type: ignore[no-any-return]
+
+    alone: Any = build("llama").eval()
+    wanted = alone(input_ids=batch()["tokens"], logits_to_keep=1, use_cache=False).logits.detach()
+    assert all(cases.close(y, wanted, 1e-12) for y in plait.run_threads("tensor=2", lambda comm: body(comm, False)))
+    with pytest.raises(ValueError, match="time"):
+        plait.run_threads("tensor=2", lambda comm: body(comm, True))
+
+
+def test_padding_is_masked_whether_the_stream_is_cut_or_not() -> None:
+    tokens, mask = batch()["tokens"], torch.ones(4, 7, dtype=torch.int64)
+    mask[0, :3] = mask[2, :1] = 0
+
+    def body(comm: Comm, sequence: bool) -> Tensor:
+        model = build("llama").eval()
+        Engine(model, comm, strategy="ddp", sequence_parallel=sequence)
+        with torch.no_grad():
+            logits: Any = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+        return logits.full()  # type: ignore[no-any-return]
+
+    alone: Any = build("llama").eval()
+    wanted = alone(input_ids=tokens, attention_mask=mask, use_cache=False).logits.detach()[mask.bool()]
+    for sequence in (False, True):
+        for logits in plait.run_threads("tensor=2", lambda comm, s=sequence: body(comm, s)):  # type: ignore[misc]
+            assert cases.close(logits[mask.bool()], wanted, 1e-12)

@@ -1,0 +1,246 @@
+"""A backward in two parts gives, to the bit, what a plain one gives, in any order of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from weight_grads_cases import ORDER, Deferring, assert_equal, draws, plain, split
+
+from plait.comm import Comm, run
+from plait.table.mesh import Mesh
+from plait.step import Engine
+from plait.forward.context import in_backward
+from plait.forward.deferred_products import value
+from plait.run.models.gpt import GPT, Block, GPTConfig
+from plait.run.models.mlp import MLP, MLPConfig
+
+
+class Transposed(nn.Module):
+    """Reads its weight as ``weight.t()``, a slice of it, and its bias in an element-wise product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(5, 7)), nn.Parameter(torch.randn(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x @ self.weight * self.bias, x @ self.weight.t().t()[:, :2]], -1).relu_()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 6, num_layers=2, bidirectional=True, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lstm(x)[0]
+        return out
+
+
+class Mixing(nn.Module):
+    """Multi-head attention of a learned query over the input, through self-attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.cross = nn.MultiheadAttention(6, 3, batch_first=True, kdim=6, vdim=6)
+        self.query = nn.Parameter(torch.randn(1, 3, 6))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.own(x, x, x)[0]
+        x = self.cross(self.query.expand(len(x), -1, -1), x, x)[0]
+        return self.head(x) + F.linear(self.query, self.head.weight)
+
+
+class Frozen(nn.Module):
+    """A frozen layer between two that train, one bias frozen, one layer that never runs, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.last = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.unused = nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+        self.last.bias.requires_grad_(False)
+        self.register_buffer("constant", torch.randn(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.frozen(self.first(F.linear(x, self.constant))).relu())
+
+
+class Mapped(nn.Module):
+    """A linear under vmap, whose weight is first read there, and read again outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.vmap(lambda row: self.inner(row).tanh() * self.inner.bias)(x)
+        return self.last(self.inner(y))
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 4, 3, groups=2, bias=False), nn.ReLU(inplace=True), nn.ConvTranspose2d(4, 2, 2)),
+        *(nn.Flatten(), nn.Linear(12, 5), nn.GELU()),
+    )
+
+
+def block() -> nn.Module:
+    return Block(GPTConfig(width=12, num_heads=2, num_kv_heads=1, max_length=9, dropout=0.0))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "block": (block, (2, 7, 12)),
+    "mlp": (lambda: MLP(MLPConfig(num_layers=3, widths=(5, 9, 7, 3))), (4, 5)),
+    "convolutions": (convolutional, (3, 3, 8, 6)),
+    "recurrent": (Recurrent, (2, 4, 5)),
+    "attention": (Mixing, (2, 5, 6)),
+    "transposed": (Transposed, (3, 5)),
+    "frozen": (Frozen, (4, 5)),
+    "mapped": (Mapped, (4, 5)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_models(name: str, dtype: torch.dtype) -> None:
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model = make().to(dtype)
+    xs = [draws(torch.empty(shape, dtype=dtype), m) for m in range(4)]
+    want = plain(model, xs, ORDER)
+    assert_equal(split(model, xs, ORDER), want)
+    assert_equal(split(model, xs, "F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3"), plain(model, xs, "W0 W1 W2 W3"))
+
+
+def test_a_functional_change_shows() -> None:
+    """The models' comparison is not blind: another order of the weight parts gives other sums."""
+    model, xs = block(), [draws(torch.empty(2, 7, 12), m) for m in range(4)]
+    with pytest.raises(AssertionError, match="differs"):
+        assert_equal(split(model, xs, ORDER), plain(model, xs, ORDER.replace("W2 W1", "W1 W2")))
+
+
+@pytest.mark.parametrize("name", ["mlp", "block", "attention", "convolutions"])
+def test_autocast(name: str) -> None:
+    make, shape = MODELS[name]
+    model = make()
+    forward = model.forward
+
+    def twice(x: Tensor) -> Tensor:
+        """Autocast adds up what the uses of one weight give, in bf16: two regions, and a weight used twice in one."""
+        with torch.autocast("cpu", torch.bfloat16):
+            y = forward(x)
+            y = y + forward(x.tanh())
+        with torch.autocast("cpu", torch.bfloat16):
+            return y.float() + forward(x.sin())
+
+    model.forward = twice  # type: ignore[method-assign]
+    xs = [draws(torch.empty(shape), m) for m in range(4)]
+    assert_equal(split(model, xs, ORDER), plain(model, xs, ORDER))
+
+
+class Recomputed(nn.Module):
+    """Recomputes its middle in backward; ``mode`` is switched on there, as the engine does."""
+
+    mode: Deferring | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 5))
+        self.last = nn.Linear(5, 3)
+        self.runs = 0
+
+    def run(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        if self.mode is None:
+            return self.middle(x)
+        with self.mode.current.runs_twice(), self.mode if in_backward() else nullcontext():
+            return self.middle(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.run, x, use_reentrant=False))
+
+
+def test_recomputation_in_the_input_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Recomputed()
+    xs = [draws(torch.empty(4, 5), m) for m in range(4)]
+    want = plain(model, xs, ORDER)
+    enter = Deferring.__enter__
+    monkeypatch.setattr(Deferring, "__enter__", lambda self: (setattr(model, "mode", self), enter(self))[1])
+    model.runs = 0
+    assert_equal(split(model, xs, ORDER), want)
+    assert model.runs == 8  # each microbatch once in F and once in I
+
+
+def test_tied_embedding_and_head() -> None:
+    config = GPTConfig(vocabulary=11, num_layers=1, width=12, num_heads=2, num_kv_heads=1, max_length=9, dropout=0.0)
+    model = GPT(config)
+    tokens = [torch.randint(0, 11, (2, 7), generator=torch.Generator().manual_seed(m)) for m in range(4)]
+    assert_equal(split(model, tokens, ORDER), plain(model, tokens, ORDER))
+
+
+# ---- what is not replaced, and misuse -------------------------------------------------------------------------------
+
+
+def test_without_gradients_everything_passes_through() -> None:
+    layer = nn.Linear(5, 6)
+    deferred = Deferring(layer.parameters())
+    with deferred, torch.no_grad():
+        assert not layer(torch.ones(2, 5)).requires_grad
+    assert deferred.stand_in(layer.weight[0]) is not None and not deferred.stand_ins
+
+
+def test_stand_ins_are_one_per_microbatch_and_parameter() -> None:
+    layer, frozen = nn.Linear(5, 6), nn.Parameter(torch.ones(2), requires_grad=False)
+    deferred = Deferring([*layer.parameters(), frozen])
+    deferred.begin(0)
+    first = deferred.stand_in(layer.weight)
+    assert first is deferred.stand_in(layer.weight) and first.data_ptr() == layer.weight.data_ptr()
+    assert deferred.stand_in(frozen) is frozen
+    with deferred:
+        assert deferred.stand_in(layer.weight) is first
+        assert layer.weight.shape == (6, 5)
+    deferred.begin(1)
+    assert deferred.stand_in(layer.weight) is not first
+    deferred.resume(0)
+    assert deferred.stand_in(layer.weight) is first
+
+
+def test_after_a_refused_call_the_microbatch_goes_on() -> None:
+    layer = nn.Linear(5, 6)
+    deferred = Deferring(layer.parameters())
+    deferred.begin(0)
+    with deferred, pytest.raises(RuntimeError):  # a wrong shape is torch's to refuse
+        layer(torch.ones(2, 4))
+    with deferred:
+        y = layer(torch.ones(2, 5, requires_grad=True))
+    (dx,) = torch.autograd.grad(y.sum(), [deferred.stand_in(layer.bias)], create_graph=False)
+    assert torch.equal(value(dx), torch.full((6,), 2.0))
+
+
+def test_a_loop_of_ones_own_under_such_an_order_has_backwards_in_one_piece() -> None:
+    """One stage, whose order splits backwards: only ``engine.step`` takes them apart."""
+    x, states = draws(torch.empty(4, 5), 0), []
+
+    def body(comm: Comm) -> None:
+        for order in ("zb_h1", None):
+            model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 2))
+            for seed, parameter in enumerate(model.parameters()):
+                parameter.data = draws(parameter, seed)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            engine = Engine(model, comm, strategy="ddp", optimizer=optimizer, schedule=order)
+            engine.backward(model(x).square().sum(), len(x))
+            optimizer.step()
+            states.append(engine.full_state_dict())
+
+    run(Mesh(), body, deadline=20)
+    ours, theirs = states
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())

@@ -1,0 +1,286 @@
+"""How activations and gradients travel: what goes on a channel, in which order, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from engine_cases import batches
+from pipeline_cases import build, chain, linear, on, step
+from torch import Tensor
+
+from plait.comm import Comm
+from plait.comm.thread import ThreadComm
+from plait.table.collectives import Note
+from plait.pipeline.handover import (
+    HandOver,
+    HandOverForm,
+    Key,
+    difference,
+    pack,
+    shape_of,
+    tree_of,
+    unpack,
+    value_of,
+    words_for,
+)
+from plait.pipeline.p2p import PipelineP2P
+from plait.schedule.actions import parse_action
+
+Channel = dict[tuple[int, int], list[tuple[Any, ...]]]
+
+HEADER = "setup"
+
+
+def record(monkeypatch: pytest.MonkeyPatch) -> tuple[Channel, Channel]:
+    """What is sent on every channel, and what is asked for, in order."""
+    sent, asked = defaultdict(list), defaultdict(list)  # type: ignore[var-annotated]
+    send, recv = ThreadComm.send, ThreadComm.recv
+
+    def sending(comm: Comm, tensor: Tensor, dst: int, note: Note) -> Any:
+        sent[comm.rank, dst].append((note, tuple(tensor.shape), tensor.dtype))
+        return send(comm, tensor, dst, note)
+
+    def receiving(comm: Comm, tensor: Tensor, src: int, note: Note) -> Any:
+        asked[src, comm.rank].append((note, tuple(tensor.shape), tensor.dtype))
+        return recv(comm, tensor, src, note)
+
+    monkeypatch.setattr(ThreadComm, "send", sending)
+    monkeypatch.setattr(ThreadComm, "recv", receiving)
+    return sent, asked
+
+
+@pytest.mark.parametrize("order", ["1f1b", "zbv", "interleaved"])
+def test_both_sides_of_a_channel_mean_the_same_messages_in_one_order(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over batches of several sizes, some of which come late: a header that nobody takes, or that never comes."""
+    sent, asked = record(monkeypatch)
+
+    def body(comm: Comm) -> None:
+        engine = build(chain(*(linear() for _ in range(4))), comm, schedule=order)
+        for samples in (8, 12, 11, 12):  # microbatches of 2, of 3, of both
+            step(engine, batches(1, samples=samples)[0], 4)
+            engine.evaluate([batches(1, samples=4)[0]])
+
+    on("pipe=2", body)
+    assert sent == asked
+    headers = Counter(note.unit for line in sent.values() for note, *_ in line if note.phase == HEADER)
+    boundaries = [0, 1, 2] if order != "1f1b" else [0]
+    if order == "zbv":
+        boundaries = [0, 2]  # stages 1 and 2 are on one rank
+    assert headers == {f"stage {s}": 2 * 3 for s in boundaries}, "one for 2 samples, for 3, and for 4 in evaluations"
+    for line in sent.values():
+        ahead = [(shape, dtype) for note, shape, dtype in line if note.phase == HEADER]
+        assert set(ahead[::2]) <= {((16,), torch.int64)}
+        assert {dtype for _, dtype in ahead[1::2]} <= {torch.uint8}
+
+
+def test_headers_stand_in_the_ledger_of_the_step_that_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: Comm) -> list[tuple[bool, list[int], int]]:
+        engine, steps = build(chain(linear(), linear()), comm), []
+        for samples in (8, 8, 12, 8):
+            batch = batches(1, samples=samples)[0]
+            parts = [{name: tensor[i::4] for name, tensor in batch.items()} for i in range(4)]
+            learns, mark = engine.runtime.p2p.learns_from(parts), len(comm.ledger)
+            engine.step(parts)
+            lines = [e for e in comm.ledger.since(mark) if e.note.phase == HEADER and e.kind in ("send", "recv")]
+            steps.append((learns, [line.bytes for line in lines][:1], len(lines)))
+        return steps
+
+    once, nothing = (True, [128], 2), (False, [], 0)
+    assert on("pipe=2", body) == [[once, nothing, once, nothing]] * 2
+    assert on("pipe=1", body) == [[nothing] * 4]
+
+
+def handed(*tensors: Tensor) -> HandOver:
+    return HandOver([*tensors], HandOverForm(tuple(map(shape_of, tensors))))
+
+
+def both_ends(body: Any, num_microbatches: int, sizes: list[int]) -> list[Any]:
+    """``body(comm, p2p)`` on two ranks with a stage each; microbatches of so many samples."""
+
+    def rank(comm: Comm) -> Any:
+        p2p = PipelineP2P(comm, {0: 0, 1: 1})
+        p2p.begin([{"x": torch.zeros(size, 5)} for size in sizes], {})
+        return body(comm, p2p)
+
+    assert len(sizes) == num_microbatches
+    return on("pipe=2", rank)
+
+
+def test_receives_are_posted_in_order_as_far_as_shapes_are_known() -> None:
+    """Microbatches 0 and 2 are of one size, 1 and 3 of another; the pass of 3 asks first for nothing but its own."""
+    sizes = [2, 3, 2, 3]
+
+    def body(comm: Comm, p2p: PipelineP2P) -> Any:
+        for m, size in enumerate(sizes if comm.rank == 0 else []):
+            p2p.put("F", 0, m, handed(torch.full((size, 7), float(m), dtype=torch.float64)))
+            p2p.start(parse_action(f"0SEND_F{m}"))
+        if comm.rank == 0:
+            return None
+        posted, got = [], []
+        for m in range(4):
+            p2p.start(parse_action(f"1RECV_F{m}"))
+        for m in range(4):
+            posted.append(sorted(key[2] for key in p2p._coming))
+            got.extend(p2p.get("F", 1, m).tensors)
+        return posted, got
+
+    posted, got = both_ends(body, 4, sizes)[1]
+    assert posted == [[], [], [2, 3], [3]], "nothing, then 0 alone; with the second header all"
+    for m, size in enumerate(sizes):
+        assert torch.equal(got[m], torch.full((size, 7), float(m), dtype=torch.float64))
+
+
+def test_a_receive_of_a_known_shape_is_posted_at_once() -> None:
+    def body(comm: Comm, p2p: PipelineP2P) -> int:
+        for m in range(2):
+            if comm.rank == 0:
+                p2p.put("F", 0, m, handed(torch.ones(2, 7)))
+                p2p.start(parse_action(f"0SEND_F{m}"))
+            else:
+                p2p.start(parse_action(f"1RECV_F{m}"))
+                if m == 1:
+                    return len(p2p._coming)
+                p2p.get("F", 1, m)
+        return 0
+
+    assert both_ends(body, 2, [2, 2]) == [0, 1]
+
+
+@pytest.mark.parametrize("way", ["F", "B"])
+@pytest.mark.parametrize("other", [torch.ones(2, 8), torch.ones(2, 7).double()], ids=["shape", "dtype"])
+def test_another_shape_than_before_is_refused_by_the_sender(way: str, other: Tensor) -> None:
+    def body(comm: Comm, p2p: PipelineP2P) -> None:
+        if way == "F" and comm.rank == 0:
+            p2p.put("F", 0, 0, handed(torch.ones(2, 7)))
+            p2p.put("F", 0, 1, handed(other))
+        if way == "B" and comm.rank == 0:
+            p2p.put("F", 0, 0, handed(torch.ones(2, 7)))
+            p2p.start(parse_action("0SEND_F0"))
+        if way == "B" and comm.rank == 1:
+            p2p.start(parse_action("1RECV_F0"))
+            p2p.get("F", 1, 0)
+            p2p.put("B", 1, 0, handed(other))
+
+    words = "stage 0 hands over" if way == "F" else "stage 1 gives back a gradient"
+    with pytest.raises(ValueError, match=rf"{words} float.* microbatch {int(way == 'F')}, .* it was float32 \[2, 7\]"):
+        both_ends(body, 2, [2, 2])
+
+
+def test_several_tensors_are_one_message_and_come_back_as_they_were() -> None:
+    mine = [torch.arange(5.0).double(), torch.ones(3, 0), torch.tensor(True), torch.arange(7).view(1, 7).t()]
+    form = HandOverForm(
+        tuple(map(shape_of, mine)), {"tuple": [{"tensor": i} for i in range(4)]}, {Key("a", 0, 1, True): 3}
+    )
+    assert HandOverForm.read(form.text) == form
+    packed = pack(mine)
+    assert (tuple(packed.shape), packed.dtype) == form.packed == ((48 + 0 + 16 + 64,), torch.uint8)
+    for tensor, again in zip(mine, unpack(packed, form), strict=True):
+        assert torch.equal(tensor, again) and tensor.dtype == again.dtype
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass
+class Box:
+    inside: Any
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    number: int
+    half: float = field(init=False)
+    never: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "half", self.number / 2)
+        object.__setattr__(self, "number", self.number + 1)
+
+
+@dataclass
+class Open(OrderedDict[str, Any]):
+    """As the outputs of transformers are."""
+
+    x: Any = None
+
+    def __post_init__(self) -> None:
+        self["x"], self.more = self.x, 1
+
+
+def test_a_data_class_is_rebuilt_and_not_made_again() -> None:
+    tensor = torch.ones(2)
+    closed, opened = Closed(3), Open(tensor)
+    opened["y"] = opened.more = 2
+    tree = json.loads(json.dumps(tree_of((closed, opened), tensors := list[Tensor]())))
+    closed, again = value_of(tree, tensors)
+    assert type(closed) is Closed and (closed.number, closed.half, hasattr(closed, "never")) == (4, 1.5, False)
+    assert (
+        type(again) is Open and again.x is tensor and again.more == 2 and [*again.items()] == [("x", tensor), ("y", 2)]
+    )
+
+
+def test_what_is_not_dense_does_not_go() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    for tensor, kind in ((torch.eye(2).to_sparse(), "sparse_coo"), (nested, "nested")):
+        with pytest.raises(ValueError, match=f"a {kind} tensor: from stage to stage go dense ones"):
+            tree_of([tensor], [])
+
+
+@pytest.mark.parametrize("others", [(), (torch.ones(3),)], ids=["alone", "packed"])
+def test_a_view_that_stands_for_other_values_goes_as_these(others: tuple[Tensor, ...]) -> None:
+    values = torch.tensor([1 + 2j, 3 - 1j])
+    for view in (values.conj(), values.conj().imag):
+        mine = [view, *others]
+        packed = pack(mine)
+        assert not packed.is_conj() and not packed.is_neg()
+        assert torch.equal(unpack(packed, HandOverForm(tuple(map(shape_of, mine))))[0], view)
+
+
+@pytest.mark.parametrize(
+    "before, now, found",
+    [
+        ((1, [2.0, None]), (1, [2.0, None]), None),
+        (math.nan, -math.nan, None),
+        ((1, [2.0, None]), (1, [2.5, None]), ("2.0", "2.5")),
+        ({"a": True}, {"a": False}, ("True", "False")),
+        ({"a": 1}, {"b": 1}, ("'a'", "'b'")),
+        ([1, 2], [1, 2, 3], ("2 values", "3 values")),
+        ([1, 2], (1, 2), ("a list of 2", "a tuple of 2")),
+        (Point(1, 2), None, ("a Point", "None")),
+        (Point(1, 2), Point(1, 3), ("2", "3")),
+        (Closed(1), Closed(2), ("2", "3")),
+        (torch.ones(1), 1, ("tensor 0", "1")),
+    ],
+)
+def test_the_first_place_in_which_values_differ(before: Any, now: Any, found: tuple[str, str] | None) -> None:
+    first = difference(json.loads(json.dumps(tree_of(before, []))), tree_of(now, []))
+    assert (first and tuple(map(words_for, first))) == found
+
+
+def test_values_become_trees_and_values_again() -> None:
+    a, b = torch.ones(2), torch.zeros(3)
+    value = (a, [None, 2, 0.5, "text", True], {"k": b, 3: a}, Point(a, ()), Box(b, "box"))
+    tensors: list[Tensor] = []
+    tree = json.loads(json.dumps(tree_of(value, tensors)))
+    assert [id(tensor) for tensor in tensors] == [id(a), id(b)], "each once"
+    assert value_of(tree, [a, b]) == value and repr(value_of(tree, [a, b])) == repr(value)
+    assert value_of(tree, ["a", "b"])[2] == {"k": "b", 3: "a"}
+
+    @dataclass
+    class Local:
+        x: int = 1
+
+    for wrong in (object(), Local()):
+        with pytest.raises(ValueError, match=r"object: from stage to stage go tensors|no class that is defined in"):
+            tree_of([wrong], [])

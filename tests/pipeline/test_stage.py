@@ -1,0 +1,218 @@
+"""What surrounds a model cut in stages: the user's hooks and modes, optimizers, units by name, initial values."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import Counter
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import batches, count, loss_sum
+from pipeline_cases import Chain, build, chain, engine_on, linear, on, refused, same, step
+from torch import Tensor, nn
+
+from plait.comm import Comm
+from plait.step import empty_parameters
+
+# ---- the user's hands on the model --------------------------------------------------------------------------
+
+
+def test_hooks_fire_once_for_each_microbatch_on_the_stage_that_has_them() -> None:
+    template = chain(linear(), linear())
+
+    def body(comm: Comm) -> Counter[str]:
+        model, seen = copy.deepcopy(template), Counter[str]()
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(lambda gradient, name=name: seen.update([name]))  # type: ignore[misc]
+        model.l0.register_forward_hook(lambda *_: seen.update(["forward"]))
+        model.l1.register_full_backward_hook(lambda *_: seen.update(["backward"]))
+        step(engine_on(model, comm), batches(1)[0])
+        return seen
+
+    first, last = on("pipe=2", body)
+    assert first == {"l0.weight": 4, "l0.bias": 4, "forward": 4}
+    assert last == {"l1.weight": 4, "l1.bias": 4, "backward": 4}
+
+
+class Recorder:
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def note(self, *_: object) -> None:
+        self.calls += 1
+
+    __call__ = note
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_hooks_that_are_objects_stay_the_users_own(bound: bool) -> None:
+    def body(comm: Comm) -> int:
+        model, recorder = chain(linear(), linear()), Recorder()
+        model.l0.register_forward_hook(recorder.note if bound else recorder)
+        step(engine_on(model, comm), batches(1)[0])
+        return recorder.calls
+
+    assert on("pipe=1", body) == [4]
+    assert on("pipe=2", body) == [4, 0]
+
+
+@pytest.mark.parametrize("what", ["a lock", "a tensor of a graph"])
+def test_models_that_carry_things_which_cannot_be_copied(what: str) -> None:
+    def body(comm: Comm) -> float:
+        model = chain()
+        model.kept = threading.Lock() if what == "a lock" else model(torch.ones(2, 5).double())  # type: ignore[assignment]
+        return step(engine_on(model, comm), batches(1)[0]).loss
+
+    assert on("pipe=2", body) == pytest.approx(on("pipe=1", body) * 2, abs=1e-12)
+
+
+def test_evaluation_mode_before_and_after_the_engine_is_built() -> None:
+    template = chain(linear(), nn.Dropout(0.5), linear(), nn.Dropout(0.5), linear())
+
+    def body(comm: Comm) -> list[float]:
+        losses = []
+        for early in (True, False):
+            model = copy.deepcopy(template)
+            engine = engine_on(model.train(not early), comm)
+            model.eval()
+            losses.append(step(engine, batches(1)[0]).loss)
+        return losses
+
+    batch = batches(1)[0]
+    wanted = (loss_sum(copy.deepcopy(template).eval(), batch) / count(batch)).item()
+    assert on("pipe=1", body)[0] == pytest.approx([wanted] * 2, abs=1e-12)
+    for losses in on("pipe=2", body):
+        assert losses == pytest.approx([wanted] * 2, abs=1e-12)
+
+
+def test_a_model_that_is_changed_after_it_was_wrapped_is_refused() -> None:
+    def body(comm: Comm) -> None:
+        engine = build(chain(), comm)
+        first = next(module for module in engine.model.modules() if isinstance(module, nn.Linear))
+        first.weight = nn.Parameter(torch.ones(first.weight.shape))
+        with pytest.raises(ValueError, match="changed after it was wrapped"):
+            step(engine, batches(1)[0])
+
+    on("pipe=2", body)
+
+
+# ---- optimizers, units, values ------------------------------------------------------------------------------
+
+
+class Normalised(torch.optim.Optimizer):
+    """Steps by gradient / norm: not elementwise, as Muon is not."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / (p.grad.norm() + 1e-3), alpha=group["lr"])
+
+
+def grouped(parameters: Any) -> torch.optim.Optimizer:
+    """The first group is of the first stage only."""
+    every = list(parameters)
+    return torch.optim.AdamW([{"params": every[:2], "lr": 0.1}, {"params": every[2:], "weight_decay": 0.3}], eps=1e-4)
+
+
+OPTIMIZERS = {
+    "sgd": cases.sgd,
+    "groups": grouped,
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+    "normalised": Normalised,
+}
+
+
+@pytest.mark.parametrize("order", ["1f1b", "zbv"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name: str, order: str) -> None:
+    cut = "tensor" if name == "normalised" else "element"
+    same(chain(), "pipe=2 shard=2", "zero3", optimizer=OPTIMIZERS[name], schedule=order, cut=cut, clip=0.5)
+
+
+def test_learning_rate_schedules_reach_every_stage() -> None:
+    def body(comm: Comm) -> dict[str, Tensor]:
+        engine = build(chain(), comm)
+        assert engine.optimizer is not None
+        rates = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, gamma=0.3)
+        for batch in batches(3):
+            step(engine, batch)
+            rates.step()
+        return engine.full_state_dict()
+
+    (wanted,) = on("pipe=1", body)
+    for state in on("pipe=2", body):
+        assert all(cases.close(state[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("kind", [list, iter], ids=["list", "generator"])
+def test_units_by_name(kind: Any) -> None:
+    names = ["l0", "l1.up", "l2"]
+    template = chain(cases.Block(), cases.Block(), linear())
+
+    def body(comm: Comm) -> tuple[list[str], float]:
+        engine = build(template, comm, strategy="zero3", units=None if comm.mesh.pipe == 1 else kind(names))
+        return [unit.name for unit in engine.units if unit.name != "root"], step(engine, batches(1)[0], 2).loss
+
+    wanted = on("shard=2", body)[0][1]
+    found = on("pipe=2 shard=2", body)
+    assert [units for units, _ in found] == [["l0", "l1.up"]] * 2 + [["l2"]] * 2
+    assert [loss for _, loss in found] == pytest.approx([wanted] * 4, abs=1e-12)
+    refused("no module 'l9'", template, units=["l9"])
+
+
+@pytest.mark.parametrize("some", [False, True], ids=["all on meta", "some with values"])
+def test_initial_values_do_not_depend_on_the_pipeline(some: bool) -> None:
+    with_values = chain()
+
+    def body(comm: Comm) -> dict[str, Tensor]:
+        with empty_parameters():
+            model = Chain(linear(), nn.LayerNorm(5), linear(), linear()).double()
+        if some:
+            model.l2 = copy.deepcopy(with_values.l0)
+        engine = engine_on(model, comm, seed=3, strategy="zero3")
+        step(engine, batches(1, 12)[0], 12 // (4 * comm.mesh.data_size))
+        return engine.full_state_dict()
+
+    (wanted,) = on("pipe=1", body)
+    for mesh in ("pipe=2", "pipe=2 shard=3"):
+        for state in on(mesh, body):
+            assert all(cases.close(state[name], wanted[name]) for name in wanted), mesh
+
+
+@pytest.mark.parametrize("order", ["1f1b", "zbv", "interleaved"])
+@pytest.mark.parametrize("kind", ["register_post_accumulate_grad_hook", "register_hook"])
+def test_a_users_hook_on_a_tied_weight(kind: str, order: str) -> None:
+    """It fires once for each stage that uses the weight and microbatch, and nothing else changes."""
+    first, last = linear(), linear()
+    last.weight = first.weight
+    template = chain(first, linear(), linear(), last)
+    data = batches(2)
+
+    def body(comm: Comm) -> tuple[int, dict[str, Tensor]]:
+        model, calls = copy.deepcopy(template), 0
+
+        def hook(_: Tensor) -> None:
+            nonlocal calls
+            calls += 1
+
+        getattr(model.get_parameter("l0.weight"), kind)(hook)
+        engine = engine_on(model, comm, schedule=order)
+        for batch in data:
+            step(engine, batch, 3)
+        return calls, engine.full_state_dict()
+
+    truth = cases.plain(template, data)
+    found = on("pipe=2", body)
+    assert sum(calls for calls, _ in found) == 2 * 3 * 2
+    for _, state in found:
+        assert all(cases.close(state[name], truth.state[name]) for name in truth.state)

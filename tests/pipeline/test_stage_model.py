@@ -1,0 +1,362 @@
+"""A model cut in links: which there are, the copy that a stage runs, and who shares which weight."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plait.forward.sites import Sites
+from plait.pipeline.chain import Chain, chain_of
+from plait.pipeline.not_here import NotHere
+from plait.pipeline.stage_model import ForeignLayer, StageModel, cut_off, parallel_of, stages_using
+from plait.run.models.gpt import GPT, GPTConfig
+from plait.run.models.hf import HFConfig
+from plait.run.models.hf import build as build_hf
+from plait.schedule.partition import even
+from plait.tensor import parallel_plan
+
+SMALL = GPTConfig(num_layers=3, width=24, num_heads=2, num_kv_heads=1, max_length=8)
+LLAMA = {"num_layers": 2, "width": 16, "num_heads": 2, "num_kv_heads": 1, "max_length": 8}
+GPT_LINKS = ("embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head")
+
+
+class Told(nn.Module):
+    """A model whose links are what it says."""
+
+    def __init__(self, links: Sequence[str], extra: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        self.links = list(links)
+        if extra is not None:
+            self.scale = extra
+
+    def pipeline_links(self) -> list[str]:
+        return self.links
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        out_BC: Tensor = self.second(self.first(x_BC))
+        return out_BC
+
+
+def part_of(model: nn.Module, links: range) -> StageModel:
+    return StageModel.part(model, chain_of(model), links, set())
+
+
+class Out(BaseException):
+    """What the last link of a part returned."""
+
+
+def run_part(part: StageModel, received: Tensor) -> Tensor:
+    """A part's own links on what it received, as the door of a stage runs them."""
+
+    def leave(module: nn.Module, args: Any, output: Tensor) -> None:
+        raise Out(output)
+
+    for module in part.model.modules():
+        if isinstance(module, ForeignLayer):
+            module.at_call = lambda *_: received
+    last = part.model.get_submodule(part.chain.links[part.links[-1]])
+    hook = last.register_forward_hook(leave)
+    with pytest.raises(Out) as left:
+        part.model(received)
+    hook.remove()
+    output: Tensor = left.value.args[0]
+    return output
+
+
+# ---- which links there are ----------------------------------------------------------------------------------------
+
+
+def test_a_model_tells_its_links() -> None:
+    assert chain_of(GPT(SMALL)).links == GPT_LINKS
+    assert chain_of(Told(["first", "second.0", "second.1"])).links == ("first", "second.0", "second.1")
+
+
+def test_the_children_of_a_sequential_are_links() -> None:
+    assert chain_of(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))).links == ("0", "1", "2")
+    shared = nn.Linear(3, 3)
+    assert chain_of(nn.Sequential(shared, nn.ReLU(), shared)).links == ("0", "1", "2"), "also one that stands twice"
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("tie", [False, True])
+def test_the_links_of_a_hugging_face_decoder(kind: Any, tie: bool) -> None:
+    pytest.importorskip("transformers")
+    model = build_hf(HFConfig(**LLAMA, kind=kind, tie=tie))
+    names = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
+    assert chain_of(model).links == names
+    bare = model.get_submodule("model")
+    assert chain_of(bare).links == ("embed_tokens", "layers.0", "layers.1", "norm")
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (cases.Block(), r"Block does not tell how a pipeline may cut it.*give it a method pipeline_links\(\)"),
+        (Told(["first", "third"]), "names the pipeline link 'third', which is no module of it"),
+        (Told(["first", "second", "first"]), "'first' of Told stands twice"),
+        (Told(["first", "second", "second.1"]), "'second.1' of Told stands twice, as part of 'second'"),
+    ],
+)
+def test_refused(model: nn.Module, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        chain_of(model)
+
+
+# ---- the copy that a stage runs -----------------------------------------------------------------------------------
+
+
+def snapshot(model: nn.Module) -> dict[str, tuple[int, int, Tensor]]:
+    """Every parameter and buffer: its identity, where its memory is, and its values."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: (id(t), t.data_ptr(), t.detach().clone()) for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "links", [range(0, 1), range(0, 3), range(1, 2), range(2, 5), range(5, 6), range(0, 6)], ids=str
+)
+def test_names_stay_values_are_shared_and_nothing_is_copied(links: range) -> None:
+    model = GPT(SMALL)
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    part = part_of(model, links)
+    here = dict(part.model.named_parameters(remove_duplicate=False))
+    prefixes = tuple(f"{GPT_LINKS[i]}." for i in links)
+    assert list(here) == [name for name in whole if name.startswith(prefixes)]
+    for name, parameter in here.items():
+        assert parameter is whole[name] and part.origin[id(parameter)] is parameter
+    assert part.origin.keys() == {id(p) for p in part.model.parameters()}, "of the part's own parameters, no others"
+    names = [name for name, _ in part.model.named_modules() if name.startswith(prefixes)]
+    assert names == [name for name, _ in model.named_modules() if name.startswith(prefixes)]
+
+
+def test_what_is_written_into_a_part_is_in_the_model() -> None:
+    model = GPT(SMALL)
+    part = part_of(model, range(1, 3))
+    with torch.no_grad():
+        for parameter in part.model.parameters():
+            parameter.fill_(7.0)
+    for name, parameter in model.named_parameters():
+        assert bool((parameter == 7).all()) == name.startswith(("blocks.0.", "blocks.1.")), name
+
+
+def test_the_model_is_left_as_it_is() -> None:
+    model = GPT(SMALL).eval()
+    kept, state, modules = snapshot(model), copy.deepcopy(model.state_dict()), [*model.modules()]
+    tokens = torch.arange(6).view(2, 3)
+    before = model(tokens)
+    for links in even(6, 3):
+        part_of(model, links)
+    after = snapshot(model)
+    assert {name: found[:2] for name, found in kept.items()} == {name: found[:2] for name, found in after.items()}
+    assert [*model.modules()] == modules and model.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model(tokens), before)
+
+
+def test_a_second_stage_of_a_rank_gets_copies_of_what_the_first_one_has() -> None:
+    """Embedding and head share a weight; of the head's stage, everything else is the model's own."""
+    model, taken = GPT(SMALL), set[int]()
+    first, second = (StageModel.part(model, chain_of(model), links, taken) for links in (range(0, 2), range(4, 6)))
+    weight, again = first.model.embed.weight, second.model.head.weight
+    assert weight is model.embed.weight and second.model.norm is model.norm
+    assert again is not weight and again.data_ptr() == weight.data_ptr() and second.origin[id(again)] is weight
+    again.grad = torch.ones_like(again)
+    assert weight.grad is None
+
+
+def test_a_part_has_hooks_of_its_own_and_the_users() -> None:
+    model, seen = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), []
+    model.register_forward_pre_hook(lambda *_: seen.append("the user's"))
+    part = part_of(model, range(0, 2))
+    part.model.register_forward_pre_hook(lambda *_: seen.append("the stage's"))
+    part.model(torch.zeros(1, 5))
+    model(torch.zeros(1, 5))
+    assert seen == ["the user's", "the stage's", "the user's"]
+
+
+def test_a_foreign_layer_has_the_attributes_of_its_link_and_no_parameter() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    model[0].kind = "full attention"
+    passage = part_of(model, range(1, 2)).model[0]
+    assert isinstance(passage, ForeignLayer) and not [*passage.parameters()]
+    assert (passage.kind, passage.in_features) == ("full attention", 5)
+    assert isinstance(passage.weight, NotHere) and passage.weight.shape == (5, 5)
+    with pytest.raises(AttributeError, match="'missing' is asked of a part of the model that another stage has"):
+        _ = passage.missing
+
+
+def test_a_foreign_layer_has_what_its_modules_have_inside() -> None:
+    """Vision models ask their embedding for a dtype; what is inside runs on the other stage alone."""
+    inner = nn.Sequential(nn.Conv2d(3, 5, 2), nn.Identity()).to(torch.bfloat16)
+    model = nn.Sequential(inner, nn.Linear(5, 5))
+    passage = part_of(model, range(1, 2)).model[0]
+    conv = getattr(passage, "0")
+    assert conv.weight.dtype is torch.bfloat16 and conv.kernel_size == (2, 2)
+    assert not [*passage.parameters()] and not [*passage.children()]
+    assert not hasattr(passage, "missing") and not hasattr(conv, "device")
+    with pytest.raises(ValueError, match="a Conv2d is called, which is inside of a link"):
+        conv(torch.zeros(1, 3, 4, 4))
+
+
+def test_frozen_parameters_marks_and_meta_come_along() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5, device="meta"))
+    model[1].weight.requires_grad_(False)
+    model[1].weight.mark = "mine"
+    part = part_of(model, range(1, 3)).model
+    weights = dict(part.named_parameters())
+    assert not weights["1.weight"].requires_grad and weights["1.bias"].requires_grad
+    assert weights["1.weight"].mark == "mine"
+    assert weights["2.weight"].is_meta and weights["2.weight"].shape == (5, 5)
+
+
+@pytest.mark.parametrize("sizes", [(6,), (1, 5), (2, 2, 2), (1, 1, 1, 1, 1, 1)], ids=str)
+def test_parts_one_behind_the_other_are_the_model(sizes: tuple[int, ...]) -> None:
+    """Passages in the place of the links before and behind: a part computes its own, and nothing else."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 5), nn.Tanh(), cases.Block(), nn.LayerNorm(5), nn.Identity(), nn.Linear(5, 5)]
+    model = nn.Sequential(*layers)
+    x_BC = torch.randn(3, 5)
+    y_BC, start = x_BC, 0
+    for size in sizes:
+        y_BC = run_part(part_of(model, range(start, start + size)), y_BC)
+        start += size
+    assert torch.equal(y_BC, model(x_BC))
+
+
+def test_a_weight_on_two_links_of_one_part_is_one_parameter_there() -> None:
+    part = part_of(GPT(SMALL), range(0, 6))
+    weights = dict(part.model.named_parameters(remove_duplicate=False))
+    assert weights["embed.weight"] is weights["head.weight"]
+    apart = [part_of(GPT(SMALL), links).model for links in (range(0, 3), range(3, 6))]
+    assert [
+        sorted(n for n, _ in p.named_parameters() if "weight" in n and ("embed" in n or "head" in n)) for p in apart
+    ] == [
+        ["embed.weight"],
+        ["head.weight"],
+    ]
+
+
+def test_the_whole_is_the_model_itself() -> None:
+    model = cases.Net()
+    whole = StageModel.part(model, Chain(), range(0), set())
+    assert whole.model is model and all(whole.origin[id(p)] is p for p in model.parameters())
+    assert len(whole.origin) == len([*model.parameters()])
+
+
+# ---- who uses what ------------------------------------------------------------------------------------------------
+
+
+def uses(model: nn.Module, num_stages: int) -> dict[str, tuple[int, ...]]:
+    chain = chain_of(model)
+    found = stages_using(model, chain, even(len(chain), num_stages))
+    return {name: found[id(p)] for name, p in model.named_parameters()}
+
+
+def test_stages_that_use_a_parameter() -> None:
+    found = uses(GPT(SMALL), 3)
+    assert found["embed.weight"] == (0, 2), "the head shares it"
+    assert {name: stages for name, stages in found.items() if len(stages) > 1} == {"embed.weight": (0, 2)}
+    assert found["norm.weight"] == (2,)
+    for i, stage in ((0, 0), (1, 1), (2, 1)):
+        assert {stages for name, stages in found.items() if name.startswith(f"blocks.{i}.")} == {(stage,)}
+    assert uses(GPT(SMALL), 1)["embed.weight"] == (0,)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_stages_of_a_tied_and_an_untied_llama(tie: bool) -> None:
+    pytest.importorskip("transformers")
+    found = uses(build_hf(HFConfig(**LLAMA, tie=tie)), 5)
+    assert found["model.embed_tokens.weight"] == ((0, 4) if tie else (0,))
+    assert ("lm_head.weight" in found) == (not tie)
+    assert tie or found["lm_head.weight"] == (4,)
+
+
+def test_a_weight_on_every_stage() -> None:
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
+    for layer in model[1:]:
+        layer.weight = model[0].weight
+    found = uses(model, 4)
+    assert found["0.weight"] == (0, 1, 2, 3)
+    assert [found[f"{i}.bias"] for i in range(4)] == [(0,), (1,), (2,), (3,)]
+
+
+def test_none_in_a_list_uses_nothing() -> None:
+    model = cases.Net()
+    model.options = nn.ModuleList([None, None])  # type: ignore[list-item]
+    model.blocks.insert(1, None)  # type: ignore[arg-type]
+    found = uses(model, 2)
+    assert found["blocks.0.up.weight"] == (0,) and found["blocks.3.up.weight"] == (1,)
+
+
+# ---- a tensor plan on a part, and the model that is left ----------------------------------------------------------
+
+
+def test_a_tensor_plan_reads_on_a_part_as_on_the_whole() -> None:
+    model = GPT(replace(SMALL, num_kv_heads=2))
+    parallel = parallel_plan(model, 2)
+    whole = {
+        name: parallel.cuts[id(p)]
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if id(p) in parallel.cuts
+    }
+    seen: dict[str, Any] = {}
+    sites = []
+    for number, links in enumerate(even(6, 3)):
+        part = part_of(model, links)
+        here = parallel_of(parallel, part, Sites(model), last=number == 2)
+        names = dict(part.model.named_parameters(remove_duplicate=False))
+        cuts = {name: here.cuts[id(p)] for name, p in names.items() if id(p) in here.cuts}
+        assert cuts == {name: cut for name, cut in whole.items() if name in names}
+        assert len(here.cuts) == len({id(names[name]) for name in cuts})
+        seen |= cuts
+        sites += here.sites
+    assert seen == whole
+    assert sorted(map(repr, sites)) == sorted(map(repr, parallel.sites)), "every site is on one stage"
+
+
+def test_a_model_without_values_keeps_names_and_shapes_and_refuses_to_run() -> None:
+    model = GPT(SMALL)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    cut_off(model, [])
+    assert {name: p.shape for name, p in model.named_parameters()} == shapes
+    assert all(p.untyped_storage().nbytes() == p.element_size() for p in model.parameters()), "one number of memory"
+    assert all(p.isnan().all() for p in model.parameters())
+    with pytest.raises(ValueError, match=r"cut in stages.*train it by engine\.step"):
+        model(torch.zeros(1, 2, dtype=torch.int64))
+
+
+def test_the_stages_of_a_rank_keep_their_values() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    cut_off(model, [part_of(model, range(1, 2))])
+    assert model[0].weight.isnan().all() and not model[1].weight.isnan().any()
+    with pytest.raises(ValueError, match=r"engine\.full_state_dict"):
+        model.state_dict()
+
+
+class Placed(nn.Module):
+    """A parameter of its own beside the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.blocks = nn.Parameter(torch.ones(4)), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        x_BC = x_BC + self.places
+        for block in self.blocks:
+            x_BC = block(x_BC)
+        return x_BC
+
+
+def test_what_stands_for_parameters_is_where_the_stage_computes() -> None:
+    """A GPU refuses tensors of the CPU beside its own."""
+    model = Placed()
+    part = StageModel.part(model, chain_of(model), range(1, 2), set(), "meta")
+    assert part.model.places.device.type == "meta"
+    assert part.model.blocks[0].weight.device.type == "meta"

@@ -1,0 +1,197 @@
+"""Predicted activation bytes against what autograd saves: storages counted once, parameters and buffers left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from plait.comm import Comm, run
+from plait.table.mesh import Mesh
+from plait.step import Engine, empty_parameters
+from plait.run.models.gpt import GPT, GPTConfig, loss_sum, token_count
+from plait.predict.activations import DecoderSizes, block, decoder, per_layer
+
+SIZES = DecoderSizes(batch=3, length=7, width=24, heads=6, kv_heads=2, hidden=40, vocabulary=11)
+MODES = (None, "selective", "full")
+
+
+@dataclass
+class Saved:
+    """What autograd saved, each storage once."""
+
+    own: set[int]
+    alive: list[Tensor] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.alive}
+        return sum(size for at, size in storages.items() if at not in self.own)
+
+
+@contextmanager
+def saving(own: Iterable[Tensor]) -> Iterator[Saved]:
+    seen = Saved({t.untyped_storage().data_ptr() for t in own})
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.alive.append(tensor.detach())
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield seen
+
+
+def tokens_of(s: DecoderSizes) -> Tensor:
+    return torch.randint(0, s.vocabulary, (s.batch, s.length), generator=torch.Generator().manual_seed(1))
+
+
+def measured(
+    s: DecoderSizes, layers: int, recompute: str | None, dtype: torch.dtype, sequence: bool = False
+) -> list[int]:
+    """Of one forward and backward of the project's decoder, under the engine, on every rank."""
+    sizes = GPTConfig(
+        vocabulary=s.vocabulary,
+        num_layers=layers,
+        width=s.width,
+        num_heads=s.heads,
+        num_kv_heads=s.kv_heads,
+        hidden=s.hidden,
+        max_length=s.length + 2,
+        dropout=0.1 if s.dropout else 0.0,
+    )
+    tokens = tokens_of(s)
+    batch = {"tokens": tokens, "targets": tokens.roll(1, 1)}
+
+    def body(comm: Comm) -> int:
+        with empty_parameters():
+            model = GPT(sizes)
+        for p in model.parameters():
+            p.data = p.data.to(dtype)
+        engine = Engine(
+            model,
+            comm,
+            strategy="ddp",
+            loss_fn=loss_sum,
+            count_fn=token_count,
+            listener=lambda event, engine: None,  # looks at gradients, makes no step
+            recompute=recompute,  # type: ignore[arg-type]
+            sequence_parallel=sequence,
+        )
+        with saving([*model.parameters(), *model.buffers()]) as seen:
+            engine.step([batch])
+        return seen.bytes
+
+    return run(Mesh(tensor=s.ways), body, deadline=20)
+
+
+@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("dropout", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [2, 6])
+def test_the_decoder_keeps_what_is_predicted(
+    kv_heads: int, dtype: torch.dtype, dropout: bool, recompute: str | None
+) -> None:
+    sizes = replace(SIZES, kv_heads=kv_heads, itemsize=dtype.itemsize, dropout=dropout)
+    links = ["embed", "blocks.0", "blocks.1", "norm", "head"]
+    assert measured(sizes, 2, recompute, dtype) == [decoder(sizes, links, recompute)]
+
+
+@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("dropout", [True, False])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_block_cut_over_tensor_ranks_keeps_what_is_predicted(
+    sequence: bool, dropout: bool, recompute: str | None
+) -> None:
+    """Of one block more; the rank with most steps of time (4 of 7) is the first."""
+    sizes = replace(SIZES, itemsize=8, dropout=dropout, ways=2, sequence=sequence)
+    less, more = (measured(sizes, layers, recompute, torch.float64, sequence)[0] for layers in (1, 2))
+    assert more - less == sum(kept.bytes for kept in block(sizes, recompute))
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_tensor_ranks_keep_beside_the_blocks(sequence: bool) -> None:
+    """The loss keeps its softmax by other means than autograd's; the places of a rank's own targets are data."""
+    sizes = replace(SIZES, itemsize=8, ways=2, sequence=sequence)
+    links = ["embed", "blocks.0", "norm", "head"]
+    softmax = sizes.tokens * 6 * 8  # 6 of 11 classes on the first rank
+    own = 16 * int((tokens_of(sizes) < 6).sum())
+    assert measured(sizes, 1, None, torch.float64, sequence)[0] == decoder(sizes, links) - softmax + own
+
+
+# ---- the textbook -----------------------------------------------------------------------------------------------
+
+
+class Textbook(nn.Module):
+    """The layer that the textbook counts: written out, in 16 bits, masks of one byte."""
+
+    def __init__(self, width: int, heads: int, recompute: str | None) -> None:
+        super().__init__()
+        self.heads, self.recompute = heads, recompute
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.query, self.key, self.value, self.output = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.recompute == "full":
+            out: Tensor = checkpoint(self.layer, x_BTD, use_reentrant=False)
+            return out
+        return self.layer(x_BTD)
+
+    def layer(self, x_BTD: Tensor) -> Tensor:
+        y = self.norms[0](x_BTD)
+        q, k, v = (self.split(p(y)) for p in (self.query, self.key, self.value))
+        again = self.recompute == "selective"
+        mixed = checkpoint(core, q, k, v, use_reentrant=False) if again else core(q, k, v)
+        x_BTD = x_BTD + drop(self.output(mixed.transpose(1, 2).flatten(2)))
+        out_BTD: Tensor = x_BTD + drop(self.down(F.gelu(self.up(self.norms[1](x_BTD)))))
+        return out_BTD
+
+    def split(self, x_BTD: Tensor) -> Tensor:
+        heads: Tensor = x_BTD.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return heads
+
+
+def drop(x: Tensor) -> Tensor:
+    return torch.native_dropout(x, 0.1, True)[0]
+
+
+def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-2, -1) * q.size(-1) ** -0.5
+    return drop(scores.softmax(-1)) @ v
+
+
+@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize(("s", "b", "h", "a"), [(5, 3, 24, 2), (16, 2, 32, 4), (9, 1, 48, 6)])
+def test_the_textbooks_layer_keeps_what_the_textbook_says(
+    s: int, b: int, h: int, a: int, recompute: str | None
+) -> None:
+    """To the byte, beside the mean and deviation of each row of its two norms, which the textbook leaves out."""
+    layer = Textbook(h, a, recompute).bfloat16()
+    x = torch.randn(b, s, h, dtype=torch.bfloat16, requires_grad=True)
+    with saving(layer.parameters()) as seen:
+        layer(x)
+    statistics = 0 if recompute == "full" else 2 * 2 * s * b * 2
+    assert seen.bytes - statistics == per_layer(s, b, h, a, recompute=recompute)
+
+
+def test_the_textbooks_formulas_agree_where_they_meet() -> None:
+    """With one rank all rows are the same; a published size, by hand."""
+    s, b, h, a = 2048, 4, 6144, 64
+    for mode in MODES:
+        one = per_layer(s, b, h, a, recompute=mode)
+        assert one == per_layer(s, b, h, a, sequence=True, recompute=mode)
+        assert per_layer(s, b, h, a, t=8, sequence=True, recompute=mode) == one / 8
+    assert per_layer(s, b, h, a) == s * b * h * 34 + 5 * a * s * s * b
+    assert per_layer(s, b, h, a, t=8) == pytest.approx(s * b * h * (10 + 24 / 8) + 5 * a * s * s * b / 8)
+    assert per_layer(s, b, h, a, recompute="selective") == 34 * s * b * h
+    assert per_layer(s, b, h, a, t=8, recompute="full") == 2 * s * b * h
+    assert per_layer(2048, 1, 12288, 96) / per_layer(2048, 1, 12288, 96, recompute="selective") == pytest.approx(
+        1 + 5 * 96 * 2048 / 12288 / 34
+    )

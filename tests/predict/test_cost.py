@@ -1,0 +1,235 @@
+"""What a step sends, in parameter volumes, against the papers' formulas.
+
+P is the bytes of all parameters, N the data ranks, p the shard group, R the replicas, M the microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.table.agreement import num_reported
+from plait.table.cells import TABLE, find_strategy
+from plait.table.collectives import Entry, Note
+from plait.table.flat import Cut, UnitLayout, lay
+from plait.table.mesh import Mesh
+from plait.predict.cost import by_phase, differences, predict_step
+
+STATE = ("forward", "backward", "microbatch", "step", "publish")
+
+
+def units_for(mesh: Mesh, *, uses: int = 1, trains: bool = True, cut: Cut = "element") -> list[UnitLayout]:
+    """Two units whose parameters fill their buffers to the last element under either cut."""
+    n = mesh.data_size
+    units = []
+    for name, num_tensors in (("a", n), ("b", 2 * n)):
+        flat = lay([(f"{name}{i}", (4, 16)) for i in range(num_tensors)], 4, n, cut)
+        assert flat.numel == 64 * num_tensors
+        units.append(UnitLayout(name, (flat,), (trains,), (True,) * uses))
+    return units
+
+
+def volume(units: list[UnitLayout]) -> int:
+    return sum(flat.numel * flat.itemsize for unit in units for flat in unit.flats)
+
+
+def state_sent(units: list[UnitLayout], mesh: Mesh, row: str, num_microbatches: int, rank: int = 0) -> int:
+    """Bytes that a rank sends in a step for parameters and gradients."""
+    entries = predict_step(units, mesh, find_strategy(row), num_microbatches, rank)
+    return sum(e.sent for e in entries if e.note.phase in STATE)
+
+
+# ---- volumes ---------------------------------------------------------------------------------------------
+
+ONE_MICROBATCH = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3}
+
+
+@pytest.mark.parametrize(("row", "volumes"), ONE_MICROBATCH.items())
+@pytest.mark.parametrize("mesh", [Mesh(shard=4), Mesh(replica=4), Mesh(replica=2, shard=2)], ids=str)
+def test_one_microbatch_costs_2_2_2_3_volumes(row: str, volumes: int, mesh: Mesh) -> None:
+    units = units_for(mesh)
+    assert state_sent(units, mesh, row, 1) == volumes * volume(units) * 3 // 4  # (N-1)/N
+
+
+# row: bytes(P, M, N, p, R), all divisions exact
+VOLUMES: dict[str, Callable[[int, int, int, int, int], int]] = {
+    "ddp": lambda P, M, N, p, R: 2 * P * (N - 1) // N,
+    "zero1": lambda P, M, N, p, R: 2 * P * (N - 1) // N,
+    "zero2": lambda P, M, N, p, R: (M + 1) * P * (N - 1) // N,
+    "zero3": lambda P, M, N, p, R: 3 * M * P * (N - 1) // N,
+    "zero3_keep": lambda P, M, N, p, R: 2 * M * P * (N - 1) // N,
+    "hsdp": lambda P, M, N, p, R: 3 * M * P * (p - 1) // p + 2 * (P // p) * (R - 1) // R,
+    "psdp": lambda P, M, N, p, R: 3 * M * P * (p - 1) // p + 2 * (P // p) * (R - 1) // R,
+    "hpz": lambda P, M, N, p, R: 2 * M * P * (N - 1) // N + M * P * (p - 1) // p,
+}
+
+
+def test_every_row_has_its_formula() -> None:
+    assert VOLUMES.keys() == TABLE.keys()
+
+
+@settings(max_examples=80, deadline=None)
+@given(row=st.sampled_from(list(TABLE)), p=st.integers(1, 4), replicas=st.integers(1, 4), m=st.integers(1, 5))
+def test_volumes_of_every_row(row: str, p: int, replicas: int, m: int) -> None:
+    mesh = Mesh(replica=replicas, shard=p)
+    units = units_for(mesh)
+    expected = VOLUMES[row](volume(units), m, mesh.data_size, p, replicas)
+    for rank in range(mesh.size):
+        assert state_sent(units, mesh, row, m, rank) == expected
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_one_rank_sends_nothing(row: str) -> None:
+    assert predict_step(units_for(Mesh()), Mesh(), TABLE[row], 3, 0) == ()
+    agreed = predict_step(units_for(Mesh(pipe=3)), Mesh(pipe=3), TABLE[row], 3, 0)
+    assert {entry.note.phase for entry in agreed} == {"count", "report"}, "and pipeline ranks agree, no more"
+
+
+@pytest.mark.parametrize("row", ["hsdp", "psdp"])
+@pytest.mark.parametrize("m", [1, 2, 7])
+def test_any_number_of_microbatches_is_one_reduction_across_replicas(row: str, m: int) -> None:
+    mesh, m_units = Mesh(replica=2, shard=2), ("a", "b")
+    entries = predict_step(units_for(mesh), mesh, TABLE[row], m, rank=3)
+    across = [e for e in entries if "replica" in e.axes and e.note.phase in STATE]
+    reductions = [(e.kind, e.axes, e.note) for e in across if e.kind != "all_gather"]
+    kind = {"hsdp": "all_reduce", "psdp": "reduce_scatter"}[row]
+    assert reductions == [(kind, ("replica",), Note("step", name)) for name in m_units]
+    gathers = [(e.kind, e.note) for e in across if e.kind == "all_gather"]
+    assert gathers == ([("all_gather", Note("publish", name)) for name in m_units] if row == "psdp" else [])
+
+
+def test_the_messages_of_hsdp_one_by_one() -> None:
+    mesh = Mesh(replica=2, shard=2)
+    unit = units_for(mesh)[0]
+    size = volume([unit])
+    entries = [e for e in predict_step([unit], mesh, TABLE["hsdp"], 2, 0) if e.note.phase in STATE]
+    inside = (("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "microbatch"))
+    expected = [
+        *(Entry(kind, ("shard",), size, size // 2, Note(phase, "a", m)) for m in (0, 1) for kind, phase in inside),
+        Entry("all_reduce", ("replica",), size // 2, size // 2, Note("step", "a")),
+    ]
+    assert differences(entries, expected) == []
+
+
+# ---- tied, frozen, owned whole ---------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(row=st.sampled_from(list(TABLE)), p=st.integers(1, 3), replicas=st.integers(1, 3), m=st.integers(1, 3))
+def test_a_unit_used_twice_is_gathered_twice_and_reduced_once(row: str, p: int, replicas: int, m: int) -> None:
+    mesh = Mesh(replica=replicas, shard=p)
+    n = mesh.data_size
+    once, twice = (units_for(mesh, uses=uses) for uses in (1, 2))
+    P = volume(once)
+    again = {  # the second use: forward from what is kept, and backward
+        "zero3": 2 * m * P * (n - 1) // n,
+        "hsdp": 2 * m * P * (p - 1) // p,
+        "psdp": 2 * m * P * (p - 1) // p,
+        "hpz": 2 * m * P * (p - 1) // p,
+    }
+    assert state_sent(twice, mesh, row, m) - state_sent(once, mesh, row, m) == again.get(row, 0)
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_frozen_units_are_gathered_and_nothing_else(row: str) -> None:
+    mesh = Mesh(replica=2, shard=2)
+    frozen, trained = (
+        by_phase(predict_step(units_for(mesh, trains=trains), mesh, TABLE[row], 3, 1)) for trains in (False, True)
+    )
+    for phase in ("forward", "backward"):
+        assert frozen.get(phase) == trained.get(phase)
+    assert not {"microbatch", "step", "publish"} & frozen.keys()
+
+
+def test_no_backward_goes_through_frozen_layers_before_which_nothing_trains() -> None:
+    mesh = Mesh(shard=3)
+    entries = predict_step(
+        [replace(u, uses=(False,)) for u in units_for(mesh, trains=False)], mesh, TABLE["zero3"], 2, 0
+    )
+    assert {e.note.phase for e in entries} & set(STATE) == {"forward"}
+
+
+@pytest.mark.parametrize("row", TABLE)
+@pytest.mark.parametrize("mesh", [Mesh(shard=3), Mesh(replica=3), Mesh(replica=2, shard=2)], ids=str)
+def test_owning_tensors_whole_moves_the_same_bytes_in_all(row: str, mesh: Mesh) -> None:
+    """Broadcasts and reduces cost the ranks differently; the sum over ranks is that of the collectives."""
+    n = mesh.data_size
+    shapes = [(2 * n, 16)] + [(16,)] * (2 * n)  # equal pieces of elements, unequal ones of tensors
+    units = {
+        cut: [UnitLayout("a", (lay([(f"{i}", s) for i, s in enumerate(shapes)], 4, n, cut),), (True,))]
+        for cut in ("element", "tensor")
+    }
+    assert not units["tensor"][0].flats[0].even and volume(units["tensor"]) == volume(units["element"])
+    total = {cut: sum(state_sent(units[cut], mesh, row, 2, rank) for rank in range(mesh.size)) for cut in units}
+    assert total["tensor"] == total["element"]
+
+
+# ---- the two agreements ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", TABLE)
+@pytest.mark.parametrize(("m", "words"), [(1, 1 + 1 + 1 + 7), (5, 1 + 5 + 1 + 7)])
+def test_a_step_has_two_small_agreements(row: str, m: int, words: int) -> None:
+    """Counts: 4 numbers a rank.  Report: squares, a loss per microbatch, a bit per trainable parameter, six beside."""
+    mesh = Mesh(replica=2, shard=2, tensor=2)
+    entries = predict_step(units_for(mesh), mesh, TABLE[row], m, 0)
+    order = ("pipe", "replica", "shard", "tensor")
+    assert [e for e in entries if e.note.phase not in STATE] == [
+        Entry("all_gather", order, 8 * 4 * 8, 7 * 4 * 8, Note("count")),
+        Entry("all_gather", order, 8 * words * 8, 7 * words * 8, Note("report")),
+    ]
+
+
+def test_gradient_bits_travel_32_to_a_number() -> None:
+    assert [num_reported(1, n) - 9 for n in (0, 1, 32, 33, 64, 65)] == [0, 1, 1, 2, 2, 3]
+
+
+# ---- by phase, and differences ---------------------------------------------------------------------------
+
+
+def test_by_phase_counts_messages_and_bytes() -> None:
+    mesh = Mesh(shard=2)
+    units = units_for(mesh)
+    half = volume(units) // 2
+    assert by_phase(predict_step(units, mesh, TABLE["zero3"], 3, 0)) == {
+        "forward": (6, 3 * half),
+        "backward": (6, 3 * half),
+        "microbatch": (6, 3 * half),
+        "count": (1, 32),
+        "report": (1, 8 * (1 + 3 + 1 + 7)),
+    }
+    assert by_phase(()) == {}
+
+
+LEDGER = predict_step(units_for(Mesh(shard=2)), Mesh(shard=2), TABLE["zero2"], 2, 0)
+
+
+def test_equal_ledgers_have_no_differences_in_whatever_order() -> None:
+    assert differences(LEDGER, LEDGER) == []
+    assert differences(LEDGER, reversed(LEDGER)) == []
+
+
+def test_differences_find_what_was_added_dropped_or_changed() -> None:
+    entry = LEDGER[0]
+    (added,) = differences(LEDGER, [*LEDGER, entry])
+    assert added == f"measured, not predicted (1 times): {entry}"
+    (dropped,) = differences(LEDGER, LEDGER[1:])
+    assert dropped == f"predicted, not measured (1 times): {entry}"
+    for changed in (
+        replace(entry, kind="all_reduce"),
+        replace(entry, axes=("shard",)),
+        replace(entry, bytes=entry.bytes + 1),
+        replace(entry, sent=entry.sent - 1),
+        replace(entry, note=replace(entry.note, phase="step")),
+        replace(entry, note=replace(entry.note, unit="z")),
+        replace(entry, note=replace(entry.note, microbatch=9)),
+    ):
+        assert differences(LEDGER, [changed, *LEDGER[1:]]) == [
+            f"predicted, not measured (1 times): {entry}",
+            f"measured, not predicted (1 times): {changed}",
+        ]
+    assert differences([entry] * 3, [entry]) == [f"predicted, not measured (2 times): {entry}"]

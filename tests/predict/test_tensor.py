@@ -1,0 +1,162 @@
+"""What tensor parallelism sends: the papers' volumes, and the ledger of a real step, byte for byte."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import plait
+from plait.comm import Comm
+from plait.run.config import VerifyConfig
+from plait.table.collectives import Entry, Note
+from plait.table.mesh import Mesh
+from plait.table.tensor_plan import BACKWARD, FORWARD, Site, everywhere
+from plait.step import Engine
+from plait.run.job.job import make_job
+from plait.run.models.gpt import GPT, GPTConfig
+from plait.predict.cost import differences
+from plait.predict.tensor import predict_tensor
+from plait.tensor import parallel_plan
+from plait.referee.verify.record import predict
+
+BATCH, TIME, WIDTH, LAYERS = 3, 12, 16, 5
+SIZES = GPTConfig(
+    vocabulary=24, num_layers=LAYERS, width=WIDTH, num_heads=4, num_kv_heads=4, hidden=20, max_length=TIME
+)
+WAYS = [2, 4]
+
+
+def entries(ways: int, *, sequence: bool, microbatches: int = 1, itemsize: int = 4) -> tuple[Entry, ...]:
+    sites = parallel_plan(GPT(SIZES), ways, sequence=sequence).sites
+    return predict_tensor(
+        [everywhere(sites, (BATCH, TIME))] * microbatches, Mesh(tensor=ways), itemsize, sequence=sequence
+    )
+
+
+def of_layers(found: tuple[Entry, ...]) -> list[Entry]:
+    return [e for e in found if e.note.unit.startswith("blocks.")]
+
+
+@pytest.mark.parametrize("ways", WAYS)
+def test_a_layer_has_two_all_reduces_forward_and_two_backward(ways: int) -> None:
+    """Each of batch * time * width elements (Megatron-LM)."""
+    found = of_layers(entries(ways, sequence=False))
+    assert Counter((e.kind, e.note.phase) for e in found) == {
+        ("all_reduce", FORWARD): 2 * LAYERS,
+        ("all_reduce", BACKWARD): 2 * LAYERS,
+    }
+    assert {e.bytes for e in found} == {BATCH * TIME * WIDTH * 4}
+    assert {e.axes for e in found} == {("tensor",)}
+    assert sum(e.sent for e in found) == 4 * LAYERS * 2 * (ways - 1) * BATCH * TIME * WIDTH * 4 // ways
+
+
+@pytest.mark.parametrize("ways", WAYS)
+def test_sequence_parallelism_sends_the_same_volume_as_reduce_scatters_and_all_gathers(ways: int) -> None:
+    """Each all-reduce becomes one of each, forward and backward (Korthikanti et al.)."""
+    whole, cut = of_layers(entries(ways, sequence=False)), of_layers(entries(ways, sequence=True))
+    assert Counter((e.kind, e.note.phase) for e in cut) == {
+        (kind, phase): 2 * LAYERS for kind in ("all_gather", "reduce_scatter") for phase in (FORWARD, BACKWARD)
+    }
+    for phase in (FORWARD, BACKWARD):
+        assert sum(e.sent for e in cut if e.note.phase == phase) == sum(e.sent for e in whole if e.note.phase == phase)
+
+
+@pytest.mark.parametrize(("time", "padded"), [(12, 12), (9, 12), (1, 4), (5, 8)])
+def test_time_that_does_not_divide_travels_padded(time: int, padded: int) -> None:
+    found = predict_tensor([everywhere([Site("enter", "a", 5)], (3, time))], Mesh(tensor=4), 4, sequence=True)
+    assert [e.bytes for e in found] == [3 * padded * 5 * 4] * 2
+    assert [e.sent for e in found] == [3 * padded * 5 * 4 // 4 * 3] * 2
+
+
+def test_the_ends_cost_one_sum_of_the_embedding_one_of_the_heads_input_and_three_numbers_per_target() -> None:
+    found = [e for e in entries(2, sequence=False) if not e.note.unit.startswith("blocks.")]
+    stream = BATCH * TIME * WIDTH * 4
+    assert [(e.kind, e.bytes, e.note.phase, e.note.unit) for e in found] == [
+        ("all_reduce", stream, FORWARD, "embed"),
+        ("all_reduce", stream, BACKWARD, "head"),
+        ("all_gather", 2 * 3 * BATCH * TIME * 4, FORWARD, "loss"),
+    ]
+
+
+def test_the_loss_is_summed_in_four_bytes_at_least() -> None:
+    def sizes(itemsize: int) -> list[int]:
+        return [e.bytes for e in entries(2, sequence=False, itemsize=itemsize) if e.note.unit == "loss"]
+
+    assert sizes(2) == sizes(4) == [2 * 3 * BATCH * TIME * 4]
+    assert sizes(8) == [2 * 3 * BATCH * TIME * 8]
+
+
+def test_a_gathered_output_travels_in_equal_pieces() -> None:
+    """5 features over 4 ranks are 2, 2, 1, 0 and travel as 4 times 2."""
+    for sequence in (False, True):
+        found = predict_tensor([everywhere([Site("gather", "out", 5)], (3, 7))], Mesh(tensor=4), 8, sequence=sequence)
+        size = 3 * 7 * 8 * 8
+        assert found == (Entry("all_gather", ("tensor",), size, size // 4 * 3, Note(FORWARD, "out", 0)),)
+
+
+def test_every_microbatch_sends_its_own() -> None:
+    sites = (Site("leave", "down", 5),)
+    found = predict_tensor([everywhere(sites, (n, 7)) for n in (3, 2, 0)], Mesh(tensor=2), 4, sequence=False)
+    assert [(e.bytes, e.note.microbatch) for e in found] == [(3 * 7 * 5 * 4, 0), (2 * 7 * 5 * 4, 1), (0, 2)]
+    assert len(entries(2, sequence=True, microbatches=3)) == 3 * len(entries(2, sequence=True))
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert predict_tensor([everywhere([Site("enter", "a", 5)], (3, 7))], Mesh(shard=4), 4, sequence=True) == ()
+
+
+def test_other_axes_change_nothing() -> None:
+    sites = parallel_plan(GPT(SIZES), 2).sites
+    for mesh in (Mesh(replica=2, tensor=2), Mesh(shard=3, tensor=2)):
+        assert predict_tensor([everywhere(sites, (3, 7))], mesh, 4, sequence=False) == predict_tensor(
+            [everywhere(sites, (3, 7))], Mesh(tensor=2), 4, sequence=False
+        )
+
+
+# ---- a real step -------------------------------------------------------------------------------------------------
+
+GPT_RUN = VerifyConfig(model="gpt", layers=2, width=24, heads=6, kv_heads=6, batch=13, length=7)
+RUNS = {
+    "gpt": (GPT_RUN, False),
+    "gpt sequence": (GPT_RUN, True),
+    "gpt fp64": (replace(GPT_RUN, dtype="fp64"), True),
+    "gpt bf16": (replace(GPT_RUN, dtype="bf16"), False),
+    "llama": (replace(GPT_RUN, model="llama"), False),
+    "llama sequence": (replace(GPT_RUN, model="llama"), True),
+    "mlp": (VerifyConfig(model="mlp", layers=8, width=7, batch=13), False),
+}
+
+
+@pytest.mark.parametrize("mesh", ["tensor=2", "tensor=3", "shard=2 tensor=2"])
+@pytest.mark.parametrize("name", RUNS)
+def test_the_ledger_of_a_step_is_the_prediction(name: str, mesh: str) -> None:
+    config, sequence = RUNS[name]
+    if config.model == "llama":
+        pytest.importorskip("transformers")
+    job = make_job(config)
+
+    def body(comm: Comm) -> tuple[list[str], set[str]]:
+        model = job.build()
+        optimizer = job.optimizer(model.parameters())
+        engine = Engine(
+            model, comm, strategy="zero2", optimizer=optimizer, loss_fn=job.loss_fn, count_fn=job.count_fn, clip=1.0,
+            sequence_parallel=sequence,
+        )  # fmt: skip
+        rank, ranks = comm.mesh.data_rank(comm.rank), comm.mesh.data_size
+        found: list[str] = []
+        for step in range(2):
+            batches: list[Any] = job.microbatches(step, rank, ranks, 2)
+            predicted, mark = predict(engine, job, batches), len(comm.ledger.entries)
+            engine.step(batches)
+            measured = comm.ledger.entries[mark:]
+            if step == 0:  # the check that whole parameters are whole comes before the first update
+                measured = [e for e in measured if e.note.phase != "setup"]
+            found += differences(predicted, measured)
+        return found, {e.note.phase for e in comm.ledger.entries}
+
+    for found, phases in plait.run_threads(mesh, body):
+        assert not found, found[:3]
+        assert {FORWARD, BACKWARD, "count", "report"} <= phases

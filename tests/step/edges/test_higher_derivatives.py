@@ -1,0 +1,265 @@
+"""Gradients that a program takes itself: scores, forces, penalties on gradients, and derivatives of these.
+
+Fp64, against plain PyTorch: what is differentiated twice has to agree to 1e-11 like everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from derivative_cases import (
+    WIDTH,
+    Checkpointed,
+    Descending,
+    Descent,
+    Energy,
+    Equilibrium,
+    Forces,
+    Layer,
+    Reused,
+    Tellers,
+    Tied,
+    between,
+    constant,
+    gradient,
+    leaf,
+    masked,
+    own_slope,
+    penalty,
+    plainly,
+    score,
+    third,
+    told,
+)
+from edge_cases import alone, on_ranks, same
+from engine_cases import ROWS, SPLIT_ROWS, Batch, agree, batches, close, count, distinct, plain, sgd, train
+from torch import Tensor, nn
+
+from plait.comm import Comm, run
+from plait.table.mesh import Mesh
+from plait.step import Engine
+
+PROGRAMS: dict[str, tuple[type[nn.Module], Callable[..., Tensor]]] = {
+    "score": (Energy, score),
+    "penalty": (Energy, penalty),
+    "own slope": (Energy, own_slope),
+    "constant": (Energy, constant),
+    "third": (Energy, third),
+    "between": (Energy, between),
+    "forces": (Forces, plainly),
+    "descent": (Descent, plainly),
+    "score of a descent": (Descent, score),
+}
+
+
+PROGRAMS["attributes"] = Tellers, told
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("mesh", ["shard=2", "shard=3", "replica=2 shard=2"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_step_is_that_of_one_process(program: str, mesh: str, row: str) -> None:
+    kind, loss = PROGRAMS[program]
+    template, data = distinct(kind()), batches(2)
+    agree(train(template, mesh, row, data, loss=loss, microbatches=2), plain(template, data, loss=loss))
+
+
+KINDS: dict[str, tuple[type[nn.Module], Callable[..., Tensor], tuple[str, ...], dict[str, Any]]] = {
+    "frozen": (Energy, penalty, ("first", "layers.1"), {}),
+    "frozen inside": (Descent, score, ("blocks.1",), {}),
+    "tied": (Tied, penalty, (), {}),
+    "tied, frozen": (Tied, third, ("layers.0.up.weight",), {}),
+    "reused": (Reused, own_slope, (), {}),
+    "nested units": (Energy, penalty, (), {"units": ["layers.0", "layers.0.up", "layers.2.norm"]}),
+    "one unit": (Energy, third, (), {"units": []}),
+    "recomputed": (Energy, penalty, (), {"recompute": "full"}),
+    "recomputed inside": (Descent, plainly, (), {"recompute": "full"}),
+    "checkpoints": (Checkpointed, penalty, (), {}),
+    "equilibrium": (Equilibrium, plainly, (), {}),
+    "equilibrium, frozen": (Equilibrium, plainly, ("parts.0",), {}),
+    "no prefetch": (Energy, penalty, (), {"prefetch": 0}),
+}
+
+
+@pytest.mark.parametrize("row", SPLIT_ROWS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_units_of_every_kind(kind: str, row: str) -> None:
+    model, loss, frozen, settings = KINDS[kind]
+    template, data = distinct(model()), batches(2)
+    for name, parameter in template.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
+    agree(
+        train(template, "replica=2 shard=2", row, data, loss=loss, microbatches=2, **settings),
+        plain(template, data, loss=loss),
+    )
+
+
+def in_two_backwards(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
+    """Either comes first."""
+    for step, batch in enumerate(map(part, batches(2))):
+        losses = [(masked(model(batch["x"]), batch), count(batch)), (score(model, batch), 0)]
+        optimizer.zero_grad()
+        for loss, number in losses[:: -1 if step else 1]:
+            engine.backward(loss, number)
+        optimizer.step()
+
+
+def with_gradients_of_parameters(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
+    for batch in map(part, batches(2)):
+        loss = masked(model(batch["x"]), batch)
+        with engine.gathered():
+            gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            loss = loss + sum((g * p.detach()).sum() for g, p in zip(gradients, model.parameters(), strict=True))
+        engine.backward(loss, count(batch))
+        optimizer.step()
+
+
+def with_functional_transforms(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
+    slopes = torch.func.vmap(torch.func.grad(lambda x: model(x[None]).sum()))
+    for batch in map(part, batches(2)):
+        with engine.gathered():
+            loss = masked(slopes(batch["x"]).square(), batch)
+        engine.backward(loss, count(batch))
+        optimizer.step()
+
+
+def beside_an_evaluation(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
+    for batch in map(part, batches(2)):
+        engine.backward(penalty(model, batch), count(batch))
+        optimizer.step()
+        model.eval()
+        for create_graph in (False, True):
+            gradient(model(x := leaf(batch)).sum(), x, create_graph=create_graph)
+        with torch.no_grad():
+            model(batch["x"])
+        model.train()
+
+
+LOOPS = [in_two_backwards, with_gradients_of_parameters, with_functional_transforms, beside_an_evaluation]
+
+
+@pytest.mark.parametrize("row", ["zero2", *SPLIT_ROWS])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_of_ones_own(loop: Any, row: str) -> None:
+    template = distinct(Energy())
+    _, truth = alone(loop, template)
+    for _, state in on_ranks(loop, template, "replica=2 shard=2", row):
+        assert same(state, truth, row)
+
+
+def generator() -> nn.Module:
+    return distinct(nn.Sequential(Layer(), nn.Linear(WIDTH, WIDTH)), seed=1)
+
+
+def critic_loss(d: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    middle = (0.3 * real + 0.7 * fake).requires_grad_()
+    slope = gradient(d(middle).sum(), middle)
+    return (d(fake) - d(real)).sum() + 10 * (slope.norm(dim=1) - 1).square().sum()
+
+
+def path_loss(g: nn.Module, x: Tensor) -> Tensor:
+    noise = x.clone().requires_grad_()
+    return gradient(g(noise).sum(), noise).square().sum()
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero2", *SPLIT_ROWS])
+def test_a_generator_and_a_critic_with_penalties(row: str) -> None:
+    """WGAN-GP, and a penalty on the generator's slope."""
+    data = [batch["x"] for batch in batches(3)]
+
+    def body(comm: Comm) -> Any:
+        g, d = generator(), distinct(Energy(), seed=2)
+        opt_g, opt_d = sgd(g.parameters()), sgd(d.parameters())
+        engine_g = Engine(g, comm, strategy=row, optimizer=opt_g)
+        engine_d = Engine(d, comm, strategy=row, optimizer=opt_d)
+        for whole in data:
+            x = whole.tensor_split(comm.mesh.data_size)[comm.mesh.data_rank(comm.rank)]
+            engine_d.backward(critic_loss(d, x, g(x).detach()), len(x))
+            opt_d.step()
+            opt_g.zero_grad()
+            engine_g.backward(path_loss(g, x) - d(g(x)).sum(), len(x), also=[engine_d])
+            opt_g.step()
+            opt_d.zero_grad()
+        return engine_g.full_state_dict(), engine_d.full_state_dict()
+
+    g, d = generator(), distinct(Energy(), seed=2)
+    opt_g, opt_d = sgd(g.parameters()), sgd(d.parameters())
+    for x in data:
+        for optimizer, loss in ((opt_d, critic_loss), (opt_g, lambda d, x, _: path_loss(g, x) - d(g(x)).sum())):
+            optimizer.zero_grad()
+            (loss(d, x, g(x).detach()) / len(x)).backward()
+            optimizer.step()
+    for states in run(Mesh.parse("replica=2 shard=2"), body, deadline=20):
+        for state, wanted in zip(states, (g.state_dict(), d.state_dict()), strict=True):
+            assert all(close(state[name], value) for name, value in wanted.items())
+
+
+def test_a_gradient_inside_of_a_block_gathers_nothing_and_keeps_nothing_whole() -> None:
+    def gathered(engine: Engine) -> Any:
+        entries = engine.comm.ledger.entries
+        return engine.bytes_held()["gathered_peak"], [e.note.unit for e in entries if e.note.phase == "inner backward"]
+
+    template, data = distinct(Descent(7)), batches(1)
+    for record in train(template, "shard=2", "zero3", data, loss=plainly, look=gathered, prefetch=0):
+        peak, inner = record.seen
+        assert inner == [] and peak < 0.5 * sum(p.nbytes for p in template.parameters())
+    for record in train(distinct(Energy()), "shard=2", "zero3", data, loss=score, look=gathered, prefetch=0):
+        assert record.seen[1] == ["root", "head", "layers.2", "layers.1", "layers.0", "first"]
+
+
+def links() -> nn.Module:
+    return distinct(nn.Sequential(Descending(), Descending(), Descending(), nn.Linear(WIDTH, 1)))
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3", "zero3_keep", "hpz"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_inside_of_a_link_of_a_pipeline(row: str, schedule: str) -> None:
+    template, data = links(), batches(2)
+    ranks = train(template, "pipe=2 shard=2", row, data, loss=plainly, microbatches=3, schedule=schedule)
+    agree(ranks, plain(template, data, loss=plainly))
+
+
+def silent(model: nn.Module, batch: Batch) -> Tensor:
+    return masked(gradient(model(x := leaf(batch)).sum(), x, allow_unused=True, materialize_grads=True), batch)
+
+
+class Sloping(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return gradient(super().forward(x).sum(), x, allow_unused=True, materialize_grads=True)
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+@pytest.mark.parametrize("loss", [score, silent, plainly])
+def test_through_several_links_of_a_pipeline_it_is_refused(row: str, loss: Any) -> None:
+    """Where the input is on another stage torch would call it unused, or give zeros."""
+    kind = Sloping if loss is plainly else nn.Sequential
+    with pytest.raises(ValueError, match="outside of the pipeline's links"):
+        train(kind(Layer(), Layer(), nn.Linear(WIDTH, 1)).double(), "pipe=2", row, batches(1), loss=loss)
+
+
+def test_a_transform_of_torch_func_with_parameters_at_rest_is_refused() -> None:
+    def transformed(model: nn.Module, batch: Batch) -> Tensor:
+        return masked(torch.func.grad(lambda x: model(x).sum())(batch["x"]), batch)
+
+    with pytest.raises(ValueError, match=r"unit 'root'.*torch\.func.*engine\.gathered"):
+        train(distinct(Energy()), "shard=2", "zero3", batches(1), loss=transformed)
+
+
+class Borrowing(nn.Module):
+    """Reads a parameter of another unit inside of a transform."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) + torch.func.grad(lambda z: (z * self.first.bias).sin().sum())(x))  # type: ignore[no-any-return]
+
+
+def test_a_transform_that_borrows_from_another_unit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"unit 'root'.*torch\.func.*engine\.gathered"):
+        train(distinct(Borrowing().double()), "shard=2", "zero3", batches(1))

@@ -1,0 +1,307 @@
+"""Ranks that would train different models are told so before the first step, field by field, on every rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_cases import adamw, batches, count, deal, loss_sum
+from loop_cases import ALONE, LAYOUTS, layout
+from torch import Tensor, nn
+
+from plait.comm import Comm, run
+from plait.table.mesh import Mesh
+from plait.table.precision import LossScale
+from plait.step import Engine
+
+
+class Acting(nn.Module):
+    """A model with all that two ranks may have different."""
+
+    def __init__(self, act: Any = F.gelu, **more: Any) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(5, 4), nn.Dropout(0.1), nn.Linear(4, 3)
+        self.act = act
+        self.settings = {"depth": 2, "names": ["a", "b"], **more}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.drop(self.act(self.first(x))))
+        return out
+
+
+class Other(Acting):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.drop(self.act(self.first(x)) * 2))
+        return out
+
+
+def renamed() -> nn.Module:
+    model = Acting()
+    model.extra = nn.Linear(2, 2)
+    return model
+
+
+def dropping(p: float) -> nn.Module:
+    model = Acting()
+    model.drop.p = p
+    return model
+
+
+def frozen() -> nn.Module:
+    model = Acting()
+    model.first.bias.requires_grad_(False)
+    return model
+
+
+def decayed(model: nn.Module) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    return torch.optim.AdamW([{"params": others, "weight_decay": 0.0}, {"params": matrices}], lr=0.1)
+
+
+def swapped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = decayed(model)
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = second["params"], first["params"]
+    return optimizer
+
+
+def by_default(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+BUILDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = {
+    "activation": (Acting, lambda: Acting(F.silu), r"act is .*gelu on .*silu"),
+    "lambda": (lambda: Acting(lambda x: x * 2), lambda: Acting(lambda x: x * 3), r"act is "),
+    "attribute": (Acting, lambda: Acting(depth=3), r"settings is \{depth: 2"),
+    "dropout": (lambda: dropping(0.1), lambda: dropping(0.2), r"drop\.p is 0\.1 on .*0\.2 on rank 1"),
+    "class": (Acting, Other, r"the model is [a-z._]*test_agreement\.Acting on "),
+    "module": (Acting, renamed, r"extra is not there on "),
+    "tensor": (
+        lambda: Acting(t=torch.ones(2)),
+        lambda: Acting(t=torch.zeros(2)),
+        r"settings is .*t: torch\.float32 \(2,\) ",
+    ),
+    "frozen": (Acting, frozen, r"parameter 'first\.bias' is \(4,\) torch\.float64 on .*frozen on rank 1"),
+}
+
+
+@pytest.mark.parametrize("kind", BUILDS)
+@pytest.mark.parametrize("where", [name for name in LAYOUTS if name not in ("none", "pipe", "pipe and shard")])
+def test_different_models_are_refused_with_both_values(where: str, kind: str) -> None:
+    mesh, row = layout(where)
+    usual, unusual, text = BUILDS[kind]
+    values = usual().double().state_dict()
+
+    def body(comm: Comm) -> str:
+        model = (unusual if comm.rank == 1 else usual)().double()
+        model.load_state_dict(values, strict=False)
+        with pytest.raises(ValueError, match=f"the ranks brought different models: .*{text}") as caught:
+            Engine(model, comm, strategy=row)
+        return str(caught.value)
+
+    told = run(mesh, body, deadline=20)
+    assert len(set(told)) == 1, "every rank says the same"
+    assert "on rank 1" in told[0] and ("on rank 0" in told[0] or "on ranks 0, " in told[0])
+
+
+def test_buffers_that_differ_are_refused() -> None:
+    def body(comm: Comm) -> None:
+        model = nn.BatchNorm1d(3)
+        model.running_mean.add_(comm.rank == 2)
+        model.register_buffer("_of_this_rank", torch.full((2,), comm.rank))
+        Engine(model, comm, strategy="zero3")
+
+    with pytest.raises(ValueError, match=r"1 buffers differ between ranks \(running_mean\)"):
+        run(Mesh(shard=3), body, deadline=20)
+
+
+def test_code_that_differs_under_one_name_is_told() -> None:
+    def one(self: nn.Module, x: Tensor) -> Tensor:
+        return x + 1
+
+    def two(self: nn.Module, x: Tensor) -> Tensor:
+        return x + 2
+
+    def body(comm: Comm) -> None:
+        kind = type("Shift", (nn.Linear,), {"forward": two if comm.rank else one, "__module__": "user"})
+        with torch.random.fork_rng():
+            model = kind(3, 3)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(1.0)
+        Engine(model, comm, strategy="ddp")
+
+    with pytest.raises(ValueError, match=r"code of user.Shift is [0-9a-f]{8} on rank 0, [0-9a-f]{8} on rank 1"):
+        run(Mesh(shard=2), body, deadline=20)
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "class": (lambda m: torch.optim.Adam(m.parameters(), lr=0.1), r"optimizer is torch\.optim\.adamw\.AdamW on "),
+    "lr": (lambda m: torch.optim.AdamW(m.parameters(), lr=0.2), r"optimizer group 0 lr is 0\.1 on .*, 0\.2 on rank 1"),
+    "betas": (
+        lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, betas=(0.5, 0.9)),
+        r"group 0 betas is \[0\.9, 0\.999",
+    ),
+    "decay": (lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.3), r"group 0 weight_decay is 0\.01"),
+    "groups": (decayed, r"optimizer group 1 \w+ is not there on "),
+    "none": (lambda m: None, r"optimizer is torch\.optim\.adamw\.AdamW on .*, not there on rank 1"),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("where", [name for name in LAYOUTS if name != "none"])
+def test_different_optimizers_are_refused_with_both_values(where: str, kind: str) -> None:
+    mesh, row = layout(where)
+    other, text = OPTIMIZERS[kind]
+
+    def body(comm: Comm) -> str:
+        model = cases.distinct(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
+        optimizer = (other if comm.rank == 1 else by_default)(model)
+        with pytest.raises(ValueError, match=f"different settings: .*{text}") as caught:
+            Engine(model, comm, strategy=row, optimizer=optimizer)
+        return str(caught.value)
+
+    assert len(set(run(mesh, body, deadline=20))) == 1, "every rank says the same"
+
+
+def test_the_same_parameters_in_other_groups_are_told() -> None:
+    def body(comm: Comm) -> None:
+        model = cases.distinct(nn.Linear(5, 5))
+        Engine(model, comm, strategy="ddp", optimizer=(swapped if comm.rank else decayed)(model))
+
+    with pytest.raises(ValueError, match=r"optimizer group 0 params is \['bias'\] on rank 0, \['weight'\] on rank 1"):
+        run(Mesh(shard=2), body, deadline=20)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("clip", (0.5, 1.0, 0.5)),
+        ("seed", (0, 7, 0)),
+        ("prefetch", (1, 2, 1)),
+        ("nonfinite", ("raise", "skip", "raise")),
+        ("loss_scale", (None, LossScale(8.0), None)),
+        ("strategy", ("zero3", "zero2", "zero3")),
+    ],
+)
+def test_different_settings_are_shown_with_their_ranks(name: str, values: tuple[Any, Any, Any]) -> None:
+    def body(comm: Comm) -> None:
+        Engine(cases.net(), comm, **{name: values[comm.rank]})
+
+    with pytest.raises(ValueError, match=rf"different settings: {name} is .* on ranks 0, 2, .* on rank 1\. Give"):
+        run(Mesh(shard=3), body, deadline=20)
+
+
+def test_different_loss_functions_are_told() -> None:
+    def halved(model: nn.Module, batch: cases.Batch) -> Tensor:
+        return loss_sum(model, batch) / 2
+
+    def body(comm: Comm) -> None:
+        Engine(cases.net(), comm, loss_fn=halved if comm.rank else loss_sum, count_fn=count)
+
+    with pytest.raises(ValueError, match=r"the code of loss_fn is [0-9a-f]{8} on rank 0"):
+        run(Mesh(shard=2), body, deadline=20)
+
+
+def test_what_belongs_to_a_rank_is_its_own() -> None:
+    class Knows(nn.Linear):
+        def __init__(self, rank: int) -> None:
+            super().__init__(3, 3)
+            self._own, self.local_rank, self.device, self.noise = rank, rank, torch.device("cpu"), object()
+
+    def body(comm: Comm) -> None:
+        model = cases.distinct(Knows(comm.rank))
+        model.train(comm.rank == 0)
+        Engine(model, comm, strategy="ddp")
+
+    run(Mesh(shard=2), body, deadline=20)
+
+
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_a_negative_count_is_refused_on_all_ranks(where: str) -> None:
+    mesh, row = layout(where)
+    bad = mesh.data_size - 1
+
+    def body(comm: Comm) -> None:
+        model = cases.distinct(nn.Sequential(cases.Block(), cases.Block()))
+        here = comm.mesh.data_rank(comm.rank)
+        engine = Engine(
+            model,
+            comm,
+            strategy=row,
+            optimizer=adamw(model.parameters()),
+            loss_fn=loss_sum,
+            count_fn=lambda batch: -3 if batch["mask"][0] < 0 else count(batch),
+        )
+        parts = deal(batches(1)[0], comm.mesh, comm.rank, 2)
+        parts[1]["mask"][:] = -1 if here == bad else 1
+        with pytest.raises(ValueError, match=r"-3 targets|count of -3"):
+            engine.step(parts)
+
+    run(mesh, body, deadline=20)
+
+
+@pytest.mark.parametrize(("count", "says"), [(-2, "count of -2"), (None, "lacks the number of terms of the loss")])
+def test_a_count_that_is_negative_or_missing_is_refused(count: int | None, says: str) -> None:
+    def body(comm: Comm) -> None:
+        model = cases.net()
+        engine = Engine(model, comm, strategy="ddp", optimizer=adamw(model.parameters()))
+        engine.backward(loss_sum(model, batches(1)[0]), *[count] * (count is not None))
+
+    with pytest.raises(ValueError, match=says):
+        run(Mesh(shard=1), body)
+
+
+@pytest.mark.parametrize("where", [name for name in ALONE if name != "none"])
+def test_another_learning_rate_is_noticed_at_the_next_step(where: str) -> None:
+    mesh, row = layout(where)
+
+    def body(comm: Comm) -> str:
+        model = copy.deepcopy(template)
+        optimizer = adamw(model.parameters())
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer)
+        data = [deal(batch, comm.mesh, comm.rank, 1)[0] for batch in batches(2)]
+        for step, batch in enumerate(data):
+            engine.backward(loss_sum(model, batch), count(batch))
+            before = engine.full_state_dict() if step else {}
+            try:
+                optimizer.step()
+            except ValueError as error:
+                after = engine.full_state_dict()
+                assert all(torch.equal(after[name], before[name]) for name in before), "nothing was updated"
+                return str(error)
+            if comm.rank == 1:
+                optimizer.param_groups[0]["lr"] *= 0.5  # its scheduler stepped, the others' did not
+        raise AssertionError("nobody noticed")
+
+    template = cases.net()
+    for told in run(mesh, body, deadline=20):
+        assert "not at the same place of the run" in told
+        assert "group 0 lr is 0.01 on rank" in told and "0.005 on rank 1" in told
+
+
+@pytest.mark.parametrize("where", ["ddp", "zero1"])
+def test_a_batch_thrown_away_by_one_rank_is_noticed_at_the_next_step(where: str) -> None:
+    """The others made a step of it, so from then on this rank is one behind."""
+    mesh, row = layout(where)
+
+    def body(comm: Comm) -> None:
+        model = cases.net()
+        optimizer = adamw(model.parameters())
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer)
+        for step, batch in enumerate(batches(3)):
+            part = deal(batch, comm.mesh, comm.rank, 1)[0]
+            engine.backward(loss_sum(model, part), count(part))
+            if step == 1 and comm.rank == 1:
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+
+    with pytest.raises(ValueError, match=r"gradients thrown away by zero_grad is 0 on rank.* 1 on rank 1"):
+        run(mesh, body, deadline=20)

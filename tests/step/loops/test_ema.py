@@ -1,0 +1,235 @@
+"""An average of the weights: the plain loop's, under every row, though no rank ever sends anything for it."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import adamw, batches, count, deal, loss_sum
+from loop_cases import ALONE, LAYOUTS, layout
+from torch import nn
+
+from plait.comm import Comm, run
+from plait.table.cells import TABLE
+from plait.table.mesh import Mesh
+from plait.step import EMA, Engine
+
+
+def chain() -> nn.Module:
+    model = cases.distinct(nn.Sequential(*(cases.Block() for _ in range(4))))
+    model[1].up.bias.requires_grad_(False)  # type: ignore[union-attr,index]
+    return model
+
+
+def build(comm: Comm, row: str) -> tuple[Engine, EMA]:
+    model = chain()
+    engine = Engine(model, comm, strategy=row, optimizer=adamw(model.parameters()), loss_fn=loss_sum, count_fn=count)
+    return engine, EMA(engine, 0.75)
+
+
+def steps(engine: Engine, ema: EMA, data: list[cases.Batch]) -> None:
+    for batch in data:
+        engine.step(deal(batch, engine.comm.mesh, engine.comm.rank, 1))
+        ema.update()
+
+
+def plain() -> tuple[nn.Module, nn.Module]:
+    model = chain()
+    average, optimizer = copy.deepcopy(model), adamw(model.parameters())
+    for batch in batches(3):
+        optimizer.zero_grad()
+        (loss_sum(model, batch) / count(batch)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(p, 0.25)
+    return model, average
+
+
+def loss_of(model: nn.Module, batch: cases.Batch) -> float:
+    return loss_sum(model, batch).item() / count(batch)
+
+
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_it_is_the_plain_average_and_the_weights_come_back(where: str) -> None:
+    mesh, row = layout(where)
+
+    def body(comm: Comm) -> Any:
+        engine, ema = build(comm, row)
+        steps(engine, ema, batches(3))
+        before, average, sent = engine.full_state_dict(), ema.full_state_dict(), len(comm.ledger.entries)
+        ema.update()
+        assert len(comm.ledger.entries) == sent, "an update sends nothing"
+        parts = deal(batches(1)[0], comm.mesh, comm.rank, 2)
+        with ema.swapped():
+            inside = engine.evaluate(parts).loss
+        after = engine.full_state_dict()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        return average, inside, engine.evaluate(parts).loss
+
+    model, mean = plain()
+    for average, inside, outside in run(mesh, body, deadline=20):
+        assert all(cases.close(average[name], value) for name, value in mean.state_dict().items())
+        assert outside == pytest.approx(loss_of(model, batches(1)[0]), rel=1e-11)
+        with torch.no_grad():
+            for own, p in zip(mean.parameters(), model.parameters(), strict=True):
+                own.lerp_(p, 0.25)
+        assert inside == pytest.approx(loss_of(mean, batches(1)[0]), rel=1e-11)
+        _, mean = plain()
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_it_is_saved_and_loaded_into_any_layout(target: str) -> None:
+    def leave(comm: Comm) -> Any:
+        engine, ema = build(comm, "zero3")
+        steps(engine, ema, batches(2))
+        return engine.full_state_dict(), ema.full_state_dict()
+
+    (weights, average), *_ = run(Mesh(shard=3), leave, deadline=20)
+
+    def enter(comm: Comm) -> None:
+        engine, ema = build(comm, layout(target)[1])
+        engine.load_full_state_dict(weights)
+        ema.load_full_state_dict(average)
+        again, mine = ema.full_state_dict(), engine.full_state_dict()
+        assert all(torch.equal(again[name], value) for name, value in average.items())
+        assert all(torch.equal(mine[name], value) for name, value in weights.items())
+
+    run(layout(target)[0], enter, deadline=20)
+
+
+@pytest.mark.parametrize("where", ALONE)
+def test_whole_values_are_read_inside_and_training_goes_on(where: str) -> None:
+    mesh, row = layout(where)
+
+    def body(comm: Comm) -> Any:
+        engine, ema = build(comm, row)
+        steps(engine, ema, batches(2))
+        with ema.swapped(), engine.gathered():
+            seen = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+        steps(engine, ema, batches(3)[2:])
+        return seen, engine.full_state_dict(), ema.full_state_dict()
+
+    model, average = plain()
+    for seen, weights, mean in run(mesh, body, deadline=20):
+        assert seen.keys() == mean.keys() and not torch.equal(seen["0.up.weight"], weights["0.up.weight"])
+        assert all(cases.close(weights[name], value) for name, value in model.state_dict().items())
+        assert all(cases.close(mean[name], value) for name, value in average.state_dict().items())
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_under_16_bits_it_is_the_average_of_the_masters(row: str) -> None:
+    def body(comm: Comm) -> Any:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for p in model.parameters():
+            nn.init.constant_(p, 0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        engine = Engine(model, comm, strategy=TABLE[row].mixed("bf16"), optimizer=optimizer)
+        ema, wanted = EMA(engine, 0.5), engine.full_state_dict()
+        for _ in range(3):
+            engine.backward(model(torch.ones(2, 4).bfloat16()).float().sum(), 8)
+            optimizer.step()
+            ema.update()
+            for name, value in engine.full_state_dict().items():
+                wanted[name].lerp_(value, 0.5)
+        before = [p.detach().float() for p in model.parameters()] if row == "ddp" else []
+        average = ema.full_state_dict()
+        assert all(torch.equal(a, p.detach().float()) for a, p in zip(before, model.parameters(), strict=False))
+        assert all(torch.equal(average[name], value) for name, value in wanted.items())
+        assert any(not torch.equal(value, value.bfloat16().float()) for value in average.values())
+
+    run(Mesh(shard=3), body, deadline=20)
+
+
+def test_a_write_between_step_and_update_is_averaged() -> None:
+    """Weights that are clamped, where the optimizer has a copy."""
+
+    def body(comm: Comm) -> Any:
+        model = nn.Linear(4, 4)
+        for p in model.parameters():
+            nn.init.ones_(p)
+        engine = Engine(model, comm, strategy=TABLE["ddp"].offloaded(), optimizer=adamw(model.parameters()))
+        ema = EMA(engine, 0.5)
+        with torch.no_grad():
+            model.weight.clamp_(max=0.5)
+        ema.update()
+        return ema.full_state_dict()["weight"]
+
+    for weight in run(Mesh(shard=2), body, deadline=20):
+        assert torch.equal(weight, torch.full((4, 4), 0.75))
+
+
+def a_step(engine: Engine, ema: EMA) -> None:
+    with ema.swapped():
+        steps(engine, ema, batches(1))
+
+
+def twice(engine: Engine, ema: EMA) -> None:
+    with ema.swapped(), ema.swapped():
+        pass
+
+
+def mid_step(engine: Engine, ema: EMA) -> None:
+    engine.backward(loss_sum(engine.model, batches(1)[0]), 3)
+    ema.full_state_dict()
+
+
+def other_names(engine: Engine, ema: EMA) -> None:
+    ema.load_full_state_dict({name: torch.zeros(2) for name in engine.full_state_dict()})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (a_step, "leave the block first"),
+        (twice, "inside of another block"),
+        (mid_step, "in the middle of a step"),
+        (other_names, r"has shape \(\d+.*the state has shape \(2,\)"),
+    ],
+)
+def test_what_is_refused(wrong: Any, text: str) -> None:
+    def body(comm: Comm) -> None:
+        wrong(*build(comm, "zero3"))
+
+    with pytest.raises(ValueError, match=text):
+        run(Mesh(shard=2), body, deadline=20)
+
+
+def test_a_decay_beyond_one_is_refused() -> None:
+    def body(comm: Comm) -> None:
+        EMA(build(comm, "ddp")[0], 9.99)
+
+    with pytest.raises(ValueError, match=r"a decay of 9\.99"):
+        run(Mesh(), body)
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3", "zero3_keep", "hsdp"])
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_parameters_that_were_read_with_gradients_are_the_average_and_come_back(row: str, when: str) -> None:
+    """A norm that a program logs, ``no_grad`` forgotten: a backward of it may come, so its units stay gathered."""
+
+    def body(comm: Comm, read: str) -> Any:
+        engine, ema = build(comm, row)
+
+        def norm() -> None:
+            with engine.gathered():
+                sum(p.square().sum() for p in engine.model.parameters()).sqrt().item()  # type: ignore[union-attr]
+
+        steps(engine, ema, batches(2))
+        if read == "before":
+            norm()
+        with ema.swapped():
+            if read == "inside":
+                norm()
+            seen = engine.model(batches(1)[0]["x"]).detach()
+        after = engine.model(batches(1)[0]["x"]).detach()
+        steps(engine, ema, batches(3)[2:])
+        return seen, after, engine.full_state_dict()
+
+    expected, found = (run(Mesh(shard=2), partial(body, read=read))[0] for read in ("never", when))
+    assert all(torch.equal(a, b) for a, b in zip(expected[:2], found[:2], strict=True))
+    assert all(torch.equal(found[2][name], value) for name, value in expected[2].items())

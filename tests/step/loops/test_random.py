@@ -1,0 +1,329 @@
+"""Random operators of real recipes draw what the single process draws, whatever the layout; others are refused."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import engine_cases as cases
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_cases import adamw, batches, count, deal, loss_sum
+from loop_cases import ALONE, LAYOUTS, layout
+from torch import Tensor, nn
+
+from plait.comm import Comm, run
+from plait.table.mesh import Mesh
+from plait.step import Engine
+from plait.forward.context import CurrentForward, RNGPosition, token_counts
+from plait.forward.dropout import DropoutRNG
+from plait.forward.interceptor import Interceptor
+
+
+def timm_drop_path(x: Tensor) -> Tensor:
+    keep = x.new_empty((x.shape[0],) + (1,) * (x.dim() - 1)).bernoulli_(0.7)
+    return x * keep.div_(0.7)
+
+
+def hf_drop_path(x: Tensor) -> Tensor:
+    keep = 0.7 + torch.rand((x.shape[0],) + (1,) * (x.dim() - 1), dtype=x.dtype, device=x.device)
+    return x.div(0.7) * keep.floor_()
+
+
+def layerdrop(x: Tensor) -> Tensor:
+    return x if torch.rand([]) < 0.5 else x * 3
+
+
+RECIPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "timm drop_path": timm_drop_path,
+    "hf drop_path": hf_drop_path,
+    "layerdrop": layerdrop,
+    "vae": lambda x: x + torch.randn_like(x) * 0.3,
+    "randn": lambda x: x + torch.randn(x.shape, dtype=x.dtype) * 0.3,
+    "rand sizes": lambda x: x + torch.rand(x.size(0), 1, dtype=x.dtype),
+    "jitter": lambda x: x * torch.empty_like(x).uniform_(0.8, 1.2),
+    "normal_": lambda x: x + torch.empty_like(x).normal_(1.0, 0.2),
+    "masking": lambda x: x * (torch.rand_like(x) > 0.3),
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.6)),
+    "tensor bernoulli": lambda x: x * torch.full_like(x, 0.6).bernoulli(),
+    "exponential": lambda x: x * torch.empty_like(x).exponential_(2.0),
+    "gumbel": lambda x: x * F.gumbel_softmax(x, tau=0.7),
+    "router": lambda x: x * torch.rand(x.numel(), 3, dtype=x.dtype).mean(1).view_as(x),  # a draw for each token
+    "dropout of tokens": lambda x: x + F.dropout(x.reshape(-1, 1).expand(-1, 3), 0.3).sum(1).view_as(x),
+    "twice": lambda x: x + torch.rand_like(x) - torch.rand_like(x) + F.dropout(x, 0.2),
+}
+
+
+class Recipe(nn.Module):
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.draw = nn.Linear(5, 5), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.draw(self.linear(x)) if self.training else x + self.linear(x)
+        return out
+
+
+def model_of(draw: Callable[[Tensor], Tensor]) -> nn.Module:
+    return cases.distinct(nn.Sequential(*(Recipe(draw) for _ in range(4))))
+
+
+def one_process(template: nn.Module, data: list[cases.Batch]) -> tuple[list[float], dict[str, Tensor]]:
+    """Plain autograd on the whole batch, and the same streams."""
+    model, current = copy.deepcopy(template), CurrentForward()
+    Interceptor(current, [DropoutRNG(0, current)]).follow(model)
+    optimizer, losses = adamw(model.parameters()), []
+    for step, batch in enumerate(data):
+        current.begin(RNGPosition(step, 0, 0, len(batch["x"]), token_counts(batch, len(batch["x"]))))
+        loss = loss_sum(model, batch) / count(batch)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model.state_dict()
+
+
+def trained(where: str, template: nn.Module, data: list[cases.Batch], microbatches: int = 2, **settings: Any) -> Any:
+    mesh, row = layout(where)
+
+    def body(comm: Comm) -> Any:
+        model = copy.deepcopy(template)
+        engine = Engine(
+            model,
+            comm,
+            strategy=row,
+            optimizer=adamw(model.parameters()),
+            loss_fn=loss_sum,
+            count_fn=count,
+            **settings,
+        )
+        losses = [engine.step(deal(batch, comm.mesh, comm.rank, microbatches)).loss for batch in data]
+        return losses, engine.full_state_dict()
+
+    return run(mesh, body, deadline=20)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_every_recipe_is_the_single_process(where: str, recipe: str) -> None:
+    template, data = model_of(RECIPES[recipe]), batches(3)
+    wanted, state = one_process(template, data)
+    for losses, found in trained(where, template, data):
+        assert losses == pytest.approx(wanted, rel=1e-11)
+        assert all(cases.close(found[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("recipe", ["vae", "jitter", "timm drop_path", "layerdrop"])
+@pytest.mark.parametrize("where", ["ddp", "zero3"])
+def test_what_is_recomputed_draws_the_same_again(where: str, recipe: str) -> None:
+    template, data = model_of(RECIPES[recipe]), batches(3)
+    wanted, _ = one_process(template, data)
+    for losses, _ in trained(where, template, data, recompute="full"):
+        assert losses == pytest.approx(wanted, rel=1e-11)
+
+
+class Dropping(nn.Module):
+    """Really leaves layers out, and with them the gathers of their units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(cases.Block() for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(()))  # trains where no block runs
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if torch.rand([]) > 0.5:
+                x = block(x)
+        return x * self.scale
+
+
+@pytest.mark.parametrize("where", ALONE)
+def test_all_ranks_leave_the_same_layers_out(where: str) -> None:
+    template, data = cases.distinct(Dropping()), batches(6)
+    losses, state = one_process(template, data)
+    for found, whole in trained(where, template, data):
+        assert found == pytest.approx(losses, rel=1e-11)
+        assert all(cases.close(whole[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("recipe", ["vae", "jitter", "masking", "exponential", "normal_"])
+def test_the_numbers_have_their_distribution(recipe: str) -> None:
+    model, current = nn.Sequential(Recipe(RECIPES[recipe])).double(), CurrentForward()
+    with torch.no_grad():
+        model[0].linear.weight.zero_()  # type: ignore[union-attr]
+        model[0].linear.bias.fill_(1.0)  # type: ignore[union-attr]
+    Interceptor(current, [DropoutRNG(0, current)]).follow(model)
+    current.begin(RNGPosition(0, 0, 0, 20000))
+    drawn = model(torch.zeros(20000, 5, dtype=torch.float64)).detach()
+    mean, std = {
+        "vae": (1.0, 0.3),
+        "jitter": (1.0, 0.4 / 12**0.5),
+        "masking": (0.7, (0.7 * 0.3) ** 0.5),
+        "exponential": (0.5, 0.5),
+        "normal_": (2.0, 0.2),
+    }[recipe]
+    assert drawn.mean().item() == pytest.approx(mean, abs=5 * std / 1e5**0.5)
+    assert drawn.std().item() == pytest.approx(std, rel=0.02)
+    assert abs(torch.corrcoef(drawn.T)[0, 1].item()) < 0.03 and drawn.unique().numel() > (
+        1 if recipe == "masking" else 9e4
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_uniform_numbers_stay_below_one(dtype: torch.dtype) -> None:
+    seen: list[Tensor] = []
+    model, current = nn.Sequential(Recipe(lambda x: seen.append(torch.rand_like(x)) or x)), CurrentForward()  # type: ignore[func-returns-value]
+    Interceptor(current, [DropoutRNG(0, current)]).follow(model)
+    current.begin(RNGPosition(0, 0, 0, 4000))
+    model.to(dtype)(torch.zeros(4000, 5, dtype=dtype))
+    assert seen[0].dtype == dtype and seen[0].min() >= 0 and seen[0].max() < 1
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "pairs": (lambda x: x + torch.rand(2 * x.numel(), dtype=x.dtype)[::2].view_as(x), r"draws rand of shape \(\d+,\)"),
+    "batch": (lambda x: x * torch.rand(1, 1, dtype=x.dtype), r"of shape \(1, 1\), which belongs neither"),
+    "permutation": (lambda x: x[:, torch.randperm(5)], "'randperm', which no stream serves"),
+    "multinomial": (lambda x: x * torch.multinomial(x.exp(), 1), "'multinomial', which no stream serves"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_what_belongs_to_nothing_is_refused(where: str, kind: str) -> None:
+    draw, text = REFUSED[kind]
+    with pytest.raises(ValueError, match=text):
+        trained(where, model_of(draw), batches(1))
+
+
+def test_noise_on_a_parameter_is_refused() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight + torch.randn_like(self.weight))
+
+    with pytest.raises(ValueError, match="randn_like of a parameter's shape"):
+        trained("ddp", cases.distinct(Noisy(5, 3)), batches(1))
+
+
+# ---- the generators of Python and numpy --------------------------------------------------------------------------
+
+
+def helper(x: Tensor) -> Tensor:
+    return x * (1 + random.random())
+
+
+HOST: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "np.random": (lambda x: x * np.random.rand(), "numpy"),
+    "np.random.choice": (lambda x: x if np.random.choice(2) else -x, "numpy"),
+    "random": (lambda x: x * random.random(), "random"),
+    "helper": (lambda x: helper(x), "random"),
+}
+
+
+@pytest.mark.parametrize("kind", HOST)
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_the_process_generators_are_refused(where: str, kind: str) -> None:
+    draw, name = HOST[kind]
+    with pytest.raises(ValueError, match=rf"Recipe.*draws? from the generator of {name}"):
+        trained(where, model_of(draw), batches(1))
+
+
+@pytest.mark.parametrize("where", ALONE)
+def test_in_a_loop_of_ones_own_too(where: str) -> None:
+    mesh, row = layout(where)
+
+    def body(comm: Comm) -> None:
+        model = model_of(HOST["random"][0])
+        engine = Engine(model, comm, strategy=row, optimizer=adamw(model.parameters()))
+        engine.backward(loss_sum(model, batches(1)[0]), 3)
+
+    with pytest.raises(ValueError, match=r"Recipe.*draws? from the generator of random"):
+        run(mesh, body, deadline=20)
+
+
+def test_it_is_noticed_when_it_begins_later() -> None:
+    """A rate that is warmed up: nothing is drawn in the first steps."""
+    state = {"calls": 0}
+
+    def late(x: Tensor) -> Tensor:
+        state["calls"] += 1
+        return x * random.random() if state["calls"] > 12 else x
+
+    with pytest.raises(ValueError, match=r"from the generator of random"):
+        trained("none", model_of(late), batches(12), microbatches=1)
+
+
+def test_data_that_is_drawn_beside_the_forward_is_nobody_elses_business() -> None:
+    """In another thread, as a loader does, or between forward and backward."""
+    stop = threading.Event()
+
+    def loader() -> None:
+        while not stop.is_set():
+            np.random.rand(3), random.random()
+
+    thread = threading.Thread(target=loader)
+    thread.start()
+    try:
+        assert len(trained("ddp", model_of(RECIPES["vae"]), batches(3))) == 2
+    finally:
+        stop.set()
+        thread.join()
+
+    def body(comm: Comm) -> None:
+        model = model_of(RECIPES["vae"])
+        optimizer = adamw(model.parameters())
+        engine = Engine(model, comm, strategy="zero1", optimizer=optimizer)
+        loss = loss_sum(model, batches(1)[0])
+        np.random.rand(3), random.random()
+        engine.backward(loss, 3)
+        optimizer.step()
+
+    run(Mesh(shard=1), body)
+
+
+def test_generators_are_left_as_they_were() -> None:
+    random.seed(3)
+    before = random.getstate(), np.random.get_state()[1].copy()  # type: ignore[union-attr, index]
+    trained("none", model_of(RECIPES["vae"]), batches(2))
+    assert random.getstate() == before[0] and np.array_equal(np.random.get_state()[1], before[1])  # type: ignore[arg-type]
+
+
+class Masked(nn.Module):
+    """Shows the masks that it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout, self.masks = nn.Linear(4, 4), nn.Dropout(0.5), torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.masks = self.dropout(torch.ones(len(x), 64)).bool()
+        y: Tensor = self.linear(x)
+        return y
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_samples_have_masks_of_their_own_whatever_number_each_rank_brings(grad: bool) -> None:
+    def masks(*sizes: int) -> Tensor:
+        def body(comm: Comm) -> Tensor:
+            model = Masked()
+            cases.distinct(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            engine = Engine(model, comm, strategy="ddp", optimizer=optimizer)
+            x = torch.ones(sizes[comm.rank], 4, dtype=torch.float64)
+            with torch.set_grad_enabled(grad):
+                loss = model(x).square().sum()
+            if grad:
+                engine.backward(loss, len(x))
+                optimizer.step()
+            return model.masks
+
+        return torch.cat(run(Mesh(shard=len(sizes)), body, deadline=20))
+
+    for sizes in ((12, 4), (6, 5, 5), (2, 1, 1, 1)):
+        found = masks(*sizes)
+        assert len({tuple(row.tolist()) for row in found}) == sum(sizes), sizes
+    assert torch.equal(masks(5, 5, 5), masks(15)), "where all bring equally many, no cut changes a mask"

@@ -1,0 +1,129 @@
+"""What the tests of pipelines share: chains of links, and the two questions that most of them ask.
+
+same(model, "pipe=2 shard=2", "zero3", schedule="zbv")     losses, gradients and weights are plain autograd's
+refused("the words", model, ...)                            a ValueError of these words, on a rank, at once
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import WIDTH, Batch, Run, adamw, batches, count, deal, distinct, loss_sum
+from torch import Tensor, nn
+
+from plait.comm import Comm, run
+from plait.table.mesh import Mesh
+from plait.step import Engine
+from plait.step.step import StepResult
+
+ORDERS = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv", "dualpipe_v")
+LossFn = Callable[[nn.Module, Batch], Tensor]
+
+
+class Chain(nn.Module):
+    """Links named l0, l1, ..., one behind the other; a module given twice is two links."""
+
+    def __init__(self, *links: nn.Module) -> None:
+        super().__init__()
+        for number, link in enumerate(links):
+            self.add_module(f"l{number}", link)
+        self.num_links = len(links)
+
+    def pipeline_links(self) -> list[str]:
+        return [f"l{number}" for number in range(self.num_links)]
+
+    @property
+    def links(self) -> list[nn.Module]:
+        return [getattr(self, name) for name in self.pipeline_links()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for link in self.links:
+            x = link(x)
+        return x
+
+
+def linear(fan_in: int = WIDTH, fan_out: int = WIDTH) -> nn.Linear:
+    return nn.Linear(fan_in, fan_out)
+
+
+def chain(*links: nn.Module) -> Chain:
+    """The links, or four unlike ones; every weight its own number."""
+    model = distinct(Chain(*(links or (linear(), nn.Tanh(), cases.Block(), linear()))))
+    assert isinstance(model, Chain)
+    return model
+
+
+def tied(number: int) -> Chain:
+    """Linears with one weight and biases of their own."""
+    links = [linear() for _ in range(number)]
+    for link in links[1:]:
+        link.weight = links[0].weight
+    return chain(*links)
+
+
+def same(
+    model: nn.Module,
+    mesh: str = "pipe=2",
+    row: str = "ddp",
+    *,
+    data: list[Batch] | None = None,
+    loss: LossFn = loss_sum,
+    optimizer: cases.MakeOptimizer = adamw,
+    microbatches: int = 3,
+    **settings: Any,
+) -> list[Run]:
+    """Trains it in both ways, compares everything, and returns the ranks' runs."""
+    data = batches(2) if data is None else data
+    truth = cases.plain(model, data, optimizer, loss, settings.get("clip"))
+    ranks = cases.train(model, mesh, row, data, optimizer, loss, microbatches, **settings)
+    cases.agree(ranks, truth)
+    return ranks
+
+
+def refused(words: str, model: nn.Module, mesh: str = "pipe=2", row: str = "ddp", **settings: Any) -> None:
+    """A ValueError of these words, from the rank that noticed; at a deadline another rank would raise TimeoutError."""
+    microbatches = settings.pop("microbatches", 3)
+    with pytest.raises(ValueError, match=words):
+        cases.train(model, mesh, row, batches(1), microbatches=microbatches, **settings)
+
+
+def engine_on(model: nn.Module, comm: Comm, **settings: Any) -> Engine:
+    """An engine on this very model."""
+    usual: dict[str, Any] = {"strategy": "ddp", "loss_fn": loss_sum, "count_fn": count}
+    return Engine(model, comm, optimizer=adamw(model.parameters()), **(usual | settings))
+
+
+def build(template: nn.Module, comm: Comm, **settings: Any) -> Engine:
+    """An engine on a copy of the template."""
+    return engine_on(copy.deepcopy(template), comm, **settings)
+
+
+def step(engine: Engine, batch: Batch, microbatches: int = 4) -> StepResult:
+    """A step on this rank's part of a global batch."""
+    return engine.step(deal(batch, engine.comm.mesh, engine.comm.rank, microbatches))
+
+
+def on(mesh: str, body: Callable[[Comm], Any], deadline: float = 20) -> list[Any]:
+    """The body's results on thread ranks."""
+    return run(Mesh.parse(mesh), body, deadline=deadline)
+
+
+def tokens(samples: int = 13, length: int = 4) -> list[Batch]:
+    """Batches of int64 [samples, length]."""
+    generator = torch.Generator().manual_seed(3)
+    ones = torch.ones(samples, dtype=torch.float64)
+    return [{"x": torch.randint(0, 11, (samples, length), generator=generator), "mask": ones} for _ in range(2)]
+
+
+def images(samples: int = 13) -> list[Batch]:
+    """Batches of fp64 [samples, 2, 6, 6]."""
+    generator = torch.Generator().manual_seed(4)
+    ones = torch.ones(samples, dtype=torch.float64)
+    return [
+        {"x": torch.randn(samples, 2, 6, 6, generator=generator, dtype=torch.float64), "mask": ones} for _ in range(2)
+    ]

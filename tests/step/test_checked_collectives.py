@@ -1,0 +1,125 @@
+"""``check_collectives`` under an engine: one rank leaves out, doubles or alters one operation of a step."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+from typing import Any
+
+import engine_cases as cases
+import pipeline_cases
+import pytest
+import tensor_models
+import torch
+from torch import nn
+
+from plait.comm import DONE, AbortedError, Comm, MismatchError, Work, run
+from plait.comm.check import COMM, check_collectives
+from plait.comm.prepared import Prepared
+from plait.table.mesh import Mesh
+from plait.step import Engine
+
+ODD = 1
+NAMED = r"rank 1: .* at \w+/\w+.py:\d+, called from engine/\w+.py:\d+"
+
+
+def harmed(comm: Comm, kind: str, harm: str) -> None:
+    """From here on, the next operation of this kind is left out, asked for twice, or for another unit."""
+    begin, armed = comm.begin, [True]
+
+    def otherwise(prepared: Prepared) -> Work:
+        operation = prepared.operation
+        if operation.kind != kind or operation.note.phase in ("count", "report") or not armed:
+            return begin(prepared)
+        armed.clear()
+        if harm == "skipped":
+            return DONE
+        if harm == "doubled":
+            begin(prepared).wait()
+            return begin(prepared)
+        another = replace(operation, note=replace(operation.note, unit="another"))
+        return begin(Prepared(comm, prepared.entry, another, prepared.what, prepared.method))
+
+    otherwise.__code__ = otherwise.__code__.replace(co_filename=COMM + "base.py")  # no line of its own
+    comm.begin = otherwise  # type: ignore[method-assign]
+
+
+def told(template: nn.Module, mesh: str, row: str, kind: str, harm: str, batches: Any, **settings: Any) -> list[str]:
+    """What each rank says in the step of the harm, or what it heard of those who said it before."""
+
+    def body(comm: Comm) -> str:
+        check_collectives(comm)
+        model = copy.deepcopy(template)
+        optimizer, functions = cases.adamw(model.parameters()), {"loss_fn": cases.loss_sum, "count_fn": cases.count}
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer, **functions, **settings)  # type: ignore[arg-type]
+        first, second = (cases.deal(batch, comm.mesh, comm.rank, 4) for batch in batches(2))
+        engine.step(first)
+        if comm.rank == ODD:
+            harmed(comm, kind, harm)
+        with pytest.raises((MismatchError, AbortedError)) as caught:
+            engine.step(second)
+        assert engine.steps == 1, "not in the step"
+        return str(caught.value)
+
+    return run(Mesh.parse(mesh), body, deadline=3600)  # at once: the test would end before a wait of so long
+
+
+@pytest.mark.parametrize(
+    ("mesh", "row", "kind", "harm"),
+    [
+        ("shard=2", "ddp", "all_reduce", "skipped"),
+        ("shard=3", "zero3", "all_gather", "skipped"),
+        ("shard=3", "zero2", "reduce_scatter", "doubled"),
+        ("replica=2 shard=2", "hsdp", "reduce_scatter", "another"),
+        ("replica=2 shard=2", "psdp", "all_gather", "doubled"),
+    ],
+)
+def test_every_rank_is_told_in_the_same_step(mesh: str, row: str, kind: str, harm: str) -> None:
+    for text in told(cases.net(), mesh, row, kind, harm, cases.batches):
+        assert re.search(r"rank 1: .* at \w+/\w+.py:\d+, called from engine/\w+.py:\d+", text), text
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "harm"),
+    [
+        ("pipe=2", "send", "skipped"),
+        ("pipe=2 replica=2", "send", "doubled"),
+        ("pipe=3", "recv", "another"),
+        ("pipe=2 shard=2", "reduce_scatter", "skipped"),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_under_a_pipeline(mesh: str, kind: str, harm: str, schedule: str) -> None:
+    model = pipeline_cases.chain()
+    for text in told(model, mesh, "zero2", kind, harm, cases.batches, schedule=schedule):
+        assert re.search(r"rank 1: .* at \w+/\w+.py:\d+, called from engine/\w+.py:\d+", text), text
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "harm"),
+    [
+        ("tensor=2", "all_reduce", "skipped"),
+        ("tensor=2", "all_reduce", "doubled"),
+        ("shard=2 tensor=2", "all_reduce", "another"),
+    ],
+)
+def test_under_tensor_parallelism(mesh: str, kind: str, harm: str) -> None:
+    for text in told(tensor_models.model(), mesh, "zero3", kind, harm, tensor_models.token_batches):
+        assert re.search(r"rank 1: .* at \w+/\w+.py:\d+, called from engine/\w+.py:\d+", text), text
+
+
+@pytest.mark.parametrize(("mesh", "schedule"), [("shard=2", None), ("pipe=3", "1f1b"), ("pipe=2 shard=2", "zb_h1")])
+def test_a_right_run_has_the_same_bits(mesh: str, schedule: str | None) -> None:
+    def train(comm: Comm) -> dict[str, torch.Tensor]:
+        engine = pipeline_cases.build(pipeline_cases.chain(), comm, **({"schedule": schedule} if schedule else {}))
+        for batch in cases.batches(2):
+            engine.step(cases.deal(batch, comm.mesh, comm.rank, 3))
+        return engine.full_state_dict()
+
+    without, checked = (
+        run(Mesh.parse(mesh), lambda comm, on=on: train(check_collectives(comm) if on else comm))
+        for on in (False, True)
+    )
+    for mine, theirs in zip(checked, without, strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)

@@ -1,0 +1,316 @@
+"""``check_drift``: what several ranks hold alike is compared, and one flipped bit is found by all of them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import engine_cases as cases
+import pipeline_cases
+import pytest
+import tensor_models
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plait.comm import Comm, run
+from plait.table.cells import TABLE, Strategy, find_strategy
+from plait.table.mesh import Mesh
+from plait.step import Engine
+from plait.step.drift import DriftCheck, DriftError, alike, odd_ones, struck
+
+STEPS, FLIPPED = 4, 1
+
+
+def flip(tensor: Tensor) -> None:
+    """The lowest bit of the first element."""
+    tensor.detach().view(-1).view(torch.uint8)[0] ^= 1
+
+
+def told(
+    template: nn.Module, mesh: str, row: str | Strategy, rank: int, harm: Callable[[Engine], None], **settings: Any
+) -> list[str]:
+    """What each rank says of a harm to one of them behind step 1; "" where it trains on."""
+    shape = Mesh.parse(mesh)
+    batches = settings.pop("batches", cases.batches)(STEPS)
+
+    def body(comm: Comm) -> str:
+        model = copy.deepcopy(template)
+        own = cases.loss_sum, cases.count, cases.adamw(model.parameters())
+        engine = Engine(
+            model, comm, strategy=row, loss_fn=own[0], count_fn=own[1], optimizer=own[2], check_drift=1, **settings
+        )
+        for number, batch in enumerate(batches):
+            try:
+                engine.step(cases.deal(batch, shape, comm.rank, 2))
+            except DriftError as error:
+                assert number == FLIPPED + 1, "not at the next check"
+                return str(error)
+            if number == FLIPPED and comm.rank == rank:
+                harm(engine)
+        return ""
+
+    return run(shape, body, deadline=60)
+
+
+def parameter(name: str) -> Callable[[Engine], None]:
+    """A bit of a parameter as it lies at rest."""
+
+    def harm(engine: Engine) -> None:
+        values = next(h.tensor for h in DriftCheck(engine, 1).held() if h.what.startswith(f"parameter '{name}'"))
+        flip(values)
+
+    return harm
+
+
+def moment(name: str, key: str = "exp_avg_sq") -> Callable[[Engine], None]:
+    """A bit of what the optimizer keeps for it."""
+
+    def harm(engine: Engine) -> None:
+        assert engine.optimizer is not None
+        [piece, *_] = [piece for piece in engine.owned if piece.name == name]
+        flip(engine.optimizer.state[piece.view][key])
+
+    return harm
+
+
+def found(texts: Sequence[str], what: str, where: str) -> None:
+    assert len(set(texts)) == 1, texts
+    assert what in texts[0] and where in texts[0] and "step 2 (counted from 0)" in texts[0], texts[0]
+    assert "behind the check of step 1;" in texts[0], texts[0]
+
+
+UP, DOWN, TIED = "blocks.1.up.weight", "blocks.1.down.weight", "l0.weight"
+TWO = "differs between rank 0 and rank 1"
+REPLICAS = "differs between rank 1 and rank 3"
+OF_THREE = "is another on rank 1 than on ranks 0, 2"
+OF_FOUR = "is another on rank 1 than on ranks 0, 2, 3"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "row", "harm", "name", "where"),
+    [
+        ("shard=2", "ddp", parameter, UP, TWO),
+        ("shard=2", "ddp", moment, UP, TWO),
+        ("shard=2", "zero1", parameter, UP, TWO),
+        ("replica=3", "zero2", parameter, UP, OF_THREE),
+        ("replica=3", "ddp", moment, UP, OF_THREE),
+        ("replica=2 shard=2", "ddp", moment, UP, OF_FOUR),
+        ("replica=2 shard=2", "zero1", parameter, UP, OF_FOUR),
+        ("replica=2 shard=2", "hsdp", parameter, DOWN, REPLICAS),
+        ("replica=2 shard=2", "hsdp", moment, DOWN, REPLICAS),
+        ("replica=2 shard=2", "psdp", parameter, DOWN, REPLICAS),
+    ],
+)
+def test_a_flipped_bit_is_found_at_the_next_check(mesh: str, row: str, harm: Any, name: str, where: str) -> None:
+    found(told(cases.net(), mesh, row, 1, harm(name)), repr(name), where)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "row", "harm", "name", "where"),
+    [
+        ("tensor=2", "ddp", parameter, "blocks.0.norm.weight", TWO),
+        ("tensor=2", "zero3", moment, "blocks.0.norm.weight", TWO),
+        ("replica=2 tensor=2", "ddp", parameter, "blocks.0.mlp.up.weight", REPLICAS),
+        ("replica=2 tensor=2", "hsdp", moment, "blocks.0.mlp.up.weight", REPLICAS),
+    ],
+)
+def test_under_tensor_parallelism(mesh: str, row: str, harm: Any, name: str, where: str) -> None:
+    told_of = told(tensor_models.model(), mesh, row, 1, harm(name), batches=tensor_models.token_batches)
+    found(told_of, repr(name), where)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "row", "harm", "name", "where"),
+    [
+        ("pipe=2", "ddp", parameter, TIED, TWO),
+        ("pipe=2", "zero3", moment, TIED, TWO),
+        ("pipe=3", "ddp", parameter, TIED, OF_THREE),
+        ("pipe=2 replica=2", "ddp", parameter, "l0.bias", TWO),
+    ],
+)
+def test_under_a_pipeline(mesh: str, row: str, harm: Any, name: str, where: str) -> None:
+    found(told(pipeline_cases.tied(3), mesh, row, 1, harm(name)), repr(name), where)
+
+
+def test_the_optimizers_own_copy_of_16_bit_parameters() -> None:
+    row = find_strategy("ddp").mixed("bf16")
+    template = copy.deepcopy(cases.net()).float()
+    harm: Callable[[Engine], None] = lambda engine: flip(engine.owned[3].view)  # noqa: E731
+    narrow = lambda steps: [{k: v.bfloat16() for k, v in b.items()} for b in cases.batches(steps)]  # noqa: E731
+    found(told(template, "shard=2", row, 1, harm, batches=narrow), "master weights of", TWO)
+
+
+def test_a_seed_that_changed_on_one_rank() -> None:
+    def harm(engine: Engine) -> None:
+        engine.seed = 5
+
+    found(told(cases.net(), "replica=3", "zero3", 1, harm), "the seed", OF_THREE)
+
+
+def test_what_a_rank_holds_alone_is_not_compared() -> None:
+    assert set(told(cases.net(), "shard=2", "zero3", 1, lambda engine: flip(engine.owned[0].view))) == {""}
+
+
+# ---- buffers --------------------------------------------------------------------------------------------------------
+
+
+class Writes(nn.Module):
+    """A link with a buffer of ones that a forward writes in a way of its own, from this rank's samples."""
+
+    def __init__(self, width: int = cases.WIDTH) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(width, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(width, dtype=torch.float64))
+        self.mean: Tensor
+        self.var: Tensor
+        self.forwards = 0
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        self.forwards += 1
+        with torch.no_grad():
+            self.write(x_BC)
+        return x_BC * 1.0
+
+    def write(self, x_BC: Tensor) -> None: ...
+
+
+class OutOfSight(Writes):
+    """As codebooks keep their averages."""
+
+    def write(self, x_BC: Tensor) -> None:
+        self.mean.data.mul_(0.9).add_(x_BC.mean(0), alpha=0.1)
+
+
+class OwnNorm(Writes):
+    def forward(self, x_BC: Tensor) -> Tensor:
+        return F.batch_norm(x_BC, self.mean, self.var, training=True)
+
+
+class Replaced(Writes):
+    """By a tensor that takes the place (and so the id) of the one that it frees."""
+
+    alone = threading.Lock()
+
+    def write(self, x_BC: Tensor) -> None:
+        with self.alone:
+            place, self._buffers["mean"], others = id(self.mean), None, []
+            while id(taken := x_BC.mean(0).mul_(1.0)) != place and len(others) < 3_000 / self.forwards**2:
+                others.append(taken)
+            self.mean = taken
+
+
+class OnceAtTheStart(Writes):
+    def write(self, x_BC: Tensor) -> None:
+        if self.forwards == 1:
+            self.mean.data.copy_(x_BC.mean(0))
+
+
+class OnceAndLate(Writes):
+    """On a rank whose samples want it, behind two checks."""
+
+    def write(self, x_BC: Tensor) -> None:
+        if self.forwards == 5 and x_BC[0, 0] > 0:
+            self.mean.data[0] += 1.0
+
+
+class Counts(Writes):
+    """The first of something, in one rank's samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+        self.seen: Tensor
+
+    def write(self, x_BC: Tensor) -> None:
+        if self.forwards == 5 and x_BC[0, 0] > 0:
+            self.seen.data[1] += 1
+
+
+@pytest.mark.parametrize("mesh", ["shard=2", "replica=3", "pipe=2 replica=2"])
+@pytest.mark.parametrize("written", [OutOfSight, OwnNorm, Replaced, OnceAtTheStart, OnceAndLate, Counts])
+def test_no_alarm_where_a_forward_writes(written: Callable[[], nn.Module], mesh: str) -> None:
+    model = pipeline_cases.chain(nn.Linear(cases.WIDTH, cases.WIDTH), written(), nn.Linear(cases.WIDTH, cases.WIDTH))
+    assert set(told(model, mesh, "ddp", 1, lambda engine: None)) == {""}
+
+
+def test_no_alarm_for_buffers_of_other_kinds() -> None:
+    """Of one rank's own, not dense, and norms of this rank's samples."""
+    model = pipeline_cases.chain(nn.Linear(cases.WIDTH, cases.WIDTH), nn.BatchNorm1d(cases.WIDTH))
+    model.register_buffer("thin", torch.eye(3).to_sparse())
+    assert set(told(model, "shard=2", "ddp", 1, lambda e: e.model.register_buffer("mine", torch.ones(2)))) == {""}
+
+
+def flipped(engine: Engine) -> None:
+    flip(engine.model.get_buffer("l0.table").data)
+
+
+@pytest.mark.parametrize("mesh", ["shard=2", "replica=3", "pipe=2 replica=2"])
+def test_a_flipped_bit_of_a_buffer_that_nothing_writes(mesh: str) -> None:
+    model = pipeline_cases.chain()
+    model.get_submodule("l0").register_buffer("table", torch.arange(3.0))
+    found(told(model, mesh, "ddp", 1, flipped), "buffer 'l0.table'", "changed by one bit, on rank 1 alone")
+
+
+def test_a_flipped_bit_is_no_alarm_where_anything_else_was_ever_seen() -> None:
+    """On a rank alone, on two at once, and where another rank has written."""
+    model = pipeline_cases.chain()
+    model.get_submodule("l0").register_buffer("table", torch.arange(3.0))
+    assert set(told(model, "pipe=2", "ddp", 0, flipped)) == {""}
+
+    def body(comm: Comm) -> None:
+        engine = pipeline_cases.build(model, comm, check_drift=1)
+        for number, batch in enumerate(cases.batches(6)):
+            engine.step(cases.deal(batch, comm.mesh, comm.rank, 1))
+            if (number, comm.rank) in ((1, 0), (1, 1), (3, 2)):
+                flipped(engine)
+
+    run(Mesh(replica=3), body, deadline=60)
+
+
+def test_who_is_struck() -> None:
+    rows = [{"a": 0, "b": 0, "c": 1}, {"a": 1, "b": 2}, {"a": 0, "b": 1}, {"b": 0}]
+    assert struck(rows) == {"a": "has changed by one bit, on rank 1 alone"}
+
+
+def test_between_the_checks_nothing_is_sent_and_the_messages_of_a_check_are_no_part_of_a_step() -> None:
+    def body(comm: Comm) -> list[list[str]]:
+        engine = pipeline_cases.build(cases.net(), comm, check_drift=2)
+        seen = []
+        for batch in cases.batches(STEPS):
+            comm.ledger.clear()
+            engine.step(cases.deal(batch, comm.mesh, comm.rank, 1))
+            seen.append([e.note.unit for e in comm.ledger if e.note.phase == "state"])
+        return seen
+
+    assert run(Mesh(shard=2), body) == [[[], ["drift"], [], ["drift"]]] * 2
+
+
+def test_which_axes_hold_a_cells_state_alike() -> None:
+    mesh = Mesh(replica=2, shard=2, tensor=2)
+    for row, params, optim in (
+        ("ddp", ("replica", "shard"), ("replica", "shard")),
+        ("zero1", ("replica", "shard"), ()),
+        ("zero3", (), ()),
+        ("hsdp", ("replica",), ("replica",)),
+        ("psdp", ("replica",), ()),
+    ):
+        assert alike(TABLE[row].params, mesh, whole=False) == params
+        assert alike(TABLE[row].optim, mesh, whole=False) == optim
+        assert alike(TABLE[row].params, mesh, whole=True) == (*params, "tensor")
+        assert alike(TABLE[row].params, Mesh(pipe=4), whole=True) == ()
+
+
+def test_who_is_odd() -> None:
+    rows = [{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1, "c": 3}, {"b": 1, "c": 4}]
+    assert odd_ones(rows) == {
+        "b": "is another on rank 1 than on ranks 0, 3",
+        "c": "differs between rank 2 and rank 3",
+    }
+
+
+def test_a_negative_number_of_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="check_drift -1: it is the number of steps"):
+        run(Mesh(), lambda comm: pipeline_cases.build(cases.net(), comm, check_drift=-1))

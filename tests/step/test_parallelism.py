@@ -1,0 +1,128 @@
+"""A layout is one value: made from keywords or given whole, agreed on field by field."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import engine_cases as cases
+import pytest
+from engine_cases import adamw, batches, count, deal, loss_sum, net
+from torch import nn
+
+from plait.comm import Comm, run
+from plait.table.cells import TABLE
+from plait.table.mesh import Mesh
+from plait.table.parallelism import Parallelism
+from plait.table.tensor_plan import Style
+from plait.step import Engine
+from plait.zero.state.checks import check_settings
+
+OTHER: dict[str, Any] = {
+    "strategy": "ddp",
+    "units": ["blocks.0"],
+    "cut": "tensor",
+    "prefetch": 0,
+    "bucket": 0,
+    "tensor_plan": {"head": "whole"},
+    "sequence_parallel": True,
+    "schedule": "gpipe",
+    "chunks": 3,
+    "hold": 2,
+    "split": [2, 1],
+    "recompute": "full",
+    "gemm": "onednn",
+    "compile": True,
+}
+"""A value for each field that is not its default."""
+
+
+def test_keywords_make_the_same_value() -> None:
+    assert {field.name for field in fields(Parallelism)} == OTHER.keys()
+    value = Parallelism.of(**OTHER)
+    assert value == Parallelism(**OTHER | {"strategy": TABLE["ddp"], "units": ("blocks.0",), "split": (2, 1)})
+    assert Parallelism.of() == Parallelism()
+    written = Parallelism.of(schedule=[list("ab")])
+    assert written.schedule == (("a", "b"),)
+
+
+def trained(comm: Comm, **layout: Any) -> Any:
+    model = net()
+    optimizer = adamw(model.parameters())
+    engine = Engine(model, comm, optimizer=optimizer, loss_fn=loss_sum, count_fn=count, **layout)
+    losses = [engine.step(deal(batch, comm.mesh, comm.rank, 2)).loss for batch in batches(2)]
+    return losses, engine.full_state_dict(), engine.parallelism, len(comm.ledger.entries)
+
+
+def test_an_engine_takes_the_value_or_its_fields() -> None:
+    settings: dict[str, Any] = {"strategy": "hsdp", "prefetch": 2, "cut": "tensor", "units": ["first", "blocks.1"]}
+    value = Parallelism.of(**settings)
+    mesh = Mesh(replica=2, shard=2)
+    for whole, parts in zip(
+        run(mesh, lambda comm: trained(comm, parallelism=value), deadline=20),
+        run(mesh, lambda comm: trained(comm, **settings), deadline=20),
+        strict=True,
+    ):
+        assert whole[0] == parts[0] and whole[2:] == parts[2:] and whole[2] == value
+        assert all(whole[1][name].equal(tensor) for name, tensor in parts[1].items())
+
+
+def test_a_value_beside_one_of_its_fields_is_refused() -> None:
+    def body(comm: Comm) -> None:
+        Engine(net(), comm, parallelism=Parallelism(), cut="tensor")
+
+    with pytest.raises(ValueError, match="parallelism together with cut, which it has a field for"):
+        run(Mesh(), body)
+
+
+def test_a_keyword_that_there_is_not_is_refused_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match="unknown setting 'prefech': did you mean prefetch"):
+        run(Mesh(), lambda comm: Engine(net(), comm, prefech=2) and None)
+    with pytest.raises(TypeError, match="unknown setting 'zzz': the settings are strategy, units"):
+        Parallelism.of(zzz=1)
+
+
+@pytest.mark.parametrize("name", [n for n in OTHER if n not in ("chunks", "sequence_parallel", "tensor_plan", "split")])
+def test_ranks_with_different_values_are_refused(name: str) -> None:
+    """Before anything is built that would wait for the other rank."""
+
+    def body(comm: Comm) -> None:
+        Engine(cases.net(), comm, **{name: OTHER[name]} if comm.rank else {})
+
+    with pytest.raises(ValueError, match=f"different settings: {name} is "):
+        run(Mesh(shard=2), body, deadline=20)
+
+
+def test_the_value_is_normal_however_it_is_written() -> None:
+    written: Any = {"strategy": "ddp", "units": ["b", "a"], "split": [2, 1], "schedule": [["x"], ["y"]]}
+    value = Parallelism(**written)
+    assert value == Parallelism.of(**written) and hash(value) is not None
+    assert (value.strategy, value.units, value.split) == (TABLE["ddp"], ("a", "b"), (2, 1))
+    assert value.schedule == (("x",), ("y",))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "mine"),
+    [
+        (Mesh(shard=2), [{"units": ["first", "blocks.1"]}, {"units": ["blocks.1", "first"]}]),
+        (Mesh(shard=2), [{"tensor_plan": {"a": "column", "b": "row"}}, {"tensor_plan": {"b": "row", "a": "column"}}]),
+        (Mesh(shard=2), [{"tensor_plan": {"a": "column"}}, {"tensor_plan": {"a": Style("column")}}]),
+    ],
+)
+def test_what_means_the_same_is_the_same(mesh: Mesh, mine: list[dict[str, Any]]) -> None:
+    def body(comm: Comm) -> None:
+        check_settings(comm, Parallelism.of(**mine[comm.rank]).compared())
+
+    run(mesh, body, deadline=20)
+
+
+def test_an_engine_and_its_units_say_what_they_are() -> None:
+    def shown(comm: Comm) -> str:
+        engine = Engine(
+            nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), comm, strategy="zero3", units=["0", "1"], bucket=0
+        )
+        return f"{engine}, {engine.units}"
+
+    text = run(Mesh(), shown)[0]
+    assert text.startswith("Engine(zero3 on shard=1, rank 0: ") and "units of 26 parameters)" in text
+    assert "Unit(1, 2 parameters, " in text and " object at " not in text

@@ -1,0 +1,178 @@
+"""The order of additions, made visible: a sum of strings shows its brackets.
+
+Two replicas of two shards with two microbatches; the gradient of microbatch m on replica r, shard s is ``rsm``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import plait.table.additions as additions_module
+from plait.comm import Comm, ordered_sum, run
+from plait.table.additions import MICROBATCH, additions, fold
+from plait.table.cells import TABLE, find_strategy
+from plait.table.mesh import Mesh
+
+
+def written(order: tuple[str, ...], sizes: dict[str, int], names: tuple[str, ...]) -> str:
+    """The fold as text; a leaf is the digits of its coordinates in the order of ``names``."""
+
+    def leaf(at: dict[str, int]) -> str:
+        return "".join(str(at[name]) for name in names)
+
+    return fold(order, sizes, leaf, lambda a, b: f"({a}+{b})")
+
+
+# ---- which sum comes first -------------------------------------------------------------------------------
+
+ORDERS = {
+    "ddp": (MICROBATCH, "shard", "replica"),
+    "zero1": (MICROBATCH, "shard", "replica"),
+    "hsdp": ("shard", MICROBATCH, "replica"),
+    "psdp": ("shard", MICROBATCH, "replica"),
+    "zero2": ("shard", "replica", MICROBATCH),
+    "zero3": ("shard", "replica", MICROBATCH),
+    "zero3_keep": ("shard", "replica", MICROBATCH),
+    "hpz": ("shard", "replica", MICROBATCH),
+}
+
+
+def test_the_order_of_every_row() -> None:
+    assert {name: additions(row) for name, row in TABLE.items()} == ORDERS
+
+
+def test_the_docstring_lists_these_orders() -> None:
+    found = {}
+    for line in (additions_module.__doc__ or "").splitlines():
+        names, _, order = line.strip().partition("   ")
+        if names.split(", ")[0] in TABLE:
+            words = order.split("(")[0].replace(",", " ").split()
+            found.update({name: tuple(words) for name in names.split(", ")})
+    assert found == ORDERS
+
+
+def test_rows_of_ones_own_have_the_order_of_their_cells() -> None:
+    turned = find_strategy("turned: full | full | replica/shard | replica/shard")
+    assert additions(turned) == ("replica", "shard", MICROBATCH)
+    other = find_strategy("other: full | full | replica, pending(shard) | replica")
+    assert additions(other) == ("replica", MICROBATCH, "shard")
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        (["ddp", "zero1"], "(((000+001)+(010+011))+((100+101)+(110+111)))"),
+        (["hsdp", "psdp"], "(((000+010)+(001+011))+((100+110)+(101+111)))"),
+        (["zero2", "zero3", "zero3_keep", "hpz"], "(((000+010)+(100+110))+((001+011)+(101+111)))"),
+    ],
+)
+def test_the_trees_of_two_replicas_two_shards_two_microbatches(rows: list[str], text: str) -> None:
+    sizes = {"replica": 2, "shard": 2, MICROBATCH: 2}
+    for row in rows:
+        assert written(additions(TABLE[row]), sizes, ("replica", "shard", MICROBATCH)) == text
+
+
+def test_with_one_microbatch_all_rows_have_one_tree() -> None:
+    sizes = {"replica": 3, "shard": 2, MICROBATCH: 1}
+    trees = {written(additions(row), sizes, ("replica", "shard")) for row in TABLE.values()}
+    assert trees == {"(((00+01)+(10+11))+(20+21))"}
+
+
+# ---- how a sum is folded ---------------------------------------------------------------------------------
+
+
+def test_a_sum_is_a_left_fold() -> None:
+    assert fold(("x",), {"x": 3}, lambda at: "abc"[at["x"]], lambda a, b: f"({a}+{b})") == "((a+b)+c)"
+    assert fold(("x",), {"x": 4}, lambda at: "abcd"[at["x"]], lambda a, b: f"({a}+{b})") == "(((a+b)+c)+d)"
+    assert fold(("x",), {"x": 1}, lambda at: "abc"[at["x"]], lambda a, b: f"({a}+{b})") == "a"
+    assert fold((), {}, lambda at: "a", lambda a, b: f"({a}+{b})") == "a"
+
+
+@pytest.mark.parametrize(
+    ("order", "text"),
+    [
+        # 2 x 3 x 2 leaves; digits are x, y, z
+        ("xyz", "((((000+100)+(010+110))+(020+120))+(((001+101)+(011+111))+(021+121)))"),
+        ("zyx", "((((000+001)+(010+011))+(020+021))+(((100+101)+(110+111))+(120+121)))"),
+        ("yxz", "((((000+010)+020)+((100+110)+120))+(((001+011)+021)+((101+111)+121)))"),
+        ("xzy", "((((000+100)+(001+101))+((010+110)+(011+111)))+((020+120)+(021+121)))"),
+    ],
+)
+def test_the_first_sum_named_is_innermost(order: str, text: str) -> None:
+    assert written(tuple(order), {"x": 2, "y": 3, "z": 2}, ("x", "y", "z")) == text
+
+
+def test_leaves_are_asked_for_once_each_in_the_order_of_the_additions() -> None:
+    asked = []
+
+    def leaf(at: dict[str, int]) -> str:
+        asked.append("{x}{y}".format(**at))
+        return asked[-1]
+
+    text = fold(("x", "y"), {"x": 2, "y": 3}, leaf, lambda a, b: f"({a}+{b})")
+    assert asked == text.replace("(", "").replace(")", "").split("+")
+    assert asked == ["00", "10", "01", "11", "02", "12"]
+
+
+def test_add_may_reuse_its_first_term() -> None:
+    total = fold(
+        ("x", "y"),
+        {"x": 3, "y": 4},
+        lambda at: [at["x"], at["y"]],
+        lambda a, b: [a.__setitem__(i, a[i] + b[i]) for i in range(2)] and a,
+    )
+    assert total == [4 * (0 + 1 + 2), 3 * (0 + 1 + 2 + 3)]
+
+
+# ---- the worlds fold the same tree -----------------------------------------------------------------------
+
+
+def wide(numel: int, random: torch.Generator) -> torch.Tensor:
+    """Numbers of such different sizes that every order of adding them shows."""
+    return torch.randn(numel, generator=random) * 10 ** torch.randint(-3, 4, (numel,), generator=random)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), seed=st.integers(0, 2**31))
+def test_a_fused_group_adds_in_the_order_of_its_axes(sizes: list[int], seed: int) -> None:
+    """comm's ordered_sum over axes (a, b, ...) is the fold with a innermost, to the last bit."""
+    axes = ("a", "b", "c")[: len(sizes)]
+    ways = math.prod(sizes)
+    random = torch.Generator().manual_seed(seed)
+    stack = [wide(8, random) for _ in range(ways)]
+
+    def member(at: dict[str, int]) -> torch.Tensor:
+        index = 0
+        for axis, size in zip(axes, sizes, strict=True):  # group order: first axis outermost
+            index = index * size + at[axis]
+        return stack[index]
+
+    out = torch.empty(8)
+    ordered_sum(stack, sizes, "sum", out)
+    assert torch.equal(out, fold(axes, dict(zip(axes, sizes, strict=True)), member, torch.add))
+
+
+def test_one_fused_reduction_is_the_hierarchy_bit_for_bit() -> None:
+    """all_reduce over (shard, replica) = over shard, then over replica = the fold of the reference."""
+    mesh = Mesh(replica=3, shard=4)
+    random = torch.Generator().manual_seed(1)
+    values = [wide(64, random) for _ in range(mesh.size)]
+    expected = fold(("shard", "replica"), {"shard": 4, "replica": 3}, lambda at: values[mesh.rank(**at)], torch.add)
+    turned = fold(("replica", "shard"), {"shard": 4, "replica": 3}, lambda at: values[mesh.rank(**at)], torch.add)
+    assert not torch.equal(expected, turned)  # the order can be seen in these values
+
+    def rank_main(comm: Comm) -> None:
+        fused = values[comm.rank].clone()
+        comm.all_reduce(fused, ("shard", "replica")).wait()
+        assert torch.equal(fused, expected)
+        steps = values[comm.rank].clone()
+        comm.all_reduce(steps, ("shard",)).wait()
+        comm.all_reduce(steps, ("replica",)).wait()
+        assert torch.equal(steps, expected)
+
+    run(mesh, rank_main, deadline=20)

@@ -1,0 +1,353 @@
+"""The table, as the field knows it: where each row keeps its state, what it sends for that, what is refused."""
+
+from __future__ import annotations
+
+import re
+from itertools import permutations, product
+
+import pytest
+
+from plait.table.cells import (
+    FULL,
+    TABLE,
+    UNREDUCED,
+    Cell,
+    Strategy,
+    find_strategy,
+    move,
+    moves,
+    parse_strategy,
+)
+
+AXES = ("shard", "replica")
+CELLS = [
+    Cell(split, pending)
+    for cut in range(3)
+    for split in permutations(AXES, cut)
+    for sums in range(3 - cut)
+    for pending in permutations([a for a in AXES if a not in split], sums)
+]
+"""All there are."""
+
+# ---- the table -------------------------------------------------------------------------------------------
+
+ROWS = """
+row        | params at rest | kept          | grads while accumulating     | optimizer state
+ddp        | full           | full          | full, pending(shard, replica)| full
+zero1      | full           | full          | full, pending(shard, replica)| shard/replica
+zero2      | full           | full          | shard/replica                | shard/replica
+zero3      | shard/replica  | shard/replica | shard/replica                | shard/replica
+zero3_keep | shard/replica  | full          | shard/replica                | shard/replica
+hsdp       | shard          | shard         | shard, pending(replica)      | shard
+psdp       | shard          | shard         | shard, pending(replica)      | shard/replica
+hpz        | shard/replica  | shard         | shard/replica                | shard/replica
+"""
+
+# Every phase in which a row sends or cuts anything; a phase that is not here does nothing.
+MOVES = """
+ddp          step         all_reduce(shard, replica)
+
+zero1        step         reduce_scatter(shard, replica)
+             publish      all_gather(shard, replica)
+
+zero2        microbatch   reduce_scatter(shard, replica)
+             publish      all_gather(shard, replica)
+
+zero3        forward      all_gather(shard, replica)
+             keep         slice(shard, replica)
+             backward     all_gather(shard, replica)
+             microbatch   reduce_scatter(shard, replica)
+
+zero3_keep   forward      all_gather(shard, replica)
+             microbatch   reduce_scatter(shard, replica)
+
+hsdp         forward      all_gather(shard)
+             keep         slice(shard)
+             backward     all_gather(shard)
+             microbatch   reduce_scatter(shard)
+             step         all_reduce(replica) inside shard
+
+psdp         forward      all_gather(shard)
+             keep         slice(shard)
+             backward     all_gather(shard)
+             microbatch   reduce_scatter(shard)
+             step         reduce_scatter(replica) inside shard
+             publish      all_gather(replica) inside shard
+
+hpz          forward      all_gather(shard, replica)
+             keep         slice(shard)
+             backward     all_gather(shard)
+             microbatch   reduce_scatter(shard, replica)
+"""
+
+PHASES = ("forward", "keep", "backward", "microbatch", "step", "publish")
+
+
+def phases_of(row: Strategy) -> dict[str, str]:
+    plan = moves(row)
+    found = {phase: ", then ".join(map(str, getattr(plan, phase))) for phase in PHASES}
+    return {phase: text for phase, text in found.items() if text}
+
+
+def test_the_table_has_these_rows() -> None:
+    lines = [[word.strip() for word in line.split("|")] for line in ROWS.strip().splitlines()[1:]]
+    assert [[name, *row.row().split(" | ")] for name, row in TABLE.items()] == lines
+
+
+def test_the_rows_send_this() -> None:
+    expected: dict[str, dict[str, str]] = {}
+    for block in MOVES.strip().split("\n\n"):
+        name, lines = block.split(maxsplit=1)
+        expected[name] = dict(re.split(r" +", line.strip(), maxsplit=1) for line in lines.splitlines())
+    assert {name: phases_of(row) for name, row in TABLE.items()} == expected
+
+
+MOVE_TABLE = """
+full, pending(shard, replica) -> full                    : all_reduce(shard, replica)
+full, pending(shard)          -> full                    : all_reduce(shard)
+full, pending(shard, replica) -> full, pending(replica)  : all_reduce(shard)
+full, pending(shard, replica) -> shard/replica           : reduce_scatter(shard, replica)
+full, pending(shard, replica) -> replica/shard           : reduce_scatter(replica, shard)
+full, pending(shard, replica) -> shard, pending(replica) : reduce_scatter(shard)
+full, pending(shard, replica) -> shard                   : reduce_scatter(shard), then all_reduce(replica) inside shard
+full, pending(replica)        -> shard/replica           : slice(shard), then reduce_scatter(replica) inside shard
+full, pending(shard)          -> shard/replica           : reduce_scatter(shard), then slice(replica) inside shard
+full, pending(shard)          -> replica                 : slice(replica), then all_reduce(shard) inside replica
+shard, pending(replica)       -> shard                   : all_reduce(replica) inside shard
+shard, pending(replica)       -> shard/replica           : reduce_scatter(replica) inside shard
+shard, pending(replica)       -> full                    : all_reduce(replica) inside shard, then all_gather(shard)
+shard/replica                 -> full                    : all_gather(shard, replica)
+shard/replica                 -> shard                   : all_gather(replica) inside shard
+full                          -> shard/replica           : slice(shard, replica)
+full                          -> full                    : nothing
+"""
+
+
+@pytest.mark.parametrize("line", MOVE_TABLE.strip().splitlines())
+def test_from_cell_to_cell(line: str) -> None:
+    start, end, path = (part.strip() for part in re.split(r"->|:", line))
+    assert (", then ".join(map(str, move(Cell.parse(start), Cell.parse(end)))) or "nothing") == path
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_staying_costs_nothing(cell: Cell) -> None:
+    assert move(cell, cell) == ()
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "reason"),
+    [
+        ("replica/shard", "shard", "full reshuffle.*outermost cut must be the same"),
+        ("shard", "replica", "full reshuffle"),
+        ("shard/replica", "replica/shard", "full reshuffle"),
+        ("full", "full, pending(shard)", "'full' to 'full, pending.shard.': a finished sum cannot become pending"),
+        ("shard", "shard, pending(replica)", "finished sum"),
+    ],
+)
+def test_moves_that_do_not_exist(start: str, end: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        move(Cell.parse(start), Cell.parse(end))
+
+
+# ---- text ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_a_cell_reads_what_it_prints(cell: Cell) -> None:
+    assert Cell.parse(str(cell)) == cell
+
+
+def test_the_ways_to_write_a_cell() -> None:
+    assert Cell.parse("full") == FULL == Cell()
+    assert Cell.parse("full, pending(shard, replica)") == UNREDUCED
+    assert Cell.parse("  shard ,pending( replica ) ") == Cell(("shard",), ("replica",))
+    assert Cell.parse("full,pending(shard replica)") == UNREDUCED
+    assert Cell.parse("full, pending()") == FULL
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("data", "shard, replica.*not 'data'"),
+        ("tensor", "shard, replica.*not 'tensor'"),
+        ("full, pending(tensor)", "not 'tensor'"),
+        ("shard/shard", "'shard/shard' names an axis twice"),
+        ("shard, pending(shard)", "names an axis twice"),
+        ("full, pending(shard, shard)", "names an axis twice"),
+        ("", "cannot read the cell ''.*write full, shard, shard/replica"),
+        ("shard replica", "cannot read the cell 'shard replica'"),
+        ("shard, later(replica)", "cannot read the cell"),
+        ("full/shard", "not 'full'"),
+        ("shard/", "not ''"),
+    ],
+)
+def test_a_cell_that_cannot_be_is_named(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Cell.parse(text)
+
+
+@pytest.mark.parametrize("row", TABLE.values(), ids=str)
+def test_a_row_reads_what_it_prints(row: Strategy) -> None:
+    assert parse_strategy(str(row)) == row
+    assert find_strategy(str(row)) == row
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mine",
+        "mine: full | full",
+        "mine: full | full | full | full | full",
+        "a | b | c",
+        ": full | full | shard/replica | shard/replica",
+    ],
+)
+def test_a_row_is_a_name_and_four_cells(text: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot read the strategy.*'name: params \| kept \| grads \| optimizer"):
+        parse_strategy(text)
+
+
+# ---- finding ---------------------------------------------------------------------------------------------
+
+
+def test_a_row_is_found_by_name_by_text_or_is_one() -> None:
+    mine = "mine: shard | full | shard, pending(replica) | shard/replica"
+    assert find_strategy("zero3") is TABLE["zero3"]
+    assert find_strategy(TABLE["hpz"]) is TABLE["hpz"]
+    assert find_strategy(mine) == parse_strategy(mine)
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("zero4", "zero"), ("zero_3", "zero3"), ("hdsp", "hsdp"), ("dpp", "ddp")])
+def test_an_unknown_name_gives_the_nearest(wrong: str, right: str) -> None:
+    with pytest.raises(ValueError, match=f"'{wrong}'.*did you mean .*{right}"):
+        find_strategy(wrong)
+
+
+def test_a_name_that_is_near_to_none_gives_them_all() -> None:
+    with pytest.raises(ValueError) as error:
+        find_strategy("pipeline")
+    assert "did you mean" not in str(error.value)
+    assert all(name in str(error.value) for name in TABLE)
+
+
+# ---- rows of one's own -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "sends"),
+    [
+        # shards inside a host, kept from forward to backward, optimizer over all
+        (
+            "psdp_keep: shard | full | shard, pending(replica) | shard/replica",
+            {
+                "forward": "all_gather(shard)",
+                "microbatch": "reduce_scatter(shard)",
+                "step": "reduce_scatter(replica) inside shard",
+                "publish": "all_gather(replica) inside shard",
+            },
+        ),
+        # replicas outermost: the same thing with the axes' roles exchanged
+        (
+            "turned: replica | replica | replica, pending(shard) | replica/shard",
+            {
+                "forward": "all_gather(replica)",
+                "keep": "slice(replica)",
+                "backward": "all_gather(replica)",
+                "microbatch": "reduce_scatter(replica)",
+                "step": "reduce_scatter(shard) inside replica",
+                "publish": "all_gather(shard) inside replica",
+            },
+        ),
+        # optimizer over one axis only
+        (
+            "zero1_local: full | full | full, pending(shard, replica) | shard",
+            {"step": "reduce_scatter(shard), then all_reduce(replica) inside shard", "publish": "all_gather(shard)"},
+        ),
+        # params cut finer than the gradients
+        (
+            "lazy: shard/replica | shard | full, pending(replica, shard) | shard/replica",
+            {
+                "forward": "all_gather(shard, replica)",
+                "keep": "slice(shard)",
+                "backward": "all_gather(shard)",
+                "step": "reduce_scatter(shard, replica)",
+            },
+        ),
+    ],
+)
+def test_a_row_of_ones_own_works_like_the_built_in_ones(row: str, sends: dict[str, str]) -> None:
+    assert phases_of(parse_strategy(row)) == sends
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (
+            "full, pending(shard) | full | full, pending(shard, replica) | full",
+            "params cannot be pending: only gradients are sums",
+        ),
+        ("full | full, pending(shard) | full, pending(shard, replica) | full", "kept cannot be pending"),
+        ("full | full | shard/replica | full, pending(shard)", "optim cannot be pending"),
+        (
+            "full | full | full | full",
+            r"neither split nor pending over shard, replica.*write pending\(shard, replica\)",
+        ),
+        ("full | full | shard | shard", r"neither split nor pending over replica.*write pending\(replica\)"),
+        ("full | full | full, pending(replica) | full", r"neither split nor pending over shard.*pending\(shard\)"),
+        (
+            "shard | shard | shard, pending(replica) | full",
+            "params are cut over shard, .*optimizer.* only over nothing.*cut the optimizer over shard as well",
+        ),
+        (
+            "shard/replica | shard | shard, pending(replica) | shard",
+            "params are cut over shard/replica, .*optimizer.* only over shard",
+        ),
+        (
+            "shard | shard | shard/replica | shard",
+            "grads are cut over shard/replica, .*optimizer.* only over shard.*"
+            "cut the optimizer over shard/replica as well",
+        ),
+        (
+            "shard | shard | shard, pending(replica) | replica/shard",
+            "optimizer is cut over replica/shard and params over shard.*full reshuffle.*nest them.*shard, then",
+        ),
+        (
+            "full | full | shard, pending(replica) | replica/shard",
+            "optimizer is cut over replica/shard and grads over shard.*full reshuffle",
+        ),
+        ("full | full | replica/shard | shard/replica", "full reshuffle"),
+        (
+            "shard/replica | replica | shard/replica | shard/replica",
+            r"kept is cut over replica, which is no beginning of params at rest \(shard/replica\): keep full",
+        ),
+        ("full | shard | shard/replica | shard/replica", "kept is cut over shard, which is no beginning"),
+        ("shard | shard/replica | shard/replica | shard/replica", "kept is cut over shard/replica, which is no"),
+    ],
+)
+def test_a_refused_row_is_told_why(row: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as error:
+        parse_strategy(f"mine: {row}")
+    assert str(error.value).startswith(f"strategy 'mine' ({row})")
+
+
+def begins(short: Cell, long: Cell) -> bool:
+    return long.split[: len(short.split)] == short.split
+
+
+def test_exactly_these_rows_are_accepted() -> None:
+    """All 11**4 rows: the rule in one line, and a row that is accepted has all its moves."""
+    num_accepted = 0
+    for params, kept, grads, optim in product(CELLS, repeat=4):
+        sums = not params.pending and not kept.pending and not optim.pending
+        covered = {*grads.split, *grads.pending} == set(AXES)
+        nested = begins(params, optim) and begins(grads, optim) and begins(kept, params)
+        try:
+            row = Strategy("mine", params, kept, grads, optim)
+        except ValueError:
+            assert not (sums and covered and nested)
+        else:
+            assert sums and covered and nested
+            assert moves(parse_strategy(str(row))) == moves(row)
+            num_accepted += 1
+    # optimizer full 2, over one axis 2 * 3 * 3, over both 2 * 6 * 4
+    assert num_accepted == 2 + 18 + 48

@@ -1,0 +1,121 @@
+"""Bytes by direct count: who sends which element to whom, when each goes straight to where it is needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from plait.table.collectives import KINDS, bus_factor, bytes_sent
+
+Transfer = tuple[int, int, int]
+"""From a member, to a member, one element."""
+
+
+def transfers(kind: str, n: int, numel: int, root: int) -> Iterator[Transfer]:
+    """Every element that travels in a collective of ``n`` members on a whole array of ``numel`` elements."""
+    piece = numel // n
+    owner = [e // piece for e in range(piece * n)]
+    others = [(a, b) for a in range(n) for b in range(n) if a != b]
+    match kind:
+        case "all_gather":  # an owner shows its piece to everyone
+            yield from ((a, b, e) for a, b in others for e in range(numel) if owner[e] == a)
+        case "reduce_scatter":  # everyone brings each piece to its owner
+            yield from ((a, b, e) for a, b in others for e in range(numel) if owner[e] == b)
+        case "all_reduce":  # the one, then the other
+            yield from transfers("reduce_scatter", n, numel, root)
+            yield from transfers("all_gather", n, numel, root)
+        case "all_to_all":  # piece b of a's row goes to b
+            yield from ((a, b, e) for a, b in others for e in range(numel) if owner[e] == b)
+        case "broadcast":
+            yield from ((a, b, e) for a, b in others for e in range(numel) if a == root)
+        case "reduce":
+            yield from ((a, b, e) for a, b in others for e in range(numel) if b == root)
+        case "scatter":
+            yield from ((a, b, e) for a, b in others for e in range(numel) if a == root and owner[e] == b)
+        case "gather":
+            yield from ((a, b, e) for a, b in others for e in range(numel) if b == root and owner[e] == a)
+        case "send" | "recv" | "barrier":
+            return
+
+
+COLLECTIVES = [kind for kind in KINDS if kind not in ("send", "recv", "barrier")]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_bytes_sent_is_what_the_members_send(kind: str, n: int) -> None:
+    itemsize = 4
+    for pieces in (1, 3):
+        numel = pieces * n
+        for root in {0, n - 1}:
+            sent = Counter(src for src, _, _ in transfers(kind, n, numel, root))
+            for member in range(n):
+                size = numel * itemsize
+                assert bytes_sent(kind, size, n, root=member == root) == sent[member] * itemsize
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_the_direct_count_brings_everything_where_it_is_needed(n: int) -> None:
+    """The measure itself: after an all-gather everyone has seen every element, of a reduce the root has."""
+    arrived = Counter((dst, e) for _, dst, e in transfers("all_gather", n, 2 * n, 0))
+    assert all(arrived[member, e] == (e // 2 != member) for member in range(n) for e in range(2 * n))
+    arrived = Counter((dst, e) for _, dst, e in transfers("reduce", n, 2 * n, n - 1))
+    assert arrived == {(n - 1, e): n - 1 for e in range(2 * n)}
+
+
+def test_messages_and_barriers() -> None:
+    assert bytes_sent("send", 40, 2) == 40
+    assert bytes_sent("recv", 40, 2) == 0
+    assert bytes_sent("barrier", 0, 5) == 0
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_nothing_is_sent_of_nothing_nor_to_nobody(kind: str) -> None:
+    for root in (True, False):
+        assert bytes_sent(kind, 0, 4, root=root) == 0
+    assert bytes_sent(kind, 64, 1, root=True) == 0
+
+
+def test_an_array_that_does_not_cut_is_refused_with_the_numbers() -> None:
+    for kind in ("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather"):
+        with pytest.raises(ValueError, match=f"{kind} of 10 bytes over 4 ranks: the pieces are not equal"):
+            bytes_sent(kind, 10, 4)
+    assert bytes_sent("all_reduce", 10, 4) == 15  # an all-reduce cuts nothing that anyone keeps
+
+
+def test_an_unknown_collective_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"unknown collective 'allreduce'.*all_gather.*all_reduce.*barrier"):
+        bytes_sent("allreduce", 8, 2)
+    with pytest.raises(ValueError, match=r"unknown collective 'allreduce'"):
+        bus_factor("allreduce", 2)
+
+
+# busbw / algbw of nccl-tests (doc/PERFORMANCE.md), S being the whole array
+BUS = """
+all_reduce      2(n-1)/n
+all_gather      (n-1)/n
+reduce_scatter  (n-1)/n
+all_to_all      (n-1)/n
+scatter         (n-1)/n
+gather          (n-1)/n
+broadcast       1
+reduce          1
+send            1
+recv            1
+"""
+
+
+@pytest.mark.parametrize("line", BUS.strip().splitlines())
+def test_bus_bandwidth_is_that_of_nccl_tests(line: str) -> None:
+    kind, factor = line.split()
+    for n in (2, 3, 8, 64):
+        value = {"1": 1.0, "(n-1)/n": (n - 1) / n, "2(n-1)/n": 2 * (n - 1) / n}[factor]
+        assert bus_factor(kind, n) == value
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_where_all_members_send_alike_the_bus_carries_what_one_sends(kind: str) -> None:
+    for n in (2, 4, 5):
+        assert bytes_sent(kind, 400 * n, n) == pytest.approx(bus_factor(kind, n) * 400 * n)

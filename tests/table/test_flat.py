@@ -1,0 +1,163 @@
+"""The flat buffer: where parameters start, where it is cut, and what every piece holds."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations_with_replacement, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.table.flat import Cut, FlatLayout, Run, Slot, lay, regions
+from plait.table.layout import extent
+
+ITEMSIZES = (1, 2, 4, 8)
+SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=6)
+CUTS: st.SearchStrategy[Cut] = st.sampled_from(["element", "tensor"])
+
+
+def named(shapes: list[tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(f"p{i}", shape) for i, shape in enumerate(shapes)]
+
+
+# ---- examples --------------------------------------------------------------------------------------------
+
+
+def test_the_picture_of_the_docstring() -> None:
+    layout = lay([("w", (5, 7)), ("b", (7,))], itemsize=4, num_pieces=2)
+    w, b = layout.slots
+    assert (w.offset, w.end, b.offset, b.end) == (0, 35, 48, 55)
+    assert layout.numel == 64 and layout.bounds == (0, 32, 64)
+    assert layout.runs(0, 32) == (Run(w, 0, 32, 0),)
+    assert layout.runs(32, 64) == (Run(w, 32, 35, 0), Run(b, 0, 7, 16))
+    assert [run.whole for run in layout.runs(32, 64)] == [False, True]
+
+
+def test_tensors_stay_whole_and_the_largest_piece_is_smallest() -> None:
+    shapes = [(32,), (16,), (16,), (32,)]
+    assert lay(named(shapes), 4, 2, "tensor").bounds == (0, 48, 96)
+    assert lay(named(shapes), 4, 3, "tensor").bounds == (0, 32, 64, 96)
+    assert lay(named([(16,)]), 4, 3, "tensor").numel == 16  # two owners have nothing
+
+
+def test_tensors_go_where_least_lies_already() -> None:
+    """Loads are bytes, so that units of different dtypes share them."""
+    shapes = [(16,), (16,), (16,)]
+    assert lay(named(shapes), 4, 2, "tensor", loads=[4 * 64, 0]).bounds == (0, 0, 48)
+    assert lay(named(shapes), 4, 2, "tensor", loads=[0, 4 * 64]).bounds == (0, 48, 48)
+    assert lay(named(shapes), 4, 3, "tensor", loads=[400, 0, 400]).bounds == (0, 0, 48, 48)
+
+
+def test_pieces_of_a_coarser_cut_are_runs_of_finer_pieces() -> None:
+    layout = lay([("w", (100, 10))], 4, 6)
+    assert layout.piece(6, 5) == layout.bounds[5:7]
+    assert layout.piece(3, 1) == (layout.bounds[2], layout.bounds[4])
+    assert layout.piece(2, 1) == (layout.bounds[3], layout.bounds[6])
+    assert layout.piece(1, 0) == (0, layout.numel)
+    for count, index in ((4, 0), (12, 0), (3, 3), (3, -1)):
+        with pytest.raises(ValueError, match=f"no piece {index} of {count} in a layout of 6 pieces"):
+            layout.piece(count, index)
+
+
+def test_a_unit_without_elements() -> None:
+    for cut in ("element", "tensor"):
+        for shapes in ([], [(0,)], [(3, 0), (0, 5)]):
+            layout = lay(named(shapes), 4, 3, cut)
+            assert layout.bounds == (0, 0, 0, 0) and layout.even and layout.runs(0, 0) == ()
+
+
+# ---- any shapes, any number of pieces --------------------------------------------------------------------
+
+
+@given(shapes=SHAPES, itemsize=st.sampled_from(ITEMSIZES), num_pieces=st.integers(1, 12), cut=CUTS)
+def test_parameters_and_cuts_are_aligned(
+    shapes: list[tuple[int, ...]], itemsize: int, num_pieces: int, cut: Cut
+) -> None:
+    layout = lay(named(shapes), itemsize, num_pieces, cut)
+    for place in (*(slot.offset for slot in layout.slots), *layout.bounds):
+        assert place % 16 == 0 and place * itemsize % 64 == 0
+    assert [(s.name, s.shape) for s in layout.slots] == named(shapes)
+    # one after the other, without overlap, with gaps below the alignment
+    end, grain = 0, max(16, 64 // itemsize)
+    for slot in layout.slots:
+        assert slot.numel == math.prod(slot.shape)
+        assert 0 <= slot.offset - end < grain
+        end = slot.end
+    assert end <= layout.numel
+    assert layout.num_pieces == num_pieces
+    assert list(layout.bounds) == sorted(layout.bounds) and layout.bounds[0] == 0
+    if cut == "element":
+        assert layout.even
+        assert layout.numel - end < grain * (num_pieces + 1)  # padding is less than a grain a piece
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes=SHAPES, itemsize=st.sampled_from(ITEMSIZES), num_pieces=st.integers(1, 12), cut=CUTS)
+def test_runs_hold_every_element_exactly_once(
+    shapes: list[tuple[int, ...]], itemsize: int, num_pieces: int, cut: Cut
+) -> None:
+    layout = lay(named(shapes), itemsize, num_pieces, cut)
+    next_element = {slot.name: 0 for slot in layout.slots}
+    for k in range(num_pieces):
+        start, stop = layout.piece(num_pieces, k)
+        free = 0
+        for run in layout.runs(start, stop):
+            assert free <= run.offset and run.offset + run.numel <= stop - start  # inside, without overlap
+            free = run.offset + run.numel
+            assert start + run.offset == run.slot.offset + run.start  # what lies there is what it says
+            assert run.start == next_element[run.slot.name] < run.stop  # goes on where the last piece ended
+            next_element[run.slot.name] = run.stop
+            assert run.whole == (run.start == 0 and run.stop == run.slot.numel)
+            assert run.whole or cut == "element"  # a tensor cut never splits a parameter
+    assert next_element == {slot.name: slot.numel for slot in layout.slots}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 5), max_size=6),
+    loads=st.lists(st.integers(0, 12).map(lambda n: n * 64), min_size=1, max_size=4),
+    itemsize=st.sampled_from(ITEMSIZES),
+)
+def test_the_tensor_cut_is_the_best_there_is(sizes: list[int], loads: list[int], itemsize: int) -> None:
+    """Against every cut there is: the fullest owner, with what it has already, is as empty as it can be."""
+    layout = lay(named([(16 * n,) for n in sizes]), itemsize, len(loads), "tensor", loads)
+    starts = [*(slot.offset for slot in layout.slots), layout.numel]
+
+    def fullest(bounds: tuple[int, ...]) -> int:
+        return max(load + (b - a) * itemsize for load, a, b in zip(loads, bounds, bounds[1:], strict=False))
+
+    every = ((0, *inner, starts[-1]) for inner in combinations_with_replacement(starts, len(loads) - 1))
+    assert fullest(layout.bounds) == min(map(fullest, every))
+
+
+def test_a_scalar_is_one_element() -> None:
+    slot = Slot("scale", (), 16)
+    assert (slot.numel, slot.end) == (1, 17)
+    assert FlatLayout((slot,), 4, (0, 32)).runs(0, 32) == (Run(slot, 0, 1, 16),)
+
+
+# ---- runs as regions -------------------------------------------------------------------------------------
+
+
+def test_a_run_in_the_middle_is_a_rest_of_a_row_rows_and_a_beginning() -> None:
+    assert regions((3, 4), 2, 9) == (((0, 1), (2, 4)), ((1, 2), (0, 4)), ((2, 3), (0, 1)))
+    assert regions((3, 4), 5, 7) == (((1, 2), (1, 3)),)
+    assert regions((3, 4), 0, 12) == (((0, 3), (0, 4)),)
+    assert regions((), 0, 1) == ((),) and regions((3,), 1, 2) == (((1, 2),),) and regions((3, 0), 0, 0) == ()
+
+
+@given(st.lists(st.integers(1, 4), max_size=4).map(tuple), st.data())
+def test_regions_have_the_elements_of_the_run_in_their_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    numel = math.prod(shape)
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    found = regions(shape, start, stop)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    elements = [
+        sum(at * stride for at, stride in zip(place, strides, strict=True))
+        for region in found
+        for place in product(*(range(*bounds) for bounds in region))
+    ]
+    assert elements == list(range(start, stop)) and len(found) <= max(1, 2 * len(shape) - 1)
+    assert all(size > 0 for region in found for size in extent(region))

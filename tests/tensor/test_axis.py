@@ -1,0 +1,189 @@
+"""The tensor axis seen from one rank: gathers and sums along a dim, uneven and empty parts included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parallel_cases import is_close, lines, on_ranks, part_of, values
+from torch import Tensor
+
+from plait.table.collectives import Note
+from plait.table.tensor_plan import BACKWARD, FORWARD
+from plait.tensor.axis import Divide, Gather, Leave, Share, Split, TensorAxis, Unsplit
+
+WAYS = [1, 2, 3, 4]
+NOTE = Note(FORWARD, "here")
+
+
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_gather_brings_every_rank_the_whole(dim: int, ways: int) -> None:
+    whole = values(5, 7, 3)
+
+    def body(axis: TensorAxis) -> Tensor:
+        return axis.start_gather(part_of(whole, dim, axis), dim, whole.size(dim), NOTE)()
+
+    assert all(torch.equal(found, whole) for found in on_ranks(ways, body))
+
+
+@pytest.mark.parametrize("ways", WAYS)
+def test_a_sum_is_the_same_on_every_rank(ways: int) -> None:
+    shares = [values(2, 5, seed=rank) for rank in range(ways)]
+    found = on_ranks(ways, lambda axis: axis.start_sum(shares[axis.index].clone(), NOTE)())
+    for ours in found:
+        is_close(ours, sum(shares, torch.zeros(2, 5, dtype=torch.float64)))
+        assert torch.equal(ours, found[0])
+
+
+def test_a_sum_takes_a_tensor_that_is_not_contiguous() -> None:
+    shares = [values(5, 2, seed=rank).t() for rank in range(3)]
+    for ours in on_ranks(3, lambda axis: axis.start_sum(shares[axis.index], NOTE)()):
+        is_close(ours, shares[0] + shares[1] + shares[2])
+
+
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("length", [1, 2, 7, 8])
+def test_a_scatter_brings_each_rank_its_time_of_the_sum(length: int, ways: int) -> None:
+    """1 and 2 steps of time leave ranks without any."""
+    shares = [values(2, length, 3, seed=rank) for rank in range(ways)]
+    whole = sum(shares, torch.zeros(2, length, 3, dtype=torch.float64))
+
+    def body(axis: TensorAxis) -> tuple[Tensor, Tensor]:
+        return axis.start_scatter(shares[axis.index].clone(), NOTE)(), part_of(whole, 1, axis)
+
+    for ours, theirs in on_ranks(ways, body, sequence=True, length=length):
+        is_close(ours, theirs)
+
+
+def test_unequal_parts_travel_padded_to_the_largest() -> None:
+    """7 steps of time over 3 ranks are 3, 3, 1 and travel as 3, 3, 3: 2 x 9 x 5 elements of 8 bytes."""
+
+    def body(axis: TensorAxis) -> list[int]:
+        piece = axis.start_scatter(values(2, 7, 5), NOTE)()
+        axis.start_gather(piece, 1, 7, NOTE)()
+        return [entry.bytes for entry in axis.comm.ledger.entries]
+
+    assert on_ranks(3, body, sequence=True, length=7) == [[720, 720]] * 3
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("ways", WAYS)
+def test_what_leaves_is_whole_and_so_is_its_gradient(ways: int, sequence: bool) -> None:
+    """Backward of a sum is nothing, of a scattered sum a gather."""
+    shares, probe = [values(2, 7, 3, seed=rank) for rank in range(ways)], values(2, 7, 3, seed=9)
+    whole = sum(shares, torch.zeros(2, 7, 3, dtype=torch.float64))
+
+    def body(axis: TensorAxis) -> tuple[Tensor, ...]:
+        x = shares[axis.index].clone().requires_grad_()
+        y = Leave.apply(x * 1, axis, "embed", axis.sequence)
+        mine = part_of(probe, 1, axis) if sequence else probe
+        (y * mine).sum().backward()
+        assert lines(axis) == (
+            []
+            if ways == 1
+            else [("reduce_scatter", FORWARD, "embed"), ("all_gather", BACKWARD, "embed")]
+            if sequence
+            else [("all_reduce", FORWARD, "embed")]
+        )
+        return y.detach(), part_of(whole, 1, axis) if sequence else whole, x.grad
+
+    for y, wanted, gradient in on_ranks(ways, body, sequence=sequence, length=7):
+        is_close(y, wanted)
+        is_close(gradient, probe)
+
+
+@pytest.mark.parametrize("ways", WAYS)
+def test_a_gathered_output_gives_each_rank_its_own_part_of_the_gradient(ways: int) -> None:
+    whole, probe = values(2, 3, 5), values(2, 3, 5, seed=9)
+
+    def body(axis: TensorAxis) -> tuple[Tensor, ...]:
+        piece = part_of(whole, 2, axis).requires_grad_()
+        y = Gather.apply(piece * 1, axis, 5, "out")
+        (y * probe).sum().backward()
+        return y.detach(), piece.grad, part_of(probe, 2, axis)
+
+    for y, gradient, wanted in on_ranks(ways, body):
+        assert torch.equal(y, whole)
+        assert torch.equal(gradient, wanted)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8])
+@pytest.mark.parametrize("ways", WAYS)
+def test_a_split_stream_gathers_its_gradient(ways: int, length: int) -> None:
+    whole, probe = values(2, length, 3), values(2, length, 3, seed=9)
+
+    def body(axis: TensorAxis) -> tuple[Tensor, ...]:
+        x = whole.clone().requires_grad_()
+        y = Split.apply(x * 1, axis, "blocks.0")
+        assert axis.length == length, "what follows knows how long the stream is"
+        (y * part_of(probe, 1, axis)).sum().backward()
+        assert lines(axis) == ([] if ways == 1 else [("all_gather", BACKWARD, "blocks.0")])
+        return y.detach(), part_of(whole, 1, axis), x.grad
+
+    for y, wanted, gradient in on_ranks(ways, body, sequence=True):
+        assert torch.equal(y, wanted)
+        assert torch.equal(gradient, probe)
+
+
+@pytest.mark.parametrize("ways", WAYS)
+def test_a_part_of_a_whole_activation_gathers_its_gradient(ways: int) -> None:
+    whole, probe = values(2, 3, 5), values(2, 3, 5, seed=9)
+
+    def body(axis: TensorAxis) -> tuple[Tensor, ...]:
+        x = whole.clone().requires_grad_()
+        y = Divide.apply(x * 1, axis, "down")
+        (y * part_of(probe, 2, axis)).sum().backward()
+        assert lines(axis) == ([] if ways == 1 else [("all_gather", BACKWARD, "down")])
+        return y.detach(), part_of(whole, 2, axis), x.grad
+
+    for y, wanted, gradient in on_ranks(ways, body):
+        assert torch.equal(y, wanted)
+        assert torch.equal(gradient, probe)
+
+
+@pytest.mark.parametrize("last", [None, 2, 5])
+@pytest.mark.parametrize("ways", WAYS)
+def test_what_cut_computation_reads_sums_its_gradient(ways: int, last: int | None) -> None:
+    """Of ``last`` features alone; the others' gradient is whole on each rank already.  What trains nothing sends
+    nothing, and a gradient that others hold too is left alone."""
+    probes = [values(2, 3, 5, seed=rank) for rank in range(ways)]
+    total = sum(probes, torch.zeros(2, 3, 5, dtype=torch.float64))
+
+    def body(axis: TensorAxis) -> tuple[Tensor | None, ...]:
+        x, fixed = values(2, 3, 5, seed=7).requires_grad_(), values(4)
+        shared, other = Share.apply(axis, "experts", last, x * 1, fixed)
+        given = probes[axis.index].clone()
+        shared.backward(given)
+        assert not other.requires_grad and torch.equal(shared, x)
+        assert torch.equal(given, probes[axis.index])
+        assert lines(axis) == ([] if ways == 1 else [("all_reduce", BACKWARD, "experts")])
+        wanted = probes[axis.index].clone()
+        wanted[..., -(last or 5) :] = total[..., -(last or 5) :]
+        return x.grad, wanted
+
+    for gradient, wanted in on_ranks(ways, body):
+        is_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8])
+@pytest.mark.parametrize("ways", WAYS)
+def test_an_unsplit_stream_keeps_its_part_of_a_whole_gradient(ways: int, length: int) -> None:
+    whole, probe = values(2, length, 3), values(2, length, 3, seed=9)
+
+    def body(axis: TensorAxis) -> tuple[Tensor, ...]:
+        x = part_of(whole, 1, axis).requires_grad_()
+        y = Unsplit.apply(x * 1, axis, "router")
+        (y * probe).sum().backward()
+        assert lines(axis) == ([] if ways == 1 else [("all_gather", FORWARD, "router")])
+        return y.detach(), part_of(probe, 1, axis), x.grad
+
+    for y, wanted, gradient in on_ranks(ways, body, sequence=True, length=length):
+        assert torch.equal(y, whole)
+        assert torch.equal(gradient, wanted)
+
+
+@pytest.mark.parametrize("given", [torch.arange(4), (torch.ones(2, 4, 3),)])
+def test_only_a_stream_is_cut_in_time(given: object) -> None:
+    """Position ids, say, that a module gets as its first argument."""
+    with pytest.raises(ValueError, match=r"'pos', whose stream .* not \[batch, time, width\]: say 'split'"):
+        on_ranks(2, lambda axis: Split.apply(given, axis, "pos"), sequence=True)

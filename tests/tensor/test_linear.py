@@ -1,0 +1,371 @@
+"""Split products against the whole product: values and every gradient, and what is sent for them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parallel_cases import is_close, lines, on_ranks, part_of, together, values
+from torch import Tensor
+
+from plait.table.tensor_plan import BACKWARD, FORWARD
+from plait.tensor.axis import Gather, TensorAxis
+from plait.tensor.linear import ColumnInput, Row
+
+WAYS = [1, 2, 3, 4]
+SHAPES = {"2-D": (6, 3), "3-D": (2, 7, 3), "4-D": (2, 3, 2, 3)}
+HIDDEN = 5
+"""Over 3 ranks 2, 2, 1 features, over 4 ranks 2, 2, 1, 0."""
+
+Siblings = list[tuple[Tensor, Tensor | None]]
+
+
+class SourceModel:
+    """Three siblings that read x, what they leave combined, and a product back; with every gradient."""
+
+    def __init__(self, shape: tuple[int, ...], bias: bool) -> None:
+        width = shape[-1]
+        self.x = values(*shape).requires_grad_()
+        self.weights = [values(HIDDEN, width, seed=i + 1).requires_grad_() for i in range(3)]
+        self.biases = [values(HIDDEN, seed=i + 1).requires_grad_() if bias else None for i in range(3)]
+        self.down = values(4, HIDDEN, seed=7).requires_grad_()
+        self.probe = values(*shape[:-1], 4, seed=8)
+        a, b, c = (F.linear(self.x, w, bias) for w, bias in zip(self.weights, self.biases, strict=True))
+        self.y = F.linear(a * b.tanh() + c, self.down)
+        (self.y * self.probe).sum().backward()
+
+
+def split(axis: TensorAxis, whole: SourceModel) -> dict[str, Any]:
+    """The same on one rank of the axis."""
+    timed = axis.sequence
+    x = (part_of(whole.x.detach(), 1, axis) if timed else whole.x.detach().clone()).requires_grad_()
+    weights = [part_of(w.detach(), 0, axis).requires_grad_() for w in whole.weights]
+    biases = [None if b is None else part_of(b.detach(), 0, axis).requires_grad_() for b in whole.biases]
+    down = part_of(whole.down.detach(), 1, axis).requires_grad_()
+    pairs: Siblings = list(zip(weights, biases, strict=True))
+    entered = ColumnInput(x, axis, "mlp", pairs)
+    a, b, c = (entered.column(w, bias, i) for i, (w, bias) in enumerate(pairs))
+    y = Row.apply(a * b.tanh() + c, down, axis, "down")
+    (y * (part_of(whole.probe, 1, axis) if timed else whole.probe)).sum().backward()
+    return {
+        "y": y.detach(),
+        "x": x.grad,
+        "weights": [w.grad for w in weights],
+        "biases": [None if b is None else b.grad for b in biases],
+        "down": down.grad,
+        "lines": lines(axis),
+    }
+
+
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(
+    ("shape", "sequence"), [("2-D", False), ("3-D", False), ("4-D", False), ("3-D", True), ("4-D", True)]
+)
+def test_columns_and_a_row_are_the_whole_product(shape: str, sequence: bool, bias: bool, ways: int) -> None:
+    whole = SourceModel(SHAPES[shape], bias)
+    ranks = on_ranks(ways, lambda axis: split(axis, whole), sequence=sequence, length=SHAPES[shape][1])
+    for name, wanted in (("y", whole.y.detach()), ("x", whole.x.grad)):
+        if sequence:
+            is_close(together([r[name] for r in ranks], 1), wanted, name)
+        else:
+            for r in ranks:
+                is_close(r[name], wanted, name)
+                assert torch.equal(r[name], ranks[0][name]), "ranks agree to the bit"
+    for i in range(3):
+        is_close(together([r["weights"][i] for r in ranks], 0), whole.weights[i].grad, f"weight {i}")
+        if bias:
+            is_close(together([r["biases"][i] for r in ranks], 0), whole.biases[i].grad, f"bias {i}")
+    is_close(together([r["down"] for r in ranks], 1), whole.down.grad, "down")
+    if ways > 1:
+        sent = (
+            [
+                ("all_gather", FORWARD, "mlp"),
+                ("reduce_scatter", FORWARD, "down"),
+                ("all_gather", BACKWARD, "down"),
+                ("reduce_scatter", BACKWARD, "mlp"),
+            ]
+            if sequence
+            else [("all_reduce", FORWARD, "down"), ("all_reduce", BACKWARD, "mlp")]
+        )
+        assert all(r["lines"] == sent for r in ranks), "three siblings share one reduction"
+
+
+def two(axis: TensorAxis, *, frozen: bool = False) -> tuple[Tensor, Siblings]:
+    """An input and two siblings of this rank."""
+    x = values(2, 7, 3)
+    weights = [part_of(values(HIDDEN, 3, seed=i + 1), 0, axis).requires_grad_(not frozen) for i in range(2)]
+    return x, [(w, None) for w in weights]
+
+
+def whole_two(*calls: int, wants: bool = True) -> tuple[Tensor, list[Tensor]]:
+    """The truth for calls of the two siblings: sum of squares of the outputs added up."""
+    x = values(2, 7, 3).requires_grad_(wants)
+    weights = [values(HIDDEN, 3, seed=i + 1).requires_grad_() for i in range(2)]
+    sum((k + 1) * F.linear(x, weights[i]).tanh() for k, i in enumerate(calls)).square().sum().backward()
+    return x.grad, [w.grad for w in weights]
+
+
+@pytest.mark.parametrize("calls", [(0,), (1,), (1, 0), (0, 0), (0, 1, 0)])
+@pytest.mark.parametrize("wants", [True, False], ids=["", "input without gradient"])
+def test_siblings_may_be_called_in_any_order_any_number_of_times(wants: bool, calls: tuple[int, ...]) -> None:
+    dx, dw = whole_two(*calls, wants=wants)
+
+    def body(axis: TensorAxis) -> Any:
+        x, pairs = two(axis)
+        x.requires_grad_(wants)
+        entered = ColumnInput(x, axis, "mlp", pairs)
+        sum((k + 1) * entered.column(*pairs[i], i).tanh() for k, i in enumerate(calls)).square().sum().backward()
+        return x.grad, [w.grad for w, _ in pairs], lines(axis)
+
+    ranks = on_ranks(3, body)
+    for gradient, _, sent in ranks:
+        assert sent == ([("all_reduce", BACKWARD, "mlp")] if wants else []), "once, and only where it is wanted"
+        if wants:
+            is_close(gradient, dx)
+        else:
+            assert gradient is None
+    for i in range(2):
+        if i in calls:
+            is_close(together([r[1][i] for r in ranks], 0), dw[i])
+        else:
+            assert all(r[1][i] is None for r in ranks), "zero is a gradient, none is not"
+
+
+def test_frozen_weights_pass_the_gradient_on() -> None:
+    dx, _ = whole_two(0, 1)
+
+    def body(axis: TensorAxis) -> Any:
+        x, pairs = two(axis, frozen=True)
+        entered = ColumnInput(x.requires_grad_(), axis, "mlp", pairs)
+        (entered.column(*pairs[0], 0).tanh() + 2 * entered.column(*pairs[1], 1).tanh()).square().sum().backward()
+        return x.grad, [w.grad for w, _ in pairs]
+
+    for gradient, frozen in on_ranks(3, body):
+        is_close(gradient, dx)
+        assert frozen == [None, None]
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_a_weight_or_a_bias_alone_may_be_frozen(frozen: str) -> None:
+    def run(axis: TensorAxis | None) -> tuple[Tensor | None, Tensor | None]:
+        weight, bias = values(HIDDEN, 3, seed=1), values(HIDDEN, seed=2)
+        if axis is not None:
+            weight, bias = part_of(weight, 0, axis), part_of(bias, 0, axis)
+        weight.requires_grad_(frozen != "weight")
+        bias.requires_grad_(frozen != "bias")
+        x = values(2, 7, 3)
+        y = (
+            F.linear(x, weight, bias)
+            if axis is None
+            else ColumnInput(x, axis, "up", [(weight, bias)]).column(weight, bias, 0)
+        )
+        y.square().sum().backward()
+        return weight.grad, bias.grad
+
+    truth, ranks = run(None), on_ranks(3, run)
+    for i, wanted in enumerate(truth):
+        if wanted is None:
+            assert all(r[i] is None for r in ranks)
+        else:
+            is_close(together([r[i] for r in ranks], 0), wanted)
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_a_row_with_a_frozen_side(frozen: str) -> None:
+    def run(axis: TensorAxis | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        x, weight = values(2, 7, HIDDEN), values(4, HIDDEN, seed=1)
+        if axis is not None:
+            x, weight = part_of(x, 2, axis), part_of(weight, 1, axis)
+        x.requires_grad_(frozen != "x")
+        weight.requires_grad_(frozen != "weight")
+        y = F.linear(x, weight) if axis is None else Row.apply(x, weight, axis, "down")
+        y.tanh().sum().backward()
+        return y.detach(), x.grad, weight.grad
+
+    truth, ranks = run(None), on_ranks(3, run)
+    for r in ranks:
+        is_close(r[0], truth[0])
+    for i, dim in ((1, 2), (2, 1)):
+        if truth[i] is None:
+            assert all(r[i] is None for r in ranks)
+        else:
+            is_close(together([r[i] for r in ranks], dim), truth[i])
+
+
+@pytest.mark.parametrize("how", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_forward_without_gradients(how: Any, sequence: bool) -> None:
+    whole = SourceModel(SHAPES["3-D"], True)
+
+    def body(axis: TensorAxis) -> Any:
+        with how():
+            x = part_of(whole.x.detach(), 1, axis) if sequence else whole.x.detach().clone()
+            pairs: Siblings = [
+                (part_of(w.detach(), 0, axis), part_of(b.detach(), 0, axis))
+                for w, b in zip(whole.weights, whole.biases, strict=True)
+                if b is not None
+            ]
+            entered = ColumnInput(x, axis, "mlp", pairs)
+            assert entered.is_of(x, "mlp")
+            a, b, c = (entered.column(*pair, i) for i, pair in enumerate(pairs))
+            y = Row.apply(a * b.tanh() + c, part_of(whole.down.detach(), 1, axis), axis, "down")
+        assert not y.requires_grad
+        return y
+
+    ranks = on_ranks(3, body, sequence=sequence, length=7)
+    is_close(together(ranks, 1) if sequence else ranks[0], whole.y.detach())
+
+
+def test_a_tensor_is_entered_anew_when_anything_about_it_changed() -> None:
+    def body(axis: TensorAxis) -> None:
+        x, pairs = two(axis)
+        x.requires_grad_()
+        y = x * 1
+        entered = ColumnInput(y, axis, "mlp", pairs)
+        assert entered.is_of(y, "mlp")
+        assert not entered.is_of(y, "attention"), "another site"
+        assert not entered.is_of(y.view_as(y), "mlp"), "another tensor"
+        with torch.no_grad():
+            assert not entered.is_of(y, "mlp"), "entered for a backward"
+        y.mul_(2)
+        assert not entered.is_of(y, "mlp"), "written to"
+
+    on_ranks(2, body)
+
+
+def test_what_entered_is_free_after_backward_without_a_garbage_collection() -> None:
+    def body(axis: TensorAxis) -> weakref.ref[Tensor]:
+        x, pairs = two(axis)
+        entered = ColumnInput(x.requires_grad_() * 1, axis, "mlp", pairs)
+        seen = weakref.ref(entered.tensor)
+        entered.column(*pairs[0], 0).sum().backward()
+        return seen
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert [ref() for ref in on_ranks(2, body)] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("ways", WAYS)
+def test_a_gathered_product_is_whole_and_trains(ways: int) -> None:
+    x = values(2, 7, 3).requires_grad_()
+    weight, bias = values(HIDDEN, 3, seed=1).requires_grad_(), values(HIDDEN, seed=2).requires_grad_()
+    y = F.linear(x, weight, bias)
+    y.tanh().square().sum().backward()
+
+    def body(axis: TensorAxis) -> Any:
+        mine = x.detach().clone().requires_grad_()
+        w, b = part_of(weight.detach(), 0, axis).requires_grad_(), part_of(bias.detach(), 0, axis).requires_grad_()
+        out = Gather.apply(ColumnInput(mine, axis, "out", [(w, b)]).column(w, b, 0), axis, HIDDEN, "out")
+        out.tanh().square().sum().backward()
+        return out.detach(), mine.grad, w.grad, b.grad
+
+    ranks = on_ranks(ways, body)
+    for out, gradient, _, _ in ranks:
+        is_close(out, y.detach())
+        is_close(gradient, x.grad)
+    is_close(together([r[2] for r in ranks], 0), weight.grad)
+    is_close(together([r[3] for r in ranks], 0), bias.grad)
+
+
+def test_backward_runs_twice_where_the_graph_is_kept() -> None:
+    dx, dw = whole_two(0, 1)
+
+    def body(axis: TensorAxis) -> Any:
+        x, pairs = two(axis)
+        entered = ColumnInput(x.requires_grad_(), axis, "mlp", pairs)
+        loss = (entered.column(*pairs[0], 0).tanh() + 2 * entered.column(*pairs[1], 1).tanh()).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return x.grad, [w.grad for w, _ in pairs]
+
+    ranks = on_ranks(3, body)
+    for gradient, _ in ranks:
+        is_close(gradient, 2 * dx)
+    for i in range(2):
+        is_close(together([r[1][i] for r in ranks], 0), 2 * dw[i])
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_two_forwards_of_other_lengths_before_one_backward(sequence: bool) -> None:
+    """Each keeps its own length: 7 and 4 steps of time."""
+    weight, down = values(HIDDEN, 3, seed=1), values(3, HIDDEN, seed=2)
+    xs = [values(2, length, 3, seed=length).requires_grad_() for length in (7, 4)]
+    sum(F.linear(F.linear(x, weight).tanh(), down).square().sum() for x in xs).backward()
+
+    def body(axis: TensorAxis) -> Any:
+        w, d = part_of(weight, 0, axis), part_of(down, 1, axis)
+        mine, losses = [], []
+        for x in xs:
+            axis.length = x.size(1)
+            mine.append((part_of(x.detach(), 1, axis) if sequence else x.detach().clone()).requires_grad_())
+            hidden = ColumnInput(mine[-1], axis, "up", [(w, None)]).column(w, None, 0).tanh()
+            losses.append(Row.apply(hidden, d, axis, "down").square().sum())
+        (losses[0] + losses[1]).backward()
+        return [x.grad for x in mine]
+
+    ranks = on_ranks(3, body, sequence=sequence)
+    for i, x in enumerate(xs):
+        is_close(together([r[i] for r in ranks], 1) if sequence else ranks[0][i], x.grad)
+
+
+def test_autocast_computes_in_its_own_dtype_and_leaves_gradients_in_the_weights() -> None:
+    x, weight, down = (
+        values(*s, seed=i, dtype=torch.float32) for i, s in enumerate([(2, 7, 3), (HIDDEN, 3), (3, HIDDEN)])
+    )
+
+    def body(axis: TensorAxis) -> Any:
+        w, d = part_of(weight, 0, axis).requires_grad_(), part_of(down, 1, axis).requires_grad_()
+        mine = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = Row.apply(ColumnInput(mine, axis, "up", [(w, None)]).column(w, None, 0).tanh(), d, axis, "down")
+        y.float().square().sum().backward()
+        return y.detach(), mine.grad, w.grad, d.grad
+
+    alone, ranks = on_ranks(1, body)[0], on_ranks(2, body)
+    for r in ranks:
+        assert (r[0].dtype, r[1].dtype, r[2].dtype) == (torch.bfloat16, torch.float32, torch.float32)
+        torch.testing.assert_close(r[0], alone[0], rtol=0.05, atol=0.05)
+        torch.testing.assert_close(r[1], alone[1], rtol=0.05, atol=0.5)
+    torch.testing.assert_close(together([r[2] for r in ranks], 0), alone[2], rtol=0.05, atol=0.5)
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trains", "frozen"])
+@pytest.mark.parametrize("wants", [True, False], ids=["wants", "input without gradient"])
+def test_an_input_is_kept_for_a_weight_that_trains_and_a_weight_for_an_input_that_wants(
+    wants: bool, trains: bool
+) -> None:
+    def body(axis: TensorAxis) -> list[int]:
+        kept: list[int] = []
+        x, pairs = two(axis, frozen=not trains)
+        down = part_of(values(4, HIDDEN, seed=7), 1, axis).requires_grad_(trains)
+        hidden = part_of(values(2, 7, HIDDEN), 2, axis).requires_grad_(wants)
+        x.requires_grad_(wants)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):  # type: ignore[func-returns-value]
+            column = ColumnInput(x, axis, "mlp", pairs).column(*pairs[0], 0)
+            row = Row.apply(hidden, down, axis, "down")
+        assert row.requires_grad == column.requires_grad == (wants or trains)
+        return [t.data_ptr() in kept for t in (x, hidden, pairs[0][0], down)]
+
+    assert on_ranks(2, body) == [[trains, trains, wants, wants]] * 2
+
+
+def test_gradients_that_cannot_be_differentiated_again_say_so() -> None:
+    def body(axis: TensorAxis) -> None:
+        x, pairs = two(axis)
+        x.requires_grad_()
+        column = ColumnInput(x, axis, "mlp", pairs).column(*pairs[0], 0)
+        row = Row.apply(part_of(values(2, 7, HIDDEN), 2, axis).requires_grad_(), pairs[0][0].t(), axis, "down")
+        for y in (column, row):
+            with pytest.raises(ValueError, match=r"create_graph=True.*without the tensor axis"):
+                torch.autograd.grad(y.sum(), pairs[0][0], create_graph=True)
+
+    on_ranks(2, body)

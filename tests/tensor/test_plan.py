@@ -1,0 +1,276 @@
+"""From a model and a plan to cuts, siblings and sites; every mistake is refused with its numbers and its fix."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from plait.table.tensor_cut import TensorCut
+from plait.table.tensor_plan import Site, Style
+from plait.run.models.gpt import GPT, GPTConfig
+from plait.run.models.mlp import MLP, MLPConfig
+from plait.tensor import Parallel, parallel_plan, plan_of
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(3, 5), nn.Linear(3, 5, bias=False)
+        self.down = nn.Linear(5, 3)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 3)
+        self.norm = nn.LayerNorm(3)
+        self.mlps = nn.ModuleList(Mlp() for _ in range(2))
+        self.out = nn.Linear(3, 4)
+        self.head = nn.Linear(3, 7)
+
+
+PLAN = {
+    "embed": "vocabulary",
+    "norm": "sequence",
+    "mlps.*.gate": "column",
+    "mlps.*.up": "column",
+    "mlps.*.down": "row",
+    "out": "gathered",
+    "head": "vocabulary",
+}
+
+
+def refused(plan: dict[str, str], message: str, model: nn.Module | None = None, ways: int = 2, **settings: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parallel_plan(model or Model(), ways, plan, **settings)
+
+
+def test_weights_and_biases_are_cut_as_their_styles_say() -> None:
+    model = Model()
+    parallel = parallel_plan(model, 2, PLAN)
+    names = {id(p): n for n, p in model.named_parameters()}
+    found = {names[key]: (cut.shape, cut.dim) for key, cut in parallel.cuts.items()}
+    block = {"gate.weight": ((5, 3), 0), "gate.bias": ((5,), 0), "up.weight": ((5, 3), 0), "down.weight": ((3, 5), 1)}
+    assert found == {
+        "embed.weight": ((7, 3), 0),
+        **{f"mlps.{i}.{name}": cut for i in range(2) for name, cut in block.items()},
+        "out.weight": ((4, 3), 0),
+        "out.bias": ((4,), 0),
+        "head.weight": ((7, 3), 0),
+        "head.bias": ((7,), 0),
+    }
+    assert all(cut.ways == 2 for cut in parallel.cuts.values()) and not parallel.summed
+
+
+def test_under_sequence_parallelism_norms_and_row_biases_are_summed() -> None:
+    model = Model()
+    parallel = parallel_plan(model, 2, PLAN, sequence=True)
+    names = {id(p): n for n, p in model.named_parameters()}
+    assert {names[key] for key in parallel.summed} == {
+        "norm.weight",
+        "norm.bias",
+        "mlps.0.down.bias",
+        "mlps.1.down.bias",
+    }
+
+
+def test_sites_stand_in_the_models_order_and_siblings_share_one() -> None:
+    parallel = parallel_plan(Model(), 2, PLAN)
+    assert parallel.sites == (
+        Site("leave", "embed", 3),
+        *(site for i in range(2) for site in (Site("enter", f"mlps.{i}", 3), Site("leave", f"mlps.{i}.down", 3))),
+        Site("enter", "out", 3),
+        Site("gather", "out", 4),
+        Site("enter", "head", 3),
+        Site("loss", "loss", 0),
+    )
+    assert parallel.siblings("mlps.1.up") == ["mlps.1.gate", "mlps.1.up"]
+    assert parallel.siblings("out") == ["out"] and parallel.siblings("head") == ["head"]
+
+
+def test_one_rank_cuts_nothing_and_still_reads_the_plan() -> None:
+    assert parallel_plan(Model(), 1) == parallel_plan(Model(), 1, PLAN) == Parallel()
+    refused({"mlps.*.upp": "column"}, "names 'mlps.*.upp', which no module", ways=1)
+
+
+def test_a_plan_is_resolved_without_values() -> None:
+    with torch.device("meta"):
+        model = Model()
+    assert len(parallel_plan(model, 3, PLAN).cuts) == len(parallel_plan(Model(), 3, PLAN).cuts)
+
+
+def test_a_shared_weight_is_cut_once() -> None:
+    model = Model()
+    model.head = nn.Linear(3, 7, bias=False)
+    model.head.weight = model.embed.weight
+    parallel = parallel_plan(model, 2, PLAN)
+    assert parallel.cuts[id(model.embed.weight)] == TensorCut((7, 3), 0, 2, (7,))
+
+
+def test_heads_come_from_the_attention_modules_head_dim() -> None:
+    model = GPT(GPTConfig(vocabulary=11, num_layers=1, width=16, num_heads=4, num_kv_heads=2, dropout=0.0))
+    parallel = parallel_plan(model, 2)
+    assert str(parallel.styles["blocks.0.attention.key"]) == "column by 4"
+    assert str(parallel.styles["blocks.0.attention.output"]) == "row by 4"
+    assert str(parallel.styles["blocks.0.mlp.up"]) == "column"
+    assert plan_of(model) == model.tensor_plan()
+
+
+def test_heads_that_the_ranks_cannot_share_are_refused_with_the_module() -> None:
+    """Two key/value heads on four ranks."""
+    model = GPT(GPTConfig(vocabulary=11, num_layers=1, width=16, num_heads=4, num_kv_heads=2, dropout=0.0))
+    with pytest.raises(ValueError, match=r"'blocks\.0\.attention\.key': 2 heads of 4 cannot") as e:
+        parallel_plan(model, 4)
+    assert "tensor=4" in str(e.value) and "use tensor=2, or give all projections a multiple of 4 heads" in str(e.value)
+
+
+def test_the_advice_on_heads_holds_for_all_projections() -> None:
+    """Four query heads would go on four ranks, two key/value heads would not."""
+    model = GPT(GPTConfig(vocabulary=11, num_layers=1, width=16, num_heads=4, num_kv_heads=2, dropout=0.0))
+    with pytest.raises(ValueError, match=r"4 heads of 4 cannot be shared by tensor=3 .* use tensor=2, or"):
+        parallel_plan(model, 3)
+
+
+def test_a_model_without_a_plan_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Model carries no tensor plan: set model\.tensor_plan = "):
+        parallel_plan(Model(), 2)
+
+
+@pytest.mark.parametrize("how", ["dict", "method"])
+def test_a_model_may_carry_its_plan_as_a_dict_or_a_method(how: str) -> None:
+    model: Any = Model()
+    model.tensor_plan = PLAN if how == "dict" else lambda: PLAN
+    assert parallel_plan(model, 2).styles == parallel_plan(Model(), 2, PLAN).styles
+
+
+class Carried(Model):
+    """What plait reads of a Hugging Face model: ``tp_plan``, the two ends, a config."""
+
+    def __init__(self, tp_plan: dict[str, str]) -> None:
+        super().__init__()
+        self.tp_plan, self.config = tp_plan, SimpleNamespace(get_text_config=lambda: self.text)
+        self.text = SimpleNamespace()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def test_a_style_of_transformers_that_has_no_word_here_is_refused() -> None:
+    with pytest.raises(ValueError, match="has the style 'ring', which plait has no word for"):
+        parallel_plan(Carried({"mlps.*.up": "colwise", "mlps.*.down": "ring"}), 2)
+
+
+def test_a_plan_of_transformers_in_our_words() -> None:
+    """What names nothing in this model is left out, and so is what it leaves whole; the ends are cut by vocabulary."""
+    carried = {"mlps.*.up": "colwise", "mlps.*.down": "rowwise_split_input", "mlps.*.experts": "moe_tp_experts"}
+    assert plan_of(Carried(carried | {"head": "colwise_gather_output", "norm": "replicate"})) == {
+        "mlps.*.up": "column",
+        "mlps.*.down": "divided",
+        "embed": "vocabulary",
+        "head": "vocabulary",
+    }
+
+
+class Experts(nn.Module):
+    """3 experts of 5 features, gate and up in one matrix; each token goes to 2 of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Parameter(torch.zeros(3, 10, 4)), nn.Parameter(torch.zeros(3, 4, 5))
+        self.up_bias = nn.Parameter(torch.zeros(3, 5))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+EXPERTS = {"0.gate_up": "column in 2", "0.down": "row", "0.up_bias": "row", "0": "experts 2"}
+
+
+def test_matrices_of_experts_are_cut_where_their_hidden_features_are() -> None:
+    model = nn.Sequential(Experts())
+    parallel = parallel_plan(model, 2, EXPERTS)
+    cuts = {n: parallel.cuts[id(p)] for n, p in model.named_parameters()}
+    assert cuts["0.gate_up"] == TensorCut((3, 10, 4), 1, 2, (5, 5))
+    assert cuts["0.down"] == TensorCut((3, 4, 5), 2, 2, (5,))
+    assert cuts["0.up_bias"] == TensorCut((3, 5), 1, 2, (5,))
+    assert parallel.sites == (Site("sum", "0", 4), Site("share", "0", 4), Site("share", "0", 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"0.gate_up": "column"}, "in {'gate_up': 10, 'down': 5, 'up_bias': 5} features, which do not meet"),
+        ({"0.up_bias": None}, "nothing for '0.up_bias', which would be added once for each rank"),
+        ({"0": None}, "not what its module does with a piece: say 'experts'"),
+        ({"0.down": "gathered"}, "a module's own parameters are cut by 'column' or 'row'"),
+        ({"0.down": "row in 2"}, "of shape [3, 4, 5]"),
+    ],
+)
+def test_experts_whose_pieces_do_not_fit_are_refused(change: dict[str, str | None], message: str) -> None:
+    plan = {pattern: style for pattern, style in (EXPERTS | change).items() if style is not None}
+    refused(plan, message, nn.Sequential(Experts()))
+
+
+def test_experts_that_do_not_say_how_many_serve_a_token_are_refused() -> None:
+    model: Any = Carried({"experts.gate_up": "packed_colwise", "experts": "moe_tp_experts"})
+    model.experts = Experts()
+    with pytest.raises(ValueError, match=r"'experts', and its config does not say how many .*num_experts_per_tok"):
+        plan_of(model)
+    model.text.num_experts_per_tok = 2
+    assert plan_of(model)["experts"] == "experts 2"
+
+
+def test_styles_that_do_not_fit_their_module_are_refused() -> None:
+    refused({"norm": "column"}, "says 'column' for 'norm', a LayerNorm: only nn.Linear and nn.Embedding")
+    refused({"mlps.0": "row"}, "says 'row' for 'mlps.0', a Mlp: only nn.Linear and nn.Embedding")
+    refused({"embed": "column"}, "says 'column' for the embedding 'embed': say vocabulary")
+    refused({"embed": "row"}, "says 'row' for the embedding 'embed': say vocabulary")
+    refused({"out": "column 3|2"}, "'column 3|2' for 'out': the parts 3|2 add up to 5, not to 4")
+    refused({"out": "column by 3"}, "'column by 3' for 'out': a part of 4 is no multiple of 3")
+    refused({"out": "column by 2"}, "2 heads of 2 cannot be shared by tensor=3", ways=3)
+
+
+def test_a_vocabulary_that_leaves_a_rank_without_rows_is_refused() -> None:
+    refused({"embed": "vocabulary"}, "a vocabulary of 7 rows leaves a rank of tensor=5 without any", ways=5)
+
+
+def test_a_module_named_twice_is_refused() -> None:
+    refused({"mlps.*.up": "column", "mlps.1.*": "row"}, "shards 'mlps.1.up' twice")
+
+
+def test_a_shared_weight_cut_in_two_ways_is_refused() -> None:
+    model = Model()
+    model.head = nn.Linear(3, 7, bias=False)
+    model.head.weight = model.embed.weight
+    refused({"embed": "vocabulary", "head": "row"}, "shards head.weight twice", model)
+
+
+def test_a_shared_weight_is_cut_for_all_its_modules() -> None:
+    """The head reads the embedding's piece and is not in the plan: its first call raises."""
+    model = Model()
+    model.head = nn.Linear(3, 7, bias=False)
+    model.head.weight = model.embed.weight
+    assert id(model.head.weight) in parallel_plan(model, 2, {"embed": "vocabulary"}).cuts
+
+
+def test_sequence_parallelism_needs_to_know_its_stream() -> None:
+    without_norms = {k: v for k, v in PLAN.items() if v != "sequence"}
+    refused(without_norms, "names no module that works on it: say 'sequence'", sequence=True)
+    without_start = {k: v for k, v in PLAN.items() if k != "embed"}
+    refused(without_start, "begins at an embedding that is cut by vocabulary", sequence=True)
+
+
+def test_the_mlp_cuts_its_inner_layers_in_pairs() -> None:
+    model = MLP(MLPConfig(num_layers=8, widths=(5, 4, 7, 3, 6, 5, 4, 9, 2), dropout=0.1))
+    parallel = parallel_plan(model, 3)
+    kinds = {name: style.kind for name, style in parallel.styles.items() if name.endswith("linear")}
+    assert kinds == {f"{i}.linear": "column" if i % 2 else "row" for i in range(1, 7)}
+    assert parallel.styles["1.dropout"] == Style("hidden")

@@ -1,0 +1,98 @@
+"""A model must stay the one that was wrapped: what was changed later would silently not train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import adamw, batches, count, deal, loss_sum, net
+from torch import nn
+
+from plait.comm import Comm, run
+from plait.table.mesh import Mesh
+from plait.step import Engine
+
+
+def replace_module(model: cases.Net) -> None:
+    model.head = nn.Linear(cases.WIDTH, 3).double()
+
+
+def replace_block(model: cases.Net) -> None:
+    model.blocks[1] = cases.Block().double()
+
+
+def swap_blocks(model: cases.Net) -> None:
+    model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+
+
+def replace_parameter(model: cases.Net) -> None:
+    model.head.weight = nn.Parameter(torch.zeros(3, cases.WIDTH).double())
+
+
+def add_parameter(model: cases.Net) -> None:
+    model.register_parameter("more", nn.Parameter(torch.zeros(3).double()))
+
+
+def remove_parameter(model: cases.Net) -> None:
+    model.head.bias = None
+
+
+def swap_tensors(model: cases.Net) -> None:
+    torch.utils.swap_tensors(model.head.weight, nn.Parameter(torch.zeros(3, cases.WIDTH).double()))
+
+
+def load_by_swapping(model: cases.Net) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.head.load_state_dict({"bias": torch.zeros(3).double()}, strict=False)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def add_module(model: cases.Net) -> None:
+    model.more = nn.Linear(3, 3).double()
+
+
+CHANGES: dict[Callable[[cases.Net], None], str] = {
+    replace_module: "head",
+    replace_block: r"blocks\.1",
+    swap_blocks: r"blocks\.0",
+    replace_parameter: "weight",
+    add_parameter: "more",
+    remove_parameter: "bias",
+    add_module: "added",
+    swap_tensors: "'weight' of head was swapped",
+    load_by_swapping: "'bias' of head was swapped",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("face", ["step", "loop"])
+def test_a_change_after_wrapping_is_named(face: str, change: Callable[[cases.Net], None]) -> None:
+    def body(comm: Comm) -> None:
+        model = net()
+        optimizer = adamw(model.parameters())
+        engine = Engine(model, comm, strategy="ddp", optimizer=optimizer, loss_fn=loss_sum, count_fn=count)
+        (part,) = deal(batches(1)[0], comm.mesh, comm.rank, 1)
+        engine.step([part])
+        change(model)  # type: ignore[arg-type]
+        if face == "step":
+            engine.step([part])
+        else:
+            engine.backward(loss_sum(model, part), count(part))
+
+    with pytest.raises(ValueError, match=rf"(?s)changed after it was wrapped.*{CHANGES[change]}"):
+        run(Mesh(shard=2), body, deadline=20)
+
+
+@pytest.mark.parametrize("prefetch", [-1])
+def test_settings_that_cannot_be_are_refused(prefetch: int) -> None:
+    with pytest.raises(ValueError, match="prefetch=-1"):
+        run(Mesh(), lambda comm: Engine(net(), comm, prefetch=prefetch))
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="no parameters"):
+        run(Mesh(), lambda comm: Engine(nn.ReLU(), comm))

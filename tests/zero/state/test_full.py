@@ -1,0 +1,174 @@
+"""The full state: the model's own names and values, tied aliases and buffers too, from any row into any row."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import (
+    ROWS,
+    SPLIT_ROWS,
+    adamw,
+    agree,
+    batches,
+    close,
+    count,
+    deal,
+    distinct,
+    loss_sum,
+    net,
+    plain,
+    sgd,
+    train,
+)
+from torch import Tensor, nn
+
+from plait.comm import Comm, run
+from plait.table.mesh import Mesh
+from plait.step import Engine
+
+
+class Full(nn.Module):
+    """Tied weights, a persistent and a transient buffer, a frozen weight, an int64 counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(cases.WIDTH, cases.WIDTH, bias=False)
+        self.blocks = nn.ModuleList(cases.Block() for _ in range(2))
+        self.frozen = nn.Linear(cases.WIDTH, cases.WIDTH).requires_grad_(False)
+        self.last = nn.Linear(cases.WIDTH, cases.WIDTH)
+        self.last.weight = self.first.weight
+        self.register_buffer("shift", torch.linspace(-1, 1, cases.WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("transient", torch.ones(3), persistent=False)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        x_BC = self.first(x_BC) + self.shift
+        for block in self.blocks:
+            x_BC = block(x_BC)
+        out: Tensor = self.last(self.frozen(x_BC))
+        return out
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("mesh", ["shard=1", "shard=3", "replica=2 shard=2"])
+def test_full_state_is_the_single_process_state(mesh: str, row: str) -> None:
+    template = distinct(Full())
+    ranks = train(template, mesh, row, batches(), microbatches=2)
+    agree(ranks, plain(template, batches()))
+    assert torch.equal(ranks[0].state["last.weight"], ranks[0].state["first.weight"])
+    assert "transient" not in ranks[0].state
+    reloaded = distinct(Full(), seed=5)
+    reloaded.load_state_dict(ranks[0].state)  # strict: a plain model takes it as its own
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_round_trip_into_another_layout(row: str) -> None:
+    """Saved under ddp on 2 ranks, loaded under the row on 3."""
+    template, other = distinct(Full()), distinct(Full(), seed=5)
+    saved = train(template, "shard=2", "ddp", batches())[0].state
+
+    def body(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model = copy.deepcopy(other)
+        optimizer = adamw(model.parameters())
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer, loss_fn=loss_sum, count_fn=count)
+        engine.step(deal(batches()[0], comm.mesh, comm.rank, 1))
+        engine.load_full_state_dict(saved)
+        loaded = engine.full_state_dict()
+        with torch.no_grad():
+            loaded["output"] = model(batches()[0]["x"])
+        return loaded, engine.full_state_dict()
+
+    single = copy.deepcopy(template)
+    single.load_state_dict(saved)
+    expected = single(batches()[0]["x"]).detach()
+    for loaded, again in run(Mesh(shard=3), body):
+        assert cases.close(loaded.pop("output"), expected)
+        assert all(torch.equal(loaded[name], saved[name]) and torch.equal(again[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda state: state.pop("blocks.1.up.bias"), r"missing.*blocks\.1\.up\.bias"),
+        (lambda state: state.update(surplus=torch.zeros(1)), "surplus"),
+        (lambda state: state.update(shift=torch.zeros(99)), r"shift.*\(99,\)|\(5,\).*\(99,\)"),
+        (lambda state: state.update({"first.weight": torch.zeros(2, 2)}), r"first\.weight.*\(2, 2\)"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_nothing_is_changed(damage: Any, says: str) -> None:
+    def body(comm: Comm) -> None:
+        engine = Engine(distinct(Full()), comm, strategy="zero3")
+        before = engine.full_state_dict()
+        state = {name: value + 1 for name, value in before.items()}
+        damage(state)
+        with pytest.raises(ValueError, match=says):
+            engine.load_full_state_dict(state)
+        after = engine.full_state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before), "half a state was taken"
+
+    run(Mesh(shard=2), body)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(cases.WIDTH, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.first(x_BC))
+        return out
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3", "hsdp"])
+def test_written_buffers_belong_to_each_data_rank_and_the_first_ones_are_saved(row: str) -> None:
+    template = distinct(Normed())
+
+    def look(engine: Engine) -> Tensor:
+        return engine.model.norm.running_mean.clone()  # type: ignore[union-attr, operator, no-any-return]
+
+    ranks = train(template, "replica=2 shard=2", row, batches(3, samples=16), look=look, microbatches=2)
+    assert len({tuple(record.seen.tolist()) for record in ranks}) == 4
+    for record in ranks:
+        assert torch.equal(record.state["norm.running_mean"], ranks[0].seen)
+        assert record.state["norm.num_batches_tracked"].item() == 6
+
+
+def test_the_state_is_a_copy() -> None:
+    def body(comm: Comm) -> None:
+        engine = Engine(net(), comm, strategy="ddp")
+        state = engine.full_state_dict()
+        for value in state.values():
+            value.zero_()
+        assert all(value.abs().sum() > 0 for name, value in engine.full_state_dict().items() if "scale" not in name)
+
+    run(Mesh(shard=2), body)
+
+
+@pytest.mark.parametrize("row", SPLIT_ROWS)
+def test_a_state_loaded_behind_a_forward_without_a_backward_counts(row: str) -> None:
+    """What the row keeps for that backward is older."""
+
+    def body(comm: Comm) -> Tensor:
+        model = net()
+        engine = Engine(model, comm, strategy=row, optimizer=sgd(model.parameters()))
+        model(x)
+        engine.load_full_state_dict(other.state_dict())
+        out: Tensor = model(x).detach()
+        return out
+
+    x, other = torch.ones(2, 5).double(), distinct(net(), seed=3)
+    assert all(close(out, other(x)) for out in run(Mesh.parse("replica=2 shard=2"), body))
+
+
+def test_a_state_is_not_loaded_while_parameters_are_gathered() -> None:
+    def body(comm: Comm) -> None:
+        model = net()
+        engine = Engine(model, comm, strategy="zero3", optimizer=sgd(model.parameters()))
+        with engine.gathered(), pytest.raises(ValueError, match="leave the block first"):
+            engine.load_full_state_dict(net().state_dict())
+
+    run(Mesh(shard=2), body)

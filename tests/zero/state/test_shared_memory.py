@@ -1,0 +1,120 @@
+"""What lies in the memory of something else, or of another engine: refused where it would part, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from plait.comm import Comm, run
+from plait.table.mesh import Mesh
+from plait.step import Engine, empty_parameters
+
+
+def pair() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+
+
+def as_parameter(model: nn.Sequential) -> None:
+    model[1].weight = nn.Parameter(model[0].weight)
+
+
+def as_data(model: nn.Sequential) -> None:
+    model[1].weight.data = model[0].weight.data
+
+
+def as_part(model: nn.Sequential) -> None:
+    model[1].weight = nn.Parameter(model[0].weight.detach()[1:])
+
+
+def as_buffer(model: nn.Sequential) -> None:
+    model.register_buffer("table", model[0].weight.detach())
+
+
+def as_attribute(model: nn.Sequential) -> None:
+    model[1].turned = model[0].weight.t()
+
+
+def as_values(model: nn.Sequential) -> None:
+    model[1].copied = model[0].weight.detach()
+
+
+def as_list(model: nn.Sequential) -> None:
+    model.kept = {"rows": [p.data[1] for p in model.parameters()]}
+
+
+def as_array(model: nn.Sequential) -> None:
+    model.plotted = model[1].weight.detach().numpy()[:, 2:]
+
+
+def in_a_larger_one(model: nn.Sequential) -> None:
+    model.flat = torch.zeros(40)
+    model.first, model[0].weight.data = model.flat[:5], model.flat[10:30].view(5, 4)
+
+
+SHARED = [as_parameter, as_data, as_part, as_buffer, as_attribute, as_values, as_list, as_array, in_a_larger_one]
+
+
+def engine_on(model: nn.Module) -> Engine:
+    return run(Mesh(), lambda comm: Engine(model, comm))[0]
+
+
+@pytest.mark.parametrize("share", SHARED)
+def test_what_shares_memory_with_a_parameter_that_trains_is_refused(share: Callable[[nn.Sequential], None]) -> None:
+    model = pair()
+    share(model)
+    with pytest.raises(ValueError, match=r"'.*' and '.*' are two tensors in one memory.*share the parameter itself"):
+        engine_on(model)
+    engine_on(model.requires_grad_(False))  # neither moves
+
+
+def test_also_without_memory() -> None:
+    with empty_parameters():
+        model = pair()
+        as_parameter(model)
+    with pytest.raises(ValueError, match="two tensors in one memory"):
+        engine_on(model)
+
+
+def test_what_lies_side_by_side_is_taken() -> None:
+    """As a recurrent layer of torch's has its weights on an accelerator, and a model that another engine has laid."""
+    model, flat = pair(), torch.zeros(40)
+    for parameter, memory in zip(model.parameters(), flat.split(20), strict=True):
+        parameter.data = memory.view(parameter.shape)
+    engine_on(model)
+    tied = pair()
+    tied[1].weight = tied[0].weight
+    tied.every, tied.copies = list(tied.parameters()), [tied[0].weight.detach().clone().numpy()]  # type: ignore[assignment]
+    engine_on(tied)
+
+
+class Picture:
+    """As PIL's, it makes its memory when it is asked for it."""
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        raise AssertionError("nothing asks for it")
+
+
+def test_an_attribute_that_only_can_be_made_an_array_is_taken() -> None:
+    model = pair()
+    model.picture = Picture()  # type: ignore[assignment]
+    engine_on(model)
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero3"])
+def test_a_parameter_has_one_engine(row: str) -> None:
+    def body(comm: Comm) -> None:
+        encoder = nn.Linear(4, 4)
+        first, second = (nn.Sequential(encoder, nn.Linear(4, 1)) for _ in range(2))
+        for parameter in [*first.parameters(), *second.parameters()]:
+            nn.init.constant_(parameter, 0.1)
+        Engine(first, comm, strategy=row)
+        for again in (second, first):
+            with pytest.raises(ValueError, match=r"'0\.weight' is a parameter that another Engine drives.*model anew"):
+                Engine(again, comm, strategy=row)
+
+    run(Mesh(shard=2), body)

@@ -1,0 +1,148 @@
+"""Values in and out under a tensor axis: no mesh changes the initial weights, and a state fits every other mesh."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import batches, net, sgd, train
+from tensor_models import Model, alone, changed, model, same_run, token_batches
+from torch import Tensor, nn
+
+import plait
+from plait.comm import Comm
+from plait.table.cells import TABLE
+from plait.step import Engine, empty_parameters
+from plait.zero.state.init import materialise
+from plait.run.models.gpt import GPT, GPTConfig
+
+SIZES = GPTConfig(vocabulary=13, num_layers=2, width=24, num_heads=6, num_kv_heads=6, hidden=11, max_length=8)
+MESHES = ("tensor=1", "tensor=2", "tensor=3", "shard=2 tensor=2", "replica=2 tensor=3")
+
+
+def empty_gpt() -> nn.Module:
+    with empty_parameters():
+        return GPT(SIZES)
+
+
+def single() -> dict[str, Tensor]:
+    alone = empty_gpt()
+    materialise(alone, 5, torch.device("cpu"))
+    return alone.state_dict()
+
+
+def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    assert list(ours) == list(theirs)
+    return [n for n in theirs if not torch.equal(ours[n], theirs[n])] == []
+
+
+@pytest.mark.parametrize("row", TABLE)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_initial_weights_are_the_single_processs_bit_for_bit(mesh: str, row: str) -> None:
+    """Drawn on their whole shapes, whichever piece a rank keeps; the tied head among them."""
+
+    def body(comm: Comm) -> dict[str, Tensor]:
+        return Engine(empty_gpt(), comm, strategy=row, seed=5).full_state_dict()
+
+    wanted = single()
+    assert all(same(state, wanted) for state in plait.run_threads(mesh, body))
+
+
+def test_a_rank_holds_its_share_of_what_is_cut() -> None:
+    def body(comm: Comm) -> int:
+        mine = empty_gpt()
+        Engine(mine, comm, strategy="ddp", seed=5)
+        return sum(p.numel() for p in mine.parameters())
+
+    whole, norms = sum(p.numel() for p in empty_gpt().parameters()), 5 * 24
+    held = plait.run_threads("tensor=3", body)
+    assert sum(held) == whole + 2 * norms, "only norms are held more than once"
+
+
+MIXED = ["blocks.0.mlp.gate.weight", "blocks.1.attention.qkv.bias", "norm.weight", "embed.weight"]
+
+
+@pytest.mark.parametrize("mesh", ["tensor=2", "shard=2 tensor=3"])
+def test_parameters_with_values_keep_them_and_the_others_are_drawn(mesh: str) -> None:
+    def half() -> nn.Module:
+        with empty_parameters():
+            made = Model()
+        values = dict(model().float().named_parameters())
+        for name in MIXED:
+            owner, _, short = name.rpartition(".")
+            setattr(made.get_submodule(owner), short, nn.Parameter(values[name].detach().clone()))
+        return made
+
+    alone = half()
+    materialise(alone, 5, torch.device("cpu"))
+    wanted = alone.state_dict()
+    assert all(torch.equal(wanted[name], dict(model().float().named_parameters())[name]) for name in MIXED)
+
+    def body(comm: Comm) -> dict[str, Tensor]:
+        return Engine(half(), comm, strategy="zero3", seed=5).full_state_dict()
+
+    assert all(same(state, wanted) for state in plait.run_threads(mesh, body))
+
+
+def test_ranks_that_bring_different_weights_are_refused() -> None:
+    def body(comm: Comm) -> None:
+        Engine(changed(model(), lambda m: m.embed.weight.data.add_(comm.rank)), comm, strategy="ddp")
+
+    with pytest.raises(ValueError, match=r"1 parameters differ between ranks \(embed.weight\)"):
+        plait.run_threads("tensor=2", body)
+
+
+@pytest.mark.parametrize("before", ["tensor=2", "shard=2 tensor=3", "shard=3"])
+@pytest.mark.parametrize("after", ["tensor=3", "shard=2 tensor=2", "replica=2", "shard=1"])
+def test_a_state_saved_on_one_mesh_loads_on_any_other(before: str, after: str) -> None:
+    saved = train(model(), before, "zero3", token_batches(1), sgd)[0].state
+    other = changed(model(), lambda m: [p.data.mul_(0.5) for p in m.parameters()])
+
+    def body(comm: Comm) -> tuple[dict[str, Tensor], list[Tensor]]:
+        mine = copy.deepcopy(other).eval()
+        engine = Engine(mine, comm, strategy="zero3")
+        engine.load_full_state_dict(saved)
+        with torch.no_grad():
+            return engine.full_state_dict(), [mine(token_batches(1)[0]["x"])]
+
+    whole: Any = model().eval()
+    whole.load_state_dict(saved)
+    wanted = whole(token_batches(1)[0]["x"]).detach()
+    for state, (out,) in plait.run_threads(after, body):
+        assert same(state, saved), "values travel, none is computed"
+        assert (out - wanted).abs().max() < 1e-13
+
+
+def test_a_state_of_another_shape_is_refused_with_whole_shapes() -> None:
+    def body(comm: Comm) -> None:
+        engine = Engine(model(), comm, strategy="ddp")
+        state = engine.full_state_dict()
+        state["blocks.0.mlp.up.weight"] = state["blocks.0.mlp.up.weight"][:4]
+        engine.load_full_state_dict(state)
+
+    with pytest.raises(ValueError, match=r"'blocks.0.mlp.up.weight' has shape \(7, 5\), the state's has \(4, 5\)"):
+        plait.run_threads("tensor=2", body)
+
+
+def test_training_goes_on_after_loading_where_it_left() -> None:
+    """Plain SGD keeps nothing beside the weights, so two legs are one run (dropout off: it counts steps)."""
+    data = token_batches(2)
+
+    def stepper(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.05)
+
+    saved = train(model(0.0), "shard=2 tensor=2", "zero2", data[:1], stepper)[0].state
+    second = changed(model(0.0), lambda m: m.load_state_dict(saved))
+    ranks = train(second, "tensor=3", "ddp", data[1:], stepper)
+    whole = alone(model(0.0), data, optimizer=stepper)
+    whole.losses, whole.norms = whole.losses[1:], whole.norms[1:]
+    same_run(ranks, whole)
+
+
+def test_a_plan_given_beside_the_model_wins_over_the_models_own() -> None:
+    """And a model that is cut nowhere may stand on a tensor axis: every rank trains the whole."""
+    data = batches()
+    ranks = train(net(), "tensor=2", "ddp", data, sgd, tensor_plan={})
+    same_run(ranks, alone(net(), data), 0.0)

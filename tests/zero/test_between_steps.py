@@ -1,0 +1,229 @@
+"""What optimizers, and others around them, do to parameters between two steps."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plait
+from plait.comm import Comm, run
+from plait.table.cells import TABLE
+from plait.table.mesh import Mesh
+from plait.step import Engine
+from plait.zero.step_hooks import watch_hooks
+
+
+class TwoModes(torch.optim.SGD):
+    """As schedule-free optimizers: parameters are others while the model is evaluated."""
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.mul_(2)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.div_(2)
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3", "bf16"])
+def test_parameters_that_an_optimizer_changes_between_steps(row: str) -> None:
+    strategy = TABLE["zero3"].mixed("bf16") if row == "bf16" else TABLE[row]
+    template = nn.Linear(5, 3)
+
+    def body(comm: Comm) -> Any:
+        model = copy.deepcopy(template)
+        optimizer = plait.elementwise(TwoModes(model.parameters(), lr=0.1))
+        engine = Engine(model, comm, strategy=strategy, optimizer=optimizer)
+        optimizer.eval()
+        state = engine.full_state_dict()
+        assert state is not None
+        return state["weight"]
+
+    if row in ("ddp", "zero3"):
+        assert all(torch.equal(weight, 2 * template.weight) for weight in run(Mesh(shard=2), body))
+    else:
+        with pytest.raises(ValueError, match=r"TwoModes changes parameters between steps, in train\(\) and eval\(\)"):
+            run(Mesh(shard=2), body)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """As the official one: it steps in its training mode only, and looks into its state when that begins."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(parameters, {"lr": lr, "beta": beta, "train_mode": False, "k": 0})
+
+    @torch.no_grad()
+    def turn(self, mode: bool) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "z" in self.state[p] and group["train_mode"] != mode:
+                    p.lerp_(self.state[p]["z"], 1 - (group["beta"] if mode else 1 / group["beta"]))
+            group["train_mode"] = mode
+
+    def train(self) -> None:
+        self.turn(True)
+
+    def eval(self) -> None:
+        self.turn(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert group["train_mode"], "not in train mode"
+            group["k"] += 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["k"]).sub_(p.grad, alpha=group["lr"] * (1 - group["beta"]))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_a_schedule_free_optimizer_in_its_modes(row: str) -> None:
+    x_BC, template = torch.linspace(-1, 1, 12, dtype=torch.float64).sin().view(2, 6), nn.Linear(6, 7).double()
+
+    def body(comm: Comm, row: str = row) -> list[Any]:
+        model, seen = copy.deepcopy(template), []
+        optimizer = plait.elementwise(ScheduleFree(model.parameters()))
+        optimizer.train()
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer)
+        for _ in range(3):
+            mine = x_BC[comm.rank :: comm.mesh.size]
+            engine.backward(model(mine).square().sum(), len(mine))
+            optimizer.step()
+            optimizer.eval()
+            seen.append(engine.full_state_dict()["weight"])
+            optimizer.train()
+        return seen
+
+    (truth,) = run(Mesh(), lambda comm: body(comm, "ddp"))
+    for seen in run(Mesh(shard=2), body, deadline=20):
+        assert all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(seen, truth, strict=True))
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_gradients_are_there_behind_the_step(row: str) -> None:
+    """An optimizer around another one (Lookahead) asks which parameters had one."""
+
+    def body(comm: Comm) -> list[bool]:
+        model = nn.Linear(5, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer, seed=1)
+        engine.backward(model(torch.ones(2, 5)).sum(), 2)
+        optimizer.step()
+        return [p.grad is not None for p in optimizer.param_groups[0]["params"]]
+
+    assert run(Mesh(), body)[0] and all(all(of_rank) for of_rank in run(Mesh(), body))
+
+
+def reads(optimizer: torch.optim.Optimizer, *call: Any) -> None:
+    sum(p.grad.norm() for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+
+@torch.no_grad()
+def clips_each(optimizer: torch.optim.Optimizer, *call: Any) -> None:
+    for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        p.grad.mul_(torch.clamp(0.05 / p.grad.norm(), max=1))
+
+
+@torch.no_grad()
+def keeps_small(optimizer: torch.optim.Optimizer, *call: Any) -> None:
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        p.data.renorm_(2, 0, 0.5) if p.dim() > 1 else p.data.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before the engine", "behind it"])
+@pytest.mark.parametrize("hook", [reads, clips_each, keeps_small])
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero3"])
+def test_hooks_of_a_program_on_the_step(row: str, hook: Any, early: bool) -> None:
+    template = nn.Linear(5, 3)
+
+    def train(model: nn.Module, comm: Comm | None) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        add = optimizer.register_step_post_hook if hook is keeps_small else optimizer.register_step_pre_hook
+        if early:
+            add(hook)
+        engine = None if comm is None else Engine(model, comm, strategy=row, optimizer=optimizer)
+        if not early:
+            add(hook)
+        x = torch.linspace(-1, 1, 20).view(4, 5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            if engine is None:
+                (model(x).square().sum() / 4).backward()
+            else:
+                engine.backward(model(x.chunk(2)[comm.rank]).square().sum(), 2)  # type: ignore[union-attr]
+            optimizer.step()
+        return model.state_dict() if engine is None else engine.full_state_dict()
+
+    def body(comm: Comm) -> Any:
+        return train(copy.deepcopy(template), comm)
+
+    if row != "ddp" and hook is not reads:
+        with pytest.raises(ValueError, match=rf"(?s)the hook '{hook.__name__}' of SGD.step writes to|not element-wise"):
+            run(Mesh(shard=2), body, deadline=20)
+    else:
+        right = train(copy.deepcopy(template), None)
+        for state in run(Mesh(shard=2), body, deadline=20):
+            assert all(torch.allclose(state[name], value, atol=1e-6) for name, value in right.items())
+
+
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+def test_hooks_behind_a_step_that_take_the_right_door(row: str) -> None:
+    """They clear gradients, and write to whole parameters on every rank."""
+    template = nn.Linear(5, 3)
+
+    def body(comm: Comm) -> Any:
+        model = copy.deepcopy(template)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer)
+
+        def keeps_small(*call: Any) -> None:
+            with torch.no_grad(), engine.gathered(modify=True):
+                model.weight.clamp_(-0.1, 0.1)
+
+        optimizer.register_step_post_hook(keeps_small)
+        optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad(set_to_none=False))
+        for _ in range(3):
+            engine.backward(model(torch.ones(2, 5)).square().sum(), 2)
+            optimizer.step()
+        return engine.full_state_dict()
+
+    for state in run(Mesh(shard=2), body, deadline=20):
+        assert state["weight"].abs().max() <= 0.1
+
+
+def test_hooks_where_ranks_have_other_parameters() -> None:
+    """Whole tensors, but of each rank its own: a norm over them is another on each."""
+    template = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3))
+
+    def body(comm: Comm) -> None:
+        model = copy.deepcopy(template)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = Engine(model, comm, strategy="zero3", cut="tensor", optimizer=optimizer)
+        optimizer.register_step_pre_hook(clips_each)
+        engine.backward(model(torch.ones(2, 5)).square().sum(), 2)
+        optimizer.step()
+
+    with pytest.raises(ValueError, match=r"the hook 'clips_each' of SGD\.step writes"):
+        run(Mesh(shard=2), body, deadline=20)
+
+
+def test_a_hook_may_read_complex_parameters() -> None:
+    def body(comm: Comm) -> None:
+        model = nn.ParameterList([nn.Parameter(torch.ones(6, dtype=torch.complex64))])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_: None)
+        watch_hooks(optimizer, (), lambda: 0)
+        model[0].grad = torch.ones_like(model[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+
+    run(Mesh(), body)

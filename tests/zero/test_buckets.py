@@ -1,0 +1,141 @@
+"""Where nothing is gathered, small neighbours are laid as one unit: the same numbers, in fewer messages."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import adamw, agree, batches, net, plain, sgd, train
+from torch import nn
+
+from plait.comm import Comm, run
+from plait.table.flat import BUCKET_BYTES, LEAST_BYTES, buckets
+from plait.table.mesh import Mesh
+from plait.step import Engine
+
+
+def test_neighbours_share_a_bucket_until_it_is_full() -> None:
+    kib = 1 << 10
+    units = [[(300 * kib, 4)], [(100 * kib, 4)], [(100 * kib, 4), (28 * kib, 4)], [(100 * kib, 4)], []]
+    assert buckets(units) == [range(0, 1), range(1, 3), range(3, 5)]
+    assert buckets(units, 0) == [range(n, n + 1) for n in range(4)] + [range(4, 5)]
+    assert buckets([]) == []
+    scalars = [[(1, 4)]] * 1000
+    assert max(map(len, buckets(scalars))) == BUCKET_BYTES // LEAST_BYTES == 256
+
+
+def messages(template: nn.Module, mesh: str, row: str, **settings: Any) -> Counter[str]:
+    """How many messages rank 0 sends in its second step, by phase."""
+
+    def look(engine: Engine) -> Counter[str]:
+        mark = len(engine.comm.ledger.entries)
+        engine.step(cases.deal(batches(1)[0], engine.comm.mesh, engine.comm.rank, 2))
+        return Counter(entry.note.phase for entry in engine.comm.ledger.entries[mark:])
+
+    first, *_ = train(template, mesh, row, batches(1), optimizer=sgd, microbatches=2, look=look, **settings)
+    seen: Counter[str] = first.seen
+    return seen
+
+
+AGREED = {"count": 1, "report": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "sent"),
+    [("ddp", {"step": 1}), ("zero1", {"step": 1, "publish": 1}), ("zero2", {"microbatch": 2, "publish": 1})],
+)
+def test_a_small_model_is_one_message_of_each_kind(row: str, sent: dict[str, int]) -> None:
+    assert messages(net(), "shard=3", row, bucket=BUCKET_BYTES) == AGREED | sent
+    assert sum(messages(net(), "shard=3", row, bucket=0).values()) > sum(sent.values()) + 2
+
+
+def test_what_is_gathered_stays_in_units() -> None:
+    assert messages(net(), "shard=2", "zero3", bucket=BUCKET_BYTES) == messages(net(), "shard=2", "zero3", bucket=0)
+
+
+def tied() -> nn.Module:
+    model = cases.Net(2)
+    model.head = nn.Linear(cases.WIDTH, cases.WIDTH, bias=False)
+    model.head.weight = model.first.weight
+    return cases.distinct(model)
+
+
+def half_frozen() -> nn.Module:
+    model = net()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or name.startswith("blocks.0"):
+            parameter.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("make", [net, tied, half_frozen])
+@pytest.mark.parametrize("cut", ["element", "tensor"])
+@pytest.mark.parametrize(("row", "mesh"), [("ddp", "shard=3"), ("zero1", "replica=2 shard=2"), ("zero2", "shard=3")])
+def test_it_is_the_single_process(row: str, mesh: str, cut: str, make: Callable[[], nn.Module]) -> None:
+    ranks = train(make(), mesh, row, batches(), optimizer=adamw, microbatches=3, clip=0.5, bucket=BUCKET_BYTES, cut=cut)
+    agree(ranks, plain(make(), batches(), optimizer=adamw, clip=0.5))
+
+
+def test_two_dtypes_in_one_bucket() -> None:
+    """A buffer holds one dtype, so there are two of each message."""
+
+    template = nn.Sequential(nn.Linear(4, 4).double(), nn.Linear(4, 4), nn.Linear(4, 4).double())
+
+    def body(comm: Comm) -> tuple[int, list[int]]:
+        model = copy.deepcopy(template)
+        engine = Engine(model, comm, strategy="ddp", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        return len(engine.units), [len(flat.parameters) for flat in engine.units[0].flats]
+
+    assert run(Mesh(shard=2), body) == [(1, [4, 2])] * 2
+
+
+def test_a_stage_without_parameters_has_no_unit() -> None:
+    template = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Tanh())
+
+    def body(comm: Comm) -> tuple[int, float]:
+        model = copy.deepcopy(template)
+        engine = Engine(
+            model,
+            comm,
+            strategy="ddp",
+            split=[1, 2],
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loss_fn=lambda model, x: model(x).sum(),
+            count_fn=len,
+        )
+        return len(engine.units), engine.step([torch.ones(2, 3)]).loss
+
+    (first, loss), (second, again) = run(Mesh(pipe=2), body)
+    assert (first, second) == (1, 0) and loss == again
+
+
+def test_a_run_goes_on_with_other_buckets() -> None:
+    """The state of one layout enters the other, though its pieces lie elsewhere."""
+
+    def body(comm: Comm) -> bool:
+        engines = []
+        for bucket in (0, BUCKET_BYTES):
+            model = copy.deepcopy(net())
+            optimizer = adamw(model.parameters())
+            engines.append(
+                Engine(
+                    model, comm, strategy="zero1", bucket=bucket, optimizer=optimizer,
+                    loss_fn=cases.loss_sum, count_fn=cases.count,
+                )
+            )  # fmt: skip
+        one, other = engines
+        data = [cases.deal(batch, comm.mesh, comm.rank, 1) for batch in batches()]
+        one.step(data[0])
+        other.load_optimizer_state_dict(one.optimizer_state_dict())
+        other.load_full_state_dict(one.full_state_dict())
+        other.load_step_state(one.step_state())
+        losses = [engine.step(data[1]).loss for engine in engines]
+        states = [engine.full_state_dict() for engine in engines]
+        return losses[0] == losses[1] and all(states[0][name].equal(value) for name, value in states[1].items())
+
+    assert all(run(Mesh(shard=3), body))

@@ -1,0 +1,184 @@
+"""What is sent: exactly the table's messages, and across replicas once a step."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import engine_cases as cases
+import pytest
+from engine_cases import ROWS, batches, net, sgd, train
+from torch import nn
+
+from plait.table.collectives import Entry
+from plait.step import Engine
+from plait.predict.cost import differences, predict_step
+
+
+def ledgers(template: nn.Module, mesh: str, row: str, microbatches: int, **settings: object) -> list[list[Entry]]:
+    """Every rank's messages of its second step, after a check that they are the predicted ones."""
+
+    def look(engine: Engine) -> list[Entry]:
+        comm = engine.comm
+        batch = cases.deal(batches(1)[0], comm.mesh, comm.rank, microbatches)
+        mark = len(comm.ledger.entries)
+        engine.step(batch)
+        measured = list(comm.ledger.entries[mark:])
+        predicted = predict_step(engine.layouts(), comm.mesh, engine.strategy, microbatches, comm.rank)
+        assert differences(predicted, measured) == []
+        return measured
+
+    runs = train(template, mesh, row, batches(1), optimizer=sgd, microbatches=microbatches, look=look, **settings)
+    return [record.seen for record in runs]
+
+
+def tied() -> nn.Module:
+    model = cases.Net(2)
+    model.head = nn.Linear(cases.WIDTH, cases.WIDTH, bias=False)
+    model.head.weight = model.first.weight
+    return cases.distinct(model)
+
+
+class Reader(cases.Net):
+    """The model's own code reads what lies in a unit inside of it."""
+
+    def forward(self, x_BC: cases.Tensor) -> cases.Tensor:
+        return super().forward(x_BC) + (x_BC @ self.first.weight)[:, :3]
+
+
+class Unused(cases.Net):
+    """A unit whose output the loss does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, cases.WIDTH)
+
+    def forward(self, x_BC: cases.Tensor) -> cases.Tensor:
+        y_BC = super().forward(x_BC)
+        self.unused(y_BC)
+        return y_BC
+
+
+class TwoStreams(cases.Net):
+    """A second stream enters by a tied weight, later than the first; neither input wants a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(cases.WIDTH, cases.WIDTH, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x_BC: cases.Tensor) -> cases.Tensor:
+        return super().forward(x_BC) + self.second(x_BC)[:, :3]
+
+
+@pytest.mark.parametrize("row", [*ROWS, "mine: shard | full | shard, pending(replica) | shard/replica"])
+@pytest.mark.parametrize("mesh", ["shard=1", "shard=2", "replica=2", "shard=3", "replica=2 shard=2"])
+def test_the_ledger_is_the_prediction_byte_for_byte(mesh: str, row: str) -> None:
+    for microbatches in (1, 3):
+        ledgers(net(), mesh, row, microbatches)
+    ledgers(tied(), mesh, row, 2)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("settings", [{"cut": "tensor"}, {"prefetch": 0}, {"prefetch": 9}, {"units": ("blocks.0.up",)}])
+def test_so_it_is_with_other_settings(row: str, settings: dict[str, object]) -> None:
+    ledgers(net(), "replica=2 shard=2", row, 2, **settings)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("model", [Reader, Unused, TwoStreams])
+def test_so_it_is_where_units_are_read_from_around_or_late_or_not_used(row: str, model: type[cases.Net]) -> None:
+    ledgers(cases.distinct(model()), "replica=2 shard=2", row, 2)
+
+
+@pytest.mark.parametrize("row", ["hsdp", "psdp"])
+@pytest.mark.parametrize("microbatches", [1, 3, 5])
+def test_microbatches_cost_one_reduction_across_replicas(row: str, microbatches: int) -> None:
+    for entries in ledgers(net(), "replica=2 shard=2", row, microbatches):
+        across = Counter(
+            e.note.unit
+            for e in entries
+            if "replica" in e.axes and e.kind in ("all_reduce", "reduce_scatter") and e.note.unit
+        )
+        within = Counter(e.note.unit for e in entries if e.axes == ("shard",) and e.kind == "reduce_scatter")
+        units = {"root", "first", "blocks.0", "blocks.1", "blocks.2", "head"}
+        assert across == dict.fromkeys(units, 1), "once a step and unit, however many microbatches"
+        assert within == dict.fromkeys(units, microbatches), "inside, once a microbatch"
+
+
+@pytest.mark.parametrize(("row", "per_microbatch"), [("ddp", 0), ("zero1", 0), ("zero2", 1), ("zero3", 1)])
+def test_what_accumulating_costs(row: str, per_microbatch: int) -> None:
+    """Full accumulators reduce once a step, split ones once a microbatch."""
+    for microbatches in (1, 4):
+        for entries in ledgers(net(), "shard=2", row, microbatches):
+            sums = [e for e in entries if e.kind in ("all_reduce", "reduce_scatter")]
+            assert len(sums) == 6 * (per_microbatch * microbatches or 1)
+
+
+def test_gathers_of_zero3_and_zero3_keep() -> None:
+    """Twice a microbatch, or once where what was gathered is kept."""
+    for row, gathers in (("zero3", 2), ("zero3_keep", 1)):
+        for entries in ledgers(net(), "shard=2", row, 3):
+            found = Counter(e.note.unit for e in entries if e.kind == "all_gather" and e.note.unit)
+            assert set(found.values()) == {3 * gathers}
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2"])
+def test_reductions_are_issued_in_one_order_on_all_ranks(row: str) -> None:
+    """Also where a rank runs its units in another order, or not at all."""
+
+    class Shuffled(cases.Net):
+        order: tuple[int, ...] = (0, 1, 2)
+
+        def forward(self, x_BC: cases.Tensor) -> cases.Tensor:
+            x_BC = self.first(x_BC)
+            for k in self._order:
+                x_BC = self.blocks[k](x_BC)
+            out: cases.Tensor = self.head(self.norm(x_BC) * self.scale)
+            return out
+
+    template = cases.distinct(Shuffled())
+
+    def body(comm: cases.Comm) -> list[str]:
+        model = copy.deepcopy(template)
+        model._order = [(0, 1, 2), (2, 0), (1,)][comm.rank]
+        engine = Engine(
+            model,
+            comm,
+            strategy=row,
+            optimizer=sgd(model.parameters()),
+            loss_fn=cases.loss_sum,
+            count_fn=cases.count,
+        )
+        for batch in batches(2):
+            engine.step(cases.deal(batch, comm.mesh, comm.rank, 2))
+        return [str(e) for e in comm.ledger.entries if e.kind in ("all_reduce", "reduce_scatter")]
+
+    first, *others = cases.run(cases.Mesh(shard=3), body, deadline=20)
+    assert first and all(other == first for other in others)
+
+
+@pytest.mark.parametrize("row", ["zero3", "zero3_keep", "hsdp"])
+def test_a_unit_that_runs_on_some_ranks_only_is_named_where_parameters_are_split(row: str) -> None:
+    class Skipping(cases.Net):
+        skip = -1
+
+        def forward(self, x_BC: cases.Tensor) -> cases.Tensor:
+            x_BC = self.first(x_BC)
+            for k, block in enumerate(self.blocks):
+                x_BC = x_BC if k == self._skip else block(x_BC)
+            out: cases.Tensor = self.head(self.norm(x_BC) * self.scale)
+            return out
+
+    template = cases.distinct(Skipping())
+
+    def body(comm: cases.Comm) -> None:
+        model = copy.deepcopy(template)
+        model._skip = 1 if comm.rank == 1 else -1
+        engine = Engine(
+            model, comm, strategy=row, optimizer=sgd(model.parameters()), loss_fn=cases.loss_sum, count_fn=cases.count
+        )
+        engine.step(cases.deal(batches(1)[0], comm.mesh, comm.rank, 1))
+
+    with pytest.raises((ValueError, RuntimeError), match=r"blocks\.1"):
+        cases.run(cases.Mesh(shard=2), body, deadline=5)

@@ -1,0 +1,347 @@
+"""The user's own optimizer, pointed at what this rank owns: same numbers, states only for owned elements."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import ROWS, agree, batches, count, deal, distinct, loss_sum, net, plain, train
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+from plait.comm import Comm, run
+from plait.table.mesh import Mesh
+from plait.step import Engine, elementwise
+from plait.predict.memory import held
+
+ELEMENTWISE: dict[str, Callable[..., Optimizer]] = {
+    "adamw": partial(AdamW, lr=0.01, eps=1e-4),
+    "adamw fused": partial(AdamW, lr=0.01, eps=1e-4, fused=True),
+    "adamw foreach": partial(AdamW, lr=0.01, eps=1e-4, foreach=True),
+    "adam amsgrad": partial(Adam, lr=0.01, eps=1e-4, amsgrad=True),
+    "sgd": partial(SGD, lr=0.05),
+    "sgd momentum": partial(SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "rmsprop": partial(RMSprop, lr=0.01, eps=1e-3, momentum=0.5),
+    "adagrad, state from the start": partial(Adagrad, lr=0.05, initial_accumulator_value=0.1),
+    "nadam": partial(NAdam, lr=0.01, eps=1e-4),
+}
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero3", "psdp"])
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_any_elementwise_optimizer(kind: str, row: str) -> None:
+    make = ELEMENTWISE[kind]
+    agree(train(net(), "replica=2 shard=2", row, batches(4), optimizer=make), plain(net(), batches(4), optimizer=make))
+
+
+def by_group(model: nn.Module, kind: Callable[..., Optimizer] = AdamW) -> Optimizer:
+    """Matrices decay, vectors and the scalar do not and go faster; the head has its own rate."""
+    named = list(model.named_parameters())
+    return kind(
+        [
+            {"params": [p for n, p in named if p.dim() >= 2 and "head" not in n], "weight_decay": 0.3},
+            {"params": [p for n, p in named if p.dim() < 2 and "head" not in n], "lr": 0.02, "weight_decay": 0.0},
+            {"params": [p for n, p in named if "head" in n], "lr": 0.005, "weight_decay": 0.1},
+        ],
+        lr=0.01,
+        eps=1e-4,
+    )
+
+
+def grouped_run(row: str, mesh: str, schedule: bool) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """Every rank's state after four steps with groups, and the single process's."""
+    template, data, shape = net(), batches(4), Mesh.parse(mesh)
+
+    def decays(step: int) -> float:
+        return 0.0 if step == 0 else 1.0 / step
+
+    def body(comm: Comm) -> dict[str, torch.Tensor]:
+        model = copy.deepcopy(template)
+        optimizer = by_group(model)
+        schedulers = [LambdaLR(optimizer, decays)] if schedule else []
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer, loss_fn=loss_sum, count_fn=count)
+        assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.0, 0.1]
+        schedulers += [StepLR(optimizer, 2, gamma=0.5)] if schedule else []
+        for batch in data:
+            engine.step(deal(batch, shape, comm.rank, 1))
+            for scheduler in schedulers:
+                scheduler.step()
+        return engine.full_state_dict()
+
+    model = copy.deepcopy(template)
+    optimizer = by_group(model)
+    schedulers: list[Any] = [LambdaLR(optimizer, decays), StepLR(optimizer, 2, gamma=0.5)] if schedule else []
+    for batch in data:
+        optimizer.zero_grad()
+        (loss_sum(model, batch) / count(batch)).backward()
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    return run(shape, body), model.state_dict()
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("schedule", [False, True], ids=["constant", "scheduled before and after wrapping"])
+def test_parameter_groups_and_schedules_keep_their_settings(row: str, schedule: bool) -> None:
+    ranks, truth = grouped_run(row, "shard=3", schedule)
+    for state in ranks:
+        assert all(cases.close(state[name], value) for name, value in truth.items())
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("mesh", ["shard=2", "shard=4", "replica=2 shard=2"])
+@pytest.mark.parametrize("cut", ["element", "tensor"])
+def test_bytes_held_are_the_plans(mesh: str, row: str, cut: str) -> None:
+    """States exist for owned elements only; together the owners hold everything, once per copy of the cell."""
+    if cut == "tensor" and row in ("ddp", "hsdp") and mesh != "shard=2":
+        mesh = "shard=2"
+
+    def look(engine: Engine) -> tuple[int, int, int]:
+        measured = engine.bytes_held()
+        predicted = held(engine.layouts(), engine.comm.mesh, engine.strategy, engine.comm.rank, states=2)
+        got = (measured["params"], measured["grads"], measured["optimizer"])
+        assert got == (predicted.params, predicted.grads, predicted.optimizer)
+        return got
+
+    ranks = [r.seen for r in train(net(), mesh, row, batches(1), look=look, cut=cut)]
+    shape = Mesh.parse(mesh)
+    numel = sum(p.numel() for p in net().parameters())
+    ways = shape.count(cases.TABLE[row].optim.split)
+    assert sum(r[2] for r in ranks) == 2 * 8 * numel * shape.size // ways
+    if cut == "element":
+        assert max(r[2] for r in ranks) <= 2 * 8 * (numel / ways + 40 * 16), "about 1/N each"
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3", "psdp", "hpz"])
+@pytest.mark.parametrize("mesh", ["shard=3", "replica=2 shard=2"])
+def test_whole_tensors_on_one_owner(mesh: str, row: str) -> None:
+    def look(engine: Engine) -> set[str]:
+        assert all(o.run.whole for o in engine.owned), "a tensor was cut"
+        assert engine.optimizer is not None
+        return {o.name for o in engine.owned}
+
+    ranks = train(net(), mesh, row, batches(), microbatches=2, cut="tensor", look=look)
+    agree(ranks, plain(net(), batches()))
+    if row != "ddp":
+        names = [name for record in ranks for name in record.seen]
+        assert len(names) == len(set(names)), "one owner each"
+        assert all(record.seen for record in ranks), "work for everyone"
+
+
+class Matrices(nn.Module):
+    """Matrices only, as Muon wants them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [cases.WIDTH, 12, 9, 3]
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths))
+
+    def forward(self, x_BC: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x_BC = layer(x_BC).tanh()
+        return x_BC
+
+
+def adafactor(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.Adafactor(parameters, lr=0.05)
+
+
+def muon(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.Muon(parameters, lr=0.05)
+
+
+@pytest.mark.parametrize("row", ["zero1", "zero3", "psdp"])
+@pytest.mark.parametrize("make", [adafactor, muon])
+def test_what_looks_at_whole_tensors_is_refused_where_they_are_cut(make: Any, row: str) -> None:
+    """The message names the class and the way out."""
+    with pytest.raises(ValueError, match=r'(?s)(Adafactor|Muon).*cut="tensor"'):
+        train(distinct(Matrices()), "shard=2", row, batches(), optimizer=make)
+
+
+class ByTheNorm(torch.optim.SGD):
+    """Clips inside of its step, by the norm of all gradients that it has."""
+
+    limit = 30.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(gradient.square().sum().item() for gradient in gradients) ** 0.5
+        for gradient in gradients:
+            gradient.mul_(min(1.0, self.limit / (norm + 1e-6)))
+        return super().step(closure)
+
+
+class FindsItsRate(torch.optim.SGD):
+    """As D-Adaptation does: the rate grows with a sum over all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group.setdefault("found", 1e-3)
+            super().step(closure)
+            group["found"] = max(group["found"], sum(p.abs().sum().item() for p in group["params"]))
+            group["lr"] = min(0.01, group["found"] * 1e-4)
+        return None
+
+
+@pytest.mark.parametrize("make", [ByTheNorm, FindsItsRate])
+@pytest.mark.parametrize(
+    ("mesh", "row", "cut"),
+    [("shard=2", "zero1", "element"), ("shard=2", "zero3", "tensor"), ("pipe=2", "ddp", "element")],
+)
+def test_what_looks_at_all_parameters_is_refused_where_ranks_own_some(make: Any, mesh: str, row: str, cut: str) -> None:
+    template = distinct(nn.Sequential(*(cases.Block() for _ in range(3))))
+    sgd = partial(make, lr=0.01)
+    agree(train(template, "shard=2", "ddp", batches(), optimizer=sgd), plain(template, batches(), optimizer=sgd))
+    with pytest.raises(ValueError, match=rf"an update of {make.__name__} depends on other parameters too.*\(ddp\)"):
+        train(template, mesh, row, batches(), optimizer=sgd, cut=cut)
+
+
+class Counting(Optimizer):
+    """Its constructor asks for something that is not among its defaults; ``early``: it makes its states there."""
+
+    def __init__(self, parameters: Any, num_steps: int, *, early: bool = False) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.num_steps, self.made = num_steps, 0
+        for p in self.param_groups[0]["params"] if early else ():
+            self.state[p]["sum"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.made += 1
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.add_(p.grad, alpha=-0.1 * (1 - self.made / self.num_steps))
+
+
+def test_a_class_that_cannot_be_built_again() -> None:
+    make = partial(Counting, num_steps=10)
+    for row, cut in (("ddp", "element"), ("zero3", "tensor")):
+        ranks = train(net(), "shard=2", row, batches(), optimizer=make, cut=cut)
+        agree(ranks, plain(net(), batches(), optimizer=make))
+    words = r"nothing shows that it is, for a new Counting cannot be built .*'num_steps'.*a default.*cut=\"tensor\""
+    with pytest.raises(ValueError, match=words):
+        train(distinct(Matrices()), "shard=2", "zero1", batches(1), optimizer=lambda given: elementwise(make(given)))
+    with pytest.raises(ValueError, match="a new Counting cannot be built on other parameters"):
+        train(net(), "shard=2", "ddp", batches(1), optimizer=partial(make, early=True))
+
+
+def test_a_rate_of_zero_does_not_blind_the_probe() -> None:
+    """A warm-up that starts at 0 moves nothing, so nothing would differ."""
+
+    def warming(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        optimizer = elementwise(Own(parameters, lr=0.05))
+        LambdaLR(optimizer, lambda step: min(1.0, step / 10))
+        assert optimizer.param_groups[0]["lr"] == 0
+        return optimizer
+
+    class Own(torch.optim.Adafactor):
+        """A subclass is another class."""
+
+    with pytest.raises(ValueError, match="though it was declared element-wise"):
+        train(distinct(Matrices()), "shard=2", "zero3", batches(), optimizer=warming)
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero3", "psdp"])
+@pytest.mark.parametrize("make", [adafactor, muon])
+def test_and_works_where_they_are_whole(make: Any, row: str) -> None:
+    """Muon orthogonalises in bf16, which turns the last bit of a gradient into 1e-3: a loose tolerance there."""
+    template, data = distinct(Matrices()), batches(3)
+    ranks = train(template, "replica=2 shard=2", row, data, optimizer=make, cut="tensor")
+    agree(ranks, plain(template, data, optimizer=make), tolerance=1e-9 if make is adafactor else 2e-3)
+
+
+def build(model: nn.Module, optimizer: Optimizer, row: str = "zero1") -> None:
+    def body(comm: Comm) -> None:
+        Engine(model, comm, strategy=row, optimizer=optimizer)
+
+    run(Mesh(), body)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.parameters"):
+        build(net(), AdamW(net().parameters()))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd momentum", "rmsprop", "adagrad, state from the start"])
+def test_an_optimizer_that_has_made_steps_is_refused(kind: str) -> None:
+    """Its moments would be lost without a word."""
+    model = net()
+    optimizer = ELEMENTWISE[kind](model.parameters())
+    loss_sum(model, batches()[0]).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="steps already"):
+        build(model, optimizer)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_parameters_that_no_optimizer_holds_stay(row: str) -> None:
+    template = net()
+
+    def some(model: nn.Module) -> Optimizer:
+        return SGD([p for n, p in model.named_parameters() if not n.startswith("blocks.1")], lr=0.1)
+
+    def body(comm: Comm) -> dict[str, torch.Tensor]:
+        model = copy.deepcopy(template)
+        engine = Engine(model, comm, strategy=row, optimizer=some(model), loss_fn=loss_sum, count_fn=count)
+        engine.step(deal(batches()[0], comm.mesh, comm.rank, 1))
+        return engine.full_state_dict()
+
+    for state in run(Mesh(shard=2), body):
+        for name, value in template.state_dict().items():
+            assert torch.equal(state[name], value) == name.startswith("blocks.1"), name
+
+
+class Mixture(nn.Module):
+    """A frozen list of indices and a complex matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.kept = nn.Parameter(torch.tensor([0, 3, 2, 5]), requires_grad=False)
+        self.turn = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        return torch.as_tensor((self.first(x_BC)[:, self.kept].to(self.turn.dtype) @ self.turn).abs())
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero2", "zero3"])
+def test_integer_and_complex_parameters(row: str) -> None:
+    torch.manual_seed(0)
+    models = [Mixture().double() for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    x_BC = torch.randn(4, 6, dtype=torch.float64)
+    alone = models[2]
+    optimizer = torch.optim.Adam([p for p in alone.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (alone(x_BC).square().sum() / 4).backward()
+        real = [
+            torch.view_as_real(p.grad) if p.is_complex() else p.grad for p in alone.parameters() if p.grad is not None
+        ]
+        norm = torch.stack([g.square().sum() for g in real]).sum().sqrt()
+        for gradient in real:
+            gradient.mul_(0.3 / (norm + 1e-6))
+        optimizer.step()
+
+    def rank_main(comm: Comm) -> dict[str, Tensor]:
+        model = models[comm.rank]
+        adam = torch.optim.Adam(model.parameters(), lr=0.1)
+        engine = Engine(
+            model, comm, strategy=row, optimizer=adam, loss_fn=lambda m, x: m(x).square().sum(), count_fn=len, clip=0.3
+        )
+        for _ in range(2):
+            engine.step([x_BC[comm.rank :: 2]])
+        return engine.full_state_dict()
+
+    for state in run(Mesh(shard=2), rank_main, deadline=20):
+        for name, value in alone.state_dict().items():
+            assert torch.allclose(state[name], value, rtol=1e-9, atol=1e-12), name

@@ -1,0 +1,231 @@
+"""Optimizers that are not torch's: right on whole tensors, refused where a piece of one would be another update."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import plait
+from plait.comm import Comm, run
+from plait.table.flat import lay
+from plait.table.mesh import Mesh
+from plait.zero import probe
+from plait.zero.place import RunPlace
+from plait.zero.probe import ELEMENTWISE, probe_apart, probe_elementwise
+
+
+def why(kind: Callable[..., Optimizer], shape: tuple[int, ...] = (8, 12), dtype: Any = torch.float32) -> str | None:
+    """The reason against an optimizer of a parameter of which each of two ranks has a piece."""
+    optimizer = kind([nn.Parameter(torch.ones(shape, dtype=dtype))])
+    layout = lay([("w", shape)], dtype.itemsize, 2)
+    runs = layout.runs(*layout.piece(2, 0)) + layout.runs(*layout.piece(2, 1))
+    pieces = [(RunPlace(piece, None, 0), torch.ones(piece.numel, dtype=dtype)) for piece in runs]
+    return probe_elementwise(optimizer, optimizer.param_groups[0], pieces)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__))
+def test_the_table_of_torchs_classes_is_right(kind: Any, dtype: torch.dtype) -> None:
+    names = inspect.signature(kind).parameters
+    options: list[dict[str, Any]] = [{}, {"foreach": True}, {"weight_decay": 0.1}, {"maximize": True}]
+    options += [{"fused": True}, {"amsgrad": True, "foreach": True}, {"momentum": 0.9, "centered": True}]
+    options += [{"momentum": 0.9, "nesterov": True, "fused": True}, {"decoupled_weight_decay": True}]
+    for given in options:
+        if given.keys() <= names.keys():
+            assert why(partial(kind, lr=0.01, **given), dtype=dtype) is None, given
+
+
+class Starts(torch.optim.SGD):
+    """A rule that begins at a size, or a number of dims, which ``rule`` is called with."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(self.rule(p.grad), alpha=0.01)
+
+    def rule(self, g: Tensor) -> Tensor:
+        """Of an optimizer that is element-wise."""
+        return g.sign()
+
+
+class Factored(Starts):
+    """As timm's Adafactor: one number a row and a column where both are 16 or more."""
+
+    def rule(self, g: Tensor) -> Tensor:
+        if g.dim() < 2 or min(g.shape[-2:]) < 16:
+            return g.sign()
+        square = g.square() + 1e-9
+        return g / (square.mean(-1, keepdim=True) * square.mean(-2, keepdim=True) / square.mean()).sqrt()
+
+
+class Rounded(Starts):
+    """As 8-bit moments: in 255 parts of the largest of 2,048 elements, where there are 4,096 or more."""
+
+    def rule(self, g: Tensor) -> Tensor:
+        if g.numel() < 4096:
+            return g
+        blocks = g.reshape(-1)[: g.numel() // 2048 * 2048].view(-1, 2048)
+        largest = blocks.abs().amax(1, keepdim=True)
+        rounded = ((blocks / largest * 127).round() / 127 * largest).view(-1)
+        return torch.cat([rounded, g.reshape(-1)[len(rounded) :]]).view(g.shape)
+
+
+class Centred(Starts):
+    """As gradients of convolutions are centred: a mean over all dims but the first."""
+
+    def rule(self, g: Tensor) -> Tensor:
+        return g - g.mean(dim=(1, 2, 3), keepdim=True) if g.dim() == 4 else g
+
+
+STARTS = [(Factored, (32, 48)), (Rounded, (72, 64)), (Centred, (8, 4, 3, 3))]
+
+
+@pytest.mark.parametrize(("kind", "shape"), STARTS)
+def test_a_rule_that_starts_at_a_size_is_seen_on_the_real_shape(kind: Any, shape: tuple[int, ...]) -> None:
+    assert why(kind) is None
+    assert f"shape {shape} and on this rank's piece of it differ" in (why(kind, shape) or "")
+    assert why(Starts, shape) is None
+
+
+def test_what_a_probe_holds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "LIMIT", 1024)
+    assert probe.shrunk((3, 5000, 7), 1024) == (3, 40, 7)
+    assert "shape (32, 24)" in (why(Factored, (64, 48)) or "")
+    assert why(Starts, (64, 48)) is None
+
+
+class Shaped(nn.Module):
+    """A parameter of the shape at which a rule starts."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(math.prod(shape), dtype=torch.float64).sin().view(shape))
+
+    def forward(self, x_B: Tensor) -> Tensor:
+        return (x_B.view(-1, 1) * (self.weight.reshape(-1) * 3).sin()).sum(1)
+
+
+def trained(mesh: str, kind: Any, shape: tuple[int, ...], row: str, **settings: Any) -> list[Tensor]:
+    """Every rank's weight after three steps."""
+
+    def body(comm: Comm) -> Tensor:
+        model = Shaped(shape)
+        engine = plait.Engine(model, comm, strategy=row, optimizer=kind(model.parameters()), **settings)
+        for step in range(3):
+            x = torch.tensor([1.0, 2.0], dtype=torch.float64)[comm.rank :: comm.mesh.size] + step
+            engine.backward(model(x).sum(), len(x))
+            engine.optimizers[0].step()
+        return engine.full_state_dict()["weight"]
+
+    return run(Mesh.parse(mesh), body, deadline=20)
+
+
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+@pytest.mark.parametrize(("kind", "shape"), [*STARTS, (Starts, (7, 9))])
+def test_other_optimizers_have_whole_tensors_or_are_declared(kind: Any, shape: Any, row: str) -> None:
+    truth = trained("shard=1", kind, shape, "ddp")[0]
+    for weight in trained("shard=2", kind, shape, row, cut="tensor"):
+        assert cases.close(weight, truth)
+    with pytest.raises(ValueError, match=r'(?s)not one of torch.*cut="tensor".*ddp.*plait\.elementwise\(optimizer\)'):
+        trained("shard=2", kind, shape, row)
+    said = lambda parameters: plait.elementwise(kind(parameters))  # noqa: E731
+    if kind is not Starts:
+        with pytest.raises(ValueError, match="though it was declared element-wise: steps on a tensor of shape"):
+            trained("shard=2", said, shape, row)
+    else:
+        for weight in trained("shard=2", said, shape, row):
+            assert cases.close(weight, truth)
+
+
+class Projects(torch.optim.SGD):
+    """As AdamP and SGDP do: of a gradient orthogonal to the weights, what the buffer has along them is left out."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                buffer = self.state[p].setdefault("buffer", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                rows = p.view(p.shape[0], -1)
+                along = F.cosine_similarity(rows, p.grad.view_as(rows), dim=1).abs().max()
+                if p.dim() > 1 and along < 0.1 / rows.shape[1] ** 0.5:
+                    unit = rows / rows.norm(dim=1, keepdim=True)
+                    buffer = buffer - (unit * (unit * buffer.view_as(rows)).sum(1, keepdim=True)).view_as(p)
+                p.add_(buffer, alpha=-group["lr"])
+
+
+def apart(kind: Any, dtype: torch.dtype = torch.float32) -> str | None:
+    optimizer = kind([nn.Parameter(torch.ones(8, 12, dtype=dtype)), nn.Parameter(torch.ones(5, dtype=dtype))])
+    return probe_apart(optimizer, optimizer.param_groups[0], None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_looks_at_rows_for_some_gradients_only_is_refused(dtype: torch.dtype) -> None:
+    assert "differ" in (why(partial(Projects, lr=0.01), dtype=dtype) or "")
+    assert apart(partial(Projects, lr=0.01), dtype) is None
+
+
+class Late(torch.optim.SGD):
+    """As AdaShift and AdaNorm do: gradients are given out ten steps later, or larger where their norm falls."""
+
+    delay = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                gradients, norm = self.state[p].setdefault("seen", []), p.grad.norm()
+                mean = torch.stack([gradient.norm() for gradient in gradients[-3:]] or [norm]).mean()
+                gradients.append(p.grad.clone())
+                if self.delay and len(gradients) > 10:
+                    p.add_(gradients[-11] / gradients[-1].abs().max(), alpha=-group["lr"])
+                if not self.delay:
+                    p.add_(p.grad * (mean / norm if mean > 1.3 * norm else 1), alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("delay", [True, False])
+def test_what_acts_in_late_or_in_some_steps_only_is_refused(monkeypatch: pytest.MonkeyPatch, delay: bool) -> None:
+    monkeypatch.setattr(Late, "delay", delay)
+    assert "differ" in (why(partial(Late, lr=0.01)) or "") and apart(partial(Late, lr=0.01)) is None
+
+
+class Nearly(Projects):
+    """As SGDP without a momentum: what the gradient itself has along the weights is left out, where it is little."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["buffer"] = torch.zeros_like(p)
+        super().step()
+
+
+def test_what_projects_a_small_part_of_the_gradient_is_refused() -> None:
+    assert "differ" in (why(partial(Nearly, lr=0.01)) or "")
+
+
+@pytest.mark.parametrize("kind", [Starts, Factored])
+def test_over_a_tensor_axis_the_pieces_of_a_matrix_are_tried(kind: Any) -> None:
+    def body(comm: Comm, declare: bool = True) -> None:
+        model = nn.Sequential(nn.Linear(24, 32, bias=False), nn.Linear(32, 24, bias=False))
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        model.tensor_plan = lambda: {"0": "column", "1": "row"}  # type: ignore[assignment]
+        optimizer = kind(model.parameters())
+        plait.Engine(model, comm, strategy="ddp", optimizer=plait.elementwise(optimizer) if declare else optimizer)
+
+    with pytest.raises(ValueError, match=r"is not known whether .*The tensor axis cuts 2 of its parameters"):
+        run(Mesh(tensor=2), lambda comm: body(comm, declare=False), deadline=20)
+    if kind is Factored:
+        with pytest.raises(ValueError, match=r"shape \(32, 24\) and on this rank's piece of it differ"):
+            run(Mesh(tensor=2), body, deadline=20)
+    else:
+        run(Mesh(tensor=2), body, deadline=20)

@@ -1,0 +1,236 @@
+"""A unit's parameters live in one flat buffer: views without copies, freed at rest, few open at a time."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import ROWS, adamw, batches, count, deal, loss_sum, net, plain, train
+from torch import nn
+
+from plait.comm import Comm, run
+from plait.table.cells import TABLE, moves
+from plait.table.flat import lay
+from plait.table.mesh import Mesh
+from plait.step import Engine
+from plait.zero.storage import Flat
+from plait.zero.unit import State, Unit
+from plait.forward.parameter import AtRest
+
+
+def engine_on(model: nn.Module, comm: Comm, row: str, **settings: Any) -> Engine:
+    optimizer = adamw(model.parameters())
+    settings = {"bucket": 0, **settings}
+    return Engine(model, comm, strategy=row, optimizer=optimizer, loss_fn=loss_sum, count_fn=count, **settings)
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_parameters_are_views_of_the_flat_buffer_while_they_are_used(row: str) -> None:
+    def body(comm: Comm) -> None:
+        model = copy.deepcopy(net())
+        engine = engine_on(model, comm, row)
+        unit = next(u for u in engine.units if u.name == "blocks.1")
+        seen = []
+
+        def look(module: nn.Module, *_: Any) -> None:
+            flat = unit.flats[0]
+            for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+                assert parameter.data_ptr() == flat.full.data_ptr() + slot.offset * flat.full.element_size()
+                assert parameter.shape == slot.shape and parameter.is_contiguous()
+            seen.append(module)
+
+        unit.module.up.register_forward_hook(look)
+        unit.module.up.register_full_backward_hook(look)
+        engine.step(deal(batches()[0], comm.mesh, comm.rank, 1))
+        assert len(seen) == 2, "once in forward, once in backward"
+
+    run(Mesh(replica=2, shard=2), body)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_parameter_objects_and_names_stay(row: str) -> None:
+    def body(comm: Comm) -> None:
+        model = copy.deepcopy(net())
+        before = dict(model.named_parameters())
+        shapes = {name: p.shape for name, p in before.items()}
+        engine = engine_on(model, comm, row)
+        for _ in range(2):
+            engine.step(deal(batches()[0], comm.mesh, comm.rank, 1))
+            after = dict(model.named_parameters())
+            assert list(after) == list(before)
+            assert all(after[name] is before[name] for name in before), "a parameter is another object now"
+            assert {name: p.shape for name, p in after.items()} == shapes
+            assert all(p.grad is None for p in after.values()), "gradients live in the flat buffers"
+
+    run(Mesh(shard=2), body)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("mesh", ["shard=4", "replica=2 shard=2", "replica=3"])
+def test_at_rest_a_rank_holds_its_piece_and_no_more(mesh: str, row: str) -> None:
+    """Freed memory is given back (the storages are empty), and what the parameters point at is a placeholder."""
+
+    def body(comm: Comm) -> None:
+        model = copy.deepcopy(net())
+        engine = engine_on(model, comm, row)
+
+        def at_rest() -> None:
+            ways = comm.mesh.count(engine.strategy.params.split)
+            for unit in engine.units:
+                for flat in unit.flats:
+                    whole = flat.layout.numel * flat.full.element_size()
+                    assert bytes_of(flat.rest) == whole // ways
+                    assert bytes_of(flat.full) == (0 if ways > 1 else whole)
+                    assert flat.kept is None
+                    for parameter in flat.parameters:
+                        assert (bytes_of(parameter) <= 8) == (ways > 1)
+
+        at_rest()
+        for batch in batches():
+            engine.step(deal(batch, comm.mesh, comm.rank, 1))
+            at_rest()
+        model.eval()
+        with torch.no_grad():
+            model(batches()[0]["x"])
+        at_rest()
+        engine.full_state_dict()
+        at_rest()
+
+    run(Mesh.parse(mesh), body)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+@pytest.mark.parametrize("row", ["zero3", "hsdp", "hpz"])
+def test_at_most_one_and_the_prefetched_units_are_open_beside_ancestors(row: str, prefetch: int) -> None:
+    """Counted by the test, from the storages, inside every forward of every module."""
+
+    def body(comm: Comm) -> int:
+        model = copy.deepcopy(net(6))
+        engine = engine_on(model, comm, row, prefetch=prefetch)
+        most = 0
+
+        def look(module: nn.Module, *_: Any) -> None:
+            nonlocal most
+            root = engine.units[0]
+            open_units = [u for u in engine.units if u is not root and any(bytes_of(f.full) for f in u.flats)]
+            most = max(most, len(open_units))
+
+        for module in model.modules():
+            module.register_forward_pre_hook(look)
+        for batch in batches():
+            engine.step(deal(batch, comm.mesh, comm.rank, 2))
+        return most
+
+    most = run(Mesh(shard=2), body)
+    assert most == [min(1 + prefetch, 8)] * 2, "the prefetch is used, and kept to"
+
+
+def test_open_units_in_backward() -> None:
+    """Without prefetch backward holds one unit, and while its last gradients come the next one: never a third."""
+
+    def body(comm: Comm) -> int:
+        model = copy.deepcopy(net(6))
+        engine = engine_on(model, comm, "zero3", prefetch=0)
+        most = 0
+
+        def look(module: nn.Module, *_: Any) -> None:
+            nonlocal most
+            root = engine.units[0]
+            most = max(most, sum(u is not root and any(bytes_of(f.full) for f in u.flats) for u in engine.units))
+
+        for module in [*model.blocks.modules(), *model.head.modules()]:
+            module.register_full_backward_pre_hook(look)
+        engine.step(deal(batches()[0], comm.mesh, comm.rank, 1))
+        return most
+
+    assert max(run(Mesh(shard=2), body)) <= 2
+
+
+def test_reading_values_goes_through_the_full_state() -> None:
+    ranks = train(net(), "shard=2", "zero3", batches())
+    truth = plain(net(), batches())
+    for name, value in truth.state.items():
+        assert cases.close(ranks[0].state[name], value)
+        assert ranks[0].state[name].untyped_storage().nbytes() == value.numel() * value.element_size()
+
+
+# ---- states ---------------------------------------------------------------------------------------------------------
+
+NUMEL = 64
+"""Of the flat buffer of ``unit_on``: two pieces of 32 elements."""
+
+
+def unit_on(comm: Comm, row: str) -> Unit:
+    strategy = TABLE[row]
+    layout = lay([("w", (5, 7)), ("b", (7,))], 8, comm.mesh.data_size)
+    parameters = [nn.Parameter(torch.zeros(slot.shape).double()) for slot in layout.slots]
+    flat = Flat(layout, parameters, strategy, comm, [None, None], False)
+    for index, slot in enumerate(layout.slots):
+        flat.write(index, torch.arange(slot.numel).view(slot.shape).double())
+    return Unit("u", nn.Module(), [flat], moves(strategy), comm)
+
+
+@pytest.mark.parametrize("row", ["zero3", "zero3_keep", "hpz"])
+def test_each_state_has_in_memory_what_the_table_says(row: str) -> None:
+    def body(comm: Comm) -> None:
+        unit = unit_on(comm, row)
+        flat, count = unit.flats[0], unit.open_units
+        assert flat.layout.numel == NUMEL
+        whole = NUMEL * 8
+
+        def state(expected: State, full: int, shown: bool, kept: bool) -> None:
+            assert unit.state is expected
+            assert (bytes_of(flat.full), bytes_of(flat.rest)) == (full, whole // comm.mesh.size)
+            assert (flat.kept is not None) == kept
+            assert all(isinstance(p, AtRest) != shown for p in flat.parameters)
+            assert (unit in count.units, unit in count.arriving, count.gathered.now) == (
+                full > 0,
+                expected is State.UNSHARDING,
+                full,
+            )
+
+        state(State.SHARDED, 0, shown=False, kept=False)
+        for kept in (False, True):
+            unit.unshard("forward", 0)
+            state(State.UNSHARDING, whole, shown=False, kept=kept)
+            unit.wait()
+            state(State.UNSHARDED, whole, shown=True, kept=kept)
+            unit.keep()
+            unit.reshard()
+            state(State.SHARDED, 0, shown=False, kept=True)
+        unit.unshard("backward", 0)
+        unit.reshard()  # prefetched, and not needed
+        unit.forget()
+        state(State.SHARDED, 0, shown=False, kept=False)
+
+    run(Mesh(shard=2), body)
+
+
+def test_a_transition_asserts_the_state_that_it_starts_from() -> None:
+    def body(comm: Comm) -> None:
+        unit = unit_on(comm, "zero3")
+        for wrong in (unit.wait, unit.reshard, unit.keep):
+            with pytest.raises(AssertionError, match="unit 'u' is sharded"):
+                wrong()
+        unit.unshard("forward", 0)
+        for wrong in (lambda: unit.unshard("forward", 0), unit.keep):
+            with pytest.raises(AssertionError, match="is unsharding"):
+                wrong()
+        unit.wait()
+        for wrong in (lambda: unit.unshard("forward", 0), unit.wait):
+            with pytest.raises(AssertionError, match="is unsharded"):
+                wrong()
+        whole = unit_on(comm, "ddp")
+        for wrong in (lambda: whole.unshard("forward", 0), whole.wait, whole.reshard):
+            with pytest.raises(AssertionError, match="is whole"):
+                wrong()
+        assert whole.flats[0].full is whole.flats[0].rest
+
+    run(Mesh(shard=2), body)

@@ -1,0 +1,299 @@
+"""A unit is gathered when its parameters are read and freed when nobody reads them any more, not earlier.
+
+Each model here reads parameters at a moment that a simple rule gets wrong: after the last trained gradient of the
+unit (frozen weights, borrowed weights), in a second call, or between a backward and the step.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import SPLIT_ROWS, agree, batches, distinct, net, plain, sgd, train
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from plait import engine
+from plait.comm import Comm, run
+from plait.table.cells import TABLE, moves
+from plait.table.mesh import Mesh
+from plait.step import Engine
+from plait.zero.unit import OpenUnits, Unit
+
+WIDTH = cases.WIDTH
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False)
+
+
+class LowRank(nn.Module):
+    """A frozen linear and a trained low-rank correction beside it (LoRA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = frozen(nn.Linear(WIDTH, WIDTH))
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        out: Tensor = self.base(x_BC) + self.up(self.down(x_BC))
+        return out.tanh()
+
+
+class FrozenFirst(nn.Module):
+    """Trained after frozen: all gradients of the unit have come while its frozen weight is still needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.own = frozen(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        out: Tensor = self.own(self.base(x_BC).tanh())
+        return out
+
+
+class Sharing(nn.Module):
+    """Blocks that read one shared linear before their own."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.own = shared, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        out: Tensor = self.own(self.shared(x_BC).tanh())
+        return out
+
+
+class FrozenTwice(nn.Module):
+    """A frozen module in the middle, called twice in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Linear(WIDTH, WIDTH), frozen(nn.Linear(WIDTH, WIDTH))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        out: Tensor = self.last(self.middle(self.middle(self.first(x_BC))).tanh())
+        return out
+
+
+class BoundaryState(nn.Module):
+    """Learned latents (a leaf) attend to a memory through a frozen module of two inputs."""
+
+    class Cross(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.key, self.query = frozen(nn.Linear(WIDTH, WIDTH)), frozen(nn.Linear(WIDTH, WIDTH))
+
+        def forward(self, latent_C: Tensor, memory_BC: Tensor) -> Tensor:
+            key = self.key(memory_BC)
+            out: Tensor = self.query(latent_C) * key.tanh()
+            return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latent = nn.Parameter(torch.zeros(WIDTH))
+        self.memory = nn.Linear(WIDTH, WIDTH)
+        self.cross = nn.ModuleList([self.Cross()])
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        out: Tensor = self.cross[0](self.latent, self.memory(x_BC))
+        return out
+
+
+class FrozenBetween(nn.Module):
+    """A frozen scale, read before the model's own trained weight: its backward comes after that weight's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.turn = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        return (self.first(x_BC) * self.scale) @ self.turn
+
+
+def sharing() -> nn.Module:
+    shared = nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(*(Sharing(shared) for _ in range(3)))
+
+
+MODELS = {
+    "low rank": lambda: nn.Sequential(LowRank(), LowRank(), LowRank()),
+    "frozen before own": lambda: nn.Sequential(FrozenFirst(), FrozenFirst()),
+    "shared before own": sharing,
+    "frozen, twice": FrozenTwice,
+    "frozen, two inputs": BoundaryState,
+    "frozen in the model itself": FrozenBetween,
+    "first frozen": lambda: nn.Sequential(frozen(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
+    "last frozen": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), frozen(nn.Linear(WIDTH, WIDTH))),
+}
+
+
+@pytest.mark.parametrize("row", ["ddp", *SPLIT_ROWS])
+@pytest.mark.parametrize("model", MODELS)
+def test_frozen_and_shared_parameters_stay_until_they_were_read(model: str, row: str) -> None:
+    template, data = distinct(MODELS[model]()), batches()
+    ranks = train(template, "replica=2 shard=2", row, data, optimizer=sgd, microbatches=2)
+    agree(ranks, plain(template, data, optimizer=sgd))
+    still = {name for name, p in template.named_parameters() if not p.requires_grad}
+    assert all(torch.equal(ranks[0].state[name], template.state_dict()[name]) for name in still)
+
+
+@pytest.mark.parametrize("row", ["ddp", *SPLIT_ROWS])
+def test_a_loss_of_a_units_own_beside_its_output(row: str) -> None:
+    """An auxiliary loss, kept as an attribute; its backward may run before the unit's output is reached."""
+
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x_BC: Tensor) -> Tensor:
+            out: Tensor = self.own(x_BC).tanh()
+            self.penalty = (out**2).sum() * 0.1 + (self.own(x_BC) ** 4).sum() * 0.01
+            return out
+
+    def loss(model: nn.Module, batch: cases.Batch) -> Tensor:
+        whole = cases.loss_sum(model, batch)
+        return whole + sum(block.penalty for block in model)  # type: ignore[union-attr, misc, operator]
+
+    template = distinct(nn.Sequential(Penalised(), Penalised(), Penalised()))
+    ranks = train(template, "shard=2", row, batches(), loss=loss, microbatches=2)
+    agree(ranks, plain(template, batches(), loss=loss))
+
+
+@pytest.mark.parametrize("row", ["ddp", *SPLIT_ROWS])
+@pytest.mark.parametrize("inside", [True, False], ids=["inside the unit", "around the unit"])
+def test_recomputation(row: str, inside: bool) -> None:
+    """Freed, gathered once for recomputation and backward; the gradients are the bits of the run without it."""
+
+    class Saving(cases.Block):
+        def forward(self, x_BC: Tensor) -> Tensor:
+            out: Tensor = checkpoint(super().forward, x_BC, use_reentrant=False)
+            return out
+
+    class Wrapped(cases.Net):
+        def forward(self, x_BC: Tensor) -> Tensor:
+            x_BC = self.first(x_BC)
+            for block in self.blocks:
+                x_BC = block(x_BC) if inside else checkpoint(block, x_BC, use_reentrant=False)
+            out: Tensor = self.head(self.norm(x_BC) * self.scale)
+            return out
+
+    template, saving = net(), Wrapped()
+    if inside:
+        saving.blocks = nn.ModuleList(Saving() for _ in range(3))
+    saving.double().load_state_dict(template.state_dict())
+    straight = train(template, "replica=2 shard=2", row, batches(), microbatches=2)
+    again = train(saving, "replica=2 shard=2", row, batches(), microbatches=2)
+    for ours, theirs in zip(again, straight, strict=True):
+        assert ours.losses == theirs.losses
+        assert all(torch.equal(ours.state[name], theirs.state[name]) for name in theirs.state)
+
+
+@pytest.mark.parametrize("row", cases.ROWS)
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+def test_evaluation_between_backward_and_step_keeps_nothing_old(row: str, grad: bool) -> None:
+    """What a forward without a backward left gathered must not survive the update."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.middle = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+            self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.last.weight = self.first.weight
+
+        def forward(self, x_BC: Tensor) -> Tensor:
+            out: Tensor = self.last(self.middle(self.first(x_BC)).tanh())
+            return out
+
+    template, batch = distinct(Tied()), batches()[0]
+
+    def loop(comm: Comm) -> list[Tensor]:
+        model = copy.deepcopy(template)
+        optimizer = sgd(model.parameters())
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer)
+        outputs = []
+        for _ in range(2):
+            engine.backward(cases.loss_sum(model, batch), cases.count(batch))
+            model.eval()
+            with torch.set_grad_enabled(grad):
+                outputs.append(model(batch["x"]).detach())
+            optimizer.step()
+            with torch.set_grad_enabled(grad):
+                outputs.append(model(batch["x"]).detach())
+            model.train()
+        return outputs
+
+    truth, reference = [], copy.deepcopy(template)
+    stepper = sgd(reference.parameters())
+    for _ in range(2):
+        stepper.zero_grad()
+        (cases.loss_sum(reference, batch) / cases.count(batch)).backward()
+        truth.append(reference(batch["x"]).detach())
+        stepper.step()
+        truth.append(reference(batch["x"]).detach())
+    for outputs in run(Mesh(replica=2, shard=2), loop):
+        for ours, theirs in zip(outputs, truth, strict=True):
+            assert cases.close(ours, theirs)
+
+
+class Biased(nn.Module):
+    """A block that calls a module which stands beside the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_BC: Tensor, bias: nn.Module) -> Tensor:
+        out: Tensor = self.own(x_BC + bias(x_BC)).tanh()
+        return out
+
+
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Biased() for _ in range(3))
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        for block in self.blocks:
+            x_BC = x_BC + block(x_BC, self.bias)
+        return x_BC
+
+
+@pytest.mark.parametrize(
+    ("row", "prefetch", "recompute"),
+    [("zero3", 0, None), ("zero3", 1, "full"), ("psdp", 1, None), ("psdp", 0, "full"), ("hsdp", 1, None)],
+)
+def test_a_module_beside_the_blocks_that_each_of_them_calls(row: str, prefetch: int, recompute: str | None) -> None:
+    """The block is open while the module runs, though it is not around it."""
+    template = distinct(Beside())
+    ranks = train(template, "replica=2 shard=2", row, batches(), prefetch=prefetch, recompute=recompute)
+    agree(ranks, plain(template, batches()))
+
+
+def test_units_that_were_fetched_too_early_are_still_counted_in_a_forward() -> None:
+    open_units = OpenUnits()
+    units = [Unit(name, nn.Module(), [], moves(TABLE["zero3"]), None) for name in "abcd"]  # type: ignore[arg-type]
+    for unit in units[:3]:
+        open_units.add(unit)
+    caller, running, ahead, second = units
+    caller.users = running.users = 1
+    open_units.check_bound(running, 1, backward=False)
+    open_units.add(second)
+    with pytest.raises(AssertionError, match=r"3 units are unsharded .*\(b, c, d\), more than 2"):
+        open_units.check_bound(running, 1, backward=False)
+    assert not ahead.users and not second.users
+
+
+def test_only_the_unsharding_writes_its_fields() -> None:
+    """Stages and engines tell it what begins; what follows from that stands in one file."""
+    written = re.compile(r"(gathering|unsharding)\.\w+ *([-+]?=)[^=]")
+    sources = Path(engine.__file__).parent.rglob("*.py")
+    assert not [f"{path.name}: {found[0]}" for path in sources if (found := written.search(path.read_text()))]

@@ -1,0 +1,188 @@
+"""Which parameters travel together: by block or as the user names them, and the innermost unit has it."""
+
+from __future__ import annotations
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import SPLIT_ROWS, agree, batches, distinct, plain, train
+from torch import Tensor, nn
+
+from plait.zero.wrap import Wrapped, automatic, wrap
+from plait.forward.recompute import blocks_of
+
+
+def laid(wrapped: tuple[Wrapped, ...]) -> dict[str, list[str]]:
+    return {w.name: [name for name, _ in w.parameters] for w in wrapped}
+
+
+def test_blocks_are_units_and_so_are_matrices_outside_them() -> None:
+    found = laid(wrap(cases.Net(2)))
+    assert list(found) == ["", "first", "blocks.0", "blocks.1", "head"]
+    assert found[""] == ["scale", "norm.weight", "norm.bias"]
+    assert found["first"] == ["first.weight", "first.bias"]
+    assert found["blocks.1"] == [
+        f"blocks.1.{name}" for name in ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias")
+    ]
+
+
+def callable_names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if name and not isinstance(module, nn.ModuleList)]
+
+
+def test_every_parameter_is_laid_exactly_once() -> None:
+    for model in (cases.Net(), nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU()))):
+        for units in (None, (), callable_names(model)):
+            names = [name for group in laid(wrap(model, units)).values() for name in group]
+            assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_a_sequential_in_a_sequential_is_opened_up() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)))
+    assert list(laid(wrap(model))) == ["", "0", "1.0", "1.2"]
+
+
+def test_a_sequential_in_a_module_list_is_a_block_unless_it_holds_blocks() -> None:
+    def block() -> nn.Sequential:
+        return nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 5), nn.GELU())
+
+    model = nn.Module()
+    model.blocks = nn.ModuleList([block(), block()])
+    model.stages = nn.ModuleList([nn.Sequential(cases.Block(), block(), nn.Linear(5, 5))])
+    assert automatic(model) == ("", "blocks.0", "blocks.1", "stages.0.0", "stages.0.2", "stages.0.1.0", "stages.0.1.1")
+    assert blocks_of(model, automatic(model)) == ["blocks.0", "blocks.1", "stages.0.0"]
+
+
+def test_a_convolution_net() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
+    assert list(laid(wrap(model))) == ["", "0", "1", "4"]
+
+
+def test_named_units_may_nest_and_the_innermost_has_the_parameter() -> None:
+    found = laid(wrap(cases.Net(2), ["blocks.0", "blocks.0.up", "head"]))
+    assert list(found) == ["", "blocks.0", "blocks.0.up", "head"]
+    assert found["blocks.0.up"] == ["blocks.0.up.weight", "blocks.0.up.bias"]
+    assert "blocks.0.up.weight" not in found["blocks.0"] and "blocks.0.down.weight" in found["blocks.0"]
+    assert "blocks.1.up.weight" in found[""]
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"blocks\.O.*blocks\.0"):
+        wrap(cases.Net(2), ["blocks.O"])
+
+
+def test_a_tied_parameter_is_laid_in_the_first_unit_and_borrowed_by_the_other() -> None:
+    model = cases.Net(1)
+    model.head = nn.Linear(cases.WIDTH, cases.WIDTH, bias=False)
+    model.head.weight = model.first.weight
+    wrapped = {w.name: w for w in wrap(model)}
+    assert [n for n, _ in wrapped["first"].parameters] == ["first.weight", "first.bias"]
+    assert wrapped["head"].parameters == () and wrapped["head"].borrows == ("first",)
+
+
+class Embedded(nn.Module):
+    """A layer of a ``Sequential``, and one of a block, stand in a second container too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Sequential(nn.Tanh(), nn.Linear(cases.WIDTH, cases.WIDTH), nn.LayerNorm(cases.WIDTH))
+        self.blocks = nn.ModuleList(cases.Block() for _ in range(2))
+        self.patches = nn.Sequential(*self.embed[1:])
+        self.ups = nn.ModuleList(block.up for block in self.blocks)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        x_BC = self.patches(x_BC)
+        for block in self.blocks:
+            x_BC = block(x_BC)
+        return x_BC * self.ups[0](x_BC).mean(1, keepdim=True)
+
+
+def test_a_module_in_two_containers_is_a_unit_under_its_first_name() -> None:
+    model = Embedded()
+    assert automatic(model) == ("", "embed.1", "embed.2", "blocks.0", "blocks.1", "blocks.0.up", "blocks.1.up")
+    names = [name for group in laid(wrap(model)).values() for name in group]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict])
+def test_a_container_that_is_never_called_is_refused_as_a_unit(container: type[nn.Module]) -> None:
+    """Nothing would ever gather it."""
+    model = nn.Module()
+    parts = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    model.parts = container(parts) if container is nn.ModuleList else container({"a": parts[0], "b": parts[1]})
+    with pytest.raises(ValueError, match="parts"):
+        wrap(model, ["parts"])
+
+
+class Listed(nn.Module):
+    """Matrices in a ParameterList, used by the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.zeros(cases.WIDTH, cases.WIDTH) for _ in range(3)])
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        for weight in self.weights:
+            x_BC = (x_BC @ weight).tanh()
+        return x_BC
+
+
+class Attending(nn.Module):
+    """torch's attention reads the weight of its child ``out_proj`` without ever calling the child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(cases.WIDTH, 1, batch_first=True)
+        self.head = nn.Linear(cases.WIDTH, 3)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        x_BTC = torch.stack((x_BC, x_BC.roll(1, 1), -x_BC), 1)
+        out: Tensor = self.head(self.attention(x_BTC, x_BTC, x_BTC)[0])
+        return out
+
+
+class Convolving(nn.Module):
+    """Convolutions, a normalisation over channels, pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv1d(1, 3, 3, padding=1), nn.GroupNorm(1, 3), nn.Tanh(), nn.Conv1d(3, 5, 2), nn.Tanh(), nn.Flatten()
+        )
+        self.head = nn.Linear(5 * (cases.WIDTH - 1), 2)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x_BC[:, None]))
+        return out
+
+
+class Nested(nn.Module):
+    """Stages of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList(cases.Block() for _ in range(2)) for _ in range(2))
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        for stage in self.stages:
+            for block in stage:
+                x_BC = block(x_BC)
+        return x_BC
+
+
+@pytest.mark.parametrize("row", ["ddp", *SPLIT_ROWS])
+@pytest.mark.parametrize("kind", [Listed, Attending, Convolving, Nested, Embedded])
+def test_models_of_many_makes_train(kind: type[nn.Module], row: str) -> None:
+    template = distinct(kind())
+    agree(train(template, "replica=2 shard=2", row, batches(), microbatches=2), plain(template, batches()))
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3", "zero3_keep", "hpz"])
+@pytest.mark.parametrize(
+    "units",
+    [(), ("blocks.0",), ("blocks.0", "blocks.0.up", "blocks.0.down"), ("first", "blocks.1.norm", "blocks.2")],
+)
+def test_named_and_nested_units_train(units: tuple[str, ...], row: str) -> None:
+    template = cases.net()
+    ranks = train(template, "shard=3", row, batches(), units=units, microbatches=2)
+    agree(ranks, plain(template, batches()))

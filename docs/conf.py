@@ -7,8 +7,6 @@ from pathlib import Path
 from sphinx.ext.napoleon import GoogleDocstring
 
 import plait
-import plait.referee.verify.run
-import plait.referee.witness.record
 
 HERE = Path(__file__).parent.resolve()
 
@@ -56,7 +54,5 @@ def read_google(app: object, what: str, name: str, thing: object, options: objec
 
 
 def setup(app) -> None:
-    plait.verify = plait.referee.verify.run.verify  # the package can be called; its reference is that of the call
-    plait.witness = plait.referee.witness.record.witness
     app.connect("source-read", write_links)
     app.connect("autodoc-process-docstring", read_google)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 import plait
 from plait.comm import Comm
 from plait.run.data import SyntheticRegression
-from plait.zero.state.init import materialise
 from plait.run.models.mlp import MLP, MLPConfig, sample_count, squared_error_sum
 from plait.run.models.sharded_mlp import ShardedMLP
 from plait.schedule.actions import Kind
 from plait.schedule.orders import gpipe, naive, one_f_one_b
+from plait.zero.state.init import materialise
 
 STAGES, MICROBATCHES, SAMPLES, SEED = 4, 8, 27, 0
 CONFIG = MLPConfig(num_layers=10, width=24)

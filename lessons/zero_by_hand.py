@@ -18,9 +18,9 @@ from torch.optim import SGD, AdamW
 
 import plait
 from plait.comm import Comm
-from plait.table.mesh import Mesh
 from plait.predict.cost import differences, predict_step
 from plait.predict.memory import formula
+from plait.table.mesh import Mesh
 
 RANKS, WIDTH, STEPS = 4, 64, 3
 MESH, DATA = f"shard={RANKS}", ("replica", "shard")

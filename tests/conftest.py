@@ -21,14 +21,14 @@ from torch import Tensor
 
 from plait.comm import ThreadWorld
 from plait.comm.deadline import clock
-from plait.table.mesh import Mesh
-from plait.table.tensor_plan import KINDS
-from plait.table.tensor_plan import MESSAGES as SENDS
 from plait.forward.tensor_parallel import LINEARS
 from plait.run.job.families import FAMILIES
 from plait.run.job.optimizer import OPTIMIZERS
 from plait.schedule.orders import ORDERS
 from plait.sharded.rules import RULES
+from plait.table.mesh import Mesh
+from plait.table.tensor_plan import KINDS
+from plait.table.tensor_plan import MESSAGES as SENDS
 from plait.tensor import gemm
 
 TESTS = Path(__file__).parent

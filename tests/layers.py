@@ -90,9 +90,7 @@ SHARES: dict[str, Share] = {
     "docs": DOCUMENTATION,
     "step": TRAINING,
     "zero/test_probe.py::test_the_table_of_torchs_classes_is_right": Share("values", "all"),
-    "zero/test_probe.py::test_other_optimizers_have_whole_tensors_or_are_declared": Share(
-        "values", "all"
-    ),
+    "zero/test_probe.py::test_other_optimizers_have_whole_tensors_or_are_declared": Share("values", "all"),
     "step/loops/test_optimizer_state.py::test_it_enters_any_other_layout_to_the_bit": Share("few", "values"),
     "step/test_checked_collectives.py": Share("values", "all"),
     "step/test_drift.py": FAST,

@@ -1,12 +1,8 @@
-"""The rules of the house, read off the source: imports run one way, and files stay small.
+"""The rules of the house, read off the source: walls between parts, imports one way, files that stay small.
 
-core <- schedule <- plan <- report, prove
-core <- comm <- sharded <- tensor_parallel <- engine <- checkpoint <- job <- config
-engine <- injection <- train
-config <- verify <- train <- launch <- commands
-inside the engine: forward <- data_parallel <- state <- pipeline <- the step (engine.py and its neighbours)
-models and data stand beside engine, below job; measure lies between config and train; watch stands upon comm; files
-upon core
+The library:  messages <- table <- schedule <- predict
+              table <- comm <- tensor <- forward <- zero <- pipeline <- step <- checkpoint
+The wings:    sharded, shared_memory, referee, run; each may import the library, and the library none of them
 """
 
 import ast
@@ -21,50 +17,69 @@ from packaging.specifiers import SpecifierSet
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "plait"
 
-TENSORS = {"core", "comm", "sharded", "tensor_parallel"}
-FORWARD = TENSORS | {"schedule", "engine/forward"}
-DATA_PARALLEL = FORWARD | {"engine/data_parallel"}
-STATE = DATA_PARALLEL | {"engine/state"}
-PIPELINE = STATE | {"engine/pipeline"}
-UP_TO_ENGINE = PIPELINE | {"engine"}
-TRAINING = UP_TO_ENGINE | {"files", "plan", "report", "checkpoint", "models", "data", "config"}
+PURE = {"messages", "table", "schedule", "predict"}
+TENSORS = {"messages", "table", "schedule", "comm", "tensor"}
+FORWARD = TENSORS | {"forward"}
+ZERO = FORWARD | {"zero"}
+STATE = ZERO | {"zero/state"}
+PIPELINE = STATE | {"pipeline"}
+ENGINE = PIPELINE | {"step"}
+LIBRARY = ENGINE | {"predict", "checkpoint", "checkpoint/files"}
+JOB = LIBRARY | {"run/models", "run/data", "run/job"}
+CONFIG = JOB | {"run/report", "run/injection", "run/config"}
+VERIFY = CONFIG | {"later", "referee", "referee/verify"}
 
 MAY_IMPORT: dict[str, set[str]] = {
-    "core": set(),
-    "files": {"core"},
-    "schedule": {"core"},
-    "plan": {"core", "schedule"},
-    "report": {"core", "schedule", "plan"},
-    "prove": {"core", "files", "schedule", "plan"},
-    "comm": {"core"},
-    "tensor_parallel": {"core", "comm", "sharded"},
-    "sharded": {"core", "comm"},
-    "engine/forward": FORWARD - {"engine/forward"},
-    "engine/data_parallel": DATA_PARALLEL - {"engine/data_parallel"},
-    "engine/state": STATE - {"engine/state"},
-    "engine/pipeline": PIPELINE - {"engine/pipeline"},
-    "engine": UP_TO_ENGINE - {"engine"},
-    "checkpoint": UP_TO_ENGINE | {"files"},
-    "models": TENSORS | {"schedule", "files"},
-    "data": {"core", "files"},
-    "job": UP_TO_ENGINE | {"files", "checkpoint", "models", "data"},
-    "config": UP_TO_ENGINE | {"files", "plan", "report", "checkpoint", "models", "data", "job", "injection"},
-    "watch": {"core", "comm"},
-    "measure": {"core", "files", "comm", "report", "config", "tensor_parallel"},
-    "injection": UP_TO_ENGINE,
-    "train": TRAINING | {"job", "verify", "measure", "injection", "watch"},
-    "referee": {"core"},
-    "verify": TRAINING | {"job", "referee"},
-    "witness": TRAINING | {"job", "referee", "verify"},
-    "api": UP_TO_ENGINE | {"checkpoint", "models", "data", "watch"},
-    "launch": {"core", "files", "comm", "config", "checkpoint", "train", "verify", "watch"},
-    "commands": TRAINING | {"job", "measure", "train", "verify", "launch", "prove", "witness"},
-    "__main__": {"core", "commands"},
-    "__init__": UP_TO_ENGINE | {"checkpoint", "api", "models", "data", "job", "verify", "injection", "witness"},
+    "messages": set(),
+    "later": set(),
+    "table": {"messages"},
+    "schedule": {"messages", "table"},
+    "predict": {"messages", "table", "schedule"},
+    "comm": {"messages", "table"},
+    "tensor": {"messages", "table", "comm"},
+    "forward": TENSORS,
+    "zero": FORWARD,
+    "zero/state": ZERO,
+    "pipeline": STATE,
+    "step": PIPELINE,
+    "checkpoint/files": {"messages"},
+    "checkpoint": ENGINE | {"checkpoint/files"},
+    "sharded": {"messages", "table", "comm", "forward"},
+    "shared_memory": {"messages", "table", "comm"},
+    "referee": {"table"},
+    "referee/prove": PURE | {"checkpoint/files"},
+    "referee/verify": (VERIFY - {"referee/verify"}) | {"sharded"},
+    "referee/witness": VERIFY | {"sharded"},
+    "run": set(),
+    "run/report": PURE,
+    "run/models": FORWARD | {"sharded", "checkpoint/files", "zero"},
+    "run/data": {"messages", "table", "comm", "checkpoint/files"},
+    "run/injection": ENGINE,
+    "run/job": LIBRARY | {"run/models", "run/data"},
+    "run/config": (CONFIG - {"run/config"}) | {"later"},
+    "run/watch": {"messages", "table", "comm"},
+    "run/measure": CONFIG,
+    "run/train": VERIFY | {"run/measure", "run/watch"},
+    "run/launch": VERIFY | {"run/train", "run/watch"},
+    "run/commands": VERIFY
+    | {"run/train", "run/watch", "run/measure", "run/launch", "referee/prove", "referee/witness"},
+    "api": LIBRARY | {"run/data", "run/watch"},
+    "__main__": {"messages", "run/commands"},
+    "__init__": LIBRARY
+    | {"api", "later", "sharded", "run/models", "run/data", "run/job", "run/injection"}
+    | {"referee/verify", "referee/witness"},
 }
 """Which parts of plait each part may import. A part that is not here is refused: give it a line."""
 
-WITHOUT_TORCH = {"core", "files", "schedule", "plan", "report", "prove"}
+OVER_THE_WALL = {
+    ("comm/process.py", "shared_memory"),
+    ("comm/hosts.py", "shared_memory"),
+    ("forward/tensor_parallel.py", "sharded"),
+    ("tensor/vocabulary.py", "sharded"),
+}
+"""Files of the library that still import a wing.  Each goes; none is added."""
+
+WITHOUT_TORCH = PURE | {"checkpoint/files", "run/report", "referee/prove", "later"}
 
 MAY_CALL_COLLECTIVES = {"comm/gloo.py", "comm/nccl.py"}
 
@@ -101,10 +116,10 @@ SPEAKS = {"messages/escape.py": {"write"}, "run/report/screen.py": {"Console"}}
 
 
 def part_of(path: str) -> str:
-    """``zero/unit.py`` belongs to ``engine/data_parallel``, ``run/train/run.py`` to ``train``."""
+    """``zero/state/init.py`` belongs to ``zero/state``, ``zero/unit.py`` to ``zero``."""
     top, *inside = path.removesuffix(".py").split("/")
-    wing = f"{top}/{inside[0]}" if inside else top
-    return wing if wing in MAY_IMPORT else top
+    part = f"{top}/{inside[0]}" if inside else top
+    return part if part in MAY_IMPORT else top
 
 
 def imports(tree: ast.Module, path: str) -> list[tuple[int, str]]:
@@ -174,13 +189,13 @@ def unpickling(tree: ast.Module, path: str) -> list[str]:
 
 
 def unescaped(tree: ast.Module, path: str) -> list[str]:
-    """Where a file prints without ``core.escape.say`` or ``report.screen``."""
+    """Where a file prints without ``messages.escape.say`` or ``report.screen``."""
     found = []
     for node in ast.walk(tree):
         name = dotted(node.func) if isinstance(node, ast.Call) else ""
         direct = name == "print" or name in ("sys.stderr.write", "sys.stdout.write")
         if (direct or name.split(".")[-1] == "Console") and path not in SPEAKS:
-            found.append(f"{path}:{node.lineno}: {name}: text leaves by core.escape.say or report.screen")
+            found.append(f"{path}:{node.lineno}: {name}: text leaves by messages.escape.say or report.screen")
     return found
 
 
@@ -197,6 +212,8 @@ def faults(path: str, source: str) -> list[str]:
             found.append(f"{path}:{line}: {part} is pure and imports {name}")
         # `from plait import x` of something that is no part of it (like __version__) is nobody's business.
         imported = part_of("/".join(rest))
+        if (path, imported) in OVER_THE_WALL:
+            continue
         if top == "plait" and imported in MAY_IMPORT and imported not in MAY_IMPORT[part] | {part}:
             found.append(f"{path}:{line}: {part} may not import {name}")
         if top == "plait" and not rest:
@@ -215,6 +232,20 @@ def test_imports_run_one_way() -> None:
     for file in sorted(SOURCE.rglob("*.py")):
         found += faults(file.relative_to(SOURCE).as_posix(), file.read_text())
     assert not found, "\n".join(found)
+
+
+def test_each_hole_in_the_wall_is_still_needed() -> None:
+    for path, wing in OVER_THE_WALL:
+        source = SOURCE / path
+        reaches = source.exists() and f"plait.{wing}." in source.read_text()
+        assert reaches, f"{path} imports no {wing} any more: take it off OVER_THE_WALL"
+
+
+def test_the_library_imports_no_wing() -> None:
+    tops = {part.split("/")[0] for part in LIBRARY}
+    assert tops == {*PURE, "comm", "zero", "step", "pipeline", "tensor", "forward", "checkpoint"}
+    reached = {lower.split("/")[0] for part in LIBRARY for lower in MAY_IMPORT[part]}
+    assert reached <= tops, f"library packages may import {', '.join(sorted(reached - tops))}"
 
 
 def test_the_allowed_directions_hold_no_circle() -> None:
@@ -253,19 +284,19 @@ def test_every_module_opens_with_its_idea() -> None:
         ("predict/cost.py", "import torch.distributed as dist", "is pure"),
         ("table/mesh.py", "from plait.comm.base import Comm", "may not import plait.comm.base"),
         ("table/mesh.py", "from plait import comm", "may not import plait.comm"),
-        ("table/mesh.py", "from ..engine import unit", "may not import plait.step.unit"),
+        ("table/mesh.py", "from ..step import unit", "may not import plait.step.unit"),
         ("comm/base.py", "import plait.zero.unit", "may not import plait.zero.unit"),
         ("zero/unit.py", "if TYPE_CHECKING:\n    from plait.run.train.run import run", "may not import"),
         ("zero/unit.py", "from plait.zero.state.init import init", "may not import"),
-        ("forward/products.py", "from plait.step import Engine", "engine/forward may not import"),
+        ("forward/products.py", "from plait.step import Engine", "forward may not import"),
         ("run/train/run.py", "from plait.run.launch.local import launch", "may not import"),
         ("run/models/gpt.py", "import plait", "as a whole"),
         ("magic/x.py", "", "no line in MAY_IMPORT"),
-        ("engine/x.py", "import torch.distributed as d\nd.all_reduce(x)", "d.all_reduce belongs"),
-        ("engine/x.py", "from torch import distributed\ndistributed.send(x)", "belongs in comm/gloo"),
-        ("engine/x.py", "import torch\ntorch.distributed.barrier()", "belongs in comm/gloo"),
+        ("step/x.py", "import torch.distributed as d\nd.all_reduce(x)", "d.all_reduce belongs"),
+        ("step/x.py", "from torch import distributed\ndistributed.send(x)", "belongs in comm/gloo"),
+        ("step/x.py", "import torch\ntorch.distributed.barrier()", "belongs in comm/gloo"),
         ("comm/thread.py", "from torch.distributed import broadcast as b", "belongs in comm/gloo"),
-        ("engine/x.py", "def f():\n    global state", "process-wide state"),
+        ("step/x.py", "def f():\n    global state", "process-wide state"),
         ("comm/agree.py", "import pickle", "may run what it reads"),
         ("comm/agree.py", "from multiprocessing import connection", "may run what it reads"),
         ("checkpoint/dcp.py", "import pickle\npickle.loads(data)", "may run what it reads"),

@@ -55,10 +55,10 @@ DOTTED = re.compile(r"\bplait(?:_lessons)?(?:\.[a-z_]\w*)+")
 def wrong_maps(text: str, folder: Path) -> list[str]:
     """Files and folders that a text names and that are nowhere it may mean, and dotted names that nothing has.
 
-    A path starts at the repository, in ``src/plait`` or its engine, in ``lessons``, or beside the file with the text.
+    A path starts at the repository, in ``src/plait``, in ``lessons``, or beside the file with the text.
     """
     source = ROOT / "src"
-    homes = [ROOT, source, source / "plait", source / "plait" / "engine", ROOT / "lessons", folder]
+    homes = [ROOT, source, source / "plait", ROOT / "lessons", folder]
     paths = PATH.findall(re.sub(r"torchrun .*|(my_job|my_rows|FILE)\.py", "", text))  # those are the reader's
     wrong = [path for path in paths if not any((home / path).exists() for home in homes)]
     return wrong + [name for name in DOTTED.findall(text) if not leads_somewhere(name)]
@@ -89,11 +89,9 @@ def test_what_docstrings_name_is_there() -> None:
 
 
 def test_a_wrong_map_is_found() -> None:
-    here = ROOT / "src" / "plait" / "core"
-    assert (
-        wrong_maps("`table/cells.py`, `cells.py`, `data_parallel/unit.py`, `docs/guide/`; plait.table.cells", here) == []
-    )
-    assert wrong_maps("`core/cell.py`, `guides/`; `plait.table.cell`, `plait.table.cells.nothing`", here) == [
-        *("core/cell.py", "guides/"),
+    here = ROOT / "src" / "plait" / "table"
+    assert wrong_maps("`table/cells.py`, `cells.py`, `zero/unit.py`, `docs/guide/`; plait.table.cells", here) == []
+    assert wrong_maps("`table/cell.py`, `guides/`; `plait.table.cell`, `plait.table.cells.nothing`", here) == [
+        *("table/cell.py", "guides/"),
         *("plait.table.cell", "plait.table.cells.nothing"),
     ]

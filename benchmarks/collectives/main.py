@@ -32,8 +32,8 @@ from harness.rows import Row, as_json, ratio_row, value_row
 from harness.turns import no_collection, over_ranks, rotated
 
 from plait.comm.base import Comm
-from plait.table.mesh import AXES, Mesh
 from plait.run.measure.comm import parse_size
+from plait.table.mesh import AXES, Mesh
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 GLOO, SHARED, LENT, MEMCPY = "gloo", "plait/shm", "plait/shm, lent", "memcpy"

@@ -77,8 +77,8 @@ def _on_shared_memory(peer: Build) -> Build:
 
 def _row(strategy: str, gemm: str, who: str) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
-        from plait.table.mesh import Mesh
         from plait.step import Engine
+        from plait.table.mesh import Mesh
 
         model = workload.build()
         engine = Engine(

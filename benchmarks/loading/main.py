@@ -31,8 +31,8 @@ from harness.rows import Row, as_json, ratio_row, value_row
 
 import plait
 from plait.checkpoint.huggingface import open_folder, write_tensors
-from plait.table.mesh import Mesh
 from plait.run.models.pretrained import Pretrained
+from plait.table.mesh import Mesh
 
 MIB = 2**20
 STREAMED, WHOLE = "by rows", "from_pretrained on every rank"

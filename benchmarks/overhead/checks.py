@@ -22,12 +22,12 @@ from plait.comm import Comm
 from plait.comm.agree import gather_floats
 from plait.comm.check import CollectiveCheck
 from plait.run.config import TrainConfig
-from plait.table.collectives import Note
-from plait.table.mesh import AXES
-from plait.step.drift import DriftCheck
 from plait.run.job.job import make_job
 from plait.run.launch.local import launch
 from plait.run.watch.rank import RankObserver
+from plait.step.drift import DriftCheck
+from plait.table.collectives import Note
+from plait.table.mesh import AXES
 
 TURNS = ("plain", "collectives", "drift", "watched")
 TIMES = 20

@@ -107,8 +107,8 @@ def engine_for(
     who: str = "plait",
 ) -> Engine:
     """A rank's engine, on the process group that all contestants share."""
-    from plait.table.mesh import Mesh
     from plait.step import Engine
+    from plait.table.mesh import Mesh
 
     model = workload.build()
     return Engine(

@@ -62,8 +62,8 @@ def rows(model: str) -> tuple[dict[str, Build], str]:
 
 def _row(sequence: bool, gemm: str, who: str) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
-        from plait.table.mesh import Mesh
         from plait.step import Engine
+        from plait.table.mesh import Mesh
         from plait.tensor import cross_entropy_sum
 
         def loss_sum(model: nn.Module, batch: Batch) -> Tensor:

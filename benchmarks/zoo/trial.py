@@ -28,8 +28,8 @@ from wide import wide
 
 import plait
 from plait.comm import Comm
-from plait.tensor.passing import PassingOf
 from plait.referee.verify.record import irregular, predict, unlike
+from plait.tensor.passing import PassingOf
 
 STEPS = 2
 TOLERANCE = 1e-10

@@ -1,30 +1,28 @@
 """plait trains one PyTorch model over many ranks and proves that the result is the run of a single process.
 
-core/              the table, the flat layout, the order of additions: pure; start with ``table/cells.py``
-schedule/          pipelines as data: actions, orders, passes, the proof, the simulator; pure
-files/             what is read from outside, and how results are written
-plan/              what a layout will send and hold, before it runs; pure
-prove/             the proof of a layout that nobody has run; pure
-comm/              worlds: ranks as processes or threads, and the ledger of what they send
-sharded/           ``ShardedTensor``: tensors cut over named axes
-tensor_parallel/   linear layers, embeddings and losses cut over the tensor axis
-engine/            units, the forward, pipeline stages, the step
-checkpoint/        models and runs on disk
-models/            what the command line trains
-data/              what it trains on
-job/               what is trained: a model, its loss, data, an optimizer, and their flags
-config/            a run as a frozen value, checked before it starts
-injection/         faults on purpose
-referee/           what is wrong, where, and of what kind
-verify/            the proof
-witness/           any engine, judged
-train/             the run
-measure/           what links and machines can do
-report/            what a person sees
-watch/             what ranks do, told outside of the collectives; who is the cause
-launch/            from one command to many ranks
-commands/          the ``plait`` command
-api.py             the few calls that a script needs besides ``Engine``
+The library.  It imports none of the wings below.
+
+table/          where state lives decides what is sent: mesh, cells, flat layout; pure.  Start with ``table/cells.py``
+schedule/       pipelines as data: actions, orders, passes, the proof, the simulator; pure
+comm/           worlds: ranks as processes or threads, and the ledger of their messages
+zero/           units of parameters: gathered, reduced and updated together
+forward/        dropout, recomputation and the function mode inside a forward
+tensor/         linear layers, embeddings and losses cut over the tensor axis
+pipeline/       stages, messages between them, and the runtime that obeys a schedule
+step/           the engine: forward and backward of every microbatch, one reduction, one update
+predict/        bytes and memory of a layout before it runs; pure
+checkpoint/     models and runs on disk
+messages/       text for people: sizes, hints, progress, escaping
+
+The wings.  Each imports the library.
+
+sharded/        ``ShardedTensor``: tensors cut over named axes
+shared_memory/  ranks of one host over memory that they share
+referee/        what is wrong, where, and of what kind
+run/            the command line: config, jobs, models, data, training, launching, watching, reports
+
+api.py          the few calls that a script needs besides ``Engine``
+later.py        imports names of a package when they are asked for
 """
 
 TYPE_CHECKING = False
@@ -37,12 +35,10 @@ if TYPE_CHECKING:
     from plait.checkpoint.save import Saver, save
     from plait.checkpoint.stateful import Checkpointed
     from plait.comm import Comm
-    from plait.table.cells import TABLE, Cell, Strategy, parse_strategy
-    from plait.table.layout import Layout
-    from plait.table.mesh import Mesh
-    from plait.table.parallelism import Parallelism
-    from plait.table.precision import LossScale
-    from plait.step import EMA, Engine, Evaluation, StepResult, elementwise, empty_parameters
+    from plait.referee.verify.resume import verify_resume as verify_resume
+    from plait.referee.verify.run import verify as verify
+    from plait.referee.witness.judge import judge as judge
+    from plait.referee.witness.record import witness as witness
     from plait.run.injection import inject
     from plait.run.job.own import UserJob
     from plait.sharded import (
@@ -55,11 +51,13 @@ if TYPE_CHECKING:
         from_dtensor,
         to_dtensor,
     )
+    from plait.step import EMA, Engine, Evaluation, StepResult, elementwise, empty_parameters
+    from plait.table.cells import TABLE, Cell, Strategy, parse_strategy
+    from plait.table.layout import Layout
+    from plait.table.mesh import Mesh
+    from plait.table.parallelism import Parallelism
+    from plait.table.precision import LossScale
     from plait.tensor import cross_entropy_sum
-    from plait.referee.verify.resume import verify_resume as verify_resume
-    from plait.referee.verify.run import verify as verify
-    from plait.referee.witness.judge import judge as judge
-    from plait.referee.witness.record import witness as witness
 else:
 
     def __getattr__(name):
@@ -77,20 +75,22 @@ _MODULES = {
     "checkpoint.save": "Saver save",
     "checkpoint.stateful": "Checkpointed",
     "comm": "Comm",
-    "core.cells": "TABLE Cell Strategy parse_strategy",
-    "core.layout": "Layout",
-    "core.mesh": "Mesh",
-    "core.parallelism": "Parallelism",
-    "core.precision": "LossScale",
-    "engine": "EMA Engine Evaluation StepResult elementwise empty_parameters",
-    "injection": "inject",
-    "job.own": "UserJob",
+    "table.cells": "TABLE Cell Strategy parse_strategy",
+    "table.layout": "Layout",
+    "table.mesh": "Mesh",
+    "table.parallelism": "Parallelism",
+    "table.precision": "LossScale",
+    "step": "EMA Engine Evaluation StepResult elementwise empty_parameters",
+    "run.injection": "inject",
+    "run.job.own": "UserJob",
     "sharded": "LayoutError ShardedTensor annotate auto_redistribute dropout_stream explain from_dtensor to_dtensor",
-    "tensor_parallel": "cross_entropy_sum",
-    "verify.resume": "verify_resume",
-    "witness.judge": "judge",
+    "tensor": "cross_entropy_sum",
+    "referee.verify.resume": "verify_resume",
+    "referee.verify.run": "verify",
+    "referee.witness.judge": "judge",
+    "referee.witness.record": "witness",
 }
-"""What each brings, imported when it is asked for; ``verify`` and ``witness`` are modules that can be called."""
+"""The names that each module brings.  A module is imported when one of its names is asked for."""
 
 __version__ = "0.1.0"
 

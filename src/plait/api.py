@@ -22,10 +22,10 @@ from plait.comm import Comm, ThreadWorld
 from plait.comm.check import check_collectives as checked
 from plait.comm.environment import WorldVariables, launched, own_device
 from plait.comm.thread import run
-from plait.table.mesh import Mesh
 from plait.run.data.rank_batches import RankBatches
-from plait.step.reduction import as_sum
 from plait.run.watch.joined import watch_joined
+from plait.step.reduction import as_sum
+from plait.table.mesh import Mesh
 
 Result = TypeVar("Result")
 

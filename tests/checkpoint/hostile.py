@@ -33,8 +33,8 @@ import plait
 from plait.checkpoint.hashing import HASHES, digest_of
 from plait.checkpoint.manifest import signed
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine
+from plait.table.mesh import Mesh
 
 MEMORY = 512 << 20
 SECONDS = 20.0

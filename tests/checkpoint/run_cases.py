@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from plait.checkpoint.load import Loaded, load
 from plait.checkpoint.save import save
 from plait.comm import Comm
+from plait.run.models.gpt import GPT, GPTConfig, loss_sum, token_count
+from plait.step import EMA, Engine
 from plait.table.cells import TABLE
 from plait.table.precision import LossScale
-from plait.step import EMA, Engine
-from plait.run.models.gpt import GPT, GPTConfig, loss_sum, token_count
 
 SIZES = GPTConfig(vocabulary=13, num_layers=4, width=24, num_heads=6, num_kv_heads=6, hidden=11, max_length=8)
 OFFLOADED = TABLE["zero3"].mixed("bf16").offloaded()

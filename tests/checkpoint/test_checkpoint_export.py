@@ -13,9 +13,9 @@ import plait
 from plait.checkpoint.huggingface import open_folder, write_folder
 from plait.comm import Comm
 from plait.run.commands.main import main
-from plait.step import Engine, empty_parameters
 from plait.run.models import hf
 from plait.run.models.pretrained import Pretrained
+from plait.step import Engine, empty_parameters
 
 pytest.importorskip("transformers")
 

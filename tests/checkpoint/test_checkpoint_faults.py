@@ -20,8 +20,8 @@ from plait.checkpoint.manifest import signed
 from plait.checkpoint.stored import check_contents
 from plait.checkpoint.writing import write_tensors
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine
+from plait.table.mesh import Mesh
 
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors", "rank-00002.safetensors", "manifest.json")
 

@@ -18,8 +18,8 @@ import plait
 from plait.checkpoint import writing
 from plait.checkpoint.storage import Storage
 from plait.comm import Comm, run
-from plait.table.mesh import AXES, Mesh
 from plait.step import Engine
+from plait.table.mesh import AXES, Mesh
 
 MODES = pytest.mark.parametrize("background", [False, True])
 SAYS = re.compile(

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from plait.checkpoint.huggingface import copied_files, open_folder, write_model, write_tensors
 from plait.comm import Comm, run
-from plait.comm.ended import OtherRankError
-from plait.table.mesh import Mesh
-from plait.step import Engine, empty_parameters
-from plait.zero.state.init import materialise
+from plait.messages.ended import OtherRankError
 from plait.run.models.pretrained import Pretrained
+from plait.step import Engine, empty_parameters
+from plait.table.mesh import Mesh
+from plait.zero.state.init import materialise
 
 FILES = tuple(f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
 INDEX = "model.safetensors.index.json"

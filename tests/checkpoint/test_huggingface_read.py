@@ -14,13 +14,13 @@ import plait
 from plait.checkpoint import tensor_file
 from plait.checkpoint.huggingface import FolderWeights, open_folder
 from plait.comm import Comm
+from plait.run.models.pretrained import Pretrained
+from plait.step import Engine, empty_parameters
 from plait.table.cells import find_strategy
 from plait.table.layout import Region
 from plait.table.tensor_cut import TensorCut
-from plait.step import Engine, empty_parameters
-from plait.zero.state.init import materialise
-from plait.run.models.pretrained import Pretrained
 from plait.tensor.pieces import piece_of
+from plait.zero.state.init import materialise
 
 pytest.importorskip("transformers")
 

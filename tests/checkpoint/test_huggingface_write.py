@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import plait
 from plait.checkpoint.huggingface import open_folder, write_folder, write_tensors
 from plait.comm import Comm
-from plait.step import Engine, empty_parameters
-from plait.zero.state.init import materialise
 from plait.run.models import hf
 from plait.run.models.pretrained import Pretrained
+from plait.step import Engine, empty_parameters
+from plait.zero.state.init import materialise
 
 pytest.importorskip("transformers")
 

@@ -25,8 +25,8 @@ from plait.checkpoint.manifest import signed
 from plait.checkpoint.snapshot import LateCopy
 from plait.comm import Comm, run
 from plait.comm.thread import ThreadWorld
-from plait.table.mesh import AXES, Mesh
 from plait.step import Engine
+from plait.table.mesh import AXES, Mesh
 
 
 def mesh(where: str) -> Mesh:

@@ -18,8 +18,8 @@ import plait
 from plait.checkpoint import writing
 from plait.checkpoint.snapshot import LateCopy
 from plait.comm import Comm, run
-from plait.table.mesh import AXES, Mesh
 from plait.step import Engine
+from plait.table.mesh import AXES, Mesh
 
 
 def build(comm: Comm, fill: float = 0.5) -> Engine:

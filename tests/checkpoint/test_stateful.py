@@ -19,8 +19,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 import plait
 from plait.comm import Comm, ThreadWorld, run
-from plait.table.mesh import Mesh
 from plait.step import Engine
+from plait.table.mesh import Mesh
 
 RANKS = Path(__file__).with_name("dcp_ranks.py")
 CHAINS = {

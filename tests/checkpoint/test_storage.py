@@ -17,8 +17,8 @@ from plait.checkpoint.folder import CHECKPOINTS, Folder, all_of, checkpoints, fi
 from plait.checkpoint.objects import Objects, OpenObject
 from plait.checkpoint.tensor_file import TensorFile, safetensors_header
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine
+from plait.table.mesh import Mesh
 
 
 @pytest.fixture(params=["memory", "file"])

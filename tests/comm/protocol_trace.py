@@ -23,12 +23,12 @@ from protocol_steps import Step
 from plait.comm.failures import FailureReports
 from plait.comm.operation import NO_NOTE, Group, Operation
 from plait.comm.peer import Peer
+from plait.comm.transport import Wires
 from plait.shared_memory import mailbox, outgoing, semaphore, transport
 from plait.shared_memory.mailbox import DATA, READ, MailRecord
 from plait.shared_memory.office import Office
 from plait.shared_memory.semaphore import Semaphore
 from plait.shared_memory.transport import SharedMemoryTransport
-from plait.comm.transport import Wires
 
 MOST_STEPS = 20_000
 

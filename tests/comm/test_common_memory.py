@@ -23,8 +23,8 @@ from plait.shared_memory import common, outgoing, segment
 from plait.shared_memory.arena import Arena
 from plait.shared_memory.arrivals import Hearing
 from plait.shared_memory.common import CommonMemory
-from plait.table.mesh import Mesh
 from plait.step import EMA, Engine
+from plait.table.mesh import Mesh
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="anonymous files are Linux's")
 

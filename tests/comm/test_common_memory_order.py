@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from plait.comm import run
 from plait.shared_memory.common import CommonMemory
-from plait.table.mesh import Mesh
 from plait.step import Engine, elementwise
+from plait.table.mesh import Mesh
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="anonymous files are Linux's")
 

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from shared_worlds import play
 
 from plait.comm import ProcessComm
-from plait.shared_memory.c10d import SharedMemoryGroup
 from plait.comm.hosts import on_hosts
 from plait.comm.operation import NO_NOTE, Operation, pair_of
 from plait.comm.peer import Peer
 from plait.shared_memory import alarm, mailbox, outgoing
 from plait.shared_memory.alarm import Alarm
 from plait.shared_memory.arena import Arena, rounded
+from plait.shared_memory.c10d import SharedMemoryGroup
 from plait.shared_memory.mailbox import Mailbox, MailRecord
 from plait.shared_memory.segment import Segment
 from plait.shared_memory.semaphore import SIZE, Semaphore

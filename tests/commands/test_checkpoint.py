@@ -19,9 +19,9 @@ from plait.checkpoint.manifest import signed
 from plait.checkpoint.saved import Saved, Whole, write_checkpoint
 from plait.comm import Comm, run
 from plait.run.commands.main import main
+from plait.step import Engine
 from plait.table.layout import Region
 from plait.table.mesh import Mesh
-from plait.step import Engine
 
 NASTY = "[red]\x1b[2J\x07a\u202eb\n:smile:"
 

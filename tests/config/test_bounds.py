@@ -8,11 +8,11 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 
+from plait.checkpoint.files.reading import memory
 from plait.run.commands.main import COMMANDS, kind_of, main
 from plait.run.config import TrainConfig, VerifyConfig, validate
 from plait.run.config.bounds import BOUNDS, LONGEST, check_values
 from plait.run.config.room import check_room
-from plait.checkpoint.files.reading import memory
 from plait.schedule.actions import MOST_PASSES, parse_schedule
 from plait.schedule.check import check
 

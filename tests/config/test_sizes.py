@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from plait.run.config import VerifyConfig, validate
 from plait.referee.verify.matrix import References, verdict_of
+from plait.run.config import VerifyConfig, validate
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"mesh": "tensor=3"}, ["4 heads of 16", "tensor=3", "use tensor=2"]),

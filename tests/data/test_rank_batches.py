@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import plait
 from plait.comm import Comm
-from plait.table.mesh import Mesh
 from plait.run.data import RankBatches
+from plait.table.mesh import Mesh
 
 
 def dealt(size: int, batch_size: int, mesh: Mesh, **settings: Any) -> list[list[list[int]]]:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.run.data import Batch, Epochs, PackedBatches, StepDataset, StepStream, TextBatches
 from plait.run.data.workers import WorkerError
+from plait.table.mesh import Mesh
 
 TEXT = bytes((i * i + i // 7) % 256 for i in range(1003))
 STEPS = range(3, 10)

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import plait
+from plait.schedule.orders import ORDERS
 from plait.table.cells import TABLE
 from plait.table.parallelism import Parallelism
-from plait.schedule.orders import ORDERS
 
 pytestmark = pytest.mark.timeout(520)  # programs of their own, which import more than ours do
 

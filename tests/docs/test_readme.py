@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 import plait
+from plait.predict.cost import predict_step
+from plait.predict.memory import formula
 from plait.run.commands.main import main
 from plait.table.cells import TABLE, Cell
 from plait.table.flat import UnitLayout, lay
 from plait.table.mesh import Mesh
-from plait.predict.cost import predict_step
-from plait.predict.memory import formula
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -5,12 +5,12 @@ import pytest
 from guide import run_section
 
 from plait.run.commands.main import main
-from plait.table.cells import TABLE
 from plait.schedule.actions import format_schedule
 from plait.schedule.check import check
 from plait.schedule.orders import describe_orders, write_order
 from plait.schedule.passes import add_messages, add_sharding, add_step
 from plait.schedule.simulate import Costs, simulate
+from plait.table.cells import TABLE
 
 
 @pytest.fixture

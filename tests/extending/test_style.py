@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm import Comm
-from plait.table.tensor_plan import everywhere
 from plait.predict.tensor import predict_tensor
+from plait.table.tensor_plan import everywhere
 
 PLAN = {"up": "column", "mid": "mixed", "down": "row"}
 

@@ -10,8 +10,8 @@ import torch
 from board import Board, BoardComm
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine
+from plait.table.mesh import Mesh
 
 
 def on_board(mesh: str, body: Callable[[Comm], Any]) -> list[Any]:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
-from plait.step import Engine
 from plait.forward.dropout import written_out
+from plait.step import Engine
+from plait.table.mesh import Mesh
 
 WIDTH = cases.WIDTH
 

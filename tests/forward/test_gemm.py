@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from weight_grads_cases import Apply, Deferring, assert_equal, draws, grads, input_of, multiplying, parameters_of
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine
+from plait.table.mesh import Mesh
 from plait.tensor.gemm import ONEDNN, has_onednn
 
 pytestmark = pytest.mark.skipif(not has_onednn(), reason="this torch was built without oneDNN")

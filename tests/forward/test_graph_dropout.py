@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from plait.table.parallelism import Parallelism
 from plait.forward import compiled
 from plait.forward.compiled import check_compile, closed_units
 from plait.forward.context import CurrentForward, RNGPosition
 from plait.forward.dropout import DropoutRNG
 from plait.forward.graph_dropout import NotCompiledError, refuse_random, rows_of, serve
+from plait.table.parallelism import Parallelism
 
 CPU = torch.device("cpu")
 

@@ -12,12 +12,12 @@ from engine_cases import batches, sgd
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
-from plait.step import Engine
 from plait.forward.context import CurrentForward
 from plait.forward.interceptor import Function, Handler, Interceptor
 from plait.forward.random_ops import all_silent, silent
 from plait.forward.recompute import blocks_of
+from plait.step import Engine
+from plait.table.mesh import Mesh
 
 
 class Noting(Handler):

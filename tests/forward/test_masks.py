@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm import Comm
-from plait.table.layout import part
-from plait.step import Engine
 from plait.forward.context import RNGPosition
 from plait.forward.dropout import DropoutRNG
 from plait.forward.masks import Slice
+from plait.step import Engine
+from plait.table.layout import part
 
 Masks = dict[str, Tensor]
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.table.tensor_plan import Style
 from plait.forward.context import CutActivation, ForwardContext, ModuleCall
 from plait.forward.mixing import check_mixing
+from plait.table.tensor_plan import Style
 
 X = torch.ones(2, 5, 4)
 

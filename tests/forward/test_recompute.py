@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
-from plait.step import Engine
 from plait.forward.recompute import blocks_of
 from plait.pipeline import stage
+from plait.step import Engine
+from plait.table.mesh import Mesh
 
 # ---- the same bits ----------------------------------------------------------------------------------------------
 

@@ -12,10 +12,10 @@ from recompute_cases import Attends, Drops, Recurrent, bits, model_of, unchanged
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
-from plait.step import Engine, empty_parameters
 from plait.forward.recompute import same_bits
 from plait.run.models.hf import HFConfig, build
+from plait.step import Engine, empty_parameters
+from plait.table.mesh import Mesh
 
 
 def refused(template: nn.Module, words: str, recompute: Any = "full", **settings: Any) -> None:

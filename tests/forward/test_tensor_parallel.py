@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import plait
 from plait.comm import Comm
-from plait.step import Engine, empty_parameters
 from plait.run.models.gpt import GPT, GPTConfig
+from plait.step import Engine, empty_parameters
 
 MESHES = ("tensor=2", "tensor=3", "shard=2 tensor=2", "replica=2 tensor=3")
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm import Comm
-from plait.step import Engine, empty_parameters
-from plait.zero.state.init import materialise
 from plait.run.models import hf
+from plait.step import Engine, empty_parameters
 from plait.tensor import parallel_plan, plan_of
+from plait.zero.state.init import materialise
 
 pytest.importorskip("transformers")
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm import Comm
-from plait.table.tensor_plan import everywhere
-from plait.step import Engine
 from plait.predict.tensor import predict_tensor
+from plait.step import Engine
+from plait.table.tensor_plan import everywhere
 
 WIDTH, HEADS, HEAD = 10, 6, 4
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm import Comm
-from plait.step import Engine
 from plait.run.models import hf
+from plait.step import Engine
 from plait.tensor import plan_of
 
 transformers: Any = pytest.importorskip("transformers")

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from weight_grads_cases import ORDER, Deferring, assert_equal, draws, plain, split
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
-from plait.step import Engine
 from plait.forward.context import in_backward
 from plait.forward.deferred_products import value
 from plait.run.models.gpt import GPT, Block, GPTConfig
 from plait.run.models.mlp import MLP, MLPConfig
+from plait.step import Engine
+from plait.table.mesh import Mesh
 
 
 class Transposed(nn.Module):

@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fuzz import CLEAR, HERE, Layout, Outcome, State, Verdict, difference, main
 
 import plait
-from plait.table.mesh import Mesh
 from plait.forward.dropout import DropoutRNG
 from plait.schedule.orders import ORDERS
+from plait.table.mesh import Mesh
 
 STEPS, SAMPLES, TIME, WIDTH = 2, 12, 3, 4
 

@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from random_models import VOCABULARY, Drawn, drawn
 
 import plait
-from plait.table.mesh import Mesh
 from plait.schedule.orders import ORDERS
+from plait.table.mesh import Mesh
 
 Verdict = Literal["right", "refused", "invalid", "wrong", "unclear"]
 STEPS = 3

@@ -13,10 +13,10 @@ from torch import nn
 
 from plait.comm import Comm, run
 from plait.comm.operation import Operation
-from plait.table.mesh import Mesh
-from plait.step import Engine
 from plait.run.injection import FAULTS, Fault, inject, parse_fault
 from plait.run.injection.injected import Slowed
+from plait.step import Engine
+from plait.table.mesh import Mesh
 
 MESH = Mesh(shard=3)
 

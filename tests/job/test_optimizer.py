@@ -12,10 +12,10 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LR
 from plait.comm.base import Comm
 from plait.comm.thread import run
 from plait.run.config import TrainConfig
-from plait.table.mesh import Mesh
-from plait.step import Engine
 from plait.run.job.job import build_model
 from plait.run.job.optimizer import lr_factor, make_optimizer, make_scheduler
+from plait.step import Engine
+from plait.table.mesh import Mesh
 
 
 def rates(optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> list[float]:

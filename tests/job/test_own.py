@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.comm.ended import EndedError
+from plait.messages.ended import EndedError
 from plait.run.job.families import _states_of
 from plait.run.job.user_code import load_name
 

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 from plait.comm.base import Comm
-from plait.table.mesh import AXES, Mesh
 from plait.run.launch.failure import guarded
 from plait.run.launch.local import launch
 from plait.run.measure.comm import BenchConfig
+from plait.table.mesh import AXES, Mesh
 
 HOW, REST = sys.argv[1], sys.argv[2:]
 

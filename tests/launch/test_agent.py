@@ -16,13 +16,13 @@ import pytest
 from disks import small_disk
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
-from plait.table.mesh import Mesh
 from plait.run.launch.agent import OneHost, RankAgent
 from plait.run.launch.fork_server import LostError
 from plait.run.launch.limits import Limits
 from plait.run.launch.signals import heard
 from plait.run.watch.folder import PAGE, WATCH, private_folder
 from plait.run.watch.page import Page, StatusRecord
+from plait.table.mesh import Mesh
 
 DONE = ": done; "
 

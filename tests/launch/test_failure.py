@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from plait.run.launch.failure import Failure, explain, first_of, is_mistake, leave, open_closed, recorded, report
 from plait.shared_memory.segment import Segment
 from plait.table.mesh import Mesh
-from plait.run.launch.failure import Failure, explain, first_of, is_mistake, leave, open_closed, recorded, report
 
 
 def raised(make) -> BaseException:  # type: ignore[no-untyped-def]

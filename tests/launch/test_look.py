@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from plait.table.mesh import Mesh
 from plait.run.launch.look import Look
 from plait.run.watch.page import StatusRecord
+from plait.table.mesh import Mesh
 
 
 def test_a_signal_to_a_rank_is_told_at_once_and_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,12 +7,12 @@ from plait_lessons.naive import microbatcher
 from plait_lessons.naive.microbatcher import Pair
 from torch import Tensor, nn
 
-from plait.run.data import SyntheticRegression
 from plait.forward.context import CurrentForward, RNGPosition
 from plait.forward.dropout import DropoutRNG
 from plait.forward.interceptor import Interceptor
-from plait.zero.state.init import materialise
+from plait.run.data import SyntheticRegression
 from plait.run.models.mlp import MLP, MLPConfig, sample_count, squared_error_sum
+from plait.zero.state.init import materialise
 
 LOSS, COUNT = squared_error_sum, sample_count
 

@@ -11,11 +11,11 @@ from plait.comm.base import Comm
 from plait.comm.thread import ThreadComm, run
 from plait.run.commands.bench import size_text
 from plait.run.commands.main import main
-from plait.table.collectives import bus_factor
-from plait.table.mesh import Mesh
 from plait.run.measure.comm import BenchConfig, Measurement, measure, parse_size
 from plait.run.measure.operations import COLLECTIVES, build
 from plait.run.measure.plot import Panel, svg
+from plait.table.collectives import bus_factor
+from plait.table.mesh import Mesh
 
 QUICK = BenchConfig(world="thread", sizes=("1KB", "64KB"), repeat=3, warmup=1)
 

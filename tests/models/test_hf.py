@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
-from plait.run.commands.main import main
-from plait.run.config import VerifyConfig, validate
-from plait.table.additions import additions
-from plait.table.cells import find_strategy
-from plait.table.mesh import Mesh
-from plait.step import Engine, empty_parameters
-from plait.zero.wrap import automatic, wrap
-from plait.zero.state.init import materialise
-from plait.run.job.job import make_job
-from plait.run.models import hf
 from plait.referee.verify.record import record_run
 from plait.referee.verify.reference import Record, run_reference
 from plait.referee.verify.run import Verdict, judge, references
+from plait.run.commands.main import main
+from plait.run.config import VerifyConfig, validate
+from plait.run.job.job import make_job
+from plait.run.models import hf
+from plait.step import Engine, empty_parameters
+from plait.table.additions import additions
+from plait.table.cells import find_strategy
+from plait.table.mesh import Mesh
+from plait.zero.state.init import materialise
+from plait.zero.wrap import automatic, wrap
 
 KINDS = ("llama", "qwen2")
 TINY = VerifyConfig(

@@ -12,15 +12,15 @@ from plait_lessons.script import init
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
-from plait.run.data import SyntheticRegression
-from plait.step import empty_parameters
 from plait.forward.context import CurrentForward, RNGPosition
 from plait.forward.dropout import DropoutRNG
 from plait.forward.interceptor import Interceptor
-from plait.zero.state.init import materialise
+from plait.run.data import SyntheticRegression
 from plait.run.models.mlp import MLP, MLPConfig, sample_count, squared_error_sum
 from plait.run.models.sharded_mlp import ShardedMLP
+from plait.step import empty_parameters
+from plait.table.mesh import Mesh
+from plait.zero.state.init import materialise
 
 WIDTHS = (5, 7, 3, 9, 4, 6, 11, 5, 3, 8, 2, 7, 7, 4, 9, 6, 3)
 ODD = MLPConfig(widths=WIDTHS, dropout=0.3)

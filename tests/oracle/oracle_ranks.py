@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from plait.comm import Comm
 from plait.comm.process import ProcessComm
-from plait.table.mesh import Mesh
 from plait.step import Engine
+from plait.table.mesh import Mesh
 
 RANKS, NUM_STEPS, SAMPLES, LENGTH, VOCABULARY, WIDTH = 2, 4, 4, 6, 41, 22
 LEARNING_RATE = {"adamw": 1e-3, "sgd": 0.1}

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from plait.comm import ProcessComm
 from plait.comm.base import Comm
-from plait.step import Engine
 from plait.run.launch.failure import guarded
 from plait.run.launch.local import launch
 from plait.run.measure.comm import BenchConfig
+from plait.step import Engine
 
 HOW, WHERE = sys.argv[1], int(sys.argv[2])
 MICROBATCHES, SAMPLES = 12, 10

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from plait.comm import Comm
 from plait.comm.thread import ThreadComm
-from plait.table.collectives import Note
 from plait.pipeline.handover import (
     HandOver,
     HandOverForm,
@@ -31,6 +30,7 @@ from plait.pipeline.handover import (
 )
 from plait.pipeline.p2p import PipelineP2P
 from plait.schedule.actions import parse_action
+from plait.table.collectives import Note
 
 Channel = dict[tuple[int, int], list[tuple[Any, ...]]]
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from plait.comm import Comm, run
-from plait.run.config import VerifyConfig
-from plait.table.mesh import Mesh
 from plait.pipeline.profile import Seconds, agreed_link_costs, link_costs
+from plait.run.config import VerifyConfig
 from plait.run.job.job import make_job
+from plait.table.mesh import Mesh
 from plait.tensor.gemm import TORCH, Gemm
 
 

@@ -17,12 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from plait.comm import Comm
-from plait.table.mesh import Mesh
-from plait.step import Engine
-from plait.zero.unit import State, Unit
 from plait.schedule.actions import PASSES, Kind, parse_schedule
 from plait.schedule.check import peaks
 from plait.schedule.pipeline import Pipeline
+from plait.step import Engine
+from plait.table.mesh import Mesh
+from plait.zero.unit import State, Unit
 
 SPLIT = ("zb_h1", "zb_h2", "zbv")
 """Orders whose backwards are in two parts."""

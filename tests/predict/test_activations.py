@@ -14,10 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
-from plait.step import Engine, empty_parameters
-from plait.run.models.gpt import GPT, GPTConfig, loss_sum, token_count
 from plait.predict.activations import DecoderSizes, block, decoder, per_layer
+from plait.run.models.gpt import GPT, GPTConfig, loss_sum, token_count
+from plait.step import Engine, empty_parameters
+from plait.table.mesh import Mesh
 
 SIZES = DecoderSizes(batch=3, length=7, width=24, heads=6, kv_heads=2, hidden=40, vocabulary=11)
 MODES = (None, "selective", "full")

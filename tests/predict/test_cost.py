@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait.predict.cost import by_phase, differences, predict_step
 from plait.table.agreement import num_reported
 from plait.table.cells import TABLE, find_strategy
 from plait.table.collectives import Entry, Note
 from plait.table.flat import Cut, UnitLayout, lay
 from plait.table.mesh import Mesh
-from plait.predict.cost import by_phase, differences, predict_step
 
 STATE = ("forward", "backward", "microbatch", "step", "publish")
 

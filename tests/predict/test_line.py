@@ -10,14 +10,14 @@ from collections import Counter
 
 import pytest
 
+from plait.predict.cost import StageTraffic, TiedTraffic, by_phase, predict_line, predict_step
+from plait.schedule.actions import ACTIVATION, GRADIENT, PASSES, TIED, Line
+from plait.schedule.pipeline import Pipeline
 from plait.table.agreement import num_reported
 from plait.table.cells import TABLE, find_strategy
 from plait.table.collectives import Entry, Note
 from plait.table.flat import UnitLayout, lay
 from plait.table.mesh import Mesh
-from plait.predict.cost import StageTraffic, TiedTraffic, by_phase, predict_line, predict_step
-from plait.schedule.actions import ACTIVATION, GRADIENT, PASSES, TIED, Line
-from plait.schedule.pipeline import Pipeline
 
 M = 3
 AXES = ("shard", "replica")

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait.predict.memory import Held, formula, held, padding
 from plait.table.cells import TABLE, Strategy
 from plait.table.flat import Cut, UnitLayout, lay
 from plait.table.mesh import Mesh
-from plait.predict.memory import Held, formula, held, padding
 
 B, T, GB = 1e9, 1e12, 1e9
 

@@ -10,17 +10,17 @@ import pytest
 
 import plait
 from plait.comm import Comm
+from plait.predict.cost import differences
+from plait.predict.tensor import predict_tensor
+from plait.referee.verify.record import predict
 from plait.run.config import VerifyConfig
+from plait.run.job.job import make_job
+from plait.run.models.gpt import GPT, GPTConfig
+from plait.step import Engine
 from plait.table.collectives import Entry, Note
 from plait.table.mesh import Mesh
 from plait.table.tensor_plan import BACKWARD, FORWARD, Site, everywhere
-from plait.step import Engine
-from plait.run.job.job import make_job
-from plait.run.models.gpt import GPT, GPTConfig
-from plait.predict.cost import differences
-from plait.predict.tensor import predict_tensor
 from plait.tensor import parallel_plan
-from plait.referee.verify.record import predict
 
 BATCH, TIME, WIDTH, LAYERS = 3, 12, 16, 5
 SIZES = GPTConfig(

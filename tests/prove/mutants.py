@@ -9,15 +9,15 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from plait.table.cells import TABLE, Move, Moves, Strategy, moves
-from plait.table.flat import FlatLayout, Slot, UnitLayout
-from plait.table.mesh import DATA_AXES, Mesh
 from plait.referee.prove.claims import Scene
 from plait.referee.prove.program import COLLECTIVES, PHASES, Op, Program
 from plait.referee.prove.scenes import Laid, Played, whole
 from plait.referee.prove.sums import Sums
 from plait.schedule.actions import Action, Schedule, owners
 from plait.schedule.pipeline import Pipeline
+from plait.table.cells import TABLE, Move, Moves, Strategy, moves
+from plait.table.flat import FlatLayout, Slot, UnitLayout
+from plait.table.mesh import DATA_AXES, Mesh
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from plait.table.mesh import AXES, Mesh
 from plait.referee.prove.program import COLLECTIVES, Key, Op, Program, Settled
 from plait.schedule.actions import Value, awaits, carries, makes, needs
+from plait.table.mesh import AXES, Mesh
 
 Add = Callable[[int, int], int]
 Numbers = list[Any]

@@ -15,6 +15,14 @@ from torch import Tensor
 
 from plait.comm import Comm, TraceComm, run
 from plait.comm.base import DONE, Operation, Work
+from plait.predict.cost import differences
+from plait.predict.tensor import predict_tensor
+from plait.referee.prove import Decoder, PaperRun, prove
+from plait.referee.prove.program import COLLECTIVES, Program, settle_all, write_program
+from plait.run.models import hf
+from plait.schedule.actions import ACTIVATION, GRADIENT, carries
+from plait.schedule.pipeline import Pipeline
+from plait.step import Engine, empty_parameters
 from plait.table.agreement import COUNTS, NUMBER_BYTES, num_reported
 from plait.table.cells import TABLE, Strategy
 from plait.table.collectives import Entry, Note, bytes_sent
@@ -22,14 +30,6 @@ from plait.table.flat import Cut
 from plait.table.mesh import AXES, Mesh
 from plait.table.parallelism import Recompute
 from plait.table.tensor_plan import everywhere
-from plait.step import Engine, empty_parameters
-from plait.run.models import hf
-from plait.predict.cost import differences
-from plait.predict.tensor import predict_tensor
-from plait.referee.prove import Decoder, PaperRun, prove
-from plait.referee.prove.program import COLLECTIVES, Program, settle_all, write_program
-from plait.schedule.actions import ACTIVATION, GRADIENT, carries
-from plait.schedule.pipeline import Pipeline
 
 pytest.importorskip("transformers")
 

@@ -13,8 +13,6 @@ import pytest
 from mutants import CASES, Case, make, of_schedules
 
 import plait
-from plait.table.cells import TABLE
-from plait.table.mesh import Mesh
 from plait.predict.memory import held, padding
 from plait.referee.prove import Decoder, PaperRun, Refuted, from_config, prove
 from plait.referee.prove.machine import Machine
@@ -26,6 +24,8 @@ from plait.schedule.actions import Schedule, owners
 from plait.schedule.check import check
 from plait.schedule.orders import ORDERS
 from plait.schedule.pipeline import Pipeline
+from plait.table.cells import TABLE
+from plait.table.mesh import Mesh
 
 SMALL = Decoder(layers=11, hidden=32, ffn=43, heads=4, kv_heads=2, vocab=71)
 LLAMA_405B = Decoder(layers=126, hidden=16384, ffn=53248, heads=128, kv_heads=8, vocab=128256)

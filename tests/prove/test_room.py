@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from plait.table.cells import TABLE
-from plait.table.mesh import Mesh
 from plait.referee.prove import Decoder, PaperRun
 from plait.referee.prove.room import _activations, _again, _reduced, room_of
 from plait.schedule.actions import Kind, owners
 from plait.schedule.pipeline import Pipeline
+from plait.table.cells import TABLE
+from plait.table.mesh import Mesh
 
 DECODER = Decoder(layers=6, hidden=32, ffn=48, heads=4, kv_heads=2, vocab=701)
 """Its head's logits are most of what it keeps."""

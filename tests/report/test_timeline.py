@@ -11,7 +11,6 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from plait.table.cells import TABLE
 from plait.run.report.drawing import COLOURS, TEXT, box_of, paler, seconds_text, text_in
 from plait.run.report.timeline import CAUSES, LEFT, PLOT, STYLE, summary, timeline_rows, timeline_svg, timeline_table
 from plait.schedule.actions import parse_action
@@ -20,6 +19,7 @@ from plait.schedule.measured import as_log, measured_timeline
 from plait.schedule.orders import one_f_one_b
 from plait.schedule.passes import add_messages, add_sharding, add_step
 from plait.schedule.simulate import Costs, simulate
+from plait.table.cells import TABLE
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.table.cells import TABLE
 from plait.schedule.actions import Action, Kind, Schedule, format_schedule, parse_schedule
 from plait.schedule.check import Proof, check, peaks
 from plait.schedule.orders import ORDERS, gpipe, interleaved, one_f_one_b, one_stage, write_order, zb_h1
 from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages
 from plait.schedule.simulate import Costs, simulate
+from plait.table.cells import TABLE
 
 
 def refused(text: str | Schedule, says: str, **options: bool) -> str:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.table.cells import TABLE
 from plait.schedule.actions import PASSES, Action, Kind, Schedule, owners, parse_action
 from plait.schedule.events import Event, Log, Span
 from plait.schedule.idle import Idle, even_passes, idle_times, mean_idle, measured_passes
@@ -17,6 +16,7 @@ from plait.schedule.measured import as_log, measured_timeline
 from plait.schedule.orders import ORDERS, gpipe, one_f_one_b, write_order
 from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages
 from plait.schedule.simulate import Costs, simulate
+from plait.table.cells import TABLE
 
 
 def event(text: str, start: float, end: float, *waits: tuple[float, float]) -> Event:

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.table.cells import TABLE
 from plait.schedule.actions import Kind, Schedule, parse_action, parse_schedule
 from plait.schedule.events import Event, Log, Span
 from plait.schedule.measured import as_log, busy_shares, measured_costs, measured_timeline
 from plait.schedule.orders import ORDERS, one_f_one_b, write_order
 from plait.schedule.passes import add_messages, add_sharding, add_step, split_backward
 from plait.schedule.simulate import Costs, Timeline, simulate
+from plait.table.cells import TABLE
 
 
 def event(text: str, start: float, end: float, *waits: tuple[float, float]) -> Event:

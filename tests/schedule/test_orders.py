@@ -7,7 +7,6 @@ from itertools import chain
 import pytest
 
 from plait.run.commands.main import main
-from plait.table.cells import TABLE
 from plait.schedule.actions import Action, Kind, Schedule, format_schedule, owners, parse_schedule
 from plait.schedule.check import check, peaks
 from plait.schedule.orders import (
@@ -27,6 +26,7 @@ from plait.schedule.orders import (
 from plait.schedule.orders_v import zbv
 from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages
 from plait.schedule.pipeline import Pipeline
+from plait.table.cells import TABLE
 
 DRAWN = {
     ("naive", 2, 2): """

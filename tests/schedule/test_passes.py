@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from plait.table.cells import TABLE
 from plait.schedule.actions import (
     MESSAGES,
     PASSES,
@@ -30,6 +29,7 @@ from plait.schedule.passes import (
 )
 from plait.schedule.pipeline import Pipeline
 from plait.schedule.simulate import Costs, simulate
+from plait.table.cells import TABLE
 
 
 def same(schedule: Schedule, drawing: str) -> None:

@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from plait.table.cells import TABLE
 from plait.schedule.actions import Kind, Schedule, format_schedule, owners, parse_schedule
 from plait.schedule.check import check
 from plait.schedule.orders import ORDERS, one_stage, write_order
 from plait.schedule.pipeline import Pipeline, last_gradients
+from plait.table.cells import TABLE
 
 TWO = parse_schedule("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
 BENT = parse_schedule("0F0 2F0 2B0 0B0\n1F0 1B0")

@@ -7,7 +7,6 @@ from itertools import product
 
 import pytest
 
-from plait.table.cells import TABLE
 from plait.schedule.actions import parse_schedule
 from plait.schedule.bubbles import bubbles
 from plait.schedule.check import peaks
@@ -15,6 +14,7 @@ from plait.schedule.orders import ORDERS, gpipe, naive, one_f_one_b, one_stage, 
 from plait.schedule.orders_v import dualpipe_v, zbv
 from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages, split_backward
 from plait.schedule.simulate import Costs, Timeline, simulate
+from plait.table.cells import TABLE
 
 
 def chunks_of(name: str) -> tuple[int, ...]:

@@ -20,8 +20,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from plait.comm import Comm
 from plait.comm.process import ProcessComm
-from plait.table.mesh import Mesh
 from plait.sharded import LayoutError, ShardedTensor, auto_redistribute, from_dtensor, to_dtensor
+from plait.table.mesh import Mesh
 
 RANKS = 4
 MESHES = {"tensor=4": ("tensor",), "replica=2 tensor=2": ("replica", "tensor")}

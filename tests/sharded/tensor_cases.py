@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plait.comm import Comm
+from plait.sharded import ShardedTensor
 from plait.table.layout import Layout
 from plait.table.mesh import Mesh
-from plait.sharded import ShardedTensor
 
 MESHES = ["tensor=3", "tensor=4", "replica=2 tensor=2", "shard=3 tensor=2", "tensor=1", "replica=2"]
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from plait import run_threads
 from plait.comm import Comm, TraceComm
-from plait.table.mesh import Mesh
 from plait.sharded import ShardedTensor, annotate, auto_redistribute
+from plait.table.mesh import Mesh
 
 
 def filled(module: nn.Module) -> nn.Module:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from plait import run_threads
 from plait.comm import Comm, TraceComm
-from plait.table.mesh import Mesh
 from plait.sharded import LayoutError, ShardedTensor, annotate, auto_redistribute, explain
+from plait.table.mesh import Mesh
 
 
 def test_a_redistribution_in_words_and_bytes() -> None:

@@ -13,9 +13,9 @@ from torch import nn
 
 from plait import run_threads
 from plait.comm import Comm, TraceComm
+from plait.sharded import LayoutError, ShardedTensor, auto_redistribute
 from plait.table.layout import Layout
 from plait.table.mesh import Mesh
-from plait.sharded import LayoutError, ShardedTensor, auto_redistribute
 
 
 def cut(text: str, shape: tuple[int, ...], comm: Comm, seed: int = 0) -> ShardedTensor:

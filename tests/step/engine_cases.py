@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
+from plait.step import Engine
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
-from plait.step import Engine
 
 ROWS = tuple(TABLE)
 SPLIT_ROWS = ("zero3", "zero3_keep", "hsdp", "psdp", "hpz")

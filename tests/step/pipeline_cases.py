@@ -17,9 +17,9 @@ from engine_cases import WIDTH, Batch, Run, adamw, batches, count, deal, distinc
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine
 from plait.step.step import StepResult
+from plait.table.mesh import Mesh
 
 ORDERS = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv", "dualpipe_v")
 LossFn = Callable[[nn.Module, Batch], Tensor]

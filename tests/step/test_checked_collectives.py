@@ -17,8 +17,8 @@ from torch import nn
 from plait.comm import DONE, AbortedError, Comm, MismatchError, Work, run
 from plait.comm.check import COMM, check_collectives
 from plait.comm.prepared import Prepared
-from plait.table.mesh import Mesh
 from plait.step import Engine
+from plait.table.mesh import Mesh
 
 ODD = 1
 NAMED = r"rank 1: .* at \w+/\w+.py:\d+, called from engine/\w+.py:\d+"

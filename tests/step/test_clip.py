@@ -10,8 +10,8 @@ import torch
 from engine_cases import ROWS, agree, batches, net, plain, sgd, train
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine
+from plait.table.mesh import Mesh
 from plait.zero.optim import clip_factor
 
 

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
-from plait.table.cells import TABLE, Strategy, find_strategy
-from plait.table.mesh import Mesh
 from plait.step import Engine
 from plait.step.drift import DriftCheck, DriftError, alike, odd_ones, struck
+from plait.table.cells import TABLE, Strategy, find_strategy
+from plait.table.mesh import Mesh
 
 STEPS, FLIPPED = 4, 1
 

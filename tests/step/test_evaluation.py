@@ -15,10 +15,10 @@ from pipeline_cases import build, chain, engine_on, linear, on, step
 from torch import Tensor, nn
 
 from plait.comm import Comm
-from plait.table.mesh import Mesh
-from plait.step import Engine, Evaluation, StepResult
 from plait.forward.parameter import AtRest
 from plait.schedule.actions import parse_schedule
+from plait.step import Engine, Evaluation, StepResult
+from plait.table.mesh import Mesh
 
 WRITTEN = "0F1 0F0 0B1 0B0\n1F1 1B1 1F0 1B0"
 """Two microbatches, the second one first."""

@@ -12,8 +12,8 @@ from engine_cases import ROWS, adamw, batches, count, deal, loss_sum
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine
+from plait.table.mesh import Mesh
 
 
 class Failing(cases.Block):

@@ -18,8 +18,8 @@ from pipeline_cases import build, chain
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine
+from plait.table.mesh import Mesh
 
 LAYOUTS: dict[str, tuple[nn.Module, str, dict[str, Any]]] = {
     "replicated": (net(2), "replica=2", {"strategy": "ddp"}),

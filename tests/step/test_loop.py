@@ -14,8 +14,8 @@ from engine_cases import ROWS, adamw, batches, count, deal, loss_sum, net, plain
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine
+from plait.table.mesh import Mesh
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer, Engine, Comm], Any]
 

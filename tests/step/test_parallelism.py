@@ -11,11 +11,11 @@ from engine_cases import adamw, batches, count, deal, loss_sum, net
 from torch import nn
 
 from plait.comm import Comm, run
+from plait.step import Engine
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
 from plait.table.parallelism import Parallelism
 from plait.table.tensor_plan import Style
-from plait.step import Engine
 from plait.zero.state.checks import check_settings
 
 OTHER: dict[str, Any] = {

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from plait.comm.peer import Peer
-from plait.table.mesh import Mesh
 from plait.run.watch.channel import Listener, Message, Sender
 from plait.run.watch.diagnose import LONG, Diagnosis, block
 from plait.run.watch.hosts import SILENT, HostBoard, HostChannel, HostSide, parse_address, report_of
@@ -22,6 +21,7 @@ from plait.run.watch.joined import LATER, Neighbours
 from plait.run.watch.key import ChannelKey
 from plait.run.watch.page import Page, Status, StatusRecord
 from plait.run.watch.processes import ProcessState
+from plait.table.mesh import Mesh
 
 PEERS = [Peer(0, "a", 1), Peer(1, "a", 2), Peer(2, "b", 3), Peer(3, "b", 4)]
 KEY = ChannelKey(b"sixteen bytes or more")

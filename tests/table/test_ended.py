@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from plait.comm.ended import EndedError, to_its_end
+from plait.messages.ended import EndedError, to_its_end
 
 
 @pytest.mark.parametrize(

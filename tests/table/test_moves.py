@@ -23,15 +23,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
+from plait.forward.parameter import AtRest
+from plait.step import Engine
 from plait.table.cells import FULL, TABLE, UNREDUCED, Cell, Move, Strategy, by_host, move, moves
 from plait.table.collectives import Note
 from plait.table.flat import Cut, lay
 from plait.table.mesh import DATA_AXES, ONE_HOST, Mesh
-from plait.step import Engine
 from plait.zero.storage import Flat
 from plait.zero.transfers import send, transfers
 from plait.zero.unit import State, Unit
-from plait.forward.parameter import AtRest
 
 CELLS = [
     Cell(split, pending)

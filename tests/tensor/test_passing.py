@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm import Comm
-from plait.run.config import VerifyConfig
-from plait.table.mesh import Mesh
-from plait.table.tensor_plan import everywhere
-from plait.step import Engine
-from plait.run.job.job import Job, make_job
 from plait.predict.cost import differences
 from plait.predict.tensor import predict_tensor
+from plait.referee.verify.record import predict
+from plait.run.config import VerifyConfig
+from plait.run.job.job import Job, make_job
+from plait.step import Engine
+from plait.table.mesh import Mesh
+from plait.table.tensor_plan import everywhere
 from plait.tensor import parallel_plan, passing
 from plait.tensor.passing import PassingOf
-from plait.referee.verify.record import predict
 
 WIDTH, HIDDEN, VOCABULARY = 12, 30, 21
 

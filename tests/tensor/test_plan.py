@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from plait.table.tensor_cut import TensorCut
-from plait.table.tensor_plan import Site, Style
 from plait.run.models.gpt import GPT, GPTConfig
 from plait.run.models.mlp import MLP, MLPConfig
+from plait.table.tensor_cut import TensorCut
+from plait.table.tensor_plan import Site, Style
 from plait.tensor import Parallel, parallel_plan, plan_of
 
 

@@ -11,9 +11,9 @@ from parallel_cases import is_close, lines, on_ranks, part_of, together, values
 from torch import Tensor
 
 import plait
+from plait.sharded import ShardedTensor
 from plait.table.layout import Layout
 from plait.table.tensor_plan import BACKWARD, FORWARD
-from plait.sharded import ShardedTensor
 from plait.tensor import TensorAxis, cross_entropy_sum
 from plait.tensor.vocabulary import embedding
 

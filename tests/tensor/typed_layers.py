@@ -25,11 +25,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plait.run.config import VerifyConfig
-from plait.zero.state.init import materialise
 from plait.run.job.job import build_model, make_job
 from plait.sharded.nn_functional import rows_held
 from plait.tensor.plan import Parallel, is_unsplit, parallel_plan
 from plait.tensor.types import _entered
+from plait.zero.state.init import materialise
 
 AXIS, WAYS = "tensor", 2
 

@@ -16,8 +16,8 @@ import pytest
 from plait.checkpoint import as_saved
 from plait.checkpoint.folder import checkpoints
 from plait.run.commands.main import main
-from plait.step import Engine
 from plait.run.job.own import load_job
+from plait.step import Engine
 
 SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--kv-heads", "1", "--length", "12", "--batch", "7"]
 RATES = ["--lr-schedule", "cosine", "--warmup", "3", "--weight-decay", "0.3", "--lr", "0.01"]

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from plait.comm.base import Comm
+from plait.referee.verify.reference import run_reference
 from plait.run.commands.main import main, parse
 from plait.run.config import TrainConfig, from_toml, to_toml
 from plait.run.config.sinks import Sinks
+from plait.run.job.job import make_job
+from plait.run.train.run import run_train
 from plait.table.additions import additions
 from plait.table.cells import find_strategy
 from plait.zero.state.init import materialise
-from plait.run.job.job import make_job
-from plait.run.train.run import run_train
-from plait.referee.verify.reference import run_reference
 
 SIZES = ["--layers", "1", "--width", "32", "--heads", "2", "--kv-heads", "1", "--length", "16", "--batch", "5"]
 

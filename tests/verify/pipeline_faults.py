@@ -14,22 +14,22 @@ from torch import Tensor
 from plait.comm import run
 from plait.comm.base import DONE
 from plait.comm.thread import ThreadComm
-from plait.table.collectives import Note
-from plait.zero.flat_gradient import FlatGradient
-from plait.zero.gradients import Gradients
-from plait.zero.unit import State, Unit
-from plait.zero.unshard import Unsharding
-from plait.step.engine import Engine
-from plait.step.exchange import Exchange
 from plait.forward.context import RNGPosition
 from plait.forward.products import WeightGradNode
-from plait.step.norm import Norm
 from plait.pipeline.handover import HandOver
 from plait.pipeline.p2p import PipelineP2P
 from plait.pipeline.runtime import Runtime
 from plait.pipeline.stage import Stage
 from plait.pipeline.tied_weights import TiedWeights
 from plait.schedule.actions import ACTIVATION, Action, Kind
+from plait.step.engine import Engine
+from plait.step.exchange import Exchange
+from plait.step.norm import Norm
+from plait.table.collectives import Note
+from plait.zero.flat_gradient import FlatGradient
+from plait.zero.gradients import Gradients
+from plait.zero.unit import State, Unit
+from plait.zero.unshard import Unsharding
 
 Patch = pytest.MonkeyPatch
 

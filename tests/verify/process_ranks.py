@@ -9,14 +9,14 @@ import warnings
 import torch
 
 from plait.comm.process import ProcessComm
-from plait.run.config import VerifyConfig, validate, with_job
-from plait.table.mesh import AXES
-from plait.run.job.job import make_job
 from plait.referee.verify import judge
 from plait.referee.verify.cases import DIMENSIONS, RULES, command, config_of, due
 from plait.referee.verify.covering import Rule, covering
 from plait.referee.verify.record import collect_records, record_run
 from plait.referee.verify.run import references
+from plait.run.config import VerifyConfig, validate, with_job
+from plait.run.job.job import make_job
+from plait.table.mesh import AXES
 
 RANKS = 4
 

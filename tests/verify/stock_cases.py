@@ -19,19 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
+from plait.referee.verify.compare import Finding, against_tree
+from plait.referee.verify.record import RankRecord, record_layout
+from plait.referee.verify.reference import run_reference
+from plait.run.data import Batches
+from plait.run.job.job import Job
+from plait.run.models import hf
+from plait.step import empty_parameters
 from plait.table.additions import additions
 from plait.table.cells import find_strategy
 from plait.table.mesh import Mesh
 from plait.table.parallelism import Parallelism
 from plait.table.tensor_plan import Passings, everywhere
-from plait.run.data import Batches
-from plait.step import empty_parameters
-from plait.run.job.job import Job
-from plait.run.models import hf
 from plait.tensor import Parallel
-from plait.referee.verify.compare import Finding, against_tree
-from plait.referee.verify.record import RankRecord, record_layout
-from plait.referee.verify.reference import run_reference
 
 Batch = dict[str, Tensor]
 IGNORED = -100

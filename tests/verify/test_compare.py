@@ -12,13 +12,13 @@ import torch
 from verify_cases import TINY, Verified, judged, verify
 
 from plait.comm import thread
-from plait.table.cells import TABLE
-from plait.table.mesh import Mesh
-from plait.zero.optim import square_sum
-from plait.step.norm import Norm
 from plait.referee.verify import reference
 from plait.referee.verify.compare import find, number
 from plait.referee.verify.record import RankRecord
+from plait.step.norm import Norm
+from plait.table.cells import TABLE
+from plait.table.mesh import Mesh
+from plait.zero.optim import square_sum
 
 CONFIG = replace(TINY, mesh="shard=2", strategy="zero3", microbatches=2)
 

@@ -22,13 +22,13 @@ from verify_cases import GPT, TINY, Verified, job_of, judged
 
 import plait
 from plait.comm import Comm, run
-from plait.run.config import VerifyConfig
-from plait.table.mesh import Mesh
-from plait.step import Engine
 from plait.forward.compiled import CompiledUnits, missing_compiler
 from plait.forward.graph_dropout import GraphMask
 from plait.pipeline.stage import LossFn, Stage
 from plait.referee.verify.record import record_run
+from plait.run.config import VerifyConfig
+from plait.step import Engine
+from plait.table.mesh import Mesh
 
 LACKS = missing_compiler(torch.device("cpu"))
 pytestmark = [

@@ -18,16 +18,16 @@ from torch.optim.lr_scheduler import LambdaLR
 from verify_cases import GPT, TINY, judged, record
 
 from plait.comm.thread import ThreadComm
+from plait.forward import dropout
+from plait.run.job.job import Job
 from plait.step import Engine, update
+from plait.step.exchange import Exchange
+from plait.step.update import Update
 from plait.zero import gradients
 from plait.zero.flat_gradient import FlatGradient
 from plait.zero.optim import OwnedOptimizer
 from plait.zero.storage import Flat
 from plait.zero.unit import Unit
-from plait.step.exchange import Exchange
-from plait.forward import dropout
-from plait.step.update import Update
-from plait.run.job.job import Job
 
 Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch], None]

@@ -10,11 +10,11 @@ import torch
 from pipe_cases import CHAIN, DECODER, is_bitwise, runs
 from verify_cases import GPT, job_of, record
 
-from plait.run.config import VerifyConfig, validate
 from plait.forward import deferred_products
+from plait.referee.verify.run import judge, references
+from plait.run.config import VerifyConfig, validate
 from plait.tensor import gemm
 from plait.tensor.gemm import has_onednn
-from plait.referee.verify.run import judge, references
 
 pytestmark = pytest.mark.skipif(not has_onednn(), reason="this torch was built without oneDNN")
 

@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 import plait
 from plait import UserJob
-from plait.run.config import VerifyConfig
-from plait.run.job.job import make_job
-from plait.referee.wrong import FirstWrong
 from plait.referee.verify.locate import first_step, locate_in_plain, search, window_of
 from plait.referee.verify.plain import run_plain
 from plait.referee.verify.traced import trace_layout
+from plait.referee.wrong import FirstWrong
+from plait.run.config import VerifyConfig
+from plait.run.job.job import make_job
 
 Patch = pytest.MonkeyPatch
 

@@ -16,20 +16,20 @@ from rich.console import Console
 
 from plait.comm import thread
 from plait.comm.ordered_reduce import ordered_sum
-from plait.run.commands.main import main, parse
-from plait.run.config import VerifyConfig, validate
-from plait.table.cells import TABLE
-from plait.table.mesh import AXES
-from plait.step.norm import Norm
 from plait.pipeline.tied_weights import TiedWeights
-from plait.run.job.job import Job
-from plait.tensor.gemm import has_onednn
 from plait.referee.verify import matrix
 from plait.referee.verify.cases import DIMENSIONS, LINKS, RULES, cells, command, config_of, due, points, uneven
 from plait.referee.verify.covering import pairs
 from plait.referee.verify.matrix import Outcome, References, grid, outcome_of, run_cells
 from plait.referee.verify.reference import run_reference
 from plait.referee.verify.run import Verdict, judge
+from plait.run.commands.main import main, parse
+from plait.run.config import VerifyConfig, validate
+from plait.run.job.job import Job
+from plait.step.norm import Norm
+from plait.table.cells import TABLE
+from plait.table.mesh import AXES
+from plait.tensor.gemm import has_onednn
 
 SHARDED = config_of({"model": "gpt", "bucket": 0, "strategy": "zero3", "shard": 3, "microbatches": 2})
 PIPED = config_of(

@@ -9,10 +9,10 @@ from pipe_cases import is_bitwise, runs
 from torch import nn
 from verify_cases import GPT, MLP, record
 
-from plait.run.config import VerifyConfig, validate
-from plait.table.cells import TABLE
-from plait.run.job.job import make_job
 from plait.referee.verify.run import judge, references
+from plait.run.config import VerifyConfig, validate
+from plait.run.job.job import make_job
+from plait.table.cells import TABLE
 
 DECODER = replace(GPT, layers=3, steps=2, dropout=0.2)
 CHAIN = replace(MLP, layers=7, width=7, steps=2)

@@ -17,14 +17,14 @@ from torch import Tensor
 from verify_cases import TINY, judged, record
 
 from plait.comm.thread import ThreadComm
+from plait.forward.context import RNGPosition
+from plait.pipeline.stage import Stage
+from plait.step.exchange import Exchange
+from plait.step.norm import Norm
 from plait.table.collectives import Note
 from plait.zero.flat_gradient import FlatGradient
 from plait.zero.gradients import Gradients
 from plait.zero.unit import Unit
-from plait.step.exchange import Exchange
-from plait.forward.context import RNGPosition
-from plait.step.norm import Norm
-from plait.pipeline.stage import Stage
 
 Patch = pytest.MonkeyPatch
 

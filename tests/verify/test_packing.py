@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from plait.comm import run
-from plait.run.config import VerifyConfig, validate
-from plait.run.job.job import make_job
 from plait.referee.verify.record import record_run
 from plait.referee.verify.run import Verdict, judge, references
+from plait.run.config import VerifyConfig, validate
+from plait.run.job.job import make_job
 
 GPT = VerifyConfig(
     model="gpt", layers=2, width=24, heads=6, kv_heads=6, batch=13, length=9, steps=2, clip=0.3, pack=True

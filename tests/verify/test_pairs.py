@@ -20,10 +20,10 @@ from test_pipelines import BESIDE, PIPES
 from test_tensor import MESHES as TENSOR_MESHES
 from verify_cases import MODELS, job_of, judged, record
 
-from plait.run.config import VerifyConfig
-from plait.schedule.orders import ORDERS
 from plait.referee.verify.cases import due
 from plait.referee.verify.covering import covering
+from plait.run.config import VerifyConfig
+from plait.schedule.orders import ORDERS
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from verify_cases import GPT, TINY, judged, record
 
+from plait.referee.verify.run import judge, references
 from plait.run.config import VerifyConfig
 from plait.run.models import mlp
-from plait.referee.verify.run import judge, references
 
 Patch = pytest.MonkeyPatch
 CHAIN = replace(TINY, layers=9, steps=3, batch=12)

@@ -19,8 +19,8 @@ from pipe_cases import CHAIN, DECODER, is_bitwise, runs, same
 from verify_cases import GPT, verify
 
 from plait.run.config import VerifyConfig
-from plait.table.cells import TABLE
 from plait.schedule.orders import ORDERS
+from plait.table.cells import TABLE
 
 ROWS = tuple(TABLE)
 PIPES = (2, 3, 4)

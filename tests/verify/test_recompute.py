@@ -12,14 +12,14 @@ import pytest
 from pipe_cases import DECODER, is_bitwise, runs, same
 from verify_cases import GPT, MLP, verify
 
+from plait.forward.context import ForwardContext
+from plait.predict import tensor
+from plait.referee.verify import record
 from plait.run.config import VerifyConfig, validate
+from plait.schedule.orders import ORDERS
 from plait.table.cells import TABLE
 from plait.zero.unit import State, Unit
 from plait.zero.unshard import Unsharding
-from plait.forward.context import ForwardContext
-from plait.predict import tensor
-from plait.schedule.orders import ORDERS
-from plait.referee.verify import record
 
 MODES = ("full", "selective")
 TWO_STEPS = replace(GPT, steps=2)

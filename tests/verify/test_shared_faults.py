@@ -11,14 +11,14 @@ import pytest
 from torch.optim import SGD, AdamW
 from verify_cases import GPT, record
 
-from plait.step import norm, update
-from plait.zero import optim
 from plait.forward import dropout
 from plait.forward.dropout import DropoutRNG
-from plait.run.job import optimizer
-from plait.run.job.job import make_job
 from plait.referee.verify import reference
 from plait.referee.verify.run import judge, placed, references
+from plait.run.job import optimizer
+from plait.run.job.job import make_job
+from plait.step import norm, update
+from plait.zero import optim
 
 Patch = pytest.MonkeyPatch
 RICH = replace(GPT, mesh="shard=3", dtype="fp64", weight_decay=0.1, lr_schedule="cosine", warmup=2, clip=0.3)

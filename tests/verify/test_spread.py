@@ -11,11 +11,11 @@ import test_tensor_mutations as tensors
 import verify_cases as cases
 from verify_cases import TINY
 
-from plait.run.config import VerifyConfig
 from plait.referee.verify.record import RankRecord
 from plait.referee.verify.reference import Record
 from plait.referee.verify.run import judge, placed, references
 from plait.referee.verify.spread import Spread, honest_runs, spread_of
+from plait.run.config import VerifyConfig
 
 Patch = pytest.MonkeyPatch
 GPT = replace(tensors.GPT, steps=3, strategy="zero1")

@@ -36,11 +36,11 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm import Comm, run
-from plait.table.cells import TABLE
-from plait.table.mesh import Mesh
-from plait.step import Engine
 from plait.run.job.job import Job
 from plait.run.models import hf
+from plait.step import Engine
+from plait.table.cells import TABLE
+from plait.table.mesh import Mesh
 
 ROWS = tuple(TABLE)
 MESHES = ("shard=2", "replica=2 shard=2", "shard=3")

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
-from plait.table.tensor_plan import BACKWARD
 from plait.forward.tensor_parallel import StageAxis
 from plait.referee.verify import run
 from plait.referee.verify.reference import Record
+from plait.table.tensor_plan import BACKWARD
 
 WIDTH, CLASSES = 12, 5
 

@@ -18,13 +18,13 @@ from verify_cases import MLP, judged, record
 
 from plait.comm.base import DONE, NO_NOTE
 from plait.comm.thread import ThreadComm
+from plait.forward.tensor_parallel import TensorParallel
 from plait.run.config import VerifyConfig
+from plait.step.exchange import Exchange
+from plait.step.norm import Norm
 from plait.table.collectives import Note
 from plait.table.tensor_cut import TensorCut
 from plait.table.tensor_plan import BACKWARD, FORWARD
-from plait.step.exchange import Exchange
-from plait.forward.tensor_parallel import TensorParallel
-from plait.step.norm import Norm
 from plait.tensor import linear, vocabulary
 from plait.tensor.axis import TensorAxis
 from plait.tensor.linear import ColumnInput, Row, WeightGradQueue

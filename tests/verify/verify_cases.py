@@ -14,17 +14,17 @@ import pytest
 
 from plait.comm import run
 from plait.comm.prepared import Alone
-from plait.run.config import VerifyConfig, section
-from plait.table.additions import additions
-from plait.table.collectives import Note
-from plait.table.precision import Precision
-from plait.zero import flat_gradient, gradients
-from plait.run.job.config import JobConfig
-from plait.run.job.job import Job, make_job
 from plait.referee.verify.plain import run_plain
 from plait.referee.verify.record import RankRecord, record_run
 from plait.referee.verify.reference import Record, run_reference
 from plait.referee.verify.run import Verdict, judge
+from plait.run.config import VerifyConfig, section
+from plait.run.job.config import JobConfig
+from plait.run.job.job import Job, make_job
+from plait.table.additions import additions
+from plait.table.collectives import Note
+from plait.table.precision import Precision
+from plait.zero import flat_gradient, gradients
 
 MLP = VerifyConfig(model="mlp", layers=16, width=17, batch=13, steps=5, clip=0.3, bucket=0)
 """16 layers, odd widths, 13 samples: no mesh divides anything evenly.  It is small, and would be one bucket."""

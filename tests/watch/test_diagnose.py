@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from plait.table.mesh import Mesh
 from plait.run.watch import stacks
 from plait.run.watch.diagnose import ENDED, Diagnosis, Kind, block, diagnose
 from plait.run.watch.page import Status
 from plait.run.watch.processes import ProcessState
+from plait.table.mesh import Mesh
 
 NOW = 1000.0
 GATHER, REDUCE = "all_gather of unit 'b' over shard", "sum all_reduce over shard"

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from plait.comm import ThreadWorld
-from plait.table.mesh import Mesh
 from plait.run.watch.folder import PREFIX, WATCH, locked_folder, private_folder
 from plait.run.watch.joined import watch_joined
 from plait.run.watch.page import Page
+from plait.table.mesh import Mesh
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,11 @@ import torch
 
 from plait.comm import Comm, ThreadWorld
 from plait.comm.operation import Operation, group_of
-from plait.table.collectives import Note
-from plait.table.mesh import Mesh
 from plait.run.watch.page import Page, StatusRecord
 from plait.run.watch.processes import born, look
 from plait.run.watch.rank import ASK_TO_END, MOST_TEXTS, RankSide, watch
+from plait.table.collectives import Note
+from plait.table.mesh import Mesh
 
 OPERATION = Operation(
     "all_gather", group_of(Mesh(shard=3), 0, ("shard",)), Note("forward", "blocks.3", 1), 12, torch.float32

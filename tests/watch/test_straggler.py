@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from plait.table.mesh import Mesh
 from plait.run.watch.page import RECENT, Status
 from plait.run.watch.straggler import SPAN, WINDOW, stragglers
+from plait.table.mesh import Mesh
 
 Times = list[list[float]]
 """Seconds computed, by rank and step."""

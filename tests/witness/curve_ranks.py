@@ -15,12 +15,12 @@ from torch import Tensor
 
 from plait.comm.agree import check_together
 from plait.comm.process import ProcessComm
-from plait.run.config import VerifyConfig, validate
-from plait.table.mesh import AXES
-from plait.run.job.job import make_job
 from plait.referee.witness.replay import Replay
 from plait.referee.witness.run import drive, with_engine
 from plait.referee.witness.stored import read_witnessed
+from plait.run.config import VerifyConfig, validate
+from plait.run.job.job import make_job
+from plait.table.mesh import AXES
 
 STEPS, SEEDS = 30, 8
 NEXT = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))

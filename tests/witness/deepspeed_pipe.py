@@ -13,8 +13,8 @@ from torch import nn
 
 from plait.comm import Comm
 from plait.pipeline.chain import chain_of
-from plait.run.job.job import Job
 from plait.referee.witness.engines import Driven
+from plait.run.job.job import Job
 
 
 def pipeline(job: Job, model: nn.Module, comm: Comm) -> Driven:

@@ -18,10 +18,10 @@ from torch import nn
 import plait
 from plait.comm import Comm
 from plait.comm.process import ProcessComm
-from plait.run.config import VerifyConfig, validate, with_job
-from plait.run.job.job import Job
 from plait.referee.witness.engines import ENGINES, Driven, ddp
 from plait.referee.witness.run import run_engine, with_engine
+from plait.run.config import VerifyConfig, validate, with_job
+from plait.run.job.job import Job
 
 SEQUENTIAL = f"{__file__}:sequential"
 MLP = {"model": "mlp", "layers": 4, "width": 7}

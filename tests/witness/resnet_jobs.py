@@ -13,9 +13,9 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 import plait
 from plait.comm import Comm
-from plait.step.batch_norm import synchronise
-from plait.run.job.job import Job
 from plait.referee.witness.engines import Driven, loop
+from plait.run.job.job import Job
+from plait.step.batch_norm import synchronise
 
 SAMPLES, CLASSES = 12, 5
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm import Comm
+from plait.referee.witness.engines import Driven
 from plait.run.config import VerifyConfig
 from plait.run.job.job import Job
-from plait.referee.witness.engines import Driven
 
 TOKENS, WIDTH, TIME, SAMPLES = 11, 8, 6, 8
 

@@ -10,8 +10,8 @@ from engine_ranks import become
 from silent_bugs import BUGS, RIGHT
 
 from plait.comm.process import ProcessComm
-from plait.run.config import validate
 from plait.referee.witness.run import run_engine, with_engine
+from plait.run.config import validate
 
 
 def rank_main(rank: int, ranks: int, port: int, path: str, elements: int | None = None) -> None:

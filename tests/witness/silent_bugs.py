@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from plait.comm import Comm
-from plait.run.job.job import Job
 from plait.referee.witness.engines import Driven, ddp, fsdp2, loop, torch_pipelining
+from plait.run.job.job import Job
 
 CLIP = 0.05
 

@@ -17,10 +17,10 @@ from test_judge import FAULTS
 from torch import Tensor, nn
 
 import plait
-from plait.run.commands.main import main
 from plait.referee.witness.elements import describe_few, places_of
 from plait.referee.witness.judge import judge
 from plait.referee.witness.judgement import Judgement
+from plait.run.commands.main import main
 
 FEW = 4
 """Of each tensor; ``up.weight`` has 35."""

@@ -10,9 +10,9 @@ import engine_ranks
 import pytest
 from loops import run
 
+from plait.referee.witness.grid import cells_up_to, growth, told_factor
 from plait.run.commands.main import main
 from plait.table.mesh import Mesh
-from plait.referee.witness.grid import cells_up_to, growth, told_factor
 
 
 def test_the_layouts_of_a_grid_begin_with_one_rank() -> None:

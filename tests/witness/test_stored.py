@@ -13,9 +13,9 @@ import torch
 from loops import run, the_job
 from safetensors.torch import load_file, save_file
 
-from plait.run.commands.main import main
 from plait.referee.values import storable
 from plait.referee.witness.judge import judge
+from plait.run.commands.main import main
 
 JOB = "from loops import user_job\njob = user_job()\nother = user_job('adamw')\n"
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from plait.table.mesh import Mesh
+from plait.referee.witness.engines import Driven, clip_by_norm
 from plait.run.job.config import JobConfig
 from plait.run.job.job import Job, make_job
-from plait.referee.witness.engines import Driven, clip_by_norm
+from plait.table.mesh import Mesh
 
 AXIS = "ranks"
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import plait
 from plait.comm import Comm, run
+from plait.step import Engine
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
-from plait.step import Engine
 from plait.zero.step_hooks import watch_hooks
 
 

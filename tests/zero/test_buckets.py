@@ -14,9 +14,9 @@ from engine_cases import adamw, agree, batches, net, plain, sgd, train
 from torch import nn
 
 from plait.comm import Comm, run
+from plait.step import Engine
 from plait.table.flat import BUCKET_BYTES, LEAST_BYTES, buckets
 from plait.table.mesh import Mesh
-from plait.step import Engine
 
 
 def test_neighbours_share_a_bucket_until_it_is_full() -> None:

@@ -10,9 +10,9 @@ import pytest
 from engine_cases import ROWS, batches, net, sgd, train
 from torch import nn
 
-from plait.table.collectives import Entry
-from plait.step import Engine
 from plait.predict.cost import differences, predict_step
+from plait.step import Engine
+from plait.table.collectives import Entry
 
 
 def ledgers(template: nn.Module, mesh: str, row: str, microbatches: int, **settings: object) -> list[list[Entry]]:

@@ -17,9 +17,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
-from plait.step import Engine, elementwise
 from plait.predict.memory import held
+from plait.step import Engine, elementwise
+from plait.table.mesh import Mesh
 
 ELEMENTWISE: dict[str, Callable[..., Optimizer]] = {
     "adamw": partial(AdamW, lr=0.01, eps=1e-4),

@@ -8,12 +8,12 @@ from engine_cases import ROWS, Net
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
+from plait.predict.cost import differences, predict_step
+from plait.predict.memory import held
+from plait.step import Engine
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
 from plait.table.precision import LossScale
-from plait.step import Engine
-from plait.predict.cost import differences, predict_step
-from plait.predict.memory import held
 
 MESH = Mesh(replica=2, shard=2)
 BF16 = torch.bfloat16

@@ -12,13 +12,13 @@ from engine_cases import ROWS, adamw, batches, count, deal, loss_sum, net, plain
 from torch import nn
 
 from plait.comm import Comm, run
+from plait.forward.parameter import AtRest
+from plait.step import Engine
 from plait.table.cells import TABLE, moves
 from plait.table.flat import lay
 from plait.table.mesh import Mesh
-from plait.step import Engine
 from plait.zero.storage import Flat
 from plait.zero.unit import State, Unit
-from plait.forward.parameter import AtRest
 
 
 def engine_on(model: nn.Module, comm: Comm, row: str, **settings: Any) -> Engine:

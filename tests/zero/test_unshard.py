@@ -17,11 +17,11 @@ from engine_cases import SPLIT_ROWS, agree, batches, distinct, net, plain, sgd, 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from plait import engine
+import plait
 from plait.comm import Comm, run
+from plait.step import Engine
 from plait.table.cells import TABLE, moves
 from plait.table.mesh import Mesh
-from plait.step import Engine
 from plait.zero.unit import OpenUnits, Unit
 
 WIDTH = cases.WIDTH
@@ -295,5 +295,5 @@ def test_units_that_were_fetched_too_early_are_still_counted_in_a_forward() -> N
 def test_only_the_unsharding_writes_its_fields() -> None:
     """Stages and engines tell it what begins; what follows from that stands in one file."""
     written = re.compile(r"(gathering|unsharding)\.\w+ *([-+]?=)[^=]")
-    sources = Path(engine.__file__).parent.rglob("*.py")
+    sources = Path(plait.__file__).parent.rglob("*.py")
     assert not [f"{path.name}: {found[0]}" for path in sources if (found := written.search(path.read_text()))]

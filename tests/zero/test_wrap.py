@@ -8,8 +8,8 @@ import torch
 from engine_cases import SPLIT_ROWS, agree, batches, distinct, plain, train
 from torch import Tensor, nn
 
-from plait.zero.wrap import Wrapped, automatic, wrap
 from plait.forward.recompute import blocks_of
+from plait.zero.wrap import Wrapped, automatic, wrap
 
 
 def laid(wrapped: tuple[Wrapped, ...]) -> dict[str, list[str]]:

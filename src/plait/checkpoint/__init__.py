@@ -26,4 +26,6 @@ dcp.py           folders of torch.distributed.checkpoint, to plait and back
 distcp.py        what such a folder has, read without running anything
 pickled.py       a pickle read as data
 stateful.py      ``plait.Checkpointed``: a run for torch.distributed.checkpoint
+
+files/           how files from outside are read, and how results are written
 """

@@ -18,8 +18,8 @@ from plait.checkpoint.snapshot import numbers_of
 from plait.checkpoint.stored import SavedTensor, saved_tensors
 from plait.checkpoint.values import encoded
 from plait.comm.agree import check_together
-from plait.table.mesh import AXES
 from plait.step import EMA, Engine
+from plait.table.mesh import AXES
 
 
 def check_as_saved(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> int:

@@ -10,8 +10,8 @@ from dataclasses import fields
 from typing import Any
 
 from plait.checkpoint.stored import SavedTensor
-from plait.table.precision import LossScale
 from plait.step import Engine
+from plait.table.precision import LossScale
 
 
 def check_complete(engine: Engine, state: Mapping[str, Any], tensors: Mapping[str, SavedTensor]) -> None:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from plait.checkpoint.files.reading import open_plain
 from plait.checkpoint.hashing import digest_of
 from plait.checkpoint.manifest import LARGEST, NAME, Manifest, StoredFile
 from plait.checkpoint.storage import LATEST, Storage, exists_already
-from plait.checkpoint.files.reading import open_plain
 
 CHECKPOINTS = "checkpoints"
 """Where ``plait train`` keeps them, in a run's folder."""

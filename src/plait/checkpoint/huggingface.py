@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.checkpoint.files.reading import check_readable, read_file
+from plait.checkpoint.files.writing import told
 from plait.checkpoint.folder import Folder, contents
 from plait.checkpoint.snapshot import is_finite
 from plait.checkpoint.tensor_file import REAL, Check, TensorEntry, TensorFile, parsed, safetensors_header
-from plait.table.layout import Region, extent
 from plait.step import Engine
+from plait.table.layout import Region, extent
 from plait.zero.state.full import whole_tensors
-from plait.checkpoint.files.reading import check_readable, read_file
-from plait.checkpoint.files.writing import told
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000

@@ -23,10 +23,10 @@ from plait.checkpoint.stored import SavedTensor, SavedWeights, check_contents, i
 from plait.checkpoint.values import decoded, state_of
 from plait.comm import Comm
 from plait.comm.agree import broadcast_bytes, check_together
-from plait.table.collectives import Note
 from plait.messages.escape import one_line
-from plait.table.mesh import AXES
 from plait.step import EMA, Engine
+from plait.table.collectives import Note
+from plait.table.mesh import AXES
 
 LONGEST = 1900
 """Characters of an error."""

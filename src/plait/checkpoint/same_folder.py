@@ -10,8 +10,8 @@ from pathlib import Path
 
 from plait.comm.agree import broadcast_text, check_together
 from plait.comm.base import Comm
-from plait.table.collectives import Note
 from plait.messages.escape import one_line
+from plait.table.collectives import Note
 from plait.table.mesh import AXES
 
 

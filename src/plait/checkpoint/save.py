@@ -24,9 +24,9 @@ from plait.checkpoint.snapshot import HostMemory, LateCopy, numbers_of, taken
 from plait.checkpoint.storage import Storage
 from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing, saying
 from plait.comm.agree import broadcast_text, check_together, gather_ints
+from plait.step import EMA, Engine
 from plait.table.collectives import Note
 from plait.table.mesh import AXES
-from plait.step import EMA, Engine
 
 DEADLINE = 600.0
 ASKED = 0.25

@@ -25,8 +25,8 @@ from plait.checkpoint.storage import Storage
 from plait.checkpoint.stored import BLOCK, check_contents, saved_tensors
 from plait.checkpoint.tensor_file import safetensors_header
 from plait.checkpoint.values import state_of
-from plait.table.layout import Region, blocks, extent
 from plait.messages.progress import counted
+from plait.table.layout import Region, blocks, extent
 
 
 @dataclass(frozen=True)

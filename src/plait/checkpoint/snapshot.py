@@ -22,8 +22,8 @@ from torch import Tensor
 
 from plait.checkpoint.tensor_file import SAVABLE
 from plait.checkpoint.values import InFile, encoded
-from plait.table.layout import Region
 from plait.step import EMA, Engine
+from plait.table.layout import Region
 
 ALIGNED = 64
 """Bytes to which a copy's place in memory is rounded."""

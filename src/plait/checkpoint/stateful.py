@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.optim import Optimizer
 
 from plait.checkpoint.values import InFile, decoded, encoded
-from plait.table.layout import Region, extent
 from plait.step import EMA, Engine
+from plait.table.layout import Region, extent
 from plait.zero.optim import Owned
 from plait.zero.probe import rebuilt
 from plait.zero.state.full import buffers_of

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.checkpoint.files.writing import DiskError
 from plait.checkpoint.folder import contents, publish
 from plait.checkpoint.hashing import Hasher
 from plait.checkpoint.manifest import DTYPES, LARGEST, NAME, Manifest, StoredFile, StoredPiece, StoredTensor
@@ -29,7 +30,6 @@ from plait.checkpoint.storage import Storage
 from plait.checkpoint.tensor_file import safetensors_header
 from plait.comm.agree import named
 from plait.comm.deadline import clock
-from plait.checkpoint.files.writing import DiskError
 
 FILE, NOTE = "safetensors", "json"
 RUNNING, DONE, FAILED = range(3)

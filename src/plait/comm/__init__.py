@@ -25,9 +25,8 @@
     transport.py       what moves single messages: started, waited for, failing
     gloo.py            over sockets
     nccl.py            between GPUs
-    shared_memory/     through memory that the ranks of a host share
     hosts.py           both: memory inside of each host, sockets across
-    c10d.py            the same as a back end of torch.distributed
+    padded.py          pieces of unequal length in collectives of equal ones
     p2p_work.py        what is held of messages under way
     failures.py        what a rank reports when an operation fails
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from plait.comm.base import Comm
-from plait.table.collectives import Note
-from plait.comm.ended import OtherRankError
+from plait.messages.ended import OtherRankError
 from plait.messages.escape import one_line, printable
+from plait.table.collectives import Note
 from plait.table.mesh import AXES
 
 LONGEST_ERROR = 1024

@@ -23,8 +23,8 @@ from torch import Tensor
 from plait.comm.gloo import GlooTransport
 from plait.comm.operation import Operation
 from plait.comm.peer import Peer
-from plait.shared_memory.transport import SharedMemoryTransport
 from plait.comm.transport import Started, Transport, Wires
+from plait.shared_memory.transport import SharedMemoryTransport
 from plait.table.mesh import Mesh
 
 NAP_SECONDS = 0.0005

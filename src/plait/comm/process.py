@@ -39,9 +39,9 @@ from plait.comm.operation import DONE, NO_NOTE, Group, copied, label
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.p2p_work import P2PWork, Sent, TwoPhase
 from plait.comm.peer import Peer
+from plait.comm.transport import Started, Transport, Wires
 from plait.shared_memory.office import Office
 from plait.shared_memory.transport import SharedMemoryTransport
-from plait.comm.transport import Started, Transport, Wires
 from plait.table.mesh import Mesh
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from plait.comm.base import DONE, Comm, MismatchError, Operation, Work
 from plait.comm.operation import copied, label
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.rendezvous import AbortedError, Address, Rendezvous
-from plait.comm.ended import to_its_end
+from plait.messages.ended import to_its_end
 from plait.table.mesh import Mesh
 
 __all__ = ["AbortedError", "ThreadComm", "ThreadWorld", "run"]

@@ -22,5 +22,6 @@ random_streams.py      what else draws: noise, stochastic depth, jitter
 deferred_products.py   products whose weight gradient waits
 parameter.py           what a parameter answers while its values or its gradient are elsewhere
 stays.py               what is neither copied nor pickled
+masks.py               dropout masks and stream keys, a pure function of keys and element indices
 random_ops.py          which operators draw, and a generator for what draws from one
 """

@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from torch.utils._pytree import tree_leaves
 
-from plait.table.parallelism import Parallelism
 from plait.forward.dropout import DropoutRNG
 from plait.forward.graph_dropout import GraphMask, NotCompiledError, refuse_random, rows_of, serve
 from plait.forward.interceptor import EngineMode, Interceptor, hidden_modes
+from plait.forward.masks import on_device
 from plait.forward.products import Products
 from plait.forward.sites import Sites
-from plait.forward.masks import on_device
+from plait.table.parallelism import Parallelism
 
 MOST = 512
 """Classes of units, times shapes of their inputs, times modes (training, evaluation): each is compiled."""

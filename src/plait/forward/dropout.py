@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.forward.context import CurrentForward, RNGPosition
 from plait.forward.interceptor import Function, Handler
+from plait.forward.masks import Slice, keep_mask, stream_key
 from plait.forward.random_ops import all_silent, draws_nothing, is_random, no_stream, seeded
 from plait.forward.random_streams import STREAMS
 from plait.forward.recurrent import draws, is_packed, layer_by_layer
-from plait.forward.masks import Slice, keep_mask, stream_key
 
 SliceOf = Callable[[str, Sequence[int]], Slice | None]
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.table.tensor_plan import Style
 from plait.forward.context import CurrentForward
 from plait.forward.interceptor import Function
+from plait.table.tensor_plan import Style
 from plait.tensor import TensorAxis
 from plait.tensor.follow import FollowCuts
 from plait.tensor.marks import STEPS, Cut

@@ -20,8 +20,8 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from plait.forward.dropout import DropoutRNG, written_out
-from plait.forward.random_ops import draws_nothing, is_random, seeded
 from plait.forward.masks import LOW32, random_bits
+from plait.forward.random_ops import draws_nothing, is_random, seeded
 
 
 class NotCompiledError(ValueError):

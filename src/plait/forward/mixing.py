@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.table.tensor_plan import Style
 from plait.forward.context import ForwardContext
 from plait.forward.interceptor import Function
+from plait.table.tensor_plan import Style
 
 NORMS = {"layer_norm", "rms_norm"}
 MIXES = {

@@ -21,16 +21,16 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from plait.comm import Comm
 from plait.comm.agree import same_tensors
-from plait.table.collectives import Note
-from plait.table.layout import Layout
-from plait.table.tensor_plan import Style
 from plait.forward.context import CurrentForward, CutActivation
 from plait.forward.first_forward import ALONGSIDE, FirstForward
 from plait.forward.interceptor import Function, Handler, read_among
+from plait.forward.masks import Slice
 from plait.forward.mixing import check_mixing, may_mix
 from plait.forward.products import Products
-from plait.forward.masks import Slice
 from plait.sharded.sharded_tensor import ShardedTensor
+from plait.table.collectives import Note
+from plait.table.layout import Layout
+from plait.table.tensor_plan import Style
 from plait.tensor import Parallel, TensorAxis
 from plait.tensor.axis import AXES, Divide, Gather, Leave, Share, Split, Unsplit
 from plait.tensor.gemm import TORCH, Gemm

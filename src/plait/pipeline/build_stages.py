@@ -14,25 +14,25 @@ from torch import nn
 
 from plait.comm import Comm
 from plait.comm.agree import check_together
-from plait.table.mesh import AXES
-from plait.table.parallelism import Parallelism
-from plait.zero.build import SourceModel, build_units
-from plait.zero.flat_gradient import FlatGradient
-from plait.zero.unit import GatheredBytes
-from plait.zero.wrap import automatic, wrap
 from plait.forward.compiled import check_compile, check_units
 from plait.forward.recompute import check_recompute
 from plait.pipeline.chain import Chain, chain_of
 from plait.pipeline.stage import BeforeForward, Stage, StageSettings
 from plait.pipeline.stage_model import StageModel, Uses, cut_off, parallel_of, stages_using
 from plait.pipeline.tied_weights import TiedWeight
+from plait.schedule.partition import by_sizes, even
+from plait.schedule.pipeline import Pipeline
+from plait.table.mesh import AXES
+from plait.table.parallelism import Parallelism
+from plait.tensor import Parallel, parallel_plan
+from plait.tensor.gemm import find_gemm
+from plait.zero.build import SourceModel, build_units
+from plait.zero.flat_gradient import FlatGradient
 from plait.zero.state.full import Directory
 from plait.zero.state.init import give_values
 from plait.zero.state.weights import Weights
-from plait.schedule.partition import by_sizes, even
-from plait.schedule.pipeline import Pipeline
-from plait.tensor import Parallel, parallel_plan
-from plait.tensor.gemm import find_gemm
+from plait.zero.unit import GatheredBytes
+from plait.zero.wrap import automatic, wrap
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from plait.comm import Comm
 from plait.comm.agree import gather_texts
-from plait.table.collectives import Note
 from plait.forward.attributes import PLAIN, attributes_of
+from plait.table.collectives import Note
 from plait.zero.state.identity import some_elements
 
 _MISSING = object()

@@ -30,11 +30,11 @@ from torch import Tensor
 
 from plait.comm import Comm, Work
 from plait.comm.header import empty_header, header_of, shape_in
-from plait.table.collectives import Note
 from plait.forward.batch import batch_tensors
 from plait.pipeline.handover import HandOver, HandOverForm, pack, unpack
 from plait.schedule.acks import Key
 from plait.schedule.actions import ACTIVATION, GRADIENT, Action, Kind, ends
+from plait.table.collectives import Note
 
 Signature = tuple[tuple[int, ...], ...]
 """The shapes of a batch's tensors."""

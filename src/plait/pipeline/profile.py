@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Comm, ThreadWorld
-from plait.table.cells import TABLE
-from plait.table.collectives import Note
-from plait.table.mesh import AXES, Mesh
-from plait.table.parallelism import Parallelism, Recompute
-from plait.zero.build import SourceModel
 from plait.forward.context import RNGPosition, token_counts
 from plait.pipeline.build_stages import lay_stages
 from plait.pipeline.chain import chain_of
 from plait.pipeline.handover import HandOver
 from plait.pipeline.stage import LossFn, StageSettings
 from plait.pipeline.stage_model import StageModel
+from plait.table.cells import TABLE
+from plait.table.collectives import Note
+from plait.table.mesh import AXES, Mesh
+from plait.table.parallelism import Parallelism, Recompute
 from plait.tensor import Parallel
 from plait.tensor.gemm import TORCH, Gemm
+from plait.zero.build import SourceModel
 
 Seconds = tuple[tuple[float, ...], tuple[float, ...]]
 """Of forward, and of backward, link by link."""

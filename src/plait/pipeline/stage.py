@@ -23,13 +23,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from plait.comm import Comm
 from plait.comm.agree import gather_ints
-from plait.table.collectives import Note
-from plait.table.flat import UnitLayout
-from plait.table.parallelism import Parallelism
-from plait.zero.build import BuiltUnits, SourceModel
-from plait.zero.gradients import Gradients
-from plait.zero.unit import Unit, parameters_of
-from plait.zero.unshard import Unsharding
 from plait.forward.at_rest import AtRestCheck
 from plait.forward.compiled import CompiledUnits, closed_units
 from plait.forward.context import CurrentForward, ForwardContext, RNGPosition
@@ -48,9 +41,16 @@ from plait.pipeline.handover import HandOver, HandOverForm
 from plait.pipeline.not_here import NotHere
 from plait.pipeline.p2p import Signature, signature_of
 from plait.pipeline.stage_model import ForeignLayer, StageModel
-from plait.zero.state.fingerprint import ModelFingerprint
+from plait.table.collectives import Note
+from plait.table.flat import UnitLayout
+from plait.table.parallelism import Parallelism
 from plait.tensor import Parallel
 from plait.tensor.gemm import TORCH, Gemm
+from plait.zero.build import BuiltUnits, SourceModel
+from plait.zero.gradients import Gradients
+from plait.zero.state.fingerprint import ModelFingerprint
+from plait.zero.unit import Unit, parameters_of
+from plait.zero.unshard import Unsharding
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 BeforeForward = Callable[[Sequence[Any], dict[str, Any]], None]

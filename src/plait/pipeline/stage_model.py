@@ -18,7 +18,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from plait.zero.storage import placeholder
 from plait.forward.attributes import attributes_of
 from plait.forward.random_ops import OwnLayer
 from plait.forward.sites import Sites
@@ -26,6 +25,7 @@ from plait.pipeline.chain import Chain, around_links
 from plait.pipeline.copies import CopiedModule, SharedModule, translated
 from plait.pipeline.not_here import BufferElsewhere, not_here
 from plait.tensor import Parallel
+from plait.zero.storage import placeholder
 
 Uses = Mapping[int, tuple[int, ...]]
 """Which stages use each parameter of the whole model, by its ``id``, in order."""

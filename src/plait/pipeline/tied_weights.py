@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm
+from plait.schedule.actions import TIED
 from plait.table.collectives import Note
 from plait.zero.flat_gradient import FlatGradient
-from plait.schedule.actions import TIED
 
 
 @dataclass(frozen=True)

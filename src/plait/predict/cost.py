@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from plait.schedule.actions import ACTIVATION, ADDS_GRADIENTS, GRADIENT, TIED, Kind, Line, carries, in_flight
+from plait.schedule.orders import one_stage
 from plait.table.agreement import AGREEING, COUNTS, NUMBER_BYTES, num_reported
 from plait.table.cells import Move, Strategy, moves
 from plait.table.collectives import Entry, Note, bytes_sent
 from plait.table.flat import UnitLayout, lower
 from plait.table.mesh import Mesh
-from plait.schedule.actions import ACTIVATION, ADDS_GRADIENTS, GRADIENT, TIED, Kind, Line, carries, in_flight
-from plait.schedule.orders import one_stage
 
 
 @dataclass(frozen=True)

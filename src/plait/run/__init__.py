@@ -1,1 +1,14 @@
-"""."""
+"""The command line and everything that one run needs around the engine.
+
+commands/   the ``plait`` command
+config/     a run as a frozen value, checked before it starts
+job/        a model, its loss, data, an optimizer, and their flags
+models/     the models that the command line trains
+data/       the data that they train on
+train/      the run
+launch/     from one command to many ranks
+watch/      the state of every rank, reported outside of the collectives
+injection/  faults on purpose
+measure/    what links and machines can do
+report/     pages, pictures and tables for people
+"""

@@ -32,7 +32,7 @@ def measured_timeline(log: Log) -> Timeline:
     """When each action of a log started and ended, in seconds from the start of the step.
 
     A pass starts when all its waiting is over, so it is as long as what it computed, and ``work`` and ``idle_share``
-    count computing.  (A wait in the midst of a pass is moved before it; ``run/report/timeline.py`` draws it where it was.)
+    count computing.  (A wait in the midst of a pass is moved before it; ``run/report/timeline.py`` draws it in place.)
     """
     return Timeline(
         schedule_of(log),

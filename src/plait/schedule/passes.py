@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate, groupby
 
-from plait.table.cells import Strategy
 from plait.schedule.actions import (
     ADDS_GRADIENTS,
     MESSAGES,
@@ -35,6 +34,7 @@ from plait.schedule.actions import (
     owners,
     placed,
 )
+from plait.table.cells import Strategy
 
 AHEAD = 4
 """How many passes ahead receives are posted in a completed schedule.

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plait.table.cells import Strategy
-from plait.table.parallelism import Parallelism
 from plait.schedule.acks import Key, acks
 from plait.schedule.actions import ADDS_GRADIENTS, Kind, Line, Schedule, count_microbatches, count_stages, owners
 from plait.schedule.check import check
 from plait.schedule.orders import chunked_orders, forwards, one_stage, stages_per_rank, write_order
 from plait.schedule.passes import AHEAD, add_messages, add_sharding, check_hold, complete, join_backward
+from plait.table.cells import Strategy
+from plait.table.parallelism import Parallelism
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,11 @@
     batches.py         rules of torch's own operators that work along some dims: sort, fft, linalg, pools, convolutions
     decompose.py       an operator without a rule as the operators that it is made of
     dispatch.py        from a call to what its rule decides, or to the error that names the way out
-    padded.py          pieces of unequal length through collectives that want equal ones
     redistribute.py    from layout to layout, forward and backward
     gradients.py       the seed at the loss, and what may be set at a leaf
     spec_tensor.py     what a ShardedTensor shows of itself
     sharded_tensor.py  ShardedTensor: a local piece that knows its layout; every torch function passes through it
     autograd.py        torch.autograd.backward, grad and hooks
-    masks.py           dropout masks and stream keys, for the engine too
     dropout.py         F.dropout whose mask no layout changes
     annotate.py        layouts for the parameters of a module whose code stays as it is
     explain.py         what a redistribution or an expression would send

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.table.layout import Layout
 from plait.sharded.rules import align, broadcast, on_meta, on_slices, rule, specs_in, unsummed, whole
 from plait.sharded.spec import OpPlan, Refusal, Spec
+from plait.table.layout import Layout
 
 Letters = Sequence[str | None]
 LINEAR = "roll flip _fft_c2c _fft_r2c _fft_c2r unfold diagonal trace"

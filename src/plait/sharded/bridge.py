@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from plait.comm import Comm
+from plait.sharded.sharded_tensor import ShardedTensor
 from plait.table.layout import Layout
 from plait.table.mesh import AXES
-from plait.sharded.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

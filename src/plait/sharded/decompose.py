@@ -21,11 +21,11 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.table.layout import Layout
 from plait.sharded.dispatch import LayoutError, by_rule, fits, freeze, gradients, mapped, spec_of, tensors_in, writes
 from plait.sharded.elementwise import any_elementwise
 from plait.sharded.rules import RULES, Rule, lossless, named, specs_in
 from plait.sharded.spec import OpPlan, Refusal, Spec, SpecCache
+from plait.table.layout import Layout
 
 RANDOM = torch.Tag.nondeterministic_seeded
 POINTWISE = torch.Tag.pointwise

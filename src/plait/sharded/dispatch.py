@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plait.table.layout import Layout
 from plait.sharded.rules import RULES, Rule, named, on_plain, specs_in
 from plait.sharded.spec import OpPlan, Refusal, Spec, SpecCache
+from plait.table.layout import Layout
 
 ATOMS = {
     int, float, bool, str, type(None), complex, type(...), torch.dtype, torch.device, torch.memory_format, torch.layout

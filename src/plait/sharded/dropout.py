@@ -1,7 +1,7 @@
 """Dropout whose mask no layout changes.
 
 An element is kept or dropped by a hash of (seed, number of the call, its place in the *whole* tensor), so every rank
-draws its own piece of one and the same mask, whatever the cut (``masks.py``):
+draws its own piece of one and the same mask, whatever the cut (``forward/masks.py``):
 
     with dropout_stream(seed):           one stream per step: give it a seed of (your seed, step)
         loss = model(x)
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from plait.sharded.dispatch import DIRECT, LayoutError
 from plait.forward.masks import box_mask, stream_key
+from plait.sharded.dispatch import DIRECT, LayoutError
 from plait.sharded.sharded_tensor import ShardedTensor, wrap
 
 _KEYS: ContextVar[Iterator[int] | None] = ContextVar("dropout_stream", default=None)

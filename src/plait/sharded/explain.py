@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from plait.comm.trace import TraceComm
-from plait.table.collectives import Entry, Note
-from plait.table.layout import Layout, entries, path
 from plait.sharded.dispatch import mapped, tensors_in
 from plait.sharded.redistribute import NOTE
 from plait.sharded.sharded_tensor import ShardedTensor
+from plait.table.collectives import Entry, Note
+from plait.table.layout import Layout, entries, path
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.table.layout import Layout
 from plait.sharded.rules import align, broadcast, on_plain, on_slices, rule, unsummed, whole
 from plait.sharded.spec import OpPlan, Refusal, Spec
+from plait.table.layout import Layout
 
 
 def rows_held(tokens: Tensor, table: Tensor, start: int, padding: int | None) -> Tensor:

@@ -3,7 +3,7 @@
     forward   value    before --step--> after
     backward  gradient dual(before) <--dual step-- dual(after)        all_gather <-> reduce_scatter, ...
 
-Pieces of unequal length travel padded (``padded.py``).
+Pieces of unequal length travel padded (``comm/padded.py``).
 """
 
 from typing import Any, cast
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm
-from plait.table.collectives import Note
-from plait.table.layout import FREE, Step, StepSizes, path, sizes
 from plait.comm.padded import exchange, start_gather, start_scatter
 from plait.sharded.spec import Spec
+from plait.table.collectives import Note
+from plait.table.layout import FREE, Step, StepSizes, path, sizes
 
 NOTE = Note("redistribute")
 """How the ledger calls a redistribution; on the way back the phase is ``redistribute backward``."""

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from plait.table.layout import Layout
 from plait.sharded.spec import OpPlan, Refusal, Spec
+from plait.table.layout import Layout
 
 Axes = tuple[str, ...]
 Rule = Callable[..., Spec | OpPlan]

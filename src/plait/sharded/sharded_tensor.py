@@ -31,14 +31,14 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from plait.comm import Comm
-from plait.table.collectives import Note
-from plait.table.layout import Layout
 from plait.sharded.dispatch import DIRECT, LayoutError, decision, mapped, name_of, refused, spec_of, tensors_in
 from plait.sharded.gradients import may_be_set, not_summed_already, seed
 from plait.sharded.redistribute import NOTE, moved
 from plait.sharded.rules import lossless
 from plait.sharded.spec import Refusal, Spec, SpecCache, spec_cache
 from plait.sharded.spec_tensor import SpecTensor
+from plait.table.collectives import Note
+from plait.table.layout import Layout
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm
+from plait.sharded.spec import Spec
 from plait.table.layout import Layout
 from plait.table.mesh import Mesh
-from plait.sharded.spec import Spec
 
 _local = torch._C.DisableTorchFunctionSubclass
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.table.layout import nested_part
 from plait.sharded.rules import Axes, dims_of_result, on_meta, rearranged, rule, whole
 from plait.sharded.spec import OpPlan, Refusal, Spec
+from plait.table.layout import nested_part
 
 
 def reshaped(x: Spec, shape: Sequence[int]) -> Spec:

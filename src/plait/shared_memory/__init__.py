@@ -4,6 +4,7 @@
 
     transport.py   messages and exchanges, made of the parts below      start here
     alarm.py       wakes a rank that sleeps
+    c10d.py        the same as a back end of torch.distributed
     arena.py       a rank's own memory: blocks for what is under way, tensors that others read where they lie
     arrivals.py    what is done with what comes in, chunk by chunk
     common.py      memory that a group has in common: one copy of it

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from plait.comm.operation import Group, Operation
+from plait.comm.transport import Transport
 from plait.shared_memory import semaphore
 from plait.shared_memory.arena import ALIGNMENT
 from plait.shared_memory.office import Office
 from plait.shared_memory.segment import Segment
 from plait.shared_memory.semaphore import Semaphore
-from plait.comm.transport import Transport
 
 FIRST_BYTES, LARGEST_BYTES = 2**18, 2**26
 SPARE = 16

@@ -32,13 +32,13 @@ from torch import Tensor
 from plait.comm.deadline import clock
 from plait.comm.header import DTYPES
 from plait.comm.operation import NO_NOTE, Operation, copied, name_of
+from plait.comm.transport import Started, Transport, Wires
 from plait.shared_memory.arena import Arena
 from plait.shared_memory.arrivals import Adding, Arrival, Copying, Hearing
 from plait.shared_memory.common import CommonMemory, share_segment
 from plait.shared_memory.mailbox import DATA, HERE, LEFT, READ, MailRecord
 from plait.shared_memory.office import Office
 from plait.shared_memory.outgoing import Outgoing, chunks, sliced
-from plait.comm.transport import Started, Transport, Wires
 
 WHOLE_BYTES = 2**16
 """An all-reduce of no more sends wholes: one round of messages instead of two."""

@@ -18,18 +18,13 @@ batch_norm.py    ``nn.SyncBatchNorm`` over all data ranks
 evaluation.py    the loss without a step
 ema.py           an average of the weights
 gathered.py      whole parameters beside a step, read and written
-
-data_parallel/   units: their storage, when they are unsharded, how gradients reach their owners
-forward/         what happens inside a forward: its context, and what sees the model's operators
-pipeline/        stages, what goes from one to the next, and the runtime that obeys a schedule
-state/           initial values, weights read from files, whole tensors in and out
 """
 
-from plait.zero.probe import elementwise
 from plait.step.ema import EMA
 from plait.step.engine import Engine
 from plait.step.evaluation import Evaluation
-from plait.zero.state.init import empty_parameters
 from plait.step.step import StepResult
+from plait.zero.probe import elementwise
+from plait.zero.state.init import empty_parameters
 
 __all__ = ["EMA", "Engine", "Evaluation", "StepResult", "elementwise", "empty_parameters"]

@@ -28,13 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.agree import gather_ints, gather_texts, named
+from plait.step.placed_model import PlacedModel
 from plait.table.agreement import AGREEING
 from plait.table.cells import Cell
 from plait.table.collectives import Note
 from plait.table.mesh import AXES, DATA_AXES, Mesh
 from plait.zero.optim import is_plain
 from plait.zero.storage import Flat
-from plait.step.placed_model import PlacedModel
 
 NOTE = Note("state", "drift")
 NAMED = 6

@@ -29,26 +29,26 @@ from torch import nn
 from torch.optim import Optimizer
 
 from plait.comm import Comm
-from plait.table.parallelism import Parallelism
-from plait.table.precision import LossScale
-from plait.zero.shown import ShownGradients
-from plait.zero.step_hooks import watch_hooks
-from plait.zero.unshard import EVALUATE
+from plait.forward.context import RNGPosition, token_counts
+from plait.pipeline.runtime import Microbatch
+from plait.pipeline.stage import LossFn
 from plait.step.drift import DriftCheck
 from plait.step.evaluation import Evaluation, Evaluator
-from plait.forward.context import RNGPosition, token_counts
 from plait.step.host_random import HostRandomness
 from plait.step.nonfinite import NonFinite
 from plait.step.own_loop import OwnLoop
-from plait.pipeline.runtime import Microbatch
-from plait.pipeline.stage import LossFn
 from plait.step.reduction import returning_sums
 from plait.step.standing import Standing
-from plait.zero.state.identity import code_of
-from plait.zero.state.weights import Weights
 from plait.step.step import OpenStep, StepResult, num_samples, whole_count
 from plait.step.turns import Optimizers, StepTurns, check_no_closure, is_inner, several
 from plait.step.update import Update
+from plait.table.parallelism import Parallelism
+from plait.table.precision import LossScale
+from plait.zero.shown import ShownGradients
+from plait.zero.state.identity import code_of
+from plait.zero.state.weights import Weights
+from plait.zero.step_hooks import watch_hooks
+from plait.zero.unshard import EVALUATE
 
 CountFn = Callable[[Any], int]
 Listener = Callable[[str, "Engine"], None]

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Comm
-from plait.table.agreement import DATA_ORDER, MARKS
-from plait.table.collectives import Note
-from plait.zero.unshard import EVALUATE
-from plait.step.exchange import Exchange
 from plait.pipeline.copies import ForwardWrites
 from plait.pipeline.p2p import PipelineP2P
 from plait.pipeline.runtime import EventLog, Runtime
 from plait.pipeline.stage import LossFn
+from plait.step.exchange import Exchange
 from plait.step.placed_model import PlacedModel
 from plait.step.step import num_samples, whole_count
+from plait.table.agreement import DATA_ORDER, MARKS
+from plait.table.collectives import Note
+from plait.zero.unshard import EVALUATE
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from plait.comm import Comm
 from plait.comm.agree import differences, gather_floats, gather_ints, named, same_tensors
+from plait.forward.batch import batch_tensors
 from plait.table.agreement import AGREEING, BITS, IN_STAGE, counted
 from plait.table.collectives import Note
-from plait.forward.batch import batch_tensors
 from plait.zero.state.identity import some_elements
 
 _SAMPLES = (1 << 32) - 1

@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm
 from plait.comm.agree import same_everywhere
+from plait.forward.interceptor import EngineMode, Function
+from plait.forward.parameter import name_of
 from plait.table.agreement import DATA_ORDER
 from plait.table.collectives import Note
 from plait.zero.pins import Pins
 from plait.zero.storage import Flat
 from plait.zero.unit import Unit
 from plait.zero.unshard import Unsharding
-from plait.forward.interceptor import EngineMode, Function
-from plait.forward.parameter import name_of
 
 
 class Reads(EngineMode):

@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 
 from plait.comm import Comm
 from plait.comm.agree import gather_texts
+from plait.comm.padded import padded
 from plait.table.agreement import DATA_ORDER
 from plait.table.collectives import Note
-from plait.comm.padded import padded
 
 NOTE = Note("metrics")
 _NUMBERS = {bool: torch.int64, int: torch.int64, float: torch.float64}

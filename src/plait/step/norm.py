@@ -13,10 +13,10 @@ from collections.abc import Collection, Sequence
 import torch
 
 from plait.comm import Comm
+from plait.step.exchange import Exchange
 from plait.table.cells import Strategy
 from plait.table.mesh import DATA_AXES
 from plait.zero.optim import Owned, dtype_of_norm, norm_of, square_sum
-from plait.step.exchange import Exchange
 
 
 class Norm:

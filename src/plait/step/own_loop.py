@@ -22,18 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.table.precision import LossScale
-from plait.zero.optim import has_stepped
-from plait.zero.shown import ShownGradients
 from plait.step.gathered import gathered, units_of
 from plait.step.host_random import HostRandomness
 from plait.step.metrics import gathered_rows, summed
 from plait.step.placed_model import PlacedModel
 from plait.step.reduction import Reduction, as_sum
-from plait.zero.state.optimizer_state import OptimizerState
 from plait.step.step import OpenStep, StepResult, whole_count
 from plait.step.turns import StepTurns
 from plait.step.update import Update
+from plait.table.precision import LossScale
+from plait.zero.optim import has_stepped
+from plait.zero.shown import ShownGradients
+from plait.zero.state.optimizer_state import OptimizerState
 
 
 class OwnLoop(PlacedModel):

@@ -15,22 +15,21 @@ from torch.optim import Optimizer
 
 from plait.comm import Comm
 from plait.comm.agree import check_together
-from plait.table.flat import UnitLayout
-from plait.table.mesh import AXES, DATA_AXES
-from plait.table.parallelism import Parallelism
-from plait.step.batch_norm import synchronise
-from plait.zero.flat_gradient import FlatGradient
-from plait.zero.optim import OwnedOptimizer, owned_runs
-from plait.zero.probe import declared
-from plait.zero.storage import dtype_in
-from plait.zero.unit import Unit, parameters_of
-from plait.step.exchange import Exchange
 from plait.forward.stays import StaysHere
-from plait.step.norm import Norm
 from plait.pipeline.build_stages import build_stages
 from plait.pipeline.p2p import PipelineP2P
 from plait.pipeline.runtime import EventLog, Runtime
 from plait.pipeline.tied_weights import TiedWeights
+from plait.schedule.pipeline import Pipeline, RankProgram
+from plait.step.batch_norm import synchronise
+from plait.step.exchange import Exchange
+from plait.step.norm import Norm
+from plait.table.flat import UnitLayout
+from plait.table.mesh import AXES, DATA_AXES
+from plait.table.parallelism import Parallelism
+from plait.zero.flat_gradient import FlatGradient
+from plait.zero.optim import OwnedOptimizer, owned_runs
+from plait.zero.probe import declared
 from plait.zero.state.checks import check_model, check_settings
 from plait.zero.state.fingerprint import ModelFingerprint
 from plait.zero.state.full import Part, buffers_of, full_state_dict, load_full_state_dict
@@ -38,7 +37,8 @@ from plait.zero.state.identity import optimizer_fields
 from plait.zero.state.optimizer_state import OptimizerState
 from plait.zero.state.pieces import StatePiece, frozen_pieces
 from plait.zero.state.weights import Weights, read_piece, read_whole
-from plait.schedule.pipeline import Pipeline, RankProgram
+from plait.zero.storage import dtype_in
+from plait.zero.unit import Unit, parameters_of
 
 
 class PlacedModel(StaysHere):

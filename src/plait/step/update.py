@@ -11,18 +11,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from plait.table.precision import LossScale
-from plait.zero.gradient_watch import GradientWatch
-from plait.zero.optim import clip_factor, scale, square_sum
-from plait.zero.unit import parameters_of
+from plait.pipeline.copies import ForwardWrites
 from plait.step.exchange import Report
 from plait.step.nonfinite import NonFinite, described, encoded
 from plait.step.norm import check_whole
-from plait.pipeline.copies import ForwardWrites
 from plait.step.placed_model import PlacedModel
 from plait.step.reduction import Weighted
 from plait.step.standing import Standing
 from plait.step.step import OpenStep, StepResult
+from plait.table.precision import LossScale
+from plait.zero.gradient_watch import GradientWatch
+from plait.zero.optim import clip_factor, scale, square_sum
+from plait.zero.unit import parameters_of
 
 
 class Update:

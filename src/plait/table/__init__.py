@@ -11,10 +11,4 @@ layout.py       how a tensor is cut over the axes of a mesh, and the way from on
 tensor_cut.py   how tensor parallelism cuts a parameter
 tensor_plan.py  a tensor plan as data: which module is cut how, and what it sends
 parallelism.py  all settings of a layout as one value
-wording.py      sizes with units, hints for names that are nearly right
-progress.py     long loops tell how far they are
-escape.py       text from outside, made harmless where it is shown
-ended.py        a program that code of the user's ends is not done
-later.py        names of a package that are imported when they are asked for
-interrupt.py    Ctrl-C while a command still imports what it needs
 """

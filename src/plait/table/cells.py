@@ -36,8 +36,8 @@ import re
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from plait.table.mesh import DATA_AXES, ONE_HOST, Mesh
 from plait.messages.wording import did_you_mean
+from plait.table.mesh import DATA_AXES, ONE_HOST, Mesh
 
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element, by the names that dtypes have in a table."""

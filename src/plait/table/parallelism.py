@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from plait.messages.wording import did_you_mean
 from plait.table.cells import TABLE, Strategy, find_strategy
 from plait.table.flat import BUCKET_BYTES, Cut
 from plait.table.tensor_plan import Style, check_mapping
-from plait.messages.wording import did_you_mean
 
 Recompute = Literal["full", "selective"]
 

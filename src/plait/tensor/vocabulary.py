@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.comm import Comm
+from plait.sharded.nn_functional import rows_held
+from plait.sharded.sharded_tensor import ShardedTensor
 from plait.table.collectives import Note
 from plait.table.layout import part
 from plait.table.tensor_plan import FORWARD
-from plait.sharded.nn_functional import rows_held
-from plait.sharded.sharded_tensor import ShardedTensor
 from plait.tensor.axis import Leave, TensorAxis, first_order
 
 LOSS = Note(FORWARD, "loss")

@@ -17,4 +17,6 @@ place.py              where a run lies in the whole parameter, as regions
 step_hooks.py         hooks of the program's own on the optimizer's step, which may read
 optim.py              a stock optimizer, pointed at the pieces that this rank owns
 probe.py              whether it may be: element-wise, and of each parameter alone
+
+state/                initial values, weights read from files, whole tensors in and out
 """

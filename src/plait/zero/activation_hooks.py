@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from plait.zero.unit import Unit
 from plait.forward.context import graph_is_kept
+from plait.zero.unit import Unit
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -19,10 +19,10 @@ from plait.table.cells import Cell, moves
 from plait.table.flat import lay
 from plait.table.parallelism import Parallelism
 from plait.table.tensor_cut import TensorCut
+from plait.tensor import Parallel
 from plait.zero.storage import Flat, dtype_in
 from plait.zero.unit import Unit
 from plait.zero.wrap import bucketed, wrap
-from plait.tensor import Parallel
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from plait.comm import Comm, Work
 from plait.comm.prepared import Alone, Prepared
+from plait.forward.parameter import AtRest, HasMaster, as_class
 from plait.table.cells import LONG, Cell, Strategy, moves
 from plait.table.collectives import Note
 from plait.table.flat import FlatLayout, Run
 from plait.table.tensor_cut import TensorCut
-from plait.zero.transfers import move_by_move, prepare, start
-from plait.forward.parameter import AtRest, HasMaster, as_class
 from plait.tensor.pieces import piece_of
+from plait.zero.transfers import move_by_move, prepare, start
 
 MOST_GATHERS = 64
 """Of a unit, that are kept prepared: phases times microbatches."""

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.autograd.variable import Variable
 from torch.utils._pytree import tree_map_only
 
+from plait.forward.context import CurrentForward, RunningUnit, goes_on, graph_is_kept, in_backward
+from plait.forward.stays import StaysHere
 from plait.zero.activation_hooks import ActivationHooks, tensors_in
 from plait.zero.gather_order import GatherOrder
 from plait.zero.pins import Pins
 from plait.zero.unit import OpenUnits, State, Unit
-from plait.forward.context import CurrentForward, RunningUnit, goes_on, graph_is_kept, in_backward
-from plait.forward.stays import StaysHere
 
 EVALUATE = "evaluate"
 """The ledger's phase of an evaluation, which has its own order of gathers."""

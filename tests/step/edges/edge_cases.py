@@ -18,9 +18,9 @@ from engine_cases import Batch, count, deal, loss_sum, net, sgd
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
+from plait.step import Engine
 from plait.table.cells import TABLE, Strategy
 from plait.table.mesh import Mesh
-from plait.step import Engine
 
 Program = Callable[[nn.Module, torch.optim.Optimizer, Any, Callable[[Batch], Batch], float], Any]
 

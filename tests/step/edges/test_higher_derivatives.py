@@ -39,8 +39,8 @@ from engine_cases import ROWS, SPLIT_ROWS, Batch, agree, batches, close, count, 
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine
+from plait.table.mesh import Mesh
 
 PROGRAMS: dict[str, tuple[type[nn.Module], Callable[..., Tensor]]] = {
     "score": (Energy, score),

@@ -27,8 +27,8 @@ from engine_cases import batches, count, loss_sum
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine
+from plait.table.mesh import Mesh
 
 
 @pytest.mark.parametrize("row", EVERY)

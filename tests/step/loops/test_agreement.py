@@ -15,9 +15,9 @@ from loop_cases import ALONE, LAYOUTS, layout
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
+from plait.step import Engine
 from plait.table.mesh import Mesh
 from plait.table.precision import LossScale
-from plait.step import Engine
 
 
 class Acting(nn.Module):

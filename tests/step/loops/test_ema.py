@@ -14,9 +14,9 @@ from loop_cases import ALONE, LAYOUTS, layout
 from torch import nn
 
 from plait.comm import Comm, run
+from plait.step import EMA, Engine
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
-from plait.step import EMA, Engine
 
 
 def chain() -> nn.Module:

@@ -13,8 +13,8 @@ from loop_cases import ALONE, layout
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine
+from plait.table.mesh import Mesh
 
 
 def generator() -> nn.Module:

@@ -16,8 +16,8 @@ from tensor_models import token_batches
 from torch import nn
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine
+from plait.table.mesh import Mesh
 
 
 def chain() -> nn.Module:

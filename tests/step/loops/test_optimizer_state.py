@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from plait.comm import Comm, run
+from plait.step import Engine, elementwise
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
-from plait.step import Engine, elementwise
 
 
 @pytest.mark.parametrize("where", LAYOUTS)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine, elementwise
+from plait.table.mesh import Mesh
 
 # ---- the optimizer's own calls -----------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ from loop_cases import ALONE, LAYOUTS, layout
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine, elementwise, empty_parameters
+from plait.table.mesh import Mesh
 
 
 def chain() -> nn.Module:

@@ -18,11 +18,11 @@ from loop_cases import ALONE, LAYOUTS, layout
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
-from plait.step import Engine
 from plait.forward.context import CurrentForward, RNGPosition, token_counts
 from plait.forward.dropout import DropoutRNG
 from plait.forward.interceptor import Interceptor
+from plait.step import Engine
+from plait.table.mesh import Mesh
 
 
 def timm_drop_path(x: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import plait
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine
+from plait.table.mesh import Mesh
 
 
 def terms(model: nn.Module, batch: cases.Batch) -> Tensor:

@@ -11,8 +11,8 @@ from engine_cases import adamw, batches, count, deal, loss_sum, net
 from torch import nn
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine
+from plait.table.mesh import Mesh
 
 
 def replace_module(model: cases.Net) -> None:

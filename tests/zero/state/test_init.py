@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine, empty_parameters
+from plait.table.mesh import Mesh
 from plait.zero.state.init import materialise
 
 WIDTH = cases.WIDTH

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from plait.comm import Comm, run
-from plait.table.mesh import Mesh
 from plait.step import Engine, empty_parameters
+from plait.table.mesh import Mesh
 
 
 def pair() -> nn.Sequential:

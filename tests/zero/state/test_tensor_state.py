@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm import Comm
-from plait.table.cells import TABLE
-from plait.step import Engine, empty_parameters
-from plait.zero.state.init import materialise
 from plait.run.models.gpt import GPT, GPTConfig
+from plait.step import Engine, empty_parameters
+from plait.table.cells import TABLE
+from plait.zero.state.init import materialise
 
 SIZES = GPTConfig(vocabulary=13, num_layers=2, width=24, num_heads=6, num_kv_heads=6, hidden=11, max_length=8)
 MESHES = ("tensor=1", "tensor=2", "tensor=3", "shard=2 tensor=2", "replica=2 tensor=3")

@@ -22,8 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from plait.messages.escape import say
 from plait.checkpoint.files.reading import open_plain, shown
+from plait.messages.escape import say
 
 
 class DiskError(OSError):

@@ -11,9 +11,9 @@ memory      the fullest rank has room
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plait.table.mesh import Mesh
 from plait.referee.prove.program import Key, Settled
 from plait.schedule.actions import Action
+from plait.table.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from plait.table.mesh import Mesh
 from plait.referee.prove.pieces import Pieces, breaks, cut, value_at, write
 from plait.referee.prove.program import Op
 from plait.referee.prove.sums import Sums
+from plait.table.mesh import Mesh
 
 
 def left_behind(op: Op, contents: Sequence[Pieces], sizes: Sequence[int], sums: Sums) -> list[Pieces]:

@@ -17,12 +17,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from plait.checkpoint.files.reading import read_text
 from plait.table.cells import ITEMSIZE, Strategy
 from plait.table.flat import Cut, FlatLayout, UnitLayout, buckets, lay
 from plait.table.mesh import Mesh
 from plait.table.tensor_cut import TensorCut
 from plait.table.tensor_plan import Site
-from plait.checkpoint.files.reading import read_text
 
 FAMILIES = ("llama", "mistral", "qwen2")
 """The families of Hugging Face whose decoders have the parameters that are described here."""

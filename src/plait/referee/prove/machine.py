@@ -15,14 +15,14 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from plait.table.agreement import AGREEING
-from plait.table.collectives import CUT_EVENLY
 from plait.referee.prove.claims import Counterexample, Refuted, Scene
 from plait.referee.prove.collective import added, left_behind, misowned
 from plait.referee.prove.pieces import Pieces, cut, lacking, value_at, write
 from plait.referee.prove.program import COLLECTIVES, Key, Op, Program
 from plait.referee.prove.sums import Sums
 from plait.schedule.actions import Action, Value, awaits, carries, makes, needs
+from plait.table.agreement import AGREEING
+from plait.table.collectives import CUT_EVENLY
 
 
 @dataclass

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from plait.table.cells import Strategy
-from plait.table.flat import BUCKET_BYTES, Cut, UnitLayout
-from plait.table.mesh import Mesh
 from plait.referee.prove.decoder import Decoder, lay_stage
 from plait.schedule.partition import by_sizes, even
 from plait.schedule.pipeline import Pipeline
+from plait.table.cells import Strategy
+from plait.table.flat import BUCKET_BYTES, Cut, UnitLayout
+from plait.table.mesh import Mesh
 
 
 @dataclass(frozen=True)

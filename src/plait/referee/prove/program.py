@@ -26,11 +26,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from plait.schedule.actions import ADDS_GRADIENTS, MESSAGES, PASSES, SENDS, Action, Kind, Line, in_flight
 from plait.table.agreement import counted
 from plait.table.cells import Cell, Moves, Strategy, moves
 from plait.table.flat import FlatLayout, Message, UnitLayout, lower
 from plait.table.mesh import Mesh
-from plait.schedule.actions import ADDS_GRADIENTS, MESSAGES, PASSES, SENDS, Action, Kind, Line, in_flight
 
 COLLECTIVES = ("all_gather", "broadcast", "reduce_scatter", "reduce", "all_reduce")
 """The operations that a group makes together."""

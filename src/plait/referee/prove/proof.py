@@ -18,13 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from plait.table.additions import additions
-from plait.table.agreement import COUNTS, IN_STAGE, NUMBER_BYTES, num_reported
-from plait.table.cells import ITEMSIZE, Cell
-from plait.table.collectives import bytes_sent
-from plait.table.mesh import Mesh
 from plait.messages.progress import counted
-from plait.table.tensor_plan import everywhere
 from plait.messages.wording import human
 from plait.predict.tensor import predict_tensor
 from plait.referee.prove.claims import Counterexample, Refuted
@@ -37,6 +31,12 @@ from plait.referee.prove.sums import Sums
 from plait.referee.prove.symmetry import check_symmetry, model_ranks
 from plait.schedule.actions import ADDS_GRADIENTS, SENDS, Schedule, owners, placed
 from plait.schedule.check import check
+from plait.table.additions import additions
+from plait.table.agreement import COUNTS, IN_STAGE, NUMBER_BYTES, num_reported
+from plait.table.cells import ITEMSIZE, Cell
+from plait.table.collectives import bytes_sent
+from plait.table.mesh import Mesh
+from plait.table.tensor_plan import everywhere
 
 SMALL = 200
 """Ranks times microbatches times stages on all tensor ranks, of layouts that are carried out as a whole too."""

@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from plait.table.cells import ITEMSIZE, TABLE, Cell
-from plait.table.flat import FlatLayout, UnitLayout
 from plait.messages.wording import fitting, human
 from plait.predict.activations import DecoderSizes, decoder
 from plait.referee.prove.paper import PaperRun
 from plait.referee.prove.program import settle_all, write_program
 from plait.referee.prove.scenes import Laid
 from plait.schedule.actions import Line, Schedule, activations, owners
+from plait.table.cells import ITEMSIZE, TABLE, Cell
+from plait.table.flat import FlatLayout, UnitLayout
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,6 @@ The parts are enough where ranks are alike: see ``symmetry``.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from plait.table.cells import Moves, Strategy, moves
-from plait.table.flat import UnitLayout
-from plait.table.mesh import Mesh
 from plait.referee.prove.claims import Counterexample, Refuted, Scene
 from plait.referee.prove.program import (
     Buffered,
@@ -38,6 +35,9 @@ from plait.schedule.actions import (
     count_stages,
     owners,
 )
+from plait.table.cells import Moves, Strategy, moves
+from plait.table.flat import UnitLayout
+from plait.table.mesh import Mesh
 
 Laid = Mapping[tuple[int, int], Sequence[UnitLayout]]
 """The units of each stage (first) on each tensor rank (second)."""

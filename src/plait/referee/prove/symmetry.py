@@ -8,13 +8,13 @@ groups of the other, moved.  So what holds of a buffer on the model ranks holds 
 
 from collections.abc import Sequence
 
+from plait.messages.progress import counted
+from plait.referee.prove.claims import Counterexample, Refuted
+from plait.referee.prove.program import PHASES
 from plait.table.agreement import IN_STAGE
 from plait.table.cells import Moves, Strategy, moves
 from plait.table.flat import FlatLayout, Message, lower
 from plait.table.mesh import Mesh
-from plait.messages.progress import counted
-from plait.referee.prove.claims import Counterexample, Refuted
-from plait.referee.prove.program import PHASES
 
 
 def check_symmetry(mesh: Mesh, strategy: Strategy, layouts: Sequence[FlatLayout], path: Moves | None = None) -> int:

@@ -24,20 +24,6 @@ program.py     what such a program goes on with, found among its attributes
 own.py         which classes are somebody's own, and what their objects keep
 """
 
-import sys
-from types import ModuleType
-from typing import Any
-
 from plait.referee.verify.run import Verdict, judge, run_verify, verify
 
 __all__ = ["Verdict", "judge", "run_verify", "verify"]
-
-
-class _Verify(ModuleType):
-    """This package can be called: ``plait.verify(job, ...)`` is ``plait.verify.verify(job, ...)``."""
-
-    def __call__(self, *args: Any, **settings: Any) -> Verdict:
-        return verify(*args, **settings)
-
-
-sys.modules[__name__].__class__ = _Verify

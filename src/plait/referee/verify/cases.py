@@ -17,16 +17,16 @@ from dataclasses import fields, replace
 from itertools import cycle, product
 from typing import Any, Literal
 
-from plait.run.config import VerifyConfig, with_job
-from plait.table.cells import TABLE
-from plait.table.flat import BUCKET_BYTES
-from plait.table.mesh import AXES, Mesh
 from plait.pipeline.chain import chain_of
+from plait.referee.verify.covering import Rule, covering
+from plait.run.config import VerifyConfig, with_job
 from plait.run.job.job import build_model
 from plait.run.job.optimizer import OPTIMIZERS
 from plait.schedule.orders import ORDERS, stages_per_rank
+from plait.table.cells import TABLE
+from plait.table.flat import BUCKET_BYTES
+from plait.table.mesh import AXES, Mesh
 from plait.tensor.gemm import has_onednn
-from plait.referee.verify.covering import Rule, covering
 
 Size = Literal["small", "full"]
 

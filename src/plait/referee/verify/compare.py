@@ -20,14 +20,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from plait.run.config import RunConfig
-from plait.table.tensor_cut import TensorCut
 from plait.referee.values import gap as gap_of
 from plait.referee.values import scale_of
-from plait.tensor.pieces import piece_of
 from plait.referee.verify.honest import MARGIN, HonestRuns
 from plait.referee.verify.record import RankRecord
 from plait.referee.verify.reference import Piece, Record
+from plait.run.config import RunConfig
+from plait.table.tensor_cut import TensorCut
+from plait.tensor.pieces import piece_of
 
 TOLERANCES = {
     torch.float32: (1e-5, 1e-2, 0.05),

@@ -9,11 +9,11 @@ from plait.referee.contributions import cause_of_sum, contributions, explain, gr
 from plait.referee.difference import Discrepancy, describe
 from plait.referee.tape import Mark
 from plait.referee.values import wide
-from plait.referee.wrong import FirstWrong, Phase, cause_of_norm, cause_of_parameter, cause_of_update
 from plait.referee.verify.compare import same_run
 from plait.referee.verify.reference import Piece
 from plait.referee.verify.traced import RankTrace, TracedStep
 from plait.referee.verify.traces import Traces, Wrong
+from plait.referee.wrong import FirstWrong, Phase, cause_of_norm, cause_of_parameter, cause_of_update
 
 
 def first_in_sums(traces: Traces, step: int) -> FirstWrong | None:

@@ -19,13 +19,8 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from plait.run.config import RunConfig
-from plait.table.additions import additions
-from plait.step.step import num_samples
-from plait.run.job.job import Job
 from plait.referee.difference import Discrepancy, describe
 from plait.referee.values import wide
-from plait.referee.wrong import FirstWrong, cause_of_norm
 from plait.referee.verify.compare import BITWISE, TOLERANCES, Finding, against_tree, asked, label_of, name_of, same_run
 from plait.referee.verify.ends import first_clipped, first_in_norm, first_in_sums, first_published, first_updated
 from plait.referee.verify.passes import first_in_passes
@@ -34,6 +29,11 @@ from plait.referee.verify.record import RankRecord
 from plait.referee.verify.reference import Piece, Record, TiedWeights, run_reference
 from plait.referee.verify.traced import RankTrace, ReferenceTracer, trace_layout
 from plait.referee.verify.traces import Traces
+from plait.referee.wrong import FirstWrong, cause_of_norm
+from plait.run.config import RunConfig
+from plait.run.job.job import Job
+from plait.step.step import num_samples
+from plait.table.additions import additions
 
 
 def locate(

@@ -23,21 +23,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from plait.comm import thread
-from plait.run.config import VerifyConfig, section, validate, with_job
-from plait.table.cells import TABLE
-from plait.table.mesh import Mesh
-from plait.table.precision import Precision
 from plait.checkpoint.files.writing import write_json
-from plait.run.job.config import JobConfig
-from plait.run.job.job import Job, make_job
-from plait.run.report.screen import screen
-from plait.schedule.orders import ORDERS
+from plait.comm import thread
 from plait.referee.verify.cases import cells, cells_of_job, command, due
 from plait.referee.verify.plain import run_plain
 from plait.referee.verify.record import record_run
 from plait.referee.verify.reference import Record, run_reference
 from plait.referee.verify.run import Verdict, judge, line_of, replay
+from plait.run.config import VerifyConfig, section, validate, with_job
+from plait.run.job.config import JobConfig
+from plait.run.job.job import Job, make_job
+from plait.run.report.screen import screen
+from plait.schedule.orders import ORDERS
+from plait.table.cells import TABLE
+from plait.table.mesh import Mesh
+from plait.table.precision import Precision
 
 MARKS = {"bitwise": "b", "equal": "e", "DIFFERENT": "D", "error": "X"}
 """The verdicts of a cell, and their letters in the grid."""

@@ -13,10 +13,10 @@ from plait.referee.contributions import Contributions, explain, groupings
 from plait.referee.difference import describe
 from plait.referee.tape import Event, Mark
 from plait.referee.values import wide
-from plait.referee.wrong import FirstWrong, Phase, cause_of_parameter, said
 from plait.referee.verify.compare import same_run
 from plait.referee.verify.traced import RankTrace, TracedStep
 from plait.referee.verify.traces import Traces, Wrong
+from plait.referee.wrong import FirstWrong, Phase, cause_of_parameter, said
 
 PHASES: Mapping[str, Phase] = {
     "parameter": "parameter",

@@ -29,17 +29,17 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.run.config import RunConfig
-from plait.table.cells import LONG
-from plait.messages.progress import counted
 from plait.forward.context import RNGPosition, token_counts
+from plait.forward.masks import stream_key
 from plait.forward.random_streams import STREAMS
 from plait.forward.sites import Sites, Turns
-from plait.zero.state.init import materialise
-from plait.step.step import num_samples, whole_count
-from plait.run.job.job import Job
-from plait.forward.masks import stream_key
+from plait.messages.progress import counted
 from plait.referee.verify.reference import Record, uncached
+from plait.run.config import RunConfig
+from plait.run.job.job import Job
+from plait.step.step import num_samples, whole_count
+from plait.table.cells import LONG
+from plait.zero.state.init import materialise
 
 
 @uncached()

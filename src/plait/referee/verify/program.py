@@ -37,10 +37,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from plait.referee.verify.own import attributes, is_installed, is_library, own_attributes
 from plait.step import EMA, Engine
 from plait.zero.state.full import buffers_of
 from plait.zero.state.identity import fingerprint
-from plait.referee.verify.own import attributes, is_installed, is_library, own_attributes
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 WITHIN_LOADER = ("sampler", "batch_sampler", "generator")

@@ -19,21 +19,21 @@ from torch import Tensor
 from plait.checkpoint.values import decoded, encoded
 from plait.comm import Comm
 from plait.comm.agree import gather_bytes
-from plait.run.config import RunConfig
-from plait.table.collectives import Entry
 from plait.messages.escape import one_line
-from plait.table.parallelism import Parallelism
 from plait.messages.progress import counted
-from plait.table.tensor_cut import TensorCut
-from plait.table.tensor_plan import BACKWARD, FORWARD
-from plait.step import Engine, StepResult
-from plait.zero.optim import Owned
 from plait.pipeline.stage import Stage
-from plait.run.job.job import Job
 from plait.predict.cost import StageTraffic, TiedTraffic, differences, predict_line
 from plait.predict.tensor import predict_tensor
 from plait.referee.values import restored, storable
 from plait.referee.verify.reference import Piece, uncached
+from plait.run.config import RunConfig
+from plait.run.job.job import Job
+from plait.step import Engine, StepResult
+from plait.table.collectives import Entry
+from plait.table.parallelism import Parallelism
+from plait.table.tensor_cut import TensorCut
+from plait.table.tensor_plan import BACKWARD, FORWARD
+from plait.zero.optim import Owned
 
 
 @dataclass

@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.table.additions import MICROBATCH, fold
-from plait.table.mesh import Mesh
-from plait.messages.progress import counted
-from plait.zero.optim import clip_factor, dtype_of_norm, norm_of, square_sum
-from plait.zero.storage import dtype_in
-from plait.zero.wrap import automatic
 from plait.forward.compiled import CompiledUnits, closed_units
 from plait.forward.context import CurrentForward, RNGPosition, token_counts
 from plait.forward.dropout import DropoutRNG
 from plait.forward.interceptor import Handler, Interceptor
 from plait.forward.products import Products
-from plait.zero.state.init import materialise
-from plait.step.step import num_samples, whole_count
+from plait.messages.progress import counted
 from plait.run.job.job import Job
+from plait.step.step import num_samples, whole_count
+from plait.table.additions import MICROBATCH, fold
+from plait.table.mesh import Mesh
 from plait.tensor.gemm import find_gemm
+from plait.zero.optim import clip_factor, dtype_of_norm, norm_of, square_sum
+from plait.zero.state.init import materialise
+from plait.zero.storage import dtype_in
+from plait.zero.wrap import automatic
 
 Gradients = dict[str, Tensor]
 TiedWeights = Mapping[str, Sequence[Sequence[str]]]

@@ -22,12 +22,12 @@ from torch import Tensor
 from plait.comm import Comm, ThreadWorld
 from plait.comm.agree import broadcast_text, gather_texts
 from plait.comm.thread import ThreadComm
-from plait.table.collectives import Note
-from plait.table.mesh import Mesh
-from plait.run.report.screen import screen
 from plait.referee.verify.compare import Finding, find, incomparable, number
 from plait.referee.verify.program import Field, Fields, fields_of, random_kept, samples_seen, spoil
 from plait.referee.verify.run import findings_table
+from plait.run.report.screen import screen
+from plait.table.collectives import Note
+from plait.table.mesh import Mesh
 
 Program = TypeVar("Program")
 SHOWN = 8

@@ -17,15 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from plait.comm import Comm, thread
-from plait.run.config import RunConfig, VerifyConfig, validate, with_job
-from plait.table.additions import additions
-from plait.messages.escape import one_line
 from plait.checkpoint.files.writing import write_json
-from plait.run.job.job import Job, make_job
-from plait.run.job.own import UserJob
-from plait.referee.wrong import FirstWrong
-from plait.run.report.screen import screen, working
+from plait.comm import Comm, thread
+from plait.messages.escape import one_line
 from plait.referee.verify.compare import BITWISE, Finding, against_plain, against_tree, asked, full_batch
 from plait.referee.verify.honest import HonestRuns
 from plait.referee.verify.locate import locate, locate_in_plain
@@ -33,6 +27,12 @@ from plait.referee.verify.plain import run_plain
 from plait.referee.verify.record import RankRecord, collect_records, left_out, record_run
 from plait.referee.verify.reference import Record, run_reference
 from plait.referee.verify.spread import RUNS, Spread, honest_runs, spread_of
+from plait.referee.wrong import FirstWrong
+from plait.run.config import RunConfig, VerifyConfig, validate, with_job
+from plait.run.job.job import Job, make_job
+from plait.run.job.own import UserJob
+from plait.run.report.screen import screen, working
+from plait.table.additions import additions
 
 WORST = 8  # unequal findings that are printed by name
 

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from plait.run.config import RunConfig
-from plait.table.additions import additions
-from plait.run.job.job import Job
 from plait.referee.values import gap, wide
 from plait.referee.verify.compare import same_run
 from plait.referee.verify.honest import MARGIN, HonestRuns
 from plait.referee.verify.record import RankRecord
 from plait.referee.verify.reference import Gradients, SingleProcess, run_reference
+from plait.run.config import RunConfig
+from plait.run.job.job import Job
+from plait.table.additions import additions
 
 RUNS = 8
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm, thread
-from plait.run.config import RunConfig
-from plait.table.tensor_cut import TensorCut
-from plait.step import Engine
 from plait.pipeline.stage import Stage
 from plait.pipeline.stage_model import ForeignLayer
-from plait.run.job.job import Job
 from plait.referee.tape import Mark, Tape
 from plait.referee.verify.record import piece_run
 from plait.referee.verify.reference import Gradients, Piece, SingleProcess
+from plait.run.config import RunConfig
+from plait.run.job.job import Job
+from plait.step import Engine
+from plait.table.tensor_cut import TensorCut
 
 
 @dataclass

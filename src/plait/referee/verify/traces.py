@@ -7,14 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from plait.run.config import RunConfig
-from plait.table.layout import part
 from plait.referee.difference import Discrepancy, describe
 from plait.referee.tape import Mark
-from plait.tensor.pieces import piece_of
 from plait.referee.verify.compare import BITWISE, Measures
 from plait.referee.verify.reference import Piece, TiedWeights
 from plait.referee.verify.traced import RankTrace, ReferenceTracer
+from plait.run.config import RunConfig
+from plait.table.layout import part
+from plait.tensor.pieces import piece_of
 
 
 class Wrong(NamedTuple):

@@ -23,20 +23,6 @@ grid.py      the same on smaller layouts: how a factor grows
 run.py       ``plait verify --engine``
 """
 
-import sys
-from types import ModuleType
-from typing import Any
-
 from plait.referee.witness.record import Witness, witness
 
 __all__ = ["Witness", "witness"]
-
-
-class _Witness(ModuleType):
-    """This package can be called: ``plait.witness(model, ...)`` is ``plait.referee.witness.record.witness(model, ...)``."""
-
-    def __call__(self, *args: Any, **settings: Any) -> Witness:
-        return witness(*args, **settings)
-
-
-sys.modules[__name__].__class__ = _Witness

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from plait.comm import Comm
-from plait.run.job.job import Job
 from plait.referee.witness.engines import Driven
+from plait.run.job.job import Job
 
 
 def deepspeed_engine(job: Job, model: nn.Module, comm: Comm) -> Driven:

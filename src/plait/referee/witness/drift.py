@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from plait.run.data.batches import split_samples
-from plait.step.step import num_samples
 from plait.referee.values import gap, gaps, largest
 from plait.referee.witness.judgement import SMALL
 from plait.referee.witness.replay import Gradients, Replay, clipped
+from plait.run.data.batches import split_samples
+from plait.step.step import num_samples
 
 MARGIN = 10.0
 PARTS = (2, 3, 5, 8)

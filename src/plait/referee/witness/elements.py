@@ -17,10 +17,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from plait.table.layout import Region
 from plait.referee.difference import Discrepancy, describe
 from plait.referee.values import ROUNDING, gaps, rounding, scale_of, wide
 from plait.referee.witness.pieces import Piece, local, piece_of
+from plait.table.layout import Region
 
 MOST_ELEMENTS = 10_000
 

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.comm import Comm
-from plait.table.mesh import AXES, Mesh
-from plait.zero.wrap import automatic
 from plait.pipeline.chain import chain_of
-from plait.step.step import num_samples
+from plait.referee.witness.pieces import named
 from plait.run.job.job import Job
 from plait.schedule.partition import even
+from plait.step.step import num_samples
+from plait.table.mesh import AXES, Mesh
 from plait.tensor.plan import plan_of
-from plait.referee.witness.pieces import named
+from plait.zero.wrap import automatic
 
 Step: TypeAlias = Callable[[Sequence[Any], int, float | None], object]
 

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from plait.table.mesh import AXES, Mesh
 from plait.referee.difference import factor_text
+from plait.table.mesh import AXES, Mesh
 
 FEW = 3
 """Up to this size an axis has every size below it too; a larger one its divisors."""

@@ -17,10 +17,6 @@ import torch
 from torch import Tensor
 
 from plait.messages.progress import counted
-from plait.step.step import num_samples
-from plait.run.job.config import JobConfig
-from plait.run.job.job import Job, make_job
-from plait.run.job.own import UserJob
 from plait.referee.difference import factor_text
 from plait.referee.witness.batch_norm import judge_batch_norm, over_samples
 from plait.referee.witness.drift import (
@@ -46,6 +42,10 @@ from plait.referee.witness.rows import Row
 from plait.referee.witness.stored import RankRun, RankStep, Witnessed, read_witnessed
 from plait.referee.witness.unseen import Unseen
 from plait.referee.witness.update import judge_between, judge_options, judge_replicas, judge_update
+from plait.run.job.config import JobConfig
+from plait.run.job.job import Job, make_job
+from plait.run.job.own import UserJob
+from plait.step.step import num_samples
 
 MOST_PARTS = 64
 """Forwards of a step whose gradients are taken one by one, to find which are missing."""

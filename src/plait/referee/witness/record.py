@@ -29,13 +29,13 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plait.table.layout import Region
-from plait.zero.optim import has_stepped
 from plait.checkpoint.files.writing import told, write_bytes
 from plait.referee.values import storable
 from plait.referee.witness.elements import MOST_ELEMENTS, KeepAll, KeepFew, Recording
 from plait.referee.witness.pieces import Piece, local, named, named_buffers, region_of, unwrapped
 from plait.referee.witness.rows import Row, rows_of
+from plait.table.layout import Region
+from plait.zero.optim import has_stepped
 
 FORMAT = "plait witness 1"
 BUFFER = "buffer/"

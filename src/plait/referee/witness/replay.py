@@ -17,13 +17,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map
 
-from plait.zero.state.init import materialise
-from plait.step.step import num_samples, whole_count
-from plait.run.job.job import Job
 from plait.referee.values import wide
 from plait.referee.witness.pieces import piece_of
 from plait.referee.witness.rows import Row, rows_of
 from plait.referee.witness.stored import Witnessed, slices
+from plait.run.job.job import Job
+from plait.step.step import num_samples, whole_count
+from plait.zero.state.init import materialise
 
 Gradients = dict[str, Tensor]
 

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.run.data.batches import split_samples
-from plait.step.step import num_samples
 from plait.referee.difference import factor_text
 from plait.referee.values import wide
 from plait.referee.witness.drift import Slack
@@ -24,6 +22,8 @@ from plait.referee.witness.gradient import Parts, Seen, Setting, calls_of, cause
 from plait.referee.witness.judgement import Judgement, ranks_text
 from plait.referee.witness.replay import Gradients, Replay, clipped
 from plait.referee.witness.stored import RankStep
+from plait.run.data.batches import split_samples
+from plait.step.step import num_samples
 
 Rounding: TypeAlias = Literal["tf32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"tf32": torch.float16, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,17 +14,17 @@ from torch import nn
 
 from plait.comm.agree import broadcast_text, check_together
 from plait.comm.base import NO_NOTE, Comm
-from plait.run.config import VerifyConfig
-from plait.run.config.layout import LayoutConfig
-from plait.table.mesh import AXES
-from plait.zero.state.init import materialise
-from plait.step.step import whole_count
-from plait.run.job.job import Job, build_model, make_job
 from plait.referee.witness.engines import Driven, check_engine, find_adapter
 from plait.referee.witness.judge import judge
 from plait.referee.witness.judgement import Judgement
 from plait.referee.witness.record import witness
 from plait.referee.witness.replay import check_replayable
+from plait.run.config import VerifyConfig
+from plait.run.config.layout import LayoutConfig
+from plait.run.job.job import Job, build_model, make_job
+from plait.step.step import whole_count
+from plait.table.mesh import AXES
+from plait.zero.state.init import materialise
 
 
 def with_engine(config: VerifyConfig) -> VerifyConfig:

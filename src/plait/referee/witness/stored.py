@@ -17,12 +17,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from plait.table.layout import Region
 from plait.checkpoint.files.reading import memory, read_file, shown
 from plait.referee.values import ROUNDING, restored
 from plait.referee.witness.elements import KINDS, MOST_ELEMENTS, places_of, unpacked
 from plait.referee.witness.pieces import Piece
 from plait.referee.witness.record import BUFFER, FORMAT, KEY, rank_folder, step_file
+from plait.table.layout import Region
 
 MOST_RANKS = 4096
 LONGEST_NUMBER = 20

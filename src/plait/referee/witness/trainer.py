@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from plait.comm import Comm
-from plait.run.job.job import Job
 from plait.referee.witness.engines import Driven
+from plait.run.job.job import Job
 
 
 class Unconfigured(nn.Module):

@@ -10,5 +10,6 @@ prove.py       ``plait prove``: a layout proved without running it
 doctor.py      ``plait doctor``: this machine, its torch and its links
 explain.py     ``plait explain``: how a model lies on the ranks of a tensor axis
 judge.py       ``plait judge``: a witnessed run of any engine beside the single process
+interrupt.py   Ctrl-C while a command still imports what it needs
 bench.py       ``plait bench comm``: what was measured, as a table, JSON and a plot
 """

@@ -12,9 +12,9 @@ import torch
 import tyro
 from rich.table import Table
 
+from plait.checkpoint.files.writing import told, write_json, write_text
 from plait.comm.base import Comm
 from plait.run.config.machine import resolve_device, resolve_world
-from plait.checkpoint.files.writing import told, write_json, write_text
 from plait.run.launch.local import launch
 from plait.run.measure.comm import BenchConfig, Measurement, measure, validate
 from plait.run.measure.plot import Panel, svg

@@ -30,17 +30,17 @@ from safetensors import SafetensorError
 from plait.checkpoint.dcp import export_dcp, import_dcp
 from plait.checkpoint.examine import differences
 from plait.checkpoint.export import export
+from plait.checkpoint.files.writing import told, write_json
 from plait.checkpoint.folder import all_of, checkpoints, find, place
 from plait.checkpoint.saved import Saved, Whole, reshard
 from plait.checkpoint.storage import Storage
-from plait.run.commands.bench import size_text
 from plait.messages.escape import one_line
-from plait.step import empty_parameters
-from plait.checkpoint.files.writing import told, write_json
+from plait.run.commands.bench import size_text
 from plait.run.job.families import FOLDER
 from plait.run.models.hf import check_installed
 from plait.run.models.pretrained import Pretrained
 from plait.run.report.screen import screen, working
+from plait.step import empty_parameters
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from rich import box
 from rich.table import Table
 
-from plait.run.config import with_job
-from plait.table.mesh import Mesh
 from plait.checkpoint.files.writing import write_json
+from plait.run.config import with_job
 from plait.run.job.config import JobConfig
 from plait.run.job.job import build_model
 from plait.run.report.screen import screen
+from plait.table.mesh import Mesh
 from plait.tensor.plan import parallel_plan
 from plait.tensor.types import ModuleType, module_types
 

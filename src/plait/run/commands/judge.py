@@ -15,20 +15,20 @@ from typing import Any
 import tyro
 from rich.text import Text
 
-from plait.comm import Comm
-from plait.run.config import VerifyConfig, validate, with_job
 from plait.checkpoint.files.reading import read_text
 from plait.checkpoint.files.writing import write_json
-from plait.run.job.config import JobConfig
-from plait.run.job.job import make_job
-from plait.run.launch.local import launch
-from plait.run.report.screen import screen, working
+from plait.comm import Comm
 from plait.referee.witness.grid import MICROBATCHES, RANKS, GridCell, cells_up_to, growth, told_factor
 from plait.referee.witness.judge import judge
 from plait.referee.witness.judgement import Judgement
 from plait.referee.witness.rounding import Rounding
 from plait.referee.witness.run import run_engine, with_engine
 from plait.referee.witness.stored import read_witnessed
+from plait.run.config import VerifyConfig, validate, with_job
+from plait.run.job.config import JobConfig
+from plait.run.job.job import make_job
+from plait.run.launch.local import launch
+from plait.run.report.screen import screen, working
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from types import ModuleType
 from typing import Annotated, Any, NoReturn, Union, get_type_hints
 
 from plait import __version__
-from plait import config as configs
-from plait.run.config.bounds import check_values
-from plait.comm.ended import to_its_end
-from plait.messages.escape import heard, one_line, say
-from plait.run.commands.interrupt import leave_at_once, raise_again
 from plait.checkpoint.files.reading import shown
 from plait.checkpoint.files.writing import check_file
+from plait.messages.ended import to_its_end
+from plait.messages.escape import heard, one_line, say
+from plait.run import config as configs
+from plait.run.commands.interrupt import leave_at_once, raise_again
+from plait.run.config.bounds import check_values
 from plait.run.job.user_code import FLAG, load_installed, load_plugin, take_files
 from plait.run.launch.failure import guarded, leave, open_closed
 

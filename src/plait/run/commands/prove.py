@@ -14,16 +14,16 @@ from typing import Annotated, Literal
 import tyro
 from rich.table import Table
 
-from plait.run.config import names_a_file, read_schedule
-from plait.table.cells import find_strategy
-from plait.table.flat import BUCKET_BYTES, Cut
-from plait.table.mesh import Mesh
-from plait.messages.wording import human
 from plait.checkpoint.files.writing import write_json
+from plait.messages.wording import human
 from plait.referee.prove import Decoder, PaperRun, Proved, Refuted, from_config, prove
+from plait.run.config import names_a_file, read_schedule
 from plait.run.report.screen import screen, working
 from plait.schedule.orders import describe_chunks, describe_orders
 from plait.schedule.pipeline import Pipeline
+from plait.table.cells import find_strategy
+from plait.table.flat import BUCKET_BYTES, Cut
+from plait.table.mesh import Mesh
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}

@@ -16,10 +16,9 @@ from typing import Annotated
 
 import tyro
 
-from plait.run.config.layout import names_a_file, read_schedule
-from plait.table.cells import find_strategy
-from plait.messages.escape import say
 from plait.checkpoint.files.writing import check_file, write_text
+from plait.messages.escape import say
+from plait.run.config.layout import names_a_file, read_schedule
 from plait.run.report.schedule import bubble_table, share_line, svg, time_grid
 from plait.run.report.screen import screen
 from plait.schedule.actions import MOST_PASSES, MOST_STAGES, Schedule, format_schedule
@@ -28,6 +27,7 @@ from plait.schedule.check import Proof, check
 from plait.schedule.orders import describe_chunks, describe_orders, find_order, stages_per_rank, write_order
 from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages
 from plait.schedule.simulate import Costs, simulate
+from plait.table.cells import find_strategy
 
 
 def _tell(line: str) -> None:

@@ -6,13 +6,13 @@ from functools import partial
 
 from plait.comm.agree import check_together, gather_ints
 from plait.comm.base import NO_NOTE, Comm
-from plait.run.config import TrainConfig, validate, with_job
 from plait.messages.escape import say
-from plait.table.mesh import AXES
+from plait.run.config import TrainConfig, validate, with_job
 from plait.run.launch.limits import Limits
 from plait.run.launch.local import is_a_rank, launch
 from plait.run.train.resume import check_places, has_settings, newest_sound, restarted
 from plait.run.train.run import run_train
+from plait.table.mesh import AXES
 
 
 def run(config: TrainConfig, argv: Sequence[str]) -> int:

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from plait.comm.base import Comm
-from plait.run.commands.judge import run_grid, run_verify_engine
-from plait.run.config import VerifyConfig, validate, with_job
-from plait.run.launch.local import launch
 from plait.referee.verify import run_verify
 from plait.referee.verify.matrix import run_matrix
 from plait.referee.witness.run import with_engine
+from plait.run.commands.judge import run_grid, run_verify_engine
+from plait.run.config import VerifyConfig, validate, with_job
+from plait.run.launch.local import launch
 
 
 def run(config: VerifyConfig, argv: Sequence[str]) -> int:

@@ -4,23 +4,23 @@ import os
 
 import torch
 
+from plait.checkpoint.files.writing import check_file, check_folder, check_free
 from plait.checkpoint.huggingface import copied_files
+from plait.forward.compiled import check_compile
+from plait.pipeline.build_stages import split_of
+from plait.pipeline.chain import chain_of
 from plait.run.config.bounds import check_values
 from plait.run.config.machine import check_machine, resolve_device
 from plait.run.config.room import check_room, checkpoint_bytes
 from plait.run.config.settings import RunConfig, TrainConfig, VerifyConfig
 from plait.run.config.sinks import METRICS, check_sinks
-from plait.table.precision import LossScale
 from plait.run.data.text import size_of
 from plait.run.data.tokens import token_files
-from plait.forward.compiled import check_compile
-from plait.pipeline.build_stages import split_of
-from plait.pipeline.chain import chain_of
-from plait.checkpoint.files.writing import check_file, check_folder, check_free
 from plait.run.injection.faults import parse_fault
 from plait.run.job.dataset import make_data
 from plait.run.job.job import build_model, make_job
 from plait.schedule.check import check
+from plait.table.precision import LossScale
 from plait.tensor import parallel_plan
 from plait.tensor.gemm import find_gemm
 

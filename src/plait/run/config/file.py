@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import tomli_w
 import tyro
 
-from plait.messages.wording import did_you_mean
 from plait.checkpoint.files.reading import read_text, shown
+from plait.messages.wording import did_you_mean
 
 Config = TypeVar("Config")
 

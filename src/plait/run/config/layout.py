@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 import tyro
 
-from plait.table.flat import BUCKET_BYTES, Cut
 from plait.checkpoint.files.reading import read_text
 from plait.schedule.actions import Schedule, parse_schedule
 from plait.schedule.orders import ORDERS, describe_chunks, describe_orders
+from plait.table.flat import BUCKET_BYTES, Cut
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ A run that needs less than this may still be too large; one that needs more is r
 import os
 from dataclasses import replace
 
+from plait.checkpoint.files.reading import memory
 from plait.comm.environment import started
+from plait.messages.wording import fitting, human
+from plait.predict.activations import DecoderSizes, decoder
+from plait.predict.memory import formula
 from plait.run.config.machine import resolve_device
 from plait.run.config.settings import RunConfig, TrainConfig
 from plait.table.parallelism import Recompute
-from plait.messages.wording import fitting, human
-from plait.checkpoint.files.reading import memory
-from plait.predict.activations import DecoderSizes, decoder
-from plait.predict.memory import formula
 
 RECOMPUTED: tuple[Recompute, ...] = ("selective", "full")
 

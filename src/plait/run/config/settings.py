@@ -17,12 +17,12 @@ from plait.comm import Comm
 from plait.run.config.file import FileConfig
 from plait.run.config.layout import LayoutConfig, names_a_file, read_schedule
 from plait.run.config.machine import Device, MachineConfig, World
-from plait.table.cells import Strategy, find_strategy
-from plait.table.parallelism import Parallelism
 from plait.run.job.config import JobConfig
 from plait.run.job.families import OF_THE_FOLDER, stock_families
 from plait.run.job.job import Job
 from plait.schedule.pipeline import Pipeline
+from plait.table.cells import Strategy, find_strategy
+from plait.table.parallelism import Parallelism
 
 Section = TypeVar("Section")
 AnyJob = TypeVar("AnyJob", bound=JobConfig)

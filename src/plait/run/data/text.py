@@ -22,8 +22,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from plait.run.data.tokens import Tokens
 from plait.checkpoint.files.reading import memory, read_file
+from plait.run.data.tokens import Tokens
 
 STANDARD_LIBRARY_BYTES = 3_000_000  # at most
 MOST_FILES = 1_000_000

@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from plait.comm.ended import EndedError
-from plait.run.data.batches import Batch, Batches, on_device
 from plait.checkpoint.files.writing import told
+from plait.messages.ended import EndedError
+from plait.run.data.batches import Batch, Batches, on_device
 
 SETTLE_SECONDS = 1.0
 """From a broken pipe of a worker to the kernel's word that it has ended."""

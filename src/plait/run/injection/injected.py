@@ -20,8 +20,8 @@ from plait.comm.observer import Observer
 from plait.comm.prepared import Prepared
 from plait.comm.thread import ThreadComm
 from plait.messages.escape import say
-from plait.step import Engine
 from plait.run.injection.faults import Fault, parse_fault
+from plait.step import Engine
 
 LARGEST_FILE = 4096
 """Bytes that a file may have once the disk is full."""

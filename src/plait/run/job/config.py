@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import torch
 
-from plait.table.cells import LONG, TABLE, Strategy
-from plait.table.precision import LossScale, Precision
 from plait.run.job.families import Family, ModelConfig, find_family, for_text, own_family
 from plait.run.job.optimizer import OptimizerConfig, OptimizerRow, find_optimizer
 from plait.run.job.own import UserJob, load_job
+from plait.table.cells import LONG, TABLE, Strategy
+from plait.table.precision import LossScale, Precision
 
 
 @dataclass(frozen=True)

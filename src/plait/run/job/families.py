@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 from plait.checkpoint.huggingface import open_folder
 from plait.messages.wording import did_you_mean
 from plait.run.data import Batches, SyntheticRegression, as_tokens
-from plait.zero.state.weights import Weights
-from plait.step.step import num_samples
 from plait.run.job.optimizer import OptimizerRow
 from plait.run.job.own import PLACE, GivenBatches, UserJob
 from plait.run.models import gpt, hf, mlp
 from plait.run.models.pretrained import Pretrained
+from plait.step.step import num_samples
+from plait.zero.state.weights import Weights
 
 FOLDER = "hf:"
 """What the name of a Hugging Face folder begins with; no other family has a colon in its name."""

@@ -16,22 +16,22 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from plait.comm import Comm
-from plait.table.parallelism import Parallelism, Recompute
-from plait.table.precision import AS_IT_COMES, Precision
-from plait.table.tensor_plan import Passings, everywhere
-from plait.run.data import Batches, Epochs, StepDataset, StepStream
-from plait.step import Engine, empty_parameters
-from plait.step.nonfinite import NonFinite
 from plait.pipeline.profile import agreed_link_costs
-from plait.zero.state.weights import Weights
+from plait.run.data import Batches, Epochs, StepDataset, StepStream
 from plait.run.job.config import JobConfig
 from plait.run.job.dataset import make_data
 from plait.run.job.optimizer import make_optimizer, make_scheduler
 from plait.schedule.partition import shortest_step
 from plait.schedule.pipeline import Pipeline
+from plait.step import Engine, empty_parameters
+from plait.step.nonfinite import NonFinite
+from plait.table.parallelism import Parallelism, Recompute
+from plait.table.precision import AS_IT_COMES, Precision
+from plait.table.tensor_plan import Passings, everywhere
 from plait.tensor import Parallel
 from plait.tensor.gemm import find_gemm
 from plait.tensor.passing import PassingOf
+from plait.zero.state.weights import Weights
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tyro.constructors import PrimitiveConstructorSpec
 
 from plait.run.data import Batches
-from plait.step.step import num_samples
 from plait.run.job.user_code import load_name
+from plait.step.step import num_samples
 
 PLACE = PrimitiveConstructorSpec[Any](
     nargs=1,

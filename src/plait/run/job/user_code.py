@@ -20,9 +20,9 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from plait.comm.ended import to_its_end
-from plait.messages.escape import one_line
 from plait.checkpoint.files.reading import read_file
+from plait.messages.ended import to_its_end
+from plait.messages.escape import one_line
 
 FLAG = "--plugin"
 GROUP = "plait_plugins"

@@ -25,10 +25,9 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from plait.checkpoint.files.writing import told
 from plait.comm.environment import STORE
 from plait.messages.escape import say
-from plait.table.mesh import Mesh
-from plait.checkpoint.files.writing import told
 from plait.run.launch.failure import explain, first_of, recorded
 from plait.run.launch.fork_server import ForkServer, LostError
 from plait.run.launch.limits import Limits, Restarts
@@ -36,6 +35,7 @@ from plait.run.launch.look import Look
 from plait.run.launch.signals import Asked, announced
 from plait.run.watch.folder import WATCH, make_again
 from plait.run.watch.processes import look
+from plait.table.mesh import Mesh
 
 _hash_store: Any = dist.HashStore  # type: ignore[attr-defined]  # torch's stubs do not export it
 

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from plait.comm.ended import EndedError, OtherRankError
-from plait.messages.escape import UnheardError, heard, printable, say
 from plait.checkpoint.files.writing import DiskError
+from plait.messages.ended import EndedError, OtherRankError
+from plait.messages.escape import UnheardError, heard, printable, say
 
 MISTAKE = 2
 """The exit code of bad input, the same as argparse's."""

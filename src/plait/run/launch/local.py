@@ -22,15 +22,15 @@ from pathlib import Path
 
 import torch
 
+from plait.checkpoint.files.writing import told
 from plait.comm import thread
 from plait.comm.base import Comm
 from plait.comm.check import check_collectives
 from plait.comm.environment import launched
+from plait.messages.ended import to_its_end
+from plait.messages.escape import say
 from plait.run.config import MachineConfig, resolve_device
 from plait.run.config.machine import idle_devices, resolve_world
-from plait.comm.ended import to_its_end
-from plait.messages.escape import say
-from plait.checkpoint.files.writing import told
 from plait.run.launch.failure import LAUNCHER, leave_note
 from plait.run.launch.fork_server import ForkServer
 from plait.run.launch.limits import Limits

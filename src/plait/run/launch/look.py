@@ -8,15 +8,15 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from plait.checkpoint.files.writing import told
 from plait.comm.deadline import awake_since, clock
 from plait.messages.escape import say
-from plait.table.mesh import Mesh
-from plait.checkpoint.files.writing import told
 from plait.run.watch.diagnose import ENDED, LONG, Diagnosis, block, diagnose, signal_name
 from plait.run.watch.folder import PAGE
 from plait.run.watch.page import HEADER, RECORD, Page
 from plait.run.watch.processes import ProcessState, look, out_of_memory_kills, ran_out_of_memory
 from plait.run.watch.stacks import with_stacks
+from plait.table.mesh import Mesh
 
 SETTLE_SECONDS = 0.1
 """Between the end of a rank and the report: the others come to where they wait for it."""

@@ -18,16 +18,16 @@ from dataclasses import dataclass
 
 import torch
 
-from plait.comm.base import Comm
-from plait.run.config import MachineConfig, check_machine, resolve_device
-from plait.run.config.bounds import check_values
-from plait.table.collectives import bus_factor
-from plait.table.mesh import AXES
-from plait.messages.wording import human
 from plait.checkpoint.files.reading import memory
 from plait.checkpoint.files.writing import check_file, check_folder
+from plait.comm.base import Comm
+from plait.messages.wording import human
+from plait.run.config import MachineConfig, check_machine, resolve_device
+from plait.run.config.bounds import check_values
 from plait.run.measure.machine import synchronise
 from plait.run.measure.operations import COLLECTIVES, NOTE, build
+from plait.table.collectives import bus_factor
+from plait.table.mesh import AXES
 
 WRITTEN = ("comm.json", "comm.svg")
 """What goes into the folder ``out``."""

@@ -28,16 +28,16 @@ from plait.checkpoint.saved import Saved
 from plait.checkpoint.storage import Storage
 from plait.comm import Comm
 from plait.comm.agree import broadcast_text
-from plait.run.config import TrainConfig, from_toml
-from plait.run.config.sinks import METRICS
-from plait.table.collectives import Note
 from plait.messages.escape import say
 from plait.messages.wording import did_you_mean
-from plait.step import Engine
+from plait.run.config import TrainConfig, from_toml
+from plait.run.config.sinks import METRICS
 from plait.run.job.config import JobConfig
 from plait.run.job.job import Job
 from plait.run.job.optimizer import OptimizerConfig
 from plait.run.watch.processes import launcher, started
+from plait.step import Engine
+from plait.table.collectives import Note
 
 AUTO = "auto"
 SETTINGS = "config.toml"

@@ -21,36 +21,36 @@ from rich.console import Console
 from torch.optim.lr_scheduler import LRScheduler
 
 from plait import __version__
+from plait.checkpoint.files.writing import write_json, write_text
 from plait.checkpoint.huggingface import write_folder
 from plait.checkpoint.same_folder import check_same_folder
 from plait.checkpoint.save import Saver
 from plait.comm import Comm
 from plait.comm.agree import gather_ints
+from plait.messages.escape import say
+from plait.messages.wording import human
+from plait.predict.activations import decoder
+from plait.predict.memory import Held, held
+from plait.referee.verify.compare import BITWISE, against_tree, asked
+from plait.referee.verify.record import Recorder, collect_records, irregular, left_out, predict
+from plait.referee.verify.run import findings_table, replay
 from plait.run.config import TrainConfig, to_toml
 from plait.run.config.machine import resolve_world
 from plait.run.config.room import decoder_sizes
 from plait.run.config.sinks import Sinks, open_sinks
-from plait.table.collectives import Note
-from plait.messages.escape import say
-from plait.table.mesh import AXES
-from plait.messages.wording import human
 from plait.run.data import StepStream
-from plait.step import Engine
-from plait.checkpoint.files.writing import write_json, write_text
 from plait.run.injection import inject
 from plait.run.job.job import Job, make_job
 from plait.run.measure.gpu import GpuUtilisation
 from plait.run.measure.machine import peak_memory
-from plait.predict.activations import decoder
-from plait.predict.memory import Held, held
 from plait.run.report.screen import screen, working
 from plait.run.report.training import ProgressView, RankBytes, bytes_table, spark
 from plait.run.train.course import Course
 from plait.run.train.resume import SETTINGS, SUMMARY, extra_of, layout_of, remove_later, resume, saver_of
 from plait.run.train.timeline import record_timeline, show_timeline, write_timeline
-from plait.referee.verify.compare import BITWISE, against_tree, asked
-from plait.referee.verify.record import Recorder, collect_records, irregular, left_out, predict
-from plait.referee.verify.run import findings_table, replay
+from plait.step import Engine
+from plait.table.collectives import Note
+from plait.table.mesh import AXES
 
 STATES = ("params", "grads", "optimizer")
 """What a rank holds between steps."""

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from plait.checkpoint.files.writing import write_text
 from plait.comm import Comm
 from plait.comm.agree import gather_bytes
-from plait.step import Engine
-from plait.checkpoint.files.writing import write_text
 from plait.run.report.timeline import timeline_svg, timeline_table
 from plait.run.report.trace import trace_json
 from plait.schedule.actions import parse_action
@@ -23,6 +22,7 @@ from plait.schedule.events import Event, Log, Span
 from plait.schedule.idle import idle_times, mean_idle
 from plait.schedule.measured import busy_shares, measured_costs, measured_timeline, schedule_of
 from plait.schedule.simulate import Timeline, simulate
+from plait.step import Engine
 
 WORTH_BALANCING = 0.1
 """The share of a step from which on a better split is recommended."""

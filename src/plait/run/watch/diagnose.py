@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 from plait.messages.escape import one_line
-from plait.table.mesh import Mesh
 from plait.run.watch.page import Status
 from plait.run.watch.processes import ProcessState
 from plait.run.watch.straggler import stragglers
+from plait.table.mesh import Mesh
 
 Kind: TypeAlias = Literal["killed", "failed", "left", "stopped", "stands still", "crossed", "straggler"]
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from plait.table.mesh import Mesh
 from plait.run.watch.page import Status
+from plait.table.mesh import Mesh
 
 WINDOW, SPAN = 16, 2.0
 """How many steps are looked at, at least, and how many seconds they span, of which no step counts for more than its

@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 
 from plait.comm import Comm
 from plait.comm.agree import differences, same_everywhere
+from plait.forward.parameter import AtRest
 from plait.table.collectives import Note
 from plait.table.mesh import AXES
 from plait.zero.gradients import GradientHook
-from plait.forward.parameter import AtRest
 from plait.zero.state.identity import fingerprint, model_fields, of_the_model, text_of
 
 

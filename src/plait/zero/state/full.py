@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Comm
+from plait.comm.padded import start_gather
 from plait.table.agreement import DATA_ORDER
 from plait.table.collectives import Note
 from plait.table.tensor_cut import TensorCut
+from plait.tensor.pieces import assemble
 from plait.zero.storage import Flat
 from plait.zero.transfers import send, transfers
 from plait.zero.unit import State, Unit, parameters_of
-from plait.comm.padded import start_gather
-from plait.tensor.pieces import assemble
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.zero.build import BuiltUnits, SourceModel, Unmaterialized
 from plait.forward.random_ops import PrivateGenerator
+from plait.zero.build import BuiltUnits, SourceModel, Unmaterialized
 from plait.zero.state.checks import check_buffers
 from plait.zero.state.weights import Weights, read_piece, whole_values
 

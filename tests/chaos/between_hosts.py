@@ -1,4 +1,4 @@
-"""The trials between two hosts: one rank on that of rank 0, two on the other, under torchrun, with a channel.
+"""The trials between two hosts: one rank on that of rank 0, two on the other, under torchrun.
 
 What is found on the other host has to be on the screen of the host of rank 0, where people look.
 """
@@ -21,7 +21,7 @@ def _trained(ground: Ground, out: Path, *more: str) -> Iterator[tuple[TwoHosts, 
     """The run of all trials, on two hosts: shared memory inside of the one with two ranks, gloo across."""
     with tempfile.TemporaryDirectory(dir=ground.folder) as folder, two_hosts(Path(folder)) as hosts:
         commands = hosts.torchrun("-m", "plait", *ground.words(out, "--world", "shared_memory", *more))
-        a, b = (ground.start([], hosts.channel(Path(folder)), program=command) for command in commands)
+        a, b = (ground.start([], {"OMP_NUM_THREADS": "1"}, program=command) for command in commands)
         yield hosts, a, b
 
 

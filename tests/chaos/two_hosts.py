@@ -13,18 +13,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from plait.run.launch.fork_server import PYTHON, die_with
-from plait.run.watch.hosts import CHANNEL
 
 NEEDED = ("unshare", "nsenter", "ip", "mount")
 ADDRESSES = {"plait-a": "10.77.0.1", "plait-b": "10.77.0.2"}
-STORE_PORT, CHANNEL_PORT = 29500, 29600
+STORE_PORT = 29500
 """Each host has all ports to itself."""
 LINK = "plait-link"
 PATIENCE = 20.0
@@ -83,14 +82,6 @@ class TwoHosts:
             host.program(*run, *meet, f"--node-rank={node}", f"--nproc-per-node={count}", *words)
             for node, (host, count) in enumerate(zip((self.a, self.b), ranks, strict=True))
         ]
-
-    def channel(self, folder: Path) -> Mapping[str, str]:
-        """The variables by which they hear of each other, with a key in a file of this folder."""
-        key = folder / "key"
-        if not key.exists():
-            key.touch(0o600)
-            key.write_text(os.urandom(32).hex())
-        return {CHANNEL: f"{self.a.address}:{CHANNEL_PORT}", "PLAIT_KEY_FILE": str(key), "OMP_NUM_THREADS": "1"}
 
 
 @contextmanager

@@ -57,6 +57,8 @@ from plait.table.collectives import Entry, Note, bytes_sent
 from plait.table.mesh import Mesh
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from plait.comm.check import CollectiveCheck
 
 __all__ = ["DONE", "NO_NOTE", "Comm", "MismatchError", "Observer", "Operation", "Work"]
@@ -83,7 +85,8 @@ class Comm(ABC):
         self.observers: tuple[Observer, ...] = ()
         """Told of every step, operation and wait of this rank."""
         self.peers: tuple[Peer, ...] = ()
-        """The ranks as processes, by rank; empty where they are not."""
+        self.store: Store | None = None
+        """The ranks as processes, by rank, and the store in which they met; empty and None where they are threads."""
         self.attempt = 0
         """How often these ranks were started before, the same on all of them."""
         self.stop_signal = 0
@@ -201,17 +204,14 @@ class Comm(ABC):
         return None if len(group.ranks) == 1 or not numel else self._common(group, numel, dtype)
 
     def wait_for_readers(self) -> None:
-        """Returns when all ranks that have common memory with this one have called it too, so that none reads any.
-
-        Before it is written where no other collective among them has been since it was last read.
-        """
+        """Waits until all ranks that have common memory with this one have called it too, so that none reads any:
+        before it is written, unless a collective among them followed the last read."""
         return None
 
     def wrote_common(self, *, later: bool = False) -> None:
         """Says that this rank has written to common memory; all say so equally often, and who gathers waits for it.
 
-        ``later``: its next gather says so, as it does of what is written after ``wait_for_readers``.
-        """
+        ``later``: its next gather says so, as it does of what is written after ``wait_for_readers``."""
         return None
 
     def send(self, tensor: Tensor, dst: int, note: Note = NO_NOTE) -> Work:

@@ -76,7 +76,7 @@ class ProcessComm(Comm):
         shared_memory: bool = False,
     ) -> None:
         super().__init__(mesh, rank, device=device, deadline=deadline, deterministic=deterministic)
-        self.peers = tuple(peers)
+        self.peers, self.store = tuple(peers), store
         wires = Wires(rank, deadline, FailureReports(store, rank, self.peers), self.waiting)
         self.transport: Transport
         if shared_memory and self.device.type != "cpu":

@@ -8,7 +8,5 @@ diagnose.py    from both, who is the cause; as text for the screen
 straggler.py   who computes longer than its peers
 folder.py      the private folder in which a host's ranks meet, which nobody's death leaves behind
 joined.py      under torchrun: ranks that look after each other
-channel.py     messages between hosts, for those who have the key
-key.py         the key
-hosts.py       what the ranks of other hosts say, and which host is not heard
+host_reports.py   ranks of other hosts, and hosts that are not heard
 """

@@ -8,8 +8,8 @@
 The lowest rank that lives looks at the others once in a second, and at once when one of them ends, which the kernel
 tells (a pidfd, opened when the first step begins at the latest).  What it finds it writes to stderr, before torchrun's
 agent can end it: SIGTERM waits for the report.
-Where hosts speak with each other (``hosts.py``) it is told on the host of rank 0 too, and rank 0 looks at the ranks of
-other hosts for what none of them can see alone: that they are waited for.
+Where there are several hosts (``host_reports.py``) it is told on the host of rank 0 too, and rank 0 looks at the ranks
+of other hosts for what none of them can see alone: that they are waited for.
 
 The last rank that leaves removes the folder.
 """
@@ -32,7 +32,7 @@ from plait.messages.escape import one_line, say
 from plait.run.watch import processes
 from plait.run.watch.diagnose import ENDED, LONG, STANDING, Diagnosis, block, diagnose
 from plait.run.watch.folder import PAGE, WATCH, locked_folder
-from plait.run.watch.hosts import HostBoard, HostChannel
+from plait.run.watch.host_reports import HostReports, hosts_of
 from plait.run.watch.page import Page, Status
 from plait.run.watch.processes import ProcessState, ran_out_of_memory, readable
 from plait.run.watch.rank import BEAT, RankSide
@@ -57,9 +57,9 @@ def watch_joined(comm: Comm) -> None:
         neighbours = None if given else Neighbours(comm, page, folder, lock)
         RankSide(comm, page, folder, neighbours)
         lacks = "word of other hosts"
-        if neighbours is not None and (channel := HostChannel.of(comm)) is not None:
-            neighbours.channel, neighbours.board = channel, channel.watch(comm, page)
-    except (OSError, ValueError) as error:
+        if neighbours is not None and comm.store is not None and len(hosts_of(comm.peers)) > 1:
+            neighbours.hosts = HostReports(comm.store, comm.peers, comm.rank, page)
+    except (OSError, ValueError, RuntimeError) as error:
         say(f"plait: rank {comm.rank} runs without {lacks}: {one_line(str(error))}\n")
 
 
@@ -95,9 +95,7 @@ class Neighbours:
         self._told: set[str] = set()
         self._at_once = False
         self._looked, self._memory = time.monotonic(), processes.out_of_memory_kills()
-        self.channel: HostChannel | None = None
-        self.board: HostBoard | None = None
-        """Of other hosts; rank 0's alone."""
+        self.hosts: HostReports | None = None
 
     def descriptors(self) -> list[int]:
         return list(self._open.values())
@@ -106,6 +104,8 @@ class Neighbours:
         return bool(self._ended)
 
     def look(self) -> None:
+        if self.hosts is not None:
+            self.hosts.look()
         now = time.monotonic()
         if now < self._looked + LOOK and not self._at_once and not self._news():
             return
@@ -129,6 +129,8 @@ class Neighbours:
         self._buried(statuses)
         if failed:
             self._tell(ENDED | {"stopped", "crossed"}, but=self.comm.rank)
+        if self.hosts is not None:
+            self.hosts.close()
         for descriptor in [*self._open.values(), *self._lock]:
             os.close(descriptor)
         self._open, self._lock = {}, []
@@ -188,21 +190,21 @@ class Neighbours:
         text = block(with_stacks(fresh, self.folder, ids))
         say(text)
         sys.stderr.flush()
-        if self.channel is not None:
-            self.channel.send_home(text, fresh)
+        if self.hosts is not None:
+            self.hosts.send_found(text, fresh)
 
     def _diagnosed(self, statuses: list[Status], states: list[ProcessState], now: float) -> list[Diagnosis]:
         """What is wrong on this host, and of other hosts what they have not told themselves."""
         awake = awake_since()
         near = diagnose(statuses, states, now, self.comm.mesh, awake=awake)
-        far = {s.rank: s for s in (self.board.statuses() if self.board is not None else ())}
-        if not far:
+        board = self.hosts.board if self.hosts is not None else None
+        far = {s.rank: s for s in (board.statuses() if board is not None else ())}
+        if board is None or not far:
             return near
-        assert self.board is not None
         running = [ProcessState(s.pid, "running") for s in far.values()]
         whole = diagnose([*statuses, *far.values()], [*states, *running], now, self.comm.mesh, awake=awake)
         for one in whole:
-            if one.rank not in far or self.board.has_told(one):
+            if one.rank not in far or board.has_told(one):
                 continue
             if one.kind not in STANDING or now > max(far[one.rank].since, awake) + LONG + LATER:
                 near.append(one)

@@ -1,19 +1,18 @@
-"""What the pairs of a product still hold: every fault that the mutation tests put in place turns one of them red.
+"""What the pairs of a product still hold: every fault of the table turns one of them red.
 
-The mutation tests say for each fault which layout shows it, and where.  Here nothing is said: the cases that the full
+The table says for each fault which layout shows it, and where.  Here nothing is said: the cases that the full
 layer keeps of the products in test_bitwise.py, test_pipelines.py and test_tensor.py are gone through until one is not
 as due.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
-import test_mutations
-import test_pipeline_mutations
-import test_tensor_mutations
+import tensor_faults
+from fault_table import DATA, PIPELINES, TENSOR, Fault, Put
 from pipe_cases import CHAIN, DECODER
 from test_bitwise import MESHES, ROWS
 from test_pipelines import BESIDE, PIPES
@@ -24,8 +23,6 @@ from plait.referee.verify.cases import due
 from plait.referee.verify.covering import covering
 from plait.run.config import VerifyConfig
 from plait.schedule.orders import ORDERS
-
-Fault = Callable[[pytest.MonkeyPatch], None]
 
 
 def data_cases() -> Iterator[VerifyConfig]:
@@ -52,16 +49,16 @@ def pipeline_cases() -> Iterator[VerifyConfig]:
 def tensor_cases() -> Iterator[VerifyConfig]:
     """Of ``test_pairs_of_layers_with_biases`` and ``test_every_row_is_the_single_process``."""
     for mesh in ("tensor=2", "tensor=3"):
-        yield replace(test_tensor_mutations.DEEP, mesh=mesh, strategy="zero3", microbatches=2)
+        yield replace(tensor_faults.DEEP, mesh=mesh, strategy="zero3", microbatches=2)
     ways = ((False, 1), (True, 3))
     for case in covering({"way": ways, "mesh": TENSOR_MESHES, "strategy": ROWS}):
         mesh, (sequence, microbatches) = str(case["mesh"]), case["way"]  # type: ignore[misc]
-        job = test_tensor_mutations.FOUR if "tensor=4" in mesh else test_tensor_mutations.GPT
+        job = tensor_faults.FOUR if "tensor=4" in mesh else tensor_faults.GPT
         layout = {"mesh": mesh, "strategy": case["strategy"], "sequence_parallel": sequence}
         yield replace(job, microbatches=microbatches, **layout)
 
 
-def red(configs: Iterable[VerifyConfig], fault: Fault) -> VerifyConfig | None:
+def red(configs: Iterable[VerifyConfig], fault: Put) -> VerifyConfig | None:
     """The first layout that raises, or earns another verdict than is due, with the fault in place."""
     for config in configs:
         job_of(config)
@@ -76,20 +73,20 @@ def red(configs: Iterable[VerifyConfig], fault: Fault) -> VerifyConfig | None:
     return None
 
 
-def faults_of(table: list[tuple]) -> list[pytest.ParameterSet]:  # type: ignore[type-arg]
-    return [pytest.param(fault, id=fault.__name__) for fault in dict.fromkeys(row[0] for row in table)]
+def faults_of(table: list[Fault]) -> list[pytest.ParameterSet]:  # type: ignore[type-arg]
+    return [pytest.param(put, id=put.__name__) for put in dict.fromkeys(fault.put for fault in table)]
 
 
-@pytest.mark.parametrize("fault", faults_of(test_mutations.FAULTS))
-def test_pairs_of_rows_and_meshes(fault: Fault) -> None:
+@pytest.mark.parametrize("fault", faults_of(DATA))
+def test_pairs_of_rows_and_meshes(fault: Put) -> None:
     assert red(data_cases(), fault) is not None
 
 
-@pytest.mark.parametrize("fault", faults_of(test_pipeline_mutations.FAULTS))
-def test_pairs_of_orders_and_sizes(fault: Fault) -> None:
+@pytest.mark.parametrize("fault", faults_of(PIPELINES))
+def test_pairs_of_orders_and_sizes(fault: Put) -> None:
     assert red(pipeline_cases(), fault) is not None
 
 
-@pytest.mark.parametrize("fault", faults_of(test_tensor_mutations.FAULTS))
-def test_pairs_of_rows_and_tensor_meshes(fault: Fault) -> None:
+@pytest.mark.parametrize("fault", faults_of(TENSOR))
+def test_pairs_of_rows_and_tensor_meshes(fault: Put) -> None:
     assert red(tensor_cases(), fault) is not None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import test_tensor_mutations as tensors
+import tensor_faults as tensors
 import verify_cases as cases
 from verify_cases import TINY
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from fault_table import LOOPS
 from loops import RATE, Net, batch, loss_sum, run, run_cut, terms, the_job, user_job
 from safetensors.torch import load_file, save_file
-from test_judge import FAULTS
 from torch import Tensor, nn
 
 import plait
@@ -39,7 +39,7 @@ def test_a_right_loop_is_the_run_of_a_single_process(
     assert "not judged" not in found.text and found.recording == "4 elements of each piece, and its norm", found
 
 
-@pytest.mark.parametrize(("fault", "settings", "step", "phase", "factor", "cause"), FAULTS)
+@pytest.mark.parametrize(("fault", "settings", "step", "phase", "factor", "cause"), LOOPS)
 def test_a_wrong_loop_is_named_as_by_the_whole(
     tmp_path: Path, fault: str, settings: dict[str, Any], step: int, phase: str, factor: float | None, cause: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""Faults of a pipeline, each put in place by a monkeypatch: what the mutation tests break on purpose."""
+"""Faults of a pipeline: tied weights, backwards in two parts, messages, sums, parameters, masks."""
 
 from __future__ import annotations
 

@@ -1,0 +1,7 @@
+"""The differences between the twins that are wanted, each with its reason; empty until the redraw changes something.
+
+A line is (pattern of cells, pattern of what differs, reason); both are regular expressions, searched for anywhere.
+``compare.py`` prints the text that the second one is searched in: ``rank 0 ledger step 1 line 3 ...``.
+"""
+
+SIGNED: list[tuple[str, str, str]] = []

@@ -72,8 +72,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 """Which parts of plait each part may import. A part that is not here is refused: give it a line."""
 
 OVER_THE_WALL = {
-    ("comm/process.py", "shared_memory"),
-    ("comm/hosts.py", "shared_memory"),
     ("forward/tensor_parallel.py", "sharded"),
     ("tensor/vocabulary.py", "sharded"),
 }

@@ -84,8 +84,8 @@ def comm_beside(mesh: Mesh, name: str, *, shared_memory: bool = False) -> Proces
     """plait's world on the process group that torch's engines use too, with a name of its own in the store."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-    from plait.comm.peer import Peer
     from plait.comm.process import ProcessComm
+    from plait.comm.process_identity import Peer
 
     process_ids: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(process_ids, os.getpid())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from plait.checkpoint.same_folder import check_same_folder
 from plait.comm import Comm, run
-from plait.comm.peer import Peer
+from plait.comm.process_identity import Peer
 from plait.table.mesh import Mesh
 
 

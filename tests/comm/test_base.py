@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from plait.comm import Comm, Ledger, TraceComm
+from plait.comm.gloo import GlooTransport
+from plait.comm.operation import NO_NOTE, Group, Operation
 from plait.table.collectives import Entry, Note
 from plait.table.mesh import Mesh
 
@@ -123,3 +125,15 @@ def test_a_ledger_keeps_its_newest_lines_and_counts_all(monkeypatch: pytest.Monk
     assert ledger.since(3) == tuple(lines[3:]) and ledger.since(2) == tuple(lines[2:]) and ledger.since(5) == ()
     with pytest.raises(ValueError, match="mark 1 on a ledger that keeps its newest 3 lines of 5: ask sooner"):
         ledger.since(1)
+
+
+def test_a_spare_buffer_is_of_the_same_device() -> None:
+    """A world of GPUs reduces tensors of the CPU too."""
+    transport = object.__new__(GlooTransport)
+    transport._spare = {}
+    group = Group(("shard",), (0, 1), 0, (2,))
+    for device in ("cpu", "meta", "cpu"):
+        mine = torch.empty(4, device=device)
+        buffer, stack = transport._receive_stack(Operation("reduce", group, NO_NOTE, 4, mine.dtype, "sum"), mine)
+        assert {tensor.device.type for tensor in (buffer, *stack)} == {device}
+        transport._spare[buffer.dtype, buffer.device].append(buffer)

@@ -15,8 +15,8 @@ import pytest
 import plait
 from plait.comm import init_process
 from plait.comm.init_process import STARTED, code_facts, users_own
-from plait.comm.meeting import UNKNOWN
 from plait.comm.process import ProcessComm
+from plait.comm.store_rendezvous import UNKNOWN
 
 PROGRAM = "the code of the program"
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from plait.comm.peer import Peer
+from plait.comm.process_identity import Peer
 from plait.run.watch import host_reports
 from plait.run.watch.diagnose import LONG, Diagnosis, block
 from plait.run.watch.host_reports import NOT_A_REPORT, SILENT, HostBoard, HostReports, report_of

@@ -2,35 +2,34 @@
 
 .. code-block:: text
 
-    base.py            Comm: what may be asked; the same checks and ledger for all     start here
-    operation.py       one operation, its group, and what is refused before anything moves
-    prepared.py        one that is checked once and begun in every step
-    ordered_reduce.py  the order in which a group's values are added
-    ledger.py          one line per message
-    agree.py           small agreements: rows of numbers, checksums, bytes, errors
-    check.py           what each rank means, compared before it runs
-    header.py          the shape of a message, as a small message ahead of it
-    observer.py        who is told of steps, operations and waits
+    base.py              Comm: the operations of a world, with the same checks and ledger for all   start here
+    operation.py         one operation, its group, and the refusals before anything moves
+    prepared.py          an operation that is checked once and begun in every step
+    ordered_reduce.py    the order in which a group's values are added
+    ledger.py            one line per message
+    agree.py             small agreements: rows of numbers, checksums, bytes, errors
+    padded.py            pieces of unequal length in collectives of equal ones
+    check.py             compares what each rank means by an operation before it runs
+    header.py            the shape of a message, as a small message ahead of it
+    observer.py          hears of steps, operations and waits
 
-    thread.py          ranks are threads         tests, notebooks, lessons
-    rendezvous.py      where the threads meet
+    thread.py            ranks are threads         tests, notebooks, lessons
+    rendezvous.py        barriers and mailboxes of threads
 
-    process.py         ranks are processes       torch.distributed
-    init_process.py    how processes find each other
-    environment.py     the variables that say who a process is
-    slurm.py           the same in Slurm's words
-    peer.py            who a rank is
-    meeting.py         the ranks of a world, met in a store and compared
-    deadline.py        the clock of deadlines; a call that may never return, given one
-    transport.py       what moves single messages: started, waited for, failing
-    gloo.py            over sockets
-    nccl.py            between GPUs
-    hosts.py           both: memory inside of each host, sockets across
-    padded.py          pieces of unequal length in collectives of equal ones
-    p2p_work.py        what is held of messages under way
-    failures.py        what a rank reports when an operation fails
+    process.py           ranks are processes       torch.distributed
+    init_process.py      joins a world: its store, its ranks, torch's process group
+    environment.py       the launcher's variables, and the device of a rank
+    slurm.py             Slurm's variables as torchrun's
+    process_identity.py  the process of a rank, as it describes itself; the hosts of a world
+    store_rendezvous.py  the ranks of a world meet in a store and compare themselves
+    deadline.py          the clock of deadlines; gives a deadline to a call that may never return
+    transport.py         moves single messages: starts, waits, fails; the seam to shared memory
+    gloo.py              over sockets
+    nccl.py              between GPUs
+    p2p_work.py          messages under way, and the memory they need
+    failures.py          reports of ranks whose operation failed
 
-    trace.py           one rank, nothing moves   for the planner
+    trace.py             one rank, nothing moves   for the planner
 """
 
 from plait.comm.base import DONE, Comm, MismatchError, Work

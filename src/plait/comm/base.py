@@ -51,8 +51,8 @@ from plait.comm.operation import (
     pair_of,
     same_dtype,
 )
-from plait.comm.peer import Peer
 from plait.comm.prepared import Alone, Prepared
+from plait.comm.process_identity import Peer
 from plait.table.collectives import Entry, Note, bytes_sent
 from plait.table.mesh import Mesh
 

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from plait.comm.deadline import within
-from plait.comm.peer import Peer
+from plait.comm.process_identity import Peer
 from plait.messages.escape import one_line
 
 if TYPE_CHECKING:

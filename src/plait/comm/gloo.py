@@ -26,6 +26,8 @@ CHUNK_BYTES = 8 * 2**20
 class GlooTransport(Transport):
     """Messages over sockets."""
 
+    over_sockets = True
+
     def __init__(self, wires: Wires) -> None:
         super().__init__(wires)
         group = dist.group.WORLD if dist.is_initialized() else None

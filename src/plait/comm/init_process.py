@@ -2,7 +2,7 @@
 
     environment.py      who am I, and where is the store
     open_store          a file on one host; else torchrun's store, or that of rank 0
-    meeting.py          are we all here, each once, and alike
+    store_rendezvous.py are we all here, each once, and alike
     process group       torch's own rendezvous, which reads addresses in the same store
 
 All of it stands under one deadline.  Whatever is wrong is reported before the first operation.
@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from plait.comm.deadline import clock, within
 from plait.comm.environment import WorldVariables
-from plait.comm.meeting import UNKNOWN, Met, loopback_only, meet
-from plait.comm.peer import Peer, born, shown
+from plait.comm.process_identity import Peer, born, shown
+from plait.comm.store_rendezvous import UNKNOWN, Met, loopback_only, meet
 from plait.messages.escape import one_line
 
 if TYPE_CHECKING:

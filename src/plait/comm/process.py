@@ -28,20 +28,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.base import Comm, Operation, Work
-from plait.comm.deadline import clock
 from plait.comm.environment import WorldVariables, own_device
 from plait.comm.failures import FailureReports
 from plait.comm.gloo import GlooTransport
-from plait.comm.hosts import HostsTransport, on_hosts
 from plait.comm.init_process import code_facts, init_process
 from plait.comm.nccl import NcclTransport
 from plait.comm.operation import DONE, NO_NOTE, Group, copied, label
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.p2p_work import P2PWork, Sent, TwoPhase
-from plait.comm.peer import Peer
-from plait.comm.transport import Started, Transport, Wires
-from plait.shared_memory.office import Office
-from plait.shared_memory.transport import SharedMemoryTransport
+from plait.comm.process_identity import Peer, on_hosts
+from plait.comm.transport import Started, Transport, Wires, shared_memory_transport
 from plait.table.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -82,11 +78,7 @@ class ProcessComm(Comm):
         if shared_memory and self.device.type != "cpu":
             raise ValueError(f"shared memory moves tensors of CPUs, and this world is on {self.device}: leave it out")
         if shared_memory:
-            here = [peer for peer in self.peers if peer.host == self.peers[rank].host]
-            several = len(here) < len(self.peers)
-            across = GlooTransport(wires) if several else None
-            inside = SharedMemoryTransport(Office(rank, store, here, clock() + deadline), wires)
-            self.transport = HostsTransport(here, inside, across, wires) if across else inside
+            self.transport = shared_memory_transport(store, self.peers, wires)
         elif self.device.type == "cuda":
             self.transport = NcclTransport(mesh, self.device, deterministic, wires)
         else:
@@ -152,7 +144,7 @@ class ProcessComm(Comm):
         mesh = on_hosts(mesh, met.peers) if device.type == "cpu" else mesh
         comm = cls(mesh, place.rank, met.store, met.peers, shared_memory=shared_memory, **how)
         comm.attempt, comm._borrows = met.attempt, there
-        if isinstance(comm.transport, GlooTransport | HostsTransport):
+        if comm.transport.over_sockets:
             _in_use.append(dist.group.WORLD)
         return comm
 
@@ -173,7 +165,7 @@ class ProcessComm(Comm):
         finally:
             self.transport.close()
             super().close()
-            if dist.is_initialized() and isinstance(self.transport, GlooTransport | HostsTransport):
+            if dist.is_initialized() and self.transport.over_sockets:
                 _in_use.clear()
                 if not self._borrows:
                     dist.destroy_process_group()

@@ -1,8 +1,7 @@
-"""What moves the messages of a process: the part that is the same for all that do.
+"""Moves the messages of a process; the part that all transports share.
 
-    gloo.py, nccl.py     sockets and GPUs, over torch.distributed
-    shared_memory/       memory that the ranks of a host share
-    hosts.py             both, on several hosts
+    gloo.py, nccl.py           sockets and GPUs, over torch.distributed
+    ``SHARED_MEMORY``, a wing  memory that the ranks of a host share; imported by the first world that asks for it
 
 After its first failure a transport starts nothing more, because nothing is promised about what is still under way.
 """
@@ -13,13 +12,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from plait.comm.failures import FailureReports
 from plait.comm.operation import Operation
+from plait.comm.process_identity import Peer
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+SHARED_MEMORY = "plait.shared_memory.several_hosts"
+"""The module whose ``transport(store, peers, wires)`` makes the transport over shared memory."""
 
 Started = tuple[Any, Tensor]
 """A handle and the memory it works on, which must live as long."""
@@ -47,6 +54,8 @@ class Transport(ABC):
 
     progresses = True
     """Whether messages travel while this rank computes."""
+    over_sockets = False
+    """Whether messages go over torch's default process group."""
 
     @abstractmethod
     def send(self, operation: Operation, tensor: Tensor, dst: int, tag: int) -> list[Started]: ...
@@ -118,3 +127,9 @@ class Transport(ABC):
         self.broken = f"this world broke down earlier, in {operation}"
         others = [r for r in operation.group.ranks if r != self.rank]
         return self._reports.error(str(operation), error, self.deadline, others)
+
+
+def shared_memory_transport(store: Store, peers: Sequence[Peer], wires: Wires) -> Transport:
+    """The transport of one rank that moves tensors of CPUs through memory that the ranks of a host share."""
+    made: Transport = import_module(SHARED_MEMORY).transport(store, peers, wires)
+    return made

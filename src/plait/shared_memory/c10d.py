@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from plait.comm.deadline import clock
-from plait.comm.meeting import wait_for_keys
 from plait.comm.operation import NO_NOTE, Operation, pair_of
-from plait.comm.peer import Peer
 from plait.comm.process import ProcessComm
+from plait.comm.process_identity import Peer
+from plait.comm.store_rendezvous import wait_for_keys
 from plait.shared_memory.transport import SharedMemoryTransport
 from plait.table.mesh import Mesh
 

@@ -24,7 +24,7 @@ from plait.comm.operation import Group, Operation
 from plait.comm.transport import Transport
 from plait.shared_memory import semaphore
 from plait.shared_memory.arena import ALIGNMENT
-from plait.shared_memory.office import Office
+from plait.shared_memory.mailbox_registry import MailboxRegistry
 from plait.shared_memory.segment import Segment
 from plait.shared_memory.semaphore import Semaphore
 
@@ -111,13 +111,13 @@ def _begin(segment: Segment) -> None:
 
 
 def share_segment(
-    transport: Transport, office: Office, operation: Operation, size: int, prepare: Callable[[Segment], None]
+    transport: Transport, registry: MailboxRegistry, operation: Operation, size: int, prepare: Callable[[Segment], None]
 ) -> Segment:
     """A segment that the first member of a group makes, and all of them open."""
     (first, *others), opened = operation.group.ranks, torch.zeros(1, dtype=torch.uint8)
     if transport.rank == first:
         try:
-            segment = Segment.make(size, office.name)
+            segment = Segment.make(size, registry.name)
         except MemoryError as error:  # the others, who wait for it, read why
             transport.give_up(f"rank {transport.rank}: {error}")
             raise
@@ -130,7 +130,7 @@ def share_segment(
     descriptor = torch.zeros(1, dtype=torch.int64)
     transport.wait(operation, transport.recv(operation, descriptor, first, COMMON))
     try:
-        segment = office.open(first, int(descriptor))
+        segment = registry.open(first, int(descriptor))
     except OSError as error:
         raise transport.failure(operation, error) from error
     transport.send(operation, opened, first, COMMON)

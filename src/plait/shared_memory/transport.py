@@ -37,7 +37,7 @@ from plait.shared_memory.arena import Arena
 from plait.shared_memory.arrivals import Adding, Arrival, Copying, Hearing
 from plait.shared_memory.common import CommonMemory, share_segment
 from plait.shared_memory.mailbox import DATA, HERE, LEFT, READ, MailRecord
-from plait.shared_memory.office import Office
+from plait.shared_memory.mailbox_registry import MailboxRegistry
 from plait.shared_memory.outgoing import Outgoing, chunks, sliced
 
 WHOLE_BYTES = 2**16
@@ -64,9 +64,9 @@ class SharedMemoryTransport(Transport):
 
     progresses = False
 
-    def __init__(self, office: Office, wires: Wires) -> None:
+    def __init__(self, registry: MailboxRegistry, wires: Wires) -> None:
         super().__init__(wires)
-        self._office, self._arena, self._process = office, Arena(office.name), os.getpid()
+        self._registry, self._arena, self._process = registry, Arena(registry.name), os.getpid()
         self._unsent: dict[int, Outgoing] = {}
         """What was begun and is not sent to its end."""
         self._here: set[int] = set()
@@ -77,8 +77,8 @@ class SharedMemoryTransport(Transport):
         """What this rank has to get on with."""
         self._common: dict[tuple[int, ...], CommonMemory] = {}
         """Of groups, by their ranks."""
-        ranks, threads = len(office.inboxes) + 1, torch.get_num_threads()
-        for box in office.outboxes.values():
+        ranks, threads = len(registry.inboxes) + 1, torch.get_num_threads()
+        for box in registry.outboxes.values():
             box.write(MailRecord(HERE))
         self._spin = SPIN_SECONDS if ranks * threads <= len(os.sched_getaffinity(0)) else 0.0
 
@@ -120,7 +120,7 @@ class SharedMemoryTransport(Transport):
         """Memory that the members of a group have in common, zeros; all of them ask for it."""
         ranks = operation.group.ranks
         if ranks not in self._common:
-            self._common[ranks] = CommonMemory(operation.group, partial(share_segment, self, self._office, operation))
+            self._common[ranks] = CommonMemory(operation.group, partial(share_segment, self, self._registry, operation))
         return self._common[ranks].empty(operation.numel, operation.dtype)
 
     def all_reduce(self, operation: Operation, tensor: Tensor, tag: int) -> list[Started]:
@@ -172,7 +172,7 @@ class SharedMemoryTransport(Transport):
 
     def _tell_written(self, memory: CommonMemory) -> None:
         for rank in memory.tell():
-            self._office.alarms[rank].ring()
+            self._registry.alarms[rank].ring()
 
     def _hear(self, memory: CommonMemory, out: Tensor) -> list[Started]:
         """That all members have written this generation, as this rank has; nothing where they have said so."""
@@ -218,7 +218,7 @@ class SharedMemoryTransport(Transport):
             end, waits = clock() + (LAST_SECONDS if self.broken else self.deadline), True
             while waits and clock() < end:
                 self._look()
-                boxes = self._office.outboxes.items()
+                boxes = self._registry.outboxes.items()
                 waits = any(r not in self._gone and not (r in self._here and box.delivered) for r, box in boxes)
                 time.sleep(NAP_SECONDS if waits else 0)
         except OSError:
@@ -227,7 +227,7 @@ class SharedMemoryTransport(Transport):
         finally:
             self._leave()
             self._arena.close()
-            self._office.close()
+            self._registry.close()
             super().close()
 
     def give_up(self, why: str) -> None:
@@ -235,9 +235,9 @@ class SharedMemoryTransport(Transport):
         self._leave()
 
     def _leave(self) -> None:
-        for dst, box in self._office.outboxes.items():
+        for dst, box in self._registry.outboxes.items():
             box.write(MailRecord(LEFT))  # one that is full is of a rank that will see this process end
-            self._office.alarms[dst].ring()
+            self._registry.alarms[dst].ring()
 
     # ---- sending -----------------------------------------------------------------------------------------
 
@@ -285,12 +285,12 @@ class SharedMemoryTransport(Transport):
 
     def _post(self, dst: int, record: MailRecord) -> None:
         end = 0.0
-        while not (record.kind == READ and dst in self._gone) and not self._office.outboxes[dst].write(record):
+        while not (record.kind == READ and dst in self._gone) and not self._registry.outboxes[dst].write(record):
             end = end or clock() + self.deadline
             self._hope_for(dst, end)
             self._look()
             time.sleep(NAP_SECONDS)
-        self._office.alarms[dst].ring()
+        self._registry.alarms[dst].ring()
 
     # ---- receiving ---------------------------------------------------------------------------------------
 
@@ -309,7 +309,7 @@ class SharedMemoryTransport(Transport):
 
     def view(self, src: int, record: MailRecord, like: Tensor) -> Tensor:
         """What has come, where it lies."""
-        return self._office.segment(src, record.descriptor).view(record.offset, like.numel(), like.dtype)
+        return self._registry.segment(src, record.descriptor).view(record.offset, like.numel(), like.dtype)
 
     def read(self, src: int, record: MailRecord) -> None:
         """Gives the block back, where somebody still wants it."""
@@ -336,7 +336,7 @@ class SharedMemoryTransport(Transport):
                 self._hope_for(src, end)
             self._advance(but=arrival)
             nap = min(LOOK_SECONDS, max(0.001, end - clock()))
-            if not self._office.alarm.sleep(lambda: arrival.advance() or self._drain_all(), nap):
+            if not self._registry.alarm.sleep(lambda: arrival.advance() or self._drain_all(), nap):
                 self._look()
             if self._unsent and time.monotonic() > patience:
                 self._send_rest()
@@ -355,11 +355,11 @@ class SharedMemoryTransport(Transport):
 
     def _drain_all(self) -> bool:
         """Takes in what has come from anybody, so blocks that were read can be used again; whether anything had."""
-        return sum(self._drain(src) for src in self._office.inboxes) > 0
+        return sum(self._drain(src) for src in self._registry.inboxes) > 0
 
     def _drain(self, src: int) -> bool:
         """Takes in what has come from a rank; whether anything had."""
-        inbox, found = self._office.inboxes[src], False
+        inbox, found = self._registry.inboxes[src], False
         while inbox.filled.take():
             self._sort_in(src)
             found = True
@@ -367,9 +367,9 @@ class SharedMemoryTransport(Transport):
 
     def _sort_in(self, src: int) -> None:
         """Takes in a record, whose ``filled`` was taken."""
-        inbox = self._office.inboxes[src]
+        inbox = self._registry.inboxes[src]
         record = inbox.read()
-        if record.kind == DATA and not self._office.can_open(src, record.descriptor):
+        if record.kind == DATA and not self._registry.can_open(src, record.descriptor):
             self._gone.setdefault(src, f"the process of rank {src} has ended")
         inbox.room.post()
         if record.kind == DATA and src not in self._gone:
@@ -387,7 +387,7 @@ class SharedMemoryTransport(Transport):
 
     def _look(self) -> None:
         """Takes in what has come from anybody, and who has ended."""
-        ended = self._office.ended()
+        ended = self._registry.ended()
         self._drain_all()
         for src in ended:
             self._gone.setdefault(src, f"the process of rank {src} has ended")

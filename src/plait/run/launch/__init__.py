@@ -2,7 +2,7 @@
 
 local.py         launch(config, body, command): the choice                  start here
 agent.py         ranks are started, looked after, and started again: torch's elastic agent on one host
-look.py          what the launcher sees of its ranks without asking them
+rank_monitor.py  diagnoses ranks from the status page, exit codes and the kernel
 limits.py        how often, and how long they may take to end
 fork_server.py   ranks are copies of a process that has imported everything
 signals.py       signals that ask for the end

@@ -31,7 +31,7 @@ from plait.messages.escape import say
 from plait.run.launch.failure import explain, first_of, recorded
 from plait.run.launch.fork_server import ForkServer, LostError
 from plait.run.launch.limits import Limits, Restarts
-from plait.run.launch.look import Look
+from plait.run.launch.rank_monitor import RankMonitor
 from plait.run.launch.signals import Asked, announced
 from plait.run.watch.folder import WATCH, make_again
 from plait.run.watch.processes import look
@@ -102,7 +102,7 @@ class RankAgent(SimpleElasticAgent):
         self._host, self._restarts = OneHost(folder), Restarts(limits)
         self.asked = Asked(self._tell, grace=limits.grace)
         """The handler of signals to the launcher."""
-        self._look: Look | None = None
+        self._monitor: RankMonitor | None = None
         self._ranks: dict[int, int] = {}
         """Process ids by rank."""
         self.code = 0
@@ -124,7 +124,7 @@ class RankAgent(SimpleElasticAgent):
         end = time.monotonic() + self._restarts.pause
         while time.monotonic() < end and not self.asked.number:
             time.sleep(LOOK_SECONDS)
-        self._look = Look(self._mesh, self._host.attempt, self._deadline)
+        self._monitor = RankMonitor(self._mesh, self._host.attempt, self._deadline)
         if self.asked.number:  # there is no step to end behind
             raise SystemExit(128 + self.asked.number)
         self._ranks = {}
@@ -133,26 +133,26 @@ class RankAgent(SimpleElasticAgent):
         return dict(self._ranks)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        assert self._look is not None
+        assert self._monitor is not None
         try:
             ended = self._ended()
         except LostError as lost:
             return self._begin_anew(lost)
-        self._look.tell_signals()
+        self._monitor.tell_signals()
         failures = [
             recorded(rank, code, note_of(self._host.attempt, rank))
             for rank, code in ended.items()
-            if code or not self._look.is_done(rank)
+            if code or not self._monitor.is_done(rank)
         ]
         if failures:
             first = first_of(failures)
-            found = "" if first.final else self._look.of_the_end(self._ended())
+            found = "" if first.final else self._monitor.of_the_end(self._ended())
             text, self.code = explain(first, str(self._mesh), found)
             return self._end(first.rank, text, final=first.final)
         if len(ended) == self._mesh.size:
             self.code = 0
             return RunResult(WorkerState.SUCCEEDED, return_values=ended)
-        if still := self._look.tell(ended, self._ranks):
+        if still := self._monitor.tell(ended, self._ranks):
             self.code = 1
             return self._end(
                 still.rank, f"plait: rank {still.rank} kept the others for {self._deadline:g} s: all are ended\n"
@@ -205,8 +205,8 @@ class RankAgent(SimpleElasticAgent):
     def _tell(self, number: signal.Signals) -> None:
         """All ranks are to end behind their step."""
         say(announced(number, self._limits.grace))
-        if self._look is not None:
-            self._look.page.ask_to_stop(number)
+        if self._monitor is not None:
+            self._monitor.page.ask_to_stop(number)
 
     def _begin_anew(self, lost: LostError) -> RunResult:
         """The server is gone: once its ranks are, the next attempt has another."""
@@ -220,9 +220,9 @@ class RankAgent(SimpleElasticAgent):
     def _end(self, rank: int, text: str, *, final: bool = False) -> RunResult:
         """Says what has ended the attempt, by ``rank``, and ends what is left of it; torch's loop starts another where
         that may be of use."""
-        assert self._look is not None
+        assert self._monitor is not None
         say(text)
-        reached, self._look = self._look.reached, None  # what is mapped keeps its room
+        reached, self._monitor = self._monitor.reached, None  # what is mapped keeps its room
         self._stop_workers(self._worker_group)
         if final or self.asked.number or not self._limits.restarts:
             self._remaining_restarts = 0

@@ -49,6 +49,9 @@ BETWEEN_SECONDS = 0.5
 NO_PROCESS = "no process can be started ({}): raise `ulimit -u` or the pids.max of the cgroup, or use fewer ranks"
 
 
+RANKS_NEED = ("plait.comm.process", "plait.shared_memory.several_hosts", "plait.run.watch.rank")
+"""Modules that every rank imports."""
+
 PYTHON = (sys.executable, "-P")
 """Starts every process of ours: Python would look for modules in the current folder first, whoever wrote them."""
 
@@ -190,7 +193,7 @@ def serve(line_number: int, launcher: int, command: Sequence[str]) -> None:
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ASKING}  # whole groups of processes get them
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
     line = socket.socket(fileno=line_number)
-    for name in ("plait.comm.process", "plait.run.watch.rank", *json.loads(line.recv(LARGEST))):
+    for name in (*RANKS_NEED, *json.loads(line.recv(LARGEST))):
         importlib.import_module(name)  # what the launcher has, every rank will need
     for name in LATE:
         with suppress(ImportError):

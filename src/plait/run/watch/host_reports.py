@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from plait.comm.agree import named
 from plait.comm.deadline import awake_since, clock
-from plait.comm.peer import Peer, shown
+from plait.comm.process_identity import Peer, hosts_of, shown
 from plait.messages.escape import one_line, say
 from plait.run.watch.diagnose import KINDS, Diagnosis, Kind
 from plait.run.watch.page import STATES, Page, Status
@@ -186,11 +186,6 @@ def _status(host: str, row: Mapping[str, Any], now: float) -> Status:
         peers=tuple(int(rank) for rank in row["peers"]),
         steps=tuple((float(computed), float(waited)) for computed, waited in row["steps"]),
     )
-
-
-def hosts_of(peers: Sequence[Peer]) -> list[str]:
-    """The hosts of a run, that of rank 0 first."""
-    return list(dict.fromkeys(peer.host for peer in sorted(peers, key=lambda peer: peer.rank)))
 
 
 class HostReports:

@@ -28,11 +28,12 @@ from pathlib import Path
 
 from plait.comm.base import Comm
 from plait.comm.deadline import awake_since
+from plait.comm.process_identity import hosts_of
 from plait.messages.escape import one_line, say
 from plait.run.watch import processes
 from plait.run.watch.diagnose import ENDED, LONG, STANDING, Diagnosis, block, diagnose
 from plait.run.watch.folder import PAGE, WATCH, locked_folder
-from plait.run.watch.host_reports import HostReports, hosts_of
+from plait.run.watch.host_reports import HostReports
 from plait.run.watch.page import Page, Status
 from plait.run.watch.processes import ProcessState, ran_out_of_memory, readable
 from plait.run.watch.rank import BEAT, RankSide

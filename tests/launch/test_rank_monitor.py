@@ -1,4 +1,4 @@
-"""What the launcher sees of its ranks, look by look."""
+"""The launcher tells what it sees of its ranks."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from plait.run.launch.look import Look
+from plait.run.launch.rank_monitor import RankMonitor
 from plait.run.watch.page import StatusRecord
 from plait.table.mesh import Mesh
 
 
 def test_a_signal_to_a_rank_is_told_at_once_and_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A rank that is asked to end has ended with all others before ranks are diagnosed again."""
-    look = Look(Mesh(shard=2), tmp_path, 20.0)
-    record = StatusRecord(look.page, 1, "a", os.getpid(), 0)
-    assert look.tell({}, {1: os.getpid()}) is None
+    monitor = RankMonitor(Mesh(shard=2), tmp_path, 20.0)
+    record = StatusRecord(monitor.page, 1, "a", os.getpid(), 0)
+    assert monitor.tell({}, {1: os.getpid()}) is None
     record.heard(signal.SIGUSR1)
-    assert look.tell({}, {1: os.getpid()}) is None
+    assert monitor.tell({}, {1: os.getpid()}) is None
     assert not capsys.readouterr().err
-    look.tell_signals()
-    look.tell_signals()
+    monitor.tell_signals()
+    monitor.tell_signals()
     assert capsys.readouterr().err == "plait: rank 1 got SIGUSR1: all ranks end behind their step\n"
-    look.page.ask_to_stop(signal.SIGTERM)
-    StatusRecord(look.page, 0, "a", os.getpid(), 0).heard(signal.SIGTERM)
-    look.tell_signals()
+    monitor.page.ask_to_stop(signal.SIGTERM)
+    StatusRecord(monitor.page, 0, "a", os.getpid(), 0).heard(signal.SIGTERM)
+    monitor.tell_signals()
     assert not capsys.readouterr().err, "the launcher asked, and has said so"

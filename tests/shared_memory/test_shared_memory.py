@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import sys
@@ -18,9 +19,8 @@ import torch.distributed as dist
 from shared_worlds import play
 
 from plait.comm import ProcessComm
-from plait.comm.hosts import on_hosts
 from plait.comm.operation import NO_NOTE, Operation, pair_of
-from plait.comm.peer import Peer
+from plait.comm.process_identity import Peer, on_hosts
 from plait.shared_memory import alarm, mailbox, outgoing
 from plait.shared_memory.alarm import Alarm
 from plait.shared_memory.arena import Arena, rounded
@@ -384,3 +384,13 @@ def test_what_is_no_mailbox_is_refused(world: Callable[..., list[object]]) -> No
     store.delete_key("shared_memory/1")
     with pytest.raises(TimeoutError, match=r"waited for rank 1 .*, which published no mailboxes"):
         ProcessComm(Mesh(shard=2), 0, store, peers, deadline=0.1, shared_memory=True)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
+def test_memory_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(MemoryError, match=r"MiB of shared memory cannot be had .*give smaller units"):
+        Segment.make(1 << 16)

@@ -25,7 +25,7 @@ BETWEEN_SECONDS = 0.5
 """Between two diagnoses of ranks that all live."""
 
 
-class Look:
+class RankMonitor:
     """One attempt's ranks.
 
     Args:

@@ -22,11 +22,11 @@ from protocol_steps import Step
 
 from plait.comm.failures import FailureReports
 from plait.comm.operation import NO_NOTE, Group, Operation
-from plait.comm.peer import Peer
+from plait.comm.process_identity import Peer
 from plait.comm.transport import Wires
 from plait.shared_memory import mailbox, outgoing, semaphore, transport
 from plait.shared_memory.mailbox import DATA, READ, MailRecord
-from plait.shared_memory.office import Office
+from plait.shared_memory.mailbox_registry import MailboxRegistry
 from plait.shared_memory.semaphore import Semaphore
 from plait.shared_memory.transport import SharedMemoryTransport
 
@@ -106,7 +106,7 @@ class Traced:
     def __init__(self, run: Run, rank: int, store: Any, peers: Sequence[Peer]) -> None:
         self.rank, self.size, self._run = rank, len(peers), run
         wires = Wires(rank, 60.0, Unreported(store, rank), lambda operation: nullcontext())
-        self.transport = SharedMemoryTransport(Office(rank, store, peers, float("inf")), wires)
+        self.transport = SharedMemoryTransport(MailboxRegistry(rank, store, peers, float("inf")), wires)
         self.transport._spin = 0.0
         group = Group(("shard",), tuple(range(self.size)), rank, (self.size,))
         self.operation = Operation("any", group, NO_NOTE, self.size, torch.float64, "sum")
@@ -115,10 +115,10 @@ class Traced:
     def settle(self) -> None:
         """What was told to make it is over; it starts as the model does."""
         self.transport._drain_all()
-        boxes = [*self.transport._office.inboxes.values(), *self.transport._office.outboxes.values()]
+        boxes = [*self.transport._registry.inboxes.values(), *self.transport._registry.outboxes.values()]
         for box in boxes:
             box._next = box._behind = 0
-        while self.transport._office.alarm._asleep.take() or self.transport._office.alarm._bell.take():
+        while self.transport._registry.alarm._asleep.take() or self.transport._registry.alarm._bell.take():
             pass
         self.transport._arena._free.clear()
         self.transport._arena._number = 0
@@ -185,15 +185,15 @@ class Run:
 
     def _name(self) -> None:
         for rank, traced in self.ranks.items():
-            office = traced.transport._office
-            self._boxes[id(office._mine.buffer)] = rank
-            for pairs, boxes in ((False, office.inboxes), (True, office.outboxes)):
+            registry = traced.transport._registry
+            self._boxes[id(registry._mine.buffer)] = rank
+            for pairs, boxes in ((False, registry.inboxes), (True, registry.outboxes)):
                 for other, box in boxes.items():
                     pair = f"{rank}{other}" if pairs else f"{other}{rank}"
                     self._names[box.room._address] = (f"room{pair}",)
                     self._names[box.filled._address] = (f"filled{pair}",)
                     self._boxes[id(box._segment.buffer)] = other if pairs else rank
-            for other, alarm in {**office.alarms, rank: office.alarm}.items():
+            for other, alarm in {**registry.alarms, rank: registry.alarm}.items():
                 self._names[alarm._asleep._address] = (f"asleep{other}",)
                 self._names[alarm._bell._address] = (f"bell{other}",)
             for memory in traced.transport._common.values():

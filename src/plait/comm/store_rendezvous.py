@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from plait.comm.agree import differing, named
 from plait.comm.deadline import clock
-from plait.comm.peer import Peer, shown
+from plait.comm.process_identity import Peer, shown
 from plait.messages.escape import one_line, printable
 
 if TYPE_CHECKING:

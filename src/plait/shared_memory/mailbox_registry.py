@@ -15,8 +15,8 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from plait.comm.meeting import wait_for_keys
-from plait.comm.peer import Peer, shown
+from plait.comm.process_identity import Peer, shown
+from plait.comm.store_rendezvous import wait_for_keys
 from plait.shared_memory import mailbox
 from plait.shared_memory.alarm import Alarm
 from plait.shared_memory.mailbox import Mailbox
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-class Office:
+class MailboxRegistry:
     """The mailboxes of rank ``rank``: ``inboxes`` from and ``outboxes`` to each other rank of its host.
 
     Args:

@@ -6,13 +6,15 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Self
 
 from plait.messages.escape import one_line
+from plait.table.mesh import Mesh
 
 MOST_BYTES = 2**16
 """Of what a rank says of itself."""
@@ -82,3 +84,22 @@ class Peer:
 def shown(data: str | bytes) -> str:
     """The beginning of what somebody wrote who should not have."""
     return one_line(data if isinstance(data, str) else data.decode("ascii", "backslashreplace"), 60)
+
+
+def hosts_of(peers: Sequence[Peer]) -> list[str]:
+    """The hosts of a world, that of rank 0 first."""
+    return list(dict.fromkeys(peer.host for peer in sorted(peers, key=lambda peer: peer.rank)))
+
+
+def on_hosts(mesh: Mesh, peers: Sequence[Peer]) -> Mesh:
+    """Adds the hosts of its ranks to a mesh, if each has equally many, one host after the other.
+
+    Raises:
+        ValueError: the mesh gives another number of hosts.
+    """
+    names, runs = hosts_of(peers), [(host, len(list(run))) for host, run in groupby(peers, key=lambda peer: peer.host)]
+    if mesh.hosts > 1 and len(names) not in (1, mesh.hosts):
+        raise ValueError(f"the mesh says hosts={mesh.hosts}, and its ranks are on {len(names)} hosts: leave hosts out")
+    if mesh.hosts == 1 and len(names) == len(runs) and len({size for _, size in runs}) == 1:
+        return replace(mesh, hosts=len(runs))
+    return mesh

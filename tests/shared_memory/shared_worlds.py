@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch.distributed as dist
 
 from plait.comm import ProcessComm
-from plait.comm.peer import Peer
+from plait.comm.process_identity import Peer
 from plait.table.mesh import Mesh
 
 

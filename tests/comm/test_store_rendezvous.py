@@ -23,8 +23,8 @@ from plait.comm import deadline, init_process
 from plait.comm.deadline import clock, within
 from plait.comm.environment import WorldVariables
 from plait.comm.init_process import PING, VALIDATE, file_store, open_store, probe
-from plait.comm.meeting import UNKNOWN, Met, loopback_only, meet
-from plait.comm.peer import Peer, born
+from plait.comm.process_identity import Peer, born
+from plait.comm.store_rendezvous import UNKNOWN, Met, loopback_only, meet
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 

@@ -1,11 +1,10 @@
-"""Ranks on several hosts: shared memory inside of a host, sockets across.
+"""The transport of a world that asked for shared memory: memory inside of a host, sockets across.
 
-    group inside of a host     shared_memory/      no socket
-    group across               gloo.py             threads of its own move the messages
+    group inside of a host     transport.py     no socket
+    group across               gloo             threads of its own move the messages
 
-Which of the two an operation takes is read off its group.  What moves through shared memory moves when a rank waits
-for it, so a rank that waits for another host gets on with what its own host waits for; else two hosts could wait for
-each other in a ring.
+An operation's group decides.  What moves through shared memory moves when a rank waits for it.  So a rank that waits
+for another host gets on with what its own host waits for; else two hosts could wait for each other in a ring.
 """
 
 from __future__ import annotations
@@ -13,37 +12,33 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
-from itertools import groupby
 from threading import Thread
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from plait.comm.deadline import clock
 from plait.comm.gloo import GlooTransport
 from plait.comm.operation import Operation
-from plait.comm.peer import Peer
+from plait.comm.process_identity import Peer
 from plait.comm.transport import Started, Transport, Wires
+from plait.shared_memory.mailbox_registry import MailboxRegistry
 from plait.shared_memory.transport import SharedMemoryTransport
-from plait.table.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 NAP_SECONDS = 0.0005
 """Between two looks at what the own host waits for, while this rank waits for another host."""
 
 
-def on_hosts(mesh: Mesh, peers: Sequence[Peer]) -> Mesh:
-    """The mesh, with the hosts on which its ranks are, where each has equally many, one host after the other.
-
-    Raises:
-        ValueError: the mesh says that there is another number.
-    """
-    runs = [(host, len(list(run))) for host, run in groupby(peers, key=lambda peer: peer.host)]
-    names = dict.fromkeys(host for host, _ in runs)
-    if mesh.hosts > 1 and len(names) not in (1, mesh.hosts):
-        raise ValueError(f"the mesh says hosts={mesh.hosts}, and its ranks are on {len(names)} hosts: leave hosts out")
-    if mesh.hosts == 1 and len(names) == len(runs) and len({size for _, size in runs}) == 1:
-        return replace(mesh, hosts=len(runs))
-    return mesh
+def transport(store: Store, peers: Sequence[Peer], wires: Wires) -> Transport:
+    """Makes the transport of one rank; ``comm/transport.py`` imports this by name."""
+    here = [peer for peer in peers if peer.host == peers[wires.rank].host]
+    across = GlooTransport(wires) if len(here) < len(peers) else None
+    inside = SharedMemoryTransport(MailboxRegistry(wires.rank, store, here, clock() + wires.deadline), wires)
+    return inside if across is None else HostsTransport(here, inside, across, wires)
 
 
 class HostsTransport(Transport):
@@ -52,6 +47,8 @@ class HostsTransport(Transport):
     Args:
         here: the ranks of its host.
     """
+
+    over_sockets = True
 
     def __init__(
         self, here: Sequence[Peer], inside: SharedMemoryTransport, across: GlooTransport, wires: Wires

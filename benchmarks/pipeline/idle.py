@@ -16,9 +16,9 @@ WARM_UP, STEPS = 2, 5
 
 def idle_task(model: str, split: SplitName, costs: Sequence[float]) -> dict[str, dict[str, Any]]:
     """On every rank: a few steps under each schedule; shares of the typical step, on rank 0."""
+    from plait.run.report.idle import idle_times
+    from plait.run.report.measured import measured_timeline
     from plait.run.train.timeline import record_timeline
-    from plait.schedule.idle import idle_times
-    from plait.schedule.measured import measured_timeline
 
     workload = WORKLOADS[model]
     batches = [workload.batch(step, 0, 1) for step in range(2)]

@@ -11,8 +11,7 @@ from plait.run.report.schedule import bubble_table, share_line, svg, time_grid
 from plait.schedule.actions import parse_schedule
 from plait.schedule.bubbles import bubbles
 from plait.schedule.check import check
-from plait.schedule.orders import ORDERS, one_f_one_b
-from plait.schedule.orders_v import zbv
+from plait.schedule.orders import ORDERS, one_f_one_b, zbv
 from plait.schedule.passes import add_messages
 from plait.schedule.simulate import Costs, simulate
 

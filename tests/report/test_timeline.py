@@ -12,10 +12,9 @@ import pytest
 from rich.console import Console
 
 from plait.run.report.drawing import COLOURS, TEXT, box_of, paler, seconds_text, text_in
+from plait.run.report.measured import as_log, measured_timeline
 from plait.run.report.timeline import CAUSES, LEFT, PLOT, STYLE, summary, timeline_rows, timeline_svg, timeline_table
-from plait.schedule.actions import parse_action
-from plait.schedule.events import Event, Log, Span
-from plait.schedule.measured import as_log, measured_timeline
+from plait.schedule.actions import Event, Log, Span, parse_action
 from plait.schedule.orders import one_f_one_b
 from plait.schedule.passes import add_messages, add_sharding, add_step
 from plait.schedule.simulate import Costs, simulate

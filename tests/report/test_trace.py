@@ -10,10 +10,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait.run.report.measured import as_log
 from plait.run.report.trace import trace_json
-from plait.schedule.actions import parse_action
-from plait.schedule.events import Event, Log, Span
-from plait.schedule.measured import as_log
+from plait.schedule.actions import Event, Log, Span, parse_action
 from plait.schedule.orders import ORDERS, one_f_one_b, write_order
 from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages
 from plait.schedule.simulate import Costs, simulate

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from plait.schedule.acks import acks
 from plait.schedule.actions import parse_schedule
 from plait.schedule.orders import ORDERS, stages_per_rank, write_order
 from plait.schedule.passes import add_messages
+from plait.schedule.pipeline import acks
 
 
 def test_an_activation_says_that_a_gradient_has_arrived() -> None:

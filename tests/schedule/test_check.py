@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -61,72 +62,102 @@ def test_of_a_large_schedule_the_grid_shows_the_neighbourhood() -> None:
     assert max(map(len, grid.splitlines())) < 160
 
 
-# ---- every action once ------------------------------------------------------------------------------------
+# ---- what is refused: where the schedule is wrong, by what words, and the cells that are marked -------------
+
+SENT = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1"
+SHARDED = "0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD0 0REDUCE 0UPDATE"
+MISTAKES = """
+every action once
+0F0 0F1 0B0 0B1 | 1F0 1B0 1F1               : 1B1 is missing on rank 1 : ?
+0F0 0F1 0B0 0B1 | 1F0 1B0 1B1               : 1F1 is missing on rank 1 : ?
+0F0 0B0 | 2F0 2B0                           : stage 1 of 3 is missing. no rank works on it :
+0F0 0I0 0B0                                 : 0I0 is doubled. 0B0 is the full backward and does it too : 0I0 0B0
+0F0 0I0                                     : 0W0 is missing on rank 0 : ?
+0F0 0W0                                     : 0I0 is missing on rank 0 : ?
+0F0 0F0 0B0                                 : 0F0 is doubled. it stands twice on rank 0 : 0F0 0F0
+0F0 0B0 | 1F0 1B0 0F1                       : 0F1 stands on rank 1, but stage 0 belongs to rank 0. a stage .* : 0F1
+- | -                                       : the schedule is empty. it needs a stage and a microbatch :
+                                            : the schedule is empty. it needs a stage and a microbatch :
+0F0 0B0 0REDUCE 0UPDATE | 1F0 1B0 1UPDATE   : 1REDUCE is missing on rank 1 : ?
+0F0 0B0 0REDUCE_GRAD0 0F1 0B1               : 0REDUCE_GRAD1 is missing on rank 0 : ?
+
+order and deadlock
+0B0 0F0                                     : 0B0 is out of order. it needs 0F0, which comes later on rank 0 : 0B0 0F0
+0F0 0W0 0I0                                 : 0W0 is out of order. it needs 0I0, which comes later on rank 0 : 0W0 0I0
+1F0 0F0 1B0 0B0                             : 1F0 is out of order. it needs 0F0, which comes later on rank 0 : 1F0 0F0
+0F0 1F0 0B0 1B0                             : 0B0 is out of order. it needs 1B0, which comes later on rank 0 : 0B0 1B0
+0F0 0B0 0F1 0B1 | 1F0 1F1 1B0 1B1           : DEADLOCK : 0B0 1F1
+0F0 0B0 0F1 0B1 | 1F0 1F1 1B0 1B1 | 2F0 2F1 2B0 2B1 : DEADLOCK : 0B0 1F1 2F1
+0F0 0B0 0F1 0B1 | 1F0 1B0 1F1 1B1 | 2F1 2B1 2F0 2B0 : OF TWO OTHERS : 0B0 1B0 2F1
+
+messages
+0SEND_F1 ~                                  : 0SEND_F1 is missing beside 0F1 on rank 0 : 0F1
+1RECV_F1 ~                                  : 1RECV_F1 is missing beside 1F1 on rank 1 : 1F1
+0RECV_B1 ~                                  : 0RECV_B1 is missing beside 0B1 on rank 0 : 0B1
+0F1 0SEND_F1 ~ 0SEND_F1 0F1                 : 0SEND_F1 is out of order. it stands before 0F1 : 0SEND_F1 0F1
+1RECV_F1 1F1 ~ 1F1 1RECV_F1                 : 1RECV_F1 is out of order. it stands after 1F1 : 1F1 1RECV_F1
+0RECV_B0 0B0 ~ 0B0 0RECV_B0                 : 0RECV_B0 is out of order. it stands after 0B0 : 0B0 0RECV_B0
+0SEND_F0 ~ 0SEND_F0 0SEND_F0                : 0SEND_F0 is doubled. it stands twice on rank 0 : 0SEND_F0 0SEND_F0
+1B0 1SEND_B0 ~ 1B0 1SEND_B0 1SEND_F0        : 1SEND_F0 has nobody on the other side.* : 1SEND_F0
+0F0 0SEND_F0 0F1 0SEND_F1 ~ 0F0 0F1 0SEND_F1 0SEND_F0 : CROSSED : 0SEND_F1 1RECV_F0
+1B0 1SEND_B0 1B1 1SEND_B1 ~ 1B0 1B1 1SEND_B1+1SEND_B0 : CROSSED BACK : 0RECV_B0 1SEND_B1+1SEND_B0
+0SEND_F1 0RECV_B0 0B0 ~ 0RECV_B0 0B0 0SEND_F1 : TOO LATE : 0B0 1F1
+
+sharding
+0RESHARD 0UNSHARD ~ 0RESHARD                : 0B0 is out of order. stage 0 is not unsharded here : 0B0
+0RESHARD 0UNSHARD ~ 0UNSHARD                : 0UNSHARD is doubled. stage 0 is unsharded already : 0UNSHARD
+0RESHARD 0REDUCE_GRAD0 ~ 0RESHARD 0RESHARD  : 0RESHARD is doubled. stage 0 is not unsharded : 0RESHARD
+0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD0 ~ 0REDUCE_GRAD0 0UNSHARD 0B0 0RESHARD : GRADIENT : 0REDUCE_GRAD0 0B0
+0REDUCE 0UPDATE ~ 0UPDATE 0REDUCE           : 0UPDATE is out of order. 0REDUCE comes later : 0UPDATE 0REDUCE
+0REDUCE_GRAD0 0REDUCE ~ 0REDUCE 0REDUCE_GRAD0 : 0REDUCE is out of order. 0REDUCE_GRAD0 .* : 0REDUCE 0REDUCE_GRAD0
+"""
+"""Schedule : words : marked cells.  ``old ~ new`` changes SENT, or SHARDED under that heading."""
+
+LONG = {
+    "DEADLOCK": "deadlock: rank 0 waits at 0B0 for 1B0 of rank 1; rank 1 waits at 1F1 for 0F1 of rank 0",
+    "OF TWO OTHERS": "deadlock: rank 1 waits at 1B0 for 2B0 of rank 2; rank 2 waits at 2F1 for 1F1 of rank 1",
+    "CROSSED": "messages from rank 0 to rank 1 are crossed: rank 0 sends 0SEND_F1 where rank 1 receives 1RECV_F0; .*",
+    "CROSSED BACK": "messages from rank 1 to rank 0 .*: rank 1 sends 1SEND_B1 where rank 0 receives 0RECV_B0; .*",
+    "TOO LATE": "deadlock: rank 0 waits at 0B0 for 1SEND_B0 of rank 1; rank 1 waits at 1F1 .*",
+    "GRADIENT": "0REDUCE_GRAD0 is out of order: 0B0 comes later",
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "says", "cells"),
-    [
-        ("0F0 0F1 0B0 0B1\n1F0 1B0 1F1", "1B1 is missing on rank 1", ["?"]),
-        ("0F0 0F1 0B0 0B1\n1F0 1B0 1B1", "1F1 is missing on rank 1", ["?"]),
-        ("0F0 0B0\n2F0 2B0", "stage 1 of 3 is missing: no rank works on it", []),
-        ("0F0 0I0 0B0", "0I0 is doubled: 0B0 is the full backward and does it too", ["0I0", "0B0"]),
-        ("0F0 0I0", "0W0 is missing on rank 0", ["?"]),
-        ("0F0 0W0", "0I0 is missing on rank 0", ["?"]),
-        ("0F0 0F0 0B0", "0F0 is doubled: it stands twice on rank 0", ["0F0", "0F0"]),
-        ("0F0 0B0\n1F0 1B0 0F1", "0F1 stands on rank 1, but stage 0 belongs to rank 0: a stage has one rank", ["0F1"]),
-        ("-\n-", "the schedule is empty: it needs a stage and a microbatch", []),
-        ("", "the schedule is empty: it needs a stage and a microbatch", []),
-    ],
-)
-def test_missing_doubled_or_elsewhere(text: str, says: str, cells: list[str]) -> None:
+def mistakes() -> Iterator[tuple[str, str, list[str]]]:
+    for block in MISTAKES.strip().split("\n\n"):
+        heading, *rows = block.splitlines()
+        right = SHARDED if heading == "sharding" else SENT
+        for row in rows:
+            text, says, cells = (part.strip() for part in row.split(":"))
+            old, change, new = (part.strip() for part in text.partition("~"))
+            if change:
+                assert old in right
+                text = right.replace(f"{old} " if not new else old, new)
+            yield text.replace("|", "\n"), LONG.get(says, says), cells.split()
+
+
+def test_what_the_mistakes_are_made_of_is_right() -> None:
+    check(parse_schedule(SENT))
+    check(parse_schedule(SHARDED))
+
+
+@pytest.mark.parametrize(("text", "says", "cells"), list(mistakes()))
+def test_a_mistake_is_named_and_marked(text: str, says: str, cells: list[str]) -> None:
     assert marked(refused(text, says)) == cells
 
 
-def test_sizes_that_must_be() -> None:
-    schedule = one_f_one_b(3, 4)
-    with pytest.raises(ValueError, match="stage 3 of 4 is missing"):
-        check(schedule, num_stages=4)
-    with pytest.raises(ValueError, match="stage 2: there are 2, counted from 0"):
-        check(schedule, num_stages=2)
-    with pytest.raises(ValueError, match="0F4 is missing on rank 0"):
-        check(schedule, num_microbatches=5)
-    with pytest.raises(ValueError, match="microbatch 3: there are 3, counted from 0"):
-        check(schedule, num_microbatches=3)
-
-
-# ---- order and deadlock -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("text", "says", "cells"),
+    ("sizes", "says"),
     [
-        ("0B0 0F0", "0B0 is out of order: it needs 0F0, which comes later on rank 0", ["0B0", "0F0"]),
-        ("0F0 0W0 0I0", "0W0 is out of order: it needs 0I0, which comes later on rank 0", ["0W0", "0I0"]),
-        ("1F0 0F0 1B0 0B0", "1F0 is out of order: it needs 0F0, which comes later on rank 0", ["1F0", "0F0"]),
-        ("0F0 1F0 0B0 1B0", "0B0 is out of order: it needs 1B0, which comes later on rank 0", ["0B0", "1B0"]),
-        (
-            "0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1",
-            "deadlock: rank 0 waits at 0B0 for 1B0 of rank 1; rank 1 waits at 1F1 for 0F1 of rank 0",
-            ["0B0", "1F1"],
-        ),
-        (
-            "0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n2F0 2F1 2B0 2B1",
-            "deadlock: rank 0 waits at 0B0 for 1B0 of rank 1; rank 1 waits at 1F1 for 0F1 of rank 0",
-            ["0B0", "1F1", "2F1"],
-        ),
-        (
-            "0F0 0B0 0F1 0B1\n1F0 1B0 1F1 1B1\n2F1 2B1 2F0 2B0",  # rank 0 waits for one of the two
-            "deadlock: rank 1 waits at 1B0 for 2B0 of rank 2; rank 2 waits at 2F1 for 1F1 of rank 1",
-            ["0B0", "1B0", "2F1"],
-        ),
+        ({"num_stages": 4}, "stage 3 of 4 is missing"),
+        ({"num_stages": 2}, "stage 2: there are 2, counted from 0"),
+        ({"num_microbatches": 5}, "0F4 is missing on rank 0"),
+        ({"num_microbatches": 3}, "microbatch 3: there are 3, counted from 0"),
     ],
 )
-def test_out_of_order_on_a_rank_or_over_ranks(text: str, says: str, cells: list[str]) -> None:
-    assert marked(refused(text, says)) == cells
-
-
-# ---- additions --------------------------------------------------------------------------------------------
+def test_sizes_that_must_be(sizes: dict[str, int], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        check(one_f_one_b(3, 4), **sizes)  # type: ignore[arg-type]
 
 
 def test_gradients_in_another_order_are_reported_and_refused_if_asked() -> None:
@@ -136,87 +167,6 @@ def test_gradients_in_another_order_are_reported_and_refused_if_asked() -> None:
     assert marked(refused(text, says, in_order=True)) == ["0B0"]
     assert check(parse_schedule("0F0 0F1 0I1 0I0 0W0 0W1"), in_order=True).in_order  # the weight parts add
     assert not check(parse_schedule("0F0 0F1 0I0 0B1 0W0")).in_order
-
-
-# ---- messages ---------------------------------------------------------------------------------------------
-
-SENT = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1"
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "says", "cells"),
-    [
-        ("0SEND_F1 ", "", "0SEND_F1 is missing beside 0F1 on rank 0", ["0F1"]),
-        ("1RECV_F1 ", "", "1RECV_F1 is missing beside 1F1 on rank 1", ["1F1"]),
-        ("0RECV_B1 ", "", "0RECV_B1 is missing beside 0B1 on rank 0", ["0B1"]),
-        ("0F1 0SEND_F1", "0SEND_F1 0F1", "0SEND_F1 is out of order: it stands before 0F1", ["0SEND_F1", "0F1"]),
-        ("1RECV_F1 1F1", "1F1 1RECV_F1", "1RECV_F1 is out of order: it stands after 1F1", ["1F1", "1RECV_F1"]),
-        ("0RECV_B0 0B0", "0B0 0RECV_B0", "0RECV_B0 is out of order: it stands after 0B0", ["0B0", "0RECV_B0"]),
-        ("0SEND_F0", "0SEND_F0 0SEND_F0", "0SEND_F0 is doubled: it stands twice on rank 0", ["0SEND_F0", "0SEND_F0"]),
-        ("1B0 1SEND_B0", "1B0 1SEND_B0 1SEND_F0", "1SEND_F0 has nobody on the other side.*", ["1SEND_F0"]),
-        (
-            "0F0 0SEND_F0 0F1 0SEND_F1",  # two sends crossed
-            "0F0 0F1 0SEND_F1 0SEND_F0",
-            "messages from rank 0 to rank 1 are crossed: rank 0 sends 0SEND_F1 where rank 1 receives 1RECV_F0; .*",
-            ["0SEND_F1", "1RECV_F0"],
-        ),
-        (
-            "1B0 1SEND_B0 1B1 1SEND_B1",
-            "1B0 1B1 1SEND_B1+1SEND_B0",
-            "messages from rank 1 to rank 0 are crossed: rank 1 sends 1SEND_B1 where rank 0 receives 0RECV_B0; .*",
-            ["0RECV_B0", "1SEND_B1+1SEND_B0"],
-        ),
-    ],
-)
-def test_messages_that_do_not_match(old: str, new: str, says: str, cells: list[str]) -> None:
-    check(parse_schedule(SENT))
-    assert old in SENT
-    assert marked(refused(SENT.replace(old, new), says)) == cells
-
-
-def test_a_send_that_comes_too_late_is_a_deadlock() -> None:
-    late = SENT.replace("0SEND_F1 0RECV_B0 0B0", "0RECV_B0 0B0 0SEND_F1")
-    assert marked(refused(late, "deadlock: rank 0 waits at 0B0 for 1SEND_B0 of rank 1; rank 1 waits at 1F1 .*")) == [
-        "0B0",
-        "1F1",
-    ]
-
-
-# ---- data parallelism -------------------------------------------------------------------------------------
-
-SHARDED = "0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD0 0REDUCE 0UPDATE"
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "says", "cells"),
-    [
-        ("0RESHARD 0UNSHARD", "0RESHARD", "0B0 is out of order: stage 0 is not unsharded here", ["0B0"]),
-        ("0RESHARD 0UNSHARD", "0UNSHARD", "0UNSHARD is doubled: stage 0 is unsharded already", ["0UNSHARD"]),
-        ("0RESHARD 0REDUCE_GRAD0", "0RESHARD 0RESHARD", "0RESHARD is doubled: stage 0 is not unsharded", ["0RESHARD"]),
-        (
-            "0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD0",
-            "0REDUCE_GRAD0 0UNSHARD 0B0 0RESHARD",
-            "0REDUCE_GRAD0 is out of order: 0B0 comes later",
-            ["0REDUCE_GRAD0", "0B0"],
-        ),
-        ("0REDUCE 0UPDATE", "0UPDATE 0REDUCE", "0UPDATE is out of order: 0REDUCE comes later", ["0UPDATE", "0REDUCE"]),
-        (
-            "0REDUCE_GRAD0 0REDUCE",
-            "0REDUCE 0REDUCE_GRAD0",
-            "0REDUCE is out of order: 0REDUCE_GRAD0 comes later",
-            ["0REDUCE", "0REDUCE_GRAD0"],
-        ),
-    ],
-)
-def test_sharding_out_of_order(old: str, new: str, says: str, cells: list[str]) -> None:
-    check(parse_schedule(SHARDED))
-    assert old in SHARDED
-    assert marked(refused(SHARDED.replace(old, new), says)) == cells
-
-
-def test_what_one_stage_has_the_others_need() -> None:
-    refused("0F0 0B0 0REDUCE 0UPDATE\n1F0 1B0 1UPDATE", "1REDUCE is missing on rank 1")
-    refused("0F0 0B0 0REDUCE_GRAD0 0F1 0B1", "0REDUCE_GRAD1 is missing on rank 0")
 
 
 # ---- breaking every order ---------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from plait.schedule.orders import (
     stages_per_rank,
     write_order,
     zb_h1,
+    zbv,
 )
-from plait.schedule.orders_v import zbv
 from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages
 from plait.schedule.pipeline import Pipeline
 from plait.table.cells import TABLE

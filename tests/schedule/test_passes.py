@@ -16,8 +16,7 @@ from plait.schedule.actions import (
     parse_schedule,
 )
 from plait.schedule.check import check
-from plait.schedule.orders import ORDERS, interleaved, one_f_one_b, one_stage, write_order
-from plait.schedule.orders_v import zbv
+from plait.schedule.orders import ORDERS, interleaved, one_f_one_b, one_stage, write_order, zbv
 from plait.schedule.passes import (
     add_messages,
     add_sharding,

@@ -10,8 +10,18 @@ import pytest
 from plait.schedule.actions import parse_schedule
 from plait.schedule.bubbles import bubbles
 from plait.schedule.check import peaks
-from plait.schedule.orders import ORDERS, gpipe, naive, one_f_one_b, one_stage, write_order, zb_h1, zb_h2
-from plait.schedule.orders_v import dualpipe_v, zbv
+from plait.schedule.orders import (
+    ORDERS,
+    dualpipe_v,
+    gpipe,
+    naive,
+    one_f_one_b,
+    one_stage,
+    write_order,
+    zb_h1,
+    zb_h2,
+    zbv,
+)
 from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages, split_backward
 from plait.schedule.simulate import Costs, Timeline, simulate
 from plait.table.cells import TABLE

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plait.run.config import VerifyConfig
 from plait.run.job.job import build_model, make_job
-from plait.sharded.nn_functional import rows_held
+from plait.sharded.networks import rows_held
 from plait.tensor.plan import Parallel, is_unsplit, parallel_plan
 from plait.tensor.types import _entered
 from plait.zero.state.init import materialise

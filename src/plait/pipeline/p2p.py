@@ -32,8 +32,8 @@ from plait.comm import Comm, Work
 from plait.comm.header import empty_header, header_of, shape_in
 from plait.forward.batch import batch_tensors
 from plait.pipeline.handover import HandOver, HandOverForm, pack, unpack
-from plait.schedule.acks import Key
 from plait.schedule.actions import ACTIVATION, GRADIENT, Action, Kind, ends
+from plait.schedule.pipeline import Key
 from plait.table.collectives import Note
 
 Signature = tuple[tuple[int, ...], ...]

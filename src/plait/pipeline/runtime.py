@@ -30,8 +30,7 @@ from plait.forward.context import RNGPosition
 from plait.pipeline.handover import HandOver
 from plait.pipeline.p2p import PipelineP2P
 from plait.pipeline.stage import LossFn, Stage
-from plait.schedule.actions import Action, Kind, Line
-from plait.schedule.events import Event, Span
+from plait.schedule.actions import Action, Event, Kind, Line, Span
 from plait.schedule.pipeline import RankProgram
 
 Handlers = Mapping[Kind, Callable[[Action], None]]

@@ -1,18 +1,11 @@
-"""Everything pure about schedules: what a rank does, in which order, and how long it takes.
+"""Pure data about schedules: the actions of each rank, their order, and their time.
 
-actions.py    what a rank does, as data; what a pass needs and makes, how long an activation lives
-orders.py     small functions that write schedules, and the table of them: a new order is a function and a row
-orders_v.py   the orders on a V
+actions.py    actions, schedules and the log of a step as data; the needs of a pass; a walk in any order that works
+orders.py     the table of orders: a new one is a function and a row
 bubbles.py    waits and activations in closed form
 passes.py     schedules that say more: split backwards, sharding, the end of a step, messages
-walk.py       a schedule carried out in any order that works
-grid.py       a schedule as text with the failing places marked
-check.py      the proof that a schedule cannot hang and computes what it should
-acks.py       what a received message says of those that were sent
-pipeline.py   an order, completed for a row and proved; what one rank has to know of it
-simulate.py   what actions cost gives a timeline
-partition.py  which links of a model a stage owns
-events.py     what happened: the log of a step
-measured.py   a log as a timeline, and as costs
-idle.py       where the time goes in which a rank does not compute
+check.py      the proof that a schedule cannot hang and computes what it should; the grid that shows a failure
+pipeline.py   an order, completed for a row and proved; all that one rank has to know of it
+simulate.py   a timeline from the costs of actions
+partition.py  the links of a model that each stage owns
 """

@@ -1,4 +1,4 @@
-"""What a rank does, as data.
+"""The actions of a rank, as data.
 
 An ``Action`` is one thing a rank does for one stage (and one microbatch); a ``Schedule`` is one tuple of actions per
 rank.  How long things take is left to the simulator.  The text form is exact, so a schedule can be written by hand,
@@ -28,10 +28,11 @@ Between two ranks each direction is a channel of its own, first in, first out.  
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 
 class Kind(Enum):
@@ -129,6 +130,39 @@ def parse_schedule(text: str) -> Schedule:
     """What ``format_schedule`` wrote."""
     lines = [line.split() for line in text.splitlines() if line.strip()]
     return tuple(() if words == ["-"] else tuple(map(parse_action, words)) for words in lines)
+
+
+# ---- what happened ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """A wait for others within an action."""
+
+    start: float
+    end: float
+    what: str
+    """What was waited for, as errors would name it."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One action as it was carried out, in seconds since all ranks agreed on the counts of the step."""
+
+    action: Action
+    start: float
+    end: float
+    waits: tuple[Span, ...] = ()
+    """For a message or a collective: in order, not overlapping, within the event."""
+
+    @property
+    def busy(self) -> float:
+        """Seconds of the action in which the rank did not wait for others."""
+        return self.end - self.start - sum(span.end - span.start for span in self.waits)
+
+
+Log = tuple[tuple[Event, ...], ...]
+"""One step on all ranks of a pipeline, by rank: an event for each action, in order."""
 
 
 # ---- what passes make and need ------------------------------------------------------------------------------
@@ -256,3 +290,36 @@ def check_written(num_stages: int, num_microbatches: int) -> None:
             f"{num_stages:,} stages x {num_microbatches:,} microbatches: give at most {MOST_STAGES:,} stages, and a "
             f"product of at most {MOST_PASSES:,}"
         )
+
+
+Thing = TypeVar("Thing", bound=Hashable)
+"""What actions wait for."""
+
+
+def walk(
+    schedule: Schedule, attempt: Callable[[int, Action], tuple[Thing | None, Iterable[Thing]]]
+) -> dict[int, tuple[int, Thing]]:
+    """Carries out a schedule: every rank in the order of its line, nothing before what it needs.
+
+    Any order that does this gives the same.  The proof asks who is left waiting, the simulator when actions start.
+
+    Args:
+        attempt: names what an action of a rank still lacks; or carries it out, and names what there is now for others.
+
+    Returns:
+        Each rank that is left waiting -> (index in its line, for what); none if the schedule is right.
+    """
+    at = [0] * len(schedule)
+    waiting: dict[Thing, list[int]] = defaultdict(list)
+    ready = deque(range(len(schedule)))
+    while ready:
+        rank = ready.popleft()
+        while at[rank] < len(schedule[rank]):
+            lacks, there = attempt(rank, schedule[rank][at[rank]])
+            if lacks is not None:
+                waiting[lacks].append(rank)
+                break
+            for thing in there:
+                ready.extend(waiting.pop(thing, ()))
+            at[rank] += 1
+    return {rank: (at[rank], thing) for thing, ranks in waiting.items() for rank in ranks}

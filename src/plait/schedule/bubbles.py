@@ -17,15 +17,16 @@ until B or W.  The last line is not published: the simulator found it.  Tests co
 Sources: the tables of Huang et al. 2019, Narayanan et al. 2021, Qi et al. 2023 and 2024.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from plait.schedule.actions import check_sizes
 
 
 @dataclass(frozen=True)
 class Bubbles:
-    """What the formulas say of one order, waits and peaks per rank; None where they say nothing."""
+    """The waits and peaks of one order, per rank; None where the formulas do not hold."""
 
     waits: tuple[float, ...] | None = None
     idle_share: float | None = None
@@ -33,8 +34,7 @@ class Bubbles:
     peaks: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True)
-class EqualRanks:
+class EqualRanks(NamedTuple):
     """The arguments of the formulas, in the letters of the table above."""
 
     p: int
@@ -43,78 +43,68 @@ class EqualRanks:
     F: float
     I: float  # noqa: E741
     W: float
+    B: float
 
     @property
-    def B(self) -> float:  # noqa: N802
-        return self.I + self.W
-
-    @property
-    def behind(self) -> range:
+    def after(self) -> range:
         """p - 1 - r of each rank."""
         return range(self.p - 1, -1, -1)
 
     def waits(self, weights: int = 0) -> list[float]:
         """(p-1-r) (F + B - W times ``weights``) of each rank."""
-        return [k * (self.F + self.B - weights * self.W) for k in self.behind]
+        return [k * (self.F + self.B - weights * self.W) for k in self.after]
 
 
-Forms = tuple[list[float] | None, list[int] | None]
-"""Waits and peaks of each rank; None where they have no closed form."""
-Formula = Callable[[EqualRanks], Forms]
+Formula = Callable[[EqualRanks], tuple[Sequence[float] | None, Sequence[int] | None]]
+"""The waits and peaks of each rank; None where they have no closed form."""
 
 
-def naive(c: EqualRanks) -> Forms:
+def naive(c: EqualRanks) -> tuple[list[float], list[int]]:
     return [(c.m * c.p - c.m - r) * (c.F + c.B) for r in range(c.p)], [1] * c.p
 
 
-def gpipe(c: EqualRanks) -> Forms:
+def gpipe(c: EqualRanks) -> tuple[list[float], list[int]]:
     return c.waits(), [c.m] * c.p
 
 
-def one_f_one_b(c: EqualRanks) -> Forms:
-    return c.waits(), [min(c.m, k + 1) for k in c.behind]
+def one_f_one_b(c: EqualRanks) -> tuple[list[float], list[int]]:
+    return c.waits(), [min(c.m, k + 1) for k in c.after]
 
 
-def interleaved(c: EqualRanks) -> Forms:
-    peaks = [min(c.v * c.m, 2 * k + (c.v - 1) * c.p + 1) for k in c.behind]
+def interleaved(c: EqualRanks) -> tuple[list[float] | None, list[int] | None]:
+    peaks = [min(c.v * c.m, 2 * k + (c.v - 1) * c.p + 1) for k in c.after]
     return (None, None) if c.m % c.p else (c.waits(), peaks)
 
 
-def zb_h1(c: EqualRanks) -> Forms:
-    holds = c.m >= c.p and c.W <= c.F
-    return c.waits(2) if holds else None, [min(c.m, c.p)] * c.p
+def zb_h1(c: EqualRanks) -> tuple[list[float] | None, list[int]]:
+    return c.waits(2) if c.m >= c.p and c.W <= c.F else None, [min(c.m, c.p)] * c.p
 
 
-def zb_h2(c: EqualRanks) -> Forms:
+def zb_h2(c: EqualRanks) -> tuple[list[float] | None, list[int]]:
     holds = c.m >= 2 * c.p - 1 and c.W <= c.F and 3 * c.W <= c.F + c.B
     return c.waits(3) if holds else None, [min(c.m, 2 * c.p - 1)] * c.p
 
 
-def zbv(c: EqualRanks) -> Forms:
+def zbv(c: EqualRanks) -> tuple[list[float] | None, list[int] | None]:
     holds = c.m >= 2 * c.p and c.F == c.I == c.W
     return [0.0] * c.p if holds else None, [2 * c.p] * c.p if c.m >= 2 * c.p - 1 else None
 
 
-def dualpipe_v(c: EqualRanks) -> Forms:
+def dualpipe_v(c: EqualRanks) -> tuple[list[float] | None, list[int] | None]:
     full = c.m >= 2 * c.p
     return c.waits(2) if full and c.W <= c.I <= c.F <= c.B else None, [2 * c.p + 1] * c.p if full else None
 
 
 def bubbles(
-    formula: Formula | None,
-    num_stages: int,
-    num_microbatches: int,
-    chunks: int,
-    forward: float,
-    input: float,
+    formula: Formula | None, num_stages: int, num_microbatches: int, chunks: int, forward: float, input: float,
     weight: float,
-) -> Bubbles:
+) -> Bubbles:  # fmt: skip
     """The closed forms of an order, by the formula in its row of ``ORDERS``; ``chunks`` are the stages on each rank,
     ``forward``, ``input`` and ``weight`` the times of one *stage*, as in ``Costs``."""
     check_sizes(num_stages, num_microbatches)
     if formula is None or num_stages % chunks:
         return Bubbles()  # no formula, or the last ranks have less to do
-    equal = EqualRanks(num_stages // chunks, num_microbatches, chunks, forward, input, weight)
+    equal = EqualRanks(num_stages // chunks, num_microbatches, chunks, forward, input, weight, input + weight)
     waits, peaks = formula(equal)
     busy = num_microbatches * chunks * (equal.F + equal.B)
     share = None if waits is None or not waits[0] + busy else waits[0] / (waits[0] + busy)

@@ -1,7 +1,7 @@
-"""Orders of work: small pure functions that write schedules.
+"""Orders of work: rows of a table that write schedules.
 
-No pipeline is one stage: a plain data-parallel run is ``one_stage``, on every rank alike.  A pipeline's order has one
-line per rank.  Most of them are one idea with other numbers: in tick t a rank does the forward of microbatch t, the
+No pipeline is one stage: a plain data-parallel run is ``one_stage``, the same on every rank.  A pipeline's order has
+one line per rank.  Most of them are one idea with other numbers: in tick t a rank does the forward of microbatch t, the
 backward of microbatch t - lag, and where that is split, the weight part of microbatch t - another lag.
 
     rank r of p     lag of backward       lag of weights     what it buys
@@ -16,34 +16,48 @@ backward of microbatch t - lag, and where that is split, the weight part of micr
     rank 1                            F0     F1 B0  F2 B1  F3 B2     B3
     rank 2                            F0 B0  F1 B1  F2 B2  F3 B3
 
-``interleaved`` is the same with v stages per rank, in rounds of p microbatches.  The V-shaped orders are in
-``orders_v.py``.  Backwards are always in the order of microbatches, so gradients are added in that order.
+``interleaved`` is the same with v stages per rank, in rounds of p microbatches.  Two orders run on a V: rank r owns
+stage r and stage 2p - 1 - r, so the last stage is where the first one is.
+
+    stage   0  1  2                a forward goes down the left arm and up the right one,
+            5  4  3                a backward comes back the same way; at the tip (rank p - 1)
+    rank    0  1  2                no message is needed
+
+The first backward starts on rank 0, where the last stage is, so every rank gets work back early and the ranks hold
+equally much.  Their lines are phases, each a pattern repeated (0 is the rank's stage on the way down, 1 that on the way
+up); every letter takes the next microbatch of its kind.  The numbers of repetitions come from two facts.  A pass on the
+way up reaches rank r 2 (p - r) - 1 passes after the same microbatch went down; and a rank holds at most 2p activations
+of its half-size stages, as much as 1F1B's first rank.
+
+Backwards are always in the order of microbatches, so gradients are added in that order.
 
 Uneven sizes need no special case.  An action depends only on others of its own microbatch and of neighbouring stages.
-So whole microbatches, and the last stages, may be struck out of a valid schedule, and the rest is valid: write the
-even schedule that is large enough, and ``keep`` what there is.
+So whole microbatches, and the last stages, may be struck out of a valid schedule, and the rest is valid: an order
+writes the even schedule that is large enough, and ``keep`` leaves what there is.
 
-Sources: GPipe (Huang et al. 2019), PipeDream-flush / 1F1B and its interleaving (Narayanan et al. 2021),
-zero bubble (Qi et al. 2023).
+Sources: GPipe (Huang et al. 2019), PipeDream-flush / 1F1B and its interleaving (Narayanan et al. 2021), zero bubble and
+controllable memory (Qi et al. 2023, 2024: ZB-H1, ZB-H2, ZB-V), DualPipe cut in half (DeepSeek 2025: DualPipeV).
 """
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
 from plait.messages.wording import did_you_mean
 from plait.schedule import bubbles
 from plait.schedule.actions import Action, Kind, Line, Schedule, check_sizes, check_written, count_microbatches, keep
-from plait.schedule.orders_v import dualpipe_v, zbv
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
+Write = Callable[..., Schedule]
+"""From the numbers of stages and microbatches; and, where they may be chosen, the stages on each rank."""
 
 
 def one_stage(num_microbatches: int, num_ranks: int = 1) -> Schedule:
     """Forward and backward of each microbatch in turn, then one reduction and one update."""
     check_sizes(1, num_microbatches)
     passes = [Action(kind, 0, m) for m in range(num_microbatches) for kind in (F, B)]
-    line = (*passes, Action(Kind.REDUCE, 0), Action(Kind.UPDATE, 0))
-    return (line,) * num_ranks
+    return ((*passes, Action(Kind.REDUCE, 0), Action(Kind.UPDATE, 0)),) * num_ranks
 
 
 def forwards(schedule: Schedule, num_microbatches: int) -> Schedule:
@@ -53,50 +67,38 @@ def forwards(schedule: Schedule, num_microbatches: int) -> Schedule:
     written for fewer microbatches is repeated, and what is too many of it struck out.
     """
     check_sizes(1, num_microbatches)
-    size = count_microbatches(schedule)
-    return tuple(
-        tuple(
-            Action(F, action.stage, action.microbatch + start)
-            for start in range(0, num_microbatches, size)
-            for action in line
-            if action.kind is F and action.microbatch + start < num_microbatches
-        )
-        for line in schedule
-    )
+    starts = range(0, num_microbatches, count_microbatches(schedule))
+    lines = [[Action(F, a.stage, a.microbatch + s) for s in starts for a in line if a.kind is F] for line in schedule]
+    return tuple(tuple(a for a in line if a.microbatch < num_microbatches) for line in lines)
 
 
-def naive(num_stages: int, num_microbatches: int) -> Schedule:
-    """One microbatch after another through all stages and back: one rank works, the others wait."""
-    check_sizes(num_stages, num_microbatches)
-    return tuple(_ticks(num_microbatches, (F, s, 0), (B, s, 0)) for s in range(num_stages))
+# ---- one stage on each rank: lags ---------------------------------------------------------------------------
 
 
-def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards."""
-    check_sizes(num_stages, num_microbatches)
-    last = num_microbatches - 1
-    return tuple(_ticks(num_microbatches, (F, s, 0), (B, s, last)) for s in range(num_stages))
+def lagging(lags: Callable[[int, int, int], dict[Kind, int]]) -> Write:
+    """The order in which each kind of pass lags so many ticks, given p, m and the rank."""
+
+    def write(num_stages: int, num_microbatches: int) -> Schedule:
+        check_sizes(num_stages, num_microbatches)
+        lines: list[Line] = []
+        for s in range(num_stages):
+            lag = lags(num_stages, num_microbatches, s)
+            ticks = range(num_microbatches + max(lag.values()))
+            due = ((kind, tick - late) for tick in ticks for kind, late in lag.items())
+            lines.append(tuple(Action(kind, s, m) for kind, m in due if 0 <= m < num_microbatches))
+        return tuple(lines)
+
+    return write
 
 
-def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
-    """A backward as soon as there is one: the number of activations in flight no longer grows with microbatches."""
-    check_sizes(num_stages, num_microbatches)
-    lag = [num_stages - 1 - s for s in range(num_stages)]
-    return tuple(_ticks(num_microbatches, (F, s, 0), (B, s, lag[s])) for s in range(num_stages))
+naive = lagging(lambda p, m, r: {F: 0, B: 0})
+gpipe = lagging(lambda p, m, r: {F: 0, B: m - 1})
+one_f_one_b = lagging(lambda p, m, r: {F: 0, B: p - 1 - r})
+zb_h1 = lagging(lambda p, m, r: {F: 0, I: p - 1 - r, W: p - 1})
+zb_h2 = lagging(lambda p, m, r: {F: 0, I: 2 * (p - 1 - r), W: 2 * (p - 1)})
 
 
-def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
-    """1F1B with weight parts put off until p activations are in flight, on every rank; they fill the bubbles."""
-    check_sizes(num_stages, num_microbatches)
-    p = num_stages
-    return tuple(_ticks(num_microbatches, (F, s, 0), (I, s, p - 1 - s), (W, s, p - 1)) for s in range(p))
-
-
-def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
-    """Twice the forwards before the first backward: with equal parts no rank waits between its first and last pass."""
-    check_sizes(num_stages, num_microbatches)
-    p = num_stages
-    return tuple(_ticks(num_microbatches, (F, s, 0), (I, s, 2 * (p - 1 - s)), (W, s, 2 * (p - 1))) for s in range(p))
+# ---- several stages on each rank ----------------------------------------------------------------------------
 
 
 def interleaved(num_stages: int, num_microbatches: int, chunks: int = 2) -> Schedule:
@@ -108,34 +110,82 @@ def interleaved(num_stages: int, num_microbatches: int, chunks: int = 2) -> Sche
     check_sizes(num_stages, num_microbatches)
     v = stages_per_rank("interleaved", chunks)
     p = -(-num_stages // v)
-    rounds = -(-num_microbatches // p)
+    turns = [(c, m) for start in range(0, num_microbatches, p) for c in range(v) for m in range(start, start + p)]
     lines = []
     for r in range(p):
-        forwards, backwards = [], []
-        for start in range(0, rounds * p, p):
-            for chunk in range(v):
-                for m in range(start, start + p):
-                    forwards.append(Action(F, chunk * p + r, m))
-                    backwards.append(Action(B, (v - 1 - chunk) * p + r, m))
         lag = 2 * (p - 1 - r) + (v - 1) * p
         line: list[Action] = []
-        for tick in range(len(forwards) + lag):
-            line += forwards[tick : tick + 1]
-            if tick >= lag:
-                line.append(backwards[tick - lag])
+        for tick in range(len(turns) + lag):
+            line += [Action(F, c * p + r, m) for c, m in turns[tick : tick + 1]]
+            line += [Action(B, (v - 1 - c) * p + r, m) for c, m in turns[tick - lag :][:1] if tick >= lag]
         lines.append(tuple(line))
     return keep(tuple(lines), num_stages, num_microbatches)
 
 
-def _ticks(num_microbatches: int, *lanes: tuple[Kind, int, int]) -> Line:
-    """In tick t each lane (kind, stage, lag) does microbatch t - lag, if there is one."""
-    ticks = num_microbatches + max(lag for _, _, lag in lanes)
-    return tuple(
-        Action(kind, stage, tick - lag)
-        for tick in range(ticks)
-        for kind, stage, lag in lanes
-        if 0 <= tick - lag < num_microbatches
-    )
+def on_a_v(phases: Callable[[int, int, int], list[tuple[str, int]]]) -> Write:
+    """The order of these phases, as (pattern, times), given p, m and the rank.  They need 2p microbatches."""
+
+    def write(num_stages: int, num_microbatches: int) -> Schedule:
+        check_sizes(num_stages, num_microbatches)
+        p = -(-num_stages // 2)
+        m = max(num_microbatches, 2 * p)
+        lines = tuple(_phases(phases(p, m, r), r, 2 * p - 1 - r) for r in range(p))
+        return keep(lines, num_stages, num_microbatches)
+
+    return write
+
+
+def _phases(phases: list[tuple[str, int]], down: int, up: int) -> Line:
+    """The patterns written out.  ``F0`` is the next forward of stage ``down``, ``I1`` the next input part of ``up``;
+    ``B`` is a full backward, and ``W`` the weight part that has waited longest."""
+    stages = {"0": down, "1": up}
+    forwards, backwards = ({"0": count(), "1": count()} for _ in "FB")
+    waiting: deque[tuple[int, int]] = deque()
+    line = []
+    for word in (word for pattern, times in phases for word in pattern.split() * times):
+        kind = Kind(word[0])
+        if kind is W:
+            stage, microbatch = waiting.popleft()
+        else:
+            stage = stages[word[1]]
+            microbatch = next((forwards if kind is F else backwards)[word[1]])
+        if kind is I:
+            waiting.append((stage, microbatch))
+        line.append(Action(kind, stage, microbatch))
+    assert not waiting
+    return tuple(line)
+
+
+def _zbv(p: int, m: int, r: int) -> list[tuple[str, int]]:
+    return [
+        ("F0", 2 * (p - r) - 1),  # until the first microbatch is back on the way up
+        ("F1 F0", r),  # until it is back from the last stage; now 2p - 1 activations are held
+        ("F1 I1 W1", p - r),  # each weight part makes room for one forward
+        ("F0 I0 W0 F1 I1 W1", m - 2 * p + r + 1),  # steady
+        ("I0 W0 F1 I1 W1", p - r - 1),  # no forwards left on the way down
+        ("I0 I1", r),  # others wait for these: weight parts are put off
+        ("I0 W", p - r),
+        ("W", 2 * r),
+    ]
+
+
+def _dualpipe_v(p: int, m: int, r: int) -> list[tuple[str, int]]:
+    """A pair is a forward and the full backward after it in the line.  Backwards are split only where ranks would wait:
+    while the pipeline fills and while it drains."""
+    drain = "B1 B0 " * (r + 1)
+    return [
+        ("F0", 2 * (p - r - 1)),
+        ("F0 F1", r + 1),
+        ("I1 W1 F1", p - r - 1),
+        ("F0 B1 F1 B0", m - 2 * p + r + 1),  # pairs of both directions
+        ("B1 F1 B0", p - r - 1),
+        (" ".join([*drain.split()[: r + 1], *drain.replace("B", "I").split()[r + 1 :]]), 1),
+        ("W I0", p - r - 1),
+        ("W", r + 1),
+    ]
+
+
+zbv, dualpipe_v = on_a_v(_zbv), on_a_v(_dualpipe_v)
 
 
 # ---- the table --------------------------------------------------------------------------------------------
@@ -145,13 +195,12 @@ def _ticks(num_microbatches: int, *lanes: tuple[Kind, int, int]) -> Line:
 class Order:
     """An order, and what is special about it."""
 
-    write: Callable[..., Schedule]
-    """From the numbers of stages and microbatches; and, where they may be chosen, the stages on each rank."""
+    write: Write
     summary: str
     stages_per_rank: int = 1
     """The default where ``takes_chunks``."""
     takes_chunks: bool = False
-    """Whether a user may choose the number of stages on each rank, from 2."""
+    """True if a user may choose the number of stages on each rank, from 2."""
     formula: bubbles.Formula | None = None
     """Its bubbles and activations in closed form, if it has any."""
 
@@ -207,10 +256,8 @@ def describe_orders() -> str:
 
 
 def describe_chunks() -> str:
-    """What ``chunks`` is, and for which orders."""
-    defaults = (
-        f"{name} ({order.stages_per_rank} unless given)" for name, order in ORDERS.items() if order.takes_chunks
-    )
+    """The meaning of ``chunks``, and its orders."""
+    defaults = [f"{n} ({order.stages_per_rank} unless given)" for n, order in ORDERS.items() if order.takes_chunks]
     return f"Stages on each rank, for {', '.join(defaults)}; the other orders decide it themselves."
 
 

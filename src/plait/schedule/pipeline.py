@@ -13,13 +13,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plait.schedule.acks import Key, acks
-from plait.schedule.actions import ADDS_GRADIENTS, Kind, Line, Schedule, count_microbatches, count_stages, owners
+from plait.schedule.actions import (
+    ADDS_GRADIENTS,
+    MESSAGES,
+    SENDS,
+    Kind,
+    Line,
+    Schedule,
+    awaits,
+    carries,
+    count_microbatches,
+    count_stages,
+    owners,
+)
 from plait.schedule.check import check
 from plait.schedule.orders import chunked_orders, forwards, one_stage, stages_per_rank, write_order
 from plait.schedule.passes import AHEAD, add_messages, add_sharding, check_hold, complete, join_backward
 from plait.table.cells import Strategy
 from plait.table.parallelism import Parallelism
+
+Key = tuple[str, int, int]
+"""A message: ``F`` or ``B``, the stage that needs it, and the microbatch."""
 
 
 @dataclass(frozen=True)
@@ -143,3 +157,26 @@ def last_gradients(schedule: Schedule) -> frozenset[tuple[Kind, int, int]]:
     """The pass of each stage that makes its last gradient, as (kind, stage, microbatch)."""
     adding = (action for line in schedule for action in line if action.kind in ADDS_GRADIENTS)
     return frozenset({a.stage: (a.kind, a.stage, a.microbatch) for a in adding}.values())
+
+
+def acks(schedule: Schedule, rank: int) -> dict[Key, tuple[Key, ...]]:
+    """By every message that a rank receives in a schedule: its own that have certainly arrived when that one has.
+
+        rank 0   ... SEND_F0  ...  F3 SEND_F3 ...         F3 was sent after B0 had run on rank 0, and B0 needed what
+        rank 1   ... B0 SEND_B0 ... fetch F3              rank 1 had sent: so SEND_B0 has arrived, its memory is free
+
+    So a rank may free what it sent without asking, and without waiting for it.
+    """
+    owner, num_stages = owners(schedule), count_stages(schedule)
+    arrived: dict[Key, tuple[Key, ...]] = {}
+    for other, line in enumerate(schedule):
+        used: list[Key] = []
+        for action in line if other != rank else ():
+            if (needed := awaits(action, num_stages)) and owner.get(needed.stage) == rank:
+                used.append((needed.way, needed.target, needed.microbatch))
+            for message in action.parts if action.kind in MESSAGES else ():
+                sent = carries(message)
+                if message.kind in SENDS and owner[sent.target] == rank:
+                    arrived[sent.way, sent.target, sent.microbatch] = tuple(used)
+                    used = []
+    return arrived

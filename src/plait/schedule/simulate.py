@@ -37,8 +37,8 @@ from plait.schedule.actions import (
     count_stages,
     makes,
     owners,
+    walk,
 )
-from plait.schedule.walk import walk
 
 PerStage = float | tuple[float, ...]
 

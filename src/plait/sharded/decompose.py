@@ -21,24 +21,33 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.sharded.dispatch import LayoutError, by_rule, fits, freeze, gradients, mapped, spec_of, tensors_in, writes
-from plait.sharded.elementwise import any_elementwise
-from plait.sharded.rules import RULES, Rule, lossless, named, specs_in
+from plait.sharded.dispatch import (
+    LayoutError,
+    by_rule,
+    fits,
+    freeze,
+    gradients,
+    mapped,
+    rule_of,
+    spec_of,
+    tensors_in,
+    writes,
+)
+from plait.sharded.rules import lossless, name_of, specs_in
 from plait.sharded.spec import OpPlan, Refusal, Spec, SpecCache
 from plait.table.layout import Layout
 
 RANDOM = torch.Tag.nondeterministic_seeded
-POINTWISE = torch.Tag.pointwise
 OTHER_SHAPE = torch.Tag.inplace_view
-BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-ALSO = {"view": "reshape", "_unsafe_view": "reshape", "alias": "view_as"}
-"""Operators of torch's library that go by the rule of another function."""
-
 PUBLIC = (FunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 """Kinds of functions that may be taken apart though their names begin with an underscore, as ``F.threshold``'s does."""
 
 INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 META = torch.device("meta")
+
+
+Call = tuple[Any, Any, Any, Any]
+"""(operator, args, kwargs, results)"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class Trace(NamedTuple):
 
     operands: list[Tensor]
     constants: list[Tensor]
-    calls: list[tuple[Any, Any, Any, Any]]
+    calls: list[Call]
     result: Any
 
 
@@ -84,7 +93,7 @@ class _Noted(TorchDispatchMode):
     def __init__(self, operands: Sequence[Tensor]) -> None:
         super().__init__()
         self.operands = operands
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.calls: list[Call] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -156,22 +165,8 @@ def knowable(op: Any, args: Sequence[Any], operands: Sequence[Tensor]) -> None:
         )
 
 
-def rule_of(op: Any) -> tuple[Any, Rule] | None:
-    """The function that stands for an operator of torch's library, and its rule; None where there is none."""
-    if op.overloadpacket in RULES:
-        return op, RULES[op.overloadpacket]
-    name = op._schema.name.partition("::")[2]
-    for function in named(ALSO.get(name, name)):
-        if function in RULES:
-            return function, RULES[function]
-    by_itself = POINTWISE in op.tags and not any(tag in op.tags for tag in BY_VALUE)
-    if by_itself and not op._schema.is_mutable and len(op._schema.returns) == 1:
-        return op.overloadpacket, any_elementwise  # torch itself says that each element is by itself
-    return None
-
-
-def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal: Refusal) -> OpPlan:
-    """The plan of a call by its parts.
+def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal: Refusal) -> tuple[OpPlan, bool]:
+    """The plan of a call by its parts; True if the one part is the function itself, whatever the numbers' types.
 
     Args:
         refusal: of the operator itself, which stands where its parts know no better.
@@ -193,11 +188,11 @@ def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal
     except Exception:  # torch asks for values, or refuses the call, which it will do again on whole operands
         trace = None
     if trace is None:
-        return as_it_stands(func, specs, refusal)
+        return as_it_stands(func, specs, refusal), False
     if not trace.calls and writes(func, args, kwargs):  # it changes its tensor by other means, as apply_ does
         raise refusal
     try:
-        return program(trace, specs, cache)
+        return program(func, trace, specs, cache)
     except Refusal as part:
         if part.fix and all(s in specs for s in part.fix):
             raise
@@ -205,7 +200,7 @@ def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal
         raise Refusal(part.why, whole, "" if any(not s.whole for s in specs) else part.hint) from None
 
 
-def constants_of(operands: list[Tensor], calls: list[tuple[Any, Any, Any, Any]], result: Any) -> list[Tensor] | None:
+def constants_of(operands: list[Tensor], calls: list[Call], result: Any) -> list[Tensor] | None:
     """The tensors that calls use besides operands and each other's results; None if they do not tell all."""
     known = {id(t) for t in operands}
     constants: list[Tensor] = []
@@ -235,8 +230,21 @@ def traced(func: Any, args: Any, kwargs: Any, specs: list[Spec]) -> Trace | None
         result = func(*args, **kwargs)
     if any(t.shape != s.shape for t, s in zip(metas, specs, strict=True)):
         raise Refusal("it changes the shape of its tensor in place", hint="Use the function that gives a new tensor.")
-    constants = constants_of(metas, noted.calls, result)
-    return None if constants is None else Trace(metas, constants, noted.calls, result)
+    calls = used(noted.calls, result)
+    constants = constants_of(metas, calls, result)
+    return None if constants is None else Trace(metas, constants, calls, result)
+
+
+def used(calls: list[Call], result: Any) -> list[Call]:
+    """The calls that change something, or whose results are used; torch detaches some only for a later backward."""
+    needed = {id(t) for t in tensors_in([result])}
+    kept: list[Call] = []
+    for call in reversed(calls):
+        op, args, kwargs, made = call
+        if op._schema.is_mutable or any(id(t) in needed for t in tensors_in([made])):
+            kept.insert(0, call)
+            needed |= {id(t) for t in tensors_in([args, kwargs])}
+    return kept
 
 
 def as_it_stands(func: Any, specs: list[Spec], refusal: Refusal) -> OpPlan:
@@ -272,8 +280,8 @@ def as_it_stands(func: Any, specs: list[Spec], refusal: Refusal) -> OpPlan:
     return OpPlan(specs[0].cache, run)
 
 
-def program(trace: Trace, operands: list[Spec], cache: SpecCache) -> OpPlan:
-    """The steps on local pieces, each as its rule decides."""
+def program(func: Any, trace: Trace, operands: list[Spec], cache: SpecCache) -> tuple[OpPlan, bool]:
+    """The steps on local pieces, each as its rule decides; or one step that is the function itself, and True."""
     specs = [*operands, *map(cache.replicated, trace.constants)]
     places = {id(t): Place(k) for k, t in enumerate((*trace.operands, *trace.constants))}
     in_place = any(op._schema.is_mutable for op, *_ in trace.calls)
@@ -299,7 +307,12 @@ def program(trace: Trace, operands: list[Spec], cache: SpecCache) -> OpPlan:
     results = mapped(lambda t: places[id(t)], trace.result)
     out: list[Spec] = []
     mapped(lambda place: out.append(specs[place.number]), results, Place)
-    return OpPlan(tuple(out), runner(trace.constants, steps, results))
+    if len(trace.calls) == 1 and steps[0].run is trace.calls[0][0] and not trace.constants:
+        op, given, options, _ = trace.calls[0]
+        same = list(map(id, tensors_in([given, options]))) == list(map(id, trace.operands))
+        if same and name_of(op).strip("_") == name_of(func).strip("_") and trace.result is not None:
+            return OpPlan(out[0] if isinstance(trace.result, Tensor) else tuple(out)), True
+    return OpPlan(tuple(out), runner(trace.constants, steps, results)), False
 
 
 def _place(places: dict[int, Place], views: bool, tensor: Tensor) -> Place:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plait.sharded.rules import RULES, Rule, named, on_plain, specs_in
+from plait.sharded.elementwise import elementwise
+from plait.sharded.rules import RULES, Rule, name_of, named, on_plain, specs_in
 from plait.sharded.spec import OpPlan, Refusal, Spec, SpecCache
 from plait.table.layout import Layout
 
@@ -34,6 +35,9 @@ IN_TORCH_FUNC = (
     "a ShardedTensor meets torch.func (grad, vmap, ...), whose tensors cannot carry its layout: "
     "use torch.autograd.grad, and a batch dim instead of vmap"
 )
+
+ALSO = {"view": "reshape", "_unsafe_view": "reshape", "alias": "view_as"}
+"""Operators of torch's library that go by the rule of another function."""
 
 BY_TYPE = {Tensor.__getitem__, *named("std", "var")}
 """Functions to which 1 and True, one key of a dict, are two things."""
@@ -150,51 +154,26 @@ def gradients(args: Any, kwargs: Any) -> tuple[bool, ...]:
         return tuple(t.requires_grad for t in tensors_in([args, kwargs]))
 
 
-class Decision:
-    """What is decided on one call, and where it is kept once it has proved itself."""
-
-    __slots__ = ("_kept", "_keys", "plan")
-
-    def __init__(self, plan: OpPlan, kept: dict[Any, OpPlan] | None, keys: tuple[Any, ...] = ()) -> None:
-        self.plan, self._kept, self._keys = plan, kept, keys
-
-    @property
-    def proven(self) -> bool:
-        """Whether it was kept after a call before this one."""
-        return self._kept is None
-
-    def keep(self) -> None:
-        """For the next call of its kind."""
-        if self._kept is not None:
-            if len(self._kept) >= MOST_KEPT:
-                self._kept.clear()
-            self._kept.update(dict.fromkeys(self._keys, self.plan))
-
-
-def decision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
-    """What the rule decides on this call.
+def decision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[OpPlan, Callable[[], None] | None]:
+    """The plan of a call; and, if it is new, a function that keeps it for the next call of its kind.
 
     Raises:
-        LayoutError: it refuses, or there is none.
+        LayoutError: the rule refuses, or there is none.
     """
     cache = cache_of(func, args, kwargs)
     frozen = tuple(freeze(a, cache) for a in args)
     options = {k: freeze(v, cache) for k, v in kwargs.items()}
     operands = specs_in((frozen, *options.values()))
     key: Any = (func, *frozen, *options.items())
-    exact: Any = (
-        "exactly",
-        key,
-        types_of((*frozen, *options.values())),
-        torch.is_grad_enabled(),
-        gradients(args, kwargs),
-    )
+    types = types_of((*frozen, *options.values()))
+    exact: Any = ("exactly", key, types, torch.is_grad_enabled(), gradients(args, kwargs))
+    kept = operands[0].op_plans
     try:
-        known = operands[0].op_plans.get(exact)
+        known = kept.get(exact)
     except TypeError:  # an argument that cannot be looked up
         known, exact = None, None
     if known is not None:
-        return Decision(known, None)
+        return known, None
     try:
         plan, general = decide(func, args, kwargs, frozen, options)
     except Refusal as refusal:
@@ -204,9 +183,16 @@ def decision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decisi
         run = on_plain(run)
     if writes(func, args, kwargs):
         run = no_copy_written(func, run)
-    # what depends on more than the values of its numbers is found under its exact key only
-    keys = () if exact is None else (exact, key) if general else (exact,)
-    return Decision(OpPlan(plan.out, run), operands[0].op_plans, keys)
+    plan = OpPlan(plan.out, run)
+
+    def keep() -> None:
+        if exact is not None:
+            if len(kept) >= MOST_KEPT:
+                kept.clear()
+            # a plan that depends on more than the values of its numbers is found under its exact key only
+            kept.update(dict.fromkeys((exact, key) if general else (exact,), plan))
+
+    return plan, keep
 
 
 def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -244,7 +230,7 @@ def refused(func: Any, operands: list[Spec], refusal: Refusal) -> LayoutError:
 def decide(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frozen: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[OpPlan, bool]:
-    """The plan, and whether it holds for numbers of other types; by the rule, or else by taking the call apart.
+    """The plan by the rule, or else by taking the call apart; True if it holds for numbers of other types.
 
     Raises:
         Refusal: it would have to communicate, or there is no way known.
@@ -256,22 +242,44 @@ def decide(
         left = {k: v for k, v in options.items() if k != "out"}
         plan, general = decide(func, args, {k: v for k, v in kwargs.items() if k != "out"}, frozen, left)
         return into(plan, func, out if isinstance(given_out, list | tuple) else (out,)), general
+    known = rule_of(func)
     try:
-        return by_rule(func, RULES.get(func), frozen, options), func not in BY_TYPE
+        if known is None:
+            raise Refusal("it has no rule for sharded tensors", hint="Compute on .full() or .local, or enter a rule")
+        return by_rule(func, known[1], frozen, options), func not in BY_TYPE
     except Refusal as refusal:
         if refusal.fix:  # a way out is as good as a plan
             raise
-        return decomposed(func, args, kwargs, refusal), False
+        plan, general = decomposed(func, args, kwargs, refusal)
+        return plan, general and func not in BY_TYPE
 
 
-def by_rule(func: Any, rule: Rule | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
+def rule_of(func: Any) -> tuple[Any, Rule] | None:
+    """A rule and the function that it takes for this one, which may be an operator of torch's library."""
+    if func in RULES:
+        return func, RULES[func]
+    name = name_of(func)
+    if isinstance(func, torch._ops.OpOverload):
+        if func.overloadpacket in RULES:
+            return func, RULES[func.overloadpacket]
+        function = next((f for f in named(ALSO.get(name, name)) if f in RULES), None)
+        if function is not None:
+            return function, RULES[function]
+        by_itself = None if func._schema.is_mutable else elementwise(func)
+        return None if by_itself is None else (func.overloadpacket, by_itself)
+    packet = getattr(torch.ops.aten, name, None) if func in named(name) else None
+    if packet in RULES or not isinstance(packet, torch._ops.OpOverloadPacket):
+        return None
+    by_itself = elementwise(*(getattr(packet, overload) for overload in packet.overloads()))
+    return None if by_itself is None else (func, by_itself)
+
+
+def by_rule(func: Any, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     """Asks the rule of a function; specs stand in the place of tensors.
 
     Raises:
-        Refusal: there is no rule, it does not know these arguments, or it cannot go on without communication.
+        Refusal: it does not know these arguments, or it cannot go on without communication.
     """
-    if rule is None:
-        raise Refusal("it has no rule for sharded tensors", hint="Compute on .full() or .local, or enter a rule")
     try:
         bound = inspect.signature(rule).bind(func, *args, **kwargs)
     except TypeError as error:
@@ -311,10 +319,3 @@ def fits(func: Any, result: torch.dtype, target: torch.dtype) -> None:
     """Raises what torch raises where a result is written into a tensor of a narrower kind of number."""
     if not torch.can_cast(result, target):
         raise RuntimeError(f"{name_of(func)}: the result type {result} cannot be cast to the output type {target}")
-
-
-def name_of(func: Any) -> str:
-    """How messages call a torch function: ``matmul``, ``softmax``, ``T``."""
-    name = str(getattr(func, "__name__", func))
-    owner = str(getattr(getattr(func, "__self__", None), "__name__", ""))
-    return owner if name in ("__get__", "__set__") and owner else name

@@ -1,10 +1,10 @@
-"""Rules of operators that act on each element by itself, with broadcasting.
+"""Rules of operators that act on each element by itself, with broadcasting, and of what is no function of values.
 
     kind       may meet a pending sum where                         examples
     LINEAR     always: the operator of a sum is the sum of it       neg, clone, to(float), x * 2, x / 2
     ADDITIVE   every tensor is pending over the same axes           add, sub, where
-    PRODUCT    the other factor is replicated over these axes       mul, div by a tensor that is not pending
-    ANY        never                                                relu, exp, pow, comparisons, x + 2
+    PRODUCT    the other factor is replicated over these axes       mul, div by a number
+    any other  never                                                relu, exp, pow, comparisons, x + 2
 
 Operands are aligned like the letters of a product: a replicated one is sliced to the cut of the other.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.sharded.rules import combine, counted_once, finite, lossless, on_plain, on_slices, rule, specs_in, unsummed
+from plait.sharded.rules import Rule, combine, finite, lossless, on_slices, rule, specs_in, unsummed
 from plait.sharded.spec import OpPlan, Refusal, Spec
 from plait.table.layout import Layout
 
@@ -28,20 +28,12 @@ FRESH = "ones_like full_like empty_like"
 ADDITIVE = "add sub subtract add_ sub_ subtract_ __add__ __radd__ __iadd__ __sub__ __isub__ copy_"
 PRODUCT = "mul multiply mul_ multiply_ __mul__ __rmul__ __imul__"
 QUOTIENT = "div divide true_divide div_ divide_ __truediv__ __itruediv__ __div__"
-ANY = (
-    # one operand
-    "relu relu_ relu6 gelu silu elu leaky_relu sigmoid sigmoid_ tanh tanh_ exp exp_ exp2 expm1 log log2 log10 log1p "
-    "sqrt sqrt_ rsqrt rsqrt_ square abs abs_ absolute sin cos tan asin acos atan sinh cosh erf erfc sign sgn "
-    "reciprocal reciprocal_ round floor ceil trunc frac logical_not bitwise_not __invert__ isnan isinf isfinite "
-    "softplus hardtanh mish logsigmoid selu celu hardswish hardsigmoid tanhshrink softsign nan_to_num "
-    "clamp clamp_ clip clip_ clamp_min "
-    "clamp_max clamp_min_ clamp_max_ fill_ bool int long short int8 uint8 __abs__ "
-    # two and more
-    "rsub __rsub__ pow pow_ __pow__ __rpow__ __ipow__ __rdiv__ __rtruediv__ maximum minimum fmax fmin fmod remainder "
-    "__mod__ floor_divide __floordiv__ __rfloordiv__ eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
-    "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ atan2 lerp lerp_ "
-    "addcmul addcmul_ addcdiv addcdiv_ hypot logaddexp xlogy"
+ELEMENTWISE = (
+    "abs_ absolute logsigmoid hardswish tanhshrink softsign fill_ bool int long short int8 uint8 floor_divide "
+    "__invert__ __abs__ __rsub__ __pow__ __rpow__ __ipow__ __rdiv__ __rtruediv__ __mod__ __floordiv__ __rfloordiv__ "
+    "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__"
 )
+"""Elementwise functions that torch does not tag as such; see ``elementwise``."""
 AS_IT_IS = (
     "is_floating_point is_complex element_size get_device is_signed is_inference is_contiguous is_conj is_neg "
     "data_ptr storage_offset retain_grad _has_compatible_shallow_copy_type"
@@ -50,8 +42,18 @@ PROPERTIES = (
     "dtype device requires_grad is_leaf grad_fn layout is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
     "itemsize _version output_nr retains_grad is_mkldnn is_sparse_csr is_xla is_mps is_xpu _backward_hooks"
 )
+BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 SET_REQUIRES_GRAD: Any = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
+def elementwise(*ops: Any) -> Rule | None:
+    """The rule of operators of torch's library of which torch itself tags one as elementwise."""
+    for op in ops:
+        drawn = any(a.name == "generator" for a in op._schema.arguments)
+        if torch.Tag.pointwise in op.tags and not BY_VALUE & {*op.tags} and len(op._schema.returns) == 1 and not drawn:
+            return any_elementwise
+    return None
 
 
 def _combined(func: Any, operands: list[Spec], pending: Iterable[str] = ()) -> Spec | OpPlan:
@@ -74,8 +76,8 @@ def _tensors(args: Any, options: dict[str, Any]) -> list[Spec]:
 
 
 @rule(LINEAR, torch.ops.aten._to_copy)
-def linear(func: Any, x: Spec, *args: Any, **options: Any) -> Spec:
-    """One operand, and the layout stays."""
+def linear_elementwise(func: Any, x: Spec, *args: Any, **options: Any) -> Spec:
+    """The layout stays."""
     return x
 
 
@@ -100,15 +102,15 @@ def additive(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
     due = {a for s in operands for a in s.pending}
     given = (*args, options.get("other")) if not func.__name__.startswith("copy") else ()
     numbers = [a for a in given if isinstance(a, int | float | complex) and a != 0]
-    if due and (numbers or any(set(s.pending) != due for s in operands)):
-        what = "a number" if numbers else "a tensor without it"
+    share = next((s for s in operands if set(s.pending) != due), None)
+    if due and (numbers or share):
         hint = ""
-        if not numbers:
-            share = next(s for s in operands if set(s.pending) != due)
+        if share and not numbers:
+            once = Layout(tuple(tuple(a for a in cut if a not in due) for cut in share.dims), tuple(due))
             hint = (
-                f"Either .redistribute('{counted_once(share, due)}') the operand {share!r} (sends nothing: it "
-                f"counts on index 0 only), or"
+                f"Either .redistribute('{once}') the operand {share!r} (sends nothing: it counts on index 0 only), or"
             )
+        what = "a number" if numbers else "a tensor without it"
         why = f"{what} added to a sum pending over {', '.join(sorted(due))} would be added once per rank"
         raise Refusal(why, [(s, Layout(s.dims)) for s in operands if s.pending], hint)
     return _combined(func, operands, due)
@@ -138,7 +140,7 @@ def quotient(func: Any, x: Any, y: Any, **options: Any) -> Spec | OpPlan:
     return product(func, x, y)
 
 
-@rule(ANY)
+@rule(ELEMENTWISE)
 def any_elementwise(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
     """Nothing may be pending."""
     operands = _tensors(args, options)
@@ -148,12 +150,12 @@ def any_elementwise(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
 
 @rule("where")
 def where(func: Any, *args: Any) -> Spec | OpPlan:
-    """Linear in its two values, if both are pending alike (0 is pending over anything)."""
+    """Linear in its two values, if both are pending over the same axes (0 is pending over anything)."""
     if len(args) != 3:
         raise Refusal("the form that returns indices has a result whose size depends on values")
     # Tensor.where(x, condition, y) has the values around the condition
     condition, x, y = (args[1], args[0], args[2]) if func is Tensor.where else args
-    unsummed(*specs_in((condition,)), why="the condition must be known")
+    unsummed(condition, why="the condition must be known")
     numbers = [v for v in (x, y) if isinstance(v, int | float) and v != 0]
     values = specs_in((x, y))
     due = {a for s in values for a in s.pending}
@@ -169,6 +171,9 @@ def masked_fill(func: Any, x: Spec, mask: Spec, value: Any) -> Spec | OpPlan:
     if value != 0:
         unsummed(x)
     return _combined(func, specs_in((x, mask, value)), x.pending)
+
+
+# ---- what is not a function of values -----------------------------------------------------------------------
 
 
 @rule(AS_IT_IS, *(getattr(Tensor, name).__get__ for name in PROPERTIES.split()), SET_REQUIRES_GRAD)
@@ -202,23 +207,3 @@ def to_python(func: Any, x: Spec, *args: Any, **options: Any) -> OpPlan:
     if x.layout.cut or x.pending:
         raise Refusal("not every rank has all values", [(x, Layout.replicated(len(x.dims)))], "Take .full(), or")
     return OpPlan(None)
-
-
-@rule("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits")
-def elementwise_loss(
-    func: Any, input: Spec, target: Spec, weight: Spec | None = None, size_average: None = None, reduce: None = None,
-    reduction: str = "mean", pos_weight: None = None, **options: float,
-) -> Spec | OpPlan:  # fmt: skip
-    """A loss per element, then the sum or the mean over all of them: pending over every axis that cuts one."""
-    if size_average is not None or reduce is not None or pos_weight is not None or weight is not None:
-        raise Refusal("its rule knows no weights and no deprecated arguments")
-    operands = [input, target]
-    unsummed(*operands)
-    out, after = combine(operands)
-    each = on_plain(on_slices(func, operands, after))  # these functions of torch read sizes
-
-    def run(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> Any:
-        total = each(x, y, **{**options, "reduction": "none" if reduction == "none" else "sum"})
-        return total / out.shape.numel() if reduction == "mean" else total
-
-    return OpPlan(out if reduction == "none" else input.new((), (), out.layout.cut), run)

@@ -1,6 +1,6 @@
 """The table of rules: for a torch function, the layout of its result from the layouts of its operands.
 
-A rule sees ``Spec``s where the call has tensors and answers with the spec of the result, or with a ``OpPlan`` if the
+A rule sees ``Spec``s where the call has tensors and answers with the spec of the result, or with an ``OpPlan`` if the
 local pieces need another computation than the function itself; or it raises ``Refusal``.  It never communicates,
 and it keeps one invariant, the *dual table*, by which the backward of an operator never communicates either:
 
@@ -13,8 +13,9 @@ Local autograd of the local computation must give exactly that.  ``y = x * w`` w
 the sum over the local rows only, a share, as the table wants.  ``y = relu(x)`` with x pending: refused, because
 the relu of a sum is no sum of relus.
 
-A replicated operand may meet a cut one: it is sliced, which sends nothing, and its gradient, zero outside the
-slice, is again its share.
+Most rules give each dim of the operands a *letter*, as einsum does: dims of one letter are cut over the same axes.  A
+replicated operand may meet a cut one: it is sliced, which sends nothing, and its gradient, zero outside the slice, is
+again its share.
 """
 
 import cmath
@@ -30,19 +31,24 @@ from plait.sharded.spec import OpPlan, Refusal, Spec
 from plait.table.layout import Layout
 
 Axes = tuple[str, ...]
+Letters = Sequence[str | None]
+"""A letter for each dim; None for a dim of size 1 that is stretched, or a dim of the result that is whole."""
 Rule = Callable[..., Spec | OpPlan]
 SomeRule = TypeVar("SomeRule", bound=Rule)
-Cut = tuple[tuple[int, int, int], ...]
-"""What to take of a local tensor: (dim, first, length) each."""
 
 RULES: dict[Any, Rule] = {}
-"""torch function -> rule; filled at import by the files beside this one, and by ``rule`` in yours."""
+"""torch function -> rule; the files beside this one fill it at import, and ``rule`` adds yours."""
 
 
 def named(*names: str) -> list[Any]:
     """The torch functions of these names: ``torch.x``, ``Tensor.x``, ``F.x``, as far as they exist."""
     functions = [getattr(module, name, None) for name in names for module in (torch, Tensor, F)]
     return [f for f in functions if callable(f)]
+
+
+def parts(names: str) -> list[Any]:
+    """The operators of torch's library of these names, as far as it has them."""
+    return [getattr(torch.ops.aten, n) for n in names.split() if hasattr(torch.ops.aten, n)]
 
 
 def rule(*functions: Any) -> Callable[[SomeRule], SomeRule]:
@@ -60,62 +66,54 @@ def rule(*functions: Any) -> Callable[[SomeRule], SomeRule]:
     return enter
 
 
-def cut_of(before: Spec, after: Spec) -> Cut:
-    """The slices that lead from a local piece to the smaller one of ``after``."""
-    boxes = zip(before.start, after.start, before.local_shape, after.local_shape, strict=True)
-    return tuple((d, b - a, n) for d, (a, b, m, n) in enumerate(boxes) if m != n)
+def name_of(func: Any) -> str:
+    """The name of a function in messages: ``matmul``, ``softmax``, ``T``."""
+    if hasattr(func, "_schema"):
+        return str(func._schema.name.partition("::")[2])
+    name = str(getattr(func, "__name__", func))
+    owner = str(getattr(getattr(func, "__self__", None), "__name__", ""))
+    return owner if name in ("__get__", "__set__") and owner else name
 
 
-def sliced(tensor: Tensor, cut: Cut) -> Tensor:
-    """A local tensor after its cut."""
-    for dim, first, length in cut:
-        # first lies outside where the rank holds nothing of the dim
-        tensor = tensor.narrow(dim, min(first, tensor.size(dim) - length), length)
-    return tensor
+# ---- what a rule refuses ------------------------------------------------------------------------------------
 
 
-def unsummed(*specs: Spec, why: str = "only a linear operator may act on a sum that is due") -> None:
+def unsummed(*specs: Spec | None, why: str = "only a linear operator may act on a sum that is due") -> None:
     """Refuses operands with a pending sum."""
-    due = [s for s in specs if s.pending]
+    due = [s for s in specs if s is not None and s.pending]
     if due:
         raise Refusal(why, [(s, Layout(s.dims)) for s in due])
 
 
 def finite(numbers: Iterable[Any], operands: Iterable[Spec]) -> None:
-    """Refuses a pending sum that is to be multiplied by infinity, or by what is not a number."""
+    """Refuses to multiply a pending sum by infinity or NaN."""
     if not all(cmath.isfinite(n) for n in numbers if isinstance(n, int | float | complex)):
         unsummed(*operands, why="of shares times infinity the sum is not a number")
 
 
 def lossless(operands: Iterable[Spec], out: Spec) -> None:
-    """Refuses a pending sum whose shares were rounded to whole or shorter numbers."""
+    """Refuses to round the shares of a pending sum to whole or shorter numbers."""
     due = [s for s in operands if s.pending and torch.promote_types(s.dtype, out.dtype) != out.dtype]
     if out.pending and due:
         why = f"rounding each share to {out.dtype} is not rounding the sum"
         raise Refusal(why, [(s, Layout(s.dims)) for s in due])
 
 
-def whole(spec: Spec, dims: Iterable[int], why: str) -> None:
+def whole(spec: Spec | None, dims: Iterable[int], why: str) -> None:
     """Refuses a spec that is cut in one of these dims."""
-    dims = [d % len(spec.dims) for d in dims if spec.dims]
-    if any(spec.dims[d] for d in dims):
+    dims = [d % len(spec.dims) for d in dims if spec.dims] if spec is not None else []
+    if spec is not None and any(spec.dims[d] for d in dims):
         free = tuple(() if d in dims else axes for d, axes in enumerate(spec.dims))
         raise Refusal(why, [(spec, Layout(free, spec.pending))])
 
 
-def counted_once(spec: Spec, axes: Iterable[str]) -> Layout:
-    """Where a summand belongs that meets a sum pending over these axes: at index 0, with zeros elsewhere."""
-    return Layout(tuple(tuple(a for a in cut if a not in axes) for cut in spec.dims), tuple(axes))
+# ---- letters ------------------------------------------------------------------------------------------------
 
 
-def align(
-    operands: Sequence[tuple[Spec, Sequence[str | None]]], grouped: str = ""
-) -> tuple[dict[str, Axes], list[Spec]]:
+def align(operands: Sequence[tuple[Spec, Letters]], grouped: str = "") -> tuple[dict[str, Axes], list[Spec]]:
     """The cut of every letter, and the operands sliced to it.
 
-    Each operand has a letter per dim (None where a dim of size 1 is stretched).  A letter is cut as its most finely
-    cut operand; the others must be replicated where they are not cut alike.  Dims of the ``grouped`` letter may have
-    different sizes.
+    A letter is cut as its most finely cut operand; the sizes of a letter are equal, except for ``grouped``.
     """
     cuts: dict[str, Axes] = {}
     sizes: dict[str, int] = {}
@@ -138,10 +136,15 @@ def align(
             raise _conflict(operands, f"two dims are cut over {axis}")
         if any(axis in spec.pending for spec, _ in operands):
             raise _conflict(operands, f"one operand is cut over {axis}, another has a sum over it pending")
-    return cuts, [spec.with_layout([cuts[n] if n else () for n in letters], spec.pending) for spec, letters in operands]
+    return cuts, [spec.with_layout(cut_as(letters, cuts), spec.pending) for spec, letters in operands]
 
 
-def _conflict(operands: Sequence[tuple[Spec, Sequence[str | None]]], why: str) -> Refusal:
+def cut_as(letters: Letters, cuts: dict[str, Axes]) -> list[Axes]:
+    """The axes of dims with these letters."""
+    return [cuts.get(n or "", ()) for n in letters]
+
+
+def _conflict(operands: Sequence[tuple[Spec, Letters]], why: str) -> Refusal:
     """The way out of a conflict: the largest operand stays, the others follow it."""
     lead, lead_letters = max(operands, key=lambda o: o[0].shape.numel())
     want = {n: axes for n, axes in zip(lead_letters, lead.dims, strict=True) if n}
@@ -150,38 +153,134 @@ def _conflict(operands: Sequence[tuple[Spec, Sequence[str | None]]], why: str) -
     for spec, letters in operands:
         if spec is lead:
             continue
-        dims: list[Axes] = []
         for n, axes in zip(letters, spec.dims, strict=True):
             if n and n not in want:
                 want[n] = () if taken & set(axes) else axes
                 taken |= set(want[n])
-            dims.append(want[n] if n else ())
-        fix.append((spec, Layout(tuple(dims), tuple(a for a in spec.pending if a not in taken))))
+        fix.append((spec, Layout(tuple(cut_as(letters, want)), tuple(a for a in spec.pending if a not in taken))))
     if not any(layout != spec.layout for spec, layout in fix):  # an operand that is at odds with itself
         fix = [(spec, Layout.replicated(len(spec.dims))) for spec, _ in operands]
     return Refusal(why, fix)
 
 
-def broadcast(specs: Sequence[Spec]) -> tuple[tuple[int, ...], list[tuple[Spec, list[str | None]]]]:
-    """The shape that operands have together, and their letters for ``align``: dim d of the result is ``str(d)``."""
-    num_dims = max(len(s.shape) for s in specs)
-    padded = [(1,) * (num_dims - len(s.shape)) + tuple(s.shape) for s in specs]
-    shape = tuple(next((n for n in column if n != 1), 1) for column in zip(*padded, strict=True))
-    operands: list[tuple[Spec, list[str | None]]] = []
-    for spec in specs:
-        first = num_dims - len(spec.shape)
-        letters = [str(first + d) if n == shape[first + d] else None for d, n in enumerate(spec.shape)]
-        if any(n is None and size != 1 for n, size in zip(letters, spec.shape, strict=True)):
+def broadcast(specs: Sequence[Spec], inner: Sequence[int] = ()) -> tuple[tuple[int, ...], list[list[str | None]]]:
+    """The shape that operands have together, and the letters of each: dim d of the result is ``str(d)``.
+
+    Of each operand the last ``inner`` dims are left out.
+    """
+    shapes = [tuple(s.shape)[: len(s.shape) - n] for s, n in zip(specs, inner or [0] * len(specs), strict=True)]
+    num_dims = max(map(len, shapes))
+    columns = zip(*((1,) * (num_dims - len(s)) + s for s in shapes), strict=True)
+    shape = tuple(next((n for n in column if n != 1), 1) for column in columns)
+    every: list[list[str | None]] = []
+    for own in shapes:
+        first = num_dims - len(own)
+        letters = [str(first + d) if n == shape[first + d] else None for d, n in enumerate(own)]
+        if any(n is None and size != 1 for n, size in zip(letters, own, strict=True)):
             raise Refusal(f"shapes {' and '.join(str(list(s.shape)) for s in specs)} do not broadcast")
-        operands.append((spec, letters))
-    return shape, operands
+        every.append(letters)
+    return shape, every
 
 
 def combine(operands: Sequence[Spec], pending: Iterable[str] = ()) -> tuple[Spec, list[Spec]]:
-    """The spec of what operands have together by broadcasting, and the operands sliced to its cut."""
+    """The spec of the operands together by broadcasting, and the operands sliced to its cut."""
     shape, letters = broadcast(operands)
-    cuts, after = align(letters)
-    return operands[0].new(shape, [cuts.get(str(d), ()) for d in range(len(shape))], tuple(pending)), after
+    cuts, after = align(list(zip(operands, letters, strict=True)))
+    return operands[0].new(shape, cut_as([str(d) for d in range(len(shape))], cuts), tuple(pending)), after
+
+
+def contract(operands: Sequence[tuple[Spec, Letters]], out: Sequence[str]) -> tuple[Spec, list[Spec]]:
+    """The spec of a product with these letters, and the factors sliced to a common cut.
+
+    A product is linear in each factor: one may be pending over an axis over which the others are replicated.
+    """
+    specs = [s for s, _ in operands]
+    due = [a for s in specs for a in s.pending]
+    if len(set(due)) < len(due):
+        unsummed(*specs, why="the product of two sums is not the sum of products")
+    cuts, after = align(operands)
+    summed = [a for letter, axes in cuts.items() if letter not in out for a in axes]
+    size = {c: n for s, letters in operands for c, n in zip(letters, s.shape, strict=True)}
+    return specs[0].new([size[c] for c in out], cut_as(out, cuts), [*due, *summed]), after
+
+
+def by_letters(
+    op: Any, operands: Sequence[tuple[Spec, Letters]], results: Sequence[tuple[Tensor, Letters]],
+    along: Iterable[str | None] = (), pending: Sequence[str] = (), why: str = "",
+) -> OpPlan:  # fmt: skip
+    """The plan of an operator that treats all dims but those of the letters ``along`` as batches, which may be cut.
+
+    Args:
+        results: what it makes of whole tensors, on meta, and their letters.
+        pending: the axes over which the results are pending.
+    """
+    along = {*along} - {None}
+    for spec, letters in operands:
+        dims = [d for d, letter in enumerate(letters) if letter in along]
+        whole(spec, dims, why or f"{name_of(op)} needs the dims that it works along whole on each rank")
+    cuts, after = align(operands)
+    x, before = operands[0][0], [s for s, _ in operands]
+    out = tuple(
+        x.cache.spec(Layout(tuple(cut_as(letters, cuts)), tuple(pending)), t.shape, t.dtype) for t, letters in results
+    )
+    return OpPlan(out, _or_nothing(after, out) or on_slices(op, before, after))
+
+
+# ---- functions on pieces ------------------------------------------------------------------------------------
+
+
+def _or_nothing(after: Sequence[Spec], out: Sequence[Spec]) -> Callable[..., Any] | None:
+    """Where this rank has nothing of an operand: zeros, which are still a function of it."""
+    if all(s.local_shape.numel() or not s.shape.numel() for s in after):
+        return None
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        nothing = [t.flatten()[:0].sum() for t in given if t.requires_grad]
+        zeros = [given[0].new_zeros(s.local_shape, dtype=s.dtype) for s in out]
+        numbers = [z.is_floating_point() or z.is_complex() for z in zeros]
+        return [
+            z + sum(n.to(z.dtype) for n in nothing) if number else z for z, number in zip(zeros, numbers, strict=True)
+        ]
+
+    return run
+
+
+def on_slices(function: Callable[..., Any], before: Sequence[Spec], after: Sequence[Spec]) -> Callable[..., Any]:
+    """The function on operands sliced from ``before`` to ``after``, in the order of the call, those by keyword last."""
+    if all(a is b for a, b in zip(before, after, strict=True)):
+        return function
+
+    cuts = []  # of each operand (dim, first, length); a piece of which nothing is left begins outside of it
+    for b, a in zip(before, after, strict=True):
+        boxes = zip(b.start, a.start, b.local_shape, a.local_shape, strict=True)
+        cuts.append([(d, min(new - old, m - n), n) for d, (old, new, m, n) in enumerate(boxes) if m != n])
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        left = iter(cuts)
+
+        def sliced(value: Any) -> Any:
+            for cut in next(left) if isinstance(value, Tensor) else ():
+                value = value.narrow(*cut)
+            return value
+
+        args = tuple(map(sliced, args))
+        return function(*args, **{k: sliced(v) for k, v in kwargs.items()})
+
+    return run
+
+
+def on_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on the pieces as plain tensors, for what is written in Python and reads sizes of its operands."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, lambda t: t.as_subclass(Tensor), (args, kwargs))
+        return function(*args, **kwargs)
+
+    return run
+
+
+# ---- on meta ------------------------------------------------------------------------------------------------
 
 
 def on_meta(func: Any, *args: Any, **options: Any) -> Any:
@@ -198,15 +297,19 @@ def _meta(value: Any) -> Any:
     return tuple(map(_meta, value)) if isinstance(value, tuple) else value
 
 
+def results_of(op: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
+    """The tensors that an operator makes of whole ones, on meta."""
+    out = on_meta(op, *args, **kwargs)
+    return [out] if isinstance(out, Tensor) else [t for t in out if isinstance(t, Tensor)]
+
+
 def dims_of_result(func: Any, x: Spec, *args: Any, **options: Any) -> list[int]:
     """For each dim of the result the dim of ``x`` that it is, -1 where it is a new one, or one that was reduced.
 
     The function is asked what it makes of dims of the sizes 2, 3, 4 ...
     """
-    out = on_meta(
-        func, torch.empty([2 + d for d in range(len(x.shape))], dtype=x.dtype, device="meta"), *args, **options
-    )
-    return [max(size - 2, -1) for size in (out if isinstance(out, Tensor) else out[0]).shape]
+    probe = torch.empty([2 + d for d in range(len(x.shape))], dtype=x.dtype, device="meta")
+    return [max(size - 2, -1) for size in results_of(func, probe, *args, **options)[0].shape]
 
 
 def rearranged(x: Spec, order: Sequence[int], pending: Sequence[str]) -> Spec:
@@ -220,27 +323,3 @@ def specs_in(args: Iterable[Any]) -> list[Spec]:
     for a in args:
         specs += [a] if isinstance(a, Spec) else specs_in(a) if isinstance(a, tuple) else []
     return specs
-
-
-def on_slices(function: Callable[..., Any], before: Sequence[Spec], after: Sequence[Spec]) -> Callable[..., Any]:
-    """The function on operands sliced from ``before`` to ``after``, in the order of the call, those by keyword last."""
-    if all(a is b for a, b in zip(before, after, strict=True)):
-        return function
-    cuts = [cut_of(b, a) for b, a in zip(before, after, strict=True)]
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        left = iter(cuts)
-        args = tuple(sliced(a, next(left)) if isinstance(a, Tensor) else a for a in args)
-        return function(*args, **{k: sliced(a, next(left)) if isinstance(a, Tensor) else a for k, a in kwargs.items()})
-
-    return run
-
-
-def on_plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function on the pieces as plain tensors, for what is written in Python and reads sizes of its operands."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(Tensor, lambda t: t.as_subclass(Tensor), (args, kwargs))
-        return function(*args, **kwargs)
-
-    return run

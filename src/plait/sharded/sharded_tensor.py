@@ -31,10 +31,10 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from plait.comm import Comm
-from plait.sharded.dispatch import DIRECT, LayoutError, decision, mapped, name_of, refused, spec_of, tensors_in
+from plait.sharded.dispatch import DIRECT, LayoutError, decision, mapped, refused, spec_of, tensors_in
 from plait.sharded.gradients import may_be_set, not_summed_already, seed
 from plait.sharded.redistribute import NOTE, moved
-from plait.sharded.rules import lossless
+from plait.sharded.rules import lossless, name_of
 from plait.sharded.spec import Refusal, Spec, SpecCache, spec_cache
 from plait.sharded.spec_tensor import SpecTensor
 from plait.table.collectives import Note
@@ -261,10 +261,10 @@ def _slow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rounds: int 
 
 def _decided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the rule decides, carried out; kept for the next call once its result is what the rule said."""
-    made = decision(func, args, kwargs)
+    plan, keep = decision(func, args, kwargs)
     given = list(tensors_in([args, kwargs]))
-    out = _marked(_run_local(made.plan.run, (), args, kwargs), made.plan.out, given)
-    if made.proven:
+    out = _marked(_run_local(plan.run, (), args, kwargs), plan.out, given)
+    if keep is None:
         return out
     specs = [s for s in map(spec_of, given) if s is not None]
     try:
@@ -272,7 +272,7 @@ def _decided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             lossless(specs, spec_of(result) or specs[0])
     except Refusal as refusal:
         raise refused(func, specs, refusal) from None
-    made.keep()
+    keep()
     return out
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.comm import Comm
-from plait.sharded.nn_functional import rows_held
+from plait.sharded.networks import rows_held
 from plait.sharded.sharded_tensor import ShardedTensor
 from plait.table.collectives import Note
 from plait.table.layout import part

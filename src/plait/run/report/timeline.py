@@ -3,7 +3,7 @@
     rank 0  simulated  |0F0|0F1|       |0B0  |   |0B1  |            one pair of lanes per rank, on one time scale;
             measured   |0F0|0F1|///////|0B0   |//|0B1   |           waits are hatched, what is not computing is a strip
     ...
-    rank 0  simulated  [ computes         | bubble     ]            the same time by cause (schedule/idle.py)
+    rank 0  simulated  [ computes         | bubble     ]            the same time by cause (idle.py)
             measured   [ computes         | bubble | ..]
 
 ``timeline_svg`` is the picture, for a light or a dark page; ``timeline_table`` says the same in a terminal.
@@ -16,10 +16,9 @@ from rich import box
 from rich.table import Table
 
 from plait.run.report.drawing import COLOURS, NAMES, box_of, in_xml, rect, seconds_text, svg_file, text_in
-from plait.schedule.actions import PASSES, Kind
-from plait.schedule.events import Event, Log, Span
-from plait.schedule.idle import Idle, idle_times, mean_idle
-from plait.schedule.measured import as_log, measured_timeline
+from plait.run.report.idle import Idle, idle_times, mean_idle
+from plait.run.report.measured import as_log, measured_timeline
+from plait.schedule.actions import PASSES, Event, Kind, Log, Span
 from plait.schedule.simulate import Timeline
 
 CAUSES = {

@@ -16,8 +16,7 @@ Source: Trace Event Format (Google), https://docs.google.com/document/d/1CvAClvF
 import json
 from collections.abc import Iterator
 
-from plait.schedule.actions import MESSAGES, PASSES, Action, Kind
-from plait.schedule.events import Event, Log
+from plait.schedule.actions import MESSAGES, PASSES, Action, Event, Kind, Log
 from plait.schedule.simulate import COLLECTIVES, Timeline
 
 COMPUTE, COMMUNICATION, WAIT = 1, 2, 3

@@ -15,12 +15,11 @@ from rich.console import Console
 from plait.checkpoint.files.writing import write_text
 from plait.comm import Comm
 from plait.comm.agree import gather_bytes
+from plait.run.report.idle import idle_times, mean_idle
+from plait.run.report.measured import busy_shares, measured_costs, measured_timeline, schedule_of
 from plait.run.report.timeline import timeline_svg, timeline_table
 from plait.run.report.trace import trace_json
-from plait.schedule.actions import parse_action
-from plait.schedule.events import Event, Log, Span
-from plait.schedule.idle import idle_times, mean_idle
-from plait.schedule.measured import busy_shares, measured_costs, measured_timeline, schedule_of
+from plait.schedule.actions import Event, Log, Span, parse_action
 from plait.schedule.simulate import Timeline, simulate
 from plait.step import Engine
 

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.schedule.actions import PASSES, Action, Kind, Schedule, owners, parse_action
-from plait.schedule.events import Event, Log, Span
-from plait.schedule.idle import Idle, even_passes, idle_times, mean_idle, measured_passes
-from plait.schedule.measured import as_log, measured_timeline
+from plait.run.report.idle import Idle, even_passes, idle_times, mean_idle, measured_passes
+from plait.run.report.measured import as_log, measured_timeline
+from plait.schedule.actions import PASSES, Action, Event, Kind, Log, Schedule, Span, owners, parse_action
 from plait.schedule.orders import ORDERS, gpipe, one_f_one_b, write_order
 from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages
 from plait.schedule.simulate import Costs, simulate

@@ -26,9 +26,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 
-from plait.schedule.actions import MESSAGES, PASSES, Kind, awaits, makes, owners
-from plait.schedule.events import Event, Log
-from plait.schedule.measured import measured_timeline, schedule_of
+from plait.run.report.measured import measured_timeline, schedule_of
+from plait.schedule.actions import MESSAGES, PASSES, Event, Kind, Log, awaits, makes, owners
 from plait.schedule.simulate import COLLECTIVES, Costs, Timeline, play
 
 

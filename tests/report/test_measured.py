@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.schedule.actions import Kind, Schedule, parse_action, parse_schedule
-from plait.schedule.events import Event, Log, Span
-from plait.schedule.measured import as_log, busy_shares, measured_costs, measured_timeline
+from plait.run.report.measured import as_log, busy_shares, measured_costs, measured_timeline
+from plait.schedule.actions import Event, Kind, Log, Schedule, Span, parse_action, parse_schedule
 from plait.schedule.orders import ORDERS, one_f_one_b, write_order
 from plait.schedule.passes import add_messages, add_sharding, add_step, split_backward
 from plait.schedule.simulate import Costs, Timeline, simulate

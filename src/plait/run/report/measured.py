@@ -15,8 +15,18 @@ from math import inf
 from statistics import median
 from typing import Any
 
-from plait.schedule.actions import PASSES, Kind, Schedule, awaits, count_stages, format_schedule, owners
-from plait.schedule.events import Event, Log, Span
+from plait.schedule.actions import (
+    PASSES,
+    Event,
+    Kind,
+    Log,
+    Schedule,
+    Span,
+    awaits,
+    count_stages,
+    format_schedule,
+    owners,
+)
 from plait.schedule.simulate import COLLECTIVES, COSTED, Costs, Timeline
 
 

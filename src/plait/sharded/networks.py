@@ -1,16 +1,32 @@
-"""Rules of what networks add to algebra: embedding, cross-entropy, attention.
+"""Rules of what networks add to algebra: embedding, cross-entropy, attention, norms, convolution.
 
 embedding       table "rows/tensor width": each rank looks up the rows that it holds, the sum is pending
 cross_entropy   classes whole; over cut samples the sum is pending; the mean divides by the global count
-attention       batch and heads may be cut, alike in q, k and v; time may not
+attention       batch and heads may be cut, with one cut for q, k and v; time may not
+norms           the dims that are normalised are whole; batch_norm in training keeps cut channels only
+convolution     samples and output channels may be cut; a cut over input channels leaves a sum pending
 """
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.sharded.rules import align, broadcast, on_plain, on_slices, rule, unsummed, whole
+from plait.sharded.rules import (
+    Letters,
+    align,
+    broadcast,
+    by_letters,
+    cut_as,
+    on_plain,
+    on_slices,
+    results_of,
+    rule,
+    specs_in,
+    unsummed,
+    whole,
+)
 from plait.sharded.spec import OpPlan, Refusal, Spec
 from plait.table.layout import Layout
 
@@ -49,7 +65,7 @@ def embedding(
         return plain(i, w, start, padding)
 
     run = on_slices(of_mine, [input, weight], after)
-    dims = [*(cuts[n] for n in batch), cuts["width"]]
+    dims = cut_as([*batch, "width"], cuts)
     out = weight.new((*input.shape, weight.shape[1]), dims, [*weight.pending, *cuts["row"]])
     return OpPlan(out, lambda i, w, *args, **options: run(i, w))
 
@@ -64,15 +80,14 @@ def cross_entropy(
         raise Refusal("its rule knows no deprecated arguments", hint="Use reduction=.")
     if target.shape == input.shape:
         raise Refusal("its rule knows targets that are class numbers, not probabilities")
-    unsummed(*(s for s in (input, target, weight) if s is not None))
+    unsummed(input, target, weight)
     classes = min(1, len(input.shape) - 1)
     whole(input, [classes], "the classes are cut; plait.cross_entropy_sum computes on cut classes. Otherwise")
-    if weight is not None:
-        whole(weight, [0], "the class weights must be whole")
+    whole(weight, [0], "the class weights must be whole")
     letters = [str(d) for d in range(len(input.shape))]
     batch = [n for d, n in enumerate(letters) if d != classes]
     cuts, after = align([(input, letters), (target, batch)])
-    dims = [cuts[n] for n in batch]
+    dims = cut_as(batch, cuts)
     over = [a for axes in dims for a in axes]
     if reduction == "mean" and over and target.layout.cut:
         raise Refusal(
@@ -116,14 +131,13 @@ def attention(
     inner = 3 if grouped else 2  # dims that are not broadcast
     if len({tuple(s.shape[:-inner]) for s in (query, key, value)}) > 1:
         raise Refusal("its rule knows query, key and value of one batch shape", hint="Expand them to it first.")
-    outer = [s.new(s.shape[:-inner], [()] * (len(s.shape) - inner)) for s in given]
-    shape, letters = broadcast(outer)
-    operands = []
-    for k, (s, (_, names)) in enumerate(zip(given, letters, strict=True)):
+    shape, letters = broadcast(given, [min(inner, len(s.shape)) for s in given])
+    operands: list[tuple[Spec, Letters]] = []
+    for k, (s, names) in enumerate(zip(given, letters, strict=True)):
         head = ["head" if s.shape[-3] > 1 else None] if grouped and len(s.shape) > 2 else []
         operands.append((s, [*names, *head, f"time {k}", f"width {k}"]))
     cuts, after = align(operands, grouped="head")
-    dims = [cuts.get(str(d), ()) for d in range(len(shape))]
+    dims = cut_as([str(d) for d in range(len(shape))], cuts)
     if grouped:
         over, n = cuts.get("head", ()), key.shape[-3]
         if n % query.comm.mesh.count(over):
@@ -135,3 +149,85 @@ def attention(
         shape, dims = (*shape, query.shape[-3]), [*dims, over]
     out = query.new((*shape, query.shape[-2], value.shape[-1]), [*dims, (), ()])
     return OpPlan(out, on_slices(func, given, after))
+
+
+@rule("layer_norm rms_norm")
+def layer_norm(
+    func: Any, input: Spec, normalized_shape: Any, weight: Spec | None = None, bias: Any = None, *args: Any,
+    eps: float | None = None,
+) -> Spec:  # fmt: skip
+    """The normalised dims whole; weight and bias whole, their gradients come out as shares.
+
+    ``rms_norm`` has ``eps`` where ``layer_norm`` has a bias.
+    """
+    n = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
+    given = specs_in((weight, bias))
+    unsummed(input, *given)
+    whole(input, range(-n, 0), "a norm needs the dims that it normalises whole on each rank")
+    for s in given:
+        whole(s, range(n), "weight and bias of a norm must be whole")
+    return input
+
+
+@rule(torch.ops.aten.convolution)
+def convolution(
+    op: Any, x: Spec, weight: Spec, bias: Spec | None, stride: Any, padding: Any, dilation: Any, transposed: bool,
+    output_padding: Any, groups: int,
+) -> OpPlan:  # fmt: skip
+    """Samples and output channels may be cut; a cut over input channels leaves a sum pending."""
+    operands = [s for s in (x, weight, bias) if s is not None]
+    unsummed(*operands)
+    space = len(x.shape) - 2
+    i, o = ("i", "o") if groups == 1 else ("all i", "all o")  # groups count from the first channel
+    inner = ["i/g", "o/g"] if groups > 1 else [i, o]
+    of_weight = [i, inner[1]] if transposed else [o, inner[0]]
+    lettered: list[tuple[Spec, Letters]] = [(x, ["n", i, *(f"x{d}" for d in range(space))])]
+    lettered.append((weight, [*of_weight, *(f"k{d}" for d in range(space))]))
+    if bias is not None:
+        lettered.append((bias, [o]))
+    core = {n for _, names in lettered for n in names if n and n not in ("n", "i", "o")}
+    args = (x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+    over = [a for s, names in lettered for axes, n in zip(s.dims, names, strict=False) if n == "i" for a in axes]
+    pending = list(dict.fromkeys(over))
+    if pending and bias is not None:
+        raise Refusal("each rank would add the whole bias to its share: add it after the sum, or",
+                      [(s, Layout.replicated(len(s.dims))) for s in (x, weight)])  # fmt: skip
+    results = [(t, ["n", o, *[None] * space]) for t in results_of(op, *args)]
+    return by_letters(op, lettered, results, core, pending)
+
+
+@rule(torch.ops.aten.native_batch_norm)
+def batch_norm(
+    op: Any, x: Spec, weight: Spec | None, bias: Spec | None, mean: Spec | None, var: Spec | None, training: bool,
+    momentum: float, eps: float,
+) -> OpPlan:  # fmt: skip
+    """Channels may be cut; in evaluation samples and places too.  Running statistics are cut as the channels are."""
+    channel = specs_in((weight, bias, mean, var))
+    unsummed(x, *channel)
+    for s in (mean, var) if training else ():
+        if s is not None and s.dims[0] != x.dims[1]:
+            dims = [
+                s.dims[0] if d == 1 else tuple(a for a in axes if a not in s.dims[0]) for d, axes in enumerate(x.dims)
+            ]
+            raise Refusal("the running statistics are cut otherwise than the channels", [(x, Layout(tuple(dims)))])
+    letters = ["n", "c", *(str(d) for d in range(2, len(x.shape)))]
+    args = (x, weight, bias, mean, var, training, momentum, eps)
+    results = [(t, letters if t.dim() > 1 else ["c"] if t.numel() else [None]) for t in results_of(op, *args)]
+    core = {n for n in letters if n != "c"} if training else set()
+    return by_letters(op, [(x, letters), *((s, ["c"]) for s in channel)], results, core)
+
+
+@rule(torch.ops.aten.native_group_norm)
+def group_norm(
+    op: Any, x: Spec, weight: Spec | None, bias: Spec | None, n: int, channels: int, places: int, group: int, eps: float
+) -> OpPlan:
+    """Samples may be cut."""
+    channel = specs_in((weight, bias))
+    unsummed(x, *channel)
+    letters = ["n", "c", *(str(d) for d in range(2, len(x.shape)))]
+    lettered: list[tuple[Spec, Letters]] = [(x, letters), *((s, ["c"]) for s in channel)]
+    results = results_of(op, x, weight, bias, n, channels, places, group, eps)
+    plan = by_letters(op, lettered, [(t, ["n", *[None] * (t.dim() - 1)]) for t in results], {*letters} - {"n"})
+    assert isinstance(plan.out, tuple) and plan.run is not None
+    each, here = plan.run, plan.out[0].local_shape[0]
+    return OpPlan(plan.out, lambda x, w, b, n, *rest: each(x, w, b, here, *rest))

@@ -1,11 +1,11 @@
-"""How the ranks of a process world find each other: a store, a meeting in it, torch's process group.
+"""Joins the world of a rank: its store, the other ranks, torch's process group.
 
-    environment.py      who am I, and where is the store
-    open_store          a file on one host; else torchrun's store, or that of rank 0
-    store_rendezvous.py are we all here, each once, and alike
-    process group       torch's own rendezvous, which reads addresses in the same store
+    environment.py       this rank, and the address of the store
+    open_store           a file on one host; else torchrun's store, or that of rank 0
+    store_rendezvous.py  all ranks are there, each once, and agree
+    process group        torch's own rendezvous, in the same store
 
-All of it stands under one deadline.  Whatever is wrong is reported before the first operation.
+One deadline holds for all of it.  Errors are reported before the first operation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from plait.comm.deadline import clock, within
 from plait.comm.environment import WorldVariables
-from plait.comm.process_identity import Peer, born, shown
+from plait.comm.process_identity import Peer, shown
 from plait.comm.store_rendezvous import UNKNOWN, Met, loopback_only, meet
 from plait.messages.escape import one_line
 
@@ -50,7 +50,7 @@ PACKAGE = Path(__file__).parents[1]
 def init_process(
     place: WorldVariables, backend: Callable[[Sequence[Peer]], str], deadline: float, facts: dict[str, str]
 ) -> Met:
-    """Meets the other ranks and makes torch's default process group.
+    """Meets the other ranks, and makes torch's default process group.
 
     Args:
         backend: torch's, of a process group of these ranks; none is made where it is empty.
@@ -80,10 +80,15 @@ def init_process(
 
 
 def open_store(place: WorldVariables, deadline: float) -> Store:
-    """The store in which the ranks meet."""
+    """The store in which the ranks meet.
+
+    Raises:
+        ConnectionError, TimeoutError: it cannot be made or reached; the message names the address and the fix.
+    """
     if place.file:
         return file_store(place.file, deadline)
-    end, start = clock() + deadline, f"rank {place.rank}"
+    end, hosts = clock() + deadline, not (place.rank or place.agents_store)
+    probed = clock() + LATE_SECONDS if hosts else end
 
     def opened(host: bool) -> Store:
         patience = timedelta(seconds=max(1.0, end - clock()))
@@ -92,43 +97,41 @@ def open_store(place: WorldVariables, deadline: float) -> Store:
         return store
 
     def reached() -> Store:
-        if place.rank or place.agents_store:
-            probe(place.address, place.port, end)
-            return opened(False)
-        try:
-            return opened(True)
-        except RuntimeError as error:
-            if not _in_use(error):
-                raise
-            probe(place.address, place.port, clock() + 1)
-            return opened(False)  # another rank 0, whom the meeting names
+        if hosts:
+            try:
+                return opened(True)
+            except RuntimeError as error:
+                if not _in_use(error):
+                    raise
+        probe(place.address, place.port, probed)
+        if hosts and not dist.is_initialized():  # else this very process may have made it
+            raise OSError("a store of torch is there: of another run, or of another process with RANK=0")
+        return opened(False)
 
     try:
         return within(deadline + LATE_SECONDS, reached)
-    except (socket.gaierror, UnicodeError) as error:
-        name, fix = one_line(place.address, 100), "set it to the name or address of the host of rank 0"
-        raise ConnectionError(f"{start} cannot look up MASTER_ADDR={name} ({_first(error)}): {fix}") from error
-    except ConnectionRefusedError as error:
-        here = f", and is {one_line(place.address, 100)}, which is this host, its address" if _is_here(place) else ""
-        text = f"{start} found no store at {place.where} within {deadline:g} s: is rank 0 running{here}?"
-        raise ConnectionError(f"{text} ({_first(error)})") from error
-    except (RuntimeError, OSError) as error:
-        if place.rank or place.agents_store:
-            kind = TimeoutError if isinstance(error, TimeoutError) else ConnectionError
-            text = f"{start} found no store at {place.where} within {deadline:g} s: {_first(error)}"
-            raise kind(f"{text}. Is rank 0 stopped, or is the port another program's?") from error
-        fix = "Set MASTER_PORT (torchrun --master-port) to a free one, or end the program that holds it"
-        in_use = _in_use(error) or (isinstance(error, OSError) and _is_known(place.address))
-        used = f": the port is in use. {fix}" if in_use else ": is MASTER_ADDR the name or address of this host?"
-        raise ConnectionError(f"{start} cannot listen on {place.where}{used} ({_first(error)})") from error
+    except (RuntimeError, OSError, UnicodeError) as error:
+        raise _unreached(place, deadline, error, hosts) from error
 
 
-def _is_known(address: str) -> bool:
-    """Whether a host of this name can be looked up."""
-    try:
-        return bool(socket.getaddrinfo(address, None))
-    except (OSError, UnicodeError):
-        return False
+def _unreached(place: WorldVariables, deadline: float, error: Exception, hosts: bool) -> OSError:
+    """The error of a rank that has no store, with a fix."""
+    start, name, first = f"rank {place.rank}", one_line(place.address, 100), _first(error)
+    if isinstance(error, socket.gaierror | UnicodeError):
+        fix = "set it to the name or address of the host of rank 0"
+        return ConnectionError(f"{start} cannot look up MASTER_ADDR={name} ({first}): {fix}")
+    if hosts:
+        fix = "is MASTER_ADDR the name or address of this host?"
+        if _in_use(error) or isinstance(error, OSError):  # the second is of the probe of a port that is in use
+            held = "Set MASTER_PORT (torchrun --master-port) to a free one, or end the program that holds it"
+            fix = f"the port is in use. {held}"
+        return ConnectionError(f"{start} cannot listen on {place.where}: {fix} ({first})")
+    found = f"{start} found no store at {place.where} within {deadline:g} s"
+    if isinstance(error, ConnectionRefusedError):
+        here = f", and is {name}, which is this host, its address" if _is_here(place) else ""
+        return ConnectionError(f"{found}: is rank 0 running{here}? ({first})")
+    kind = TimeoutError if isinstance(error, TimeoutError) else ConnectionError
+    return kind(f"{found}: {first}. Is rank 0 stopped, or is the port another program's?")
 
 
 def _in_use(error: Exception) -> bool:
@@ -136,7 +139,7 @@ def _in_use(error: Exception) -> bool:
 
 
 def file_store(path: str, deadline: float) -> Store:
-    """A store in a file, for the processes of one host that may open it; who made its folder removes it.
+    """A store in a file, for the processes of one host that may open it; the maker of its folder removes it.
 
     Raises:
         ConnectionError: its folder is gone, or there is no room in it.
@@ -155,53 +158,48 @@ VALIDATE, PING = b"\x00" + (0x3C85F7CE).to_bytes(4, "little"), b"\x0d"
 
 
 def probe(address: str, port: int, end: float) -> None:
-    """Greets a port as torch's own client does, which would wait without a limit for a holder that is silent, and print
-    its own stack for one that answers otherwise.
+    """Greets a port as torch's own client does, which would wait without a limit for a silent holder, and print its own
+    stack for one that answers otherwise.
 
     Raises:
-        ConnectionRefusedError, socket.gaierror, OSError: nobody listened there, nobody knew its name, or no way led
-            there until ``end``, as of ``deadline.clock``.
+        ConnectionRefusedError, socket.gaierror, OSError: until ``end``, as of ``deadline.clock``, no program listened
+            there, the name was unknown, or no route led there.
         ConnectionError: until then the holder said nothing and closed, or it answers as no store does.
         TimeoutError: it does not answer.
     """
     while True:
         try:
             answered = _answer(address, port, end)
+            break
         except TimeoutError:
             raise
         except OSError:  # a store, a name and a route may come later than this rank
             if clock() + POLL_SECONDS >= end:
                 raise
             time.sleep(POLL_SECONDS)
-        else:
-            break
     if answered:
         raise ConnectionError(f"the holder of the port answers '{shown(answered)}', as no store of torch does")
 
 
 def _answer(address: str, port: int, end: float) -> bytes:
-    """What is answered to the greeting, where that is not what a store answers."""
+    """The answer to the greeting; empty where it is that of a store."""
+    number, answer, silent = secrets.token_bytes(4), b"", "nothing answers there"
     try:
-        peer = socket.create_connection((address, port), timeout=max(0.01, end - clock()))
+        with socket.create_connection((address, port), timeout=max(0.01, end - clock())) as peer:
+            silent = "the holder of the port accepts connections and is silent"
+            with suppress(ConnectionResetError, BrokenPipeError):  # as one that says nothing and closes
+                peer.sendall(VALIDATE + PING + number)
+                while len(answer) < 4:
+                    peer.settimeout(max(0.01, end - clock()))
+                    if not (part := peer.recv(64)):
+                        break
+                    answer += part
     except TimeoutError as error:
-        raise TimeoutError("nothing answers there") from error
-    number, answer = secrets.token_bytes(4), b""
-    with peer:
-        try:
-            peer.sendall(VALIDATE + PING + number)
-            while len(answer) < 4:
-                peer.settimeout(max(0.01, end - clock()))
-                part = peer.recv(64)
-                if not part:
-                    break
-                answer += part
-        except TimeoutError as error:
-            raise TimeoutError("the holder of the port accepts connections and is silent") from error
-        except (ConnectionResetError, BrokenPipeError):
-            pass  # as one that says nothing and closes
+        raise TimeoutError(silent) from error
     if not answer:
-        silent = "the holder of the port says nothing and closes the connection, as no store of torch does"
-        raise ConnectionError(silent)
+        raise ConnectionError(
+            "the holder of the port says nothing and closes the connection, as no store of torch does"
+        )
     return b"" if answer == number else answer
 
 
@@ -240,14 +238,16 @@ def _on_loopback() -> bool:
 
 
 def code_facts(read: Callable[[Path], bytes] = Path.read_bytes) -> dict[str, str]:
-    """What this process runs, as facts that must be the same on all ranks: torch, plait, and the program itself."""
-    plait = sorted(PACKAGE.rglob("*.py"))
-    codes = {"the code of plait": plait, "the code of the program": users_own(sys.modules.get("__main__"))}
+    """Facts about the code of this process that must be the same on all ranks: torch, plait, the program."""
+    codes = {
+        "the code of plait": sorted(PACKAGE.rglob("*.py")),
+        "the code of the program": users_own(sys.modules.get("__main__")),
+    }
     return {"torch": str(torch.__version__), **{name: _digest(files, read) for name, files in codes.items()}}
 
 
 def users_own(main: object) -> list[Path]:
-    """The source of a program, where it is the user's own.  One rank may run under a profiler, or by another
+    """The source of a program, where the user wrote it.  One rank may run under a profiler, or by another
     installation's command."""
     file = getattr(main, "__file__", None)
     if not file or Path(file).suffix == ".pyc":
@@ -260,8 +260,7 @@ def users_own(main: object) -> list[Path]:
 
 
 def _digest(files: Sequence[Path], read: Callable[[Path], bytes]) -> str:
-    """Of what these files hold, if that is what runs: they may lie in an archive, be gone, or newer than this
-    process."""
+    """A digest of these files, unless they are in an archive, gone, or newer than this process."""
     digest = hashlib.blake2b(digest_size=6)
     try:
         for file in files:
@@ -275,8 +274,9 @@ def _digest(files: Sequence[Path], read: Callable[[Path], bytes]) -> str:
 
 def _started() -> float:
     """When this process began, by the clock of files; now, where the kernel does not say."""
-    ticks = born(os.getpid())
-    if not ticks:
+    try:
+        ticks = int(Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    except OSError:
         return time.time()
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 

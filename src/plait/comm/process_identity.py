@@ -1,56 +1,48 @@
-"""Who a rank is, as it says of itself when it comes; others read it as JSON of a fixed form."""
+"""The process of a rank, as it describes itself to the others, and the hosts of a world.
+
+Others read it as JSON of a fixed form; a store is not authenticated.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import groupby
-from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from plait.messages.escape import one_line
 from plait.table.mesh import Mesh
 
-MOST_BYTES = 2**16
-"""Of what a rank says of itself."""
+Said = TypeVar("Said")
+
+MOST_BYTES = 2**20
+"""The part of a text in the store that is parsed."""
 
 
 @cache
 def token_of(pid: int) -> str:
-    """What tells this process from all others, forks of it too: containers may share host names and process ids."""
+    """Tells this process from all others and from its forks: containers may share host names and process ids."""
     return secrets.token_hex(8)
-
-
-def born(pid: int) -> int:
-    """When a process of this host was started, in ticks of the kernel; 0 where there is none, or nobody knows."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in "ZX" else int(fields[19])
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank as it says who it is."""
+    """The process of one rank."""
 
     rank: int
     host: str
     pid: int
-    facts: Mapping[str, str] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
     """What must be the same on all ranks, by name."""
     loopback: bool = False
     """Its gloo would listen where no other host reaches it."""
     restarts: int = 0
-    """How often ranks were started before, as far as it knows; launchers of one world may say different numbers."""
+    """How often ranks were started before, as far as it knows; launchers of one world may count differently."""
     token: str = field(default_factory=lambda: token_of(os.getpid()))
-    """Of this one process."""
-    born: int = field(default_factory=lambda: born(os.getpid()))
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {one_line(self.host, 80)}, process {self.pid})"
@@ -61,28 +53,34 @@ class Peer:
 
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
-        """What ``text`` says; a ConnectionError if it was not written by a rank."""
-        try:
-            said = json.loads(text[:MOST_BYTES])
-            peer = cls(**said)
-            kinds = {"rank": int, "host": str, "pid": int, "facts": dict, "loopback": bool}
-            kinds |= {"restarts": int, "token": str, "born": int}
-            wrong = [name for name, kind in kinds.items() if not isinstance(getattr(peer, name), kind)]
-            wrong += [name for pair in peer.facts.items() for name in pair if not isinstance(name, str)]
-        except (ValueError, TypeError, RecursionError, AttributeError):
-            wrong = ["all of it"]
-        if wrong:
-            raise ConnectionError(f"what the store has for a rank was not written by plait: '{shown(text)}'")
-        return peer
+        """Reads ``text``; a ConnectionError if no rank wrote it."""
+        return from_json(cls, text)
 
-    def is_another_here(self, mine: Peer) -> bool:
-        """Whether this is another process than mine, on this host, and still runs; other hosts are not seen."""
-        same_host = self.host == mine.host == socket.gethostname()
-        return self.token != mine.token and same_host and self.born == born(self.pid) != 0
+
+def from_json(kind: type[Said], text: str | bytes) -> Said:
+    """A dataclass from JSON with exactly its fields, of their types.
+
+    Raises:
+        ConnectionError: plait did not write it.
+    """
+    try:
+        said, hints = json.loads(text[:MOST_BYTES]), get_type_hints(kind)
+        if said.keys() == hints.keys() and all(_fits(said[name], hint) for name, hint in hints.items()):
+            return kind(**said)
+    except (ValueError, RecursionError, AttributeError):
+        pass
+    raise ConnectionError(f"what the store has was not written by plait: '{shown(text)}'")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if not isinstance(value, get_origin(hint) or hint):
+        return False
+    inside = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    return all(isinstance(one, get_args(hint)[0]) for one in inside)
 
 
 def shown(data: str | bytes) -> str:
-    """The beginning of what somebody wrote who should not have."""
+    """The beginning of a text that plait did not write, escaped."""
     return one_line(data if isinstance(data, str) else data.decode("ascii", "backslashreplace"), 60)
 
 
@@ -97,9 +95,9 @@ def on_hosts(mesh: Mesh, peers: Sequence[Peer]) -> Mesh:
     Raises:
         ValueError: the mesh gives another number of hosts.
     """
-    names, runs = hosts_of(peers), [(host, len(list(run))) for host, run in groupby(peers, key=lambda peer: peer.host)]
+    names, runs = hosts_of(peers), [len(list(run)) for _, run in groupby(peers, key=lambda peer: peer.host)]
     if mesh.hosts > 1 and len(names) not in (1, mesh.hosts):
         raise ValueError(f"the mesh says hosts={mesh.hosts}, and its ranks are on {len(names)} hosts: leave hosts out")
-    if mesh.hosts == 1 and len(names) == len(runs) and len({size for _, size in runs}) == 1:
+    if mesh.hosts == 1 and len(names) == len(runs) and len(set(runs)) == 1:
         return replace(mesh, hosts=len(runs))
     return mesh

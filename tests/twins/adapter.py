@@ -1,13 +1,12 @@
 """Every name of plait that the twins use, in one place: mend this file when a name moves.
 
-A frozen plait and the one of this tree both run the twins, so each name is looked for under its new place first, then
-under its old one.  Places are written without the package's name.
+A frozen plait and the one of this tree both run the twins.  Where a call changes, try the new one first, then the old
+one, as in ``getattr(comm, "new", None) or comm.old``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,21 +14,9 @@ from torch import Tensor, nn
 
 import plait
 
-
-def find(name: str, *places: str) -> Any:
-    """The first of these modules that has the name; an empty place is the package itself."""
-    for place in places:
-        try:
-            return getattr(import_module(".".join(filter(None, ["plait", place]))), name)
-        except (ImportError, AttributeError):
-            continue
-    raise ImportError(f"plait has no {name} in {', '.join(places)}: give its new place to tests/twins/adapter.py")
-
-
 Engine: Any = plait.Engine
 TABLE: Any = plait.TABLE
 cross_entropy_sum: Any = plait.cross_entropy_sum
-AbortedError: Any = find("AbortedError", "comm.rendezvous", "comm.thread")
 
 
 class Chain(nn.Module):
@@ -182,3 +169,15 @@ def unlike_collectives(comm: Any) -> None:
 
 def collective_over(comm: Any, axis: str) -> None:
     comm.all_reduce(torch.zeros(6), (axis,)).wait()
+
+
+def sharded(tensor: Tensor, layout: str, comm: Any) -> Any:
+    return plait.ShardedTensor.from_full(tensor, layout, comm)
+
+
+def verdict(build: Any, loss: Any, count: Any, batches: Any, mesh: str, row: str, **settings: Any) -> dict[str, Any]:
+    """The words of a verdict on a layout of a job."""
+    optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-4)  # noqa: E731
+    job = plait.UserJob(build=build, loss_fn=loss, count_fn=count, batches=batches, optimizer=optimizer)
+    found = plait.verify(job, mesh=mesh, strategy=row, **settings)
+    return {"equal": found.equal, "bitwise": found.bitwise}

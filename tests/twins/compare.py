@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,27 @@ from torch import Tensor
 from twin_cells import SETS, cells, digest_of
 
 HERE = Path(__file__).parent
-PROGRAMS = ("run_cells", "twin_models", "twin_rank", "twin_programs", "twin_refusals", "twin_refusals_state")
-"""The files that say what a cell runs; ``adapter.py`` says only where plait has a name."""
+RUNS = ("run_cells", "twin_models", "twin_rank")
+PROGRAMS = {
+    "program": ("twin_programs", "twin_programs_wings"),
+    "refusal": ("twin_refusals", "twin_refusals_state"),
+}
+"""The files that say what a cell runs: all cells, and those of a kind.  ``adapter.py`` says how plait is called."""
 MOST = 6
 """Differences of a cell that are printed."""
 Cell = dict[str, Any]
 
 
-def version() -> str:
-    """A digest of what cells run, comments and layout left out."""
-    trees = [ast.dump(ast.parse((HERE / f"{name}.py").read_text())) for name in PROGRAMS]
+@cache
+def version(kind: str) -> str:
+    """A digest of the files that say what cells of a kind run; comments and layout do not count."""
+    trees = [ast.dump(ast.parse((HERE / f"{name}.py").read_text())) for name in (*RUNS, *PROGRAMS.get(kind, ()))]
     return hashlib.sha256("".join(trees).encode()).hexdigest()[:12]
+
+
+def chosen(which: str, only: str = "") -> list[Cell]:
+    """The cells of a set whose name has a pattern, with the version of what they run."""
+    return [cell | {"version": version(cell["kind"])} for cell in cells(which) if re.search(only, cell["name"])]
 
 
 def twin() -> str | None:
@@ -51,7 +62,7 @@ def twin() -> str | None:
 def cache_of(python: str) -> Path:
     """The folder of the frozen side's results."""
     default = Path(python).absolute().parents[2] / ".cache"
-    return Path(os.environ.get("PLAIT_TWIN_CACHE") or default) / f"twins-{version()}"
+    return Path(os.environ.get("PLAIT_TWIN_CACHE") or default) / "twins"
 
 
 def run(python: str, which: list[Cell], folder: Path) -> None:
@@ -171,10 +182,12 @@ def reason_for(cell: Cell, difference: str) -> str | None:
 
 def report(which: Iterable[Cell], old: Path, new: Path, *, ledger: bool = True, most: int = MOST) -> tuple[int, int]:
     """Prints the differences; the number of cells that differ unsigned, and of differences that are signed."""
-    differ, signed = 0, Counter[str]()
+    differ, signed, raising = 0, Counter[str](), list[str]()
     for cell in which:
         found = []
-        for one in differences(read(old, cell), read(new, cell), ledger=ledger):
+        results = read(old, cell), read(new, cell)
+        raising += [cell["name"]] * (cell["kind"] != "refusal" and None not in results and all(errors_of(*results)))
+        for one in differences(*results, ledger=ledger):
             if reason := reason_for(cell, one):
                 signed[reason] += 1
             else:
@@ -185,6 +198,10 @@ def report(which: Iterable[Cell], old: Path, new: Path, *, ledger: bool = True, 
             print(f"{cell['name']} | {lines[0]}", *(lines[1:] if most > MOST else lines[1:][-5:]), sep="\n")
         if len(found) > most:
             print(f"{cell['name']} | and {len(found) - most} more (--all)")
+    if raising:
+        print(
+            f"{len(raising)} cells raise one error on both sides, so nothing else is compared: {', '.join(raising[:3])}"
+        )
     for reason, times in signed.items():
         print(f"signed {times} times: {reason}")
     return differ, signed.total()
@@ -199,7 +216,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the names of the cells")
     parser.add_argument("--frozen", action="store_true", help="only fill the cache of the frozen side")
     given = parser.parse_args()
-    which = [cell for cell in cells(given.set) if re.search(given.only, cell["name"])]
+    which = chosen(given.set, given.only)
     if given.list:
         print(*(cell["name"] for cell in which), sep="\n")
         return 0

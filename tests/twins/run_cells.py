@@ -23,14 +23,14 @@ import adapter
 import torch
 import torch._dynamo  # here, or the first optimizer of each worker imports it
 from twin_cells import digest_of
-from twin_programs import PROGRAMS
+from twin_programs_wings import PROGRAMS
 from twin_rank import Rank, train
 from twin_refusals_state import REFUSALS
 
 Cell = dict[str, Any]
 Notes = dict[str, Any]
 FORK = multiprocessing.get_context("fork")
-DEADLINE, WORKERS = 120.0, 2
+DEADLINE, WORKERS = 60.0, 2
 
 
 def on_rank(cell: Cell, comm: Any, folder: str) -> Notes:
@@ -148,14 +148,12 @@ def main(file: str, to: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     cells.sort(key=lambda cell: cell["kind"] != "processes")  # long ones first
     taken = FORK.Value("i", 0)
-    for _ in range(5):  # a worker that dies takes the cell that it had with it
+    while taken.value < len(cells):  # a worker that dies takes the cell that it had with it
         workers = [FORK.Process(target=work, args=(cells, folder, taken)) for _ in range(min(WORKERS, len(cells)))]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
-        if taken.value >= len(cells):
-            break
     print(flush=True)
 
 

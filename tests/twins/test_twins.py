@@ -21,7 +21,7 @@ def test_every_cell_is_that_of_the_frozen_plait(which: str, tmp_path: Path, caps
     python = compare.twin()
     if python is None:
         pytest.skip("PLAIT_TWIN names no python of a frozen plait")
-    some = cells(which)
+    some = compare.chosen(which)
     old = compare.frozen(python, some)
     compare.run(sys.executable, some, tmp_path)
     differ, _ = compare.report(some, old, tmp_path)

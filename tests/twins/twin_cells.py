@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations, product
 from typing import Any
 
-from twin_programs import PROGRAMS
+from twin_programs_wings import PROGRAMS
 from twin_refusals_state import REFUSALS
 
 Cell = dict[str, Any]
@@ -153,6 +153,11 @@ def trained(points: Iterable[Cell]) -> list[Cell]:
     )
 
 
+def plain() -> list[Cell]:
+    """Every row under the plainest settings, for a look at one thing alone."""
+    return [PLAIN | {"row": row, "mesh": "replica=2 shard=2", "microbatches": 3} for row in DIMENSIONS["row"]]
+
+
 def rows_on_meshes(chance: random.Random) -> Iterator[Cell]:
     """Every row on every mesh, with one and three microbatches, with and without dropout."""
     for row, mesh, microbatches, dropout in product((*ROWS, MINE), MESHES, (1, 3), (0.0, 0.2)):
@@ -202,10 +207,10 @@ SETS = ("quick", "full", "train", "programs", "refusals", "processes")
 def cells(which: str) -> list[Cell]:
     """The cells of a set: quick, full, or one kind alone."""
     if which == "quick":
-        return trained(covering(1)) + programs(1) + refusals() + processes()[:4]
+        return trained(plain() + covering(1)) + programs(1) + refusals() + processes()[:4]
     if which == "full":
         chance = random.Random(2)
-        points = [*covering(1), *rows_on_meshes(chance), *rows_in_orders(chance)]
+        points = [*plain(), *covering(1), *rows_on_meshes(chance), *rows_in_orders(chance)]
         return trained(points) + programs() + refusals() + processes()
     if which == "train":
         return trained(covering(1))

@@ -383,14 +383,3 @@ def a_plan_given_by_hand(rank: Rank) -> None:
     for batch in rank.batches(2):
         rank.step(engine, batch, 2)
     rank.finish(engine)
-
-
-@on([("", mesh) for mesh in ("shard=3", "replica=2 shard=2", "pipe=2 tensor=2")])
-def collectives(rank: Rank) -> None:
-    comm, axes = rank.comm, tuple(axis for axis in ("shard", "replica", "pipe", "tensor") if axis in rank.cell["mesh"])
-    members = comm.mesh.count(axes)
-    generator = torch.Generator().manual_seed(comm.rank)
-    whole = torch.randn(12 * members, generator=generator)
-    with rank.section("collectives"):
-        for name, tensor in adapter.collectives(comm, axes, whole, members).items():
-            rank.keep(name, {"": tensor})

@@ -25,7 +25,7 @@ STATE = ZERO | {"zero/state"}
 PIPELINE = STATE | {"pipeline"}
 ENGINE = PIPELINE | {"step"}
 LIBRARY = ENGINE | {"predict", "checkpoint", "checkpoint/files"}
-JOB = LIBRARY | {"run/models", "run/data", "run/job"}
+JOB = LIBRARY | {"run/formats", "run/models", "run/data", "run/job"}
 CONFIG = JOB | {"run/report", "run/injection", "run/config"}
 VERIFY = CONFIG | {"later", "referee", "referee/verify"}
 
@@ -55,7 +55,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run/models": FORWARD | {"sharded", "checkpoint/files", "zero"},
     "run/data": {"messages", "table", "comm", "checkpoint/files"},
     "run/injection": ENGINE,
-    "run/job": LIBRARY | {"run/models", "run/data"},
+    "run/formats": LIBRARY,
+    "run/job": LIBRARY | {"run/formats", "run/models", "run/data"},
     "run/config": (CONFIG - {"run/config"}) | {"later"},
     "run/watch": {"messages", "table", "comm"},
     "run/measure": CONFIG,
@@ -66,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": LIBRARY | {"run/data", "run/watch"},
     "__main__": {"messages", "run/commands"},
     "__init__": LIBRARY
-    | {"api", "later", "sharded", "run/models", "run/data", "run/job", "run/injection"}
+    | {"api", "later", "sharded", "run/formats", "run/models", "run/data", "run/job", "run/injection"}
     | {"referee/verify", "referee/witness"},
 }
 """Which parts of plait each part may import. A part that is not here is refused: give it a line."""
@@ -101,11 +102,11 @@ MOST_LINES = 400
 
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "multiprocessing"}
 MAY_IMPORT_UNPICKLERS = {
-    "checkpoint/dcp.py": {"pickle"},  # writes torch's format; what is read goes through checkpoint/pickled.py
+    "run/formats/foreign_pickle.py": {"pickle"},  # Python's machine, without all that torch's metadata does not need
     "run/data/workers.py": {"multiprocessing"},  # torch's own loader, over the pipes of its children
 }
-MAY_LOAD = {"referee/verify/resume.py"}
-"""Reads with torch.load what this very process wrote."""
+MAY_LOAD = {"referee/verify/resume.py", "run/formats/torch_folder.py"}
+"""Read with torch.load, which makes tensors and plain values alone (weights_only=True)."""
 
 SAFE = {"weights_only": True, "allow_pickle": False}
 
@@ -297,7 +298,7 @@ def test_every_module_opens_with_its_idea() -> None:
         ("step/x.py", "def f():\n    global state", "process-wide state"),
         ("comm/agree.py", "import pickle", "may run what it reads"),
         ("comm/agree.py", "from multiprocessing import connection", "may run what it reads"),
-        ("checkpoint/dcp.py", "import pickle\npickle.loads(data)", "may run what it reads"),
+        ("run/formats/foreign_pickle.py", "import pickle\npickle.loads(data)", "may run what it reads"),
         ("referee/verify/record.py", "import torch\ntorch.load(file, weights_only=True)", "may run what it reads"),
         ("referee/verify/resume.py", "import torch\ntorch.load(file, weights_only=False)", "must be True"),
         ("comm/agree.py", "import torch.distributed as dist\ndist.all_gather_object(a, b)", "unpickles what others"),

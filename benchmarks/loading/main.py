@@ -30,7 +30,7 @@ from harness.memory import KINDS, peak_of
 from harness.rows import Row, as_json, ratio_row, value_row
 
 import plait
-from plait.checkpoint.huggingface import open_folder, write_tensors
+from plait.run.formats.huggingface import open_folder, write_tensors
 from plait.run.models.pretrained import Pretrained
 from plait.table.mesh import Mesh
 

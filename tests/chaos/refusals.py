@@ -13,7 +13,7 @@ from ground import EVERY, PATIENCE, RANKS, Ground, lines_of, wait_for_step
 from observed import LOOPBACK, Observed, listening
 from trials import Result, injected, outcome
 
-from plait.checkpoint.folder import CHECKPOINTS
+from plait.checkpoint.places import CHECKPOINTS
 from plait.run.launch.fork_server import PYTHON
 
 SHORT = 5.0

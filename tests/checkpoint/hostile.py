@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from run_cases import differences
 
 import plait
-from plait.checkpoint.hashing import HASHES, digest_of
+from plait.checkpoint.hashing import HASH, digest_of
 from plait.checkpoint.manifest import signed
 from plait.comm import Comm, run
 from plait.step import Engine
@@ -195,8 +195,7 @@ def spoil(folder: Path, draw: random.Random) -> str:
                 rest = draw.choice([b"", rest[1:], rest + b"\0", os.urandom(len(rest)), bytes(50_000_000)])
             content = with_header(text, rest, draw)
             file.write_bytes(content)
-            name = draw.choice(list(HASHES))
-            data["files"][file.name] = {"bytes": len(content), name: digest(name, content)}
+            data["files"][file.name] = {"bytes": len(content), HASH: digest(content)}
         case "no file":
             victim = draw.choice([file, path, folder])
             outside = folder.parent.parent / "outside"
@@ -221,13 +220,13 @@ def spoil(folder: Path, draw: random.Random) -> str:
     return kind
 
 
-def digest(name: str, content: bytes) -> str:
+def digest(content: bytes) -> str:
     """As a manifest has it."""
 
     def read(start: int, into: memoryview) -> None:
         into[:] = content[start : start + len(into)]
 
-    return digest_of(name, len(content), 1 << 20, 1, read)
+    return digest_of(len(content), 1 << 20, 1, read)
 
 
 OPENED: list[str] = []

@@ -32,8 +32,8 @@ import torch
 from ports import free_port
 
 import plait
-from plait.checkpoint.folder import Folder, checkpoints, read_manifest
-from plait.checkpoint.stored import check_contents
+from plait.checkpoint.places import checkpoints
+from plait.checkpoint.stored import Checkpoint
 from plait.step import Engine
 
 OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir"}
@@ -100,7 +100,7 @@ def rank_main(folder: Path, notes: Path, trial: Trial, rank: int, port: int, tol
     model = torch.nn.Sequential(torch.nn.Linear(64, 1001), torch.nn.Linear(1001, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     engine = plait.Engine(model, comm, strategy="zero3", optimizer=optimizer)
-    if checkpoints(Folder(folder)):
+    if checkpoints(folder):
         step = plait.load(folder, engine).step
         found, expected = digest(engine), noted(notes).get(step)
         if found != expected:
@@ -170,11 +170,10 @@ def play(folder: Path, notes: Path, trial: Trial) -> list[int]:
 def newest(folder: Path) -> int:
     """The steps of the newest checkpoint, 0 where there is none; every one that is there is whole."""
     steps = [0]
-    for there in checkpoints(Folder(folder)):
-        manifest = read_manifest(there)
-        for name in manifest.files:
-            check_contents(there, name, manifest)
-        steps.append(manifest.step)
+    for there in checkpoints(folder):
+        saved = Checkpoint.find(there)
+        saved.check()
+        steps.append(saved.manifest.step)
     return steps[-1]
 
 
@@ -188,7 +187,7 @@ def main(folder: Path, kills: int, seed: int) -> None:
         if after < before:
             raise AssertionError(f"{trial}: the newest checkpoint was {before}, and is {after}")
         hidden = [entry.name for entry in folder.iterdir() if entry.name.startswith(".step")]
-        found = {"before": before, "after": after, "left": len(hidden), "whole": len(checkpoints(Folder(folder)))}
+        found = {"before": before, "after": after, "left": len(hidden), "whole": len(checkpoints(folder))}
         seconds = round(time.monotonic() - start, 1)
         print(json.dumps({**asdict(trial), **found, "statuses": statuses, "at": seconds}), flush=True)
         before = after

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 import plait
-from plait.checkpoint.huggingface import open_folder, write_folder
 from plait.comm import Comm
 from plait.run.commands.main import main
+from plait.run.formats.huggingface import open_folder, write_folder
 from plait.run.models import hf
 from plait.run.models.pretrained import Pretrained
 from plait.step import Engine, empty_parameters

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 import plait
-from plait.checkpoint.folder import Folder, read_manifest
 from plait.checkpoint.manifest import signed
-from plait.checkpoint.stored import check_contents
-from plait.checkpoint.writing import write_tensors
+from plait.checkpoint.stored import Checkpoint
+from plait.checkpoint.writing import write_tensor_file
 from plait.comm import Comm, run
 from plait.step import Engine
 from plait.table.mesh import Mesh
@@ -94,13 +93,13 @@ def test_the_one_before_loads(copied: Path) -> None:
 def test_a_checkpoint_that_retention_removes_while_it_is_read_is_said_to_be(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    older, read = copied / "step-000001", plait.checkpoint.load.check_contents
+    older, read = copied / "step-000001", Checkpoint.check_file
 
-    def late(folder: Any, *more: Any) -> None:
+    def late(self: Checkpoint, *more: Any) -> None:
         shutil.rmtree(older, ignore_errors=True)
-        read(folder, *more)
+        read(self, *more)
 
-    monkeypatch.setattr("plait.checkpoint.load.check_contents", late)
+    monkeypatch.setattr(Checkpoint, "check_file", late)
     with pytest.raises(ValueError, match=r"step-000001' was removed by retention .* the newest is '.*step-000002'"):
         run(Mesh(), lambda comm: plait.load(older, build(comm)))
 
@@ -156,8 +155,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_offered(damage: str, 
 
 def flip(folder: Path, flips: int, seed: int) -> None:
     """One engine after the other would take minutes; this is what each load asks first."""
-    here, draw = Folder(folder), random.Random(seed)
-    manifest = read_manifest(here)
+    draw, saved = random.Random(seed), Checkpoint.find(folder)
     for _ in range(flips):
         path = folder / draw.choice(FILES)
         data = path.read_bytes()
@@ -165,7 +163,7 @@ def flip(folder: Path, flips: int, seed: int) -> None:
         changed[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         path.write_bytes(changed)
         with pytest.raises(ValueError, match=path.name):
-            check_contents(here, path.name, manifest) if path.name in manifest.files else read_manifest(here)
+            saved.check_file(path.name) if path.name in saved.manifest.files else Checkpoint.find(folder)
         path.write_bytes(data)
 
 
@@ -339,7 +337,7 @@ def test_what_cannot_be_saved_leaves_what_was_there(copied: Path, monkeypatch: p
     raises_together(saver(spoil), "not finite")
     raises_together(saver(go, extra={"a": {1, 2}}), "builtins.set cannot be saved")
     raises_together(saver(lambda engine: engine.model(torch.ones(2, 5))), "in the middle of a step")
-    original = write_tensors
+    original = write_tensor_file
     for broken in range(3):
 
         def failing(path: Any, tensors: Any, broken: int = broken) -> Any:
@@ -348,15 +346,15 @@ def test_what_cannot_be_saved_leaves_what_was_there(copied: Path, monkeypatch: p
                 raise OSError(28, "No space left on device")
             return original(path, tensors)
 
-        monkeypatch.setattr("plait.checkpoint.writing.write_tensors", failing)
+        monkeypatch.setattr("plait.checkpoint.writing.write_tensor_file", failing)
         raises_together(saver(go), "No space left on device")
         assert whole(copied) == before
-    monkeypatch.setattr("plait.checkpoint.writing.write_tensors", original)
+    monkeypatch.setattr("plait.checkpoint.writing.write_tensor_file", original)
 
-    def no_manifest(partial: Any, manifest: Any) -> None:
-        raise OSError(5, "Input/output error", str(partial))
+    def no_manifest(*_: Any) -> None:
+        raise OSError(5, "Input/output error", "manifest.json")
 
-    monkeypatch.setattr("plait.checkpoint.writing.publish", no_manifest)
+    monkeypatch.setattr("plait.checkpoint.folder.Folder.publish", no_manifest)
     raises_together(saver(go), "Input/output error")
     assert whole(copied) == before
     monkeypatch.undo()

@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import plait
-from plait.checkpoint.dcp import export_dcp, import_dcp
-from plait.checkpoint.saved import Saved
+from plait.checkpoint.stored import Checkpoint
 from plait.comm import Comm, run
 from plait.run.commands.main import main
+from plait.run.formats.dcp import export_dcp, import_dcp
 from plait.table.mesh import Mesh
 
 
@@ -86,7 +86,7 @@ def test_every_form_is_the_same_run(form: str, ranks: int, tmp_path: Path) -> No
     plain = Plain()
     theirs = save(tmp_path / "theirs", FORMS[form](plain))
     folder = import_dcp(theirs, tmp_path / "run", ranks=ranks)
-    assert not Saved.find(folder).damages() and len(list(Path(str(folder)).glob("*.safetensors"))) == ranks
+    assert not Checkpoint.find(folder).damages() and len(list(Path(str(folder)).glob("*.safetensors"))) == ranks
     for extra, step, model, optimizer in loaded(tmp_path / "run"):
         assert step == 2 and not differences(extra, {"epoch": 7, "t": torch.ones(2, 3)})
         assert not differences(model, dict(plain.model.state_dict()))
@@ -116,7 +116,7 @@ def test_what_is_not_understood_is_named_and_can_be_left_out(
     assert (
         main([*words, str(tmp_path / "run"), "--without", "own.clock", "lr", "t", "--step", "41", "--seed", "5"]) == 0
     )
-    saved = Saved.find(tmp_path / "run")
+    saved = Checkpoint.find(tmp_path / "run")
     assert saved.manifest.step == 41 and theirs.exists()
     values = saved.values(saved.tensors)
     assert values["extra"] == {"epoch": 7, "own": {"kept": 3}} and values["run"]["seed"] == 5
@@ -143,7 +143,7 @@ def test_other_folders_are_refused(state: Any, says: str, tmp_path: Path) -> Non
 def test_complex_tensors_come_and_go(dtype: torch.dtype, tmp_path: Path) -> None:
     values = {"a": torch.arange(6).view(2, 3).to(dtype) * (1 + 2j), "b": torch.tensor(3j, dtype=dtype)}
     import_dcp(save(tmp_path / "theirs", values), tmp_path / "run")
-    export_dcp(Saved.find(tmp_path / "run"), tmp_path / "again")
+    export_dcp(Checkpoint.find(tmp_path / "run"), tmp_path / "again")
     back = {"model": {name: torch.zeros_like(value) for name, value in values.items()}}
     dcp.load(back, checkpoint_id=tmp_path / "again", no_dist=True)
     assert all(torch.equal(back["model"][name], values[name]) for name in values)
@@ -162,7 +162,7 @@ def test_a_model_alone_is_a_model(tmp_path: Path) -> None:
     import_dcp(save(tmp_path / "theirs", model.state_dict()), tmp_path / "run")
     other = nn.Linear(3, 5)
     plait.run_threads("shard=2", lambda comm: plait.load(tmp_path / "run", plait.Engine(copy.deepcopy(other), comm)))
-    saved = Saved.find(tmp_path / "run")
+    saved = Checkpoint.find(tmp_path / "run")
     assert saved.manifest.step == 0 and saved.values(saved.tensors) == {
         "optimizer": None,
         "run": {"step": 0, "seed": 0, "loss_scale": None},
@@ -182,7 +182,7 @@ def test_torch_reads_what_is_exported(tmp_path: Path) -> None:
         return training.state()
 
     (model, ema, optimizer, step, schedule, decay), *_ = run(Mesh.parse(LAYOUTS["pipe"][0]), body, deadline=60)
-    saved = Saved.find(tmp_path / "run")
+    saved = Checkpoint.find(tmp_path / "run")
     export_dcp(saved, tmp_path / "theirs", ties={"head.weight": "embed.weight"})
     assert sorted(file.name for file in tmp_path.iterdir()) == ["run", "theirs"]
     schedule["milestones"] = {

@@ -14,9 +14,9 @@ from ports import free_port
 from run_cases import LAYOUTS, Training, differences
 
 import plait
-from plait.checkpoint.dcp import export_dcp, import_dcp
-from plait.checkpoint.saved import Saved
+from plait.checkpoint.stored import Checkpoint
 from plait.comm import Comm, run
+from plait.run.formats.dcp import export_dcp, import_dcp
 from plait.table.mesh import Mesh
 
 RANKS = Path(__file__).with_name("fsdp2_ranks.py")
@@ -74,5 +74,5 @@ def test_what_plait_saves_is_read_by_fsdp2(where: str, ranks: int, tmp_path: Pat
 
     whole, *_ = run(Mesh.parse(LAYOUTS[where][0]), body, deadline=60)
     torch.save(whole, tmp_path / "whole")
-    export_dcp(Saved.find(tmp_path / "run"), tmp_path / "theirs", ties={"head.weight": "embed.weight"})
+    export_dcp(Checkpoint.find(tmp_path / "run"), tmp_path / "theirs", ties={"head.weight": "embed.weight"})
     assert "differences: []" in fsdp2(ranks, "load", tmp_path / "theirs", tmp_path / "whole")

@@ -16,7 +16,6 @@ from torch import nn
 
 import plait
 from plait.checkpoint import writing
-from plait.checkpoint.storage import Storage
 from plait.comm import Comm, run
 from plait.step import Engine
 from plait.table.mesh import AXES, Mesh
@@ -136,9 +135,9 @@ def test_a_folder_that_has_vanished(tmp_path: Path, background: bool) -> None:
 
 @pytest.mark.parametrize("rank", range(3))
 def test_a_folder_that_vanishes_while_it_is_written(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, gone = writing.write_tensors, threading.Event()
+    original, gone = writing.write_tensor_file, threading.Event()
 
-    def late(place: Storage, tensors: Any) -> Any:
+    def late(place: Any, tensors: Any) -> Any:
         path = Path(str(place))
         if path.name == f"rank-{rank:05d}.safetensors" and "step-000002" in path.parent.name:
             path.parent.rename(away := tmp_path.with_name(f"{tmp_path.name}-away"))  # at once: others write into it
@@ -146,7 +145,7 @@ def test_a_folder_that_vanishes_while_it_is_written(rank: int, tmp_path: Path, m
             gone.set()
         return original(place, tensors)
 
-    monkeypatch.setattr("plait.checkpoint.writing.write_tensors", late)
+    monkeypatch.setattr("plait.checkpoint.writing.write_tensor_file", late)
 
     def body(comm: Comm) -> Any:
         saver = plait.Saver(tmp_path, build(comm))

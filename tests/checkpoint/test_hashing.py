@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 from blake3 import blake3
 
-from plait.checkpoint.hashing import HASHES, PART, TODAY, Hasher, digest_of, threads_for
+from plait.checkpoint.hashing import PART, Hasher, digest_of, threads_for
 
 SIZES = (0, 1, PART - 1, PART, PART + 1, 3 * PART + 5)
 CONTENT = random.Random(0).randbytes(max(SIZES))
@@ -33,7 +33,7 @@ def test_writers_and_readers_make_the_same_digest(size: int) -> None:
     content = CONTENT[:size]
     expected = naive(content)
     for chunk, threads in product((1 << 20, PART, 3 * PART // 2), (1, 2, 3, 8)):
-        read = digest_of(TODAY, size, chunk, threads, partial(read_from, content))
+        read = digest_of(size, chunk, threads, partial(read_from, content))
         assert read == expected, (chunk, threads)
     for block in (PART - 7, PART, 2 * PART + 1):
         hasher = Hasher()
@@ -48,19 +48,11 @@ def test_every_byte_and_the_order_of_the_parts_count() -> None:
     for at in changed:
         content[at] ^= 1
         damaged = bytes(content)
-        seen.add(digest_of(TODAY, len(damaged), 1 << 20, 2, partial(read_from, damaged)))
+        seen.add(digest_of(len(damaged), 1 << 20, 2, partial(read_from, damaged)))
         content[at] ^= 1
     swapped = content[PART : 2 * PART] + content[:PART] + content[2 * PART :]
     seen |= {naive(bytes(content)), naive(bytes(swapped))}
     assert len(seen) == len(changed) + 2
-
-
-@pytest.mark.parametrize("kind", [kind for kind, one in HASHES.items() if one.part is None])
-def test_earlier_formats_have_the_digest_of_one_stream(kind: str) -> None:
-    for size in (0, 1, PART + 1):
-        content = CONTENT[:size]
-        read = digest_of(kind, size, 1 << 20, 4, partial(read_from, content))
-        assert read == HASHES[kind].new(content).hexdigest()
 
 
 def test_an_error_of_any_thread_is_raised_and_no_further_part_begins() -> None:
@@ -73,7 +65,7 @@ def test_an_error_of_any_thread_is_raised_and_no_further_part_begins() -> None:
         time.sleep(0.05)
 
     with pytest.raises(OSError, match="a bad sector"):
-        digest_of(TODAY, 64 * PART, PART, 2, read)
+        digest_of(64 * PART, PART, 2, read)
     assert len(begun) < 8
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("plait.hash")]
 

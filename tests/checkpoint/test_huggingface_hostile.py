@@ -16,9 +16,9 @@ import torch
 from hostile import changed, changed_text, header_of, with_header
 from torch import Tensor, nn
 
-from plait.checkpoint.huggingface import copied_files, open_folder, write_model, write_tensors
 from plait.comm import Comm, run
 from plait.messages.ended import OtherRankError
+from plait.run.formats.huggingface import copied_files, open_folder, write_model, write_tensors
 from plait.run.models.pretrained import Pretrained
 from plait.step import Engine, empty_parameters
 from plait.table.mesh import Mesh
@@ -116,7 +116,7 @@ HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
     "longer": (lambda f: os.truncate(f / FILES[0], 1 << 40), "its tensors end at byte"),
     "swapped": (swapped, "and it is not"),
     "in two files": (lambda f: (f / FILES[1]).write_bytes((f / FILES[0]).read_bytes()), "drop one"),
-    "twice in a header": (twice, "stands twice"),
+    "twice in a header": (twice, "occurs twice"),
     "negative": (entry(shape=[-3, -5]), "not a dtype, a shape and as many bytes"),
     "giant": (entry(shape=[1 << 40, 1 << 40]), "not a dtype, a shape and as many bytes"),
     "giant offsets": (entry(data_offsets=[0, 1 << 62]), "not a dtype, a shape and as many bytes"),

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import plait
 from plait.checkpoint import tensor_file
-from plait.checkpoint.huggingface import FolderWeights, open_folder
 from plait.comm import Comm
+from plait.run.formats.huggingface import FolderWeights, open_folder
 from plait.run.models.pretrained import Pretrained
 from plait.step import Engine, empty_parameters
 from plait.table.cells import find_strategy

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.checkpoint.huggingface import open_folder, write_folder, write_tensors
 from plait.comm import Comm
+from plait.run.formats.huggingface import open_folder, write_folder, write_tensors
 from plait.run.models import hf
 from plait.run.models.pretrained import Pretrained
 from plait.step import Engine, empty_parameters

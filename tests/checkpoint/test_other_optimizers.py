@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import plait
-from plait.checkpoint.examine import differences
-from plait.checkpoint.saved import Saved, reshard
+from plait.checkpoint.stored import Checkpoint
 from plait.comm import Comm
+from plait.run.formats.differences import differences
+from plait.run.formats.rewrite import reshard
 
 OPTIMIZERS = torch.optim
 
@@ -133,9 +134,9 @@ def test_complex_tensors_are_saved_cut_anew_compared_and_loaded_to_the_bit(dtype
         assert extra == -1j and extra.dtype == dtype
         return engine.full_state_dict(), engine.optimizer_state_dict()
 
-    first, saved = plait.run_threads("shard=3", straight)[0], Saved.find(tmp_path)
-    again = Saved.find(reshard(saved, tmp_path / "again", 2))
+    first, saved = plait.run_threads("shard=3", straight)[0], Checkpoint.find(tmp_path)
+    again = Checkpoint.find(reshard(saved, tmp_path / "again", 2))
     assert not list(differences(saved, again))
     assert not state_differences(plait.run_threads("shard=2", resumed)[:1], [first])
     plait.run_threads("shard=2", lambda comm: plait.save(tmp_path / "other", engine_of(comm)))
-    assert {one.name for one in differences(again, Saved.find(tmp_path / "other"))} >= {"model/weight"}
+    assert {one.name for one in differences(again, Checkpoint.find(tmp_path / "other"))} >= {"model/weight"}

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from blake3 import blake3
 from run_cases import LAYOUTS, Training, differences
 from torch import nn
 
 import plait
 from plait.checkpoint.folder import OpenFile
-from plait.checkpoint.hashing import TODAY
-from plait.checkpoint.manifest import signed
 from plait.checkpoint.snapshot import LateCopy
 from plait.comm import Comm, run
 from plait.comm.thread import ThreadWorld
@@ -158,42 +152,6 @@ def test_a_rank_reads_its_own_bytes_once_beside_those_that_it_verifies(
     headers = 2 * sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files if "rank" in file.name)
     whole = sum(file.stat().st_size for file in files)
     assert whole + sum(own) <= sum(count) <= whole + sum(own) + len(own) * headers
-
-
-@pytest.mark.parametrize(("number", "name", "new"), [(1, "sha256", hashlib.sha256), (2, "blake3", blake3)])
-def test_a_checkpoint_of_an_earlier_format_is_read_and_its_damage_seen(
-    tmp_path: Path, number: int, name: str, new: Callable[[bytes], Any]
-) -> None:
-    """Its files' hashes were of one stream."""
-
-    def body(comm: Comm) -> Any:
-        training = Training.begin(comm, "zero3")
-        training.go(0, 2)
-        training.save(tmp_path)
-        comm.barrier(AXES)
-        if not comm.rank:
-            path = tmp_path / "step-000002" / "manifest.json"
-            data = json.loads(path.read_text())
-            data["format"] = number
-            data["values"]["dict"] = [item for item in data["values"]["dict"] if item[0] != "optimizer_classes"]
-            for own, file in data["files"].items():
-                assert file.pop(TODAY)
-                file[name] = new((path.parent / own).read_bytes()).hexdigest()
-            path.write_text(signed(json.dumps(data)))
-        comm.barrier(AXES)
-        before = training.state()
-        training.go(2, 3)
-        training.load(tmp_path)
-        assert not differences(training.state(), before)
-        comm.barrier(AXES)
-        if not comm.rank:
-            file = tmp_path / "step-000002" / "rank-00001.safetensors"
-            file.write_bytes(file.read_bytes()[:-1] + b"\xff")
-        comm.barrier(AXES)
-        with pytest.raises((ValueError, RuntimeError), match=rf"its digest \({name}\) is another"):
-            training.load(tmp_path)
-
-    run(mesh("zero3"), body, deadline=30)
 
 
 def test_the_average_of_another_engine_is_refused(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import plait
-from plait.checkpoint.huggingface import open_folder, write_folder
 from plait.comm import Comm
+from plait.run.formats.huggingface import open_folder, write_folder
 from plait.run.models import hf
 from plait.run.models.pretrained import Pretrained
 

@@ -13,8 +13,9 @@ from run_cases import differences
 from torch import nn
 
 import plait
-from plait.checkpoint.folder import CHECKPOINTS, Folder, all_of, checkpoints, find, place
+from plait.checkpoint.folder import Folder
 from plait.checkpoint.objects import Objects, OpenObject
+from plait.checkpoint.places import CHECKPOINTS, all_of, checkpoints, find, place
 from plait.checkpoint.tensor_file import TensorFile, safetensors_header
 from plait.comm import Comm, run
 from plait.step import Engine
@@ -232,17 +233,16 @@ def test_a_block_is_read_as_the_same_bytes_whatever_lies_between(
     monkeypatch.setattr(Folder, "gap", gap)
     monkeypatch.setattr(Folder, "chunk", 100)
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    header, _, _ = safetensors_header({"w": (shape, whole.dtype)}, {"w": whole.nbytes})
+    header, _, _ = safetensors_header({"w": (shape, whole.dtype)})
     path = tmp_path / "w.safetensors"
     path.write_bytes(header + whole.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     file = TensorFile(Folder(path))
     ends = [[(0, size), (1, size - 1), (size - 1, size), (2, 2)] for size in shape]
-    with file.opened() as tensors:
-        for number in range(4 ** len(shape)):
-            region = tuple(one[number // 4**dim % 4] for dim, one in enumerate(ends))
-            read = torch.full([stop - start for start, stop in region], -1.0)
-            tensors.read("w", region, read)
-            assert torch.equal(read, whole[tuple(slice(*pair) for pair in region)]), region
+    for number in range(4 ** len(shape)):
+        region = tuple(one[number // 4**dim % 4] for dim, one in enumerate(ends))
+        read = torch.full([stop - start for start, stop in region], -1.0)
+        file.fill("w", region, read)
+        assert torch.equal(read, whole[tuple(slice(*pair) for pair in region)]), region
 
 
 def test_a_rank_reads_the_bytes_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

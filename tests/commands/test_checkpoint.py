@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.checkpoint import saved as storing
+from plait.checkpoint import stored as storing
 from plait.checkpoint.manifest import signed
-from plait.checkpoint.saved import Saved, Whole, write_checkpoint
+from plait.checkpoint.stored import Checkpoint, Stored
 from plait.comm import Comm, run
 from plait.run.commands.main import main
+from plait.run.formats.rewrite import write_checkpoint
 from plait.step import Engine
 from plait.table.layout import Region
 from plait.table.mesh import Mesh
@@ -93,10 +94,9 @@ def test_show_says_what_there_is(saved: Path, capsys: pytest.CaptureFixture[str]
 def test_nothing_that_a_terminal_obeys_is_printed(
     saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    whole = Saved.find(saved)
-    named = replace(whole.manifest, values=whole.manifest.values)
+    whole = Checkpoint.find(saved)
     tensors = whole.tensors | {f"{NASTY}/{name}": tensor for name, tensor in whole.tensors.items()}
-    write_checkpoint(tmp_path / "nasty", named, tensors, 2)
+    write_checkpoint(tmp_path / "nasty", 2, whole.manifest.values, tensors, 2)
     nasty = tmp_path / "nasty"
     for words in (("show", nasty), ("diff", nasty, saved), ("show", tmp_path / NASTY), ("verify", nasty)):
         if words[0] == "verify":
@@ -137,7 +137,7 @@ def test_verify_names_each_damaged_file_and_its_tensors(
 def test_diff_finds_every_element_and_value(saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert call("diff", saved, saved / "step-000002") == 0
     assert "the same, " in capsys.readouterr().out
-    whole = Saved.find(saved)
+    whole = Checkpoint.find(saved)
     weight = whole.tensors["model/0.weight"].read(((0, 23), (0, 5)))
     weight[3, 2] += 0.25
     weight[22, 4] = float("nan")
@@ -148,7 +148,7 @@ def test_diff_finds_every_element_and_value(saved: Path, capsys: pytest.CaptureF
     tensors["ema/0.bias"] = of(torch.ones(22))
     tensors["value/0"] = of(torch.tensor([0, 1, 5, 3]))
     text = json.dumps(whole.manifest.values).replace("0.03", "0.02").replace("2.5", "-0.0")
-    write_checkpoint(tmp_path, replace(whole.manifest, values=json.loads(text)), tensors, 1)
+    write_checkpoint(tmp_path, 2, json.loads(text), tensors, 1)
     assert call("diff", saved, tmp_path, "--json", tmp_path / "found") == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith(f"{len(lines) - 1} differences: ")
@@ -171,11 +171,11 @@ def test_diff_finds_every_element_and_value(saved: Path, capsys: pytest.CaptureF
     assert "optimizer.param_groups[0].lr: value: 0.03 and 0.02" in lines
 
 
-def of(tensor: Tensor) -> Whole:
-    def read(region: Region) -> Tensor:
-        return tensor[tuple(slice(*ends) for ends in region)].clone()
+def of(tensor: Tensor) -> Stored:
+    def fill(region: Region, into: Tensor) -> None:
+        into.copy_(tensor[tuple(slice(*ends) for ends in region)])
 
-    return Whole(tensor.dtype, tuple(tensor.shape), read)
+    return Stored(tensor.dtype, tuple(tensor.shape), fill)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5, 40])
@@ -188,7 +188,7 @@ def test_reshard_is_the_same_in_other_files(
     folder = tmp_path / "out" / "step-000002"
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) == ranks and call("verify", tmp_path / "out") == call("diff", saved, folder) == 0
-    sizes = Saved.find(folder).manifest.files.values()
+    sizes = Checkpoint.find(folder).manifest.files.values()
     assert len({size.digest for size in sizes}) == ranks or ranks == 40, "some have nothing"
     assert call("reshard", saved, tmp_path / "out") == 2, "never overwritten"
     (tmp_path / "out" / "step-000002" / files[0].name).write_bytes(b"")
@@ -199,19 +199,18 @@ def test_reshard_is_the_same_in_other_files(
 
 def test_a_block_is_in_memory_at_a_time(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    whole = Saved.find(saved)
+    whole = Checkpoint.find(saved)
 
-    def counted(tensor: Whole) -> Whole:
-        def read(region: Region) -> Tensor:
-            block = tensor.read(region)
-            sizes.append(block.nbytes)
-            return block
+    def counted(tensor: Stored) -> Stored:
+        def fill(region: Region, into: Tensor) -> None:
+            tensor.fill(region, into)
+            sizes.append(into.nbytes)
 
-        return replace(tensor, read=read)
+        return replace(tensor, fill=fill)
 
-    blocks = Whole.blocks
-    monkeypatch.setattr(Whole, "blocks", lambda self, region, most=100: blocks(self, region, most))
-    write_checkpoint(tmp_path, whole.manifest, {name: counted(one) for name, one in whole.tensors.items()}, 2)
+    blocks = Stored.blocks
+    monkeypatch.setattr(Stored, "blocks", lambda self, region, most=100: blocks(self, region, most))
+    write_checkpoint(tmp_path, 2, whole.manifest.values, {name: counted(one) for name, one in whole.tensors.items()}, 2)
     assert max(sizes) == 100 and len(sizes) > 30
     assert call("diff", saved, tmp_path) == 0
     assert storing.BLOCK == 1 << 24

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from plait.checkpoint.files.reading import LARGEST_TEXT, read_file, read_text
-from plait.checkpoint.huggingface import open_folder
 from plait.run.config import TrainConfig, from_toml, read_schedule, validate
 from plait.run.data.text import load_text
+from plait.run.formats.huggingface import open_folder
 from plait.run.job.own import load_job
 
 ODD: dict[str, Callable[[Path], object]] = {

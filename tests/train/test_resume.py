@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from plait.checkpoint import as_saved
-from plait.checkpoint.folder import checkpoints
+from plait.checkpoint.places import checkpoints
 from plait.run.commands.main import main
 from plait.run.job.own import load_job
+from plait.run.train.as_saved import check_as_saved
 from plait.step import Engine
 
 SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--kv-heads", "1", "--length", "12", "--batch", "7"]
@@ -281,7 +281,7 @@ def test_what_a_load_leaves_out_is_found_before_the_next_step(
                     engine.optimizer.param_groups[0]["eps"] = 2e-8
                 case "a state":
                     engine.optimizer.state[piece.view]["exp_avg"].zero_()
-        return as_saved.check_as_saved(path, engine, **options)
+        return check_as_saved(path, engine, **options)
 
     monkeypatch.setattr("plait.run.train.resume.check_as_saved", altered)
     given = ["train", "--world", "thread", *SIZES, *RATES, "--data", text, *SAME, "--out", str(stopped)]

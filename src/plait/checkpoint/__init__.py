@@ -1,31 +1,20 @@
-"""Models and runs on disk.
-
-huggingface.py   Hugging Face folders: each rank reads only the rows that it keeps; rank 0 writes, tensor by tensor
+"""Runs on disk.
 
 save.py          ``plait.save``, ``plait.Saver``: a checkpoint, of which each rank writes its pieces     start here
-snapshot.py      what a rank has of it, and copies, so that weights may change at once
-writing.py       a rank's thread: its file, a note of it; the manifest of all notes
-retention.py     which old checkpoints go, and when
+snapshot.py      a rank's pieces, and copies of them, so that weights may change at once
+writing.py       a rank's thread: its file, a note about it; the manifest of all notes
+retention.py     removal of old checkpoints
 load.py          ``plait.load``: into any layout, each rank reads its regions
-as_saved.py      after a load: every piece compared with what lies in the files
-storage.py       what saving and loading ask of a place
-same_folder.py   whether all hosts see the same folder
-folder.py        a place on a file system: folders that are whole or not there
+fits.py          a checkpoint against an engine: nothing is lost, nothing is left over
+places.py        the place that a path or URL names, and the checkpoints in it
+same_folder.py   a check that all hosts see the same folder
+folder.py        a place on a file system: folders that are complete or absent
 objects.py       a place under a URL, where nothing can be renamed
-hashing.py       what a file is known by, taken by any number of threads
-manifest.py      what a checkpoint says of itself, checked field by field
+hashing.py       digests of files, by any number of threads
+manifest.py      a checkpoint's description, checked field by field
 values.py        numbers, strings, lists, dicts as JSON and back
-complete.py      what is lost between a save and a load is refused
-stored.py        tensors in a checkpoint's files, read region by region
-tensor_file.py   a safetensors file, read by ranges of bytes
-
-saved.py         a checkpoint without an engine: read by blocks, verified, written anew in other files
-examine.py       where two checkpoints differ
-export.py        a checkpoint as a Hugging Face folder
-dcp.py           folders of torch.distributed.checkpoint, to plait and back
-distcp.py        what such a folder has, read without running anything
-pickled.py       a pickle read as data
-stateful.py      ``plait.Checkpointed``: a run for torch.distributed.checkpoint
+stored.py        a checkpoint that is open: its tensors, read region by region; its files, verified
+tensor_file.py   a safetensors file, read by ranges of bytes, written in one pass
 
 files/           how files from outside are read, and how results are written
 """

@@ -1,95 +1,68 @@
-"""What a file is known by: the digest of its parts' digests, so that any number of threads can take it, in any order.
+"""Digests of files, taken part by part, so that any number of threads can share a file.
 
     file      | 16 MiB | 16 MiB | rest |
-    digests       d0       d1      d2        each by whichever thread is free
+    digests       d0       d1      d2        each taken by any free thread
     digest      BLAKE3 of d0 d1 d2, end to end
 
-The parts have a fixed size, so the digest does not say how many threads there were.  Earlier formats took a file as
-one stream, which is the same with one part of any size, whose digest is the file's.
-
-BLAKE3's own threads come from a pool that a fork leaves behind, where a second process would wait for them for ever;
-those of here end with the call.
+The parts have a fixed size, so the digest does not depend on the number of threads.  BLAKE3's own threads
+would survive a fork as a pool that no longer works, so each call here starts its own.
 """
 
-import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from blake3 import blake3
 
 PART = 1 << 24
-"""Bytes of a part: few enough that the threads end together, and enough that starting them is nothing."""
+"""Bytes of a part: small enough for even work, large enough to hide the cost of a thread."""
 MOST_THREADS = 8
-"""A file system gives no more to more of them."""
+"""File systems gain nothing from more."""
 
 
-@dataclass(frozen=True)
-class Hash:
-    """How a file's digest is made."""
-
-    new: Callable[..., Any]
-    """Of hashlib's kind."""
-    part: int | None
-    """Bytes; None for a file that is one stream."""
-
-    def of(self, digests: Sequence[Any]) -> str:
-        """The file's digest, given those of its parts."""
-        if self.part is None:
-            (only,) = digests
-            return str(only.hexdigest())
-        return str(self.new(b"".join(one.digest() for one in digests)).hexdigest())
+HASH = "blake3 of 16 MiB parts"
+"""The hash's name in a manifest."""
 
 
-HASHES: Mapping[str, Hash] = {
-    "blake3 of 16 MiB parts": Hash(blake3, PART),
-    "blake3": Hash(blake3, None),
-    "sha256": Hash(hashlib.sha256, None),
-}
-"""What files are hashed with: the first one today, the second in format 2, the third in format 1."""
-TODAY = next(iter(HASHES))
+def _joined(digests: Sequence[Any]) -> str:
+    """The file's digest from its parts' digests."""
+    return str(blake3(b"".join(one.digest() for one in digests)).hexdigest())
 
 
 class Hasher:
-    """Today's digest of bytes that come one after the other."""
+    """The digest of a stream of bytes."""
 
     def __init__(self) -> None:
-        self._hash = HASHES[TODAY]
-        self._parts = [self._hash.new()]
+        self._parts = [blake3()]
         self._room = PART
 
     def update(self, data: bytes | memoryview) -> None:
-        """The next bytes."""
+        """Adds bytes."""
         left = memoryview(data).cast("B")
         while left:
             if not self._room:
-                self._parts.append(self._hash.new())
+                self._parts.append(blake3())
                 self._room = PART
             here, left = left[: self._room], left[self._room :]
             self._parts[-1].update(here)
             self._room -= len(here)
 
     def hexdigest(self) -> str:
-        """Of all that came."""
-        return self._hash.of(self._parts)
+        """The digest of all bytes so far."""
+        return _joined(self._parts)
 
 
-def digest_of(kind: str, size: int, chunk: int, threads: int, read: Callable[[int, memoryview], None]) -> str:
-    """The digest of a file of ``size`` bytes.
+def digest_of(size: int, chunk: int, threads: int, read: Callable[[int, memoryview], None]) -> str:
+    """Hashes a file of ``size`` bytes in at most ``threads`` threads.
 
     Args:
-        kind: of ``HASHES``.
         chunk: bytes to read at a time.
-        threads: at most so many read and hash, each its own part.
-        read: fills a buffer with the bytes from a place on.
+        read: fills a buffer with the bytes from a position on.
     """
-    how = HASHES[kind]
-    part = how.part or max(size, 1)
 
     def one(begin: int) -> Any:
-        digest, end = how.new(), min(size, begin + part)
+        digest, end = blake3(), min(size, begin + PART)
         buffer = memoryview(bytearray(min(chunk, end - begin)))
         for start in range(begin, end, chunk):
             here = buffer[: end - start]
@@ -97,14 +70,14 @@ def digest_of(kind: str, size: int, chunk: int, threads: int, read: Callable[[in
             digest.update(here)
         return digest
 
-    begins = range(0, max(size, 1), part)
+    begins = range(0, max(size, 1), PART)
     if min(threads, len(begins)) < 2:
-        return how.of([one(begin) for begin in begins])
+        return _joined([one(begin) for begin in begins])
     with ThreadPoolExecutor(min(threads, len(begins)), "plait.hash") as pool:
-        return how.of(list(pool.map(one, begins)))  # where one raises, those that have not begun do not
+        return _joined(list(pool.map(one, begins)))  # an error cancels the parts that have not begun
 
 
 def threads_for(ranks: int) -> int:
-    """How many threads each of so many processes of this machine may have without being in the others' way."""
+    """Threads for each of ``ranks`` processes on this machine, so that they share its cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST_THREADS, cores // ranks))

@@ -1,15 +1,14 @@
-"""What a checkpoint says of itself: one JSON file, read by one rank, checked field by field before anything is opened.
+"""A checkpoint's description: one JSON file, checked field by field before any other file is opened.
 
     {"sha256":  of all that follows,
      "format": 4, "id": "9f3c...", "step": 123,
      "files":   {"rank-00000.safetensors": {"bytes": 4096, "blake3 of 16 MiB parts": "..."}, ...},
      "tensors": {"model/blocks.0.weight": {"dtype": "float32", "shape": [4, 8], "pieces":
                      [{"file": "rank-00000.safetensors", "key": "3", "region": [[0, 2], [0, 8]]}, ...]}, ...},
-     "values":  all that is no tensor: groups, counters, a user's own (see ``values``)}
+     "values":  everything that is no tensor: groups, counters, a user's own (see ``values``)}
 
-Nothing in it is a path: files have names of one form, in the manifest's own folder.  Nothing is allocated by what it
-says: sizes are held against those of the files.  Earlier formats hashed files in other ways (see ``hashing``), and
-did not name the classes of optimizers; they are read as this one.
+It has no paths: a file's name has one form, in the manifest's own folder.  Its sizes are checked against those of the
+files before anything is allocated.
 """
 
 import hashlib
@@ -25,34 +24,50 @@ from typing import Any
 
 import torch
 
-from plait.checkpoint.hashing import HASHES, TODAY
-from plait.checkpoint.tensor_file import SAVABLE, is_shape, is_size, parsed
+from plait.checkpoint.hashing import HASH
 from plait.table.layout import Region, extent
 
-FORMAT, READ_TOO = 4, (1, 2, 3)
+FORMAT = 4
 NAME = "manifest.json"
 FILE = re.compile(r"rank-[0-9]{5,9}(\.[0-9a-f]{1,32})?\.safetensors")
 LARGEST = 1 << 28
 """Bytes of a manifest."""
+DIMS, MOST = 64, 1 << 63
 MOST_CORNERS = 1 << 24
-"""Of the pieces of one tensor, over the dims along which they are cut."""
+"""Corners of one tensor's pieces, over the dims that are cut."""
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+"""Names of dtypes in safetensors."""
+
+REAL = {torch.complex128: torch.float64}
+"""Dtypes without such a name, stored as real ones with a last dim of 2."""
+SAVABLE = (*NAMES, *REAL)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAVABLE}
 _BEGIN = '{"sha256": "'
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file's size, and the hash of its bytes."""
+    """A file's size and digest."""
 
     bytes: int
     digest: str
-    hash: str = TODAY
-    """Of ``hashing.HASHES``."""
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A region of a whole tensor: where its values lie."""
+    """The file and key of one region of a tensor."""
 
     file: str
     key: str
@@ -61,7 +76,7 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A whole tensor, and the regions in which it was saved, which do not overlap."""
+    """A whole tensor, tiled by the regions of its pieces."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -70,67 +85,75 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's own description."""
+    """The contents of ``manifest.json``."""
 
     id: str
     step: int
     files: Mapping[str, StoredFile]
     tensors: Mapping[str, StoredTensor]
     values: Any
-    format: int = FORMAT
-    """In which it was read; it is written in the newest."""
 
     @cached_property
     def contents(self) -> Mapping[str, Sequence[tuple[str, StoredPiece]]]:
-        """For each file the pieces in it, with the names of the whole tensors."""
+        """The pieces in each file, with their tensors' names."""
         found: dict[str, list[tuple[str, StoredPiece]]] = {name: [] for name in self.files}
         for name, tensor in self.tensors.items():
             for piece in tensor.pieces:
                 found[piece.file].append((name, piece))
         return found
 
-    def text(self) -> str:
-        """As JSON; floats keep every bit."""
-        tensors = {
-            name: {
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": tensor.shape,
-                "pieces": [vars(p) for p in tensor.pieces],
-            }
-            for name, tensor in self.tensors.items()
-        }
-        files = {name: {"bytes": file.bytes, file.hash: file.digest} for name, file in self.files.items()}
-        fields = {"format": FORMAT, "id": self.id, "step": self.step, "files": files, "tensors": tensors}
-        return signed(json.dumps({"sha256": "", **fields, "values": self.values}, allow_nan=False))
-
     @classmethod
     def parse(cls, text: str) -> "Manifest":
-        """Raises ValueError for anything that ``text`` does not write."""
+        """Reads ``text()``; ValueError for anything else."""
         if text != signed(text):
             raise ValueError("it is not what was written: its SHA-256 is another")
-        data = parsed(text)
-        match data:
-            case {"format": int(number)} if number not in (FORMAT, *READ_TOO):
-                raise ValueError(f"it has format {number}, and this plait reads formats up to {FORMAT}")
-            case {"sha256": _, "format": int(number), "id": str(own), "step": step, "files": dict(files),
-                  "tensors": dict(tensors), "values": values, **rest} if not rest and is_size(step):  # fmt: skip
+        match data := parsed(text):
+            case {"format": int(number)} if number != FORMAT:
+                raise ValueError(f"it has format {number}, and this plait reads format {FORMAT}")
+            case {"sha256": _, "format": int(), "id": str(own), "step": step, "files": dict(files),
+                  "tensors": dict(tensors), "values": values} if len(data) == 7 and is_size(step):  # fmt: skip
                 pass
             case _:
                 raise ValueError("it has not the fields format, id, step, files, tensors and values")
         known = {name: _file(name, file) for name, file in files.items()}
-        match values:
-            case {"dict": list(items)} if number < 4:
-                values = {"dict": [*items, ["optimizer_classes", None]]}
         stored = {name: _tensor(name, tensor, known) for name, tensor in tensors.items()}
-        read = cls(own, step, known, stored, values, number)
+        read = cls(own, step, known, stored, values)
         for file, pieces in read.contents.items():
             if len({piece.key for _, piece in pieces}) != len(pieces):
                 raise ValueError(f"two pieces are the same tensor of the file {file!r}")
         return read
 
 
+def entries_of(
+    file: str, size: int, digest: str, pieces: Iterable[tuple[str, torch.dtype, Sequence[int], Region]]
+) -> dict[str, Any]:
+    """A manifest's entries for a file whose pieces (name, dtype, whole shape, region) have their numbers as keys."""
+    tensors: dict[str, Any] = {}
+    for number, (name, dtype, shape, region) in enumerate(pieces):
+        kind = {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape), "pieces": []}
+        tensors.setdefault(name, kind)["pieces"].append({"file": file, "key": str(number), "region": region})
+    return {"files": {file: {"bytes": size, HASH: digest}}, "tensors": tensors}
+
+
+def manifest_text(own: str, step: int, parts: Iterable[Mapping[str, Any]], values: Any) -> str:
+    """The text of a manifest with the entries of all files; ValueError if they could not be read again."""
+    files: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
+    for part in parts:
+        files |= part["files"]
+        for name, one in part["tensors"].items():
+            known = tensors.setdefault(name, {**one, "pieces": []})
+            if (known["dtype"], known["shape"]) != (one["dtype"], one["shape"]):
+                raise ValueError(f"the ranks have different dtypes or shapes of {name!r}: {known} and {one}")
+            known["pieces"] += one["pieces"]
+    fields = {"format": FORMAT, "id": own, "step": step, "files": files, "tensors": tensors, "values": values}
+    text = signed(json.dumps({"sha256": "", **fields}, allow_nan=False))
+    Manifest.parse(text)
+    return text
+
+
 def signed(text: str) -> str:
-    """A manifest's text with the right SHA-256 in its beginning; ValueError where it begins otherwise."""
+    """A manifest's text with the right SHA-256 at its beginning; ValueError if it begins otherwise."""
     _, begin, rest = text.partition(_BEGIN)
     _, quote, rest = rest.partition('"')
     if not text.startswith(_BEGIN) or not quote:
@@ -140,10 +163,9 @@ def signed(text: str) -> str:
 
 def _file(name: str, given: Any) -> StoredFile:
     match given:
-        case {"bytes": size, **rest} if len(rest) == 1 and FILE.fullmatch(name) and is_size(size):
-            ((kind, digest),) = rest.items()
-            if kind in HASHES and isinstance(digest, str):
-                return StoredFile(size, digest, str(kind))
+        case {"bytes": size, **rest} if rest.keys() == {HASH} and FILE.fullmatch(name) and is_size(size):
+            if isinstance(digest := rest[HASH], str):
+                return StoredFile(size, digest)
     raise ValueError(f"the entry of the file {name[:80]!r} is not a size and a digest of a rank's file")
 
 
@@ -174,11 +196,10 @@ def _piece(
 
 
 def check_tiling(name: str, shape: tuple[int, ...], regions: Iterable[Region]) -> None:
-    """Raises ValueError where regions leave a gap, or overlap.
+    """Raises ValueError if regions leave a gap, or overlap.
 
-    They do neither where their corners cancel, each counted +1 or -1 by how many of its ends are upper ones, but for
-    those of the whole: the sum of all boxes less the whole is then constant, so zero.  It takes the time of one look at
-    each corner, whatever a manifest says.
+    They tile the shape if their corners cancel those of the whole, each counted +1 or -1 by its number of upper ends:
+    the sum of all boxes less the whole is then constant, so zero.  The time is linear in the number of corners.
     """
     boxes = [region for region in regions if math.prod(extent(region))]
     whole = tuple((0, size) for size in shape)
@@ -191,3 +212,38 @@ def check_tiling(name: str, shape: tuple[int, ...], regions: Iterable[Region]) -
             corners[tuple(box[dim][end] for dim, end in zip(cut, upper, strict=True))] += sign * (-1) ** sum(upper)
     if any(corners.values()):
         raise ValueError(f"the pieces of {name[:80]!r} overlap, or leave a gap")
+
+
+def in_file(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and shape of a tensor in a file."""
+    return (REAL[dtype], (*shape, 2)) if dtype in REAL else (dtype, shape)
+
+
+def parsed(text: str) -> Any:
+    """JSON; ValueError for a repeated name, NaN, or deep nesting."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_repetition, parse_constant=_refused)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) != len(pairs):
+        raise ValueError("a name occurs twice in one object")
+    return found
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def is_size(value: object) -> bool:
+    """True for a number of elements or bytes."""
+    return type(value) is int and 0 <= value < MOST
+
+
+def is_shape(value: object) -> bool:
+    """True for a list of sizes whose product is a size."""
+    if not isinstance(value, list) or len(value) > DIMS or not all(map(is_size, value)):
+        return False
+    return math.prod(value) < MOST

@@ -1,11 +1,11 @@
-"""Objects under a URL, which nothing can rename: a checkpoint is there when its manifest is.
+"""Objects under a URL, where nothing can be renamed: a checkpoint exists once its manifest does.
 
-    s3://bucket/run/step-000123/rank-00000.9f3c.safetensors    the save's id is in the name: no two saves share a file
-    s3://bucket/run/step-000123/manifest.json                  put last, as a whole
+    s3://bucket/run/step-000123/rank-00000.9f3c.safetensors    named after its save: no two saves share a file
+    s3://bucket/run/step-000123/manifest.json                  put last, atomically
     s3://bucket/run/latest                                     a line with its name, for scripts and people
 
-The stores are those of fsspec; each wants a package of its own (s3fs, gcsfs, adlfs).  What they list is asked anew
-each time, since other ranks write there too.
+The stores are those of fsspec, each from a package of its own (s3fs, gcsfs, adlfs).  Listings are never cached, since
+other ranks write there too.
 """
 
 import errno
@@ -16,20 +16,19 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, BinaryIO
 
-from plait.checkpoint.folder import STEP
+from plait.checkpoint.folder import LATEST, STEP, exists_already
 from plait.checkpoint.manifest import NAME
-from plait.checkpoint.storage import LATEST, Storage, exists_already
 
 PART = ".part"
-"""The end of a name until all of an object is there."""
+"""Suffix of an object that is not yet complete."""
 WRITTEN = re.compile(rf"rank-[0-9]+\.([0-9a-f]+\.)?(safetensors|json)({PART})?|{NAME}{PART}")
-"""What a save puts beside its manifest."""
+"""The files that a save writes, besides its manifest."""
 
 
 def place_of(url: str) -> "Objects":
-    """See ``folder.place``."""
+    """See ``places.place``."""
     if "::" in url:
-        raise ValueError(f"{url!r} is a chain of URLs: give the one that the files lie under")
+        raise ValueError(f"{url!r} is a chain of URLs: give the URL of the files themselves")
     try:
         store, path = import_module("fsspec.core").url_to_fs(url)
     except (ImportError, ValueError) as error:
@@ -40,8 +39,8 @@ def place_of(url: str) -> "Objects":
 
 
 @contextmanager
-def _told(url: str) -> Iterator[None]:
-    """Stores raise errors of many kinds."""
+def _as_os_error(url: str) -> Iterator[None]:
+    """Stores raise errors of many types."""
     try:
         yield
     except Exception as error:
@@ -49,14 +48,14 @@ def _told(url: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Objects(Storage):
-    """An object, or all that begin with a path."""
+class Objects:
+    """An object, or all objects below a path; the same methods as ``Folder``."""
 
     store: Any
     path: str
     url: str
     own: str = ""
-    """The id of a save; of a ``partial`` only."""
+    """The id of the save; only in a ``partial``."""
 
     gap = 1 << 20
     chunk = 1 << 24
@@ -73,14 +72,13 @@ class Objects(Storage):
         return self.path.rpartition("/")[2]
 
     def home(self) -> tuple["Objects", str]:
-        path, url = self.path.rpartition("/")[0], self.url.rpartition("/")[0]
-        return Objects(self.store, path, url), self.name
+        return Objects(self.store, self.path.rpartition("/")[0], self.url.rpartition("/")[0]), self.name
 
     def __truediv__(self, name: str) -> "Objects":
         return Objects(self.store, f"{self.path}/{name}", f"{self.url}/{name}")
 
     def names(self) -> list[str]:
-        with _told(self.url):
+        with _as_os_error(self.url):
             self.store.invalidate_cache()
             try:
                 return [path.rstrip("/").rpartition("/")[2] for path in self.store.ls(self.path, detail=False)]
@@ -89,7 +87,7 @@ class Objects(Storage):
 
     @contextmanager
     def opened(self) -> Iterator["OpenObject"]:
-        with _told(self.url):
+        with _as_os_error(self.url):
             self.store.invalidate_cache()
             try:
                 about = self.store.info(self.path)
@@ -101,16 +99,16 @@ class Objects(Storage):
 
     @contextmanager
     def created(self) -> Iterator[BinaryIO]:
-        with _told(self.url):
+        with _as_os_error(self.url):
             file = self.store.open(self.path, "wb")
         try:
             yield file
         finally:
-            with _told(self.url):
+            with _as_os_error(self.url):
                 file.close()
 
     def put(self, data: bytes) -> None:
-        with _told(self.url):  # not all stores put an object at once: fsspec's own of files does not
+        with _as_os_error(self.url):  # not every store puts atomically: fsspec's local one does not
             self.store.pipe_file(f"{self.path}{PART}", data)
             self.store.mv(f"{self.path}{PART}", self.path)
 
@@ -133,16 +131,16 @@ class Objects(Storage):
         for name in parent.names():
             if STEP.fullmatch(name) and NAME not in (inside := (folder := parent / name).names()):
                 folder._remove([file for file in inside if WRITTEN.fullmatch(file)])
-        with _told(self.url):
+        with _as_os_error(self.url):
             self.store.makedirs(self.path, exist_ok=True)
 
     def _remove(self, names: Sequence[str]) -> None:
-        with _told(self.url):
+        with _as_os_error(self.url):
             for name in names:
                 self.store.rm_file((self / name).path)
 
     def publish(self, manifest: str, files: Sequence[str]) -> "Objects":
-        """Another save in the same place, of a run that was taken for dead, may have removed these files."""
+        """Another save in the same place, which took this run for dead, may have removed the files."""
         there = self.names()
         if lost := [name for name in files if name not in there]:
             raise OSError(errno.ENOENT, "it is gone: another run saves in the same place", str(self / lost[0]))
@@ -165,7 +163,7 @@ class Objects(Storage):
 
 @dataclass(frozen=True)
 class OpenObject:
-    """An object of a known size; a ``storage.ByteSource``."""
+    """An object of a known size."""
 
     place: Objects
     size: int
@@ -174,7 +172,7 @@ class OpenObject:
         step = self.place.chunk
         for at in range(0, len(into), step):
             part = into[at : at + step]
-            with _told(self.place.url):
+            with _as_os_error(self.place.url):
                 data = self.place.store.cat_file(self.place.path, start=start + at, end=start + at + len(part))
             if len(data) != len(part):
                 raise OSError(f"{self.place.url!r} ends before byte {start + at + len(part)}")

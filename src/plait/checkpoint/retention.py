@@ -1,27 +1,26 @@
-"""Which checkpoints go: those beyond the newest few, once the newest one has been read back and is what was written.
+"""Removal of old checkpoints, once the newest one has been read back and has the right hashes.
 
     step-000100   step-000200   step-000300   step-000400      keep=2, step 400 has just been saved
-    goes          pinned        kept          verified         (step-000500 of another run, or `best`: not looked at)
+    removed       pinned        kept          verified         (step-000500 of another run, or `best`: left alone)
 
-What goes is renamed to a hidden name first, so a run that is killed leaves a checkpoint whole or not there.
+A checkpoint is renamed to a hidden name first, so a kill leaves it complete or absent.
 """
 
 from contextlib import suppress
 
-from plait.checkpoint.folder import checkpoints, read_manifest, step_of
 from plait.checkpoint.manifest import NAME
-from plait.checkpoint.storage import Storage
-from plait.checkpoint.stored import check_contents
+from plait.checkpoint.places import Storage, checkpoints, step_of
+from plait.checkpoint.stored import Checkpoint
 
 PINNED = "pinned"
-"""A file of this name in a checkpoint's folder: it stays."""
+"""A checkpoint whose folder has a file of this name is never removed."""
 
 
 def remove_older(newest: Storage, keep: int) -> None:
-    """Remove checkpoints of fewer steps than the newest one, until ``keep`` are left, itself included.
+    """Removes checkpoints of fewer steps until ``keep`` are left, the newest included.
 
     Raises:
-        ValueError: the newest one is not what was written; nothing has been removed.
+        ValueError: the newest one is damaged; nothing has been removed.
     """
     home, name = newest.home()
     folders = checkpoints(home)
@@ -30,9 +29,9 @@ def remove_older(newest: Storage, keep: int) -> None:
     if not going:
         return
     try:
-        manifest = read_manifest(newest)
-        for name in manifest.files:
-            check_contents(newest, name, manifest)
+        read = Checkpoint.find(newest)
+        for file in read.manifest.files:
+            read.check_file(file)
     except ValueError as error:
         raise ValueError(f"{str(newest)!r} has been saved, but {error}; no older checkpoint was removed") from error
     for folder in going:
@@ -40,11 +39,10 @@ def remove_older(newest: Storage, keep: int) -> None:
 
 
 def remove_left_over(place: Storage, step: int, keep: int) -> None:
-    """Before a run's first save, of ``step``: remove what several runs have left that were ended behind a save, and
-    before this.
+    """Removes the checkpoints that several killed runs have left, before a run's first save, of ``step``.
 
-    One more than ``keep`` stays, since the newest of them may be lost yet; so there are never more than two more,
-    however often a run is killed.  Where the newest is damaged all stay, and the save decides.
+    One more than ``keep`` stays, because the newest may still be lost, so kills never leave more than two too many.
+    Nothing goes if the newest is damaged.
     """
     earlier = [folder for folder in checkpoints(place) if step_of(folder) < step]
     if earlier:

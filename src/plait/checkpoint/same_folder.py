@@ -1,7 +1,7 @@
-"""A folder that all hosts see: what rank 0 writes there has to be there for everybody, before hours of work are lost.
+"""A check that all hosts see the same folder, before hours of work are lost.
 
 rank 0       .common-9f3c...     made        ...        removed
-the others                       seen?   ◄── each says so to all
+the others                       seen?   ◄── each reports it to all
 """
 
 import secrets
@@ -16,14 +16,11 @@ from plait.table.mesh import AXES
 
 
 def check_same_folder(folder: Path, comm: Comm) -> None:
-    """All ranks call it together.  On one host nothing is done.
-
-    Args:
-        folder: one that rank 0 can write to.
+    """Does nothing on one host.  All ranks call it together, and rank 0 can write to the folder.
 
     Raises:
-        ValueError: on this rank's host it is another folder.
-        RuntimeError: it is on another rank's.
+        ValueError: this rank's host has another folder there.
+        RuntimeError: another rank's error.
     """
     if len({peer.host for peer in comm.peers}) < 2:
         return

@@ -1,13 +1,12 @@
-"""``plait.save`` and ``plait.Saver``: every rank writes the pieces that no rank before it has; nothing is gathered.
+"""``plait.save`` and ``plait.Saver``: each rank writes the pieces that no earlier rank has, so nothing is gathered.
 
-    save        all ranks    what is to be written, checked; weights copied, where the program goes on
-                rank 0       a hidden folder                                    is all well? agreed
-    meanwhile   each rank    moments copied ──► its file ──► a note of it       a thread, which sends nothing
+    save        all ranks    contents checked, weights copied if the program goes on
+                rank 0       a hidden folder                                    an error? agreed
+    meanwhile   each rank    moments copied ──► its file ──► a note about it    a thread, which sends nothing
                 rank 0       all notes ──► manifest ──► renamed ──► latest      its thread
-    wait        all ranks    have all written, and rank 0 renamed? agreed
+    wait        all ranks    all written, and rank 0 renamed? agreed
 
-What one rank cannot do (a full disk, a weight that is not finite) no rank has done: all raise, and the checkpoint
-before stays the newest.
+If one rank fails (a full disk, a weight that is not finite) all raise, and the checkpoint before stays the newest.
 """
 
 import secrets
@@ -17,12 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from plait.checkpoint.folder import Folder, begin, place, step_name
+from plait.checkpoint.folder import Folder
+from plait.checkpoint.places import Storage, place, step_name
 from plait.checkpoint.retention import remove_left_over
 from plait.checkpoint.same_folder import check_same_folder
-from plait.checkpoint.snapshot import HostMemory, LateCopy, numbers_of, taken
-from plait.checkpoint.storage import Storage
-from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing, saying
+from plait.checkpoint.snapshot import HostMemory, LateCopy, taken, values_of
+from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing, disk_errors
 from plait.comm.agree import broadcast_text, check_together, gather_ints
 from plait.step import EMA, Engine
 from plait.table.collectives import Note
@@ -30,27 +29,27 @@ from plait.table.mesh import AXES
 
 DEADLINE = 600.0
 ASKED = 0.25
-"""Seconds after which waiting ranks ask each other again, well within the deadline of a collective."""
+"""Seconds after which waiting ranks ask each other again, well within a collective's deadline."""
 
 
 def save(path: str | Path, engine: Engine, *, ema: EMA | None = None, extra: Any = None) -> Path | str:
-    """Save a run between two steps, so that any layout can go on with it; all ranks call it together.
+    """Saves a run between two steps; any layout can go on with it.  All ranks call it together.
 
-    It has parameters, buffers, the optimizers' state and groups, the number of steps made, the loss scale, and an
-    average of the weights.  The checkpoint is ``path/step-000123``; one that is there is never overwritten.
+    The checkpoint is ``path/step-000123``.  It has parameters, buffers, the optimizers' state and groups, the number of
+    steps, the seed, the loss scale, and an average of the weights.  An existing one is never overwritten.
 
     Args:
-        path: a folder for the checkpoints of one run, which all ranks see, or a URL, as ``s3://bucket/run``.
-        extra: what else goes on, of rank 0: numbers, strings, tensors, and lists, tuples and dicts of them (a
+        path: a folder for one run's checkpoints that all ranks see, or a URL such as ``s3://bucket/run``.
+        extra: any other state, from rank 0: numbers, strings, tensors, and lists, tuples and dicts of them (a
             scheduler's ``state_dict()``, an epoch).
 
     Returns:
         The checkpoint's folder, or its URL.
 
     Raises:
-        ValueError: in a step; the checkpoint exists, a weight is not finite, ``extra`` is of another type.
-        OSError: a file or folder that this rank could not write, with the bytes that it needs and those that are free.
-        RuntimeError: what another rank raises.
+        ValueError: in a step; the checkpoint exists, a weight is not finite, ``extra`` has another type.
+        OSError: this rank could not write; with the path, the bytes that it needs and those that are free.
+        RuntimeError: another rank's error.
     """
     saver = Saver(path, engine, ema=ema, background=False)
     saver.save(extra)
@@ -60,20 +59,20 @@ def save(path: str | Path, engine: Engine, *, ema: EMA | None = None, extra: Any
 
 
 class Saver:
-    """Saves one run again and again, while it goes on; old checkpoints go.
+    """Saves one run repeatedly while it goes on, and removes old checkpoints.
 
     Args:
-        path: a folder for the checkpoints of one run, which all ranks see, or a URL, as ``s3://bucket/run``.
-        ema: an average of the weights, which is saved too.
-        keep: so many checkpoints are left, the newest ones; None removes none.  Before any goes, the newest is read
-            back and its hashes are checked.  What has a file ``pinned`` in its folder stays.
-        background: ``save`` copies the weights into memory of the host and returns; a thread copies what optimizers
-            keep, for which the next update waits, and writes.  With False it returns when the checkpoint is there, and
-            copies nothing.
-        deadline: seconds that a save may take until every rank has written.
+        path: as for ``plait.save``.
+        ema: an average of the weights to save too.
+        keep: the number of checkpoints to keep; None removes none.  The newest is read back and verified before any
+            other goes.  One with a file ``pinned`` in its folder stays.
+        background: ``save`` copies the weights to host memory and returns; a thread copies the optimizer's state, for
+            which the next update waits, and writes.  With False ``save`` returns when the checkpoint exists, and copies
+            nothing.
+        deadline: seconds until every rank has to have written.
 
     Raises:
-        ValueError: ``keep`` is below 1, ``ema`` is another engine's.
+        ValueError: ``keep`` is below 1, or ``ema`` belongs to another engine.
     """
 
     def __init__(
@@ -100,21 +99,13 @@ class Saver:
         self._writing: Writing | None = None
         self._published: Path | str | None = None
         self._own, self._begun = "", 0
-        """Rank 0's word for this saver, and how many saves it has begun: the name of each, for all ranks."""
+        """Rank 0's word for this saver, and the number of saves so far; together they name each save on all ranks."""
 
     def save(self, extra: Any = None) -> None:
-        """Save the run as it is now; all ranks call it together, between two steps.
+        """Saves the run in its present state; all ranks call it together, between two steps.
 
-        The weights may change as soon as it returns.  One save is under way at a time: a second one waits for it first
-        (``waited`` seconds).
-
-        Args:
-            extra: as for ``plait.save``.
-
-        Raises:
-            ValueError: as ``plait.save`` does.
-            OSError: what became of the save before, as ``wait`` raises it; this one has not begun.
-            RuntimeError: what another rank raises.
+        The weights may change once it returns.  It first waits for the save before it (``waited`` seconds), and raises
+        that one's error without beginning another.  Arguments and errors are those of ``plait.save``.
         """
         self.engine.check_between_steps("a save")
         start = time.monotonic()
@@ -125,16 +116,15 @@ class Saver:
             self.wait()
 
     def wait(self) -> Path | str | None:
-        """Wait until the last save is there; all ranks call it together.
+        """Waits for the last save; all ranks call it together.
 
         Returns:
-            The folder, or the URL, of the last checkpoint that was saved here; None before the first.
+            The last checkpoint's folder or URL; None before the first.
 
         Raises:
-            OSError: a file or folder that this rank could not write, with the bytes that it needs and those that are
-                free; TimeoutError names the ranks that have not written within the deadline.
-            ValueError: what was saved is not what is read back.
-            RuntimeError: what another rank raises.
+            OSError: as for ``plait.save``; TimeoutError names the ranks that missed the deadline.
+            ValueError: optimizer state is not finite, or a checkpoint that was read back is damaged.
+            RuntimeError: another rank's error.
         """
         writing, comm = self._writing, self.engine.comm
         if writing is None:
@@ -142,7 +132,7 @@ class Saver:
         states = [RUNNING]
         while RUNNING in states:
             writing.done.wait(min(ASKED, comm.deadline / 4))
-            states = [state for (state,) in gather_ints(comm, [writing.has()], AXES, Note("check"))]
+            states = [state for (state,) in gather_ints(comm, [writing.outcome()], AXES, Note("check"))]
             if FAILED in states:
                 writing.stop.set()
         self._writing = None
@@ -151,43 +141,42 @@ class Saver:
         return self._published
 
     def _begin(self, extra: Any) -> Writing:
-        """Everything that needs the program's own thread; from here on the weights may change."""
+        """Does the part that needs the program's thread; the weights may change afterwards."""
         engine, comm = self.engine, self.engine.comm
-        numbers = numbers_of(engine)
-        error: Exception | None = None
+        values = values_of(engine, self.ema, extra)
         if not self._own:
             self._own = broadcast_text(comm, secrets.token_hex(8), Note("state"))
         self._begun += 1
-        own = f"{self._own}{self._begun:08x}"
+        own, first = f"{self._own}{self._begun:08x}", self._published is None
+        partial = self.place.partial(step_name(engine.steps), own)
+        error: Exception | None = None
         try:
-            (pieces, state), late = taken(engine, self.ema, numbers, extra), list[LateCopy]()
-            if self.background or comm.device.type != "cpu":  # what is hashed and written leaves a device once
+            (pieces, state), late = taken(engine, self.ema, values), list[LateCopy]()
+            if self.background or comm.device.type != "cpu":  # one transfer for both hashing and writing
                 pieces, late = self._memory.copies(pieces)
             if not comm.rank:
-                with saying(self.place, sum(piece.tensor.nbytes for piece in pieces)):
-                    if self.keep is not None and self._published is None:
+                with disk_errors(self.place, sum(piece.tensor.nbytes for piece in pieces)):
+                    if self.keep is not None and first:
                         remove_left_over(self.place, engine.steps, self.keep)
-                    begin(self.place, engine.steps, own, first=self._published is None)
+                    partial.begin(first=first)
         except Exception as problem:
             error = problem
-        name = step_name(engine.steps)
-        self._check_together(error, self.place.partial(name, own))
-        if self._published is None and isinstance(folder := self.place.given(), Path):
+        self._check_together(error, partial)
+        if first and isinstance(folder := self.place.given(), Path):
             check_same_folder(folder, comm)
-        partial = self.place.partial(name, own)
-        about = Save(partial, own, engine.steps, self.keep, self.deadline, comm.deadline)
-        writing = Writing(about, comm.rank, comm.world_size, pieces, late, state)
+        about = Save(partial, own, engine.steps, comm.world_size, self.keep, self.deadline, comm.deadline)
+        writing = Writing(about, comm.rank, pieces, late, state)
         if engine.owned_optimizer is not None:
-            engine.owned_optimizer.wait_for_reader()  # of another Saver
+            engine.owned_optimizer.wait_for_reader()  # another Saver's
             engine.owned_optimizer.reader = writing.copied
         return writing
 
     def _check_together(self, error: Exception | None, partial: Storage) -> None:
-        """Raise what any rank raises; nothing is left of what was begun."""
+        """Raises any rank's error on all ranks, and removes the unfinished save."""
         try:
             check_together(self.engine.comm, error, AXES)
         except Exception:
-            self._memory = HostMemory()  # a thread that is late may still read the other
+            self._memory = HostMemory()  # a late thread may still read the old one
             if not self.engine.comm.rank:
                 with suppress(OSError):  # it may be gone, or be a checkpoint by now
                     partial.discard()
@@ -199,6 +188,6 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the last save; where an error ends the block, others may not come, and the threads finish alone."""
+        """Waits for the last save, unless an error ends the block: other ranks may not come then."""
         if kind is None:
             self.wait()

@@ -1,106 +1,181 @@
-"""What lies in a checkpoint's files, read region by region: only the bytes that are asked for.
+"""A checkpoint's tensors, read region by region: only the bytes that are asked for.
 
 asked for      w[1:6]              two pieces overlap it: rows 1..3 of the one, rows 0..2 of the other
 in files       w[0:4]  w[4:7]
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.checkpoint.folder import check_file
-from plait.checkpoint.manifest import Manifest, StoredTensor
-from plait.checkpoint.storage import Storage
-from plait.checkpoint.tensor_file import TensorFile, in_file
+from plait.checkpoint.hashing import HASH, digest_of, threads_for
+from plait.checkpoint.manifest import Manifest, in_file
+from plait.checkpoint.places import Storage, find, read_manifest
+from plait.checkpoint.tensor_file import TensorFile
+from plait.checkpoint.values import check_run, decoded
+from plait.messages.progress import counted
 from plait.table.layout import Region, blocks, extent, inside, overlap
 
 BLOCK = 1 << 24
 """Bytes of a tensor in memory at once, where no rank needs more of it."""
 
+Fill = Callable[[Region, Tensor], None]
+
 
 @dataclass(frozen=True)
-class SavedTensor:
-    """A whole tensor, read by ``saved[slices]``, each slice with a start and a stop."""
+class Stored:
+    """A tensor that is read by regions, also as ``stored[slices]``, each slice with a start and a stop."""
 
-    files: Mapping[str, TensorFile]
-    stored: StoredTensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fill: Fill
+    """Reads a region into memory of its extent, of any dtype, strides and device."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """In which it was saved."""
-        return self.stored.dtype
+    def region(self) -> Region:
+        """All of it."""
+        return tuple((0, size) for size in self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
         return self.read(tuple((one.start, one.stop) for one in slices))
 
-    def read(self, region: Region) -> Tensor:
-        """A block, in memory of its own, in the dtype in which it was saved."""
-        self.fill(region, block := torch.empty(extent(region), dtype=self.stored.dtype))
+    def read(self, region: Region | None = None) -> Tensor:
+        """A region, or all of it, in new memory and in the stored dtype."""
+        region = self.region if region is None else region
+        self.fill(region, block := torch.empty(extent(region), dtype=self.dtype))
         return block
 
-    def fill(self, region: Region, into: Tensor) -> None:
-        """A block, into memory of its extent."""
-        for piece in self.stored.pieces:
-            if (common := overlap(region, piece.region)) is not None:
-                here = into[tuple(slice(*ends) for ends in inside(common, region))]
-                with self.files[piece.file].opened() as file:
-                    file.read(piece.key, inside(common, piece.region), here)
+    def blocks(self, region: Region, most: int = BLOCK) -> Iterator[tuple[Region, Tensor]]:
+        """A region in parts of at most ``most`` bytes, in the order of its elements."""
+        for block in blocks(region, most // self.dtype.itemsize):
+            yield block, self.read(block)
 
-    def whole(self) -> Tensor:
-        """All of it."""
-        return self.read(tuple((0, size) for size in self.shape))
+    def equals(self, other: "Stored") -> bool:
+        """True for the same shape and numbers; one block of each is in memory at a time."""
+        return self.shape == other.shape and all(
+            torch.equal(block, other.read(region)) for region, block in self.blocks(self.region)
+        )
 
 
-def saved_tensors(folder: Storage, manifest: Manifest) -> dict[str, SavedTensor]:
-    """The tensors of a checkpoint, by name; nothing is opened yet."""
-    files = {name: TensorFile(folder / name) for name in manifest.files}
-    return {name: SavedTensor(files, stored) for name, stored in manifest.tensors.items()}
+def assembled(dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[tuple[Region, Fill]]) -> Stored:
+    """A tensor from parts that tile it; each reads in its own coordinates."""
+    parts = tuple(parts)
+
+    def fill(region: Region, into: Tensor) -> None:
+        for own, read in parts:
+            if (common := overlap(region, own)) is not None:
+                read(inside(common, own), into[tuple(slice(*ends) for ends in inside(common, region))])
+
+    return Stored(dtype, shape, fill)
 
 
 @dataclass(frozen=True)
-class SavedWeights:
-    """The parameters and buffers of a checkpoint; an ``engine.state.weights.Weights``."""
+class StoredWeights:
+    """Parameters and buffers by name; an ``engine.state.weights.Weights``."""
 
-    tensors: Mapping[str, SavedTensor]
+    tensors: Mapping[str, Stored]
 
     def fill(self, name: str, region: Region, into: Tensor) -> None:
-        """See ``SavedTensor.fill``."""
+        """See ``Stored.fill``."""
         self.tensors[name].fill(region, into)
 
 
-def is_same(one: SavedTensor, other: SavedTensor) -> bool:
-    """Whether two tensors have the same shape and numbers; a part of each is in memory at a time."""
-    if one.shape != other.shape:
-        return False
-    parts = blocks(tuple((0, size) for size in one.shape), BLOCK // one.stored.dtype.itemsize)
-    return all(torch.equal(one.read(part), other.read(part)) for part in parts)
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint; of its files only the manifest has been read."""
 
+    folder: Storage
+    manifest: Manifest
 
-def check_contents(folder: Storage, name: str, manifest: Manifest, threads: int = 1) -> None:
-    """Raises ValueError where a file is not the one that was written, or has not the tensors that its manifest says.
+    @classmethod
+    def find(cls, path: str | Path | Storage) -> "Checkpoint":
+        """The checkpoint that a path names; ValueError if there is none, or its manifest is damaged."""
+        folder = find(path)
+        return cls(folder, read_manifest(folder))
 
-    Args:
-        threads: so many read it.
-    """
-    pieces = manifest.contents[name]
-    try:
-        check_file(folder / name, manifest.files[name], threads)
-    except ValueError as error:
-        names = list(dict.fromkeys(tensor for tensor, _ in pieces))
-        first = ", ".join(repr(tensor[:80]) for tensor in names[:3])
-        more = ", ..." if names[3:] else ""
-        raise ValueError(f"{error}; it has pieces of {len(names)} tensors ({first}{more})") from error
-    told = {piece.key: in_file(manifest.tensors[tensor].dtype, extent(piece.region)) for tensor, piece in pieces}
-    there = {key: (entry.dtype, entry.shape) for key, entry in TensorFile(folder / name).entries.items()}
-    if there != told:
-        wrong = sorted(key for key in there.keys() | told.keys() if there.get(key) != told.get(key))
-        raise ValueError(
-            f"{str(folder / name)!r} has {there.get(wrong[0])} as tensor {wrong[0][:80]!r}, and its manifest says "
-            f"{told.get(wrong[0])}"
-        )
+    @cached_property
+    def tensors(self) -> dict[str, Stored]:
+        """By their names in the manifest."""
+        files = {name: TensorFile(self.folder / name) for name in self.manifest.files}
+        return {
+            name: assembled(one.dtype, one.shape, ((p.region, partial(files[p.file].fill, p.key)) for p in one.pieces))
+            for name, one in self.manifest.tensors.items()
+        }
+
+    def kind(self, kind: str) -> dict[str, Stored]:
+        """The tensors of a kind (model, ema, optimizer/exp_avg, ...) by the rest of their names."""
+        prefix = f"{kind}/"
+        return {name.removeprefix(prefix): one for name, one in self.tensors.items() if name.startswith(prefix)}
+
+    def values(self, tensors: Mapping[str, Any] | None = None) -> Any:
+        """Everything that is no tensor, as the engine takes it, with each of the ``tensors`` at most once.
+
+        Raises:
+            ValueError: no save writes such values.
+        """
+        known = self.tensors if tensors is None else tensors
+        left = set(known)
+
+        def tensor(name: str) -> Any:
+            if name not in left:
+                what, times = ("two values in it are", "once") if name in known else ("a value in it is", "not")
+                raise ValueError(f"{what} the tensor {name[:80]!r}, which it has {times}")
+            left.remove(name)
+            return known[name]
+
+        try:
+            check_run(state := decoded(self.manifest.values, tensor), self.manifest.step)
+        except ValueError as error:
+            raise ValueError(f"{str(self.folder)!r}: {error}") from error
+        return state
+
+    def value(self, key: str) -> Any:
+        """One of the values, with its tensors read."""
+        (given,) = [value for name, value in self.manifest.values["dict"] if name == key][-1:]
+        return decoded(given, lambda name: self.tensors[name].read())
+
+    def check_file(self, name: str, threads: int = 1) -> None:
+        """Raises ValueError if a file has other bytes than were written, or other tensors than the manifest says."""
+        path, stored, pieces = self.folder / name, self.manifest.files[name], self.manifest.contents[name]
+        try:
+            with path.opened() as file:
+                if file.size != stored.bytes:
+                    raise ValueError(f"{str(path)!r} has {file.size} bytes, and {stored.bytes} were written")
+                if digest_of(file.size, path.chunk, threads, file.read) != stored.digest:
+                    raise ValueError(f"{str(path)!r} is not what was written: its digest ({HASH}) is another")
+        except ValueError as error:
+            names = list(dict.fromkeys(tensor for tensor, _ in pieces))
+            first = ", ".join(repr(tensor[:80]) for tensor in names[:3]) + (", ..." if names[3:] else "")
+            raise ValueError(f"{error}; it has pieces of {len(names)} tensors ({first})") from error
+        said = {p.key: in_file(self.manifest.tensors[tensor].dtype, extent(p.region)) for tensor, p in pieces}
+        there = {key: (entry.dtype, entry.shape) for key, entry in TensorFile(path).entries.items()}
+        if there != said:
+            wrong = min(key for key in there.keys() | said.keys() if there.get(key) != said.get(key))
+            raise ValueError(
+                f"{str(path)!r} has {there.get(wrong)} as tensor {wrong[:80]!r}, its manifest says {said.get(wrong)}"
+            )
+
+    def damages(self) -> dict[str, str]:
+        """The problem of each damaged file."""
+        found = {}
+        for name in counted("files read", sorted(self.manifest.files)):
+            try:
+                self.check_file(name, threads_for(1))
+            except (ValueError, OSError) as error:
+                found[name] = str(error)
+        return found
+
+    def check(self) -> None:
+        """Raises ValueError if a file is damaged: a copy with new hashes would look sound."""
+        for text in self.damages().values():
+            raise ValueError(f"{text}; a damaged checkpoint is neither compared nor written anew")

@@ -1,28 +1,28 @@
-"""Values as JSON, and back as what they were: to the bit, and to the type.
+"""Values as JSON and back, with every bit and every type.
 
     number, string, True, None, list      themselves
     inf, nan                              {"float": "inf"}
     tuple, dict, Counter                  {"tuple": [...]}, {"dict": [[key, value], ...]}, {"counter": [[...], ...]}
-    a tensor that is one real number      {"number": 3.0, "dtype": "float32"}
-    any other tensor                      {"tensor": name}: it lies in a file under this name
+    a real tensor without dims            {"number": 3.0, "dtype": "float32"}
+    any other tensor                      {"tensor": name}: a file has it under this name
 
-Nothing else is taken: what is read can be nothing else.
+No other value is taken, so a file can contain no other.
 """
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.checkpoint.manifest import DTYPES, Manifest
+from plait.checkpoint.manifest import DTYPES
 
 DEEPEST = 64
 LARGEST = 1 << 1023
-"""The first integer that is not taken: a float has no more."""
+"""The first integer that is refused: no float is as large."""
 LONGEST = 500
 """Characters of a name among an optimizer's values."""
 _PLAIN = (type(None), bool, int, float, str)
@@ -30,38 +30,38 @@ _PLAIN = (type(None), bool, int, float, str)
 
 @dataclass(frozen=True)
 class InFile:
-    """Stands for a tensor that other ranks write too, under this name."""
+    """A placeholder for a tensor that several ranks write under this name."""
 
     name: str
 
 
 def encoded(value: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
-    """A value as JSON; its tensors go into ``tensors``, under new names.
+    """A value as JSON; its tensors are added to ``tensors`` under new names.
 
     Raises:
-        ValueError: it is of another type, or nested too deeply.
+        ValueError: the value has another type, or is nested too deeply.
     """
     if depth > DEEPEST:
         raise ValueError(f"a value is nested more than {DEEPEST} deep, or in itself, and cannot be saved")
     if type(value) is float and not math.isfinite(value):
         return {"float": repr(value)}
     if type(value) in _PLAIN:
-        return _held(value)
+        return _bounded(value)
     if isinstance(value, InFile):
         return {"tensor": value.name}
+
+    def inside(one: Any) -> Any:
+        return encoded(one, tensors, depth + 1)
+
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in DTYPES or value.layout is not torch.strided or value.is_meta:
             raise ValueError(f"a tensor of {value.dtype}, {value.layout} on {value.device} cannot be saved")
         if not value.dim() and not value.is_complex():
-            return {"number": encoded(value.item(), tensors, depth + 1), "dtype": dtype}
+            return {"number": inside(value.item()), "dtype": dtype}
         name = f"value/{len(tensors)}"
         tensors[name] = value.detach().resolve_conj().resolve_neg()
         return {"tensor": name}
-
-    def inside(one: Any) -> Any:
-        return encoded(one, tensors, depth + 1)
-
     if type(value) is list:
         return [inside(one) for one in value]
     if type(value) is tuple:
@@ -75,14 +75,14 @@ def encoded(value: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
     )
 
 
-def _held(value: Any) -> Any:
+def _bounded(value: Any) -> Any:
     if type(value) is int and abs(value) >= LARGEST:
         raise ValueError(f"an integer of {value.bit_length()} bits cannot be saved: at most 1023 can")
     return value
 
 
 def _key(key: Any) -> Any:
-    """A key of a dict; ValueError for one that is known by its place in memory."""
+    """A dict's key; ValueError for an object."""
     if isinstance(key, tuple):
         return tuple(map(_key, key))
     if not isinstance(key, _PLAIN):
@@ -91,11 +91,7 @@ def _key(key: Any) -> Any:
 
 
 def decoded(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
-    """What was ``encoded``; ``tensor`` gives those that lie in files.
-
-    Raises:
-        ValueError: anything that ``encoded`` does not write.
-    """
+    """Reverses ``encoded``; ``tensor`` returns the tensor with a name.  ValueError for anything else."""
     if depth > DEEPEST + 1:
         raise ValueError("a value in it is nested too deeply")
 
@@ -122,45 +118,28 @@ def decoded(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
         case list():
             return [inside(one) for one in value]
         case _ if type(value) in _PLAIN:
-            return _held(value)
+            return _bounded(value)
     raise ValueError("a value in it was not written by plait")
 
 
-def state_of(manifest: Manifest, tensors: Mapping[str, Any]) -> Any:
-    """The manifest's values, in the form in which the engine takes them, each of ``tensors`` at most once.
-
-    Raises:
-        ValueError: they are of another form.
-    """
-    left = set(tensors)
-
-    def tensor(name: str) -> Any:
-        if name not in left:
-            what = "two values in it are" if name in tensors else "a value in it is"
-            raise ValueError(f"{what} the tensor {name[:80]!r}, which it has {'once' if name in tensors else 'not'}")
-        left.remove(name)
-        return tensors[name]
-
-    state = decoded(manifest.values, tensor)
+def check_run(state: Any, step: int) -> None:
+    """Raises ValueError if the decoded values of a manifest are not those of a run that has made ``step`` steps."""
     match state:
-        case {"optimizer": optimizer, "run": {"step": int(step), "seed": int(), "loss_scale": dict() | None},
+        case {"optimizer": optimizer, "run": {"step": int(made), "seed": int(), "loss_scale": dict() | None},
               "ema": float() | int() | None, "extra": _,
-              "optimizer_classes": list() | None as classes, **rest} if step == manifest.step and not rest:  # fmt: skip
+              "optimizer_classes": list() | None as classes, **rest} if made == step and not rest:  # fmt: skip
             pass
         case _:
             raise ValueError("its values are not those of a run")
-    if optimizer is None or (
-        _is_optimizer_state(optimizer)
-        and (
-            classes is None or (len(classes) == len(optimizer["param_groups"]) and all(type(c) is str for c in classes))
-        )
-    ):
-        return state
-    raise ValueError("its optimizer state has not the form of one")
+    if optimizer is None:
+        return
+    groups = len(optimizer["param_groups"]) if _is_optimizer_state(optimizer) else -1
+    if groups < 0 or (classes is not None and (len(classes) != groups or not all(type(c) is str for c in classes))):
+        raise ValueError("its optimizer state has not the form of one")
 
 
 def _is_optimizer_state(optimizer: Any) -> bool:
-    """Has for each parameter, by name, a flat dict, whose ``step`` is a number; groups name their parameters."""
+    """True for a flat dict for each parameter, by name, with a number as ``step``, and groups of parameters' names."""
     match optimizer:
         case {"state": dict(values), "param_groups": list(groups)}:
             flat = all(

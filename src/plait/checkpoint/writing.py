@@ -1,11 +1,11 @@
-"""A rank's part of a save, written by a thread of its own: its file, then a note of it; rank 0 publishes them all.
+"""A rank's part of a save, written by a thread: its file, then a note about it.  Rank 0 publishes all of them.
 
-    .step-000123.9f3c.partial/rank-00002.safetensors    hashed while it is written, flushed
-    .step-000123.9f3c.partial/rank-00002.json           its size, hash, names and regions
-    .step-000123.9f3c.partial/manifest.json             when all notes are there, in their place; then the rename
+    .step-000123.9f3c.partial/rank-00002.safetensors    hashed while it is written, then flushed
+    .step-000123.9f3c.partial/rank-00002.json           its entries in the manifest
+    .step-000123.9f3c.partial/manifest.json             replaces the notes once all are there; then the rename
 
-The threads send nothing, since their messages would meet those of the training: what has become of the save, the ranks
-tell each other when their own threads of control wait for it (``save.py``).
+The threads send no messages, which would meet those of the training.  The ranks exchange the outcome when their own
+programs wait for it (``save``).
 """
 
 import errno
@@ -14,20 +14,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from plait.checkpoint.files.writing import DiskError
-from plait.checkpoint.folder import contents, publish
-from plait.checkpoint.hashing import Hasher
-from plait.checkpoint.manifest import DTYPES, LARGEST, NAME, Manifest, StoredFile, StoredPiece, StoredTensor
+from plait.checkpoint.manifest import LARGEST, NAME, entries_of, manifest_text
+from plait.checkpoint.places import Storage, contents
 from plait.checkpoint.retention import remove_older
-from plait.checkpoint.snapshot import LateCopy, Written
-from plait.checkpoint.storage import Storage
-from plait.checkpoint.tensor_file import safetensors_header
+from plait.checkpoint.snapshot import OPTIMIZER, LateCopy, RankPiece
+from plait.checkpoint.tensor_file import write_tensor_file
 from plait.comm.agree import named
 from plait.comm.deadline import clock
 
@@ -37,32 +32,31 @@ RUNNING, DONE, FAILED = range(3)
 
 @dataclass(frozen=True)
 class Save:
-    """One save, as all ranks know it."""
+    """One save, the same on all ranks."""
 
     partial: Storage
-    """Where it is written."""
     id: str
     step: int
+    ranks: int
     keep: int | None
     deadline: float
     """Seconds for all of it."""
     patience: float
-    """Seconds that rank 0 waits for the others where its own program has ended."""
+    """Seconds that rank 0 waits for the others once its own program has ended."""
 
 
 class Writing:
-    """This rank's part of a save, under way.
+    """This rank's part of a save, in progress.
 
     Args:
-        late: copies that are made first.
-        state: the manifest's values; of rank 0.
+        late: copies to make first.
+        state: the manifest's values, on rank 0.
     """
 
     def __init__(
-        self, save: Save, rank: int, ranks: int, pieces: Sequence[Written], late: Sequence[LateCopy], state: Any
+        self, save: Save, rank: int, pieces: Sequence[RankPiece], late: Sequence[LateCopy], state: Any
     ) -> None:
-        self.save, self.rank, self.ranks, self.pieces, self.state = save, rank, ranks, pieces, state
-        self._late = late
+        self.save, self.rank, self.pieces, self.late, self.state = save, rank, pieces, late, state
         self.error: Exception | None = None
         self.copied, self.done, self.stop = threading.Event(), threading.Event(), threading.Event()
         self._begun = clock()
@@ -70,8 +64,8 @@ class Writing:
         self._program = threading.current_thread()
         threading.Thread(target=self._write, name="plait.save").start()
 
-    def has(self) -> int:
-        """What has become of it: RUNNING, DONE (nothing is wrong with it) or FAILED."""
+    def outcome(self) -> int:
+        """RUNNING, DONE (without an error) or FAILED."""
         if not self.done.is_set() and self.error is None and clock() > self._end:
             self.error = TimeoutError(
                 f"rank {self.rank} has not written {str(self.save.partial.file(self.rank, FILE))!r} within "
@@ -82,29 +76,29 @@ class Writing:
         return DONE if self.done.is_set() else RUNNING
 
     def _write(self) -> None:
-        time.sleep(0)  # whoever started this thread goes on at once
+        time.sleep(0)  # lets the program go on at once
         try:
             try:
-                for copy in self._late:
+                for copy in self.late:
                     copy.make()
             finally:
                 self.copied.set()
             write_part(self.save.partial, self.rank, self.pieces)
             if not self.rank and (notes := self._notes()) is not None:
-                published = publish_notes(self.save, notes, self.state)
+                published = publish(self.save, notes, self.state)
                 if self.save.keep is not None:
                     remove_older(published, self.save.keep)
         except Exception as problem:
             if self.error is None:
                 self.error = problem
                 if not self._program.is_alive():
-                    raise  # nobody will ask: it is printed
+                    raise  # prints it: the program can no longer ask
         finally:
             self.done.set()
 
     def _notes(self) -> list[Any] | None:
-        """What every rank has written; None where that is no longer asked."""
-        partial, missing, pause = self.save.partial, list(range(self.ranks)), 0.01
+        """The notes of all ranks; None once they are no longer wanted."""
+        partial, missing, pause = self.save.partial, list(range(self.save.ranks)), 0.01
         while True:
             there = set(partial.names())
             if not (missing := [rank for rank in missing if partial.file(rank, NOTE).name not in there]):
@@ -112,40 +106,39 @@ class Writing:
             if self.stop.wait(pause := min(2 * pause, partial.pause)):
                 return None
             if partial.file(0, NOTE).name not in there:
-                with saying(partial, sum(one.tensor.nbytes for one in self.pieces)):
+                with disk_errors(partial, sum(one.tensor.nbytes for one in self.pieces)):
                     raise FileNotFoundError(errno.ENOENT, "the folder of a save has vanished")
             if not self._program.is_alive():
                 self._end = min(self._end, clock() + self.save.patience)
             if clock() > self._end:
                 raise TimeoutError(
-                    f"rank 0 has waited {clock() - self._begun:.1f} s for what {named(missing)} should have "
-                    f"written to {str(partial)!r}: nothing is saved; look at their disks, or give Saver(deadline=...) "
-                    f"more"
+                    f"rank 0 has waited {clock() - self._begun:.1f} s for {named(missing)} to write to "
+                    f"{str(partial)!r}: nothing is saved; look at their disks, or give Saver(deadline=...) more"
                 )
-        return [json.loads(contents(partial.file(rank, NOTE), LARGEST)) for rank in range(self.ranks)]
+        return [json.loads(contents(partial.file(rank, NOTE), LARGEST)) for rank in range(self.save.ranks)]
 
 
-def write_part(partial: Storage, rank: int, pieces: Sequence[Written]) -> None:
-    """Write a rank's file, and the note of it.
+def write_part(partial: Storage, rank: int, pieces: Sequence[RankPiece]) -> None:
+    """Writes a rank's file and its note.
 
     Raises:
-        OSError: with the path, the bytes to write, and the bytes that the disk has left.
-        ValueError: what an optimizer keeps is not finite; weights were looked at before their copies were made.
+        OSError: with the path, the bytes to write, and those that are free.
+        ValueError: optimizer state is not finite; weights were checked before they were copied.
     """
     for one in pieces:
-        if one.kept:
+        if one.kind == OPTIMIZER:
             one.check_finite()
     file = partial.file(rank, FILE)
-    tensors = [one.tensor for one in pieces]
-    with saying(file, sum(tensor.nbytes for tensor in tensors)):
-        stored = write_tensors(file, tensors)
-        rows = [[one.name, one.shape, str(one.tensor.dtype).removeprefix("torch."), one.region] for one in pieces]
-        partial.file(rank, NOTE).put(json.dumps({**asdict(stored), "pieces": rows}).encode())
+    with disk_errors(file, sum(one.tensor.nbytes for one in pieces)):
+        tensors = [(tuple(one.tensor.shape), one.tensor.dtype, [one.tensor]) for one in pieces]
+        size, digest = write_tensor_file(file, tensors)
+        rows = [(one.name, one.tensor.dtype, one.shape, one.region) for one in pieces]
+        partial.file(rank, NOTE).put(json.dumps(entries_of(file.name, size, digest, rows)).encode())
 
 
 @contextmanager
-def saying(file: Storage, need: int) -> Iterator[None]:
-    """An OSError becomes a DiskError: where it was, how much was to be written and how much room there is."""
+def disk_errors(file: Storage, need: int) -> Iterator[None]:
+    """Turns an OSError into a DiskError with the path, the bytes to write and those that are free."""
     try:
         yield
     except OSError as error:
@@ -154,62 +147,8 @@ def saying(file: Storage, need: int) -> Iterator[None]:
         raise DiskError(error.errno or errno.EIO, reason, str(file)) from error
 
 
-def write_tensors(path: Storage, tensors: Sequence[Tensor]) -> StoredFile:
-    """A safetensors file of tensors that are called by their number; on the disk when it returns.
-
-    A thread hashes them meanwhile: neither hashing nor the disk waits for the other.
-    """
-    shapes = {str(i): (tuple(tensor.shape), tensor.dtype) for i, tensor in enumerate(tensors)}
-    header, starts, end = safetensors_header(shapes, {str(i): tensor.nbytes for i, tensor in enumerate(tensors)})
-    ordered = sorted(starts, key=lambda key: (starts[key], tensors[int(key)].nbytes))
-    digest, failed = Hasher(), list[Exception]()
-    digest.update(header)
-
-    def blocks() -> Iterator[memoryview]:
-        for key in ordered:
-            yield tensors[int(key)].cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-    def hash_all() -> None:
-        try:
-            for block in blocks():
-                digest.update(block)
-        except Exception as problem:  # no memory for a contiguous copy, say
-            failed.append(problem)
-
-    hashing = threading.Thread(target=hash_all, name="plait.hash")
-    hashing.start()
-    try:
-        with path.created() as file:
-            file.write(header)
-            for block in blocks():
-                file.write(block)
-    finally:
-        hashing.join()
-    if failed:
-        raise failed[0]
-    return StoredFile(end, digest.hexdigest())
-
-
-def publish_notes(save: Save, notes: Sequence[Any], state: Any) -> Storage:
-    """Everybody has written: the checkpoint is there, in the place that is returned."""
-    manifest = manifest_of(save, notes, state)
-    with saying(save.partial / NAME, len(manifest.text())):
-        return publish(save.partial, manifest)
-
-
-def manifest_of(save: Save, notes: Sequence[Any], state: Any) -> Manifest:
-    """Of all that the ranks have written."""
-    files: dict[str, StoredFile] = {}
-    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    pieces: dict[str, list[StoredPiece]] = {}
-    for rank, note in enumerate(notes):
-        file = save.partial.file(rank, FILE).name
-        files[file] = StoredFile(note["bytes"], note["digest"])
-        for number, (name, shape, dtype, region) in enumerate(note["pieces"]):
-            kind = DTYPES[dtype], tuple(shape)
-            if kinds.setdefault(name, kind) != kind:
-                raise ValueError(f"the ranks have different dtypes or shapes of {name!r}: {kinds[name]} and {kind}")
-            place = tuple((start, stop) for start, stop in region)
-            pieces.setdefault(name, []).append(StoredPiece(file, str(number), place))
-    tensors = {name: StoredTensor(*kind, tuple(pieces[name])) for name, kind in kinds.items()}
-    return Manifest(save.id, save.step, files, tensors, state)
+def publish(save: Save, notes: Sequence[Any], state: Any) -> Storage:
+    """Adds the manifest of all notes; returns the checkpoint."""
+    text = manifest_text(save.id, save.step, notes, state)
+    with disk_errors(save.partial / NAME, len(text)):
+        return save.partial.publish(text, [name for note in notes for name in note["files"]])

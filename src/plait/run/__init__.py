@@ -6,6 +6,7 @@ job/        a model, its loss, data, an optimizer, and their flags
 models/     the models that the command line trains
 data/       the data that they train on
 train/      the run
+formats/    folders of Hugging Face and torch.distributed.checkpoint; checkpoints in other files
 launch/     from one command to many ranks
 watch/      the state of every rank, reported outside of the collectives
 injection/  faults on purpose

@@ -27,15 +27,16 @@ from rich.table import Table
 from rich.text import Text as Cell
 from safetensors import SafetensorError
 
-from plait.checkpoint.dcp import export_dcp, import_dcp
-from plait.checkpoint.examine import differences
-from plait.checkpoint.export import export
 from plait.checkpoint.files.writing import told, write_json
-from plait.checkpoint.folder import all_of, checkpoints, find, place
-from plait.checkpoint.saved import Saved, Whole, reshard
-from plait.checkpoint.storage import Storage
+from plait.checkpoint.manifest import FORMAT
+from plait.checkpoint.places import Storage, all_of, checkpoints, find, place
+from plait.checkpoint.stored import Checkpoint, Stored
 from plait.messages.escape import one_line
 from plait.run.commands.bench import size_text
+from plait.run.formats.dcp import export_dcp, import_dcp
+from plait.run.formats.differences import differences
+from plait.run.formats.huggingface import export
+from plait.run.formats.rewrite import reshard
 from plait.run.job.families import FOLDER
 from plait.run.models.hf import check_installed
 from plait.run.models.pretrained import Pretrained
@@ -91,9 +92,9 @@ class ShowCheckpoint:
     """Write it here as JSON; "-" is the standard output."""
 
     def run(self) -> int:
-        saved = Saved.find(self.path)
+        saved = Checkpoint.find(self.path)
         manifest, tensors = saved.manifest, saved.tensors
-        values = saved.values(tensors)
+        values = saved.values()
         others = [other.name for other in checkpoints(saved.folder.home()[0]) if other.name != saved.folder.name]
         optimizer, run = values.get("optimizer") or {}, values.get("run") or {}
         groups = [
@@ -108,7 +109,7 @@ class ShowCheckpoint:
         facts = {
             "path": str(saved.folder),
             "step": manifest.step,
-            "format": manifest.format,
+            "format": FORMAT,
             "id": manifest.id,
             "files": {name: file.bytes for name, file in sorted(manifest.files.items())},
             "kinds": _kinds(tensors),
@@ -155,7 +156,7 @@ def show(facts: dict[str, Any], console: Console) -> None:
     console.print(one_line(f"beside it: {', '.join(facts['others']) or 'no other checkpoint'}"))
 
 
-def _kinds(tensors: dict[str, Whole]) -> dict[str, dict[str, int]]:
+def _kinds(tensors: dict[str, Stored]) -> dict[str, dict[str, int]]:
     kinds: dict[str, dict[str, int]] = {}
     for name, one in tensors.items():
         parts = name.split("/")
@@ -172,7 +173,7 @@ def _plain(value: Any) -> Any:
         return _plain(value.item())
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
-    if isinstance(value, Whole):
+    if isinstance(value, Stored):
         return shape_of(value)
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}
@@ -181,7 +182,7 @@ def _plain(value: Any) -> Any:
 
 def shape_of(value: Any, depth: int = 3) -> str:
     """What a value is, in a line: ``{'epoch': int, 'losses': [float, ... 12]}``."""
-    if isinstance(value, Whole | torch.Tensor):
+    if isinstance(value, Stored | torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, dict | list | tuple):
         items = list(value.items()) if isinstance(value, dict) else [(None, one) for one in value]
@@ -211,7 +212,7 @@ class VerifyCheckpoint:
         for folder in folders:
             problems = []
             try:
-                saved = Saved.find(folder)
+                saved = Checkpoint.find(folder)
             except ValueError as error:
                 problems = [str(error)]
             else:
@@ -237,7 +238,7 @@ class DiffCheckpoints:
     """Write the differences here as JSON; "-" is the standard output."""
 
     def run(self) -> int:
-        pair = [Saved.find(path) for path in (self.one, self.other)]
+        pair = [Checkpoint.find(path) for path in (self.one, self.other)]
         with working():
             found = list(differences(*pair))
         console = console_of(self.json)
@@ -265,7 +266,7 @@ class ReshardCheckpoint:
     """Files to write."""
 
     def run(self) -> int:
-        saved = Saved.find(self.path)
+        saved = Checkpoint.find(self.path)
         with _room(self.out, _bytes_of(saved)), working():
             new = reshard(saved, self.out, self.ranks)
         return written(new)
@@ -288,7 +289,7 @@ class ExportCheckpoint:
 
     def run(self) -> int:
         check_installed()
-        saved = Saved.find(self.path)
+        saved = Checkpoint.find(self.path)
         source = source_of(saved) if self.source is None else self.source
         with empty_parameters():
             model = Pretrained(source).build()
@@ -297,9 +298,9 @@ class ExportCheckpoint:
         return written(Path(self.out))
 
 
-def source_of(saved: Saved) -> str:
+def source_of(saved: Checkpoint) -> str:
     """The Hugging Face folder from which a run of ``plait train`` began; ValueError where there was none."""
-    match saved.values(saved.tensors):
+    match saved.values():
         case {"extra": {"config": {"model": str(model)}}} if model.startswith(FOLDER):
             return model.removeprefix(FOLDER)
     raise ValueError(f"{str(saved.folder)!r} names no Hugging Face folder as its model: give one of it with --source")
@@ -325,7 +326,7 @@ class ImportDCP:
     def run(self) -> int:
         options = {"step": self.step, "seed": self.seed, "without": self.without, "ranks": self.ranks}
         need = sum(file.stat().st_size for file in Path(self.folder).glob("*.distcp"))
-        with _room(self.out, need):
+        with _room(self.out, need), working():
             new = import_dcp(self.folder, self.out, **options)  # type: ignore[arg-type]
         return written(new)
 
@@ -343,8 +344,8 @@ class ExportDCP:
 
     def run(self) -> int:
         ties = dict(pair.partition("=")[::2] for pair in self.tie)
-        saved = Saved.find(self.path)
-        with _room(self.out, _bytes_of(saved)):
+        saved = Checkpoint.find(self.path)
+        with _room(self.out, _bytes_of(saved)), working():
             export_dcp(saved, self.out, ties=ties)
         return written(Path(self.out))
 
@@ -361,7 +362,7 @@ def _room(path: str | Path, need: int) -> Iterator[None]:
             raise
 
 
-def _bytes_of(saved: Saved) -> int:
+def _bytes_of(saved: Checkpoint) -> int:
     return sum(file.bytes for file in saved.manifest.files.values())
 
 

@@ -5,7 +5,6 @@ import os
 import torch
 
 from plait.checkpoint.files.writing import check_file, check_folder, check_free
-from plait.checkpoint.huggingface import copied_files
 from plait.forward.compiled import check_compile
 from plait.pipeline.build_stages import split_of
 from plait.pipeline.chain import chain_of
@@ -16,6 +15,7 @@ from plait.run.config.settings import RunConfig, TrainConfig, VerifyConfig
 from plait.run.config.sinks import METRICS, check_sinks
 from plait.run.data.text import size_of
 from plait.run.data.tokens import token_files
+from plait.run.formats.huggingface import copied_files
 from plait.run.injection.faults import parse_fault
 from plait.run.job.dataset import make_data
 from plait.run.job.job import build_model, make_job

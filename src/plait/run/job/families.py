@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_leaves
 
-from plait.checkpoint.huggingface import open_folder
 from plait.messages.wording import did_you_mean
 from plait.run.data import Batches, SyntheticRegression, as_tokens
+from plait.run.formats.huggingface import open_folder
 from plait.run.job.optimizer import OptimizerRow
 from plait.run.job.own import PLACE, GivenBatches, UserJob
 from plait.run.models import gpt, hf, mlp

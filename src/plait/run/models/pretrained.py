@@ -2,7 +2,7 @@
 
     config.json ──► AutoModelForCausalLM.from_config ──► the stock class, parameters on meta
     tokenizer.json ──► text ──► tokens
-    *.safetensors        see ``checkpoint.huggingface``
+    *.safetensors        see ``run.formats.huggingface``
 
 Nothing is downloaded and no code in the folder is run.  Whatever transformers raises about a folder, exceptions of many
 kinds, is reported as a fault of the folder.

@@ -20,12 +20,10 @@ import torch
 from rich.console import Console
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from plait.checkpoint.as_saved import check_as_saved
-from plait.checkpoint.folder import CHECKPOINTS, checkpoints, find, place
 from plait.checkpoint.load import load, read_values
+from plait.checkpoint.places import CHECKPOINTS, Storage, checkpoints, find, place
 from plait.checkpoint.save import Saver
-from plait.checkpoint.saved import Saved
-from plait.checkpoint.storage import Storage
+from plait.checkpoint.stored import Checkpoint
 from plait.comm import Comm
 from plait.comm.agree import broadcast_text
 from plait.messages.escape import say
@@ -35,6 +33,7 @@ from plait.run.config.sinks import METRICS
 from plait.run.job.config import JobConfig
 from plait.run.job.job import Job
 from plait.run.job.optimizer import OptimizerConfig
+from plait.run.train.as_saved import check_as_saved
 from plait.run.watch.processes import launcher, started
 from plait.step import Engine
 from plait.table.collectives import Note
@@ -187,7 +186,7 @@ def newest_sound(config: TrainConfig) -> str:
     """
     for folder in reversed(checkpoints(folder_of(config))) if config.out is not None else ():
         try:
-            Saved.find(folder).check()
+            Checkpoint.find(folder).check()
         except ValueError as error:
             damaged = Path(str(folder)).with_name(f"damaged-{folder.name}-{secrets.token_hex(4)}")
             Path(str(folder)).rename(damaged)

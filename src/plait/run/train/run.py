@@ -22,7 +22,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from plait import __version__
 from plait.checkpoint.files.writing import write_json, write_text
-from plait.checkpoint.huggingface import write_folder
 from plait.checkpoint.same_folder import check_same_folder
 from plait.checkpoint.save import Saver
 from plait.comm import Comm
@@ -39,6 +38,7 @@ from plait.run.config.machine import resolve_world
 from plait.run.config.room import decoder_sizes
 from plait.run.config.sinks import Sinks, open_sinks
 from plait.run.data import StepStream
+from plait.run.formats.huggingface import write_folder
 from plait.run.injection import inject
 from plait.run.job.job import Job, make_job
 from plait.run.measure.gpu import GpuUtilisation

@@ -1,4 +1,4 @@
-"""Where two checkpoints differ, tensor by tensor and value by value; a block of each is in memory at a time.
+"""The differences between two checkpoints, tensor by tensor and value by value, to the bit.
 
 model/blocks.0.weight    values    3 of 2048 elements, by at most 0.0015
 optimizer.param_groups[0].lr    value    0.001 and 0.0005
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.saved import Saved, Whole
+from plait.checkpoint.stored import Checkpoint, Stored
 from plait.messages.progress import counted
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -20,7 +20,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class SavedDifference:
-    """One place in which two checkpoints are not the same."""
+    """One place where two checkpoints differ."""
 
     name: str
     """A tensor, or the path to a value."""
@@ -29,9 +29,9 @@ class SavedDifference:
     one: str
     other: str
     elements: int = 0
-    """How many are different, where all else of the tensors is the same."""
+    """The number of different elements, in tensors of one shape and dtype."""
     largest: float = 0.0
-    """The largest difference between two elements; nan where one of them is not a number."""
+    """The largest difference between two elements; nan where one of them is no number."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class _Named:
     """A tensor among the values."""
 
     name: str
-    tensor: Whole
+    tensor: Stored
 
 
-def differences(one: Saved, other: Saved) -> Iterator[SavedDifference]:
-    """Where two checkpoints differ, to the bit; the ids, files and regions are not looked at.
+def differences(one: Checkpoint, other: Checkpoint) -> Iterator[SavedDifference]:
+    """Compares two checkpoints, but not their ids, files and regions; a block of each is in memory at a time.
 
     Raises:
         ValueError: one is damaged.
@@ -53,35 +53,29 @@ def differences(one: Saved, other: Saved) -> Iterator[SavedDifference]:
     if one.manifest.step != other.manifest.step:
         yield SavedDifference("step", "value", str(one.manifest.step), str(other.manifest.step))
     mine, theirs = one.tensors, other.tensors
-    for name in counted("tensors", [*mine, *(name for name in theirs if name not in mine)]):
-        if not name.startswith("value/"):  # those are compared where they stand among the values
+    for name in counted("tensors", list(mine | theirs)):
+        if not name.startswith("value/"):  # compared among the values
             yield from _tensors(name, mine.get(name), theirs.get(name))
-    values = (
-        saved.values({name: _Named(name, tensor) for name, tensor in found.items()})
-        for saved, found in ((one, mine), (other, theirs))
-    )
-    yield from _values("", *values)
+    named = ({name: _Named(name, tensor) for name, tensor in found.items()} for found in (mine, theirs))
+    yield from _values("", one.values(next(named)), other.values(next(named)))
 
 
-def _tensors(name: str, one: Whole | None, other: Whole | None) -> Iterator[SavedDifference]:
-    if one is None or other is None:
-        yield SavedDifference(name, "missing", _kind(one), _kind(other))
-    elif one.shape != other.shape:
-        yield SavedDifference(name, "shape", _kind(one), _kind(other))
-    elif one.dtype != other.dtype:
-        yield SavedDifference(name, "dtype", _kind(one), _kind(other))
-    else:
-        elements, largest = 0, 0.0
-        for region, block in one.blocks(one.region):
-            count, difference = _compared(block, other.read(region))
-            elements += count
-            largest = difference if math.isnan(difference) else max(largest, difference)
-        if elements:
-            yield SavedDifference(name, "values", _kind(one), _kind(other), elements, largest)
+def _tensors(name: str, one: Stored | None, other: Stored | None) -> Iterator[SavedDifference]:
+    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+        what = "missing" if one is None or other is None else "shape" if one.shape != other.shape else "dtype"
+        yield SavedDifference(name, what, _kind(one), _kind(other))
+        return
+    elements, largest = 0, 0.0
+    for region, block in one.blocks(one.region):
+        count, difference = _compared(block, other.read(region))
+        elements += count
+        largest = difference if math.isnan(difference) else max(largest, difference)
+    if elements:
+        yield SavedDifference(name, "values", _kind(one), _kind(other), elements, largest)
 
 
 def _compared(one: Tensor, other: Tensor) -> tuple[int, float]:
-    """How many elements have other bits, and how far they are from each other."""
+    """The number of elements with other bits, and their largest difference."""
     if one.is_complex():
         one, other = torch.view_as_real(one), torch.view_as_real(other)
     a, b = one.reshape(-1), other.reshape(-1)
@@ -92,7 +86,7 @@ def _compared(one: Tensor, other: Tensor) -> tuple[int, float]:
     return int(apart.sum()), float((a[apart].double() - b[apart].double()).abs().max())
 
 
-def _kind(one: Whole | None) -> str:
+def _kind(one: Stored | None) -> str:
     return "missing" if one is None else f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}"
 
 
@@ -101,7 +95,7 @@ def _values(path: str, one: Any, other: Any) -> Iterator[SavedDifference]:
         if one.name != other.name or one.name.startswith("value/"):
             yield from _tensors(path, one.tensor, other.tensor)
     elif isinstance(one, dict) and isinstance(other, dict):
-        for key in [*one, *(key for key in other if key not in one)]:
+        for key in one | other:
             where = f"{path}.{key}" if path else str(key)
             if key in one and key in other:
                 yield from _values(where, one[key], other[key])
@@ -116,7 +110,7 @@ def _values(path: str, one: Any, other: Any) -> Iterator[SavedDifference]:
 
 
 def _text(value: Any) -> str:
-    """A value, every bit of its numbers told."""
+    """A value with every bit of its numbers."""
     if isinstance(value, _Named):
         return _kind(value.tensor)
     if isinstance(value, Tensor):

@@ -1,10 +1,10 @@
-"""Hugging Face folders: read by every rank, only the rows that it keeps; written by rank 0, tensor by tensor.
+"""Hugging Face folders: each rank reads only the rows that it keeps; rank 0 writes, tensor by tensor.
 
-    model.safetensors.index.json        which file has which tensor, where there are several
-    model-00001-of-00002.safetensors    8 bytes: the header's length | header: name, dtype, shape, bytes a..b | bytes
+    model.safetensors.index.json        the file of each tensor, where there are several files
+    model-00001-of-00002.safetensors    a file (see ``checkpoint.tensor_file``)
 
-Reading takes blocks out of the file (see ``tensor_file``).  Writing needs no tensor before its turn: the header follows
-from names and shapes, and each tensor goes to its place as it comes.
+Writing needs no tensor before its turn: the header follows from names and shapes, and each tensor goes to its place as
+it comes.
 """
 
 import copy
@@ -13,7 +13,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,26 @@ from torch import Tensor, nn
 
 from plait.checkpoint.files.reading import check_readable, read_file
 from plait.checkpoint.files.writing import told
-from plait.checkpoint.folder import Folder, contents
+from plait.checkpoint.folder import Folder
+from plait.checkpoint.manifest import REAL, parsed
+from plait.checkpoint.places import contents
 from plait.checkpoint.snapshot import is_finite
-from plait.checkpoint.tensor_file import REAL, Check, TensorEntry, TensorFile, parsed, safetensors_header
+from plait.checkpoint.stored import Checkpoint
+from plait.checkpoint.tensor_file import TensorEntry, TensorFile, bytes_of, safetensors_header
+from plait.messages.progress import counted
 from plait.step import Engine
-from plait.table.layout import Region, extent
+from plait.table.layout import Region
 from plait.zero.state.full import whole_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
-"""A larger model is written in several files of at most this size (a larger tensor gets its own)."""
+"""Bytes of a file, but for a tensor that is larger; a larger model gets several files."""
 
 COPIED = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
     *("spiece.model", "*.tiktoken", "additional_chat_templates/*", "generation_config.json", "LICENSE*"),
 )
-"""Files of the source that an exported folder gets unchanged."""
+"""Files that an export copies from the source."""
 
 FILE = re.compile(r"[^/\0]+\.safetensors(\.index\.json)?")
 LARGEST_INDEX = 1 << 26
@@ -47,12 +51,12 @@ LARGEST_COPIED = 1 << 29
 """Bytes of a tokenizer's file."""
 
 IGNORED = (r"rotary_emb\.inv_freq$",)
-"""Tensors of older files that models no longer read (transformers ignores them too)."""
+"""Tensors of older files that models no longer read; transformers ignores them too."""
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Where a tensor lies: the file, and its name there."""
+class InFolder:
+    """A tensor in one of a folder's files, and its name there."""
 
     file: TensorFile
     key: str
@@ -61,53 +65,47 @@ class Stored:
     def entry(self) -> TensorEntry:
         return self.file.entries[self.key]
 
-    def read(self, region: Region | None = None) -> Tensor:
-        """The tensor or a block of it, in memory of its own."""
-        region = tuple((0, size) for size in self.entry.shape) if region is None else region
-        block = torch.empty(extent(region), dtype=self.entry.dtype)
-        self.fill(region, block)
-        return block
+    def fill(self, region: Region, into: Tensor) -> None:
+        """Reads a block; ValueError for values that are not finite, or not in the dtype of ``into``."""
+        self.file.fill(self.key, region, into)
+        if into.is_floating_point() and not is_finite(into):
+            raise ValueError(
+                f"{self.key!r} in {str(self.file.place)!r} has values that are not finite in its region {region}, read "
+                f"as {into.dtype}: the file is damaged, or its training had failed; take another"
+            )
 
-    def fill(self, region: Region, into: Tensor, check: Check | None = None) -> None:
-        """A block, into memory that is there (see ``OpenTensors.read``)."""
-        with self.file.opened() as file:
-            file.read(self.key, region, into, check)
+    def read(self) -> Tensor:
+        """All of it."""
+        into = torch.empty(self.entry.shape, dtype=self.entry.dtype)
+        self.file.fill(self.key, tuple((0, size) for size in into.shape), into)
+        return into
 
 
 @dataclass(frozen=True)
 class FolderWeights:
-    """The weights of a folder, by the names of a model that they fit; an ``engine.state.weights.Weights``."""
+    """A folder's weights by the names of a model that they fit; an ``engine.state.weights.Weights``."""
 
-    places: Mapping[str, Stored]
+    places: Mapping[str, InFolder]
 
     def fill(self, name: str, region: Region, into: Tensor) -> None:
-        """See ``Stored.fill``; ValueError for values that are not finite."""
-        at = self.places[name]
-
-        def check(part: Region, value: Tensor) -> None:
-            if value.is_floating_point() and not is_finite(value if value.itemsize > 1 else value.float()):
-                raise ValueError(
-                    f"{at.key!r} in {str(at.file.place)!r} has values that are not finite in its region {part}: the "
-                    f"file is damaged, or its training had failed; take another"
-                )
-
-        at.fill(region, into, check)
+        """See ``InFolder.fill``."""
+        self.places[name].fill(region, into)
 
     def fill_buffers(self, model: nn.Module) -> None:
-        """Give the model's buffers the values that the folder has for them."""
+        """Gives the model's buffers the values that the folder has for them."""
         for name, buffer in model.named_buffers():
             if name in self.places:
                 buffer.copy_(self.places[name].read())
 
 
 def open_folder(path: str | Path, model: nn.Module) -> FolderWeights:
-    """The weights in a folder, for a model of these names and shapes (its parameters may be on meta).
+    """The weights in a folder, for a model of these names and shapes, which may be on meta.
 
-    Of a tied weight the folder may have any of its names, or several if their values are equal.  If it has only the
-    base model, without a head, its names lack a prefix.
+    A tied weight may have any of its names there, or several with equal values.  A base model without a head has names
+    without the prefix.
 
     Raises:
-        ValueError: files that are missing or damaged, tensors that are missing, surplus, or of another shape.
+        ValueError: files are missing or damaged; tensors are missing, surplus, or of another shape.
     """
     stored = _stored(Path(path))
     state = model.state_dict(keep_vars=True)
@@ -153,7 +151,7 @@ def _some(names: Sequence[str]) -> str:
     )
 
 
-def _stored(folder: Path) -> dict[str, Stored]:
+def _stored(folder: Path) -> dict[str, InFolder]:
     """The tensors in a folder's files, by name."""
     if os.path.lexists(folder / SINGLE):
         return _tensors([_file(folder, SINGLE)])
@@ -181,8 +179,8 @@ def _stored(folder: Path) -> dict[str, Stored]:
     return stored
 
 
-def _tensors(files: Sequence[Folder]) -> dict[str, Stored]:
-    stored: dict[str, Stored] = {}
+def _tensors(files: Sequence[Folder]) -> dict[str, InFolder]:
+    stored: dict[str, InFolder] = {}
     for place in files:
         file = TensorFile(place)
         try:
@@ -192,19 +190,19 @@ def _tensors(files: Sequence[Folder]) -> dict[str, Stored]:
         for key in keys:
             if key in stored:
                 raise ValueError(f"{key[:80]!r} is in {str(stored[key].file.place)!r} and in {str(place)!r}: drop one")
-            stored[key] = Stored(file, key)
+            stored[key] = InFolder(file, key)
     return stored
 
 
 def _file(folder: Path, name: str) -> Folder:
-    """A file of weights in a folder, past links; ValueError for a name that leads, or a link that leads, elsewhere."""
+    """A file of weights in a folder, links resolved; ValueError for a name or a link that leads elsewhere."""
     if not FILE.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is no name of a file in the folder")
     return Folder(_inside(folder, name))
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The file itself, past links; ValueError for a link out of the folder.
+    """A file with links resolved; ValueError for a link out of the folder.
 
     In the cache of Hugging Face, ``snapshots/9f3c/model.safetensors`` is a link into ``blobs``.
     """
@@ -216,11 +214,10 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def write_folder(path: str | Path, engine: Engine, source: str | Path | None = None) -> None:
-    """Write the engine's model as a folder that ``transformers`` loads with ``from_pretrained``.
+    """Writes the engine's model as a folder that ``transformers`` loads with ``from_pretrained``.
 
-    All ranks call it together and rank 0 writes; a rank has one gathered unit and one whole tensor in memory at a time.
-    The folder is written as ``path.partial`` and renamed when it is complete.  Tokenizer and generation config are
-    copied from ``source``.
+    All ranks call it together, and rank 0 writes.  A rank has one gathered unit and one whole tensor in memory at a
+    time.  The folder is ``path.partial`` until it is complete.  Tokenizer and generation config come from ``source``.
 
     Raises:
         ValueError: the folder exists, or the model has no config of transformers.
@@ -246,7 +243,7 @@ def write_model(
     tensors: Iterable[tuple[str, Tensor]],
     source: str | Path | None,
 ) -> None:
-    """Write a folder of a model of transformers; its values are ``tensors``, which arrive one by one."""
+    """Writes a folder of a model of transformers from tensors that arrive one by one."""
     if os.path.lexists(folder):
         raise ValueError(f"{str(folder)!r} exists already: export to a new folder")
     if odd := [name for name, (_, dtype) in shapes.items() if dtype in REAL]:
@@ -266,10 +263,10 @@ def write_model(
 
 
 def copied_files(source: str | Path | None) -> dict[str, Path]:
-    """What an export copies from a model's folder, by its name there; looked at before a run, and again at its end.
+    """The files that an export copies from a model's folder, by name; checked before a run and again at its end.
 
     Raises:
-        ValueError: one is a link out of the folder, no plain file, or too large.
+        ValueError: a file is a link out of the folder, no plain file, or too large.
     """
     if source is None:
         return {}
@@ -287,9 +284,9 @@ def write_tensors(
     tensors: Iterable[tuple[str, Tensor]],
     limit: int = SHARD_BYTES,
 ) -> None:
-    """Write safetensors files, and their index where there are several, from tensors that arrive one by one.
+    """Writes safetensors files of at most ``limit`` bytes, and an index of several.
 
-    ``shapes`` are the shapes and dtypes of all of them, by name; ``limit`` is in bytes.
+    The tensors arrive one by one; ``shapes`` has the shape and dtype of each.
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
     files: list[list[str]] = [[]]
@@ -301,7 +298,7 @@ def write_tensors(
     places: dict[str, tuple[Path, int]] = {}
     for number, names in enumerate(files, 1):
         file = folder / (SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors")
-        header, starts, end = safetensors_header({name: shapes[name] for name in names}, sizes)
+        header, starts, end = safetensors_header({name: shapes[name] for name in names})
         with file.open("wb") as new:
             new.write(header)
             new.truncate(end)
@@ -310,7 +307,7 @@ def write_tensors(
         file, start = places[name]
         with file.open("r+b") as opened:
             opened.seek(start)
-            opened.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            opened.write(bytes_of(tensor))
     if count > 1:
         weight_map = {name: file.name for name, (file, _) in places.items()}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -324,3 +321,48 @@ def _write_config(folder: Path, model: Any, dtype: torch.dtype) -> None:
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
+
+
+def export(
+    saved: Checkpoint,
+    folder: str | Path,
+    model: nn.Module,
+    source: str | Path,
+    *,
+    ema: bool = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Writes a checkpoint's weights as a folder of transformers; a whole tensor is in memory at a time.
+
+    Args:
+        model: a model of transformers, for its config and its names; it may be on meta.
+        source: the folder of the tokenizer and the generation config.
+        ema: export the average, and buffers and frozen parameters as they are.
+        dtype: of floating-point tensors; as they were saved unless given.
+
+    Raises:
+        ValueError: the checkpoint is damaged, of another model, or has no average; the folder exists.
+    """
+    saved.check()
+    found = saved.kind("model")
+    if ema:
+        if not (averaged := saved.kind("ema")):
+            raise ValueError(f"{str(saved.folder)!r} has no average of the weights: leave --ema out")
+        found |= averaged
+    state = model.state_dict(keep_vars=True)
+    own = {name: value for name, value in (*model.named_parameters(), *model.named_buffers()) if name in state}
+    others = {name for name, _ in model.named_buffers()} - own.keys()  # transformers does not write them
+    missing, surplus = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys() - others)
+    wrong = [name for name in own if name in found and found[name].shape != tuple(own[name].shape)]
+    if missing or surplus or wrong:
+        raise ValueError(
+            f"the checkpoint is not of the model in {str(source)!r}: missing {missing[:3]}, surplus {surplus[:3]}, of "
+            f"another shape {wrong[:3]}"
+        )
+    kinds = {name: dtype if dtype and found[name].dtype.is_floating_point else found[name].dtype for name in own}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in counted("tensors", list(own)):
+            yield name, found[name].read().to(kinds[name])
+
+    write_model(Path(folder), model, {name: (found[name].shape, kinds[name]) for name in own}, tensors(), source)

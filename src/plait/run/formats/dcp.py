@@ -1,43 +1,38 @@
-"""Folders of torch.distributed.checkpoint, to plait and back: what users of FSDP2 save with ``get_state_dict``.
+"""Folders of torch.distributed.checkpoint to plait and back, as users of FSDP2 save them with ``get_state_dict``.
 
     {"model": {name: tensor},                                     model/name
      "optim": {"state": {name: {"step": 3., "exp_avg": tensor}},  a number; optimizer/exp_avg/name
                "param_groups": [{"params": [name], "lr": ...}]},  the groups
      "epoch": 3, ...}                                             extra
 
-Both may stand below one more key, as under a ``Stateful``, and the optimizer's state may be flattened
-(``state.name.exp_avg``).  A folder with nothing but tensors is a model.
+Model and optimizer may be below one more key, as under a ``Stateful``, and the optimizer's state may be flattened
+(``state.name.exp_avg``).  A folder of tensors alone is a model.
 """
 
 import io
 import math
 import os
-import pickle
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as form
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from plait.checkpoint.distcp import METADATA, Misread, read_folder
-from plait.checkpoint.manifest import Manifest
-from plait.checkpoint.saved import Saved, Whole, write_checkpoint
-from plait.checkpoint.storage import Storage
+from plait.checkpoint.places import Storage
+from plait.checkpoint.stored import Checkpoint, Stored
 from plait.checkpoint.values import InFile, encoded
-from plait.table.layout import Region, extent
-
-Keys: TypeAlias = tuple[str | int, ...]
-VERSION = "1.0.0"
-"""Of the metadata that torch 2.13 writes."""
-
-
-# ---- in -------------------------------------------------------------------------------------------------------------
+from plait.messages.progress import counted
+from plait.run.formats.rewrite import write_checkpoint
+from plait.run.formats.torch_folder import Keys, Misread, read_folder
 
 
 def import_dcp(
@@ -49,13 +44,13 @@ def import_dcp(
     without: Sequence[str] = (),
     ranks: int = 1,
 ) -> Storage:
-    """Write what a folder of torch.distributed.checkpoint has as a checkpoint; the one in ``out`` is returned.
+    """Writes the contents of a folder of torch.distributed.checkpoint as a checkpoint; returns the one in ``out``.
 
     Args:
         step: steps made; the optimizer's own count unless given.
-        seed: of the engine that will load it.
-        without: keys that are left out, with all below them.
-        ranks: in how many files it is written.
+        seed: the seed of the engine that will load it.
+        without: keys to leave out, with all keys below them.
+        ranks: the number of files to write.
 
     Raises:
         ValueError: it is damaged, names what torch does not write, or has an entry that is not understood.
@@ -63,20 +58,18 @@ def import_dcp(
     entries = {path: value for path, value in read_folder(Path(folder)).items() if not _is_below(path, without)}
     strange = {_key(path): value.reason for path, value in entries.items() if isinstance(value, Misread)}
     if strange:
-        told = "; ".join(f"{key!r}: {reason}" for key, reason in list(strange.items())[:3])
+        some = "; ".join(f"{key!r}: {reason}" for key, reason in list(strange.items())[:3])
         raise ValueError(
-            f"{len(strange)} entries of {str(folder)!r} are not understood ({told}): leave them out with "
+            f"{len(strange)} entries of {str(folder)!r} are not understood ({some}): leave them out with "
             f"--without {next(iter(strange))!r}"
         )
-    tree = _nested(entries)
-    model, optimizer, extra = _parts(tree, str(folder))
+    model, optimizer, extra = _parts(_nested(entries), str(folder))
     tensors = {f"model/{name}": value for name, value in model.items()}
     state = None if optimizer is None else _optimizer(optimizer, {n: w.shape for n, w in model.items()}, tensors)
     made = _steps(state) if step is None else step
     run = {"step": made, "seed": seed, "loss_scale": None}
     values = {"optimizer": state, "run": run, "ema": None, "extra": _named(extra, tensors) or None}
-    values["optimizer_classes"] = None
-    return write_checkpoint(out, Manifest("", made, {}, {}, encoded(values, {})), tensors, ranks)
+    return write_checkpoint(out, made, encoded({**values, "optimizer_classes": None}, {}), tensors, ranks)
 
 
 def _is_below(path: Keys, keys: Sequence[str]) -> bool:
@@ -103,9 +96,9 @@ def _nested(entries: Mapping[Keys, Any]) -> Any:
     return {key: _nested(inside) for key, inside in below.items()}
 
 
-def _parts(tree: Mapping[str | int, Any], folder: str) -> tuple[dict[str, Whole], Any, dict[Any, Any]]:
+def _parts(tree: Mapping[str | int, Any], folder: str) -> tuple[dict[str, Stored], Any, dict[Any, Any]]:
     """(the model's tensors, the optimizer's state or None, all else)."""
-    if tree and all(isinstance(value, Whole) for value in tree.values()):
+    if tree and all(isinstance(value, Stored) for value in tree.values()):
         return {str(name): value for name, value in tree.items()}, None, {}
     homes = [tree, *(value for value in tree.values() if isinstance(value, dict))]
     home = next((one for one in homes if isinstance(one.get("model"), dict)), None)
@@ -115,7 +108,7 @@ def _parts(tree: Mapping[str | int, Any], folder: str) -> tuple[dict[str, Whole]
             f"optimizer's state under 'optim' or 'optimizer', both at the top or below one key"
         )
     model = _flat(home["model"])
-    if strange := [name for name, value in model.items() if not isinstance(value, Whole)]:
+    if strange := [name for name, value in model.items() if not isinstance(value, Stored)]:
         raise ValueError(
             f"{len(strange)} entries of the model in {folder!r} are no tensors: {strange[:3]}; leave them out"
         )
@@ -127,8 +120,17 @@ def _parts(tree: Mapping[str | int, Any], folder: str) -> tuple[dict[str, Whole]
     return model, None if which is None else home[which], extra
 
 
+def _leaves(tree: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """The values of nested dicts, by their paths."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, (*path, str(key)))
+    else:
+        yield path, tree
+
+
 def _flat(tree: Any) -> dict[str, Any]:
-    """Values by their keys; ValueError where two paths make one key."""
+    """Values by their keys; ValueError if two paths make one key."""
     leaves = list(_leaves(tree))
     found = {_key(path): value for path, value in leaves}
     if len(found) < len(leaves):
@@ -136,7 +138,7 @@ def _flat(tree: Any) -> dict[str, Any]:
     return found
 
 
-def _optimizer(given: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]], tensors: dict[str, Whole]) -> Any:
+def _optimizer(given: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]], tensors: dict[str, Stored]) -> Any:
     """An optimizer's state as the manifest has it; its tensors are added to ``tensors``."""
     rest = {key: value for key, value in given.items() if key not in ("state", "param_groups")}
     state, groups = given.get("state", {}), given.get("param_groups")
@@ -151,7 +153,7 @@ def _optimizer(given: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]], 
         if name not in shapes:
             raise ValueError(f"the optimizer has a state of {name!r}, which the model has not")
         for key, value in own.items():
-            if isinstance(value, Whole) and value.shape and value.shape == shapes[name]:
+            if isinstance(value, Stored) and value.shape and value.shape == shapes[name]:
                 tensors[f"optimizer/{key}/{name}"] = value
                 value = InFile(f"optimizer/{key}/{name}")
             named.setdefault(name, {})[key] = _named(value, tensors)
@@ -182,9 +184,9 @@ def _unflattened(given: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]]
     return state, list(groups.values()), rest
 
 
-def _named(value: Any, tensors: dict[str, Whole]) -> Any:
+def _named(value: Any, tensors: dict[str, Stored]) -> Any:
     """A value whose tensors are in ``tensors``, under new names; one of no dim is a number."""
-    if isinstance(value, Whole):
+    if isinstance(value, Stored):
         if not value.shape:
             return value.read(())
         name = f"value/{sum(one.startswith('value/') for one in tensors)}"
@@ -204,28 +206,24 @@ def _steps(state: Any) -> int:
     return int(max((number for number in numbers if math.isfinite(number)), default=0))
 
 
-# ---- out ------------------------------------------------------------------------------------------------------------
-
-
-def export_dcp(saved: Saved, out: str | Path, *, ties: Mapping[str, str] | None = None) -> None:
-    """Write a checkpoint as a folder that ``torch.distributed.checkpoint.load`` reads.
+def export_dcp(saved: Checkpoint, out: str | Path, *, ties: Mapping[str, str] | None = None) -> None:
+    """Writes a checkpoint as a folder that ``torch.distributed.checkpoint.load`` reads, tensor by tensor.
 
     It has ``model`` and ``optim`` as ``get_state_dict`` names them, ``ema`` where there is an average, and ``extra``.
 
     Args:
-        ties: other names of weights, as a model that shares them has in its ``state_dict()``: {name: the one saved}.
+        ties: {other name: saved name} of weights that a model shares and has twice in its ``state_dict()``.
 
     Raises:
-        ValueError: the checkpoint is damaged, the folder exists, or a tie is of a name that it has not.
+        ValueError: the checkpoint is damaged or lacks a tied name, or the folder exists.
     """
     saved.check()
-    tensors = saved.tensors
     model = saved.kind("model")
     for name, own in (ties or {}).items():
         if own not in model or name in model:
             raise ValueError(f"{name}={own}: the checkpoint has to have {own!r}, and not {name!r}")
         model[name] = model[own]
-    values = saved.values(tensors)
+    values = saved.values()
     tree: dict[str, Any] = {"model": model, "optim": values["optimizer"], "ema": saved.kind("ema")}
     tree = {key: value for key, value in tree.items() if value} | {"run": values["run"], "extra": values["extra"]}
     folder = Path(out)
@@ -234,70 +232,68 @@ def export_dcp(saved: Saved, out: str | Path, *, ties: Mapping[str, str] | None 
     hidden = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.partial")
     hidden.mkdir(parents=True)
     try:
-        _write_dcp(hidden, dict(_leaves(tree)))
+        _save(hidden, tree)
         hidden.rename(folder)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _leaves(tree: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """What torch's planner makes of a nested state: dicts are opened, and lists that have tensors or dicts in them."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _leaves(value, (*path, str(key)))
-    elif isinstance(tree, list) and _is_opened(tree):
-        for number, value in enumerate(tree):
-            yield from _leaves(value, (*path, number))
-    else:
-        yield path, tree
+def _save(folder: Path, tree: Mapping[str, Any]) -> None:
+    """Torch's save by one process, step by step, so that an error of the disk arrives as it is."""
+    planner, writer = _LazyPlanner(), _RecordWriter(folder)
+    planner.set_up_planner(planner.outlined(tree), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
 
 
-def _is_opened(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(isinstance(one, Tensor | Whole) or _is_opened(one) for one in value)
-    return isinstance(value, dict)
+class _LazyPlanner(DefaultSavePlanner):
+    """Plans with tensors on meta, and reads each when it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: dict[int, Stored] = {}
+        """By the ids of the tensors on meta."""
+
+    def outlined(self, value: Any, *, whole: bool = False) -> Any:
+        """The tree with tensors on meta; ``whole`` in tuples, which torch takes for one value."""
+        if isinstance(value, Stored):
+            if whole:
+                return value.read()
+            outline = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            self.stored[id(outline)] = value
+            return outline
+        if isinstance(value, dict):
+            return {key: self.outlined(one, whole=whole) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self.outlined(one, whole=whole or isinstance(value, tuple)) for one in value)
+        return value
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        found = super().resolve_data(write_item)
+        return self.stored[id(found)].read() if id(found) in self.stored else found
 
 
-def _itself(tensor: Tensor, region: Region) -> Tensor:
-    return tensor
+class _RecordWriter(FileSystemWriter):
+    """Writes all records into one file, each by itself: torch's own writer holds all tensors until its end."""
 
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name, results = "__0_0.distcp", list[WriteResult]()
+        with (Path(self.path) / name).open("xb") as stream:
+            for item in counted("records written", plan.items):
+                begin, record = stream.tell(), planner.resolve_data(item)
+                if isinstance(record, Tensor):
+                    torch.save(record, data := io.BytesIO())  # onto a full disk it would not name the disk
+                    record = data
+                stream.write(record.getbuffer())
+                size = stream.tell() - begin
+                results.append(WriteResult(item.index, size, _StorageInfo(name, begin, size)))
+            stream.flush()
+            os.fsync(stream.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
-def _write_dcp(folder: Path, leaves: Mapping[Keys, Any]) -> None:
-    """The records of all leaves in one file, and the metadata."""
-    file = "__0_0.distcp"
-    kinds: dict[str, Any] = {}
-    places: dict[form.MetadataIndex, _StorageInfo] = {}
-    written: dict[int, tuple[Any, dict[Any, _StorageInfo]]] = {}
-    with (folder / file).open("xb") as stream:
-
-        def put(value: Any) -> _StorageInfo:
-            begin, whole = stream.tell(), io.BytesIO()
-            torch.save(value, whole)  # onto a full disk it would raise what says nothing of the disk
-            stream.write(whole.getbuffer())
-            return _StorageInfo(file, begin, stream.tell() - begin)
-
-        for path, value in leaves.items():
-            key = _key(path)
-            if isinstance(value, Tensor):
-                value = Whole(value.dtype, (), partial(_itself, value))
-            if not isinstance(value, Whole):
-                kinds[key] = form.BytesStorageMetadata()
-                places[form.MetadataIndex(key)] = put(value)
-                continue
-            if id(value) not in written:  # a tied weight is written once
-                written[id(value)] = value, {region: put(block) for region, block in value.blocks(value.region)}
-            chunks = []
-            for region, info in written[id(value)][1].items():
-                offsets = torch.Size(start for start, _ in region)
-                chunks.append(form.ChunkStorageMetadata(offsets, torch.Size(extent(region))))
-                places[form.MetadataIndex(key, offsets, len(chunks) - 1)] = info
-            properties = form.TensorProperties(dtype=value.dtype)
-            kinds[key] = form.TensorStorageMetadata(properties, torch.Size(value.shape), chunks)
-        stream.flush()
-        os.fsync(stream.fileno())
-    paths = {_key(path): path for path in leaves}
-    meta = form.Metadata(kinds, paths, places, form.StorageMeta(), VERSION)
-    with (folder / METADATA).open("xb") as stream:
-        pickle.dump(meta, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
+    def storage_meta(self) -> StorageMeta:
+        """Without the path of a hidden folder."""
+        return StorageMeta()

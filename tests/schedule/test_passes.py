@@ -9,7 +9,6 @@ from plait.schedule.actions import (
     PASSES,
     Action,
     Kind,
-    Schedule,
     format_schedule,
     owners,
     parse_action,
@@ -30,58 +29,81 @@ from plait.schedule.pipeline import Pipeline
 from plait.schedule.simulate import Costs, simulate
 from plait.table.cells import TABLE
 
-
-def same(schedule: Schedule, drawing: str) -> None:
-    assert format_schedule(schedule) == format_schedule(parse_schedule(drawing))
-
-
-# ---- split ------------------------------------------------------------------------------------------------
-
-
-def test_a_backward_becomes_its_two_parts() -> None:
-    same(
+TWO_STAGES = parse_schedule("0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1")
+DRAWN = {
+    "a backward becomes its two parts": (
         split_backward(one_f_one_b(2, 2)),
-        """
-        0F0 0F1 0I0 0W0 0I1 0W1
-        1F0 1I0 1W0 1F1 1I1 1W1
-        """,
-    )
-    check(split_backward(interleaved(6, 4)), in_order=True)
-
-
-# ---- messages ---------------------------------------------------------------------------------------------
-
-
-def test_sends_follow_what_makes_them_and_receives_are_posted_one_pass_ahead() -> None:
-    same(
+        "0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1I0 1W0 1F1 1I1 1W1",
+    ),
+    "sends follow what makes them, receives are posted one pass ahead": (
         add_messages(one_f_one_b(2, 3)),
         """
         0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0F2 0SEND_F2 0RECV_B2 0B1 0B2
         1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2
         """,
-    )
-
-
-def test_receives_just_before_what_needs_them() -> None:
-    same(
+    ),
+    "receives just before what needs them": (
         add_messages(one_f_one_b(2, 2), ahead=0),
         """
         0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
         1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
         """,
-    )
-
-
-def test_receives_keep_the_order_of_the_sends_even_where_they_are_needed_in_another() -> None:
-    crossing = parse_schedule("0F0 0F1 0B0 0B1\n1F1 1F0 1B0 1B1")
-    same(
-        add_messages(crossing, ahead=0),
+    ),
+    "receives in the order of the sends, though they are needed in another": (
+        add_messages(parse_schedule("0F0 0F1 0B0 0B1\n1F1 1F0 1B0 1B1"), ahead=0),
         """
         0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
         1RECV_F0 1RECV_F1 1F1 1F0 1B0 1SEND_B0 1B1 1SEND_B1
         """,
-    )
-    check(add_messages(crossing))
+    ),
+    "neighbours with one partner are one exchange": (
+        merge_messages(add_messages(one_f_one_b(3, 3))),
+        """
+        0F0 0SEND_F0 0F1 0SEND_F1+0RECV_B0 0F2 0SEND_F2+0RECV_B1 0B0 0RECV_B2 0B1 0B2
+        1RECV_F0+1RECV_F1 1F0 1SEND_F0+1RECV_B0 1F1 1SEND_F1 1RECV_F2 1B0 1SEND_B0 1RECV_B1 1F2 1SEND_F2+1RECV_B2 1B1 \
+1SEND_B1 1B2 1SEND_B2
+        2RECV_F0 2F0 2RECV_F1 2B0 2SEND_B0 2F1 2RECV_F2 2B1 2SEND_B1 2F2 2B2 2SEND_B2
+        """,
+    ),
+    "ddp": (add_sharding(one_f_one_b(2, 2), TABLE["ddp"]), "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"),
+    "zero2": (
+        add_sharding(one_f_one_b(2, 2), TABLE["zero2"]),
+        "0F0 0F1 0B0 0REDUCE_GRAD0 0B1 0REDUCE_GRAD1\n1F0 1B0 1REDUCE_GRAD0 1F1 1B1 1REDUCE_GRAD1",
+    ),
+    "zero3": (
+        add_sharding(one_f_one_b(2, 2), TABLE["zero3"]),
+        "0UNSHARD 0F0 0F1 0B0 0REDUCE_GRAD0 0B1 0RESHARD 0REDUCE_GRAD1\n"
+        "1UNSHARD 1F0 1B0 1REDUCE_GRAD0 1F1 1B1 1RESHARD 1REDUCE_GRAD1",
+    ),
+    "freed after each pass if asked": (
+        add_sharding(parse_schedule("0F0 0I0 0W0"), TABLE["hpz"], hold=0),
+        "0UNSHARD 0F0 0RESHARD 0UNSHARD 0I0 0RESHARD 0W0 0REDUCE_GRAD0",
+    ),
+    "zero3_keep frees only a stage that holds no activation": (
+        add_sharding(TWO_STAGES, TABLE["zero3_keep"]),
+        "0UNSHARD 0F0 1UNSHARD 1F0 0F1 1F1 1B0 1REDUCE_GRAD0 1B1 1RESHARD 1REDUCE_GRAD1 "
+        "0B0 0REDUCE_GRAD0 0B1 0RESHARD 0REDUCE_GRAD1",
+    ),
+    "the end of a step": (
+        add_step(parse_schedule("0F0 1F0 1B0 0B0")),
+        "0F0 1F0 1B0 1REDUCE 0B0 0REDUCE 0UPDATE 1UPDATE",
+    ),
+    "one stage": (add_step(write_order("naive", 1, 3)), format_schedule(one_stage(3))),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_as_drawn(name: str) -> None:
+    schedule, drawing = DRAWN[name]
+    assert format_schedule(schedule) == format_schedule(parse_schedule(drawing))
+
+
+def test_what_was_valid_stays_valid() -> None:
+    check(split_backward(interleaved(6, 4)), in_order=True)
+    check(add_messages(parse_schedule("0F0 0F1 0B0 0B1\n1F1 1F0 1B0 1B1")))
+
+
+# ---- messages ---------------------------------------------------------------------------------------------
 
 
 def test_no_message_inside_a_rank() -> None:
@@ -101,18 +123,6 @@ def test_a_schedule_with_a_hole_is_sent_back() -> None:
         add_messages(parse_schedule("0F0 0F1 0B0 0B1\n1F0 1B0"))
 
 
-def test_neighbours_with_one_partner_are_one_exchange() -> None:
-    same(
-        merge_messages(add_messages(one_f_one_b(3, 3))),
-        """
-        0F0 0SEND_F0 0F1 0SEND_F1+0RECV_B0 0F2 0SEND_F2+0RECV_B1 0B0 0RECV_B2 0B1 0B2
-        1RECV_F0+1RECV_F1 1F0 1SEND_F0+1RECV_B0 1F1 1SEND_F1 1RECV_F2 1B0 1SEND_B0 1RECV_B1 1F2 1SEND_F2+1RECV_B2 1B1 \
-1SEND_B1 1B2 1SEND_B2
-        2RECV_F0 2F0 2RECV_F1 2B0 2SEND_B0 2F1 2RECV_F2 2B1 2SEND_B1 2F2 2B2 2SEND_B2
-        """,
-    )
-
-
 def test_only_messages_can_be_joined() -> None:
     joined = parse_action("1SEND_F1+1RECV_B0")
     assert [str(part) for part in joined.parts] == ["1SEND_F1", "1RECV_B0"]
@@ -128,39 +138,9 @@ def test_only_messages_can_be_joined() -> None:
 # ---- data parallelism -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("row", "drawing"),
-    [
-        ("ddp", "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"),
-        ("zero2", "0F0 0F1 0B0 0REDUCE_GRAD0 0B1 0REDUCE_GRAD1\n1F0 1B0 1REDUCE_GRAD0 1F1 1B1 1REDUCE_GRAD1"),
-        (
-            "zero3",
-            "0UNSHARD 0F0 0F1 0B0 0REDUCE_GRAD0 0B1 0RESHARD 0REDUCE_GRAD1\n"
-            "1UNSHARD 1F0 1B0 1REDUCE_GRAD0 1F1 1B1 1RESHARD 1REDUCE_GRAD1",
-        ),
-    ],
-)
-def test_rows_of_the_table(row: str, drawing: str) -> None:
-    same(add_sharding(one_f_one_b(2, 2), TABLE[row]), drawing)
-
-
-def test_freed_after_each_pass_if_asked() -> None:
-    same(
-        add_sharding(parse_schedule("0F0 0I0 0W0"), TABLE["hpz"], hold=0),
-        "0UNSHARD 0F0 0RESHARD 0UNSHARD 0I0 0RESHARD 0W0 0REDUCE_GRAD0",
-    )
-
-
-def test_full_parameters_are_kept_while_a_microbatch_is_in_flight() -> None:
-    """Of two stages on a rank, zero3 frees the one that is not next; zero3_keep only one that holds no activation."""
-    order = parse_schedule("0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1")
-    same(
-        add_sharding(order, TABLE["zero3_keep"]),
-        "0UNSHARD 0F0 1UNSHARD 1F0 0F1 1F1 1B0 1REDUCE_GRAD0 1B1 1RESHARD 1REDUCE_GRAD1 "
-        "0B0 0REDUCE_GRAD0 0B1 0RESHARD 0REDUCE_GRAD1",
-    )
+def test_of_two_stages_on_a_rank_zero3_frees_the_one_that_is_not_next() -> None:
     gathers = {
-        row: sum(a.kind is Kind.UNSHARD for a in add_sharding(order, TABLE[row])[0])
+        row: sum(a.kind is Kind.UNSHARD for a in add_sharding(TWO_STAGES, TABLE[row])[0])
         for row in ("ddp", "zero3_keep", "zero3")
     }
     assert gathers == {"ddp": 0, "zero3_keep": 2, "zero3": 5}
@@ -176,12 +156,6 @@ def test_a_rank_may_hold_several_stages() -> None:
     assert gathers == [2 * 2 * 4 * 2, 7 + 11, 4]  # each pass that reads parameters; each change of stage; each stage
     with pytest.raises(ValueError, match="hold is -1"):
         add_sharding(order, TABLE["zero3"], hold=-1)
-
-
-def test_the_end_of_a_step() -> None:
-    same(add_step(parse_schedule("0F0 1F0 1B0 0B0")), "0F0 1F0 1B0 1REDUCE 0B0 0REDUCE 0UPDATE 1UPDATE")
-    (line,) = add_step(write_order("naive", 1, 3))
-    assert (line,) == one_stage(3)
 
 
 @pytest.mark.parametrize(

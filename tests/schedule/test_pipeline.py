@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import re
 
 import pytest
 
 from plait.schedule.actions import Kind, Schedule, format_schedule, owners, parse_schedule
 from plait.schedule.check import check
-from plait.schedule.orders import ORDERS, one_stage, write_order
-from plait.schedule.pipeline import Pipeline, last_gradients
+from plait.schedule.orders import ORDERS, one_stage, stages_per_rank, write_order
+from plait.schedule.passes import add_messages
+from plait.schedule.pipeline import Pipeline, acks, last_gradients
 from plait.table.cells import TABLE
 
 TWO = parse_schedule("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
@@ -88,6 +88,9 @@ def test_completed_in_full() -> None:
 def test_without_a_pipeline_nothing_is_added() -> None:
     """Units are gathered one by one then, by the model's own hooks."""
     assert Pipeline(None, 1).completed(3, TABLE["zero3"]) == one_stage(3)
+    assert format_schedule(Pipeline(None, 1).evaluated(3, TABLE["zero3"])) == "0F0 0F1 0F2"
+    with pytest.raises(ValueError, match="0 microbatches"):
+        Pipeline(None, 1).evaluated(0, TABLE["ddp"])
 
 
 def test_hold_says_how_many_stages_stay_gathered() -> None:
@@ -98,12 +101,8 @@ def test_hold_says_how_many_stages_stay_gathered() -> None:
     assert gathers(0) == 2 * 2 * 2 * 4, "for each pass of 2 ranks x 2 stages x 4 microbatches"
     assert gathers(0) > gathers(1) > gathers(2) == 4
     assert gathers(None) == 0, "units are gathered by themselves then"
-
-
-@pytest.mark.parametrize("hold", [-1, -7])
-def test_hold_counts_from_0(hold: int) -> None:
-    with pytest.raises(ValueError, match=f"hold is {hold}: give the number of stages that stay unsharded, from 0"):
-        Pipeline("1f1b", 2, hold=hold)
+    with pytest.raises(ValueError, match="hold is -1: give the number of stages that stay unsharded, from 0"):
+        Pipeline("1f1b", 2, hold=-1)
 
 
 def test_the_last_gradient_of_each_stage() -> None:
@@ -142,17 +141,16 @@ def test_refused_when_made(order: object, pipe: int, chunks: int | None, words: 
         Pipeline(order, pipe, chunks)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("many", [1, 3])
-def test_a_written_schedule_is_for_its_own_number_of_microbatches(many: int) -> None:
-    words = re.escape(f"written for 2 microbatches, but the step brings {many}: give 2, or write it for {many}")
+@pytest.mark.parametrize(
+    ("pipeline", "many", "words"),
+    [
+        *((Pipeline(TWO, 2), n, f"written for 2 .* the step brings {n}: give 2, or write it for {n}") for n in (1, 3)),
+        *((Pipeline(order, pipe), 0, "0 microbatches") for order, pipe in (("1f1b", 2), (None, 1), ("zbv", 2))),
+    ],
+)
+def test_refused_when_completed(pipeline: Pipeline, many: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Pipeline(TWO, 2).completed(many, TABLE["ddp"])
-
-
-@pytest.mark.parametrize("pipeline", [Pipeline("1f1b", 2), Pipeline(None, 1), Pipeline("zbv", 2)], ids=str)
-def test_a_step_has_a_microbatch(pipeline: Pipeline) -> None:
-    with pytest.raises(ValueError, match="0 microbatches"):
-        pipeline.completed(0, TABLE["ddp"])
+        pipeline.completed(many, TABLE["ddp"])
 
 
 # ---- evaluations: forwards alone ------------------------------------------------------------------------------
@@ -182,12 +180,6 @@ def test_a_schedule_follows_on_itself_until_there_are_microbatches_enough(writte
         assert [a.microbatch for a in schedule[rank] if a.stage == stage and a.kind is Kind.FORWARD] == [*range(num)]
 
 
-def test_one_stage_evaluates_its_microbatches_in_turn() -> None:
-    assert format_schedule(Pipeline(None, 1).evaluated(3, TABLE["zero3"])) == "0F0 0F1 0F2"
-    with pytest.raises(ValueError, match="0 microbatches"):
-        Pipeline(None, 1).evaluated(0, TABLE["ddp"])
-
-
 def test_a_backward_among_forwards_is_refused() -> None:
     assert check(parse_schedule("0F0 0F1\n1F0 1F1"), backward=False).num_stages == 2
     with pytest.raises(ValueError, match="0B0 is missing"):
@@ -197,3 +189,40 @@ def test_a_backward_among_forwards_is_refused() -> None:
             check(parse_schedule(text), backward=False)
     with pytest.raises(ValueError, match="1F1 is missing"):
         check(parse_schedule("0F0 0F1\n1F0"), backward=False)
+
+
+# ---- messages that say that others have arrived ---------------------------------------------------------------
+
+
+def test_an_activation_says_that_a_gradient_has_arrived() -> None:
+    """1F1B on two ranks: F2 leaves rank 0 after B0 has run there, and B0 needed rank 1's gradient."""
+    schedule = add_messages(write_order("1f1b", 2, 4))
+    assert acks(schedule, 1) == {
+        ("F", 1, 0): (),
+        ("F", 1, 1): (),
+        ("F", 1, 2): (("B", 0, 0),),
+        ("F", 1, 3): (("B", 0, 1),),
+    }
+    assert acks(schedule, 0) == {("B", 0, m): (("F", 1, m),) for m in range(4)}
+    assert set(acks(add_messages(write_order("gpipe", 2, 3)), 1).values()) == {()}, "gpipe says nothing of gradients"
+    schedule = add_messages(parse_schedule("0F0 0F1 0B0 0B1\n1F0 1F1 1B1 1B0"))
+    assert acks(schedule, 0) == {("B", 0, 1): (("F", 1, 0), ("F", 1, 1)), ("B", 0, 0): ()}, "1F1 was needed first"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 5), (3, 4), (4, 8)])
+def test_what_is_said_is_so(order: str, ranks: int, microbatches: int) -> None:
+    """The sender of a message had carried out, before, every pass that needed what is said to have arrived; no message
+    is said to have arrived twice, and where ranks go on talking, few are left unsaid.
+    """
+    schedule = add_messages(write_order(order, ranks * stages_per_rank(order), microbatches))
+    for rank in range(len(schedule)):
+        said = acks(schedule, rank)
+        arrived = [message for messages in said.values() for message in messages]
+        assert len(arrived) == len(set(arrived))
+        for (way, stage, microbatch), messages in said.items():
+            send = f"{stage - 1 if way == 'F' else stage + 1}SEND_{way}{microbatch}"
+            line = next(words for words in ([str(a) for a in one] for one in schedule) if send in words)
+            before = line[: line.index(send)]
+            for kind, needed_by, m in messages:
+                assert any(f"{needed_by}{k}{m}" in before for k in ("F" if kind == "F" else "BI")), send

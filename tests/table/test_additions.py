@@ -86,25 +86,23 @@ def test_with_one_microbatch_all_rows_have_one_tree() -> None:
 # ---- how a sum is folded ---------------------------------------------------------------------------------
 
 
-def test_a_sum_is_a_left_fold() -> None:
-    assert fold(("x",), {"x": 3}, lambda at: "abc"[at["x"]], lambda a, b: f"({a}+{b})") == "((a+b)+c)"
-    assert fold(("x",), {"x": 4}, lambda at: "abcd"[at["x"]], lambda a, b: f"({a}+{b})") == "(((a+b)+c)+d)"
-    assert fold(("x",), {"x": 1}, lambda at: "abc"[at["x"]], lambda a, b: f"({a}+{b})") == "a"
-    assert fold((), {}, lambda at: "a", lambda a, b: f"({a}+{b})") == "a"
-
-
 @pytest.mark.parametrize(
-    ("order", "text"),
+    ("order", "sizes", "text"),
     [
+        ("x", "3", "((0+1)+2)"),
+        ("x", "4", "(((0+1)+2)+3)"),
+        ("x", "1", "0"),
+        ("", "", ""),
         # 2 x 3 x 2 leaves; digits are x, y, z
-        ("xyz", "((((000+100)+(010+110))+(020+120))+(((001+101)+(011+111))+(021+121)))"),
-        ("zyx", "((((000+001)+(010+011))+(020+021))+(((100+101)+(110+111))+(120+121)))"),
-        ("yxz", "((((000+010)+020)+((100+110)+120))+(((001+011)+021)+((101+111)+121)))"),
-        ("xzy", "((((000+100)+(001+101))+((010+110)+(011+111)))+((020+120)+(021+121)))"),
+        ("xyz", "232", "((((000+100)+(010+110))+(020+120))+(((001+101)+(011+111))+(021+121)))"),
+        ("zyx", "232", "((((000+001)+(010+011))+(020+021))+(((100+101)+(110+111))+(120+121)))"),
+        ("yxz", "232", "((((000+010)+020)+((100+110)+120))+(((001+011)+021)+((101+111)+121)))"),
+        ("xzy", "232", "((((000+100)+(001+101))+((010+110)+(011+111)))+((020+120)+(021+121)))"),
     ],
 )
-def test_the_first_sum_named_is_innermost(order: str, text: str) -> None:
-    assert written(tuple(order), {"x": 2, "y": 3, "z": 2}, ("x", "y", "z")) == text
+def test_a_sum_is_a_left_fold_and_the_first_named_is_innermost(order: str, sizes: str, text: str) -> None:
+    names = tuple(sorted(order))
+    assert written(tuple(order), dict(zip(names, map(int, sizes), strict=True)), names) == text
 
 
 def test_leaves_are_asked_for_once_each_in_the_order_of_the_additions() -> None:

@@ -217,17 +217,19 @@ def test_a_row_is_found_by_name_by_text_or_is_one() -> None:
     assert find_strategy(mine) == parse_strategy(mine)
 
 
-@pytest.mark.parametrize(("wrong", "right"), [("zero4", "zero"), ("zero_3", "zero3"), ("hdsp", "hsdp"), ("dpp", "ddp")])
-def test_an_unknown_name_gives_the_nearest(wrong: str, right: str) -> None:
-    with pytest.raises(ValueError, match=f"'{wrong}'.*did you mean .*{right}"):
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("zero4", "'zero4'.*did you mean .*zero"),
+        ("zero_3", "'zero_3'.*did you mean .*zero3"),
+        ("hdsp", "'hdsp'.*did you mean .*hsdp"),
+        ("dpp", "'dpp'.*did you mean .*ddp"),
+        ("pipeline", f"^(?!.*did you mean).*{'.*'.join(TABLE)}"),  # near to none: it lists all
+    ],
+)
+def test_an_unknown_name_gives_the_nearest(wrong: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
         find_strategy(wrong)
-
-
-def test_a_name_that_is_near_to_none_gives_them_all() -> None:
-    with pytest.raises(ValueError) as error:
-        find_strategy("pipeline")
-    assert "did you mean" not in str(error.value)
-    assert all(name in str(error.value) for name in TABLE)
 
 
 # ---- rows of one's own -----------------------------------------------------------------------------------

@@ -65,31 +65,37 @@ def test_the_direct_count_brings_everything_where_it_is_needed(n: int) -> None:
     assert arrived == {(n - 1, e): n - 1 for e in range(2 * n)}
 
 
-def test_messages_and_barriers() -> None:
-    assert bytes_sent("send", 40, 2) == 40
-    assert bytes_sent("recv", 40, 2) == 0
-    assert bytes_sent("barrier", 0, 5) == 0
+@pytest.mark.parametrize(
+    ("kind", "size", "n", "root", "sent"),
+    [
+        ("send", 40, 2, False, 40),
+        ("recv", 40, 2, False, 0),
+        ("barrier", 0, 5, False, 0),
+        ("all_reduce", 10, 4, False, 15),  # it cuts nothing that a rank keeps
+        *((kind, 0, 4, root, 0) for kind in COLLECTIVES for root in (True, False)),
+        *((kind, 64, 1, True, 0) for kind in COLLECTIVES),
+    ],
+)
+def test_bytes_of_what_needs_no_count(kind: str, size: int, n: int, root: bool, sent: int) -> None:
+    assert bytes_sent(kind, size, n, root=root) == sent
 
 
-@pytest.mark.parametrize("kind", COLLECTIVES)
-def test_nothing_is_sent_of_nothing_nor_to_nobody(kind: str) -> None:
-    for root in (True, False):
-        assert bytes_sent(kind, 0, 4, root=root) == 0
-    assert bytes_sent(kind, 64, 1, root=True) == 0
+CUTTING = ("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather")
 
 
-def test_an_array_that_does_not_cut_is_refused_with_the_numbers() -> None:
-    for kind in ("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather"):
-        with pytest.raises(ValueError, match=f"{kind} of 10 bytes over 4 ranks: the pieces are not equal"):
-            bytes_sent(kind, 10, 4)
-    assert bytes_sent("all_reduce", 10, 4) == 15  # an all-reduce cuts nothing that anyone keeps
-
-
-def test_an_unknown_collective_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"unknown collective 'allreduce'.*all_gather.*all_reduce.*barrier"):
-        bytes_sent("allreduce", 8, 2)
-    with pytest.raises(ValueError, match=r"unknown collective 'allreduce'"):
-        bus_factor("allreduce", 2)
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        *((k, f"{k} of 10 bytes over 4 ranks: the pieces are not equal") for k in CUTTING),
+        ("allreduce", "unknown collective 'allreduce'.*all_gather.*all_reduce.*barrier"),
+    ],
+)
+def test_refusals(kind: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        bytes_sent(kind, 10, 4)
+    if kind == "allreduce":
+        with pytest.raises(ValueError, match="unknown collective 'allreduce'"):
+            bus_factor(kind, 2)
 
 
 # busbw / algbw of nccl-tests (doc/PERFORMANCE.md), S being the whole array

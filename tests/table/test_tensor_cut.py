@@ -14,47 +14,26 @@ def rows_of(cut: TensorCut, index: int) -> list[int]:
     return list(chain.from_iterable(range(start, stop) for start, stop in cut.ranges(index)))
 
 
-def test_one_part_is_one_run_of_rows() -> None:
-    cut = TensorCut((8, 4), 0, 2, (8,))
-    assert [cut.ranges(i) for i in range(2)] == [((0, 4),), ((4, 8),)]
-    assert [cut.local_shape(i) for i in range(2)] == [(4, 4), (4, 4)]
+CUTS = {
+    "one part is one run of rows": (TensorCut((8, 4), 0, 2, (8,)), ["0:4", "4:8"]),
+    "a row cut cuts the second dim": (TensorCut((3, 5), 1, 3, (5,)), ["0:2", "2:4", "4:5"]),
+    "a bias has one dim": (TensorCut((5,), 0, 2, (5,)), ["0:3", "3:5"]),
+    "five rows over four ranks": (TensorCut((5, 7), 0, 4, (5,)), ["0:2", "2:4", "4:5", "5:5"]),
+    "one rank holds everything": (TensorCut((5, 7), 0, 1, (2, 3)), ["0:2 2:5"]),
+    "each part by itself": (TensorCut((16, 4), 0, 2, (8, 4, 4), 2), ["0:4 8:10 12:14", "4:8 10:12 14:16"]),
+    "parts without a grain": (TensorCut((8, 1), 0, 3, (5, 3)), ["0:2 5:6", "2:4 6:7", "4:5 7:8"]),
+    "a grain keeps heads whole": (TensorCut((12, 2), 0, 2, (12,), 3), ["0:6", "6:12"]),
+}
 
 
-def test_a_row_cut_cuts_the_second_dim() -> None:
-    cut = TensorCut((3, 5), 1, 3, (5,))
-    assert [cut.ranges(i) for i in range(3)] == [((0, 2),), ((2, 4),), ((4, 5),)]
-    assert [cut.local_shape(i) for i in range(3)] == [(3, 2), (3, 2), (3, 1)]
-
-
-def test_a_bias_has_one_dim() -> None:
-    assert [TensorCut((5,), 0, 2, (5,)).local_shape(i) for i in range(2)] == [(3,), (2,)]
-
-
-def test_five_rows_over_four_ranks_are_two_two_one_none() -> None:
-    cut = TensorCut((5, 7), 0, 4, (5,))
-    assert [cut.local_shape(i) for i in range(4)] == [(2, 7), (2, 7), (1, 7), (0, 7)]
-    assert cut.ranges(3) == ((5, 5),)
-
-
-def test_one_rank_holds_everything() -> None:
-    assert TensorCut((5, 7), 0, 1, (2, 3)).ranges(0) == ((0, 2), (2, 5))
-
-
-def test_parts_of_a_fused_output_are_cut_each_by_itself() -> None:
-    cut = TensorCut((16, 4), 0, 2, (8, 4, 4), 2)
-    assert cut.ranges(0) == ((0, 4), (8, 10), (12, 14))
-    assert cut.ranges(1) == ((4, 8), (10, 12), (14, 16))
-    assert [cut.local_shape(i) for i in range(2)] == [(8, 4), (8, 4)]
-
-
-def test_parts_without_a_grain_may_be_uneven() -> None:
-    cut = TensorCut((8, 1), 0, 3, (5, 3))
-    assert [cut.ranges(i) for i in range(3)] == [((0, 2), (5, 6)), ((2, 4), (6, 7)), ((4, 5), (7, 8))]
-
-
-def test_a_grain_keeps_heads_whole() -> None:
-    cut = TensorCut((12, 2), 0, 2, (12,), 3)
-    assert [cut.ranges(i) for i in range(2)] == [((0, 6),), ((6, 12),)]
+@pytest.mark.parametrize("name", CUTS)
+def test_as_drawn(name: str) -> None:
+    cut, drawn = CUTS[name]
+    assert [" ".join(f"{a}:{b}" for a, b in cut.ranges(i)) for i in range(len(drawn))] == drawn
+    for i in range(len(drawn)):
+        shape = list(cut.shape)
+        shape[cut.dim] = len(rows_of(cut, i))
+        assert cut.local_shape(i) == tuple(shape)
 
 
 @pytest.mark.parametrize("ways", [1, 2, 3, 4])
@@ -77,52 +56,24 @@ def test_the_ranks_together_hold_every_element_once(
     assert [cut.local_shape(i)[dim] for i in range(ways)] == [len(rows_of(cut, i)) for i in range(ways)]
 
 
-def says(text: str) -> str:
-    return re.escape(text)
-
-
-def test_parts_that_do_not_add_up_are_refused() -> None:
-    with pytest.raises(ValueError, match=says("the parts 8|2 add up to 10, not to 12")):
-        TensorCut((12, 4), 0, 2, (8, 2))
-
-
-def test_a_part_that_is_no_number_of_heads_is_refused() -> None:
-    with pytest.raises(ValueError, match=says("a part of 12 is no multiple of 5, the size of a head")):
-        TensorCut((12, 4), 0, 2, (12,), 5)
+SHARED = (
+    "cannot be shared by tensor={} ranks, and a head cannot be parted: use {}, or make the number of heads a multiple"
+)
 
 
 @pytest.mark.parametrize(
-    ("parts", "grain", "ways", "message"),
+    ("parts", "grain", "ways", "rows", "message"),
     [
-        (
-            (32,),
-            16,
-            4,
-            "2 heads of 16 cannot be shared by tensor=4 ranks, and a head cannot be parted: use tensor=2, or",
-        ),
-        (
-            (12,),
-            2,
-            4,
-            "6 heads of 2 cannot be shared by tensor=4 ranks, and a head cannot be parted: use tensor=2 or 3 or 6",
-        ),
-        (
-            (8, 4, 4),
-            2,
-            4,
-            "2 heads of 2 cannot be shared by tensor=4 ranks, and a head cannot be parted: use tensor=2, or",
-        ),
-        (
-            (7,),
-            7,
-            2,
-            "1 heads of 7 cannot be shared by tensor=2 ranks, and a head cannot be parted: use no tensor axis",
-        ),
+        ((8, 2), 1, 2, 12, "the parts 8|2 add up to 10, not to 12"),
+        ((12,), 5, 2, 12, "a part of 12 is no multiple of 5, the size of a head"),
+        ((32,), 16, 4, 32, f"2 heads of 16 {SHARED.format(4, 'tensor=2')} of 4"),
+        ((12,), 2, 4, 12, f"6 heads of 2 {SHARED.format(4, 'tensor=2 or 3 or 6')} of 4"),
+        ((8, 4, 4), 2, 4, 16, f"2 heads of 2 {SHARED.format(4, 'tensor=2')} of 4"),
+        ((7,), 7, 2, 7, f"1 heads of 7 {SHARED.format(2, 'no tensor axis')} of 2"),
     ],
 )
-def test_heads_that_the_ranks_cannot_share_are_refused_with_the_numbers_and_the_fix(
-    parts: tuple[int, ...], grain: int, ways: int, message: str
+def test_what_cannot_be_cut_is_refused_with_the_numbers_and_the_fix(
+    parts: tuple[int, ...], grain: int, ways: int, rows: int, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=says(message)) as raised:
-        TensorCut((sum(parts), 3), 0, ways, parts, grain)
-    assert str(raised.value).endswith(f"or make the number of heads a multiple of {ways}")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TensorCut((rows, 3), 0, ways, parts, grain)

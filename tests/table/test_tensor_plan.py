@@ -33,22 +33,32 @@ def test_a_style_is_read(text: str, style: Style) -> None:
     assert Style.parse(text) == style
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_read_and_written(kind: str) -> None:
-    assert str(Style.parse(kind)) == kind
-
-
 @pytest.mark.parametrize(
     "text",
-    ["column", "column by 16", "column 8|2|2 by 16", "column 5|3", "row by 8", "column in 2", "experts 2", "shared 64"],
+    [*KINDS, "column by 16", "column 8|2|2 by 16", "column 5|3", "row by 8", "column in 2", "experts 2", "shared 64"],
 )
 def test_what_is_written_is_read_back(text: str) -> None:
     assert str(Style.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "column by", "column by x", "Column", "column by 4 8|2", "column, row", "by 4"])
-def test_text_that_is_no_style_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"cannot read the style|unknown style"):
+WITHOUT_SIZES = [kind for kind in KINDS if KINDS[kind].cut_dim is None]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        *((text, "cannot read the style|unknown style") for text in ("", "column by", "column by x", "Column")),
+        *((text, "cannot read the style|unknown style") for text in ("column by 4 8|2", "column, row", "by 4")),
+        ("colum", f"unknown style 'colum'.*did you mean column.*{', '.join(KINDS)}"),
+        ("rows", f"unknown style 'rows'.*did you mean row.*{', '.join(KINDS)}"),
+        ("vocab", "unknown style 'vocab'.*vocabulary"),
+        *((f"{kind} {n}", "so only they have sizes") for kind in WITHOUT_SIZES for n in ("by 4", "8|2", "8|2 by 4")),
+        *((f"{kind} 8|2 by 4", "only column has parts") for kind in ("row", "gathered", "vocabulary")),
+        *((f"{text} in 2", "'in' is for column and row") for text in ("column by 4", "column 8|2", "gathered")),
+    ],
+)
+def test_text_that_is_no_style_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         Style.parse(text)
 
 
@@ -58,60 +68,23 @@ def test_what_is_no_mapping_of_texts_is_refused(plan: Any) -> None:
         match_styles(plan, MODULES, PARAMETERS)
 
 
+UP = {f"blocks.{i}.up": Style("column") for i in range(11)}
+
+
 @pytest.mark.parametrize(
-    ("text", "hint"), [("colum", "did you mean column"), ("rows", "did you mean row"), ("vocab", "vocabulary")]
+    ("plan", "found"),
+    [
+        ({}, {}),
+        ({"blocks.*.up": "column", "head": Style("vocabulary")}, {**UP, "head": Style("vocabulary")}),
+        ({"blocks.*.down.weight": "row"}, {f"blocks.{i}.down": Style("row") for i in range(11)}),
+        ({"blocks.1.up": "column"}, {"blocks.1.up": Style("column")}),
+        ({"blocks.0.up": "column", "blocks.*.up": "column"}, UP),  # named twice with one style
+        ({"scale": "column"}, {"scale": Style("column")}),  # a parameter that is no weight or bias
+    ],
+    ids=["nothing", "a pattern", "parameters", "one layer", "twice", "itself"],
 )
-def test_an_unknown_style_names_the_nearest(text: str, hint: str) -> None:
-    with pytest.raises(ValueError, match=says(f"unknown style {text!r}")) as raised:
-        Style.parse(text)
-    assert hint in str(raised.value) and ", ".join(KINDS) in str(raised.value)
-
-
-@pytest.mark.parametrize("kind", [k for k in KINDS if KINDS[k].cut_dim is None])
-@pytest.mark.parametrize("sizes", ["by 4", "8|2", "8|2 by 4"])
-def test_sizes_for_a_style_that_cuts_nothing_are_refused(kind: str, sizes: str) -> None:
-    with pytest.raises(ValueError, match="so only they have sizes"):
-        Style.parse(f"{kind} {sizes}")
-
-
-@pytest.mark.parametrize("kind", ["row", "gathered", "vocabulary"])
-def test_parts_are_for_column_alone(kind: str) -> None:
-    with pytest.raises(ValueError, match="only column has parts"):
-        Style.parse(f"{kind} 8|2 by 4")
-
-
-@pytest.mark.parametrize("text", ["column by 4 in 2", "column 8|2 in 2", "gathered in 2"])
-def test_in_goes_with_no_other_sizes(text: str) -> None:
-    with pytest.raises(ValueError, match="'in' is for column and row"):
-        Style.parse(text)
-
-
-def test_a_parameter_that_is_no_weight_or_bias_stands_for_itself() -> None:
-    found = match_styles({"attention.sinks": "column"}, ["attention"], ["attention.sinks"])
-    assert found == {"attention.sinks": Style("column")}
-
-
-def test_a_pattern_names_modules_of_all_layers() -> None:
-    found = match_styles({"blocks.*.up": "column", "head": Style("vocabulary")}, MODULES, PARAMETERS)
-    assert found == {**{f"blocks.{i}.up": Style("column") for i in range(11)}, "head": Style("vocabulary")}
-
-
-def test_a_pattern_of_parameters_stands_for_their_modules() -> None:
-    found = match_styles({"blocks.*.down.weight": "row"}, MODULES, PARAMETERS)
-    assert found == {f"blocks.{i}.down": Style("row") for i in range(11)}
-
-
-def test_one_layer_alone_can_be_named() -> None:
-    assert match_styles({"blocks.1.up": "column"}, MODULES, PARAMETERS) == {"blocks.1.up": Style("column")}
-
-
-def test_an_empty_plan_names_nothing() -> None:
-    assert match_styles({}, MODULES, PARAMETERS) == {}
-
-
-def test_a_module_named_twice_with_one_style_is_fine() -> None:
-    found = match_styles({"blocks.0.up": "column", "blocks.*.up": "column"}, [*MODULES[:11], "head"], PARAMETERS)
-    assert found == {"blocks.0.up": Style("column"), "blocks.1.up": Style("column")}
+def test_a_plan_names_modules(plan: dict[str, str], found: dict[str, Style]) -> None:
+    assert match_styles(plan, MODULES, PARAMETERS) == found
 
 
 @pytest.mark.parametrize(

@@ -55,44 +55,38 @@ class EqualRanks(NamedTuple):
         return [k * (self.F + self.B - weights * self.W) for k in self.after]
 
 
-Formula = Callable[[EqualRanks], tuple[Sequence[float] | None, Sequence[int] | None]]
+Formula = Callable[[EqualRanks], tuple[Sequence[float] | None, Sequence[float] | None]]
 """The waits and peaks of each rank; None where they have no closed form."""
 
 
-def naive(c: EqualRanks) -> tuple[list[float], list[int]]:
-    return [(c.m * c.p - c.m - r) * (c.F + c.B) for r in range(c.p)], [1] * c.p
+def where(holds: bool, values: list[float]) -> list[float] | None:
+    """Values with a condition, without which the formula would be wrong."""
+    return values if holds else None
 
 
-def gpipe(c: EqualRanks) -> tuple[list[float], list[int]]:
-    return c.waits(), [c.m] * c.p
-
-
-def one_f_one_b(c: EqualRanks) -> tuple[list[float], list[int]]:
-    return c.waits(), [min(c.m, k + 1) for k in c.after]
-
-
-def interleaved(c: EqualRanks) -> tuple[list[float] | None, list[int] | None]:
-    peaks = [min(c.v * c.m, 2 * k + (c.v - 1) * c.p + 1) for k in c.after]
-    return (None, None) if c.m % c.p else (c.waits(), peaks)
-
-
-def zb_h1(c: EqualRanks) -> tuple[list[float] | None, list[int]]:
-    return c.waits(2) if c.m >= c.p and c.W <= c.F else None, [min(c.m, c.p)] * c.p
-
-
-def zb_h2(c: EqualRanks) -> tuple[list[float] | None, list[int]]:
-    holds = c.m >= 2 * c.p - 1 and c.W <= c.F and 3 * c.W <= c.F + c.B
-    return c.waits(3) if holds else None, [min(c.m, 2 * c.p - 1)] * c.p
-
-
-def zbv(c: EqualRanks) -> tuple[list[float] | None, list[int] | None]:
-    holds = c.m >= 2 * c.p and c.F == c.I == c.W
-    return [0.0] * c.p if holds else None, [2 * c.p] * c.p if c.m >= 2 * c.p - 1 else None
-
-
-def dualpipe_v(c: EqualRanks) -> tuple[list[float] | None, list[int] | None]:
-    full = c.m >= 2 * c.p
-    return c.waits(2) if full and c.W <= c.I <= c.F <= c.B else None, [2 * c.p + 1] * c.p if full else None
+FORMULAS: dict[str, Formula] = {
+    "naive": lambda c: ([(c.m * c.p - c.m - r) * (c.F + c.B) for r in range(c.p)], [1] * c.p),
+    "gpipe": lambda c: (c.waits(), [c.m] * c.p),
+    "1f1b": lambda c: (c.waits(), [min(c.m, k + 1) for k in c.after]),
+    "interleaved": lambda c: (
+        where(c.m % c.p == 0, c.waits()),
+        where(c.m % c.p == 0, [min(c.v * c.m, 2 * k + (c.v - 1) * c.p + 1) for k in c.after]),
+    ),
+    "zb_h1": lambda c: (where(c.m >= c.p and c.W <= c.F, c.waits(2)), [min(c.m, c.p)] * c.p),
+    "zb_h2": lambda c: (
+        where(c.m >= 2 * c.p - 1 and c.W <= c.F and 3 * c.W <= c.F + c.B, c.waits(3)),
+        [min(c.m, 2 * c.p - 1)] * c.p,
+    ),
+    "zbv": lambda c: (
+        where(c.m >= 2 * c.p and c.F == c.I == c.W, [0.0] * c.p),
+        where(c.m >= 2 * c.p - 1, [2 * c.p] * c.p),
+    ),
+    "dualpipe_v": lambda c: (
+        where(c.m >= 2 * c.p and c.W <= c.I <= c.F <= c.B, c.waits(2)),
+        where(c.m >= 2 * c.p, [2 * c.p + 1] * c.p),
+    ),
+}
+"""Waits and peaks of the orders that have closed forms."""
 
 
 def bubbles(
@@ -108,4 +102,4 @@ def bubbles(
     waits, peaks = formula(equal)
     busy = num_microbatches * chunks * (equal.F + equal.B)
     share = None if waits is None or not waits[0] + busy else waits[0] / (waits[0] + busy)
-    return Bubbles(None if waits is None else tuple(waits), share, None if peaks is None else tuple(peaks))
+    return Bubbles(None if waits is None else tuple(waits), share, None if peaks is None else tuple(map(int, peaks)))

@@ -45,8 +45,8 @@ from dataclasses import dataclass
 from itertools import count
 
 from plait.messages.wording import did_you_mean
-from plait.schedule import bubbles
 from plait.schedule.actions import Action, Kind, Line, Schedule, check_sizes, check_written, count_microbatches, keep
+from plait.schedule.bubbles import FORMULAS, Formula
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 Write = Callable[..., Schedule]
@@ -201,19 +201,19 @@ class Order:
     """The default where ``takes_chunks``."""
     takes_chunks: bool = False
     """True if a user may choose the number of stages on each rank, from 2."""
-    formula: bubbles.Formula | None = None
+    formula: Formula | None = None
     """Its bubbles and activations in closed form, if it has any."""
 
 
 ORDERS: dict[str, Order] = {
-    "naive": Order(naive, "one rank works, the others wait", formula=bubbles.naive),
-    "gpipe": Order(gpipe, "all forwards, then all backwards", formula=bubbles.gpipe),
-    "1f1b": Order(one_f_one_b, "a backward as soon as there is one", formula=bubbles.one_f_one_b),
-    "interleaved": Order(interleaved, "1f1b with several stages on each rank", 2, True, bubbles.interleaved),
-    "zb_h1": Order(zb_h1, "weight parts fill the bubbles, in 1f1b's memory", formula=bubbles.zb_h1),
-    "zb_h2": Order(zb_h2, "no bubble, for twice the memory", formula=bubbles.zb_h2),
-    "zbv": Order(zbv, "no bubble, in 1f1b's memory, on a V", 2, formula=bubbles.zbv),
-    "dualpipe_v": Order(dualpipe_v, "forwards beside backwards, on a V", 2, formula=bubbles.dualpipe_v),
+    "naive": Order(naive, "one rank works, the others wait", formula=FORMULAS["naive"]),
+    "gpipe": Order(gpipe, "all forwards, then all backwards", formula=FORMULAS["gpipe"]),
+    "1f1b": Order(one_f_one_b, "a backward as soon as there is one", formula=FORMULAS["1f1b"]),
+    "interleaved": Order(interleaved, "1f1b with several stages on each rank", 2, True, FORMULAS["interleaved"]),
+    "zb_h1": Order(zb_h1, "weight parts fill the bubbles, in 1f1b's memory", formula=FORMULAS["zb_h1"]),
+    "zb_h2": Order(zb_h2, "no bubble, for twice the memory", formula=FORMULAS["zb_h2"]),
+    "zbv": Order(zbv, "no bubble, in 1f1b's memory, on a V", 2, formula=FORMULAS["zbv"]),
+    "dualpipe_v": Order(dualpipe_v, "forwards beside backwards, on a V", 2, formula=FORMULAS["dualpipe_v"]),
 }
 """Every order of a pipeline.  A new one is a function and a row."""
 

@@ -30,7 +30,6 @@ from plait.sharded.rules import (
     by_letters,
     contract,
     dims_of_result,
-    finite,
     on_meta,
     on_plain,
     on_slices,
@@ -89,21 +88,6 @@ def _summand(bias: Spec, out: Spec) -> Spec:
         why = f"the product is pending over {', '.join(out.pending)}, and every rank would add the whole bias"
         hint = "Add it after the sum, as in F.linear(x, w).redistribute(...) + bias, or let it count on index 0 only:"
     raise Refusal(why, [(bias, want.layout)], hint)
-
-
-@rule("addmm baddbmm")
-def addmm(func: Any, bias: Spec, a: Spec, b: Spec, *, beta: float = 1, alpha: float = 1) -> OpPlan:
-    """``beta * bias + alpha * a @ b``."""
-    finite((beta, alpha), (bias, a, b))
-    batch = ["b"] if len(a.shape) == 3 else []
-    out, after = contract([(a, [*batch, "m", "k"]), (b, [*batch, "k", "n"])], [*batch, "m", "n"])
-    return OpPlan(out, on_slices(func, [bias, a, b], [_summand(bias, out), *after]))
-
-
-@rule("outer ger")
-def outer(func: Any, a: Spec, b: Spec) -> OpPlan:
-    """``a[:, None] * b``."""
-    return _product(func, [(a, ["m"]), (b, ["n"])], ["m", "n"])
 
 
 @rule("einsum")

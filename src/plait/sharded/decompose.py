@@ -87,17 +87,29 @@ class Trace(NamedTuple):
     result: Any
 
 
-class _Noted(TorchDispatchMode):
-    """Notes the operators that torch calls, down to those that have a rule."""
+class _Watched(TorchDispatchMode):
+    """Lets torch's operators pass if their results are known from the operands' values."""
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
         super().__init__()
         self.operands = operands
-        self.calls: list[Call] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         knowable(op, args, self.operands)
+        return self.passed(op, args, kwargs or {})
+
+    def passed(self, op: Any, args: Any, kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+
+class _Noted(_Watched):
+    """Notes the operators that torch calls, down to those that have a rule."""
+
+    def __init__(self, operands: Sequence[Tensor]) -> None:
+        super().__init__(operands)
+        self.calls: list[Call] = []
+
+    def passed(self, op: Any, args: Any, kwargs: Any) -> Any:
         if by_memory(op):
             raise ValueError("what it makes of its own tensors can be computed, but not noted")
         mark = len(self.calls)
@@ -132,18 +144,6 @@ def taken_apart(op: Any, args: Any, kwargs: Any) -> Any:
     new = functional(**given, **kwargs)
     fits(op, new.dtype, old.dtype)
     return old.copy_(new)
-
-
-class _Watched(TorchDispatchMode):
-    """Lets torch's operators pass if their results are known from the operands' values."""
-
-    def __init__(self, operands: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.operands = operands
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        knowable(op, args, self.operands)
-        return op(*args, **(kwargs or {}))
 
 
 def by_memory(op: Any) -> bool:
@@ -200,21 +200,6 @@ def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal
         raise Refusal(part.why, whole, "" if any(not s.whole for s in specs) else part.hint) from None
 
 
-def constants_of(operands: list[Tensor], calls: list[Call], result: Any) -> list[Tensor] | None:
-    """The tensors that calls use besides operands and each other's results; None if they do not tell all."""
-    known = {id(t) for t in operands}
-    constants: list[Tensor] = []
-    for op, args, kwargs, made in calls:
-        new = [t for t in tensors_in([args, kwargs]) if id(t) not in known]
-        if any(t.device == META for t in new) or (new and op._schema.is_mutable):
-            return None
-        constants += new
-        known |= {id(t) for t in (*new, *tensors_in([made]))}
-    ends = list(tensors_in([result]))
-    told = all(id(t) in known for t in ends) and (bool(ends) or (result is None and bool(calls)))
-    return constants if told else None
-
-
 def traced(func: Any, args: Any, kwargs: Any, specs: list[Spec]) -> Trace | None:
     """The function on ``meta`` tensors of the specs; None if it does something that is no operator of torch."""
     flags = gradients(args, kwargs)
@@ -230,21 +215,31 @@ def traced(func: Any, args: Any, kwargs: Any, specs: list[Spec]) -> Trace | None
         result = func(*args, **kwargs)
     if any(t.shape != s.shape for t, s in zip(metas, specs, strict=True)):
         raise Refusal("it changes the shape of its tensor in place", hint="Use the function that gives a new tensor.")
-    calls = used(noted.calls, result)
-    constants = constants_of(metas, calls, result)
-    return None if constants is None else Trace(metas, constants, calls, result)
+    return used(metas, noted.calls, result)
 
 
-def used(calls: list[Call], result: Any) -> list[Call]:
-    """The calls that change something, or whose results are used; torch detaches some only for a later backward."""
+def used(operands: list[Tensor], noted: list[Call], result: Any) -> Trace | None:
+    """The calls that change something, or whose results are used; None if they do not tell all.
+
+    Torch detaches some results only for a later backward.
+    """
+    known = {id(t) for t in operands} | {id(t) for call in noted for t in tensors_in([call[-1]])}
     needed = {id(t) for t in tensors_in([result])}
-    kept: list[Call] = []
-    for call in reversed(calls):
-        op, args, kwargs, made = call
+    calls: list[Call] = []
+    constants: dict[int, Tensor] = {}
+    for op, args, kwargs, made in reversed(noted):
         if op._schema.is_mutable or any(id(t) in needed for t in tensors_in([made])):
-            kept.insert(0, call)
+            calls.insert(0, (op, args, kwargs, made))
             needed |= {id(t) for t in tensors_in([args, kwargs])}
-    return kept
+            new = {id(t): t for t in tensors_in([args, kwargs]) if id(t) not in known}
+            if any(t.device == META for t in new.values()) or (new and op._schema.is_mutable):
+                return None
+            constants |= new
+    ends = list(tensors_in([result]))
+    told = all(id(t) in known or id(t) in constants for t in ends)
+    if not told or not (ends or (result is None and calls)):
+        return None
+    return Trace(operands, list(constants.values()), calls, result)
 
 
 def as_it_stands(func: Any, specs: list[Spec], refusal: Refusal) -> OpPlan:

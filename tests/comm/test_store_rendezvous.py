@@ -150,6 +150,17 @@ def test_two_processes_with_one_rank_are_both_named_to_all() -> None:
         assert "rank 1 (host b, process 7)" in str(outcome) and "rank 1 (host c, process 8)" in str(outcome)
 
 
+def test_a_rank_0_that_waits_is_told_of_another() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(met, [peer(0, "a")], 2, 30, store)
+        until(lambda: store.check(["plait/current"]))
+        first, second = met([peer(0, "b"), peer(1, "b")], 2, store=store)
+        [outcome] = waiting.result()
+    assert isinstance(first, Met) and isinstance(second, Met)
+    assert "rank 0 (host a, process 100) and rank 0 (host b, process 100) have the same RANK" in str(outcome)
+
+
 def test_one_that_comes_late_learns_what_the_world_before_came_to() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     met([peer(0), peer(1, "b")], 2, store=store)
@@ -198,7 +209,9 @@ def test_a_host_whose_name_leads_to_itself_is_refused_where_there_are_others(mon
         b'{"rank": "0", "host": 3, "pid": null}',
         b"\x1b[2J",
         b"null",
-        json.dumps({"rank": 0, "host": "h", "pid": 1, "facts": {"a": 3}, "loopback": False, "token": ""}).encode(),
+        json.dumps(
+            {"rank": 0, "host": "h", "pid": 1, "facts": {"a": 3}, "loopback": False, "restarts": 0, "token": ""}
+        ).encode(),
     ],
 )
 def test_what_a_stranger_wrote_in_the_store_is_refused_and_shown_escaped(said: bytes) -> None:

@@ -192,6 +192,15 @@ def test_steps_of_another_host_are_compared(neighbours: Neighbours) -> None:
     assert (one.kind, one.rank) == ("straggler", 1) and "2.0 times as long" in one.what
 
 
+def test_while_the_store_is_silent_no_host_is_heard_again(tmp_path: Path) -> None:
+    told = list[str]()
+    reports = HostReports(dist.HashStore(), PEERS, 0, Page.create(tmp_path / "page", 4), told.append)  # type: ignore[attr-defined]
+    reports.close()
+    reports._told, reports._answered = {"b"}, reports._answered - SILENT - 1
+    reports.look()
+    assert len(told) == 1 and told[0].startswith("plait: the store on the host of rank 0 has not been reached")
+
+
 class Silent:
     """A store that answers no request any more once ``cut`` is set, and then raises or waits as torch's does."""
 

@@ -1,10 +1,10 @@
 """From one command to many ranks: processes that plait starts, threads of this one, or one rank under torchrun.
 
 local.py         launch(config, body, command): the choice                  start here
-agent.py         ranks are started, looked after, and started again: torch's elastic agent on one host
+agent.py         starts ranks, monitors them, and starts them again
 rank_monitor.py  diagnoses ranks from the status page, exit codes and the kernel
-limits.py        how often, and how long they may take to end
-fork_server.py   ranks are copies of a process that has imported everything
+limits.py        how often ranks are started again, and how long they may take to end
+fork_server.py   forks ranks from a process that has imported everything
 signals.py       signals that ask for the end
-failure.py       what is printed, and the exit code, when a rank fails
+failure.py       the text and the exit code of a rank that fails
 """

@@ -2,7 +2,7 @@
 
     torchrun's variables are set        this process is a rank: join, run, leave
     world=thread                        every rank is a thread of this process
-    otherwise                           torch's elastic agent starts ranks, each of which runs ``command`` again
+    otherwise                           an agent starts ranks, each of which runs ``command`` again
 
 So the same command runs alone, under torchrun, and under whatever sets torchrun's variables.  On one host nothing
 listens on a port but the ranks' own connections on loopback.  Ranks never outlive their launcher: the kernel ends them.
@@ -10,7 +10,6 @@ listens on a port but the ranks' own connections on loopback.  Ranks never outli
 
 import contextlib
 import hashlib
-import logging
 import os
 import signal
 import socket
@@ -31,6 +30,7 @@ from plait.messages.ended import to_its_end
 from plait.messages.escape import say
 from plait.run.config import MachineConfig, resolve_device
 from plait.run.config.machine import idle_devices, resolve_world
+from plait.run.launch.agent import RankAgent
 from plait.run.launch.failure import LAUNCHER, leave_note
 from plait.run.launch.fork_server import ForkServer
 from plait.run.launch.limits import Limits
@@ -186,13 +186,10 @@ def _left_at_once(asked: Asked) -> Iterator[None]:
 def _start_ranks(config: MachineConfig, command: Sequence[str], limits: Limits) -> int:
     environment = {**os.environ, **rank_environment(config)}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_agent_kept_quiet())
         with told(os.environ.get("TMPDIR", "/tmp"), 0):
             folder = stack.enter_context(private_folder())
         server = ForkServer(command, environment, config.deadline)
         stack.callback(server.close)
-        from plait.run.launch.agent import RankAgent  # while the server imports as well
-
         agent = RankAgent(config.parsed_mesh, folder, server, limits, config.deadline)
         stack.enter_context(heard(agent.asked))
         try:
@@ -224,14 +221,3 @@ def rank_environment(config: MachineConfig, given: Mapping[str, str] = os.enviro
     if loopback:
         wanted["GLOO_SOCKET_IFNAME"] = loopback[0]
     return {LAUNCHER: str(os.getpid()), **{k: v for k, v in wanted.items() if k not in given}}
-
-
-@contextlib.contextmanager
-def _agent_kept_quiet() -> Iterator[None]:
-    """Without elastic's own log."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
+from plait.referee.verify.observed import Record
 from plait.referee.verify.record import record_run
-from plait.referee.verify.reference import Record, run_reference
+from plait.referee.verify.reference import run_reference
 from plait.referee.verify.run import Verdict, judge, references
 from plait.run.commands.main import main
 from plait.run.config import VerifyConfig, validate

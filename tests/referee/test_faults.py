@@ -21,8 +21,8 @@ from plait import UserJob
 from plait.referee.verify.cases import due
 from plait.referee.verify.locate import first_step, locate_in_plain, search, window_of
 from plait.referee.verify.plain import run_plain
+from plait.referee.verify.record import trace_layout
 from plait.referee.verify.run import judge, placed, references
-from plait.referee.verify.traced import trace_layout
 from plait.referee.witness.judge import judge as judge_witnessed
 from plait.referee.wrong import FirstWrong
 from plait.run.config import VerifyConfig
@@ -42,7 +42,7 @@ def located(config: VerifyConfig, verified: cases.Verified, put: Callable[[Patch
     job, ranks = cases.job_of(config), verified.ranks
     if all(finding.equal for finding in verified.verdict.tree) and put is not None:
         return locate_in_plain(job, ranks, verified.tree, run_plain(job, config), verified.verdict.plain)
-    window = window_of(first_step(config, ranks, verified.tree))
+    window = window_of(first_step(verified.verdict.tree))
     with pytest.MonkeyPatch.context() as broken:
         if put is not None:
             put(broken)

@@ -14,9 +14,10 @@ import pytest
 
 from plait.comm import run
 from plait.comm.prepared import Alone
+from plait.referee.verify.observed import RankRecord, Record
 from plait.referee.verify.plain import run_plain
-from plait.referee.verify.record import RankRecord, record_run
-from plait.referee.verify.reference import Record, run_reference
+from plait.referee.verify.record import record_run
+from plait.referee.verify.reference import run_reference
 from plait.referee.verify.run import Verdict, judge
 from plait.run.config import VerifyConfig, section
 from plait.run.job.config import JobConfig

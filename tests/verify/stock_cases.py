@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from plait.comm import Comm, run
 from plait.referee.verify.compare import Finding, against_tree
-from plait.referee.verify.record import RankRecord, record_layout
+from plait.referee.verify.observed import RankRecord
+from plait.referee.verify.record import record_layout
 from plait.referee.verify.reference import run_reference
 from plait.run.data import Batches
 from plait.run.job.job import Job

@@ -14,7 +14,7 @@ from verify_cases import TINY, Verified, judged, verify
 from plait.comm import thread
 from plait.referee.verify import reference
 from plait.referee.verify.compare import find, number
-from plait.referee.verify.record import RankRecord
+from plait.referee.verify.observed import RankRecord
 from plait.step.norm import Norm
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
@@ -36,7 +36,7 @@ def one_bit(tensor: torch.Tensor) -> None:
 
 
 def change_loss(record: RankRecord) -> None:
-    record.losses[3] = record.losses[3] * (1 + 1e-15)
+    record.steps[3].loss *= 1 + 1e-15
 
 
 def change_gradient(record: RankRecord) -> None:
@@ -52,8 +52,8 @@ def change_state(record: RankRecord) -> None:
 
 
 def change_norm(record: RankRecord) -> None:
-    assert record.norms[2] is not None
-    record.norms[2] *= 1 + 1e-7
+    assert record.steps[2].norm is not None
+    record.steps[2].norm *= 1 + 1e-7
 
 
 def nan_parameter(record: RankRecord) -> None:
@@ -77,14 +77,11 @@ def lose_moment(record: RankRecord) -> None:
 
 
 def lose_step(record: RankRecord) -> None:
-    record.losses.pop()
-    record.norms.pop()
-    record.gradients.pop()
-    record.local_losses.pop()
+    record.steps.pop()
 
 
 def lose_microbatch_loss(record: RankRecord) -> None:
-    record.local_losses[0] = record.local_losses[0][:1]
+    record.steps[0].losses.popitem()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

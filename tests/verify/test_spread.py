@@ -11,8 +11,7 @@ import tensor_faults as tensors
 import verify_cases as cases
 from verify_cases import TINY
 
-from plait.referee.verify.record import RankRecord
-from plait.referee.verify.reference import Record
+from plait.referee.verify.observed import RankRecord, Record
 from plait.referee.verify.run import judge, placed, references
 from plait.referee.verify.spread import Spread, honest_runs, spread_of
 from plait.run.config import VerifyConfig
@@ -59,9 +58,9 @@ def test_a_fault_lies_outside(fault: Callable[[Patch], None], config: VerifyConf
 
 def as_rank(run: Record) -> RankRecord:
     """A single process as a rank that has everything."""
-    gradients = [{(n, 0, g.numel()): g.reshape(-1) for n, g in of_step.items()} for of_step in run.gradients]
-    local = [tuple(losses) for losses in run.microbatch_losses]
-    return RankRecord(0, 0, run.losses, local, run.norms, gradients=gradients, parameters=run.parameters)
+    pieces = [{(n, 0, g.numel()): g.reshape(-1) for n, g in step.summed.items()} for step in run.steps]
+    steps = [replace(step, summed=own) for step, own in zip(run.steps, pieces, strict=True)]
+    return RankRecord(0, 0, steps, parameters=run.parameters)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -80,7 +79,7 @@ def test_a_loss_that_is_no_number_is_no_honest_run() -> None:
     honest = honest_runs(job, config, nothing, 2)
     rank = as_rank(honest.runs[0])
     assert spread_of([rank], honest).benign
-    lost = replace(rank, losses=[rank.losses[0], math.nan, rank.losses[2]])
+    lost = replace(rank, steps=[rank.steps[0], replace(rank.steps[1], loss=math.nan), rank.steps[2]])
     assert not spread_of([lost], honest).benign
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import plait
 from plait.forward.tensor_parallel import StageAxis
 from plait.referee.verify import run
-from plait.referee.verify.reference import Record
+from plait.referee.verify.observed import Record
 from plait.table.tensor_plan import BACKWARD
 
 WIDTH, CLASSES = 12, 5

@@ -13,7 +13,7 @@ from judged_cases import Batch, backward, judged, squares
 from test_causes import Residual
 from torch import Tensor, nn
 
-from plait.referee.witness.rounding import _Products, rounded
+from plait.referee.witness.declared import _Products, rounded
 from plait.run.commands.main import main
 
 WIDTH = 8

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from plait.referee.difference import factor_text
 from plait.referee.values import rounding, wide
@@ -163,6 +164,18 @@ def cause_of_sum(
         terms = [sum(counts[i] for i in of) for of in grouping.members]
         return explain(groups, terms, grouping.names) or "the right terms, added in another order"
     return ""
+
+
+def over_samples(model: nn.Module) -> list[str]:
+    """The modules that normalise over the samples of a call; frozen ones use their running statistics.
+
+    Parts of a batch do not add up to the whole where a model has one.
+    """
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+    ]
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:

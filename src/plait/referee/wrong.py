@@ -8,7 +8,7 @@ from plait.referee.difference import Discrepancy, factor_text
 
 Phase = Literal[
     "initial values", "input", "parameter", "forward", "loss", "backward", "contribution", "sum", "norm", "clip",
-    "update", "publish",
+    "update", "publish", "state",
 ]  # fmt: skip
 """In causal order within a step; what each means is in ``SAID``."""
 
@@ -25,6 +25,7 @@ SAID: dict[Phase, str] = {
     "clip": "the clipped gradient of {name}",
     "update": "{name} after its update",
     "publish": "{name}, as the ranks are given it after the update",
+    "state": "what the optimizer keeps of {name}",
 }
 
 

@@ -1,18 +1,17 @@
 """The proof that a layout is the run of a single process.
 
+observed.py    the steps of a rank and of the single process, in one form
 record.py      every rank of the layout trains and records what it owns
 reference.py   one process trains, adding in the order that the layout implies
 plain.py       one process trains in plain PyTorch, one full batch a step
 compare.py     the two are compared
 run.py         the command: both comparisons, the ledger, a table, an exit code
 
-locate.py      the first wrong tensor: the layout and its replay run once more, recorded, and are searched
-traced.py      what is recorded
-traces.py      what is compared
-passes.py      the first wrong tensor of a step's forwards and backwards
-ends.py        and of what comes after them: sums, norm, updates
+locate.py      the first wrong tensor: the layout and its replay run once more, traced, and are searched
+traces.py      what is compared in a search
+causes.py      why the first wrong tensor is wrong
 
-honest.py      how far honest runs lie from one another
+honest.py      how far honest runs are from one another
 spread.py      benign or not: a layout beside honest runs
 
 covering.py    a small set of cases in which every two values meet

@@ -10,32 +10,30 @@ them, because Adam turns the rounding noise of a gradient that should be zero in
 amplify: its parameters must agree within rounding too.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from plait.referee.rounding import MARGIN
 from plait.referee.values import gap as gap_of
-from plait.referee.values import scale_of
-from plait.referee.verify.honest import MARGIN, HonestRuns
-from plait.referee.verify.record import RankRecord
-from plait.referee.verify.reference import Piece, Record
+from plait.referee.values import rounding, scale_of
+from plait.referee.verify.honest import HonestRuns
+from plait.referee.verify.observed import Piece, RankRecord, Record, Where, as_tensor, observed
+from plait.referee.wrong import Phase
 from plait.run.config import RunConfig
-from plait.table.tensor_cut import TensorCut
-from plait.tensor.pieces import piece_of
 
-TOLERANCES = {
-    torch.float32: (1e-5, 1e-2, 0.05),
-    torch.float64: (1e-12, 1e-8, 0.05),
-    torch.bfloat16: (5e-2, 0.3, 2.0),
-    torch.float16: (1e-2, 0.3, 2.0),
+DRIFT = {
+    torch.float32: (1e-2, 0.05),
+    torch.float64: (1e-8, 0.05),
+    torch.bfloat16: (0.3, 2.0),
+    torch.float16: (0.3, 2.0),
 }
-"""``rounding``, ``drift`` and ``parameter`` (see ``Measures``) for an optimizer that amplifies rounding."""
+"""``drift`` and ``parameter`` (see ``Measures``) for an optimizer that amplifies rounding."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +52,22 @@ class Measures:
     length: float | None = None
 
     @classmethod
-    def full_batch(cls, dtype: torch.dtype, lr: float, steps: int, *, amplifies: bool) -> Measures:
+    def full_batch(cls, dtype: torch.dtype, lr: float, steps: int, *, amplifies: bool) -> "Measures":
         """Against plain full-batch steps; an optimizer ``amplifies`` rounding if it normalises gradients (Adam)."""
-        rounding, drift, apart = TOLERANCES[dtype]
-        return cls(rounding, drift, apart, lr * steps) if amplifies else cls(rounding, drift, rounding)
+        floor, (drift, apart) = rounding(dtype), DRIFT[dtype]
+        return cls(floor, drift, apart, lr * steps) if amplifies else cls(floor, drift, floor)
 
-    def of_split_products(self) -> Measures:
+    def of_split_products(self) -> "Measures":
         """Against the replay, where a layout splits products."""
         if self.length is not None:
             return self
         return Measures(self.rounding, 10 * self.rounding, 10 * self.rounding)
+
+    def of(self, where: Where, first: int = 0) -> float:
+        """The tolerance at a place, in a run that begins with the step ``first``."""
+        if where.phase == "publish":
+            return self.parameter
+        return self.rounding if where.phase != "state" and where.step == first else self.drift
 
 
 BITWISE = Measures()
@@ -98,6 +102,10 @@ class Finding:
     measured: float = 0.0
     spread: float = 0.0
     """Of honest runs, where the tolerance did not hold: the difference may be ``MARGIN`` times that."""
+    step: int = -1
+    """From 0; -1 where it belongs to none."""
+    tensor: str = ""
+    """The parameter, if it is about one."""
 
     @property
     def equal(self) -> bool:
@@ -107,7 +115,7 @@ class Finding:
 
     @property
     def excused(self) -> bool:
-        """Whether it is equal because honest runs differ as much, and not by its tolerance."""
+        """True where it is equal because honest runs differ as much, and not by its tolerance."""
         return self.equal and not self.bitwise and self.measured > self.tolerance
 
     @property
@@ -121,7 +129,7 @@ class Finding:
 
 def find(
     kind: str, name: str, ours: Tensor, theirs: Tensor, tolerance: float = 0.0, step_length: float | None = None,
-    whole: Tensor | None = None, spread: float = 0.0,
+    whole: Tensor | None = None, spread: float = 0.0, step: int = -1, tensor: str = "",
 ) -> Finding:  # fmt: skip
     """Compare two tensors of one shape.
 
@@ -129,138 +137,89 @@ def find(
     which ``theirs`` is a piece.
     """
     if ours.numel() != theirs.numel():
-        return incomparable(kind, name)
+        return incomparable(kind, name, step, tensor)
     gap, scale = gap_of(ours, theirs), scale_of(theirs if whole is None else whole)
     same = ours.dtype == theirs.dtype and gap == 0
     relative = gap / scale if scale else (0.0 if gap == 0 else math.inf)
     measure, measured = ("relative", relative) if step_length is None else ("steps", gap / step_length)
-    return Finding(kind, name, gap, relative, same, tolerance, measure, measured, spread)
+    return Finding(kind, name, gap, relative, same, tolerance, measure, measured, spread, step, tensor)
 
 
-def number(
-    kind: str, name: str, ours: float | None, theirs: float | None, tolerance: float = 0.0, spread: float = 0.0
-) -> Finding:
+def number(kind: str, name: str, ours: float | None, theirs: float | None, tolerance: float = 0.0) -> Finding:
     """Compare two numbers; None is equal to None alone."""
-    if ours is None or theirs is None:
-        return Finding(kind, name, 0.0, 0.0, True, tolerance) if ours is theirs else incomparable(kind, name)
-    a, b = (torch.tensor([value], dtype=torch.float64) for value in (ours, theirs))
-    return find(kind, name, a, b, tolerance, spread=spread)
+    return find(kind, name, as_tensor(ours), as_tensor(theirs), tolerance)
 
 
-def incomparable(kind: str, name: str) -> Finding:
+def incomparable(kind: str, name: str, step: int = -1, tensor: str = "") -> Finding:
     """What has no counterpart, or one of another shape, is never equal."""
-    return Finding(kind, name, math.inf, math.inf, False, 0.0, measured=math.inf)
+    return Finding(kind, name, math.inf, math.inf, False, 0.0, measured=math.inf, step=step, tensor=tensor)
 
 
-class PlacedOnTensorAxis(Protocol):
-    """What knows how parameters are cut over the tensor axis, and which pieces are a rank's."""
+# ---- observations beside expectations ---------------------------------------------------------------------------
 
-    tensor_rank: int
-
-    def cut(self, name: str) -> TensorCut | None: ...
-
-
-def same_run(record: PlacedOnTensorAxis, whole: Tensor, piece: Piece) -> Tensor:
-    """The elements of a whole tensor that a rank recorded as this piece."""
-    name, start, stop = piece
-    if cut := record.cut(name):
-        whole = piece_of(whole.view(cut.shape), cut, record.tensor_rank)
-    return whole.reshape(-1)[start:stop]
+KINDS: Mapping[Phase, str] = {
+    "loss": "loss",
+    "norm": "norm",
+    "sum": "gradient",
+    "publish": "parameter",
+    "state": "optimizer",
+}
+"""What findings call a phase; the others are of traces alone."""
+HEARD = ("parameter", "forward", "backward", "contribution")
+IN_PIECES = ("sum", "clip", "update", "state")
 
 
-def against_tree(
-    ranks: Sequence[RankRecord], reference: Record, asked: Measures = BITWISE, honest: HonestRuns | None = None
-) -> list[Finding]:
-    """Every rank's record against the replay of the layout's own tree: all of it bitwise, or within ``asked``, but for
-    what ``honest`` runs excuse: gradients, the parameters and states that they have made."""
-    compared = [finding for record in ranks for finding in _against_tree(record, reference, asked, honest)]
-    return [*compared, *_missing(ranks, reference)]
+class Pair(NamedTuple):
+    """What a rank has at a place, beside what the single process has there; None on a side that has nothing.
+
+    ``rank`` is -1 where no rank has it, or not all of it; ``whole`` is the tensor of which ``theirs`` is a piece.
+    """
+
+    where: Where
+    rank: int
+    ours: Tensor | None
+    theirs: Tensor | None
+    whole: Tensor | None = None
+    piece: Piece | None = None
 
 
-def _against_tree(
-    record: RankRecord, reference: Record, asked: Measures, honest: HonestRuns | None
-) -> Iterator[Finding]:
-    at = f"rank {record.rank}"
-    for step, (loss, single) in enumerate(zip(record.losses, reference.losses, strict=False)):
-        now, bound = f"step {reference.first + step + 1}", asked.drift if step else asked.rounding
-        yield number("loss", f"{now}, {at}", loss, single, bound)
-        first = record.data_rank * len(record.local_losses[step])
-        for m, local in enumerate(record.local_losses[step], first):
-            yield number("loss", f"{now}, microbatch {m}, {at}", local, reference.microbatch_losses[step][m], bound)
-        yield number("norm", f"{now}, {at}", record.norms[step], reference.norms[step], bound)
-    for step, pieces in enumerate(record.gradients):
-        for piece, ours in pieces.items():
-            gradient = reference.gradients[step].get(piece[0])
-            label = label_of(piece, step, record.rank)
-            if gradient is None:
-                yield incomparable("gradient", f"{label} (none expected)")
-            elif step == 0 or asked == BITWISE:  # later gradients belong to parameters that differ
-                spread, right = honest.gradient(step, piece[0]) if honest else 0.0, same_run(record, gradient, piece)
-                yield find("gradient", label, ours, right, asked.rounding, whole=gradient, spread=spread)
-    for name, value in record.parameters.items():
-        whole = reference.parameters.get(name, reference.buffers.get(name))
-        if whole is not None:
-            spread = honest.parameter(name) if honest and name in reference.parameters else 0.0
-            yield find("parameter", f"{name}, {at}", value, whole, asked.parameter, asked.length, spread=spread)
-    for piece, state in record.state.items():
-        for key, value in state.items():
-            whole = reference.state[piece[0]].get(key, torch.empty(0)).reshape(-1)
-            by_element = len(whole) == reference.parameters[piece[0]].numel()
-            theirs = same_run(record, whole, piece) if by_element else whole
-            label, spread = f"{key} of {_label(piece)}, {at}", honest.state(piece[0], key) if honest else 0.0
-            yield find("optimizer", label, value, theirs, asked.drift, whole=whole, spread=spread)
-
-
-def label_of(piece: Piece, step: int, rank: int) -> str:
-    """How a finding calls a rank's piece of a gradient."""
-    return f"{_label(piece)}, step {step + 1}, rank {rank}"
-
-
-def name_of(finding: Finding) -> str:
-    """The parameter of a finding of a gradient."""
-    return finding.name.rpartition("[")[0]
-
-
-def _label(piece: Piece) -> str:
-    name, start, stop = piece
-    return f"{name}[{start}:{stop}]"
-
-
-def _missing(ranks: Sequence[RankRecord], reference: Record) -> Iterator[Finding]:
-    """What the reference has and the ranks together have not recorded."""
-
-    def missing(kind: str, what: str) -> Finding:
-        return incomparable(kind, f"{what} is missing")
-
-    steps = len(reference.losses)
+def pairs(ranks: Sequence[RankRecord], reference: Record) -> Iterator[Pair]:
+    """Everything that the ranks have, beside the single process."""
+    expected = {one.where: one.value for one in observed(reference)}
     for record in ranks:
-        at = f"rank {record.rank}"
-        if not len(record.losses) == len(record.local_losses) == len(record.norms) == steps:
-            yield missing("loss", f"a step of {at}")
-        for name in sorted({*reference.parameters, *reference.buffers} - record.parameters.keys()):
-            yield missing("parameter", f"{name} of {at}")
-        if reference.gradients and len(record.gradients) != steps:
-            yield missing("gradient", f"a step of {at}")
-    for step, losses in enumerate(reference.microbatch_losses):
-        recorded = {r.data_rank: len(r.local_losses[step]) for r in ranks if step < len(r.local_losses)}
-        if sum(recorded.values()) != len(losses):
-            yield missing("loss", f"a microbatch of step {step + 1}")
-    for step, gradients in enumerate(reference.gradients):
-        runs = [(r, piece) for r in ranks if step < len(r.gradients) for piece in r.gradients[step]]
-        for name, gradient in gradients.items():
-            if not _cover(runs, name, gradient.numel()):
-                yield missing("gradient", f"part of {name} in step {step + 1}")
-    for name, state in reference.state.items():
-        for key in state:
-            runs = [(r, piece) for r in ranks for piece, values in r.state.items() if key in values]
-            if not _cover(runs, name, reference.parameters[name].numel()):
-                yield missing("optimizer", f"part of {key} of {name}")
+        for where, ours, piece in observed(record):
+            whole = expected.get(where)
+            if whole is None and where.phase in (*HEARD, "publish"):
+                continue
+            if whole is None or piece is None:
+                yield Pair(where, record.rank, ours, whole, whole, piece)
+            elif where.phase == "state" and whole.numel() != reference.parameters[where.name].numel():
+                yield Pair(where, record.rank, ours, whole.reshape(-1), whole, piece)
+            else:
+                yield Pair(where, record.rank, ours, record.take(whole, piece), whole, piece)
 
 
-def _cover(runs: Iterable[tuple[RankRecord, Piece]], name: str, numel: int) -> bool:
-    """Whether the runs of a parameter cover every element: of the whole, or of each tensor rank's piece."""
-    mine = [(record, piece) for record, piece in runs if piece[0] == name]
-    cut = next((cut for record, _ in mine if (cut := record.cut(name))), None)
+def missing(ranks: Sequence[RankRecord], reference: Record) -> Iterator[Pair]:
+    """What the single process has and the ranks together do not."""
+    seen: defaultdict[Where, list[tuple[RankRecord, Piece | None]]] = defaultdict(list)
+    for record in ranks:
+        for where, _, piece in observed(record):
+            seen[where].append((record, piece))
+    for where, whole, _ in observed(reference):
+        if where.phase in IN_PIECES:
+            if not _cover(seen[where], reference.parameters[where.name].numel()):
+                yield Pair(where, -1, None, whole)
+        elif where.microbatch is None:
+            there = {record.rank for record, _ in seen[where]}
+            yield from (Pair(where, record.rank, None, whole) for record in ranks if record.rank not in there)
+        elif where.phase == "loss" and not seen[where]:
+            yield Pair(where, -1, None, whole)
+
+
+def _cover(runs: Sequence[tuple[RankRecord, Piece | None]], numel: int) -> bool:
+    """True where the pieces of a parameter have every element: of the whole, or of each tensor rank's piece."""
+    mine = [(record, piece) for record, piece in runs if piece is not None]
+    cut = next((cut for record, piece in mine if (cut := record.cut(piece[0]))), None)
     lengths = {None: numel} if cut is None else {i: math.prod(cut.local_shape(i)) for i in range(cut.ways)}
     for index, length in lengths.items():
         end = 0
@@ -273,31 +232,65 @@ def _cover(runs: Iterable[tuple[RankRecord, Piece]], name: str, numel: int) -> b
     return True
 
 
+def against_tree(
+    ranks: Sequence[RankRecord], reference: Record, asked: Measures = BITWISE, honest: HonestRuns | None = None
+) -> list[Finding]:
+    """Every rank's record against the replay of the layout's own tree: all of it bitwise, or within ``asked``, but for
+    what ``honest`` runs excuse: gradients, the parameters and states that they have made."""
+    found = []
+    for pair in (*pairs(ranks, reference), *missing(ranks, reference)):
+        where = pair.where
+        drifted = where.phase == "sum" and where.step > reference.first and asked != BITWISE
+        if where.phase in KINDS and not drifted:  # later gradients belong to parameters that differ
+            excusing = honest if where.phase in ("sum", "publish", "state") else None
+            found.append(finding(pair, asked, excusing, first=reference.first))
+    return found
+
+
 def against_plain(
     ranks: Sequence[RankRecord], plain: Record, within: Measures, *, may_skip: bool, honest: HonestRuns | None = None
-) -> Iterator[Finding]:
+) -> list[Finding]:
     """The run against plain full-batch steps; ``honest`` runs excuse what is a tolerance off, but not the first loss.
 
     ``may_skip``: in fp16 either may have skipped a step that the other made, because its scaled gradients were not
     finite; then only the first loss can be compared.
     """
-    first = ranks[0]
-    apart = may_skip and [bool(gradients) for gradients in plain.gradients] != first.made
-    numbers = zip(first.losses, plain.losses, first.norms, plain.norms, strict=False)
-    for step, (loss, plain_loss, norm, plain_norm) in enumerate(numbers):
-        bound = within.drift if step else within.rounding
-        yield number("loss", f"step {step + 1}", loss, plain_loss, bound, honest.loss(step) if honest and step else 0.0)
-        if apart:
-            return
-        spread = honest.norm(step) if honest and norm is not None else 0.0
-        yield number("norm", f"step {step + 1}", norm, plain_norm, bound, spread)
-    for record in ranks:
-        for piece, ours in record.gradients[0].items() if record.gradients else ():
-            whole, label = plain.gradients[0][piece[0]], label_of(piece, 0, record.rank)
-            spread = honest.gradient(0, piece[0]) if honest else 0.0
-            right = same_run(record, whole, piece)
-            yield find("gradient", label, ours, right, within.rounding, whole=whole, spread=spread)
-    for name, value in first.parameters.items():
-        if name in plain.parameters:
-            spread, right = honest.parameter(name) if honest else 0.0, plain.parameters[name]
-            yield find("parameter", name, value, right, within.parameter, within.length, spread=spread)
+    apart = may_skip and [bool(gradients) for gradients in plain.gradients] != ranks[0].made
+    return [
+        finding(pair, within, honest if pair.where[:2] != (0, "loss") else None, of_rank=pair.where.phase == "sum")
+        for pair in of_plain(ranks, plain)
+        if not apart or pair.where[:2] == (0, "loss")
+    ]
+
+
+def of_plain(ranks: Sequence[RankRecord], plain: Record) -> Iterator[Pair]:
+    """What is compared with plain steps: the first step's gradients on all ranks, and what all ranks have alike."""
+    for pair in pairs(ranks, plain):
+        where, alike = pair.where, pair.rank == ranks[0].rank and pair.where.microbatch is None
+        if (where.phase == "sum" and not where.step) or (where.phase in ("loss", "norm", "publish") and alike):
+            yield pair
+
+
+def finding(
+    pair: Pair, asked: Measures, honest: HonestRuns | None = None, *, first: int = 0, of_rank: bool = True
+) -> Finding:
+    """Measures a pair."""
+    where, kind, label = pair.where, KINDS[pair.where.phase], label_of(pair, of_rank=of_rank)
+    if pair.ours is None or pair.theirs is None:
+        label += " is missing" if pair.ours is None else " (none expected)"
+        return incomparable(kind, label, where.step, where.name)
+    length = asked.length if where.phase == "publish" else None
+    spread = honest.spread(where) if honest else 0.0
+    tolerance = asked.of(where, first)
+    return find(kind, label, pair.ours, pair.theirs, tolerance, length, pair.whole, spread, where.step, where.name)
+
+
+def label_of(pair: Pair, *, of_rank: bool = True) -> str:
+    """What a finding calls the tensor."""
+    where, (name, start, stop) = pair.where, pair.piece or (pair.where.name, 0, 0)
+    tensor = f"{where.key} of {name}" if where.key else name
+    parts = [f"{tensor}[{start}:{stop}]" if pair.piece else tensor] if tensor else []
+    parts += [f"step {where.step + 1}"] if where.phase not in ("publish", "state") else []
+    parts += [f"microbatch {where.microbatch}"] if where.microbatch is not None else []
+    parts += [f"rank {pair.rank}"] if of_rank and pair.rank >= 0 else []
+    return ", ".join(parts)

@@ -1,95 +1,208 @@
 """The first wrong tensor: where a layout leaves the run of a single process.
 
-    verdict "different" ──► the step ──► layout and replay run again, recorded in that step and the one before
+    verdict "different" ──► the step ──► layout and replay run again, traced in that step and the one before
                                              │ compared in causal order
         parameters read ─► outputs ─► loss ─► gradients of outputs ─► contributions of the microbatches ─► sums over
         microbatches and ranks ─► norm ─► clipped ─► updated ─► parameters read in the next step ...
 
-The earliest difference is the fault's place, for all that comes before it is right.
+The earliest difference is the fault's place, for all that comes before it is right.  Microbatches do not depend on each
+other within a step, so of several the one counts that is wrong soonest after its beginning.
 """
 
 import math
-from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from plait.referee.contributions import over_samples
 from plait.referee.difference import Discrepancy, describe
-from plait.referee.values import wide
-from plait.referee.verify.compare import BITWISE, TOLERANCES, Finding, against_tree, asked, label_of, name_of, same_run
-from plait.referee.verify.ends import first_clipped, first_in_norm, first_in_sums, first_published, first_updated
-from plait.referee.verify.passes import first_in_passes
+from plait.referee.values import rounding
+from plait.referee.verify.causes import cause_of, squares_of
+from plait.referee.verify.compare import (
+    BITWISE,
+    HEARD,
+    KINDS,
+    Finding,
+    Pair,
+    asked,
+    label_of,
+    missing,
+    of_plain,
+    pairs,
+)
+from plait.referee.verify.observed import PHASES, OneStep, RankRecord, Record, TiedWeights
 from plait.referee.verify.plain import loss_in_parts
-from plait.referee.verify.record import RankRecord
-from plait.referee.verify.reference import Piece, Record, TiedWeights, run_reference
-from plait.referee.verify.traced import RankTrace, ReferenceTracer, trace_layout
-from plait.referee.verify.traces import Traces
-from plait.referee.wrong import FirstWrong, cause_of_norm
+from plait.referee.verify.record import trace_layout
+from plait.referee.verify.reference import run_reference
+from plait.referee.verify.traces import Traces, Wrong
+from plait.referee.wrong import FirstWrong, Phase, cause_of_norm, said
 from plait.run.config import RunConfig
 from plait.run.job.job import Job
 from plait.step.step import num_samples
 from plait.table.additions import additions
 
 
-def locate(
-    job: Job, config: RunConfig, ranks: Sequence[RankRecord], reference: Record, findings: Sequence[Finding]
-) -> FirstWrong | None:
+def locate(job: Job, config: RunConfig, ranks: Sequence[RankRecord], findings: Sequence[Finding]) -> FirstWrong | None:
     """Run a layout that is not its replay once more, and the replay, and find the first wrong tensor.
 
     Neither is compiled: a tape needs to see into the modules.
 
     Args:
-        ranks: what the ranks recorded, and ``reference`` what the replay did.
+        ranks: what the ranks recorded.
         findings: of ``against_tree``; what honest runs excuse is not looked at.
 
     Returns:
         None where the layout is right this time, among threads of one process.
     """
-    rounding = {name_of(f) for f in findings if f.kind == "gradient" and f.excused}
-    window = window_of(first_step(config, ranks, reference, rounding))
+    excused = {finding.tensor for finding in findings if finding.kind == "gradient" and finding.excused}
+    window = window_of(first_step(findings))
     job, config = replace(job, compile=False), replace(config, compile=False)
-    return search(trace_layout(job, config, window), job, config, window, ranks[0].ties, rounding)
+    return search(trace_layout(job, config, window), job, config, window, ranks[0].ties, excused)
+
+
+def first_step(findings: Sequence[Finding]) -> int:
+    """The first step, from 0, in which something is not what was asked; the last one if nothing is."""
+    wrong = [finding.step for finding in findings if not finding.equal]
+    return min(wrong, default=max(finding.step for finding in findings))
+
+
+def window_of(step: int) -> range:
+    """The steps to trace where a fault shows in this one: what it is given may be the fault of the step before."""
+    return range(max(0, step - 1), step + 1)
+
+
+PASSES: tuple[Phase, ...] = ("parameter", "forward", "loss", "backward", "contribution")
+GROUPS: Sequence[tuple[tuple[Phase, ...], str]] = (
+    (PASSES, ""),
+    (("sum",), "every microbatch's contribution to it"),
+    (("norm",), "every sum of the gradients"),
+    (("clip",), "the norm"),
+    (("update",), "every clipped gradient"),
+    (("publish",), "every update"),
+)
+"""The phases of a step in causal order, and what is still right where one is the first that is wrong."""
+
+
+def search(
+    ranks: Sequence[RankRecord],
+    job: Job,
+    config: RunConfig,
+    window: Sequence[int],
+    ties: TiedWeights,
+    excused: Collection[str] = (),
+) -> FirstWrong | None:
+    """Replay a layout of which these are the traces, and find the first difference."""
+    within = asked(config)
+    pieces = [t.norm_pieces for t in sorted(ranks, key=lambda t: t.rank)] if within == BITWISE else None
+    mesh, order = config.parsed_mesh, additions(config.row)
+    settings: dict[str, Any] = {"clip": config.clip, "norm_pieces": pieces, "ties": ties, "window": window}
+    one = run_reference(job, mesh, config.microbatches, order, window[-1] + 1, keep_gradients=False, **settings)
+    traces = Traces(ranks, one, config, within, ties, excused)
+    seen: dict[tuple[int, Phase], list[Pair]] = {}
+    for pair in (*pairs(ranks, one), *missing(ranks, one)):
+        seen.setdefault((pair.where.step, pair.where.phase), []).append(pair)
+    for step in window:
+        order_of = places(one.steps[step])
+        for phases, after in GROUPS:
+            found = []
+            for pair in (pair for phase in phases for pair in seen.get((step, phase), ())):
+                if pair.where.phase == "loss" and pair.where.microbatch is None:
+                    continue  # the sum of those of the microbatches
+                if (discrepancy := traces.discrepancy(pair)) is not None:
+                    found.append(Wrong(order_of.get(pair.where[1:3] + pair.where[4:5], 0), pair, discrepancy))
+            if found:
+                return _told(traces, sorted(found, key=lambda w: w.order), order_of, after)
+    return None
+
+
+Places = Mapping[tuple[str, str, int], int]
+"""The place of each phase, name and call in a step."""
+
+
+def places(step: OneStep) -> Places:
+    """Places in causal order: those of a microbatch, the loss between its forward and its backward; sums and what is
+    made of them in the order of the backward."""
+    heard = {phase: [(phase, m.name, m.call) for m in step.marks if PHASES[m.event] == phase] for phase in HEARD}
+    forward = [(PHASES[m.event], m.name, m.call) for m in step.marks if m.event in ("parameter", "output")]
+    backward = [(PHASES[m.event], m.name, m.call) for m in step.marks if m.event in ("gradient", "contribution")]
+    names = dict.fromkeys([*(name for _, name, _ in heard["contribution"]), *step.summed, *step.updated])
+    ends = [(phase, name, 0) for phase in ("sum", "clip", "update") for name in names]
+    return {place: i for i, place in enumerate(dict.fromkeys([*forward, ("loss", "", 0), *backward, *ends]))}
+
+
+def _told(traces: Traces, wrong: Sequence[Wrong], order_of: Places, after: str) -> FirstWrong:
+    """The first of those that are wrong, in causal order."""
+    first = wrong[0]
+    where = first.pair.where
+    alike = [w for w in wrong if w.pair.where.phase == where.phase]
+    same = [w for w in alike if (w.order, w.name) == (first.order, first.name)]
+    reads, after_loss = where.phase == "parameter", False
+    if where.phase in PASSES:
+        earlier = [place for place, i in order_of.items() if i < first.order]
+        after_loss = bool(earlier) and earlier[-1][0] == "loss"
+        after = said(earlier[-1][0], earlier[-1][1]) if earlier else ""  # type: ignore[arg-type]
+    if where.phase == "clip" and traces.config.clip is None:
+        after = "every sum of the gradients"
+    microbatches = {w.pair.where.microbatch for w in same if not reads} - {None}
+    return FirstWrong(
+        where.step,
+        "initial values" if reads and where.step == 0 else where.phase,
+        where.name,
+        tuple(dict.fromkeys(w.pair.rank for w in same if w.pair.rank >= 0)),
+        len(traces.ranks),
+        first.discrepancy,
+        tuple(sorted(m for m in microbatches if m is not None)),
+        after,
+        len({w.name for w in alike} - {where.name}),
+        cause_of(traces, alike, after_loss=after_loss),
+    )
+
+
+# ---- against plain PyTorch ----------------------------------------------------------------------------------------
+
+SHARED = "the replay, which shares code with the engine, has it too"
 
 
 def locate_in_plain(
     job: Job, ranks: Sequence[RankRecord], replay: Record, plain: Record, findings: Sequence[Finding]
 ) -> FirstWrong | None:
     """The first wrong number or gradient of ``against_plain``'s findings; the ``replay`` has the same fault."""
-    wrong = {(f.kind, f.name) for f in findings if not f.equal}
-    first, num = ranks[0], len(ranks)
-    for step, (loss, norm) in enumerate(zip(first.losses, first.norms, strict=True)):
-        if ("loss", f"step {step + 1}") in wrong:
-            why = SHARED if step else not_a_sum(job, len(replay.microbatch_losses[0])) or SHARED
-            return FirstWrong(step, "loss", "", (), num, _described(loss, plain.losses[step]), cause=why)
-        for name in reversed(plain.gradients[step] if step == 0 else {}):
-            for own, piece in ((r, p) for r in ranks if r.gradients for p in r.gradients[0] if p[0] == name):
-                if ("gradient", label_of(piece, 0, own.rank)) in wrong:
-                    gap = describe(own.gradients[0][piece], same_run(own, plain.gradients[0][name], piece), 0.0)
-                    return FirstWrong(0, "sum", name, (own.rank,), num, gap, cause=SHARED)
-        if ("norm", f"step {step + 1}") in wrong:
-            owned = [sum(_square(r, p, plain) for p in r.norm_pieces) for r in ranks] if step == 0 else []
-            why = cause_of_norm(norm or 0.0, plain.norms[step] or 0.0, owned)
-            found = _described(norm, plain.norms[step])
-            return FirstWrong(step, "norm", "", (), num, found, cause=f"{why}; {SHARED}")
-    last = len(first.losses) - 1
-    for name, value in first.parameters.items():
-        if ("parameter", name) in wrong:
-            return FirstWrong(last, "update", name, (), num, describe(value, plain.parameters[name]), cause=SHARED)
+    wrong = {(finding.kind, finding.name) for finding in findings if not finding.equal}
+    phases, backward = ("loss", "sum", "norm", "publish"), list(reversed(plain.steps[0].summed))
+
+    def order(pair: Pair) -> tuple[int, int, int]:
+        where = pair.where
+        return where.step, phases.index(where.phase), backward.index(where.name) if where.phase == "sum" else 0
+
+    for pair in sorted(of_plain(ranks, plain), key=order):
+        where, ours, right = pair.where, pair.ours, pair.theirs
+        if (KINDS[where.phase], label_of(pair, of_rank=where.phase == "sum")) not in wrong:
+            continue
+        if ours is None or right is None:
+            found = Discrepancy("shape", text="it is on one side alone")
+        else:
+            found = describe(ours, right)
+        cause = SHARED
+        if where.phase == "loss" and where.step == 0:
+            cause = not_a_sum(job, len(replay.steps[0].losses)) or SHARED
+        if where.phase == "norm" and ours is not None and right is not None:
+            owned = [squares_of(rank, plain.steps[0].summed) for rank in ranks] if where.step == 0 else []
+            cause = f"{cause_of_norm(ours.item(), right.item(), owned)}; {SHARED}"
+        of, phase = (pair.rank,) if where.phase == "sum" else (), "update" if where.phase == "publish" else where.phase
+        return FirstWrong(where.step, phase, where.name, of, len(ranks), found, cause=cause)
     return None
 
 
 def not_a_sum(job: Job, num_parts: int) -> str:
     """Why the loss of a whole batch is another number in a layout, where plain PyTorch says so too; else empty."""
     whole, parts = loss_in_parts(job, num_parts)
-    if not math.isfinite(whole) or abs(whole - parts) <= TOLERANCES[job.dtype][0] * abs(whole):
+    if not math.isfinite(whole) or abs(whole - parts) <= rounding(job.dtype) * abs(whole):
         return ""
     offsets = packed_by(job.microbatches(0, 0, 1, 1)[0])
-    norms = [name for name, module in job.build().named_modules() if isinstance(module, BatchNorm)]
+    norms = over_samples(job.build())
     why = (
         f"{norms[0]!r} normalises over the samples of a microbatch (nn.SyncBatchNorm over all ranks' samples of it)"
         if norms
@@ -114,69 +227,3 @@ def packed_by(batch: Any) -> str:
         if whole and (int(leaf[0]), int(leaf[-1])) == (0, rows) and bool((leaf.diff() >= 0).all()):
             return keystr(path)
     return ""
-
-
-SHARED = "the replay, which shares code with the engine, has it too"
-
-
-def _described(ours: float | None, right: float | None) -> Discrepancy:
-    a, b = (torch.tensor(math.nan if value is None else value).double() for value in (ours, right))
-    return describe(a, b)
-
-
-def _square(record: RankRecord, piece: Piece, plain: Record) -> float:
-    whole = plain.gradients[0].get(piece[0])
-    return 0.0 if whole is None else wide(same_run(record, whole, piece)).square().sum().item()
-
-
-def window_of(step: int) -> range:
-    """The steps to record where a fault shows in this one: what it is given may be the fault of the step before."""
-    return range(max(0, step - 1), step + 1)
-
-
-def search(
-    ranks: Sequence[RankTrace],
-    job: Job,
-    config: RunConfig,
-    window: Sequence[int],
-    ties: TiedWeights,
-    rounding: Collection[str] = (),
-) -> FirstWrong | None:
-    """Replay a layout of which these are the traces, and find the first difference."""
-    one, within = ReferenceTracer(window), asked(config)
-    pieces = [t.norm_pieces for t in sorted(ranks, key=lambda t: t.rank)] if within == BITWISE else None
-    mesh, order = config.parsed_mesh, additions(config.row)
-    settings: dict[str, Any] = {"clip": config.clip, "norm_pieces": pieces, "ties": ties, "listener": one}
-    record = run_reference(job, mesh, config.microbatches, order, window[-1] + 1, keep_gradients=False, **settings)
-    for step, traced in one.steps.items():
-        traced.norm = record.norms[step]
-    traces = Traces(ranks, one, config, within, ties, rounding)
-    for step in window:
-        for look in (first_in_passes, first_in_sums, first_in_norm, first_clipped, first_updated):
-            if (found := look(traces, step)) is not None:
-                return found
-    return first_published(traces)
-
-
-def first_step(
-    config: RunConfig, ranks: Sequence[RankRecord], reference: Record, rounding: Collection[str] = ()
-) -> int:
-    """The first step, from 0, in which a loss, gradient or norm is not what was asked; the last one if none is.
-
-    ``rounding`` names parameters whose gradients are not looked at.
-    """
-    within = asked(config)
-
-    def differs(step: int) -> bool:  # in this step, or before it
-        lists = reference.losses, reference.microbatch_losses, reference.gradients, reference.norms
-        until = Record(*(one[: step + 1] for one in lists))  # type: ignore[arg-type]
-        findings = against_tree([_until(record, step) for record in ranks], until, within)
-        return not all(f.equal or (f.kind == "gradient" and name_of(f) in rounding) for f in findings)
-
-    return bisect_left(range(len(reference.losses) - 1), True, key=differs)
-
-
-def _until(record: RankRecord, step: int) -> RankRecord:
-    """A rank's record of the steps up to this one, without what it ended with."""
-    lists = {k: getattr(record, k)[: step + 1] for k in ("losses", "local_losses", "norms", "made", "gradients")}
-    return RankRecord(record.rank, record.data_rank, tensor_rank=record.tensor_rank, cuts=record.cuts, **lists)

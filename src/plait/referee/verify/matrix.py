@@ -26,9 +26,10 @@ from rich.text import Text
 from plait.checkpoint.files.writing import write_json
 from plait.comm import thread
 from plait.referee.verify.cases import cells, cells_of_job, command, due
+from plait.referee.verify.observed import Record
 from plait.referee.verify.plain import run_plain
 from plait.referee.verify.record import record_run
-from plait.referee.verify.reference import Record, run_reference
+from plait.referee.verify.reference import run_reference
 from plait.referee.verify.run import Verdict, judge, line_of, replay
 from plait.run.config import VerifyConfig, section, validate, with_job
 from plait.run.job.config import JobConfig

@@ -34,7 +34,8 @@ from plait.forward.masks import stream_key
 from plait.forward.random_streams import STREAMS
 from plait.forward.sites import Sites, Turns
 from plait.messages.progress import counted
-from plait.referee.verify.reference import Record, uncached
+from plait.referee.verify.observed import OneStep, Record
+from plait.referee.verify.reference import uncached
 from plait.run.config import RunConfig
 from plait.run.job.job import Job
 from plait.step.step import num_samples, whole_count
@@ -65,22 +66,22 @@ def run_plain(job: Job, config: RunConfig) -> Record:
             loss = job.loss_fn(model, batch)
         with masks.of(step, batch):  # a model that recomputes draws its masks again
             (loss * scale / count).backward()
-        record.losses.append(loss.item() / count)
+        made = OneStep(loss.item() / count)
+        record.steps.append(made)
         gradients = {
             name: cast(p.grad, getattr(torch, sums) if sums else p.grad.dtype) / scale
             for name, p in parameters.items()
             if p.grad is not None
         }
         finite = all(g.isfinite().all() for g in gradients.values())
-        record.gradients.append(gradients if finite else {})
-        record.norms.append(None)
+        made.summed = gradients if finite else {}
         if not finite and job.precision.first_scale is not None:
             scale /= 2
             continue
         for name, master in masters.items():
             master.grad = gradients[name].to(master.dtype, copy=True) if name in gradients else None
         if config.clip is not None:
-            record.norms[-1] = nn.utils.clip_grad_norm_(masters.values(), config.clip).item()
+            made.norm = nn.utils.clip_grad_norm_(masters.values(), config.clip).item()
         optimizer.step()
         with torch.no_grad():
             for name, p in parameters.items():

@@ -7,8 +7,9 @@ parameters, which every rank records whole.
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import astuple, replace
+from functools import partial
 from typing import Any
 
 import safetensors.torch
@@ -17,78 +18,84 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from plait.checkpoint.values import decoded, encoded
-from plait.comm import Comm
+from plait.comm import Comm, thread
 from plait.comm.agree import gather_bytes
 from plait.messages.escape import one_line
 from plait.messages.progress import counted
 from plait.pipeline.stage import Stage
+from plait.pipeline.stage_model import ForeignLayer
 from plait.predict.cost import StageTraffic, TiedTraffic, differences, predict_line
 from plait.predict.tensor import predict_tensor
+from plait.referee.tape import Tape
 from plait.referee.values import restored, storable
-from plait.referee.verify.reference import Piece, uncached
+from plait.referee.verify.observed import OneStep, Piece, RankRecord
+from plait.referee.verify.reference import uncached
 from plait.run.config import RunConfig
 from plait.run.job.job import Job
 from plait.step import Engine, StepResult
 from plait.table.collectives import Entry
 from plait.table.parallelism import Parallelism
-from plait.table.tensor_cut import TensorCut
 from plait.table.tensor_plan import BACKWARD, FORWARD
 from plait.zero.optim import Owned
 
 
-@dataclass
-class RankRecord:
-    """One rank's view of a run."""
-
-    rank: int
-    data_rank: int
-    losses: list[float] = field(default_factory=list)
-    local_losses: list[tuple[float, ...]] = field(default_factory=list)
-    norms: list[float | None] = field(default_factory=list)
-    made: list[bool] = field(default_factory=list)
-    """Whether each step was made, rather than skipped."""
-    norm_pieces: list[Piece] = field(default_factory=list)
-    gradients: list[dict[Piece, Tensor]] = field(default_factory=list)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-    state: dict[Piece, dict[str, Tensor]] = field(default_factory=dict)
-    ledger_differences: list[str] = field(default_factory=list)
-    irregular: dict[str, float] = field(default_factory=dict)
-    """The units whose gathers are not predicted: how often they run in a forward."""
-    tensor_rank: int = 0
-    cuts: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """The fields of the ``TensorCut`` of each parameter that has one."""
-    peak_open: int = 0
-    ties: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
-    """The weights that several stages use: under which names, stage by stage."""
-
-    def cut(self, name: str) -> TensorCut | None:
-        """How a parameter is cut over the tensor axis."""
-        return TensorCut(*self.cuts[name]) if name in self.cuts else None
-
-
 class Recorder:
-    """Listens to an engine and fills a ``RankRecord``, without ``gradients`` where a long run would fill the memory."""
+    """Listens to an engine and fills a ``RankRecord``.
 
-    def __init__(self, comm: Comm, *, gradients: bool = True) -> None:
+    Args:
+        gradients: False where a long run would fill the memory.
+        window: the steps that are traced.
+    """
+
+    def __init__(self, comm: Comm, *, gradients: bool = True, window: Collection[int] = ()) -> None:
         place = comm.mesh.data_rank(comm.rank)
         self.record = RankRecord(comm.rank, place, tensor_rank=comm.mesh.index(comm.rank, ("tensor",)))
-        self._gradients = gradients
+        self._gradients, self._window, self._tapes, self._step = gradients, window, list[Tape](), OneStep()
+
+    def attach(self, engine: Engine) -> None:
+        """Trace an engine that was just built."""
+        if not self._window:
+            return
+        for stage in engine.stages.values():
+            self._tapes.append(Tape(partial(self._microbatch, stage)))
+            self._tapes[-1].follow(stage.model, (ForeignLayer,))
+        for optimizer in engine.optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self._given(engine))
+
+    def _microbatch(self, stage: Stage) -> int | None:
+        position = stage.current.context.position
+        return position.microbatch if position is not None and position.step in self._window else None
+
+    @property
+    def _traced(self) -> bool:
+        return len(self.record.steps) in self._window
 
     def __call__(self, event: str, engine: Engine) -> None:
         if event == "agreed" and self._gradients:
             given = [o for o in engine.owned if engine.update.made and engine.update.have_gradient[o.name]]
-            self.record.gradients.append({piece_run(o): _copy(o.gradient) for o in given})
+            self._step.summed = {piece_run(o): _copy(o.gradient) for o in given}
+        if event == "updated" and self._traced:
+            self._step.updated = {piece_run(o): _copy(o.view) for o in engine.owned}
+
+    def _given(self, engine: Engine) -> None:
+        if self._traced:
+            self._step.clipped = {piece_run(o): _copy(o.view.grad) for o in engine.owned if o.view.grad is not None}
 
     def step(self, result: StepResult) -> None:
         """Record what a step did."""
-        self.record.losses.append(result.loss)
-        self.record.local_losses.append(result.local_losses)
-        self.record.norms.append(result.grad_norm)
-        self.record.made.append(result.made)
+        step, first = self._step, self.record.data_rank * len(result.local_losses)
+        step.loss, step.norm, step.made = result.loss, result.grad_norm, result.made
+        step.losses = dict(enumerate(result.local_losses, first))
+        step.marks = {mark: value for tape in self._tapes for mark, value in tape.marks.items()}
+        for tape in self._tapes:
+            tape.clear()
+        self.record.steps.append(step)
+        self._step = OneStep()
 
     def finish(self, engine: Engine) -> RankRecord:
         """Record what the run ends with."""
         record = self.record
+        record.first = engine.steps - len(record.steps)
         record.parameters = engine.full_state_dict()
         record.peak_open = engine.peak_open
         record.ties = {edge.name: edge.keys for edge in engine.ties.edges}
@@ -107,21 +114,35 @@ def piece_run(owned: Owned) -> Piece:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).to("cpu", copy=True)
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        return tensor.detach().reshape(-1).to("cpu", copy=True)
 
 
-def record_run(job: Job, config: RunConfig, comm: Comm) -> RankRecord:
+def record_run(job: Job, config: RunConfig, comm: Comm, window: Collection[int] = ()) -> RankRecord:
     """``record_layout`` with what a config says."""
-    return record_layout(job, comm, config.measured(job, comm), config.microbatches, config.steps, config.clip)
+    layout = config.measured(job, comm), config.microbatches, config.steps, config.clip
+    return record_layout(job, comm, *layout, window)
+
+
+def trace_layout(job: Job, config: RunConfig, window: Sequence[int]) -> list[RankRecord]:
+    """Train a layout once more up to the end of a window of steps, and trace those.
+
+    The ranks are threads of this process, whatever world the run had: what differs among them is the layout's doing.
+    """
+    config = replace(config, steps=window[-1] + 1)
+    mesh = config.parsed_mesh
+    return thread.run(mesh, lambda comm: record_run(job, config, comm, window), deadline=config.deadline)
 
 
 @uncached()
 def record_layout(
-    job: Job, comm: Comm, parallelism: Parallelism, num_microbatches: int, steps: int, clip: float | None = None
-) -> RankRecord:
+    job: Job, comm: Comm, parallelism: Parallelism, num_microbatches: int, steps: int, clip: float | None = None,
+    window: Collection[int] = (),
+) -> RankRecord:  # fmt: skip
     """Train a job under a layout on this rank; its record has the gradients of every step."""
-    recorder = Recorder(comm)
+    recorder = Recorder(comm, window=window)
     engine, scheduler = job.engine(comm, parallelism, clip=clip, listener=recorder)
+    recorder.attach(engine)
     place = recorder.record.data_rank, comm.mesh.data_size, num_microbatches, str(comm.device)
     for step in counted("steps of the layout", range(steps)):
         batches = job.microbatches(step, *place)
@@ -242,7 +263,8 @@ def collect_records(comm: Comm, record: RankRecord) -> list[RankRecord] | None:
 def packed(record: RankRecord) -> bytes:
     """A record as JSON and safetensors: what comes from another process is never unpickled."""
     tensors: dict[str, Tensor] = {}
-    values = json.dumps(encoded(record.__dict__, tensors)).encode()
+    fields = vars(record) | {"steps": [vars(step) for step in record.steps]}
+    values = json.dumps(encoded(fields, tensors)).encode()
     whole = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
     return len(values).to_bytes(8, "little") + values + safetensors.torch.save(storable(whole))
 
@@ -252,6 +274,7 @@ def unpacked(data: bytes) -> RankRecord:
     end = 8 + int.from_bytes(data[:8], "little")
     try:
         tensors = restored(safetensors.torch.load(data[end:]))
-        return RankRecord(**decoded(json.loads(data[8:end]), tensors.__getitem__))
+        fields = decoded(json.loads(data[8:end]), tensors.__getitem__)
+        return RankRecord(**fields | {"steps": [OneStep(**step) for step in fields["steps"]]})
     except (TypeError, KeyError, SafetensorError) as error:
         raise ValueError(f"what came from a rank is no record: {one_line(str(error))}") from error

@@ -1,14 +1,13 @@
 """The single process that repeats the run of a layout: a plain model, plain autograd, a stock optimizer.
 
 It knows nothing of units, flat storage or collectives.  All it takes from the layout is the *order of additions*
-(``core.additions``): each global microbatch's gradient is a leaf, and the tree says which two are added first.
+(``table.additions``): each global microbatch's gradient is a leaf, and the tree says which two are added first.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -21,6 +20,8 @@ from plait.forward.dropout import DropoutRNG
 from plait.forward.interceptor import Handler, Interceptor
 from plait.forward.products import Products
 from plait.messages.progress import counted
+from plait.referee.tape import Tape
+from plait.referee.verify.observed import OneStep, Piece, Record, TiedWeights
 from plait.run.job.job import Job
 from plait.step.step import num_samples, whole_count
 from plait.table.additions import MICROBATCH, fold
@@ -32,30 +33,6 @@ from plait.zero.storage import dtype_in
 from plait.zero.wrap import automatic
 
 Gradients = dict[str, Tensor]
-TiedWeights = Mapping[str, Sequence[Sequence[str]]]
-Piece = tuple[str, int, int]
-"""A parameter's name, start and stop: these of its elements, flat."""
-
-
-@dataclass
-class Record:
-    """A run of the reference, step by step."""
-
-    losses: list[float] = field(default_factory=list)
-    microbatch_losses: list[list[float]] = field(default_factory=list)
-    gradients: list[Gradients] = field(default_factory=list)
-    norms: list[float | None] = field(default_factory=list)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    first: int = 0
-    """The step, from 0, with which the lists begin."""
-
-    def since(self, step: int) -> "Record":
-        """The same run from a step on: what a run that is resumed there records."""
-        lists = self.losses, self.microbatch_losses, self.gradients, self.norms
-        losses, microbatch_losses, gradients, norms = (one[step:] for one in lists)
-        return Record(losses, microbatch_losses, gradients, norms, self.parameters, self.buffers, self.state, step)  # type: ignore[arg-type]
 
 
 class Turns:
@@ -141,6 +118,11 @@ class SingleProcess:
     def scale(self) -> float:
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
+    def microbatch_in(self, window: Collection[int]) -> int | None:
+        """The microbatch that is under way, in a step of the window."""
+        position = self.current.context.position
+        return position.microbatch if position is not None and position.step in window else None
+
     def _use(self, name: str) -> nn.Parameter:
         """A second parameter over the memory of the first."""
         return nn.Parameter(self.parameters[name].detach(), self.parameters[name].requires_grad)
@@ -210,50 +192,56 @@ def uncached() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-ReferenceListener = Callable[[str, SingleProcess, Gradients], None]
-
-
 @uncached()
 def run_reference(
     job: Job, mesh: Mesh, num_microbatches: int, order: Sequence[str], steps: int, *, clip: float | None,
     norm_pieces: Sequence[Sequence[Piece]] | None = None, keep_gradients: bool = True, ties: TiedWeights | None = None,
-    listener: ReferenceListener | None = None,
+    built: Callable[[SingleProcess], None] | None = None, window: Collection[int] = (),
 ) -> Record:  # fmt: skip
     """Train ``steps`` steps in this process, adding gradients in the given order.
 
-    ``order`` has the sums, innermost first, as ``core.additions`` derives them from a row; of ``mesh`` only the data
+    ``order`` has the sums, innermost first, as ``table.additions`` derives them from a row; of ``mesh`` only the data
     axes matter.  ``norm_pieces`` are those whose squares each rank sums for the norm, by rank; None: whole parameters.
-    ``listener`` is called with ``"built"``, and in each step with ``"began"``, ``"summed"``,
-    ``"clipped"`` and ``"updated"``.
+    ``built`` is given the process before its first step.  The steps of the ``window`` are traced.
     """
     one = SingleProcess(job, mesh.data_size, num_microbatches, ties or {})
-    tell = listener or (lambda event, one, gradients: None)
-    tell("built", one, {})
+    if built is not None:
+        built(one)
+    tape = Tape(lambda: one.microbatch_in(window))
+    if window:
+        tape.follow(one.model)
     sizes = {"replica": mesh.replica, "shard": mesh.shard, MICROBATCH: num_microbatches}
 
     def leaf(at: dict[str, int]) -> Gradients:
         return one.gradient(at["replica"] * mesh.shard + at["shard"], at[MICROBATCH])
 
-    record = Record()
-    for step in counted("steps of one process", range(steps)):
-        count = one.begin(step)
-        tell("began", one, {})
+    record = Record(initial=copied(one.masters) if window else {})
+    for number in counted("steps of one process", range(steps)):
+        count, scale, traced = one.begin(number), one.scale, number in window
         gradients = one.summed(fold(tuple(order), sizes, leaf, add))
-        tell("summed", one, gradients)
-        record.microbatch_losses.append(one.losses)
-        record.losses.append(math.fsum(one.losses) / count)
-        if keep_gradients:
-            record.gradients.append({name: g.clone() for name, g in gradients.items()})
-        record.norms.append(_clip(gradients, clip if gradients else None, norm_pieces))
-        tell("clipped", one, gradients)
+        step = OneStep(math.fsum(one.losses) / count, losses=dict(enumerate(one.losses)), scale=scale)
+        if keep_gradients or traced:
+            step.summed = {name: g.clone() for name, g in gradients.items()}
+        step.norm = _clip(gradients, clip if gradients else None, norm_pieces)
+        if traced:
+            step.marks, step.clipped = tape.marks, copied(gradients)
+            step.counts = {m: float(job.count_fn(batch)) for m, batch in enumerate(one.batches)}
+        tape.clear()
         one.update(gradients)
-        tell("updated", one, gradients)
+        if traced:
+            step.updated = copied({name: p for name, p in one.masters.items() if p.requires_grad})
+        record.steps.append(step)
     record.parameters = {name: p.detach().to(one.dtypes[name], copy=True) for name, p in one.masters.items()}
     record.buffers = {name: one.buffers[0][name] for name in one.model.state_dict() if name in one.buffers[0]}
     for name, parameter in one.masters.items():
         state = one.optimizer.state.get(parameter, {})
         record.state[name] = {key: value.clone() for key, value in state.items() if torch.is_tensor(value)}
     return record
+
+
+def copied(tensors: Mapping[str, Tensor]) -> Gradients:
+    """Copies of tensors, by name."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def add(left: Gradients, right: Gradients) -> Gradients:

@@ -23,9 +23,10 @@ from plait.messages.escape import one_line
 from plait.referee.verify.compare import BITWISE, Finding, against_plain, against_tree, asked, full_batch
 from plait.referee.verify.honest import HonestRuns
 from plait.referee.verify.locate import locate, locate_in_plain
+from plait.referee.verify.observed import RankRecord, Record
 from plait.referee.verify.plain import run_plain
-from plait.referee.verify.record import RankRecord, collect_records, left_out, record_run
-from plait.referee.verify.reference import Record, run_reference
+from plait.referee.verify.record import collect_records, left_out, record_run
+from plait.referee.verify.reference import run_reference
 from plait.referee.verify.spread import RUNS, Spread, honest_runs, spread_of
 from plait.referee.wrong import FirstWrong
 from plait.run.config import RunConfig, VerifyConfig, validate, with_job
@@ -190,7 +191,7 @@ def placed(
     try:
         if only_plain:
             return replace(verdict, first=locate_in_plain(job, ranks, tree, plain, verdict.plain))
-        first = locate(job, config, ranks, tree, verdict.tree)
+        first = locate(job, config, ranks, verdict.tree)
     except Exception as error:  # the verdict stands, whatever comes of this
         return replace(verdict, unplaced=f"the first wrong tensor could not be looked for: {one_line(str(error))}")
     right = "the layout is right where it is not compiled" if config.compile else RIGHT_THIS_TIME

@@ -11,7 +11,7 @@ Perturbation as the measure of a tolerance: TTrace (arXiv 2506.09280).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from plait.referee.values import gap, wide
-from plait.referee.verify.compare import same_run
-from plait.referee.verify.honest import MARGIN, HonestRuns
-from plait.referee.verify.record import RankRecord
-from plait.referee.verify.reference import Gradients, SingleProcess, run_reference
+from plait.referee.rounding import MARGIN
+from plait.referee.values import wide
+from plait.referee.verify.compare import BITWISE, finding, pairs
+from plait.referee.verify.honest import HonestRuns
+from plait.referee.verify.observed import RankRecord
+from plait.referee.verify.reference import SingleProcess, run_reference
 from plait.run.config import RunConfig
 from plait.run.job.job import Job
 from plait.table.additions import additions
@@ -72,15 +73,14 @@ class Spread:
 
 
 class Jitter:
-    """Listens to a ``SingleProcess`` and makes it another honest run: every value is off by up to one unit in its last
+    """Makes a ``SingleProcess`` another honest run: every value is off by up to one unit in its last
     place, drawn from ``seed``."""
 
     def __init__(self, seed: int) -> None:
         self.random = torch.Generator().manual_seed(seed)
 
-    def __call__(self, event: str, one: SingleProcess, gradients: Gradients) -> None:
-        if event != "built":
-            return
+    def follow(self, one: SingleProcess) -> None:
+        """Perturb a process from now on."""
         for module in one.model.modules():
             if not module._modules:
                 module.register_forward_hook(self._output, prepend=True)
@@ -129,31 +129,19 @@ def honest_runs(job: Job, config: RunConfig, ranks: Sequence[RankRecord], runs: 
     run = partial(run_reference, clip=config.clip, ties=ranks[0].ties)
     mesh, num, steps = config.parsed_mesh, config.microbatches, config.steps
     exact = run(job, mesh, num, additions(config.row), steps)
-    made = [run(job, mesh, num, orders[i % len(orders)], steps, listener=Jitter(i)) for i in range(runs)]
+    made = [run(job, mesh, num, orders[i % len(orders)], steps, built=Jitter(i).follow) for i in range(runs)]
     return HonestRuns(exact, made, torch.finfo(job.dtype).eps)
 
 
 def spread_of(ranks: Sequence[RankRecord], honest: HonestRuns) -> Spread:
-    """Where a layout lies among honest runs: its losses, norms, gradients of all steps, and last parameters."""
-    found = [outside for record in ranks for outside in _outside(record, honest)]
+    """Where a layout is among honest runs: its losses, norms, gradients of all steps, and last parameters."""
+    found = [
+        Outside(one.kind, one.name, one.max_abs, one.spread)
+        for pair in pairs(ranks, honest.exact)
+        if pair.ours is not None and pair.theirs is not None
+        if pair.where.phase in ("loss", "norm", "sum", "publish")
+        if pair.where.microbatch is None and pair.where.name not in honest.exact.buffers
+        if pair.where.phase != "norm" or not (pair.ours + pair.theirs).isnan().any()  # a step was skipped
+        for one in [finding(pair, BITWISE, honest)]
+    ]
     return Spread(len(honest.runs), max(found, key=lambda o: o.times), len(found))
-
-
-def _outside(record: RankRecord, honest: HonestRuns) -> Iterator[Outside]:
-    at, one = f"rank {record.rank}", honest.exact
-    for kind, ours, right, spread in (
-        ("loss", record.losses, one.losses, honest.loss),
-        ("norm", record.norms, one.norms, honest.norm),
-    ):
-        for step, (value, exact) in enumerate(zip(ours, right, strict=True)):
-            if value is not None and exact is not None:
-                yield Outside(kind, f"step {step + 1}, {at}", abs(value - exact), spread(step))
-    for step, gradients in enumerate(record.gradients):
-        for piece, gradient in gradients.items():
-            if (whole := one.gradients[step].get(piece[0])) is not None:
-                name = f"{piece[0]}[{piece[1]}:{piece[2]}], step {step + 1}, {at}"
-                off = gap(gradient, same_run(record, whole, piece))
-                yield Outside("gradient", name, off, honest.gradient(step, piece[0]))
-    for name, parameter in record.parameters.items():
-        if (whole := one.parameters.get(name)) is not None:
-            yield Outside("parameter", f"{name}, {at}", gap(parameter, whole), honest.parameter(name))

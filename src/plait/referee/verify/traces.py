@@ -8,36 +8,35 @@ import torch
 from torch import Tensor
 
 from plait.referee.difference import Discrepancy, describe
-from plait.referee.tape import Mark
-from plait.referee.verify.compare import BITWISE, Measures
-from plait.referee.verify.reference import Piece, TiedWeights
-from plait.referee.verify.traced import RankTrace, ReferenceTracer
+from plait.referee.verify.compare import BITWISE, HEARD, Measures, Pair
+from plait.referee.verify.observed import RankRecord, Record, TiedWeights, Where, observed
 from plait.run.config import RunConfig
 from plait.table.layout import part
 from plait.tensor.pieces import piece_of
 
 
 class Wrong(NamedTuple):
-    """A tensor of a rank that is not what it should be; ``order`` is its place in causal order."""
+    """A pair that is not equal; ``order`` is its place in causal order among those of its kind."""
 
     order: int
-    rank: int
-    name: str
+    pair: Pair
     discrepancy: Discrepancy
-    mark: Mark | None = None
-    piece: Piece | None = None
+
+    @property
+    def name(self) -> str:
+        return self.pair.where.name
 
 
 @dataclass(frozen=True)
 class Traces:
     """What every rank did in some steps, and what the single process ``one`` did."""
 
-    ranks: Sequence[RankTrace]
-    one: ReferenceTracer
+    ranks: Sequence[RankRecord]
+    one: Record
     config: RunConfig
     asked: Measures
     ties: TiedWeights
-    rounding: Collection[str] = ()
+    excused: Collection[str] = ()
     """Parameters whose gradients are made of rounding alone: honest runs differ in them as the layout does."""
 
     @property
@@ -45,23 +44,41 @@ class Traces:
         """The size of the tensor axis."""
         return self.config.parsed_mesh.tensor
 
-    def of(self, rank: int) -> RankTrace:
+    def of(self, rank: int) -> RankRecord:
         """A rank's trace."""
         return next(trace for trace in self.ranks if trace.rank == rank)
 
-    def within(self, step: int, *, moved: bool = False) -> float:
-        """max|a - b| / max|b| that counts as equal; ``moved``: of parameters, after an update."""
-        bound = self.asked.rounding if step == 0 else self.asked.drift
-        return bound if self.asked == BITWISE or not moved else max(bound, 1e-3)
+    def within(self, where: Where) -> float:
+        """max|a - b| / max|b| that counts as equal."""
+        bound = self.asked.rounding if where.step == 0 else self.asked.drift
+        moved = where.phase in ("update", "publish") and self.asked != BITWISE
+        return max(bound, 1e-3) if moved else bound
 
-    def before(self, step: int, name: str) -> Tensor:
-        """A parameter's value before the update of a step, in the single process."""
-        earlier = self.one.steps.get(step - 1)
-        return (self.one.initial if earlier is None else earlier.updated)[name]
+    def discrepancy(self, pair: Pair) -> Discrepancy | None:
+        """How a pair differs; None where it is equal, or cannot be compared."""
+        where, ours, theirs = pair.where, pair.ours, pair.theirs
+        if where.name in self.excused and where.phase in ("contribution", "sum", "clip", "update", "publish"):
+            return None
+        if ours is None:
+            return Discrepancy("nothing", text="no rank has it")
+        if theirs is None:
+            return describe(ours, torch.zeros(0))
+        found: Discrepancy | None
+        if where.phase in HEARD:
+            at_rest = where.phase == "parameter" and bool(ours.isnan().all())  # what is made of it tells if it is read
+            if at_rest or self._equal_in_sum(where, theirs):
+                return None
+            found = self.compared(self.of(pair.rank), where, ours, theirs)
+        elif where.phase == "norm" and bool(ours.isnan() ^ theirs.isnan()):
+            found = Discrepancy("shape", text="a norm is on one side alone: the other has skipped the step")
+        else:
+            found = describe(ours.cpu(), theirs.to(ours.dtype), self.within(where))
+        return None if found is None or found.pattern == "equal" else found
 
-    def compared(self, trace: RankTrace, mark: Mark, ours: Tensor, theirs: Tensor, within: float) -> Discrepancy | None:
+    def compared(self, trace: RankRecord, where: Where, ours: Tensor, theirs: Tensor) -> Discrepancy | None:
         """How a value of a rank differs from the single process's; None where they cannot be compared."""
-        if mark.event in ("parameter", "contribution") and (cut := trace.cut(mark.name)) is not None:
+        within = self.within(where)
+        if where.phase in ("parameter", "contribution") and (cut := trace.cut(where.name)) is not None:
             theirs = piece_of(theirs.view(cut.shape), cut, trace.tensor_rank)
         elif self.tensor > 1:
             ranges = [c.ranges(trace.tensor_rank) for name in trace.cuts if (c := trace.cut(name))]
@@ -69,14 +86,14 @@ class Traces:
             return min((describe(ours, piece, within) for piece in pieces), key=lambda d: d.max_rel, default=None)
         return describe(ours, theirs, within)
 
-    def equal_in_sum(self, mark: Mark, step: int, theirs: Tensor) -> bool:
-        """Whether a gradient is pending over the tensor ranks: each has a term of the right sum."""
-        if self.tensor == 1 or mark.event not in ("gradient", "contribution"):
+    def _equal_in_sum(self, where: Where, theirs: Tensor) -> bool:
+        """True where a gradient is pending over the tensor ranks: each has a term of the right sum."""
+        if self.tensor == 1 or where.phase not in ("backward", "contribution"):
             return False
-        terms = [t.steps[step].marks[mark] for t in self.ranks if mark in t.steps[step].marks]
+        terms = [one.value for trace in self.ranks for one in observed(trace) if one.where == where]
         if any(term.shape != theirs.shape for term in terms):
             return False
-        return describe(torch.stack(terms).sum(0), theirs, self.within(step)).pattern == "equal"
+        return describe(torch.stack(terms).sum(0), theirs, self.within(where)).pattern == "equal"
 
 
 def pieces_of(

@@ -8,7 +8,7 @@ stored.py    a witnessed folder, read back and checked
 replay.py    the job in plain PyTorch, at the parameters that were witnessed
 judge.py     the two are compared in the order of cause and effect; the first thing that is wrong is named
 inputs.py    which samples of a step each rank saw
-rounding.py  roundings that a loop declares, and the factor that is none
+declared.py  roundings that a loop declares, and the factor that is none
 drift.py     what rounding alone may make of a difference
 gradient.py  which samples a gradient holds, and how often
 batch_norm.py  over whose samples BatchNorm normalised

@@ -10,24 +10,13 @@ The gradient of each of them is another one.  One that is the second or the thir
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-
+from plait.referee.contributions import over_samples
 from plait.referee.witness.drift import BLIND, added, apart, other_orders, slack_of
 from plait.referee.witness.gradient import Seen, Setting, compare
 from plait.referee.witness.inputs import ForwardCall
 from plait.referee.witness.judgement import Judgement, ranks_text
 from plait.referee.witness.replay import Gradients, Replay, clipped
 from plait.referee.witness.stored import RankStep
-
-
-def over_samples(model: nn.Module) -> list[str]:
-    """The modules that normalise over the samples of a call; frozen ones use their running statistics."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
-    ]
 
 
 def judge_batch_norm(

@@ -19,19 +19,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from plait.referee.rounding import MARGIN, SMALL
 from plait.referee.values import gap, gaps, largest
-from plait.referee.witness.judgement import SMALL
 from plait.referee.witness.replay import Gradients, Replay, clipped
 from plait.run.data.batches import split_samples
 from plait.step.step import num_samples
 
-MARGIN = 10.0
 PARTS = (2, 3, 5, 8)
 """Into which a batch is cut for the echo, and where a gradient seems wrong.  How a product of so many rows is rounded
 depends on the processor: of some it is as in the whole, and that alone would say nothing."""
 BLIND = 1e-3
-CERTAIN = 0.3
-"""Where a job in 16 bits makes a larger share, three times as much of it is taken for rounding, not ten."""
+CERTAIN = 3 / MARGIN
+"""Where a job in 16 bits makes a larger share, three times it is taken for rounding, not ``MARGIN`` times."""
 NO_SUM = 0.05
 NO_SUM_IN_16 = 0.1
 """Parts of a batch that are further off than this share do not add up to it: the loss compares samples."""

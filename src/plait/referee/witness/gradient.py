@@ -19,12 +19,13 @@ from torch import Tensor
 
 from plait.referee.contributions import NEAR, Contributions, contributions, explain
 from plait.referee.difference import Discrepancy, describe, factor_text
+from plait.referee.rounding import tolerance
 from plait.referee.values import finite, largest, wide
 from plait.referee.values import gap as apart
 from plait.referee.witness.drift import Slack
 from plait.referee.witness.elements import describe_few, norms_of
 from plait.referee.witness.inputs import ForwardCall
-from plait.referee.witness.judgement import Judgement, ranks_text, tolerance
+from plait.referee.witness.judgement import Judgement, ranks_text
 from plait.referee.witness.replay import Gradients, SampleGradient, clipped
 from plait.referee.witness.stored import RankRun, RankStep, Witnessed, slices
 

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from plait.messages.progress import counted
+from plait.referee.contributions import over_samples
 from plait.referee.difference import factor_text
-from plait.referee.witness.batch_norm import judge_batch_norm, over_samples
+from plait.referee.rounding import MARGIN, tolerance
+from plait.referee.witness.batch_norm import judge_batch_norm
+from plait.referee.witness.declared import DTYPES, Rounding, in_rounding, judge_common_factor
 from plait.referee.witness.drift import (
     BLIND,
-    MARGIN,
     PARTS,
     Echo,
     Slack,
@@ -34,10 +36,9 @@ from plait.referee.witness.drift import (
 )
 from plait.referee.witness.gradient import Parts, Setting, compare, judge_gradient
 from plait.referee.witness.inputs import ForwardCall, by_rank, covers, groups_of, judge_inputs, repeats_alone
-from plait.referee.witness.judgement import Judgement, ranks_text, tolerance
+from plait.referee.witness.judgement import Judgement, ranks_text
 from plait.referee.witness.one_sided import explain_update, judge_not_finite, judge_unasked, not_finite
 from plait.referee.witness.replay import Gradients, Replay, SampleGradient, check_same_job, clipped
-from plait.referee.witness.rounding import DTYPES, Rounding, in_rounding, judge_common_factor
 from plait.referee.witness.rows import Row
 from plait.referee.witness.stored import RankRun, RankStep, Witnessed, read_witnessed
 from plait.referee.witness.unseen import Unseen

@@ -1,18 +1,14 @@
-"""The words of a judgement, and how much rounding may differ."""
+"""The words of a judgement."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from plait.referee.values import ROUNDING, largest, rounding, wide
+from plait.referee.values import largest, wide
 
 Phase = Literal["equal", "initial", "options", "between", "inputs", "gradient", "update", "loss"]
 """In the order of cause and effect; ``between`` an update and the next forward nothing may change."""
-
-SMALL = 1e-2
-"""A tensor whose largest element is below this share of the largest of all is what larger numbers have left over."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +44,6 @@ class Judgement:
 
     def __str__(self) -> str:
         return self.text
-
-
-def tolerance(dtype: torch.dtype, largest: float = 0.0, overall: float = 0.0) -> float:
-    """How much two honest computations of one tensor may differ, in absolute numbers.
-
-    Args:
-        largest: the tensor's largest absolute element.
-        overall: the largest of all tensors of its kind.
-    """
-    return rounding(dtype) * max(largest, SMALL * overall)
-
-
-def last_bits(dtype: torch.dtype, size: float) -> float:
-    """The rounding of a number of that size, a few times; nothing is computed in integers and in fp8."""
-    real = dtype.to_real() if dtype.is_complex else dtype
-    return 4 * torch.finfo(real).eps * size if real in ROUNDING else 0.0
 
 
 def fit(one: Tensor, other: Tensor, slack: float) -> float | None:

@@ -14,8 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from plait.referee.rounding import last_bits, tolerance
 from plait.referee.values import finite, gap, largest, scale_of, wide
-from plait.referee.witness.judgement import Judgement, last_bits, ranks_text, tolerance
+from plait.referee.witness.judgement import Judgement, ranks_text
 from plait.referee.witness.replay import Gradients
 from plait.referee.witness.stored import RankRun, RankStep, Witnessed
 

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from plait.referee.rounding import tolerance
 from plait.referee.values import largest, wide
 from plait.referee.witness.drift import Slack
-from plait.referee.witness.judgement import Judgement, tolerance
+from plait.referee.witness.judgement import Judgement
 from plait.referee.witness.one_sided import hidden_updates
 from plait.referee.witness.replay import Gradients
 from plait.referee.witness.stored import RankStep, Witnessed

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.referee.difference import describe, factor_text
+from plait.referee.rounding import last_bits, tolerance
 from plait.referee.values import gap as apart
 from plait.referee.values import gaps, largest, scale_of, wide
 from plait.referee.witness.drift import Slack
 from plait.referee.witness.elements import norms_of
-from plait.referee.witness.judgement import Judgement, fit, last_bits, ranks_text, tolerance
+from plait.referee.witness.judgement import Judgement, fit, ranks_text
 from plait.referee.witness.record import options_of
 from plait.referee.witness.stored import RankRun, RankStep, Witnessed, slices
 

@@ -18,10 +18,10 @@ from rich.text import Text
 from plait.checkpoint.files.reading import read_text
 from plait.checkpoint.files.writing import write_json
 from plait.comm import Comm
+from plait.referee.witness.declared import Rounding
 from plait.referee.witness.grid import MICROBATCHES, RANKS, GridCell, cells_up_to, growth, told_factor
 from plait.referee.witness.judge import judge
 from plait.referee.witness.judgement import Judgement
-from plait.referee.witness.rounding import Rounding
 from plait.referee.witness.run import run_engine, with_engine
 from plait.referee.witness.stored import read_witnessed
 from plait.run.config import VerifyConfig, validate, with_job

@@ -1,0 +1,184 @@
+"""Why a tensor is wrong, in words: by its phase, by the shape of its difference, and by what else has its value."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from plait.referee.contributions import Contributions, cause_of_sum, contributions, explain, groupings
+from plait.referee.difference import describe
+from plait.referee.tape import Mark
+from plait.referee.values import wide
+from plait.referee.verify.observed import PHASES, OneStep, Piece, RankRecord
+from plait.referee.verify.traces import Traces, Wrong
+from plait.referee.wrong import Phase, cause_of_norm, cause_of_parameter, cause_of_update
+
+
+def cause_of(traces: Traces, wrong: Sequence[Wrong], *, after_loss: bool = False) -> str:
+    """The likely cause; empty where there is none.
+
+    Args:
+        wrong: all that is wrong in a phase, the first one first.
+        after_loss: what was still right just before is the loss.
+    """
+    if after_loss and (scaled := _scaled(traces, [w for w in wrong if w.order == wrong[0].order])):
+        return f"the loss is scaled wrongly: {scaled}"
+    return CAUSES.get(wrong[0].pair.where.phase, _of_nothing)(traces, wrong)
+
+
+def _of_nothing(traces: Traces, wrong: Sequence[Wrong]) -> str:
+    return ""
+
+
+# ---- forwards and backwards ---------------------------------------------------------------------------------------
+
+
+def _of_read(traces: Traces, wrong: Sequence[Wrong]) -> str:
+    first = wrong[0]
+    step = first.pair.where.step
+    stale = step > 0 and _is_another(traces, first, traces.one.steps[step - 1], same=True) is not None
+    pattern = "permutation" if _known_values(traces, first) else first.discrepancy.pattern
+    return cause_of_parameter(pattern, stale=stale, at_rest=False)
+
+
+def _of_pass(traces: Traces, wrong: Sequence[Wrong]) -> str:
+    first = wrong[0]
+    phase, pattern = first.pair.where.phase, first.discrepancy.pattern
+    if pattern == "not finite":
+        return "a parameter may be read while its values are elsewhere"
+    if (other := _is_another(traces, first, traces.one.steps[first.pair.where.step])) is not None:
+        return f"it is that of microbatch {other}"
+    if phase == "backward" and pattern == "nothing":
+        return "no gradient comes back to it"
+    if phase == "forward":
+        return (
+            "its inputs and parameters are right: it computes something else (another mask or position, a missing sum)"
+        )
+    return ""
+
+
+def _scaled(traces: Traces, same: Sequence[Wrong]) -> str:
+    """Which factors the microbatches' gradients have, in words, where they have one."""
+    where, patterns = same[0].pair.where, {w.discrepancy.pattern for w in same}
+    one = traces.one.steps[where.step]
+    if where.phase != "backward" or not patterns <= {"factor", "nothing"}:
+        return ""
+    if _is_another(traces, same[0], one) is not None:
+        return ""
+    factors = {w.pair.where.microbatch: w.discrepancy.factor or 0.0 for w in same}
+    grouping = groupings(traces.config.parsed_mesh.data_size, traces.config.microbatches)[-1]
+    names = grouping.names if len(grouping.names) == len(one.counts) else None
+    found = Contributions(tuple(factors.get(m, 1.0) for m in one.counts), 0.0, True)
+    return explain(found, list(one.counts.values()), names)
+
+
+def _is_another(traces: Traces, wrong: Wrong, step: OneStep, *, same: bool = False) -> int | None:
+    """The microbatch of which a value is, other than its own; ``same``: of any, in another step."""
+    where, ours = wrong.pair.where, wrong.pair.ours
+    assert ours is not None
+    if where.phase == "loss":
+        return next((m for m, loss in step.losses.items() if loss == ours.item() and m != where.microbatch), None)
+    for mark, theirs in step.marks.items() if ours.any() else ():
+        if (PHASES[mark.event], mark.name, mark.call) == (where.phase, where.name, where.call):
+            found = traces.compared(traces.of(wrong.pair.rank), where, ours, theirs)
+            if found is not None and found.pattern == "equal" and (same or mark.microbatch != where.microbatch):
+                return mark.microbatch
+    return None
+
+
+def _known_values(traces: Traces, wrong: Wrong) -> bool:
+    """True where most wrong elements of a parameter are right values of other places."""
+    where, whole = wrong.pair.where, wrong.pair.whole
+    assert wrong.pair.ours is not None and whole is not None
+    ours, marks = wrong.pair.ours.reshape(-1), traces.one.steps[where.step].marks
+    right = torch.cat([wide(v).reshape(-1) for mark, v in marks.items() if mark.event == "parameter"])
+    theirs = traces.of(wrong.pair.rank).take(whole, (where.name, 0, len(ours)))
+    odd = wide(ours[(ours != theirs) & (ours != 0)]).reshape(-1)
+    return len(odd) > 0 and bool(torch.isin(odd, right).float().mean() > 0.5)
+
+
+# ---- sums, norm, updates ------------------------------------------------------------------------------------------
+
+
+def _of_sum(traces: Traces, wrong: Sequence[Wrong]) -> str:
+    """What a gradient holds instead of every microbatch's contribution once, in words."""
+    first, step = wrong[0].pair, wrong[0].pair.where.step
+    if first.piece is None:
+        return "no rank owns it, or none was given its gradient"
+    trace, right = traces.of(first.rank), traces.one.steps[step]
+    if others := [k for use in traces.ties.get(first.where.name, ()) for k in use if k != first.where.name]:
+        return _of_tied_sum(trace, right, wrong[0], [first.where.name, *others])
+    mine = [w.pair for w in wrong if w.pair.rank == first.rank and w.pair.piece]
+    ways = groupings(traces.config.parsed_mesh.data_size, traces.config.microbatches)
+    for pairs in (mine, mine[:1]):  # those of several parameters tell more, if the same happened to all
+        pieces = [pair.piece for pair in pairs if pair.piece]
+        parts = [[_contribution(trace, right, m, p[0], p) for p in pieces] for m in right.counts]
+        before = traces.one.steps[step - 1].summed if step else {}
+        last = [trace.take(before[p[0]], p) for p in pieces] if before else None
+        ours = [pair.ours for pair in pairs if pair.ours is not None]
+        if told := cause_of_sum(ours, parts, list(right.counts.values()), ways, last):
+            return told
+    return ""
+
+
+def _of_tied_sum(trace: RankRecord, right: OneStep, wrong: Wrong, keys: Sequence[str]) -> str:
+    """Which uses of a weight are in its gradient, in words."""
+    piece, ours = wrong.pair.piece, wrong.pair.ours
+    assert piece is not None and ours is not None
+    uses = [[sum(_contribution(trace, right, m, key, piece) for m in right.counts)] for key in keys]
+    found = contributions([ours], uses)  # type: ignore[arg-type]
+    if not found.determined or found.rest > 1e-4:
+        return ""
+    return explain(found, names=[f"its use as {key!r}" for key in keys]) or "the right terms, added in another order"
+
+
+def _contribution(trace: RankRecord, right: OneStep, microbatch: int, key: str, piece: Piece) -> Tensor:
+    if (part := right.marks.get(Mark(microbatch, "contribution", key))) is None:
+        return torch.zeros(piece[2] - piece[1], dtype=torch.float64)
+    return trace.take(part, piece) / right.scale
+
+
+def _of_norm(traces: Traces, wrong: Sequence[Wrong]) -> str:
+    first = wrong[0]
+    if first.discrepancy.pattern == "shape" or first.discrepancy.max_rel <= 1e-5:
+        return "" if first.discrepancy.pattern == "shape" else "the same squares, added in another order"
+    assert first.pair.ours is not None and first.pair.theirs is not None
+    sums = traces.one.steps[first.pair.where.step].summed
+    owned = [squares_of(trace, sums) for trace in traces.ranks]
+    return cause_of_norm(first.pair.ours.item(), first.pair.theirs.item(), owned)
+
+
+def squares_of(trace: RankRecord, sums: Mapping[str, Tensor]) -> float:
+    """The sum of the squares of what a rank owns, as the single process has it."""
+    pieces = [trace.take(sums[piece[0]], piece) for piece in trace.norm_pieces if piece[0] in sums]
+    return float(sum(wide(piece).square().sum().item() for piece in pieces))
+
+
+def _of_update(traces: Traces, wrong: Sequence[Wrong]) -> str:
+    pair = wrong[0].pair
+    if pair.piece is None or pair.ours is None or pair.theirs is None:
+        return "no rank owns it"
+    old = traces.of(pair.rank).take(traces.one.before(pair.where.step, pair.where.name), pair.piece)
+    return cause_of_update(describe(pair.ours - old, pair.theirs - old))
+
+
+def _of_published(traces: Traces, wrong: Sequence[Wrong]) -> str:
+    pair = wrong[0].pair
+    if pair.ours is None:
+        return ""
+    ours, old = pair.ours.cpu(), traces.one.before(pair.where.step, pair.where.name)
+    stale, at_rest = torch.equal(ours, old.to(ours.dtype)), bool(ours.isnan().all())
+    return cause_of_parameter(wrong[0].discrepancy.pattern, stale=stale, at_rest=at_rest)
+
+
+CAUSES: Mapping[Phase, Callable[[Traces, Sequence[Wrong]], str]] = {
+    "parameter": _of_read,
+    "forward": _of_pass,
+    "loss": _of_pass,
+    "backward": _of_pass,
+    "contribution": _of_pass,
+    "sum": _of_sum,
+    "norm": _of_norm,
+    "update": _of_update,
+    "publish": _of_published,
+}

@@ -1,0 +1,192 @@
+"""What a rank does and what the single process does, in one form, so that they can be laid beside each other.
+
+    Where(step 1, "sum", "head.weight")       on a rank: elements 40 to 80, flat      in the single process: all of it
+    Where(step 1, "forward", "head", m=2)     on a rank: what the tape has            in the single process: the same
+
+Every step has its losses, its norm and the sums of its gradients.  A step in the *window* of a trace has more: what the
+tape heard, the gradients as the optimizer was given them, and the parameters after the update.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from plait.referee.tape import Mark
+from plait.referee.wrong import Phase
+from plait.table.tensor_cut import TensorCut
+from plait.tensor.pieces import piece_of
+
+Piece = tuple[str, int, int]
+"""A parameter's name, start and stop: these of its elements, flat."""
+TiedWeights = Mapping[str, Sequence[Sequence[str]]]
+
+PHASES: Mapping[str, Phase] = {
+    "parameter": "parameter",
+    "output": "forward",
+    "gradient": "backward",
+    "contribution": "contribution",
+}
+"""Of the events of a tape."""
+
+
+class Where(NamedTuple):
+    """A place in a run.  A loss without a microbatch is the step's; ``key`` names a part of an optimizer's state."""
+
+    step: int
+    phase: Phase
+    name: str = ""
+    microbatch: int | None = None
+    call: int = 0
+    key: str = ""
+
+
+class Observation(NamedTuple):
+    """A value at a place; of a rank with the piece that it owns."""
+
+    where: Where
+    value: Tensor
+    piece: Piece | None = None
+
+
+@dataclass
+class OneStep:
+    """One step; tensors by piece on a rank, by name in the single process.  What only a trace has comes last."""
+
+    loss: float = math.nan
+    norm: float | None = None
+    made: bool = True
+    """False where it was skipped."""
+    losses: dict[int, float] = field(default_factory=dict)
+    """By global microbatch."""
+    summed: dict[Any, Tensor] = field(default_factory=dict)
+    marks: dict[Mark, Tensor] = field(default_factory=dict)
+    clipped: dict[Any, Tensor] = field(default_factory=dict)
+    updated: dict[Any, Tensor] = field(default_factory=dict)
+    scale: float = 1.0
+    """Of the loss, so of the contributions."""
+    counts: dict[int, float] = field(default_factory=dict)
+    """How many terms the loss of each global microbatch is the sum of."""
+
+
+class Steps:
+    """What a run was, step by step, as lists."""
+
+    steps: list[OneStep]
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.steps]
+
+    @property
+    def norms(self) -> list[float | None]:
+        return [step.norm for step in self.steps]
+
+    @property
+    def gradients(self) -> list[dict[Any, Tensor]]:
+        return [step.summed for step in self.steps]
+
+
+@dataclass
+class Record(Steps):
+    """A run of a single process; ``first`` is the step, from 0, with which it begins."""
+
+    steps: list[OneStep] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    first: int = 0
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    """What the optimizer updates, before the first step."""
+
+    def since(self, step: int) -> "Record":
+        """The same run from a step on: what a run that is resumed there records."""
+        return replace(self, steps=self.steps[step:], first=step)
+
+    def before(self, step: int, name: str) -> Tensor:
+        """A parameter's value before the update of a step of a trace."""
+        earlier = self.steps[step - 1].updated if step else {}
+        return earlier.get(name, self.initial[name])
+
+
+@dataclass
+class RankRecord(Steps):
+    """One rank's view of a run."""
+
+    rank: int
+    data_rank: int
+    steps: list[OneStep] = field(default_factory=list)
+    norm_pieces: list[Piece] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    """Whole, and buffers with them, as the rank gathers them in the end."""
+    state: dict[Piece, dict[str, Tensor]] = field(default_factory=dict)
+    ledger_differences: list[str] = field(default_factory=list)
+    irregular: dict[str, float] = field(default_factory=dict)
+    """The units whose gathers are not predicted: how often they run in a forward."""
+    tensor_rank: int = 0
+    cuts: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The fields of the ``TensorCut`` of each parameter that has one."""
+    peak_open: int = 0
+    ties: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    """The weights that several stages use: under which names, stage by stage."""
+    first: int = 0
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def local_losses(self) -> list[tuple[float, ...]]:
+        return [tuple(step.losses.values()) for step in self.steps]
+
+    @property
+    def made(self) -> list[bool]:
+        return [step.made for step in self.steps]
+
+    def cut(self, name: str) -> TensorCut | None:
+        """How a parameter is cut over the tensor axis."""
+        return TensorCut(*self.cuts[name]) if name in self.cuts else None
+
+    def take(self, whole: Tensor, piece: Piece) -> Tensor:
+        """The elements of a whole tensor that this rank records as a piece."""
+        name, start, stop = piece
+        if cut := self.cut(name):
+            whole = piece_of(whole.view(cut.shape), cut, self.tensor_rank)
+        return whole.reshape(-1)[start:stop]
+
+
+def observed(run: Record | RankRecord) -> Iterator[Observation]:
+    """All that was seen of a run, step by step."""
+    for number, step in enumerate(run.steps, run.first):
+        for mark, value in step.marks.items():
+            where = Where(number, PHASES[mark.event], mark.name, mark.microbatch, mark.call)
+            yield Observation(where, value)
+        yield Observation(Where(number, "loss"), as_tensor(step.loss))
+        for microbatch, loss in step.losses.items():
+            yield Observation(Where(number, "loss", "", microbatch), as_tensor(loss))
+        yield Observation(Where(number, "norm"), as_tensor(step.norm))
+        yield from _pieces(number, "sum", step.summed)
+        yield from _pieces(number, "clip", step.clipped)
+        yield from _pieces(number, "update", step.updated)
+    last = run.first + len(run.steps) - 1
+    for name, value in (run.parameters | run.buffers).items():
+        yield Observation(Where(last, "publish", name), value)
+    for key, state in run.state.items():
+        name, piece = _named(key)
+        for part, value in state.items():
+            yield Observation(Where(last, "state", name, key=part), value, piece)
+
+
+def _pieces(step: int, phase: Phase, tensors: Mapping[Any, Tensor]) -> Iterator[Observation]:
+    for key, value in tensors.items():
+        name, piece = _named(key)
+        yield Observation(Where(step, phase, name), value, piece)
+
+
+def _named(key: str | Piece) -> tuple[str, Piece | None]:
+    return (key, None) if isinstance(key, str) else (key[0], key)
+
+
+def as_tensor(number: float | None) -> Tensor:
+    """A number as a tensor; a step without a norm has NaN, which equals NaN alone."""
+    return torch.tensor(math.nan if number is None else number, dtype=torch.float64)

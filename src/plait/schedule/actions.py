@@ -36,7 +36,7 @@ from typing import NamedTuple, TypeVar
 
 
 class Kind(Enum):
-    """What an action does; the value is its text form."""
+    """The kinds of actions; the value is the text form."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -58,13 +58,13 @@ class Kind(Enum):
 
 
 PASSES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
-"""What computes."""
+"""Kinds that compute."""
 READS_PARAMETERS = PASSES - {Kind.WEIGHT}
 """Passes that read the stage's parameters; a weight part multiplies activations and gradients only."""
 ADDS_GRADIENTS = frozenset({Kind.BACKWARD, Kind.WEIGHT})
 """Passes that make gradients of the stage's parameters."""
 MESSAGES = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
-"""What moves an activation (F) to the next stage or its gradient (B) to the stage before."""
+"""Kinds that move an activation (F) to the next stage or its gradient (B) to the stage before."""
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 ACTIVATION, GRADIENT, TIED = "activation", "gradient", "tied"
 """The ledger's phases of messages between stages."""
@@ -72,7 +72,7 @@ _NEEDS_MICROBATCH = PASSES | MESSAGES | {Kind.REDUCE_GRAD}
 
 
 MOST_STAGES, MOST_PASSES = 1 << 10, 1 << 16
-"""Of a schedule that is written and proved; passes are its forwards."""
+"""The limits of a schedule that is written and proved; passes are its forwards."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """What ``format_schedule`` wrote."""
+    """Reads what ``format_schedule`` wrote."""
     lines = [line.split() for line in text.splitlines() if line.strip()]
     return tuple(() if words == ["-"] else tuple(map(parse_action, words)) for words in lines)
 
@@ -142,7 +142,7 @@ class Span:
     start: float
     end: float
     what: str
-    """What was waited for, as errors would name it."""
+    """The thing waited for, as errors would name it."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ Log = tuple[tuple[Event, ...], ...]
 
 
 class Value(NamedTuple):
-    """What one pass makes and others need; a message carries it where they are on two ranks."""
+    """The result of a pass that others need; a message carries it where they are on two ranks."""
 
     way: str
     """``F``: a stage's activation, for the next one.  ``B``: the gradient of its input, for the one before."""
@@ -200,13 +200,13 @@ _IN_FLIGHT = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1}
 
 
 def makes(action: Action) -> Value | None:
-    """What a pass leaves behind for others."""
+    """The result of a pass for others."""
     way = _MADE.get(action.kind)
     return None if way is None else Value(way, action.stage, action.microbatch)
 
 
 def awaits(action: Action, num_stages: int) -> Value | None:
-    """What a pass needs of a neighbouring stage: the first stage needs no activation, the last one no gradient."""
+    """The value that a pass needs of a neighbouring stage: the first needs no activation, the last no gradient."""
     way = _MADE.get(action.kind)
     source = action.stage + (-1 if way == "F" else 1)
     return Value(way, source, action.microbatch) if way is not None and 0 <= source < num_stages else None
@@ -220,7 +220,7 @@ def needs(action: Action, num_stages: int) -> tuple[Value, ...]:
 
 
 def carries(message: Action) -> Value:
-    """What a message moves, said by either side."""
+    """The value that a message moves, said by either side."""
     way, source = _CARRIED[message.kind]
     return Value(way, message.stage + source, message.microbatch)
 
@@ -232,12 +232,12 @@ def ends(message: Action) -> tuple[int, int]:
 
 
 def activations(action: Action) -> int:
-    """How many more activations the rank has: one from F until B or W."""
+    """The change in the number of activations of the rank: one from F until B or W."""
     return _ACTIVATIONS.get(action.kind, 0)
 
 
 def in_flight(action: Action) -> int:
-    """How many more microbatches are between forward and backward: from F until B or I."""
+    """The change in the number of microbatches between forward and backward: from F until B or I."""
     return _IN_FLIGHT.get(action.kind, 0)
 
 
@@ -293,7 +293,7 @@ def check_written(num_stages: int, num_microbatches: int) -> None:
 
 
 Thing = TypeVar("Thing", bound=Hashable)
-"""What actions wait for."""
+"""A thing that actions wait for."""
 
 
 def walk(

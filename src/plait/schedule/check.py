@@ -46,12 +46,12 @@ Place = tuple[int, int]
 """Rank, and index in its line."""
 Places = dict[Action, Place]
 MOST_COLUMNS, MOST_RANKS = 16, 16
-"""Of a large schedule, a refusal shows the neighbourhood of the first mark."""
+"""A refusal of a large schedule shows the neighbourhood of the first mark."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What ``check`` found out on its way."""
+    """The facts that ``check`` finds on its way."""
 
     num_stages: int
     num_microbatches: int
@@ -60,7 +60,7 @@ class Proof:
     peaks: tuple[int, ...]
     """Per rank, the most activations it has at once: pairs of stage and microbatch, from F until B or W."""
     in_order: bool
-    """Whether each stage adds its gradients in the order of microbatches."""
+    """True if each stage adds its gradients in the order of microbatches."""
 
 
 def check(
@@ -106,7 +106,7 @@ def peaks(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _places(schedule: Schedule, owner: dict[int, int], num_stages: int, num_microbatches: int) -> Places:
-    """Where each action stands first; only gathers and reshards may stand twice."""
+    """The first place of each action; only gathers and reshards may come twice."""
     places: Places = {}
     for action, here in placed(schedule):
         stage, m, rank = action.stage, action.microbatch, here[0]
@@ -190,7 +190,7 @@ _LATER = {
     Kind.REDUCE_GRAD: (Kind.REDUCE, Kind.UPDATE),
     Kind.REDUCE: (Kind.UPDATE,),
 }
-"""What may only come after an action: of its microbatch, or once per step."""
+"""The kinds that may only come after an action: of its microbatch, or once per step."""
 
 
 def _check_sharding(schedule: Schedule) -> None:

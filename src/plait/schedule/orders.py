@@ -234,7 +234,7 @@ def write_order(name: str, num_stages: int, num_microbatches: int, chunks: int |
 
 
 def stages_per_rank(name: str, chunks: int | None = None) -> int:
-    """How many stages a rank has; ``chunks`` is for orders that let one choose."""
+    """The number of stages on a rank; ``chunks`` is for orders that let one choose."""
     order = find_order(name)
     if chunks is None:
         return order.stages_per_rank

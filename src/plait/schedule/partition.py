@@ -85,7 +85,7 @@ def _best(
 
 
 def shortest_step(schedule: Schedule, forward: Sequence[float], backward: Sequence[float]) -> tuple[int, ...]:
-    """How many links each stage of a proved schedule should have; a ValueError for more stages than links.
+    """The best number of links of each stage of a proved schedule; a ValueError for more stages than links.
 
     ``forward`` and ``backward`` are seconds of each link; half of the backward is taken as its input part.
     """

@@ -37,7 +37,7 @@ from plait.schedule.actions import (
 from plait.table.cells import Strategy
 
 AHEAD = 4
-"""How many passes ahead receives are posted in a completed schedule.
+"""Receives of a completed schedule are posted so many passes ahead.
 
 A message that finds its receive posted is written at once; another is fetched later, by threads that compete with the
 computation (with 1, zbv takes 4 % longer on two ranks and two cores over gloo).  It costs as many activations at most.
@@ -87,7 +87,7 @@ def check_hold(hold: int | None) -> None:
 
 
 def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1) -> Schedule:
-    """What a row of the table adds on every pipeline rank: gathers, reshards, and reductions after a microbatch.
+    """Adds the actions of a row of the table: gathers, reshards, and reductions after a microbatch.
 
     A stage is gathered before a pass that reads its parameters.  It is freed after the pass, unless it is among the
     next ``hold`` stages that the rank needs, or the row keeps full parameters and a microbatch of the stage is between

@@ -1,4 +1,4 @@
-"""How the ranks of the pipe axis share the work of a step: an order, completed for a row and checked.
+"""The work of a step on the ranks of the pipe axis: an order, completed for a row and checked.
 
     Pipeline("1f1b", pipe=4)                    4 stages, stage s on rank s
     Pipeline("interleaved", pipe=4, chunks=2)   8 stages, stage s on rank s mod 4
@@ -51,7 +51,7 @@ class Pipeline:
     chunks: int | None = None
     """Stages on each rank, for an order that lets one choose."""
     hold: int | None = 1
-    """How many stages a rank keeps unsharded for its next passes; None: units are gathered one by one.  See
+    """The number of stages that a rank keeps unsharded for its next passes; None: units are gathered one by one.  See
     ``add_sharding``."""
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class Pipeline:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backwards are made in two parts: some are, once there are microbatches enough to fill the order."""
+        """True if some backwards are made in two parts, once there are microbatches enough to fill the order."""
         return any(action.kind is Kind.WEIGHT for line in self.written(2 * self.pipe) for action in line)
 
     def written(self, num_microbatches: int) -> Schedule:
@@ -145,7 +145,7 @@ class RankProgram:
     split: frozenset[tuple[int, int]]
     """The stages and microbatches of the rank whose backward comes in two parts."""
     acks: Mapping[Key, tuple[Key, ...]]
-    """By every message that the rank receives: its own that have arrived by then."""
+    """Message that the rank receives -> its own messages that have arrived by then."""
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int) -> RankProgram:
@@ -160,7 +160,7 @@ def last_gradients(schedule: Schedule) -> frozenset[tuple[Kind, int, int]]:
 
 
 def acks(schedule: Schedule, rank: int) -> dict[Key, tuple[Key, ...]]:
-    """By every message that a rank receives in a schedule: its own that have certainly arrived when that one has.
+    """Message that a rank receives in a schedule -> its own that have certainly arrived when that one has.
 
         rank 0   ... SEND_F0  ...  F3 SEND_F3 ...         F3 was sent after B0 had run on rank 0, and B0 needed what
         rank 1   ... B0 SEND_B0 ... fetch F3              rank 1 had sent: so SEND_B0 has arrived, its memory is free

@@ -43,14 +43,14 @@ from plait.schedule.actions import (
 PerStage = float | tuple[float, ...]
 
 COLLECTIVES = frozenset({Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.REDUCE})
-"""What travels between the ranks of one stage."""
+"""Kinds that travel between the ranks of one stage."""
 COSTED = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.REDUCE, Kind.UPDATE)
-"""What has a cost of its own, in the field of ``Costs`` with its name."""
+"""Kinds with their own cost, in the field of ``Costs`` with their name."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds (or any unit of time) and bytes of a stage; one number stands for every stage."""
+    """Seconds (or any unit of time) and bytes of a stage; one number is for every stage."""
 
     forward: PerStage = 1.0
     input: PerStage = 1.0
@@ -58,20 +58,20 @@ class Costs:
     """A full backward takes the time of its ``input`` and its ``weight`` part."""
     latency: float = 0.0
     message_bytes: float = 0.0
-    """Of one activation between two stages, or its gradient."""
+    """Bytes of one activation between two stages, or of its gradient."""
     bandwidth: float = inf
     """Bytes per unit of time from one rank to another; each pair of ranks and each direction has its own link."""
     activation_bytes: PerStage = 1.0
-    """What one microbatch keeps on a stage from its forward until its B or W."""
+    """Bytes that one microbatch keeps on a stage from its forward until its B or W."""
     unshard: PerStage = 0.0
     reduce_grad: PerStage = 0.0
     reduce: PerStage = 0.0
     update: PerStage = 0.0
     overlap: bool = False
-    """Whether gathers and reductions travel beside the computation, on one lane of their rank."""
+    """True if gathers and reductions travel beside the computation, on one lane of their rank."""
 
     def seconds(self, num_stages: int) -> dict[Kind, tuple[float, ...]]:
-        """How long the actions of each stage take, by kind; messages and reshards take none of their rank's time.  A
+        """The times of each stage's actions, by kind; messages and reshards take none of their rank's time.  A
         ValueError for costs of another number of stages, or one that is negative or not finite."""
         if not (0 <= self.latency < inf and 0 <= self.message_bytes < inf and self.bandwidth > 0):
             raise ValueError(
@@ -110,11 +110,11 @@ class Timeline:
         return zip(self.schedule[rank], self.starts[rank], self.ends[rank], strict=True)
 
     def work(self, rank: int) -> float:
-        """How long a rank computes."""
+        """The time in which a rank computes."""
         return sum(end - start for action, start, end in self.line(rank) if action.kind in PASSES)
 
     def waits(self, rank: int) -> float:
-        """How long a rank does not compute from the start of its first pass to the end of its last: what a bubble costs
+        """The time without computing from the start of a rank's first pass to the end of its last: the cost of a bubble
         if the next step can begin on a rank while others still end this one."""
         passes = [(start, end) for action, start, end in self.line(rank) if action.kind in PASSES]
         return passes[-1][1] - passes[0][0] - self.work(rank) if passes else 0.0
@@ -206,7 +206,7 @@ class _Messages:
         self.half: dict[Value, float] = {}  # when the first side of a message has started
 
     def after(self, action: Action, now: float) -> Iterable[Value]:
-        """What an action that ends now puts on its way: it gets its time of arrival."""
+        """Gives a time of arrival to the values that an action puts on their way as it ends."""
         if (value := makes(action)) is not None:
             rank = self.owner[action.stage]
             if self.owner.get(value.target, rank) == rank:

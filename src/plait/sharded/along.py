@@ -38,7 +38,7 @@ from plait.table.layout import Layout
 
 TAKEN = "slice select unbind split split_with_sizes narrow_copy"
 LINEAR = "roll flip cumsum _fft_c2c _fft_r2c _fft_c2r unfold diagonal trace " + TAKEN
-"""What may act on a sum that is due."""
+"""Operators that may act on a sum that is due."""
 ALONG = (
     "amax amin all any prod logsumexp count_nonzero std var argmax argmin max min median mode topk sort argsort "
     "cumprod logcumsumexp cummax cummin kthvalue nanmedian aminmax linalg_vector_norm var_mean std_mean renorm "
@@ -60,10 +60,10 @@ LAST = {
     (2, 1, 2): "ormqr linalg_ldl_solve linalg_lu_solve",
 }
 TRAILING = {name: counts for counts, names in LAST.items() for name in names.split()}
-"""How many dims of each operand an operator works along; of further operands as many as of the last one."""
+"""The number of dims of each operand that an operator works along; further operands have that of the last one."""
 
 FIRST = {"im2col": 4, "col2im": 3, "grid_sampler_2d": 4, "grid_sampler_3d": 5}
-"""How many dims their first operand has where it has a batch."""
+"""The number of dims of their first operand where it has a batch."""
 
 A_PART = "a part of a dim can be taken where it is whole"
 
@@ -166,13 +166,13 @@ def places(op: Any, x: Spec, dim: int, index: Spec, *args: Any, **kwargs: Any) -
         whole(index, range(len(index.dims)), "the index must be whole")
     d = dim % count
     full = [s for s in operands if len(s.shape) == count and not (s is index and name_of(op).startswith("index_"))]
-    alike = [e for e in range(count) if e != d and len({s.shape[e] for s in full}) == 1]
+    equal = [e for e in range(count) if e != d and len({s.shape[e] for s in full}) == 1]
     core = [
-        [str(e) if s in full and e in alike else f"{e}.{k}" for e in range(len(s.shape))]
+        [str(e) if s in full and e in equal else f"{e}.{k}" for e in range(len(s.shape))]
         for k, s in enumerate(operands)
     ]
     (result,) = results_of(op, x, dim, index, *args, **kwargs)
-    made: Letters = [str(e) if e in alike else None for e in range(count)]
+    made: Letters = [str(e) if e in equal else None for e in range(count)]
     separate = {n for names in core for n in names if "." in n}
     return by_letters(op, list(zip(operands, core, strict=True)), [(result, made)], separate, x.pending)
 

@@ -76,7 +76,7 @@ class LocalStep(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a function of whole tensors calls underneath, on ``meta`` tensors: (operator, args, kwargs, results).
+    """The calls underneath a function of whole tensors, on ``meta`` tensors.
 
     ``constants`` are tensors with values that it makes by itself, as of a list of indices.
     """
@@ -147,7 +147,7 @@ def taken_apart(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def by_memory(op: Any) -> bool:
-    """Whether an operator reads the strides of its tensor, or changes its shape in place."""
+    """True if an operator reads the strides of its tensor, or changes its shape in place."""
     return OTHER_SHAPE in op.tags or "as_strided" in op._schema.name
 
 
@@ -160,7 +160,7 @@ def knowable(op: Any, args: Sequence[Any], operands: Sequence[Tensor]) -> None:
         )
     if by_memory(op) and any(args[0] is t for t in operands):
         raise Refusal(
-            "it changes the shape of its tensor in place, or depends on how that lies in memory",
+            "it changes the shape of its tensor in place, or depends on its strides in memory",
             hint="Use a function that gives a new tensor: view, permute, narrow.",
         )
 
@@ -315,7 +315,7 @@ def _place(places: dict[int, Place], views: bool, tensor: Tensor) -> Place:
 
 
 def part(op: Any, args: Any, kwargs: Any, result: Any, cache: SpecCache, in_place: bool) -> OpPlan:
-    """What the rule of one operator decides; without one it wants whole operands.
+    """The plan of one operator by its rule; without one it wants whole operands.
 
     Args:
         in_place: something is changed in place, so that a view may not be a copy.

@@ -196,7 +196,7 @@ def decision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 
 def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function changes its first operand."""
+    """True if a function changes its first operand."""
     name = str(getattr(func, "__name__", ""))
     if name.endswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")

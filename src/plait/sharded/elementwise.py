@@ -178,7 +178,7 @@ def masked_fill(func: Any, x: Spec, mask: Spec, value: Any) -> Spec | OpPlan:
 
 @rule(AS_IT_IS, *(getattr(Tensor, name).__get__ for name in PROPERTIES.split()), SET_REQUIRES_GRAD)
 def as_it_is(func: Any, *args: Any) -> OpPlan:
-    """What is the same of a piece as of the whole, and no tensor; ``x.requires_grad = True``."""
+    """Answers that a piece and the whole share, and ``x.requires_grad = True``."""
     return OpPlan(None)
 
 

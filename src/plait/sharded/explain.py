@@ -1,4 +1,4 @@
-"""What a redistribution or an expression would send, before it sends anything.
+"""Predicts the messages of a redistribution or of an expression.
 
     >>> print(explain(y, "batch out"))
     all_gather over tensor of dim 1: 3072 bytes, this rank sends 2304
@@ -50,7 +50,7 @@ def _line(step: str, entry: Entry) -> str:
 
 
 def explain(what: Any, *args: Any, note: Note = NOTE, **kwargs: Any) -> Explanation:
-    """What ``what.redistribute(*args)`` would send if it is a ShardedTensor, or else ``what(*args, **kwargs)``.
+    """Predicts the messages of ``what.redistribute(*args)`` for a ShardedTensor, or else of ``what(*args, **kwargs)``.
 
     Returns:
         The steps; as text, with the bytes of each. ``sent`` is what this rank would send in all.

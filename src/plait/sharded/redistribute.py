@@ -18,7 +18,7 @@ from plait.table.collectives import Note
 from plait.table.layout import FREE, Step, StepSizes, path, sizes
 
 NOTE = Note("redistribute")
-"""How the ledger calls a redistribution; on the way back the phase is ``redistribute backward``."""
+"""The ledger's name of a redistribution; on the way back the phase is ``redistribute backward``."""
 
 
 def moved(local: Tensor, start: Spec, end: Spec, note: Note) -> Tensor:
@@ -36,7 +36,7 @@ def take(local: Tensor, steps: tuple[Step, ...], shape: tuple[int, ...], comm: C
     with torch.no_grad():
         for step in steps:
             local = _taken(local, step, sizes(step, shape, comm.mesh, comm.rank), comm, note)
-    return local.contiguous().data  # a view made here is one into which autograd would let nobody write
+    return local.contiguous().data  # autograd would refuse to write into a view made here
 
 
 class _Moved(torch.autograd.Function):

@@ -230,7 +230,7 @@ def by_letters(
 
 
 def _or_nothing(after: Sequence[Spec], out: Sequence[Spec]) -> Callable[..., Any] | None:
-    """Where this rank has nothing of an operand: zeros, which are still a function of it."""
+    """Makes zeros where this rank has nothing of an operand; they are still a function of it."""
     if all(s.local_shape.numel() or not s.shape.numel() for s in after):
         return None
 
@@ -284,7 +284,7 @@ def on_plain(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_meta(func: Any, *args: Any, **options: Any) -> Any:
-    """What a function makes of whole tensors, without values; raises Refusal where torch refuses the arguments."""
+    """Calls a function on whole tensors without values; raises Refusal where torch refuses the arguments."""
     try:
         return func(*map(_meta, args), **{k: _meta(v) for k, v in options.items()})
     except (RuntimeError, IndexError, TypeError, ValueError) as error:

@@ -260,7 +260,7 @@ def _slow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rounds: int 
 
 
 def _decided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the rule decides, carried out; kept for the next call once its result is what the rule said."""
+    """Carries out the plan of a rule, and keeps it once its result is what the rule said."""
     plan, keep = decision(func, args, kwargs)
     given = list(tensors_in([args, kwargs]))
     out = _marked(_run_local(plan.run, (), args, kwargs), plan.out, given)

@@ -1,4 +1,4 @@
-"""What a rank knows of a sharded tensor without its values: global shape, layout, and the box that it holds.
+"""The knowledge of a rank about a sharded tensor, without its values: global shape, layout, and its own box.
 
     SpecCache   one per comm: every spec of that comm, once
     Spec        (shape, layout, dtype) on this rank; equal specs are one object: comparing them is comparing addresses
@@ -7,7 +7,7 @@
 Rules work on specs alone, so what they decide is kept with the first operand's spec and asked for once.
 
 A comm's cache has to live as long as the comm and to be found from it, and no process-wide table may hold it.  So it
-lies on the comm itself, under ``comm.__dict__["_spec_cache"]``: ``spec_cache`` below is the one place that reads or
+is on the comm itself, under ``comm.__dict__["_spec_cache"]``: ``spec_cache`` below is the one place that reads or
 writes it.
 """
 
@@ -82,12 +82,12 @@ class Spec:
 
     @property
     def whole(self) -> bool:
-        """Whether every rank has all of it."""
+        """True if every rank has all of it."""
         return not self.layout.cut and not self.layout.pending
 
     @property
     def dual(self) -> Spec:
-        """Where the gradient lives."""
+        """The spec of the gradient."""
         if self._dual is None:
             self._dual = self.cache.spec(self.layout.dual(self.comm.mesh), self.shape, self.dtype)
         return self._dual
@@ -130,7 +130,7 @@ class Refusal(Exception):  # noqa: N818 - a rule's word to the dispatcher, which
         self.fix = {spec: layout for spec, layout in self.fix.items() if layout != spec.layout}
 
     def advice(self) -> str:
-        """What the user may write."""
+        """The lines that the user may write."""
         words = []
         for spec, layout in self.fix.items():
             steps = "; ".join(map(str, path(spec.layout, layout, spec.comm.mesh)))

@@ -1,4 +1,4 @@
-"""What a ShardedTensor shows of itself: sharding, comm, its local piece, and the shape of the whole."""
+"""The attributes of a ShardedTensor: sharding, comm, its local piece, and the shape of the whole."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -42,11 +42,11 @@ class SpecTensor(Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return self._spec.shape
 
     def size(self, dim: int | None = None) -> Any:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return self._spec.shape if dim is None else self._spec.shape[dim]
 
     def dim(self) -> int:

@@ -1,8 +1,8 @@
-"""Where the time goes in which a rank does not compute: each moment of it has one cause, and the causes add up.
+"""The causes of the time in which a rank does not compute: each moment has one, and they add up.
 
 A rank that does not compute does something else, or waits for another rank, which at that moment computes, does
-something else, or waits for a third.  Following who waits for whom ends at a rank that waits for nobody, and what that
-rank does is the cause for all of them:
+something else, or waits for a third.  This chain ends at a rank that waits for no other, and what
+that rank does is the cause for all of them:
 
     rank 0   |0F0 ####|0SEND_F0|python|...          rank 2 waits for 1F0.  It waits for rank 0's computing, then for
     rank 1   |1F0 ....................|####|        its sending, then for rank 0's message, which is on its way, then
@@ -79,8 +79,8 @@ _Piece = tuple[float, float, str | int]
 
 
 def idle_times(log: Log) -> tuple[Idle, ...]:
-    """How each rank spent a step; a ValueError if the log is not of a whole one.  A rank without passes has its waiting
-    for passes as cool-down."""
+    """The seconds of each rank's step by cause; a ValueError if the log is not of a whole one.  The waiting of a rank
+    without passes is cool-down."""
     timeline = measured_timeline(log)
     lines = _pieces(log, timeline.makespan)
     even, measured = map(_waits_of_passes, (even_passes(timeline), measured_passes(timeline)))
@@ -140,7 +140,7 @@ def even_passes(timeline: Timeline) -> Timeline:
 
 
 def _waits_of_passes(timeline: Timeline) -> list[tuple[float, float, float]]:
-    """How long each rank waits before its first pass, between its first and last, and after its last."""
+    """The waits of each rank before its first pass, between its first and last, and after its last."""
     span = timeline.makespan
     return [
         (starts[0], max(0.0, timeline.waits(rank)), span - ends[-1]) if starts else (0.0, 0.0, span)
@@ -154,7 +154,7 @@ _DOES = dict.fromkeys(PASSES, "busy") | dict.fromkeys(COLLECTIVES | MESSAGES, "c
 
 
 def _pieces(log: Log, makespan: float) -> list[list[_Piece]]:
-    """What each rank does from the start of the step to its end, without a gap."""
+    """The pieces of each rank's line from the start of the step to its end, without a gap."""
     owner = owners(schedule_of(log))
     made = {value: event.end for line in log for event in line if (value := makes(event.action))}
     reached = {  # rank -> when it comes to its updates
@@ -182,7 +182,7 @@ def _pieces(log: Log, makespan: float) -> list[list[_Piece]]:
 
 
 def _event_pieces(event: Event, rank: int, other: int, until: float) -> Iterator[_Piece]:
-    """What a rank does in an event, which waits for another rank until some moment."""
+    """The pieces of an event, which waits for another rank until some moment."""
     does, now = _DOES.get(event.action.kind, "other"), event.start
     for span in event.waits:
         yield now, span.start, does

@@ -1,4 +1,4 @@
-"""What a step's log says in the simulator's words: a timeline, and the costs that predict it.
+"""The log of a step in the simulator's words: a timeline, and the costs that predict it.
 
     log                                  measured_timeline            measured_costs
     rank 1  |.....0.3 s.....|#0.2 s#|    1F0 from 0.3 to 0.5          forward of stage 1: the median of such 0.2 s
@@ -58,7 +58,7 @@ def busy_shares(log: Log) -> tuple[float, ...]:
 
 
 def measured_costs(logs: Sequence[Log]) -> Costs:
-    """What the actions of each stage cost in these steps: medians over microbatches and steps, in seconds.
+    """The costs of each stage's actions in these steps: medians over microbatches and steps, in seconds.
 
     Passes and updates count without their waits.  Gathers and reductions count whole, because waiting for the same
     stage in other pipelines is their cost, plus what passes waited for collectives (``collectives_inside``).  Of a

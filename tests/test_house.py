@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sharded": {"messages", "table", "comm", "forward"},
     "shared_memory": {"messages", "table", "comm"},
     "referee": {"table"},
+    "referee/sanitize": {"messages", "table", "comm"},
     "referee/prove": PURE | {"checkpoint/files"},
     "referee/verify": (VERIFY - {"referee/verify"}) | {"sharded"},
     "referee/witness": VERIFY | {"sharded"},
@@ -61,10 +62,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run/watch": {"messages", "table", "comm"},
     "run/measure": CONFIG,
     "run/train": VERIFY | {"run/measure", "run/watch"},
-    "run/launch": VERIFY | {"run/train", "run/watch"},
+    "run/launch": VERIFY | {"run/train", "run/watch", "referee/sanitize"},
     "run/commands": VERIFY
     | {"run/train", "run/watch", "run/measure", "run/launch", "referee/prove", "referee/witness"},
-    "api": LIBRARY | {"run/data", "run/watch"},
+    "api": LIBRARY | {"run/data", "run/watch", "referee/sanitize"},
     "__main__": {"messages", "run/commands"},
     "__init__": LIBRARY
     | {"api", "later", "sharded", "run/formats", "run/models", "run/data", "run/job", "run/injection"}

@@ -20,7 +20,7 @@ import tyro
 
 from plait.comm import Comm
 from plait.comm.agree import gather_floats
-from plait.comm.check import CollectiveCheck
+from plait.referee.sanitize.collectives import CollectiveCheck
 from plait.run.config import TrainConfig
 from plait.run.job.job import make_job
 from plait.run.launch.local import launch

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from plait.comm import Comm, ThreadWorld
-from plait.comm.check import check_collectives as checked
 from plait.comm.environment import WorldVariables, launched, own_device
 from plait.comm.thread import run
+from plait.referee.sanitize.collectives import check_collectives as checked
 from plait.run.data.rank_batches import RankBatches
 from plait.run.watch.joined import watch_joined
 from plait.step.reduction import as_sum

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from plait.comm import Comm, MismatchError
-from plait.comm.check import check_collectives
+from plait.referee.sanitize.collectives import check_collectives
 from plait.table.collectives import Note
 
 AXES = ("pipe", "replica", "shard", "tensor")

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from plait_lessons.script import init
 
 from plait.comm import MismatchError, ProcessComm
-from plait.comm.check import check_collectives
 from plait.comm.gloo import GlooTransport
 from plait.comm.nccl import NcclTransport
 from plait.comm.transport import Wires
+from plait.referee.sanitize.collectives import check_collectives
 from plait.shared_memory.several_hosts import HostsTransport
 from plait.table.collectives import Note
 from plait.table.mesh import Mesh

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from plait.comm import Comm, MismatchError, run
-from plait.comm.check import ROW_BYTES, Description, check_collectives
+from plait.referee.sanitize.collectives import ROW_BYTES, Description, check_collectives
 from plait.table.collectives import Note
 from plait.table.mesh import Mesh
 

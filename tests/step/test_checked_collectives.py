@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from plait.comm import DONE, AbortedError, Comm, MismatchError, Work, run
-from plait.comm.check import COMM, check_collectives
 from plait.comm.prepared import Prepared
+from plait.referee.sanitize.collectives import COMM, check_collectives
 from plait.step import Engine
 from plait.table.mesh import Mesh
 
 ODD = 1
-NAMED = r"rank 1: .* at \w+/\w+.py:\d+, called from engine/\w+.py:\d+"
+NAMED = r"rank 1: .* at \w+/\w+.py:\d+, called from step/\w+.py:\d+"
 
 
 def harmed(comm: Comm, kind: str, harm: str) -> None:
@@ -77,7 +77,7 @@ def told(template: nn.Module, mesh: str, row: str, kind: str, harm: str, batches
 )
 def test_every_rank_is_told_in_the_same_step(mesh: str, row: str, kind: str, harm: str) -> None:
     for text in told(cases.net(), mesh, row, kind, harm, cases.batches):
-        assert re.search(r"rank 1: .* at \w+/\w+.py:\d+, called from engine/\w+.py:\d+", text), text
+        assert re.search(r"rank 1: .* at \w+/\w+.py:\d+, called from step/\w+.py:\d+", text), text
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_every_rank_is_told_in_the_same_step(mesh: str, row: str, kind: str, har
 def test_under_a_pipeline(mesh: str, kind: str, harm: str, schedule: str) -> None:
     model = pipeline_cases.chain()
     for text in told(model, mesh, "zero2", kind, harm, cases.batches, schedule=schedule):
-        assert re.search(r"rank 1: .* at \w+/\w+.py:\d+, called from engine/\w+.py:\d+", text), text
+        assert re.search(r"rank 1: .* at \w+/\w+.py:\d+, called from step/\w+.py:\d+", text), text
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_under_a_pipeline(mesh: str, kind: str, harm: str, schedule: str) -> Non
 )
 def test_under_tensor_parallelism(mesh: str, kind: str, harm: str) -> None:
     for text in told(tensor_models.model(), mesh, "zero3", kind, harm, tensor_models.token_batches):
-        assert re.search(r"rank 1: .* at \w+/\w+.py:\d+, called from engine/\w+.py:\d+", text), text
+        assert re.search(r"rank 1: .* at \w+/\w+.py:\d+, called from step/\w+.py:\d+", text), text
 
 
 @pytest.mark.parametrize(("mesh", "schedule"), [("shard=2", None), ("pipe=3", "1f1b"), ("pipe=2 shard=2", "zb_h1")])

@@ -9,7 +9,6 @@
     ledger.py            one line per message
     agree.py             small agreements: rows of numbers, checksums, bytes, errors
     padded.py            pieces of unequal length in collectives of equal ones
-    check.py             compares what each rank means by an operation before it runs
     header.py            the shape of a message, as a small message ahead of it
     observer.py          hears of steps, operations and waits
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.ledger import Ledger
-from plait.comm.observer import NOBODY, Observer, Waiting
+from plait.comm.observer import NOBODY, Observer, OperationCheck, Waiting
 from plait.comm.operation import (
     DONE,
     NO_NOTE,
@@ -58,8 +58,6 @@ from plait.table.mesh import Mesh
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-    from plait.comm.check import CollectiveCheck
 
 __all__ = ["DONE", "NO_NOTE", "Comm", "MismatchError", "Observer", "Operation", "Work"]
 
@@ -91,8 +89,8 @@ class Comm(ABC):
         """How often these ranks were started before, the same on all of them."""
         self.stop_signal = 0
         """The number of a signal that asks this rank to end; the ranks agree on it at the end of a step."""
-        self.check: CollectiveCheck | None = None
-        """Compares operations with the other ranks before they run (``comm/check.py``)."""
+        self.check: OperationCheck | None = None
+        """Compares operations with the other ranks before they run."""
         self._groups: dict[tuple[str, ...], Group] = {}
         self._numbers: dict[tuple[object, ...], int] = {}
 
@@ -289,7 +287,7 @@ class Comm(ABC):
     def _common(self, group: Group, numel: int, dtype: torch.dtype) -> Tensor | None:
         return None
 
-    # What ``comm/check.py`` needs; a world without these cannot be checked.
+    # A world without these cannot be checked.
 
     def _tell(self, operation: Operation, row: Tensor, dst: int) -> Work:
         """A small message ahead of an operation, in order with others like it, and apart from all else."""

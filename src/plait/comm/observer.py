@@ -1,22 +1,25 @@
-"""Who may look at what a rank does: told of each step, each operation and each wait, in the rank's own thread.
+"""Observers of a rank: they hear of each step, each operation and each wait, in the rank's own thread.
 
     comm.observers += (observer,)
 
     begin_step(7)  ──►  asked(all_gather ...)  ──►  waits(all_gather ...)  ──►  waited(all_gather ..., from, to)
 
 The status page of a run, the log of a pipeline's step and injected faults are observers.  Without any, a step costs
-what it did.
+what it did.  ``comm.check`` is more: it may refuse an operation, and replaces its work.
 """
 
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import TracebackType
+from typing import Protocol
 
-from plait.comm.operation import Operation
+from torch import Tensor
+
+from plait.comm.operation import Operation, Work
 
 NOBODY = nullcontext()
-"""Around a wait that nobody observes."""
+"""Around a wait without observers."""
 
 
 class Observer:
@@ -38,12 +41,21 @@ class Observer:
         """The world is left; nothing follows."""
 
 
-class Waiting:
-    """Around a place where a rank may stand still for others.
+class OperationCheck(Protocol):
+    """A comparison of operations with the other ranks."""
 
-    One that fails is not told as over: the rank gets the error, and for all that is known it waits for those who did
-    not come.
-    """
+    def begin(self, operation: Operation, what: Sequence[Tensor | int | None]) -> Operation:
+        """Compares an operation before it runs; returns it with the place where it was asked for."""
+
+    def receive(self, operation: Operation, what: Sequence[Tensor | int | None], work: Work) -> Work:
+        """Returns the work of a receive, to be compared where it is waited for."""
+
+    def leave(self) -> None:
+        """Called before this rank leaves."""
+
+
+class Waiting:
+    """Around a place where a rank may stand still for others.  A wait that fails is not told as over."""
 
     __slots__ = ("_observers", "_operation", "_start")
 

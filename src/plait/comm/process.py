@@ -47,7 +47,7 @@ SMALL_BYTES = 4 * 2**20
 """An all-reduce that receives no more than this sends wholes: one round of messages instead of two."""
 
 DESCRIPTIONS = 1
-"""The tag of what ``check.py`` tells: gloo keeps the order of messages with one tag."""
+"""The tag of what a check tells: gloo keeps the order of messages with one tag."""
 
 MOST_TAGS = 4096
 """Checksums that are kept."""
@@ -153,7 +153,7 @@ class ProcessComm(Comm):
         return self.transport.progresses and super().overlaps
 
     def close(self) -> None:
-        """Waits for the sends whose handles were dropped, and for what is told of them (``check.py``), then leaves."""
+        """Waits for the sends whose handles were dropped, and for their check, then leaves."""
         if self._closed:
             return
         self._closed = True

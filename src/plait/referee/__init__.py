@@ -10,4 +10,5 @@ wrong.py           the first wrong tensor, and likely causes
 verify/            the proof that a layout is the run of a single process
 witness/           any engine, judged
 prove/             the proof of a layout that has not run; pure
+sanitize/          checks of a run, that can be left out
 """

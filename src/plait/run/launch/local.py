@@ -24,10 +24,10 @@ import torch
 from plait.checkpoint.files.writing import told
 from plait.comm import thread
 from plait.comm.base import Comm
-from plait.comm.check import check_collectives
 from plait.comm.environment import launched
 from plait.messages.ended import to_its_end
 from plait.messages.escape import say
+from plait.referee.sanitize.collectives import check_collectives
 from plait.run.config import MachineConfig, resolve_device
 from plait.run.config.machine import idle_devices, resolve_world
 from plait.run.launch.agent import RankAgent

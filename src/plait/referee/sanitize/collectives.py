@@ -1,4 +1,4 @@
-"""What each rank means by an operation, compared before it runs: ``--check-collectives``.
+"""Compares what each rank means by an operation before it runs: ``--check-collectives``.
 
     rank 0   all_reduce of 8 x float32, at line 10 ──┐        ┌── rank 1   all_reduce of 4 x float32, at line 12
                                                      └─ tell ─┘
@@ -6,12 +6,13 @@
 
 From each rank to each other goes one stream of descriptions, in the order in which the sender asks:
 
-    collective   told to all members, then heard of each: nobody begins before all mean the same
+    collective   told to all members, then heard of each: none begins before all mean the same
     message      told ahead of it by the sender, heard and compared where the receiver waits
 
-So a collective waits where it is asked for, as among threads, and a message no sooner than without the check.  Whoever
-waits for a message says so; if the sender hears that while it waits for this very rank, in a collective or for another
-message, then nothing will ever come.  Who has found a difference tells all other ranks, so that nobody waits for it.
+So a collective waits where it is asked for, as among threads, and a message no sooner than without the check.  A rank
+that waits for a message tells its sender.  If the sender hears that while it waits for this very rank, in a collective
+or for another message, then nothing will ever come.  A rank that has found a difference tells all others, so that none
+waits for it.
 """
 
 from __future__ import annotations
@@ -45,20 +46,21 @@ LONGEST_TEXT = 600
 MOST_UNREAD = 256
 """Descriptions to one rank that it may not have read yet; one more waits for the oldest."""
 
-COMM: Final = str(Path(__file__).parent) + "/"
-INJECT: Final = str(Path(__file__).parents[1] / "injection") + "/"
-PLAIT: Final = str(Path(__file__).parents[1]) + "/"
+PLAIT: Final = str(Path(__file__).parents[2]) + "/"
+COMM: Final = f"{PLAIT}comm/"
+BETWEEN: Final = (COMM, f"{PLAIT}run/injection/", __file__)
+"""The code between the line that asks for an operation and this check."""
 TORCH: Final = str(Path(torch.__file__).parent) + "/"
 STANDARD: Final = sysconfig.get_paths()["stdlib"] + "/"
 
 Fields = Mapping[str, str | int]
 Role = Literal["collective", "message", "waits", "end"]
-"""What a description is of: the last two are a receive that is waited for, and a difference that was found."""
+"""The subject of a description: the last two are a receive that is waited for, and a difference that was found."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What one rank means by an operation."""
+    """One rank's meaning of an operation."""
 
     text: str
     """For people."""
@@ -280,7 +282,7 @@ def call_site() -> str:
     while frame.f_back is not None:
         frame = frame.f_back
         file = frame.f_code.co_filename
-        if file.startswith((COMM, INJECT)) or (inner and _is_library(file)):
+        if file.startswith(BETWEEN) or (inner and _is_library(file)):
             continue
         line = f"{'/'.join(file.split('/')[-2:])}:{frame.f_lineno}"
         if not file.startswith(PLAIT):

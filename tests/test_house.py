@@ -2,7 +2,7 @@
 
 The library:  messages <- table <- schedule <- predict
               table <- comm <- tensor <- forward <- zero <- pipeline <- step <- checkpoint
-The wings:    sharded, shared_memory, referee, run; each may import the library, and the library none of them
+The wings:    anymodel, sharded, shared_memory, referee, run; each may import the library, and the library none of them
 """
 
 import ast
@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "zero": FORWARD,
     "zero/state": ZERO,
     "pipeline": STATE,
+    "anymodel": PIPELINE,
     "step": PIPELINE,
     "checkpoint/files": {"messages"},
     "checkpoint": ENGINE | {"checkpoint/files"},

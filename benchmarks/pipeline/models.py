@@ -63,7 +63,7 @@ class Chain(GPT):
         self.halves = nn.ModuleList(halves)
         del self.blocks, self.cos, self.sin  # the halves have them
 
-    def pipeline_links(self) -> list[str]:
+    def pipeline_blocks(self) -> list[str]:
         """The names of the links, in order: what plait cuts."""
         return ["embedding", *(f"halves.{i}" for i in range(len(self.halves))), "norm", "head"]
 
@@ -77,14 +77,14 @@ class Chain(GPT):
 def links(model: nn.Module) -> list[nn.Module]:
     """The links of a ``Chain``."""
     assert isinstance(model, Chain)
-    return [model.get_submodule(name) for name in model.pipeline_links()]
+    return [model.get_submodule(name) for name in model.pipeline_blocks()]
 
 
 def link_names(workload: Workload) -> list[str]:
     """How the links of a workload's model are called."""
     model = workload.build()
     assert isinstance(model, Chain)
-    return model.pipeline_links()
+    return model.pipeline_blocks()
 
 
 def stages(model: nn.Module, sizes: Sequence[int]) -> list[nn.Sequential]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections import Counter, OrderedDict, defaultdict
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections import Counter, defaultdict
+from typing import Any
 
 import pytest
 import torch
@@ -16,18 +13,7 @@ from torch import Tensor
 
 from plait.comm import Comm
 from plait.comm.thread import ThreadComm
-from plait.pipeline.handover import (
-    HandOver,
-    HandOverForm,
-    Key,
-    difference,
-    pack,
-    shape_of,
-    tree_of,
-    unpack,
-    value_of,
-    words_for,
-)
+from plait.pipeline.message import Handed, MessageForm, pack, shape_of, unpack
 from plait.pipeline.p2p import PipelineP2P
 from plait.schedule.actions import parse_action
 from plait.table.collectives import Note
@@ -98,8 +84,8 @@ def test_headers_stand_in_the_ledger_of_the_step_that_learns(monkeypatch: pytest
     assert on("pipe=1", body) == [[nothing] * 4]
 
 
-def handed(*tensors: Tensor) -> HandOver:
-    return HandOver([*tensors], HandOverForm(tuple(map(shape_of, tensors))))
+def handed(*tensors: Tensor) -> Handed:
+    return Handed([*tensors], MessageForm(tuple(map(shape_of, tensors))))
 
 
 def both_ends(body: Any, num_microbatches: int, sizes: list[int]) -> list[Any]:
@@ -176,65 +162,12 @@ def test_another_shape_than_before_is_refused_by_the_sender(way: str, other: Ten
 
 def test_several_tensors_are_one_message_and_come_back_as_they_were() -> None:
     mine = [torch.arange(5.0).double(), torch.ones(3, 0), torch.tensor(True), torch.arange(7).view(1, 7).t()]
-    form = HandOverForm(
-        tuple(map(shape_of, mine)), {"tuple": [{"tensor": i} for i in range(4)]}, {Key("a", 0, 1, True): 3}
-    )
-    assert HandOverForm.read(form.text) == form
+    form = MessageForm(tuple(map(shape_of, mine)), "how", "more")
+    assert MessageForm.read(form.text) == form and MessageForm.read(form.text).more == "more"
     packed = pack(mine)
     assert (tuple(packed.shape), packed.dtype) == form.packed == ((48 + 0 + 16 + 64,), torch.uint8)
     for tensor, again in zip(mine, unpack(packed, form), strict=True):
         assert torch.equal(tensor, again) and tensor.dtype == again.dtype
-
-
-class Point(NamedTuple):
-    x: Any
-    y: Any
-
-
-@dataclass
-class Box:
-    inside: Any
-    name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    number: int
-    half: float = field(init=False)
-    never: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "half", self.number / 2)
-        object.__setattr__(self, "number", self.number + 1)
-
-
-@dataclass
-class Open(OrderedDict[str, Any]):
-    """As the outputs of transformers are."""
-
-    x: Any = None
-
-    def __post_init__(self) -> None:
-        self["x"], self.more = self.x, 1
-
-
-def test_a_data_class_is_rebuilt_and_not_made_again() -> None:
-    tensor = torch.ones(2)
-    closed, opened = Closed(3), Open(tensor)
-    opened["y"] = opened.more = 2
-    tree = json.loads(json.dumps(tree_of((closed, opened), tensors := list[Tensor]())))
-    closed, again = value_of(tree, tensors)
-    assert type(closed) is Closed and (closed.number, closed.half, hasattr(closed, "never")) == (4, 1.5, False)
-    assert (
-        type(again) is Open and again.x is tensor and again.more == 2 and [*again.items()] == [("x", tensor), ("y", 2)]
-    )
-
-
-def test_what_is_not_dense_does_not_go() -> None:
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    for tensor, kind in ((torch.eye(2).to_sparse(), "sparse_coo"), (nested, "nested")):
-        with pytest.raises(ValueError, match=f"a {kind} tensor: from stage to stage go dense ones"):
-            tree_of([tensor], [])
 
 
 @pytest.mark.parametrize("others", [(), (torch.ones(3),)], ids=["alone", "packed"])
@@ -244,43 +177,4 @@ def test_a_view_that_stands_for_other_values_goes_as_these(others: tuple[Tensor,
         mine = [view, *others]
         packed = pack(mine)
         assert not packed.is_conj() and not packed.is_neg()
-        assert torch.equal(unpack(packed, HandOverForm(tuple(map(shape_of, mine))))[0], view)
-
-
-@pytest.mark.parametrize(
-    "before, now, found",
-    [
-        ((1, [2.0, None]), (1, [2.0, None]), None),
-        (math.nan, -math.nan, None),
-        ((1, [2.0, None]), (1, [2.5, None]), ("2.0", "2.5")),
-        ({"a": True}, {"a": False}, ("True", "False")),
-        ({"a": 1}, {"b": 1}, ("'a'", "'b'")),
-        ([1, 2], [1, 2, 3], ("2 values", "3 values")),
-        ([1, 2], (1, 2), ("a list of 2", "a tuple of 2")),
-        (Point(1, 2), None, ("a Point", "None")),
-        (Point(1, 2), Point(1, 3), ("2", "3")),
-        (Closed(1), Closed(2), ("2", "3")),
-        (torch.ones(1), 1, ("tensor 0", "1")),
-    ],
-)
-def test_the_first_place_in_which_values_differ(before: Any, now: Any, found: tuple[str, str] | None) -> None:
-    first = difference(json.loads(json.dumps(tree_of(before, []))), tree_of(now, []))
-    assert (first and tuple(map(words_for, first))) == found
-
-
-def test_values_become_trees_and_values_again() -> None:
-    a, b = torch.ones(2), torch.zeros(3)
-    value = (a, [None, 2, 0.5, "text", True], {"k": b, 3: a}, Point(a, ()), Box(b, "box"))
-    tensors: list[Tensor] = []
-    tree = json.loads(json.dumps(tree_of(value, tensors)))
-    assert [id(tensor) for tensor in tensors] == [id(a), id(b)], "each once"
-    assert value_of(tree, [a, b]) == value and repr(value_of(tree, [a, b])) == repr(value)
-    assert value_of(tree, ["a", "b"])[2] == {"k": "b", 3: "a"}
-
-    @dataclass
-    class Local:
-        x: int = 1
-
-    for wrong in (object(), Local()):
-        with pytest.raises(ValueError, match=r"object: from stage to stage go tensors|no class that is defined in"):
-            tree_of([wrong], [])
+        assert torch.equal(unpack(packed, MessageForm(tuple(map(shape_of, mine))))[0], view)

@@ -16,7 +16,7 @@ from plait.comm.base import DONE
 from plait.comm.thread import ThreadComm
 from plait.forward.context import RNGPosition
 from plait.forward.products import WeightGradNode
-from plait.pipeline.handover import HandOver
+from plait.pipeline.message import Handed
 from plait.pipeline.p2p import PipelineP2P
 from plait.pipeline.runtime import Runtime
 from plait.pipeline.stage import Stage
@@ -131,7 +131,7 @@ def drop_the_last_use_of_a_weight(patch: Patch) -> None:
     patch.setattr(deferred, "value", first)
 
 
-def like(handed: HandOver, tensors: list[Tensor]) -> HandOver:
+def like(handed: Handed, tensors: list[Tensor]) -> Handed:
     """The same hand-over with other tensors."""
     return handed._replace(tensors=tensors)
 
@@ -139,7 +139,7 @@ def like(handed: HandOver, tensors: list[Tensor]) -> HandOver:
 def no_gradient_for_the_stage_before(patch: Patch) -> None:
     original = PipelineP2P.put
 
-    def put(self: PipelineP2P, way: str, stage: int, microbatch: int, handed: HandOver) -> None:
+    def put(self: PipelineP2P, way: str, stage: int, microbatch: int, handed: Handed) -> None:
         nothing = like(handed, [torch.zeros_like(tensor) for tensor in handed.tensors])
         original(self, way, stage, microbatch, nothing if way == "B" else handed)
 
@@ -153,7 +153,7 @@ def one_late(patch: Patch, which: str) -> None:
     """A stage leaves what it made for the microbatch before."""
     original = PipelineP2P.put
 
-    def put(self: PipelineP2P, way: str, stage: int, microbatch: int, handed: HandOver) -> None:
+    def put(self: PipelineP2P, way: str, stage: int, microbatch: int, handed: Handed) -> None:
         held = self.__dict__.setdefault("held", {})
         before = held.get((way, stage), handed)
         held[way, stage] = like(handed, [tensor.clone() for tensor in handed.tensors])
@@ -174,7 +174,7 @@ def use_the_first_activation_for_all(patch: Patch) -> None:
     """A stage goes on computing on memory that it got for microbatch 0."""
     original = PipelineP2P.get
 
-    def get(self: PipelineP2P, way: str, stage: int, microbatch: int) -> HandOver:
+    def get(self: PipelineP2P, way: str, stage: int, microbatch: int) -> Handed:
         came = original(self, way, stage, microbatch)
         if way == "F":
             copy = like(came, [tensor.clone() for tensor in came.tensors])

@@ -34,12 +34,12 @@ class Chain(nn.Module):
             self.add_module(f"l{number}", link)
         self.num_links = len(links)
 
-    def pipeline_links(self) -> list[str]:
+    def pipeline_blocks(self) -> list[str]:
         return [f"l{number}" for number in range(self.num_links)]
 
     @property
     def links(self) -> list[nn.Module]:
-        return [getattr(self, name) for name in self.pipeline_links()]
+        return [getattr(self, f"l{number}") for number in range(self.num_links)]
 
     def forward(self, x: Tensor) -> Tensor:
         for link in self.links:

@@ -240,7 +240,7 @@ def test_each_module_has_its_own_mode_again(mesh: str, order: str | None, raises
         engine.model.get_submodule("l1").eval()
         modes = {name: module.training for name, module in engine.model.named_modules()}
         for stage in engine.stages.values():
-            stage.follow_model()
+            stage.program.follow()
         parts = [{m: m.training for m in stage.model.modules()} for stage in engine.stages.values()]
         if raises:
             with pytest.raises((ArithmeticError, RuntimeError)):  # RuntimeError: of who waits for what does not come

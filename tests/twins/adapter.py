@@ -26,6 +26,9 @@ class Chain(nn.Module):
     blocks: nn.ModuleList
     last: nn.Module
 
+    def pipeline_blocks(self) -> list[str]:
+        return ["first", "blocks", "last"]
+
     def pipeline_links(self) -> list[str]:
         return ["first", *(f"blocks.{number}" for number in range(len(self.blocks))), "last"]
 

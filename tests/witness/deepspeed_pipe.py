@@ -12,7 +12,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from plait.comm import Comm
-from plait.pipeline.chain import chain_of
+from plait.pipeline.blocks import blocks_of
 from plait.referee.witness.engines import Driven
 from plait.run.job.job import Job
 
@@ -22,7 +22,7 @@ def pipeline(job: Job, model: nn.Module, comm: Comm) -> Driven:
     set_accelerator(CPU_Accelerator())
     deepspeed.ops.__compatible_ops__ = dict.fromkeys(deepspeed.ops.__compatible_ops__, False)
     deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False)
-    names, scale = chain_of(model).links, [1.0]
+    names, scale = blocks_of(model).names, [1.0]
     stage = PipelineModule(
         layers=[model.get_submodule(name) for name in names],
         num_stages=comm.mesh.size,

@@ -1,13 +1,13 @@
 """From a model and a pipeline to the stages of this rank.
 
-    model ── chain of links ── split ──► parts   the model's own links, one part for each stage here ──► Stage
-                                  └────► edges   weights that several stages use
+    model ── blocks ── split ──► parts   the model's own modules, one part for each stage here ──► Stage
+                          └────► edges   weights that several stages use
 
-Without a pipeline there is one stage; no link is named, no container copied, and its part is the model itself.
+Without a pipeline there is one stage, and its part is the model itself.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import SupportsIndex
 
 from torch import nn
@@ -15,10 +15,12 @@ from torch import nn
 from plait.comm import Comm
 from plait.comm.agree import check_together
 from plait.forward.compiled import check_compile, check_units
+from plait.forward.random_ops import OwnLayer
 from plait.forward.recompute import check_recompute
-from plait.pipeline.chain import Chain, chain_of
+from plait.forward.sites import Sites
+from plait.pipeline.blocks import cut
+from plait.pipeline.program import Blocks, StagePart, Writes, whole
 from plait.pipeline.stage import BeforeForward, Stage, StageSettings
-from plait.pipeline.stage_model import StageModel, Uses, cut_off, parallel_of, stages_using
 from plait.pipeline.tied_weights import TiedWeight
 from plait.schedule.partition import by_sizes, even
 from plait.schedule.pipeline import Pipeline
@@ -34,11 +36,14 @@ from plait.zero.state.weights import Weights
 from plait.zero.unit import GatheredBytes
 from plait.zero.wrap import automatic, wrap
 
+Uses = Mapping[int, tuple[int, ...]]
+"""Which stages use each parameter of the whole model, by its ``id``, in order."""
+
 
 @dataclass(frozen=True)
 class Built:
-    """The stages of a rank, by number, and what the ranks know of all of them: how many ``links`` each has (``split``),
-    and how tensor parallelism cuts the whole model (``parallel``)."""
+    """The stages of a rank, by number, and what the ranks know of all of them: how many blocks (``links``) each has
+    (``split``), and how tensor parallelism cuts the whole model (``parallel``)."""
 
     stages: dict[int, Stage]
     edges: tuple[TiedWeight, ...]
@@ -46,6 +51,8 @@ class Built:
     links: tuple[str, ...]
     split: tuple[int, ...]
     parallel: Parallel
+    writes: Callable[[], Writes]
+    """What forwards have written to the stages' models, for the report of a step."""
 
     def gradients(self) -> dict[tuple[str, int], FlatGradient]:
         """This rank's copies of tied weights, by name and stage."""
@@ -58,19 +65,19 @@ class Built:
         }
 
 
-def split_of(chain: Chain, num_stages: int, sizes: Sequence[int] | None) -> tuple[range, ...]:
-    """The links of each stage, equally many or as many as ``sizes`` says; ValueError where that does not fit."""
+def split_of(blocks: Blocks, num_stages: int, sizes: Sequence[int] | None) -> tuple[range, ...]:
+    """The blocks of each stage, equally many or as many as ``sizes`` says; ValueError where that does not fit."""
     try:
         if sizes is None:
-            return even(len(chain), num_stages)
+            return even(len(blocks), num_stages)
         if wrong := [size for size in sizes if not isinstance(size, SupportsIndex)]:
-            raise ValueError(f"a split with {wrong[0]!r}: give whole numbers, the links of each stage, as in (5, 4)")
+            raise ValueError(f"a split with {wrong[0]!r}: give whole numbers, the blocks of each stage, as in (5, 4)")
         if len(sizes) != num_stages:
             raise ValueError(f"a split for {len(sizes)} stages, but the pipeline has {num_stages}: give as many sizes")
-        return by_sizes(sizes, len(chain))
+        return by_sizes(sizes, len(blocks))
     except ValueError as error:
-        names = chain.links if len(chain) <= 12 else (*chain.links[:3], "...", *chain.links[-2:])
-        raise ValueError(f"{error}; the links are {', '.join(names)}") from None
+        names = blocks.names if len(blocks) <= 12 else (*blocks.names[:3], "...", *blocks.names[-2:])
+        raise ValueError(f"{error}; the blocks are {', '.join(names)}") from None
 
 
 def build_stages(
@@ -82,8 +89,8 @@ def build_stages(
     before_forward: BeforeForward,
     weights: Weights | None = None,
 ) -> Built:
-    """The stages that the pipeline gives this rank; the arguments are the engine's.  ValueError for a model that does
-    not declare its links, fewer links than stages, or a split that does not fit."""
+    """The stages that the pipeline gives this rank; the arguments are the engine's.  ValueError for a model that cannot
+    be cut, fewer blocks than stages, or a split that does not fit."""
     sizes, units = parallelism.split, parallelism.units
     parallel = parallel_plan(model, comm.mesh.tensor, parallelism.tensor_plan, sequence=parallelism.sequence_parallel)
     gemm = find_gemm(parallelism.gemm)
@@ -94,29 +101,31 @@ def build_stages(
     owner, count = pipeline.owner, pipeline.num_stages
     if count == 1 and sizes is not None:
         raise ValueError(f"a split {tuple(sizes)}, but there is one stage: give the mesh a pipe axis, or leave it out")
-    chain = chain_of(model) if count > 1 else Chain()
+    cutter = cut(model) if count > 1 else whole(model)
+    blocks = cutter.blocks
     if parallelism.compile:
-        check_units(model, wrapped, chain.links)
-    split = split_of(chain, count, sizes) if count > 1 else (range(0),)
-    using = stages_using(model, chain, split)
-    homes = _homes(model, chain, split, using)
+        check_units(model, wrapped, blocks.names)
+    split = split_of(blocks, count, sizes) if count > 1 else (range(0),)
+    using = stages_using(model, blocks, split) if count > 1 else {id(p): (0,) for p in model.parameters()}
+    homes = _homes(model, blocks, split, using)
     directory = Directory.of(model, {name: owner[stage] for name, stage in homes.items()})
-    edges = _edges(model, chain, split, using)
-    whole = SourceModel(model, names, frozenset(key for key, stages in using.items() if len(stages) > 1))
+    edges = _edges(model, blocks, split, using)
+    source = SourceModel(model, names, frozenset(key for key, stages in using.items() if len(stages) > 1))
     here, taken = comm.mesh.coordinates(comm.rank)["pipe"], set[int]()
     mine = [stage for stage in range(count) if owner[stage] == here]
-    parts = {s: StageModel.part(model, chain, split[s], taken, comm.device) for s in mine}
+    parts = {s: cutter.part(split[s], taken, comm.device) for s in mine}
     if units is not None:
         wrap(model, units)  # refuses names that are nowhere
-    settings = StageSettings(whole, comm, parallelism, gemm, count, seed, pipeline.splits_backward, before_forward)
+    settings = StageSettings(source, comm, parallelism, gemm, count, seed, pipeline.splits_backward, before_forward)
     stages = lay_stages(settings, parts, parallel, weights)
     if count > 1:
-        cut_off(model, list(parts.values()))
-    return Built(stages, edges, directory, chain.links, tuple(map(len, split)) if count > 1 else (1,), parallel)
+        cutter.release(list(parts.values()))
+    sizes = tuple(map(len, split)) if count > 1 else (1,)
+    return Built(stages, edges, directory, blocks.names, sizes, parallel, cutter.writes)
 
 
 def lay_stages(
-    settings: StageSettings, parts: Mapping[int, StageModel], parallel: Parallel, weights: Weights | None = None
+    settings: StageSettings, parts: Mapping[int, StagePart], parallel: Parallel, weights: Weights | None = None
 ) -> dict[int, Stage]:
     """The stages of these parts, by number, with their units laid and their values drawn or read."""
     whole, comm = settings.whole, settings.comm
@@ -139,7 +148,7 @@ def lay_stages(
     return stages
 
 
-def _edges(model: nn.Module, chain: Chain, split: Sequence[range], using: Uses) -> tuple[TiedWeight, ...]:
+def _edges(model: nn.Module, blocks: Blocks, split: Sequence[range], using: Uses) -> tuple[TiedWeight, ...]:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -147,17 +156,47 @@ def _edges(model: nn.Module, chain: Chain, split: Sequence[range], using: Uses) 
     for parameter, own in names.items():
         stages = using[id(parameter)]
         if len(stages) > 1:
-            parts = [tuple(f"{part}." for part in chain.on_stage(split[stage])) for stage in stages]
+            parts = [tuple(f"{part}." for part in blocks.on_stage(split[stage])) for stage in stages]
             keys = tuple(tuple(name for name in own if f"{name}.".startswith(prefixes)) for prefixes in parts)
             edges.append(TiedWeight(own[0], stages, keys))
     return tuple(edges)
 
 
-def _homes(model: nn.Module, chain: Chain, split: Sequence[range], using: Uses) -> dict[str, int]:
+def _homes(model: nn.Module, blocks: Blocks, split: Sequence[range], using: Uses) -> dict[str, int]:
     """The stage that has a parameter or a buffer; the first of several."""
-    parts = [tuple(f"{part}." for part in chain.on_stage(links)) for links in split]
+    parts = [tuple(f"{part}." for part in blocks.on_stage(links)) for links in split]
     homes = {}
     for name, value in model.state_dict(keep_vars=True).items():
         inside = [stage for stage, prefixes in enumerate(parts) if f"{name}.".startswith(prefixes)]
         homes[name] = min(using.get(id(value)) or inside, default=0)
     return homes
+
+
+def stages_using(model: nn.Module, blocks: Blocks, split: Sequence[range]) -> Uses:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    named = dict(model.named_parameters(remove_duplicate=False))
+
+    def inside(name: str) -> set[int]:
+        return {id(named[name])} if name in named else {id(p) for p in modules[name].parameters()}
+
+    stages = [{key for name in blocks.on_stage(here) for key in inside(name)} for here in split]
+    return {id(p): tuple(s for s, ids in enumerate(stages) if id(p) in ids) for p in model.parameters()}
+
+
+def parallel_of(parallel: Parallel, part: StagePart, sites: Sites, *, last: bool) -> Parallel:
+    """A tensor plan, resolved on the whole model, as it reads on one stage's part; the ``last`` one has the loss."""
+    here = [name for name, module in part.model.named_modules() if not isinstance(module, OwnLayer)]
+    own = {sites.key(name): name for name in here}
+    names = dict(part.model.named_parameters(remove_duplicate=False))
+    origin = {key: id(p) for key, p in part.origin.items()}
+    return Parallel(
+        {name: style for name in (*here, *names) if (style := parallel.styles.get(sites.key(name))) is not None},
+        {key: parallel.cuts[old] for key, old in origin.items() if old in parallel.cuts},
+        frozenset(key for key, old in origin.items() if old in parallel.summed),
+        tuple(
+            replace(s, name=own.get(s.name, s.name))
+            for s in parallel.sites
+            if s.name in own or (last and s.kind == "loss")
+        ),
+        parallel.lists,
+    )

@@ -31,7 +31,7 @@ from torch import Tensor
 from plait.comm import Comm, Work
 from plait.comm.header import empty_header, header_of, shape_in
 from plait.forward.batch import batch_tensors
-from plait.pipeline.handover import HandOver, HandOverForm, pack, unpack
+from plait.pipeline.message import Handed, MessageForm, pack, unpack
 from plait.schedule.actions import ACTIVATION, GRADIENT, Action, Kind, ends
 from plait.schedule.pipeline import Key
 from plait.table.collectives import Note
@@ -65,10 +65,10 @@ class PipelineP2P:
         self.rank_of = {stage: comm.mesh.rank(**{**here, "pipe": place}) for stage, place in owner.items()}
         self.signatures: list[Signature] = []
         """Of the microbatches of the step under way."""
-        self._forms: dict[Boundary, HandOverForm] = {}
+        self._forms: dict[Boundary, MessageForm] = {}
         self._announced: set[Boundary] = set()  # this rank has sent the header
         self._acks: Mapping[Key, tuple[Key, ...]] = {}
-        self._made: dict[Key, HandOver] = {}  # put by a pass of this rank, and not yet sent or got
+        self._made: dict[Key, Handed] = {}  # put by a pass of this rank, and not yet sent or got
         self._unposted: dict[int, deque[_Message]] = defaultdict(deque)
         """Receives that wait for a shape, or for one ahead of them, by the rank that sends."""
         self._coming: dict[Key, tuple[Tensor, Work]] = {}
@@ -94,7 +94,7 @@ class PipelineP2P:
         shape, dtype = known.packed
         return math.prod(shape) * dtype.itemsize
 
-    def put(self, way: str, stage: int, microbatch: int, handed: HandOver) -> None:
+    def put(self, way: str, stage: int, microbatch: int, handed: Handed) -> None:
         """What a stage made for its neighbour: activations (F) for the next, gradients (B) for the one before; their
         form is that of earlier batches of the same shapes (else ValueError)."""
         target = stage + (1 if way == "F" else -1)
@@ -145,7 +145,7 @@ class PipelineP2P:
             tensor = torch.empty(shape, dtype=dtype, device=self.comm.device)
             self._coming[message.key] = tensor, self.comm.recv(tensor, peer, message.note)
 
-    def get(self, way: str, stage: int, microbatch: int) -> HandOver:
+    def get(self, way: str, stage: int, microbatch: int) -> Handed:
         """Wait for what a stage needs from its neighbour."""
         key = (way, stage, microbatch)
         if key in self._made:
@@ -159,14 +159,14 @@ class PipelineP2P:
                 (length,), dtype = shape_in(header)
                 text = torch.empty(length, dtype=dtype, device=self.comm.device)
                 self.comm.recv(text, peer, note).wait()
-                self._forms[first.boundary] = HandOverForm.read(bytes(text.tolist()).decode())
+                self._forms[first.boundary] = MessageForm.read(bytes(text.tolist()).decode())
             self._post(peer)
         tensor, work = self._coming.pop(key)
         work.wait()
         for acknowledged in self._acks.get(key, ()):
             self._arrived(acknowledged)
         form = self._forms[stage - (way == "F"), self.signatures[microbatch]]
-        return HandOver(unpack(tensor, form), form)
+        return Handed(unpack(tensor, form), form)
 
     def wait_all(self) -> None:
         """After a step: all messages of this rank have arrived."""

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from plait.comm import Comm, ThreadWorld
 from plait.forward.context import RNGPosition, token_counts
+from plait.pipeline.blocks import blocks_of, cut
 from plait.pipeline.build_stages import lay_stages
-from plait.pipeline.chain import chain_of
-from plait.pipeline.handover import HandOver
+from plait.pipeline.message import Handed
 from plait.pipeline.stage import LossFn, StageSettings
-from plait.pipeline.stage_model import StageModel
 from plait.table.cells import TABLE
 from plait.table.collectives import Note
 from plait.table.mesh import AXES, Mesh
@@ -49,17 +48,17 @@ def link_costs(
         batch: a microbatch as the run will bring it, of ``num_samples`` samples, on the device.
         recompute, gemm: as in the run.
     """
-    chain = chain_of(model)
+    count = len(blocks_of(model))
     comm = ThreadWorld(Mesh(), device=device).comm(0)
     position = RNGPosition(0, 0, 0, num_samples, token_counts(batch, num_samples))
     parallelism = Parallelism(TABLE["ddp"], recompute=recompute)
-    received: HandOver | None = None
-    for index in range(len(chain)):
+    received: Handed | None = None
+    for index in range(count):
         fresh = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
         copied: nn.Module = copy.deepcopy(model, fresh)  # values are shared, or on meta
         whole = SourceModel(copied, {id(p): n for n, p in copied.named_parameters()})
-        parts = {index: StageModel.part(copied, chain, range(index, index + 1), set(), comm.device)}
-        settings = StageSettings(whole, comm, parallelism, gemm, len(chain))
+        parts = {index: cut(copied).part(range(index, index + 1), set(), comm.device)}
+        settings = StageSettings(whole, comm, parallelism, gemm, count)
         stage = lay_stages(settings, parts, Parallel())[index]
         seconds: list[tuple[float, float]] = []
         for _ in range(repeats + 1):
@@ -70,7 +69,7 @@ def link_costs(
             middle = _now(comm.device)
             stage.backward(0, list(map(torch.ones_like, made)), last=True)
             seconds.append((middle - start, _now(comm.device) - middle))
-        received = out if isinstance(out, HandOver) else None
+        received = out if isinstance(out, Handed) else None
         yield statistics.median(f for f, _ in seconds[1:]), statistics.median(b for _, b in seconds[1:])
 
 
@@ -87,7 +86,7 @@ def agreed_link_costs(
     """What ``link_costs`` measures on rank 0, under the same settings, on every rank; all call it together."""
     measured = link_costs(model, loss_fn, batch, num_samples, device=comm.device, **settings)
     costs = []
-    for _ in chain_of(model).links:  # link by link, so that each wait has a deadline of its own
+    for _ in blocks_of(model).names:  # link by link, so that each wait has a deadline of its own
         seconds = torch.zeros(2, dtype=torch.float64, device=comm.device)
         if comm.rank == 0:
             seconds.copy_(torch.tensor(next(measured), dtype=torch.float64))

@@ -27,7 +27,7 @@ from plait.comm import Comm
 from plait.comm.observer import Observer
 from plait.comm.operation import Operation
 from plait.forward.context import RNGPosition
-from plait.pipeline.handover import HandOver
+from plait.pipeline.message import Handed
 from plait.pipeline.p2p import PipelineP2P
 from plait.pipeline.stage import LossFn, Stage
 from plait.schedule.actions import Action, Event, Kind, Line, Span
@@ -102,7 +102,7 @@ class Runtime:
     def evaluate(self, program: RankProgram, batches: Sequence[Any], loss_fn: LossFn) -> None:
         """The forwards of an evaluation, which are all that the program has; see ``losses``."""
 
-        def forward(s: int, m: int, received: HandOver | None) -> HandOver | Tensor:
+        def forward(s: int, m: int, received: Handed | None) -> Handed | Tensor:
             return self.stages[s].evaluate(m, loss_fn, batches[m], received)
 
         with torch.inference_mode(False), torch.no_grad():  # a boundary asks tensors for their versions
@@ -122,7 +122,7 @@ class Runtime:
         stages, p2p = self.stages, self.p2p
         updates = sum(action.kind is Kind.UPDATE for action in program.line)
 
-        def forward(s: int, m: int, received: HandOver | None) -> HandOver | Tensor:
+        def forward(s: int, m: int, received: Handed | None) -> Handed | Tensor:
             batch, draw = microbatches[m].batch, microbatches[m].draw
             return stages[s].forward(m, loss_fn, batch, draw, received, split=(s, m) in program.split)
 
@@ -157,7 +157,7 @@ class Runtime:
         self,
         program: RankProgram,
         batches: Sequence[Any],
-        forward: Callable[[int, int, HandOver | None], HandOver | Tensor],
+        forward: Callable[[int, int, Handed | None], Handed | Tensor],
         others: Handlers,
     ) -> None:
         """This rank's program; ``forward`` is called with a stage, a microbatch, and what the stage before sent."""

@@ -1,18 +1,18 @@
 """One stage of the model on this rank: its part, its units, and its passes.
 
-    forward(m)     x from the stage before  ──►  the model's own forward  ──►  y for the next stage, or the loss
-    backward(m)    dy from the next stage   ──►  autograd                 ──►  dx for the stage before
+    forward(m)     x from the stage before  ──►  the part's program  ──►  y for the next stage, or the loss
+    backward(m)    dy from the next stage   ──►  autograd            ──►  dx for the stage before
     input(m)       the same, weight products deferred;   weight(m)  makes them
     evaluate(m)    a forward that no backward follows
 
 A pass sets one ``ForwardContext``, which tells everything inside it where it is.  The user's ``loss_fn(model, batch)``
-runs on every stage (see ``boundary``), so a stage needs to know nothing about the loss, and the loss nothing about
-stages.  Between forward and backward a stage keeps, for each microbatch, what it received and the edge of its output in
+runs on every stage (see ``program``), so a stage needs to know nothing about the loss, and the loss nothing about
+stages.  Between forward and backward a stage keeps, for each microbatch, where it entered and the edge of its output in
 the graph; not the output itself, whose memory goes with the message.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -33,14 +33,11 @@ from plait.forward.products import Products
 from plait.forward.recompute import AttentionRecompute, blocks_of, run_twice
 from plait.forward.sites import Sites
 from plait.forward.tensor_parallel import StageAxis, TensorParallel
-from plait.pipeline.boundary import StageBoundary, StageDone
-from plait.pipeline.copies import FollowingParameter
-from plait.pipeline.crossing import NOTHING, BoundaryState
-from plait.pipeline.explained import OutsideParameters, writes_explained
-from plait.pipeline.handover import HandOver, HandOverForm
-from plait.pipeline.not_here import NotHere
+from plait.pipeline.backward_errors import OutsideParameters, writes_explained
+from plait.pipeline.message import Handed
 from plait.pipeline.p2p import Signature, signature_of
-from plait.pipeline.stage_model import ForeignLayer, StageModel
+from plait.pipeline.program import StageInput, StagePart
+from plait.pipeline.tied_weights import FollowingParameter
 from plait.table.collectives import Note
 from plait.table.flat import UnitLayout
 from plait.table.parallelism import Parallelism
@@ -82,16 +79,16 @@ class Flight:
     """A microbatch between its forward, which ended with this context, and the last part of its backward."""
 
     context: ForwardContext
-    boundary: BoundaryState
+    entry: StageInput | None
     outputs: Sequence[GradientEdge | Tensor | None] = ()
-    """What the backward starts from: the loss, or what was handed over; None for what nothing before it trains."""
+    """The backward starts from these: the loss, or what was handed over; None where nothing before it trains."""
 
 
 class Stage:
     """A stage, built from its part of the model, whose parameters are laid in units already."""
 
     def __init__(
-        self, settings: StageSettings, number: int, part: StageModel, parallel: Parallel, laid: BuiltUnits
+        self, settings: StageSettings, number: int, part: StagePart, parallel: Parallel, laid: BuiltUnits
     ) -> None:
         self.model, self.comm, self.units, self.parallel = part.model, settings.comm, laid.units, parallel
         self.number, self.count, self.last = number, settings.count, number == settings.count - 1
@@ -100,15 +97,15 @@ class Stage:
         self.current = CurrentForward()
         self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel, gemm=settings.gemm)
         self.products: Products | None = None
-        self.interceptor = Interceptor(self.current, self._handlers(settings, part.chain.links))
+        self.interceptor = Interceptor(self.current, self._handlers(settings, part.blocks.names))
         names = laid.names
-        around = [] if part.chain.links else [""]
-        closed = closed_units(self.model, [*around, *names], part.chain.links) if parallelism.compile else []
+        around = [] if part.blocks.names else [""]
+        closed = closed_units(self.model, [*around, *names], part.blocks.names) if parallelism.compile else []
         self.interceptor.follow(self.model, settings.sites, every=bool(parallel.styles), closed=closed)
         self.compiled = CompiledUnits(self.interceptor, self.model, closed) if closed else None
         """The forwards of units that are compiled."""
         self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, settings.before_root)
-        self.boundary = StageBoundary(part, number, self.current, last=self.last)
+        self.program, self.outside = part.program(number, self.current), part.outside
         self.blocks = blocks_of(self.model, names) if parallelism.recompute == "full" else []
         """The modules whose forward runs again in the backward."""
         for name in self.blocks:
@@ -118,12 +115,6 @@ class Stage:
         self.flights: dict[int, Flight] = {}
         self._outside = OutsideParameters()
         self._lengths: dict[Signature, int] = {}
-        self._forms: dict[tuple[Signature, bool], HandOverForm] = {}
-        """Of what the stage hands over, for the shapes of a batch that it has seen, and the mode (training or not)."""
-        users_modules = dict(settings.whole.model.named_modules(remove_duplicate=False))
-        self._foreign = [(m, users_modules[n]) for n, m in self.model.named_modules() if isinstance(m, ForeignLayer)]
-        self.copies = part.copies
-        """Of the user's modules, whose mode and attributes they follow."""
         users = dict(settings.whole.model.named_parameters())
         copied = [(p, users[name], flat) for name, p, flat, _ in parameters_of(self.units) if users[name] is not p]
         self._copies = [FollowingParameter(p, user, whole=not (flat.split or user.is_meta)) for p, user, flat in copied]
@@ -166,18 +157,10 @@ class Stage:
         self.unsharding.runs.clear()
         self.unsharding.found.clear()
         self.flights.clear()
-        self.follow_model()
-        for one in self.copies:
-            one.begin_step()
+        self.program.follow()
+        self.program.watch_writes()
         self.look_at_model()
         self.begin_sums()
-
-    def follow_model(self) -> None:
-        """What a program has set on the user's modules, those of this stage have too."""
-        for layer, module in self._foreign:
-            layer.follow(module)
-        for one in self.copies:
-            one.follow()
 
     def begin_sums(self) -> None:
         """Before the first gradient of a step."""
@@ -218,17 +201,22 @@ class Stage:
         loss_fn: LossFn,
         batch: Any,
         position: RNGPosition,
-        received: HandOver | None,
+        received: Handed | None = None,
         *,
         split: bool = False,
-    ) -> HandOver | Tensor:
-        """What goes to the next stage, or from the last stage the loss; detached.  ``received`` comes from the stage
-        before, if there is one; ``split``: the backward comes in two parts."""
-        boundary = self._boundary(batch, received)
+    ) -> Handed | Tensor:
+        """Returns the message for the next stage, or from the last stage the loss; detached.
+
+        Args:
+            received: comes from the stage before, if there is one.
+            split: the backward comes in two parts.
+        """
         self.unsharding.begin_forward(microbatch, split=split)
-        self.current.begin(position, microbatch=microbatch, stand_ins={} if split else None)
-        output = self._call(boundary, loss_fn, batch)
-        flight = self.flights[microbatch] = Flight(self.current.context, boundary)
+        draws, stand_ins = self.model.training, dict[int, Tensor]() if split else None
+        self.current.begin(position, microbatch=microbatch, draws=draws, stand_ins=stand_ins)
+        entry = None if received is None else StageInput(received)
+        output = self._call(entry, loss_fn, batch)
+        flight = self.flights[microbatch] = Flight(self.current.context, entry)
         if isinstance(output, Tensor):
             self._check_needs_gradient(output)
             flight.outputs = [output if output.requires_grad else None]
@@ -236,15 +224,10 @@ class Stage:
         flight.outputs = [get_gradient_edge(t) if t.requires_grad else None for t in output.tensors]
         return output._replace(tensors=[t.detach() for t in output.tensors])
 
-    def _boundary(self, batch: Any, received: HandOver | None) -> BoundaryState:
-        return BoundaryState(
-            received, NOTHING if self.last else self._forms.get((signature_of(batch), self.model.training))
-        )
-
-    def evaluate(self, microbatch: int, loss_fn: LossFn, batch: Any, received: HandOver | None) -> HandOver | Tensor:
-        """What ``forward`` returns, with no backward to come: under ``no_grad``, with modules in eval mode."""
-        self.current.begin(self.current.context.position, microbatch=microbatch)
-        output = self._call(self._boundary(batch, received), loss_fn, batch)
+    def evaluate(self, microbatch: int, loss_fn: LossFn, batch: Any, received: Handed | None = None) -> Handed | Tensor:
+        """Returns what ``forward`` does, with no backward to come: under ``no_grad``, with modules in eval mode."""
+        self.current.begin(self.current.context.position, microbatch=microbatch, draws=self.model.training)
+        output = self._call(None if received is None else StageInput(received), loss_fn, batch)
         if not self.unsharding.held:
             self.unsharding.forget()
         return output
@@ -255,64 +238,54 @@ class Stage:
         number = self.current.context.microbatch if microbatch is None else microbatch
         self.current.begin(position, microbatch=number)
 
-    def _call(self, boundary: BoundaryState, loss_fn: LossFn, batch: Any) -> HandOver | Tensor:
-        """The user's function on this stage: the loss, or what goes to the next stage."""
-        if self.axis.sequence and boundary.length is not None:
-            boundary.whole_length = self._whole_length(signature_of(batch), boundary.length)
-            self.current.replace(length=boundary.whole_length)
-        boundary.open()
-        self.current.replace(boundary=boundary, draws=self.model.training)
+    def _call(self, entry: StageInput | None, loss_fn: LossFn, batch: Any) -> Handed | Tensor:
+        """Runs the user's function on this stage."""
+        received = None
+        if entry is not None:
+            received, entry.received = entry.received, None
+        if received is not None and self.axis.sequence and received.tensors[0].dim() > 1:
+            self.current.replace(length=self._whole_length(signature_of(batch), received.tensors[0].size(1)))
+
+        def call() -> Any:
+            with self.interceptor.on():
+                return loss_fn(self.model, batch)
+
         try:
-            with boundary.search or nullcontext(), self.interceptor.on():
-                loss: Any = loss_fn(self.model, batch)
-            if boundary.output is not None:
-                return self._hand_over(boundary, batch)
-        except StageDone:
-            return self._hand_over(boundary, batch)
-        except Exception as error:
-            if boundary.output is not None and boundary.learned is None:
-                return self._hand_over(boundary, batch)  # what failed was the search behind the stage's last link
-            if type(error) is RuntimeError and self._narrow and "dtype" in str(error):
-                raise ValueError(
-                    f"the model computes in two dtypes: {error}. The row has every parameter in {self._narrow}, those "
-                    f"of a module that is meant to stay in fp32 (a router) too: let it compute by "
-                    f"F.linear(x.float(), self.weight.float()), or keep parameters in fp32 and put torch.autocast "
-                    f"around the forward, enabled=False around this module"
-                ) from error
-            if type(error) is not RuntimeError or not self.parallel.cuts:
-                raise
-            raise ValueError(
-                f"the model's code fails where each of {self.axis.ways} tensor ranks has pieces, so the tensor plan "
-                f"leaves something out, or does not fit it (does it run on one rank?): {error}"
-            ) from error
-        finally:
-            self.current.replace(boundary=None)
-            self.boundary.over(boundary)
+            output = self.program.forward(received, batch, call)
+        except RuntimeError as error:
+            if (explained := self._explained(error)) is not None:
+                raise explained from error
+            raise
+        if isinstance(output, Handed):
+            self.unsharding.unwind(output.tensors)
+            return output
         if not self.last:
             raise ValueError(
                 "loss_fn did not call the model, or caught what ends its call: under a pipeline every stage runs it, "
                 "as model(...), outside of try/except"
             )
-        if not isinstance(loss, Tensor) or loss.dim() != 0:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        if not isinstance(output, Tensor) or output.dim() != 0:
+            shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"the loss has shape {shape}: return the sum over the microbatch, a scalar")
-        if isinstance(loss, NotHere):
-            raise ValueError(
-                f"loss_fn, or the model behind its links, uses what another stage has (an early link's output, an "
-                f"auxiliary loss, a parameter): let the last link make what the loss needs. The links are "
-                f"{self.boundary.names[0]} to {self.boundary.names[-1]}; if other blocks run behind them, name all of "
-                f"them in pipeline_links()"
+        return output
+
+    def _explained(self, error: RuntimeError) -> ValueError | None:
+        """The cause of an error of a forward, where it is known."""
+        if type(error) is RuntimeError and self._narrow and "dtype" in str(error):
+            return ValueError(
+                f"the model computes in two dtypes: {error}. The row has every parameter in {self._narrow}, those "
+                f"of a module that is meant to stay in fp32 (a router) too: let it compute by "
+                f"F.linear(x.float(), self.weight.float()), or keep parameters in fp32 and put torch.autocast "
+                f"around the forward, enabled=False around this module"
             )
-        return loss
+        if type(error) is RuntimeError and self.parallel.cuts:
+            return ValueError(
+                f"the model's code fails where each of {self.axis.ways} tensor ranks has pieces, so the tensor plan "
+                f"leaves something out, or does not fit it (does it run on one rank?): {error}"
+            )
+        return None
 
-    def _hand_over(self, boundary: BoundaryState, batch: Any) -> HandOver:
-        """The stage's part of a forward is over."""
-        handed = boundary.hand_over()
-        self._forms.setdefault((signature_of(batch), self.model.training), handed.form)
-        self.unsharding.unwind(handed.tensors)
-        return handed
-
-    def backward(self, microbatch: int, gradients: Sequence[Tensor], *, last: bool) -> HandOver | None:
+    def backward(self, microbatch: int, gradients: Sequence[Tensor], *, last: bool) -> Handed | None:
         """A full backward from the gradients of the outputs: the weights' gradients, and those of what was received.
         ``last``: no other of the step comes on this stage."""
         return self._differentiate(microbatch, self._resume(microbatch), gradients, last=last)
@@ -320,7 +293,7 @@ class Stage:
     def backward_from(self, loss: Tensor, seed: float) -> None:
         """The backward of a forward that a user's own loop made; ``seed`` is the gradient of the loss."""
         self._check_needs_gradient(loss)
-        flight = Flight(self.current.context, BoundaryState(), [loss])
+        flight = Flight(self.current.context, None, [loss])
         self._differentiate(None, flight, [torch.full_like(loss, seed)])
 
     def _check_needs_gradient(self, loss: Tensor) -> None:
@@ -339,7 +312,7 @@ class Stage:
         self.gradients.end_microbatch()
         self.unsharding.end_backward()
 
-    def input(self, microbatch: int, gradients: Sequence[Tensor]) -> HandOver | None:
+    def input(self, microbatch: int, gradients: Sequence[Tensor]) -> Handed | None:
         """The input part of a backward: the gradients of what was received."""
         return self._differentiate(microbatch, self._resume(microbatch, over=False), gradients, split=True)
 
@@ -351,7 +324,7 @@ class Stage:
         *,
         last: bool = False,
         split: bool = False,
-    ) -> HandOver | None:
+    ) -> Handed | None:
         """Run the backward, or with ``split`` its input part, which sums nothing; and let the graph go."""
         self.unsharding.begin_backward(microbatch, split=split)
         if not split:
@@ -368,7 +341,7 @@ class Stage:
         if not split:
             self.gradients.end_microbatch()
         self.unsharding.end_backward()
-        return flight.boundary.take_gradients()
+        return None if flight.entry is None else flight.entry.take_gradients()
 
     def weight(self, microbatch: int, *, last: bool) -> None:
         """The weight part: every gradient that the input part deferred or kept."""

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.comm import Comm
 from plait.schedule.actions import TIED
 from plait.table.collectives import Note
 from plait.zero.flat_gradient import FlatGradient
+from plait.zero.state.identity import some_elements
 
 
 @dataclass(frozen=True)
@@ -71,3 +72,27 @@ class TiedWeights:
     def _owned(self, edge: TiedWeight) -> dict[int, Tensor]:
         """This rank's piece of the gradient, on each stage of the weight that is here."""
         return {s: self.gradients[edge.name, s].owned for s in edge.stages if (edge.name, s) in self.gradients}
+
+
+class FollowingParameter:
+    """A stage's copy of a parameter that an earlier stage of the rank has: frozen with it, and written to with it.
+
+    Args:
+        whole: it has its values at rest.
+    """
+
+    def __init__(self, copied: nn.Parameter, user: nn.Parameter, *, whole: bool) -> None:
+        self._copied, self._user, self._whole, self._version = copied, user, whole, user._version
+
+    def follow(self) -> None:
+        """Take over what a program has done to the user's parameter since."""
+        self._copied.requires_grad_(self._user.requires_grad)
+        if self._whole and (self._user._version != self._version or not self._alike()):
+            with torch.no_grad():
+                self._copied.copy_(self._user)
+            self._version = self._user._version
+
+    def _alike(self) -> bool:
+        """Whether some elements are the same, for a write to ``.data`` has no version; not asked of an accelerator."""
+        one, other = some_elements(self._copied), some_elements(self._user)
+        return one.device.type != "cpu" or torch.equal(one, other)

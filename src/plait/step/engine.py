@@ -231,7 +231,7 @@ class Engine(OwnLoop):
             raise ValueError("engine.evaluate in the middle of a step: call it after optimizer.step() or zero_grad()")
         self._guard.check()
         for stage in self.stages.values():
-            stage.follow_model()
+            stage.program.follow()
         return self._evaluator.evaluate(microbatches, loss_fn, count_fn)
 
     def _functions(self) -> tuple[LossFn, CountFn]:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Comm
-from plait.pipeline.copies import ForwardWrites
 from plait.pipeline.p2p import PipelineP2P
 from plait.pipeline.runtime import EventLog, Runtime
 from plait.pipeline.stage import LossFn
@@ -69,13 +68,13 @@ class Evaluator:
             stack.enter_context(buffers_of_data_rank_0(models, comm))
             for stage in stages:
                 stack.enter_context(stage.unsharding.evaluation())
-            for copied in (copied for stage in stages for copied in stage.copies):
-                copied.begin_step()
+            for stage in stages:
+                stage.program.watch_writes()
             self.broken = comm.mesh.pipe > 1
             self.runtime.evaluate(program, microbatches, loss_fn)
             here = self.runtime.losses
             mine = [here[m].item() if here else 0.0 for m in range(num)]
-            written = ForwardWrites(stage.copies for stage in stages)
+            written = self.placed.writes()
             report = self.exchange.report(0.0, mine, set(), [0.0] * (MARKS - 1) + [written.number()])
             self.broken = False
             written.agree(comm, [row[-1] for row in report.marks], self.exchange.in_stage)

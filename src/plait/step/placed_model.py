@@ -76,7 +76,7 @@ class PlacedModel(StaysHere):
         dtypes = {dtype_in(self.strategy.grads, dtype_in(self.strategy.params, p.dtype)) for p in model.parameters()}
         self.pipeline = Pipeline.of(parallelism, comm.mesh.pipe)
         built = build_stages(model, comm, parallelism, self.pipeline, seed, before_forward, weights)
-        self.stages, self.directory = built.stages, built.directory
+        self.stages, self.directory, self.writes = built.stages, built.directory, built.writes
         synchronise((m for stage in self.stages.values() for m in stage.model.modules()), comm)
         self.links, self.split = built.links, built.split
         """The names of the model's links, and how many each stage has."""

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from plait.pipeline.copies import ForwardWrites
 from plait.step.exchange import Report
 from plait.step.nonfinite import NonFinite, described, encoded
 from plait.step.norm import check_whole
@@ -90,7 +89,7 @@ class Update:
         squares = square_sum(o.gradient for o in owned if norm.counts(o)) if measured else 0.0
         touched = {name for stage in placed.stages.values() for name in stage.gradients.touched()}
         signal = float(placed.comm.stop_signal)
-        written = ForwardWrites(stage.copies for stage in placed.stages.values())
+        written = placed.writes()
         marks = [
             float(encoded(self.watch.first(), exchange.names)),
             signal,

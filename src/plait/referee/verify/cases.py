@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from itertools import cycle, product
 from typing import Any, Literal
 
-from plait.pipeline.chain import chain_of
+from plait.pipeline.blocks import blocks_of
 from plait.referee.verify.covering import Rule, covering
 from plait.run.config import VerifyConfig, with_job
 from plait.run.job.job import build_model
@@ -103,7 +103,7 @@ def cells_of_job(config: VerifyConfig, size: Size) -> tuple[VerifyConfig, ...]:
     """The cells of a user's job: what can be varied without knowing the model; pipelines where it tells its chain."""
     samples, most = with_job(config).batch, 8 if size == "small" else 16
     try:
-        links = len(chain_of(build_model(config)))
+        links = len(blocks_of(build_model(config)))
     except ValueError:
         links = 1
     dimensions = {name: values for name, values in DIMENSIONS.items() if name in OF_A_JOB}

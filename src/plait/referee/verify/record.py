@@ -20,10 +20,10 @@ from torch import Tensor
 from plait.checkpoint.values import decoded, encoded
 from plait.comm import Comm, thread
 from plait.comm.agree import gather_bytes
+from plait.forward.random_ops import OwnLayer
 from plait.messages.escape import one_line
 from plait.messages.progress import counted
 from plait.pipeline.stage import Stage
-from plait.pipeline.stage_model import ForeignLayer
 from plait.predict.cost import StageTraffic, TiedTraffic, differences, predict_line
 from plait.predict.tensor import predict_tensor
 from plait.referee.tape import Tape
@@ -58,7 +58,7 @@ class Recorder:
             return
         for stage in engine.stages.values():
             self._tapes.append(Tape(partial(self._microbatch, stage)))
-            self._tapes[-1].follow(stage.model, (ForeignLayer,))
+            self._tapes[-1].follow(stage.model, (OwnLayer,))
         for optimizer in engine.optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._given(engine))
 
@@ -180,7 +180,7 @@ def where_it_ran(engine: Engine, predicted: Iterable[Entry], measured: Iterable[
     them or none: a module that sends some of its messages is left as it was predicted.
     """
     due, sent = Counter(predicted), Counter(measured)
-    copies = Counter(name for stage in engine.stages.values() for name in stage.boundary.own)
+    copies = Counter(name for stage in engine.stages.values() for name in stage.outside)
     for name, count in copies.items() if len(engine.pipeline.owner) > 1 else ():
         own = [e for e in due if e.note.phase in (FORWARD, BACKWARD) and f"{e.note.unit}.".startswith(f"{name}.")]
         runs = {count * sent[entry] / due[entry] for entry in own}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.comm import Comm
-from plait.pipeline.chain import chain_of
+from plait.pipeline.blocks import blocks_of
 from plait.referee.witness.pieces import named
 from plait.run.job.job import Job
 from plait.schedule.partition import even
@@ -144,7 +144,7 @@ def torch_pipelining(job: Job, model: nn.Module, comm: Comm) -> Driven:
     """torch's 1F1B over stages of the model's chain."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    links, rank, ranks = chain_of(model).links, comm.rank, comm.mesh.size
+    links, rank, ranks = blocks_of(model).names, comm.rank, comm.mesh.size
     split = even(len(links), ranks)
     stages = [nn.Sequential(*(model.get_submodule(links[i]) for i in own)) for own in split]
     stage, mine = stages[rank], [links[i] for i in split[rank]]
@@ -211,7 +211,7 @@ def _stages_alone(model: nn.Module, mesh: Mesh, batch: int) -> str:
     shared = len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
     if shared:
         return "its stages would each have a copy of a tied weight, and torch.distributed.pipelining sums no copies"
-    links = chain_of(model).links
+    links = blocks_of(model).names
     for stage, own in enumerate(even(len(links), mesh.axis("pipe"))):
         if not any(True for i in own for _ in model.get_submodule(links[i]).parameters()):
             return f"stage {stage} would have no parameters, and torch makes no optimizer of none: give a smaller mesh"

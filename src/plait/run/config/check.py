@@ -6,8 +6,8 @@ import torch
 
 from plait.checkpoint.files.writing import check_file, check_folder, check_free
 from plait.forward.compiled import check_compile
+from plait.pipeline.blocks import blocks_of
 from plait.pipeline.build_stages import split_of
-from plait.pipeline.chain import chain_of
 from plait.run.config.bounds import check_values
 from plait.run.config.machine import check_machine, resolve_device
 from plait.run.config.room import check_room, checkpoint_bytes
@@ -158,7 +158,7 @@ def _check_model(config: RunConfig) -> None:
     if isinstance(config, VerifyConfig) and config.engine is not None:
         return  # another engine cuts models its own way
     if pipeline.num_stages > 1:
-        split_of(chain_of(build_model(config)), pipeline.num_stages, config.sizes_of_stages)
+        split_of(blocks_of(build_model(config)), pipeline.num_stages, config.sizes_of_stages)
     if mesh.tensor > 1:
         parallel = parallel_plan(build_model(config), mesh.tensor, sequence=config.sequence_parallel)
         if not parallel.cuts:

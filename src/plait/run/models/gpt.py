@@ -252,9 +252,9 @@ class GPT(nn.Module):
             "head": "vocabulary",
         }
 
-    def pipeline_links(self) -> list[str]:
+    def pipeline_blocks(self) -> list[str]:
         """The modules in the order in which they run."""
-        return ["embed", *(f"blocks.{i}" for i in range(len(self.blocks))), "norm", "head"]
+        return ["embed", "blocks", "norm", "head"]
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """tokens_BT int64 -> logits_BTV in the parameters' dtype; ``documents_BT`` are those of packed rows."""

@@ -10,7 +10,8 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import WIDTH, batches, distinct, loss_sum
-from pipeline_cases import Chain, chain, engine_on, linear, on, refused, step
+from links_cases import Chain, chain
+from pipeline_cases import engine_on, linear, on, refused, step
 from torch import Tensor, nn
 
 from plait.comm import Comm

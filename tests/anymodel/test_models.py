@@ -10,7 +10,8 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import Batch, batches, count, deal, distinct, loss_sum
-from pipeline_cases import Chain, build, chain, images, linear, on, same, step, tokens
+from links_cases import Chain, chain
+from pipeline_cases import build, images, linear, on, same, step, tokens
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from crossing_cases import Biased, Tower
 from engine_cases import distinct
 from pipeline_cases import linear, refused
-from test_crossing import Biased, Tower
 from torch import Tensor, nn
 
 
@@ -255,7 +255,10 @@ class Inferring(Tower):
         (SparseBias, r"what 'blocks\.\d' is given is read behind .*, and is a sparse_coo tensor"),
         (Inferring, r"under torch.inference_mode\(\), .*: use torch.no_grad\(\)"),
         (Overwriting, "loss_fn, or the model behind its links, uses what another stage has"),
-        (Elsewhere, "'norm' belongs to no link of the pipeline and was taken to run elsewhere, but stage 0 calls it"),
+        (
+            Elsewhere,
+            "'norm' belongs to no link of the pipeline and was taken to run elsewhere, but stage 0 calls it",
+        ),
     ],
 )
 @pytest.mark.parametrize("mesh", ["pipe=2", "pipe=3"])

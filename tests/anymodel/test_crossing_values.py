@@ -8,9 +8,10 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
+from crossing_cases import BLOCKS, LAYOUTS, Biased, Remembered, Tower
 from engine_cases import WIDTH, batches, distinct, loss_sum
-from pipeline_cases import Chain, build, linear, on, same, step
-from test_crossing import BLOCKS, LAYOUTS, Biased, Remembered, Tower
+from links_cases import Chain
+from pipeline_cases import build, linear, on, same, step
 from torch import Tensor, nn
 
 from plait.comm import Comm

@@ -1,17 +1,13 @@
-"""What a stage hands to the next: tensors, and the form that says what they are.
+"""Values as text: what a stage tells the next about the tensors that it hands over.
 
-    tensors   [hidden, first]
-    form      stream     (hidden, None)           what the stage's last link returned, with its containers
-              values     first is what embed returned      what else later stages read
-              returned   embed: fp32 [2, 7, 16], ...       what modules returned that later stages don't have
-
-One tensor travels as it is; several travel as one message of bytes.  The form goes ahead of the first message for the
-shapes of a batch, as text, and all later messages have the same.
+tensors   [hidden, first]
+told      stream     (hidden, None)           the last block's return value, with its containers
+          values     first is what embed returned      read by later stages besides the stream
+more      returned   embed: fp32 [2, 7, 16], ...       the return values of modules that later stages don't have
 """
 
 import dataclasses
 import json
-import math
 import operator
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plait.comm.header import DTYPES, Shape
+from plait.comm.header import Shape
+from plait.pipeline.message import MessageForm, coded, decoded, shapes_in_words
 
 Tree = Any
 """A value as JSON has it: tensors by their number, containers by their kind."""
 
 PLAIN = (type(None), bool, int, float, str)
-ALIGNED = 16
 
 
 class Key(NamedTuple):
@@ -43,41 +39,35 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class HandOverForm:
-    """What the tensors of a hand-over are."""
+    """Describes the tensors of a hand-over."""
 
     shapes: tuple[Shape, ...]
     stream: Tree = field(default_factory=lambda: {"tensor": 0})
     values: Mapping[Key, int] = field(default_factory=dict)
     """The numbers of tensors that go besides the stream."""
     returned: Mapping[str, list[tuple[Tree, list[Shape]]]] = field(default_factory=dict, compare=False)
-    """Of each module that an earlier stage has, what it returned, call by call."""
+    """The return values of each module that an earlier stage has, call by call."""
 
     @cached_property
     def modules(self) -> frozenset[str]:
         """Those of which something that they returned goes besides the stream."""
         return frozenset(key.module for key in self.values if not key.given)
 
-    @property
-    def packed(self) -> Shape:
-        """What travels."""
-        if len(self.shapes) == 1:
-            return self.shapes[0]
-        return (sum(map(_room, self.shapes)),), torch.uint8
-
-    @property
-    def text(self) -> str:
+    @cached_property
+    def message(self) -> MessageForm:
+        """The form of the message."""
         values = [[*key, number] for key, number in self.values.items()]
-        returned = {name: [(tree, _coded(shapes)) for tree, shapes in calls] for name, calls in self.returned.items()}
-        return json.dumps([_coded(self.shapes), self.stream, values, returned])
+        returned = {name: [(tree, coded(shapes)) for tree, shapes in calls] for name, calls in self.returned.items()}
+        return MessageForm(self.shapes, json.dumps([self.stream, values]), json.dumps(returned))
 
     @classmethod
-    def read(cls, text: str) -> "HandOverForm":
-        shapes, stream, values, returned = json.loads(text)
+    def read(cls, form: MessageForm) -> "HandOverForm":
+        stream, values = json.loads(form.told)
         return cls(
-            tuple(_decoded(shapes)),
+            form.shapes,
             stream,
             {Key(*key): number for *key, number in values},
-            {name: [(tree, _decoded(calls)) for tree, calls in each] for name, each in returned.items()},
+            {name: [(tree, decoded(calls)) for tree, calls in each] for name, each in json.loads(form.more).items()},
         )
 
     def __str__(self) -> str:
@@ -85,56 +75,10 @@ class HandOverForm:
 
 
 class HandOver(NamedTuple):
-    """What one stage hands to the next for a microbatch."""
+    """One microbatch between two stages."""
 
     tensors: list[Tensor]
     form: HandOverForm
-
-
-def shape_of(tensor: Tensor) -> Shape:
-    return tuple(tensor.shape), tensor.dtype
-
-
-def shapes_in_words(shapes: Sequence[Shape]) -> str:
-    return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in shapes)
-
-
-def _coded(shapes: Sequence[Shape]) -> list[Any]:
-    return [[list(shape), DTYPES.index(dtype)] for shape, dtype in shapes]
-
-
-def _decoded(coded: Sequence[Any]) -> list[Shape]:
-    return [(tuple(shape), DTYPES[code]) for shape, code in coded]
-
-
-# ---- one message ----------------------------------------------------------------------------------------------
-
-
-def _room(shape: Shape) -> int:
-    """Bytes, up to the next multiple of ``ALIGNED``."""
-    return -(-math.prod(shape[0]) * shape[1].itemsize // ALIGNED) * ALIGNED
-
-
-def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors in one: itself if there is one, else bytes."""
-    if len(tensors) == 1:
-        return tensors[0].resolve_conj().resolve_neg().contiguous()
-    sizes = [_room(shape_of(tensor)) for tensor in tensors]
-    packed = torch.zeros(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
-    for tensor, part in zip(tensors, packed.split(sizes), strict=True):
-        part[: tensor.nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
-    return packed
-
-
-def unpack(packed: Tensor, form: HandOverForm) -> list[Tensor]:
-    """The tensors again, each with memory of its own."""
-    if len(form.shapes) == 1:
-        return [packed]
-    parts = zip(packed.split([_room(shape) for shape in form.shapes]), form.shapes, strict=True)
-    return [part[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes).clone() for part, (sizes, dtype) in parts]
-
-
-# ---- values as trees ------------------------------------------------------------------------------------------
 
 
 def tree_of(value: Any, tensors: list[Tensor]) -> Tree:

@@ -11,7 +11,8 @@ import pytest
 import tensor_models
 import torch
 from engine_cases import Batch, batches, distinct, loss_sum
-from pipeline_cases import Chain, build, chain, engine_on, linear, on, refused, same, step
+from links_cases import Chain, chain
+from pipeline_cases import build, engine_on, linear, on, refused, same, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 

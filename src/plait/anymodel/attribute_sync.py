@@ -14,14 +14,13 @@ from types import MethodType
 from typing import Any
 from zlib import crc32
 
-import torch
 from torch import Tensor, nn
 
 from plait.comm import Comm
 from plait.comm.agree import gather_texts
 from plait.forward.attributes import PLAIN, attributes_of
+from plait.pipeline.program import Writes
 from plait.table.collectives import Note
-from plait.zero.state.identity import some_elements
 
 _MISSING = object()
 
@@ -128,31 +127,7 @@ class SharedModule(CopiedModule):
         return {}
 
 
-class FollowingParameter:
-    """A stage's copy of a parameter that an earlier stage of the rank has: frozen with it, and written to with it.
-
-    Args:
-        whole: it has its values at rest.
-    """
-
-    def __init__(self, copied: nn.Parameter, user: nn.Parameter, *, whole: bool) -> None:
-        self._copied, self._user, self._whole, self._version = copied, user, whole, user._version
-
-    def follow(self) -> None:
-        """Take over what a program has done to the user's parameter since."""
-        self._copied.requires_grad_(self._user.requires_grad)
-        if self._whole and (self._user._version != self._version or not self._alike()):
-            with torch.no_grad():
-                self._copied.copy_(self._user)
-            self._version = self._user._version
-
-    def _alike(self) -> bool:
-        """Whether some elements are the same, for a write to ``.data`` has no version; not asked of an accelerator."""
-        one, other = some_elements(self._copied), some_elements(self._user)
-        return one.device.type != "cpu" or torch.equal(one, other)
-
-
-class ForwardWrites:
+class ForwardWrites(Writes):
     """What the forwards of a step have written to the copies of modules, on each stage of this rank."""
 
     def __init__(self, stages: Iterable[Sequence[CopiedModule]]) -> None:

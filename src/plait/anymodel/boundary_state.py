@@ -14,7 +14,6 @@ tensors goes along, if it has a name that all stages know: a module returned it,
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -23,22 +22,21 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 from torch.utils._pytree import tree_leaves
 
-from plait.comm.header import Shape
-from plait.forward.interceptor import EngineMode, only_metadata
-from plait.pipeline.handover import (
+from plait.anymodel.not_here import NotHere, not_here
+from plait.anymodel.stage_io import (
     HandOver,
     HandOverForm,
     Key,
     Tree,
     difference,
     number_of,
-    shape_of,
-    shapes_in_words,
     tree_of,
     value_of,
     words_for,
 )
-from plait.pipeline.not_here import NotHere, not_here
+from plait.comm.header import Shape
+from plait.forward.interceptor import EngineMode, only_metadata
+from plait.pipeline.message import shape_of, shapes_in_words
 
 ONE_TENSOR = {"tensor": 0}
 """The tree of a value that is a tensor."""
@@ -105,18 +103,21 @@ def _check_same(name: str, before: tuple[Tree, list[Shape]], now: tuple[Tree, li
 class BoundaryState:
     """One microbatch's way over the boundary of a stage, from what the stage before sent, if there is one.
 
-    ``learned``: the form in which the stage hands over, None where that is to be found out.
+    Args:
+        received: its tensors are of this stage's graph.
+        learned: the form in which the stage hands over, None where that is to be found out.
+        whole_length: steps of time over all ranks, where the stream is cut in time.
     """
 
-    def __init__(self, received: HandOver | None = None, learned: HandOverForm | None = NOTHING) -> None:
+    def __init__(
+        self, received: HandOver | None = None, learned: HandOverForm | None = NOTHING, whole_length: int = 0
+    ) -> None:
         self.tensors, self.form = ([], NOTHING) if received is None else (list(received.tensors), received.form)
         self.entered = received is None
         self.device = self.tensors[0].device if self.tensors else None
         self.length = self.tensors[0].size(1) if self.tensors and self.tensors[0].dim() > 1 else None
-        """Steps of time of a stream [batch, time, width] on this rank, and over all ranks where it is cut in time."""
-        self.whole_length = self.length
-        self.gradients: dict[int, Tensor] = {}
-        """Of the tensors received, by number, as the backward makes them."""
+        """Steps of time of a stream [batch, time, width] on this rank."""
+        self.whole_length = whole_length or self.length
         self.next_link = 0
         self.calls = Counter[str]()
         """Of modules outside of the links, and of links."""
@@ -139,13 +140,7 @@ class BoundaryState:
     # ---- what comes -----------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Before the call: what was received is tensors of this stage's graph."""
-        numbers = [i for i, t in enumerate(self.tensors) if t.is_floating_point() or t.is_complex()]
-        if numbers and torch.is_grad_enabled():
-            dummy = torch.zeros((), requires_grad=True, device=self.device)
-            entered = cast(Any, Received).apply(dummy, self, numbers, [self.tensors[i] for i in numbers])
-            for number, tensor in zip(numbers, entered, strict=True):
-                self.tensors[number] = tensor
+        """Before the call: notes the received values that belong to modules."""
         if self.search is not None:
             self.search.add(self.tensors)
         for key, number in self.form.values.items():
@@ -193,15 +188,6 @@ class BoundaryState:
         if len(sizes) > 1 and sizes[1] == self.length:  # code around the links may ask how long the stream is
             sizes = (sizes[0], cast(int, self.whole_length), *sizes[2:])
         return not_here(sizes, dtype, self.device)
-
-    def take_gradients(self) -> HandOver | None:
-        """What the stage before gets, zeros where the backward made none; None on the first stage."""
-        if not self.form.shapes:
-            return None
-        made, self.gradients = self.gradients, {}
-        shapes = enumerate(self.form.shapes)
-        back = [made[i] if i in made else torch.zeros(s, dtype=t, device=self.device) for i, (s, t) in shapes]
-        return HandOver(back, replace(self.form, shapes=tuple(map(shape_of, back))))
 
     # ---- what goes ------------------------------------------------------------------------------------------------
 
@@ -318,24 +304,3 @@ class BoundaryState:
             vars(module).pop("forward") if forward is None else vars(module).update(forward=forward)
         self._silenced = []
         self.tensors, self.values, self.output, self.search, self._copies = [], {}, None, None, {}
-
-
-class Received(torch.autograd.Function):
-    """What came from the stage before, as tensors of the graph, which the model may write to in place.  Their gradients
-    go to the ``BoundaryState``; the dummy that is differentiated gets none."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, dummy: Tensor, boundary: BoundaryState, numbers: Sequence[int], holder: list[Tensor]
-    ) -> tuple[Tensor, ...]:
-        ctx.boundary, ctx.numbers = boundary, numbers
-        ctx.set_materialize_grads(False)
-        tensors = tuple(holder)
-        holder.clear()
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:
-        made = zip(ctx.numbers, gradients, strict=True)
-        ctx.boundary.gradients = {number: gradient for number, gradient in made if gradient is not None}
-        return None, None, None, None

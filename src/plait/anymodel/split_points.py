@@ -18,37 +18,22 @@ import inspect
 import textwrap
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from plait.pipeline.blocks import decoder_blocks
+from plait.pipeline.cutting import containers_of
+from plait.pipeline.program import Blocks
+
 PARSING = threading.Lock()
 """Python's parser counts how deep it is for all threads together."""
 
 
-@dataclass(frozen=True)
-class Chain:
-    """The links of a model, by module name, in the order in which they run."""
-
-    links: tuple[str, ...] = ()
-    outside: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """Modules and parameters that belong to no link, outermost first: before which links they may run; the number of
-    links stands for what runs behind the last."""
-
-    def __len__(self) -> int:
-        return len(self.links)
-
-    def on_stage(self, links: range) -> frozenset[str]:
-        """The names of what a stage with these links has."""
-        runs = {*links, len(self)} if links.stop == len(self) else {*links}
-        return frozenset(self.links[i] for i in links) | {n for n, before in self.outside.items() if before & runs}
-
-
-def chain_of(model: nn.Module) -> Chain:
+def split_points(model: nn.Module) -> Blocks:
     """The links of a model: its own ``pipeline_links()``, an ``nn.Sequential``'s children, the ``base_model_pp_plan``
     of a Hugging Face model, or its list of blocks.  ValueError where there is none, or what it names does not fit the
     model."""
@@ -58,7 +43,7 @@ def chain_of(model: nn.Module) -> Chain:
     elif isinstance(model, nn.Sequential):
         links = tuple(model._modules)
     else:
-        links = _planned(model) or _outermost_list(model)
+        links = decoder_blocks(model) or _outermost_list(model)
     if not links:
         raise ValueError(
             f"{type(model).__name__} does not tell how a pipeline may cut it: it has no list of two or more modules "
@@ -74,7 +59,7 @@ def chain_of(model: nn.Module) -> Chain:
                 f"{changing[0]!r} belongs to no link of the pipeline ({', '.join(links[:3])}, ...), and {name!r} runs "
                 f"in several places: each stage would change it for itself; put it into a module of the chain"
             )
-    return Chain(links, outside)
+    return Blocks(links, outside)
 
 
 def _named(model: nn.Module, links: Any) -> tuple[str, ...]:
@@ -86,24 +71,6 @@ def _named(model: nn.Module, links: Any) -> tuple[str, ...]:
             f"modules, as named_modules() has them, in the order in which they run"
         )
     return names
-
-
-def _planned(model: nn.Module) -> tuple[str, ...]:
-    """The links of a Hugging Face model that has a plan: embedding, layers and norm of the base model, and the head.
-    None where the plan names what is not there."""
-    plan: Mapping[str, Any] = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
-    base = getattr(model, "base_model_prefix", "")
-    inner: Any = getattr(model, base, model)
-    prefix = f"{base}." if inner is not model else ""
-    names: list[str] = []
-    for name in plan:
-        module = getattr(inner, name, None)
-        if not isinstance(module, nn.Module):
-            return ()
-        many = module._modules if isinstance(module, nn.ModuleList) else ()
-        names += [f"{prefix}{name}.{short}" for short in many] or [f"{prefix}{name}"]
-    head = getattr(model, "_pp_plan", None) or {} if names else {}
-    return (*names, *(name for name in head if name.removeprefix(prefix) not in plan and hasattr(model, name)))
 
 
 def _entries(module: nn.Module) -> dict[str, nn.Module]:
@@ -148,7 +115,7 @@ def _check(model: nn.Module, links: Sequence[str]) -> None:
             raise ValueError(
                 f"the pipeline link {name!r} of {type(model).__name__} stands twice, as part of {around!r}"
             )
-    for name in around_links(links):
+    for name in containers_of(links):
         module = model.get_submodule(name)
         if not _bound_to(module, forward := vars(module).get("forward")) and forward is not None:
             raise ValueError(
@@ -162,17 +129,12 @@ def _bound_to(module: nn.Module, function: Any) -> bool:
     return isinstance(function, MethodType) and function.__self__ is module
 
 
-def around_links(links: Sequence[str]) -> frozenset[str]:
-    """The containers of links, by name; the model itself is ''."""
-    return frozenset(name[:end] for name in links for end in (0, *(i for i, c in enumerate(name) if c == ".")))
-
-
 # ---- outside of the links -----------------------------------------------------------------------------------------
 
 
 def _outside(model: nn.Module, links: Sequence[str]) -> dict[str, frozenset[int]]:
     """What stands outside of the links, and before which links it may run."""
-    containers, found = around_links(links), defaultdict[str, set[int]](set)
+    containers, found = containers_of(links), defaultdict[str, set[int]](set)
 
     def inside(name: str) -> list[int]:
         within = f"{name}." if name else ""

@@ -9,7 +9,8 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import WIDTH, Batch, batches, distinct, loss_sum
-from pipeline_cases import Chain, build, chain, linear, on, refused, same, step
+from links_cases import Chain, chain
+from pipeline_cases import build, linear, on, refused, same, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -372,4 +373,4 @@ def test_ranks_that_bring_different_batches() -> None:
 )
 def test_a_split_that_does_not_fit_names_the_links_of_a_long_model_by_its_ends(links: int, named: str) -> None:
     model = chain(*(nn.Tanh() for _ in range(links - 1)), linear())
-    refused(f"but the model has {links}.*; the links are {named}\n", model, split=(1, 1))
+    refused(f"but the model has {links}.*; the blocks are {named}\n", model, split=(1, 1))

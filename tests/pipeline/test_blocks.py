@@ -1,4 +1,4 @@
-"""A model cut in links: which there are, the copy that a stage runs, and who shares which weight."""
+"""A model cut at its blocks: which there are, the part that a stage runs, and who shares which weight."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from plait.forward.context import CurrentForward
 from plait.forward.sites import Sites
-from plait.pipeline.chain import Chain, chain_of
-from plait.pipeline.not_here import NotHere
-from plait.pipeline.stage_model import ForeignLayer, StageModel, cut_off, parallel_of, stages_using
+from plait.pipeline.blocks import SkippedBlock, blocks_of, cut
+from plait.pipeline.build_stages import parallel_of, stages_using
+from plait.pipeline.cutting import release
+from plait.pipeline.message import Handed, MessageForm, shape_of
+from plait.pipeline.program import StagePart, whole
 from plait.run.models.gpt import GPT, GPTConfig
 from plait.run.models.hf import HFConfig
 from plait.run.models.hf import build as build_hf
@@ -37,7 +40,7 @@ class Told(nn.Module):
         if extra is not None:
             self.scale = extra
 
-    def pipeline_links(self) -> list[str]:
+    def pipeline_blocks(self) -> list[str]:
         return self.links
 
     def forward(self, x_BC: Tensor) -> Tensor:
@@ -45,29 +48,19 @@ class Told(nn.Module):
         return out_BC
 
 
-def part_of(model: nn.Module, links: range) -> StageModel:
-    return StageModel.part(model, chain_of(model), links, set())
+CPU = torch.device("cpu")
 
 
-class Out(BaseException):
-    """What the last link of a part returned."""
+def part_of(model: nn.Module, links: range) -> StagePart:
+    return cut(model).part(links, set(), CPU)
 
 
-def run_part(part: StageModel, received: Tensor) -> Tensor:
-    """A part's own links on what it received, as the door of a stage runs them."""
-
-    def leave(module: nn.Module, args: Any, output: Tensor) -> None:
-        raise Out(output)
-
-    for module in part.model.modules():
-        if isinstance(module, ForeignLayer):
-            module.at_call = lambda *_: received
-    last = part.model.get_submodule(part.chain.links[part.links[-1]])
-    hook = last.register_forward_hook(leave)
-    with pytest.raises(Out) as left:
-        part.model(received)
-    hook.remove()
-    output: Tensor = left.value.args[0]
+def run_part(part: StagePart, received: Tensor) -> Tensor:
+    """A part's own blocks on a tensor from the stage before, or the model's input."""
+    program = part.program(0, CurrentForward())
+    came = Handed([received], MessageForm((shape_of(received),))) if part.here.start else None
+    out = program.forward(came, None, lambda: part.model(received))
+    output: Tensor = out.tensors[0] if isinstance(out, Handed) else out
     return output
 
 
@@ -75,14 +68,14 @@ def run_part(part: StageModel, received: Tensor) -> Tensor:
 
 
 def test_a_model_tells_its_links() -> None:
-    assert chain_of(GPT(SMALL)).links == GPT_LINKS
-    assert chain_of(Told(["first", "second.0", "second.1"])).links == ("first", "second.0", "second.1")
+    assert blocks_of(GPT(SMALL)).names == GPT_LINKS
+    assert blocks_of(Told(["first", "second.0", "second.1"])).names == ("first", "second.0", "second.1")
 
 
 def test_the_children_of_a_sequential_are_links() -> None:
-    assert chain_of(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))).links == ("0", "1", "2")
+    assert blocks_of(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))).names == ("0", "1", "2")
     shared = nn.Linear(3, 3)
-    assert chain_of(nn.Sequential(shared, nn.ReLU(), shared)).links == ("0", "1", "2"), "also one that stands twice"
+    assert blocks_of(nn.Sequential(shared, nn.ReLU(), shared)).names == ("0", "1", "2"), "also one that stands twice"
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
@@ -91,23 +84,24 @@ def test_the_links_of_a_hugging_face_decoder(kind: Any, tie: bool) -> None:
     pytest.importorskip("transformers")
     model = build_hf(HFConfig(**LLAMA, kind=kind, tie=tie))
     names = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
-    assert chain_of(model).links == names
+    assert blocks_of(model).names == names
     bare = model.get_submodule("model")
-    assert chain_of(bare).links == ("embed_tokens", "layers.0", "layers.1", "norm")
+    assert blocks_of(bare).names == ("embed_tokens", "layers.0", "layers.1", "norm")
 
 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         (cases.Block(), r"Block does not tell how a pipeline may cut it.*give it a method pipeline_links\(\)"),
-        (Told(["first", "third"]), "names the pipeline link 'third', which is no module of it"),
-        (Told(["first", "second", "first"]), "'first' of Told stands twice"),
-        (Told(["first", "second", "second.1"]), "'second.1' of Told stands twice, as part of 'second'"),
+        (Told(["first", "third"]), "of Told names 'third', which is no module of it"),
+        (Told(["first", "second", "first"]), "of Told names 'first' twice"),
+        (Told(["first", "second", "second.1"]), "of Told names 'second.1' and 'second', which contains it"),
+        (Told(["first", "second"], nn.Parameter(torch.ones(2))), "'scale' of Told is in no block of pipeline_blocks"),
     ],
 )
 def test_refused(model: nn.Module, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        chain_of(model)
+        blocks_of(model)
 
 
 # ---- the copy that a stage runs -----------------------------------------------------------------------------------
@@ -163,7 +157,8 @@ def test_the_model_is_left_as_it_is() -> None:
 def test_a_second_stage_of_a_rank_gets_copies_of_what_the_first_one_has() -> None:
     """Embedding and head share a weight; of the head's stage, everything else is the model's own."""
     model, taken = GPT(SMALL), set[int]()
-    first, second = (StageModel.part(model, chain_of(model), links, taken) for links in (range(0, 2), range(4, 6)))
+    cutter = cut(model)
+    first, second = (cutter.part(links, taken, CPU) for links in (range(0, 2), range(4, 6)))
     weight, again = first.model.embed.weight, second.model.head.weight
     assert weight is model.embed.weight and second.model.norm is model.norm
     assert again is not weight and again.data_ptr() == weight.data_ptr() and second.origin[id(again)] is weight
@@ -181,28 +176,12 @@ def test_a_part_has_hooks_of_its_own_and_the_users() -> None:
     assert seen == ["the user's", "the stage's", "the user's"]
 
 
-def test_a_foreign_layer_has_the_attributes_of_its_link_and_no_parameter() -> None:
+def test_what_stands_in_for_a_block_has_its_attributes_and_no_parameter() -> None:
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     model[0].kind = "full attention"
-    passage = part_of(model, range(1, 2)).model[0]
-    assert isinstance(passage, ForeignLayer) and not [*passage.parameters()]
-    assert (passage.kind, passage.in_features) == ("full attention", 5)
-    assert isinstance(passage.weight, NotHere) and passage.weight.shape == (5, 5)
-    with pytest.raises(AttributeError, match="'missing' is asked of a part of the model that another stage has"):
-        _ = passage.missing
-
-
-def test_a_foreign_layer_has_what_its_modules_have_inside() -> None:
-    """Vision models ask their embedding for a dtype; what is inside runs on the other stage alone."""
-    inner = nn.Sequential(nn.Conv2d(3, 5, 2), nn.Identity()).to(torch.bfloat16)
-    model = nn.Sequential(inner, nn.Linear(5, 5))
-    passage = part_of(model, range(1, 2)).model[0]
-    conv = getattr(passage, "0")
-    assert conv.weight.dtype is torch.bfloat16 and conv.kernel_size == (2, 2)
-    assert not [*passage.parameters()] and not [*passage.children()]
-    assert not hasattr(passage, "missing") and not hasattr(conv, "device")
-    with pytest.raises(ValueError, match="a Conv2d is called, which is inside of a link"):
-        conv(torch.zeros(1, 3, 4, 4))
+    stands_in = part_of(model, range(1, 2)).model[0]
+    assert isinstance(stands_in, SkippedBlock) and not [*stands_in.parameters()]
+    assert (stands_in.kind, stands_in.in_features) == ("full attention", 5)
 
 
 def test_frozen_parameters_marks_and_meta_come_along() -> None:
@@ -245,17 +224,17 @@ def test_a_weight_on_two_links_of_one_part_is_one_parameter_there() -> None:
 
 def test_the_whole_is_the_model_itself() -> None:
     model = cases.Net()
-    whole = StageModel.part(model, Chain(), range(0), set())
-    assert whole.model is model and all(whole.origin[id(p)] is p for p in model.parameters())
-    assert len(whole.origin) == len([*model.parameters()])
+    part = whole(model).part(range(0), set(), CPU)
+    assert part.model is model and all(part.origin[id(p)] is p for p in model.parameters())
+    assert len(part.origin) == len([*model.parameters()]) and part.last
 
 
 # ---- who uses what ------------------------------------------------------------------------------------------------
 
 
 def uses(model: nn.Module, num_stages: int) -> dict[str, tuple[int, ...]]:
-    chain = chain_of(model)
-    found = stages_using(model, chain, even(len(chain), num_stages))
+    blocks = blocks_of(model)
+    found = stages_using(model, blocks, even(len(blocks), num_stages))
     return {name: found[id(p)] for name, p in model.named_parameters()}
 
 
@@ -324,7 +303,7 @@ def test_a_tensor_plan_reads_on_a_part_as_on_the_whole() -> None:
 def test_a_model_without_values_keeps_names_and_shapes_and_refuses_to_run() -> None:
     model = GPT(SMALL)
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    cut_off(model, [])
+    release(model, [])
     assert {name: p.shape for name, p in model.named_parameters()} == shapes
     assert all(p.untyped_storage().nbytes() == p.element_size() for p in model.parameters()), "one number of memory"
     assert all(p.isnan().all() for p in model.parameters())
@@ -334,29 +313,7 @@ def test_a_model_without_values_keeps_names_and_shapes_and_refuses_to_run() -> N
 
 def test_the_stages_of_a_rank_keep_their_values() -> None:
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
-    cut_off(model, [part_of(model, range(1, 2))])
+    release(model, [part_of(model, range(1, 2))])
     assert model[0].weight.isnan().all() and not model[1].weight.isnan().any()
     with pytest.raises(ValueError, match=r"engine\.full_state_dict"):
         model.state_dict()
-
-
-class Placed(nn.Module):
-    """A parameter of its own beside the blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places, self.blocks = nn.Parameter(torch.ones(4)), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        x_BC = x_BC + self.places
-        for block in self.blocks:
-            x_BC = block(x_BC)
-        return x_BC
-
-
-def test_what_stands_for_parameters_is_where_the_stage_computes() -> None:
-    """A GPU refuses tensors of the CPU beside its own."""
-    model = Placed()
-    part = StageModel.part(model, chain_of(model), range(1, 2), set(), "meta")
-    assert part.model.places.device.type == "meta"
-    assert part.model.blocks[0].weight.device.type == "meta"

@@ -26,6 +26,7 @@ What later stages read besides the stream (a bias table, an encoder's output, a 
 """
 
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, MutableSet
+from contextlib import nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, cast
@@ -34,16 +35,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from plait.anymodel.boundary_state import NOTHING, BoundaryState, version_of
+from plait.anymodel.not_here import NotHere
+from plait.anymodel.stage_io import HandOver, HandOverForm, Key, tree_of, value_of
+from plait.anymodel.stage_model import CHILDREN, ForeignLayer, UnmodifiedPart, empty, kind_of
 from plait.forward.context import CurrentForward, in_backward
-from plait.pipeline.crossing import BoundaryState, version_of
-from plait.pipeline.handover import Key, shape_of, tree_of, value_of
-from plait.pipeline.not_here import NotHere
-from plait.pipeline.stage_model import CHILDREN, ForeignLayer, StageModel, empty, kind_of
-
-
-class StageDone(Exception):  # noqa: N818 (it is no error)
-    """Ends a call of ``loss_fn`` after the stage's last link; hooks that are always called still run."""
-
+from plait.pipeline.message import Handed, MessageForm, shape_of
+from plait.pipeline.p2p import Signature, signature_of
+from plait.pipeline.program import Blocks, StageDone, StageProgram
 
 SHARED = MutableMapping, MutableSequence, MutableSet
 
@@ -57,34 +56,95 @@ def _run_by(run: Callable[..., Any], module: nn.Module) -> None:
     vars(module)["_call_impl"] = partial(run, module._call_impl)
 
 
-class StageBoundary:
-    """The links of a stage's model, told when they run; those of other stages are foreign layers.  On the ``last``
-    stage calls run to their end."""
+class UnmodifiedProgram(StageProgram):
+    """Runs a stage's part of a model as it is: its blocks report when they run, and those of other stages are foreign
+    layers.  On the last stage calls run to their end."""
 
-    def __init__(self, part: StageModel, number: int, current: CurrentForward, *, last: bool) -> None:
-        self.number, self.current, self.last = number, current, last
-        self.model, self.links, self.names = part.model, part.links, part.chain.links
-        self._kinds = [kind_of(part.model.get_submodule(name)) for name in self.names]
+    def __init__(self, part: UnmodifiedPart, blocks: Blocks, number: int, current: CurrentForward) -> None:
+        self.number, self.current, self.last = number, current, part.here.stop == len(blocks)
+        self._part, model, last = part, part.cutting.model, part.here.stop == len(blocks)
+        self.model, self.links, self.names = model, part.here, blocks.names
+        self._forms: dict[tuple[Signature, bool], HandOverForm] = {}
+        """Of the messages to the next stage, for the shapes of a batch that it has seen, and the mode (training or
+        not)."""
+        self._read: dict[tuple[MessageForm, str], HandOverForm] = {}
+        """The forms of messages received."""
+        self._kinds = [kind_of(model.get_submodule(name)) for name in self.names]
         self._indices: dict[int, list[int]] = {}
         self._name_of: dict[int, str] = {}
-        self.own = {name: module for name, module in part.outside.items() if not isinstance(module, ForeignLayer)}
+        outside = part.cutting.outside
+        self.own = {name: module for name, module in outside.items() if not isinstance(module, ForeignLayer)}
         """Modules outside of the links that this stage has; another one may have a copy, and run it."""
         for index, name in enumerate(self.names):
-            link = part.model.get_submodule(name)
+            link = model.get_submodule(name)
             self._indices.setdefault(id(link), []).append(index)
             if isinstance(link, ForeignLayer):
                 link.at_call, link.at_look = self._at_foreign_link, self._at_look
-        for link in dict.fromkeys(part.model.get_submodule(self.names[index]) for index in self.links):
+        for link in dict.fromkeys(model.get_submodule(self.names[index]) for index in self.links):
             link.register_forward_pre_hook(self._before_link, with_kwargs=True)  # after other hooks of theirs
             _run_by(self._run_link, link)
-        for name, module in part.outside.items():
+        for name, module in outside.items():
             self._name_of[id(module)] = name
             if isinstance(module, ForeignLayer):
                 module.at_call, module.at_look = self._at_foreign_module, self._at_look
             elif not last:
                 _run_by(self._run_module, module)
         if not last:
-            part.model.register_forward_hook(self._after_model, prepend=True)  # before its units are left
+            model.register_forward_hook(self._after_model, prepend=True)  # before its units are left
+
+    def follow(self) -> None:
+        for layer, module in self._part.layers:
+            layer.follow(module)
+        for one in self._part.copies:
+            one.follow()
+
+    def watch_writes(self) -> None:
+        for one in self._part.copies:
+            one.begin_step()
+
+    def forward(self, received: Handed | None, batch: Any, call: Callable[[], Any]) -> Any:
+        key = signature_of(batch), self.model.training
+        boundary = BoundaryState(
+            self._came(received), NOTHING if self.last else self._forms.get(key), self.current.context.length
+        )
+        boundary.open()
+        self.current.replace(boundary=boundary)
+        try:
+            with boundary.search or nullcontext():
+                loss = call()
+            if boundary.output is not None:
+                return self._handed(boundary, key)
+        except StageDone:
+            return self._handed(boundary, key)
+        except Exception:
+            if boundary.output is not None and boundary.learned is None:
+                return self._handed(boundary, key)  # the search after the stage's last block has failed
+            raise
+        finally:
+            self.current.replace(boundary=None)
+            self.over(boundary)
+        if isinstance(loss, NotHere) and loss.dim() == 0:
+            raise ValueError(
+                f"loss_fn, or the model behind its links, uses what another stage has (an early link's output, an "
+                f"auxiliary loss, a parameter): let the last link make what the loss needs. The links are "
+                f"{self.names[0]} to {self.names[-1]}; if other blocks run behind them, name all of them in "
+                f"pipeline_links()"
+            )
+        return loss
+
+    def _came(self, received: Handed | None) -> HandOver | None:
+        if received is None:
+            return None
+        key = received.form, received.form.more
+        if key not in self._read:
+            self._read[key] = HandOverForm.read(received.form)
+        return HandOver(received.tensors, self._read[key])
+
+    def _handed(self, boundary: BoundaryState, key: tuple[Signature, bool]) -> Handed:
+        handed = boundary.hand_over()
+        known = self._forms.setdefault(key, handed.form)
+        same = known.shapes == handed.form.shapes
+        return Handed(handed.tensors, known.message if same else handed.form.message)
 
     @property
     def state(self) -> BoundaryState | None:

@@ -12,7 +12,7 @@ from engine_cases import distinct
 from pipeline_cases import linear, same
 from torch import Tensor, nn
 
-from plait.pipeline.chain import chain_of
+from plait.anymodel.split_points import split_points
 
 
 class Base(nn.Module):
@@ -121,19 +121,19 @@ class Wrapped(nn.Module):
     ids=lambda value: type(value).__name__,
 )
 def test_what_stands_outside_of_the_links(model: nn.Module, outside: dict[str, set[int]]) -> None:
-    chain = chain_of(model)
+    chain = split_points(model)
     prefix = "base." if isinstance(model, Wrapped) else ""
-    assert chain.links == tuple(f"{prefix}blocks.{i}" for i in range(3))
+    assert chain.names == tuple(f"{prefix}blocks.{i}" for i in range(3))
     assert {name: set(before) for name, before in chain.outside.items()} == outside
 
 
 def test_a_forward_on_the_object_that_knows_the_whole_model_is_refused() -> None:
     model = Wrapped()
     model.base.forward = model.base.run  # type: ignore[method-assign]
-    chain_of(model)
+    split_points(model)
     model.base.forward = partial(model.base.run)  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"forward of 'base' is set on the object, to a partial that .*MethodType"):
-        chain_of(model)
+        split_points(model)
 
 
 @pytest.mark.parametrize("links", [None, "blocks", [], [nn.Linear(2, 2)], 3], ids=repr)
@@ -142,7 +142,7 @@ def test_links_that_are_no_names_are_refused(links: Any) -> None:
     words = r"pipeline_links\(\) of Plain gives .*: let it return a list with the names of modules"
     for model.pipeline_links in (lambda: links, *([links] if links is not None else [])):  # type: ignore[assignment]
         with pytest.raises(ValueError, match=words):
-            chain_of(model)
+            split_points(model)
 
 
 def test_a_link_that_is_named_twice_is_refused_with_the_way_to_name_it() -> None:
@@ -151,11 +151,11 @@ def test_a_link_that_is_named_twice_is_refused_with_the_way_to_name_it() -> None
         with pytest.raises(
             ValueError, match=r"'start' of Plain stands twice: give .* nn.ModuleList\(\[block, block\]\)"
         ):
-            chain_of(model)
+            split_points(model)
 
 
 def test_a_stage_has_its_links_and_what_runs_before_them() -> None:
-    chain = chain_of(Indexed())
+    chain = split_points(Indexed())
     assert [chain.on_stage(links) for links in (range(1), range(1, 2), range(2, 3))] == [
         {"blocks.0", "start", "weight"},
         {"blocks.1", "weight"},
@@ -167,7 +167,7 @@ def test_the_outermost_list_with_the_most_parameters_is_the_chain() -> None:
     model = cases.Net()
     model.heads = nn.ModuleList(nn.Linear(2, 1) for _ in range(9))
     model.blocks[0].inside = nn.ModuleList(nn.Linear(50, 50) for _ in range(5))
-    assert chain_of(model).links == ("blocks.0", "blocks.1", "blocks.2")
+    assert split_points(model).names == ("blocks.0", "blocks.1", "blocks.2")
 
 
 def test_a_plan_that_names_what_is_not_there_is_left() -> None:
@@ -176,25 +176,25 @@ def test_a_plan_that_names_what_is_not_there_is_left() -> None:
 
     model = Base()
     model.config = Config()  # type: ignore[assignment]
-    assert chain_of(model).links == ("blocks.0", "blocks.1", "blocks.2")
+    assert split_points(model).names == ("blocks.0", "blocks.1", "blocks.2")
 
 
 def test_a_buffer_that_several_stages_would_change_is_refused() -> None:
     model = Indexed()
     model.weight = None  # type: ignore[assignment]
     model.start = nn.BatchNorm1d(2)
-    assert chain_of(model).outside["start"] == {0}
+    assert split_points(model).outside["start"] == {0}
     wrapped = Wrapped()
     wrapped.base.start = nn.BatchNorm1d(2)  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"'base.start.running_mean' belongs to no link .* runs in several places"):
-        chain_of(wrapped)
+        split_points(wrapped)
 
 
 def test_the_entries_of_lists_in_a_list_are_links() -> None:
     """Nothing calls a list, so its entries are looked into."""
     model = nn.Module()
     model.stages = nn.ModuleList(nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2 + i)) for i in range(2))
-    assert chain_of(model).links == ("stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1", "stages.1.2")
+    assert split_points(model).names == ("stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1", "stages.1.2")
 
 
 class Pairs(nn.Module):
@@ -224,8 +224,8 @@ def test_none_is_no_link_and_runs_nowhere() -> None:
     model.options = nn.ModuleList([None, nn.Linear(2, 2), None])  # type: ignore[list-item]
     model.register_parameter("bias", None)
     model.register_module("extra", None)
-    chain = chain_of(model)
-    assert chain.links == ("blocks.0", "blocks.2", "blocks.3")
+    chain = split_points(model)
+    assert chain.names == ("blocks.0", "blocks.2", "blocks.3")
     assert set(chain.outside) == {"start", "tail", "weight", "options.1"}
 
 
@@ -255,6 +255,6 @@ class RunAgain(Again):
 
 def test_a_link_inside_of_a_module_that_runs_too_is_refused() -> None:
     """A stage would take it for the link's turn."""
-    assert chain_of(Again()).links == ("blocks.0", "blocks.1")
+    assert split_points(Again()).names == ("blocks.0", "blocks.1")
     with pytest.raises(ValueError, match=r"the pipeline's link 'blocks\.0' of RunAgain is a part of 'encoder' too"):
-        chain_of(RunAgain())
+        split_points(RunAgain())

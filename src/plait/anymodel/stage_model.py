@@ -1,0 +1,172 @@
+"""The part of a model that one stage has, with stand-ins for the modules of other stages that answer for them.
+
+embed ─► blocks.0 ─► blocks.1 ─► norm ─► head            blocks: modules, each from one tensor to one tensor
+stage 1 is   ·  ─►   ·    ─► blocks.1 ─► norm ─► ·       the same model, foreign layers for the others' blocks
+"""
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from plait.anymodel.attribute_sync import CopiedModule, SharedModule, translated
+from plait.anymodel.not_here import BufferElsewhere, not_here
+from plait.forward.attributes import attributes_of
+from plait.forward.random_ops import OwnLayer
+from plait.pipeline.cutting import Cutting, containers_of, cut_out
+from plait.pipeline.program import Blocks
+
+CHILDREN = "the modules inside"
+
+
+class PlacedElsewhereError(AttributeError, ValueError):
+    """Something is asked of a module that another stage has; ``hasattr`` and ``getattr`` with a default go on."""
+
+
+class ForeignLayer(OwnLayer):
+    """In the place of a module that another stage has; the ``StageBoundary`` decides what it returns.
+
+    It has the module's plain attributes (its kind of attention, its number), ``NotHere`` for its parameters, and the
+    same for the modules inside: the model may ask for them until the links have run.  What somebody looks for in it
+    afterwards, a link has left in the forward (an auxiliary loss), and that is on another stage; so is what a walk over
+    all modules is after.
+    """
+
+    at_call: Callable[[nn.Module, Any, Any], Any]
+    at_look: Callable[[nn.Module, str], None] = staticmethod(lambda link, what: None)
+
+    def __init__(self, link: nn.Module, device: torch.device, around: "ForeignLayer | None" = None) -> None:
+        super().__init__()
+        self._kind = type(link)
+        if around is not None:
+            self.at_call = partial(_refuse_call, type(link).__name__)
+            self.at_look = lambda _, what: around.at_look(around, what)
+        own: dict[str, Any] = {k: placed_elsewhere(p, device) for k, p in link._parameters.items() if p is not None}
+        own |= {k: None for k, v in (*link._parameters.items(), *link._modules.items()) if v is None}
+        inside = ((k, child) for k, child in link._modules.items() if child is not None)
+        own |= {k: ForeignLayer(child, device, around or self) for k, child in inside}
+        self._plain, self._seen = own, dict[str, Any]()
+        self.follow(link)
+
+    def follow(self, link: nn.Module) -> None:
+        """Take over what a program has set on the link, and on the modules inside."""
+        self.training = link.training
+        for key, value in attributes_of(link).items():
+            if value is not self._seen.get(key, self) and not (key.startswith("_") or callable(value)):
+                self._plain[key] = self._seen[key] = value
+        for key, child in link._modules.items():
+            if child is not None and isinstance(inside := self._plain.get(key), ForeignLayer):
+                inside.follow(child)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.at_call(self, args, kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """A walk over all modules, or parameters, of the model comes by."""
+        self.at_look(self, "what is inside")
+        yield from super().named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """So does ``apply``."""
+        self.at_look(self, CHILDREN)
+        yield from super().named_children()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name in ("training", "at_call", "at_look"):
+            super().__setattr__(name, value)
+        else:  # somebody clears what the forward left
+            self._plain[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            self.at_look(self, repr(name))
+        plain = vars(self).get("_plain", {})
+        try:
+            return plain[name] if name in plain else super().__getattr__(name)
+        except AttributeError:
+            raise PlacedElsewhereError(
+                f"{name!r} is asked of a part of the model that another stage has: keep it in an attribute of the "
+                f"model or its config, or train without a pipe axis"
+            ) from None
+
+
+def kind_of(link: nn.Module) -> type:
+    """A link's class, wherever it is."""
+    return link._kind if isinstance(link, ForeignLayer) else type(link)
+
+
+def _refuse_call(kind: str, *call: Any) -> Any:
+    raise ValueError(
+        f"a {kind} is called, which is inside of a link of the pipeline that another stage has: the model goes through "
+        f"the link's own modules, so give it a method pipeline_links() that names those, or train without a pipe axis"
+    )
+
+
+def placed_elsewhere(parameter: Tensor, device: torch.device) -> Tensor:
+    """What stands for a parameter of another stage; it takes no memory."""
+    return not_here((), parameter.dtype, device).expand(parameter.shape)
+
+
+def empty(model: nn.Module, filled: Container[int]) -> None:
+    """Parameters of other stages that, by ``id``, were given values for a forward have none again."""
+    for module in model.modules():
+        held = module._plain if isinstance(module, ForeignLayer) else vars(module)
+        for key, value in held.items():
+            if id(value) in filled:
+                held[key] = placed_elsewhere(value, value.device)
+
+
+class UnmodifiedPart(NamedTuple):
+    """The part of a model that one stage has."""
+
+    cutting: Cutting
+    here: range
+    """Its blocks."""
+    copies: tuple[CopiedModule, ...]
+    """The user's modules of which the part has copies, and those that other stages run too."""
+    layers: tuple[tuple[ForeignLayer, nn.Module], ...]
+    """What stands in for modules of other stages, each with the user's."""
+
+
+def part_of(model: nn.Module, blocks: Blocks, here: range, taken: set[int], device: torch.device) -> UnmodifiedPart:
+    """Takes a part out of a model (see ``cut_out``), in which attributes that hold modules hold those of the part."""
+    cutting = cut_out(
+        model, blocks, here, taken, lambda m: ForeignLayer(m, device), lambda p: placed_elsewhere(p, device)
+    )
+    known = {id(m): c for m, c in cutting.containers} | dict(cutting.foreign) | {id(m): c for m, c in cutting.made}
+    for module, container in cutting.containers:
+        new = {key: translated(value, known) for key, value in attributes_of(module).items()}
+        vars(container).update({key: value for key, value in new.items() if key in vars(container)})
+    users = dict(model.named_modules(remove_duplicate=False))
+    layers = tuple((m, users[n]) for n, m in cutting.model.named_modules() if isinstance(m, ForeignLayer))
+    return UnmodifiedPart(cutting, here, _copies(model, cutting.model, blocks, here, known), layers)
+
+
+def _copies(
+    model: nn.Module, part: nn.Module, blocks: Blocks, here: range, known: Mapping[int, nn.Module]
+) -> tuple[CopiedModule, ...]:
+    """See ``UnmodifiedPart.copies``."""
+    users, around = dict(model.named_modules(remove_duplicate=False)), containers_of((*blocks.names, *blocks.outside))
+    found = [
+        CopiedModule(f"{name}." if name else "", users[name], module, known, everywhere=name in around)
+        for name, module in part.named_modules()
+        if users.get(name, module) is not module and not isinstance(module, ForeignLayer)
+    ]
+    elsewhere = {id(model.get_submodule(link)) for i, link in enumerate(blocks.names) if i not in here}
+    for link in (blocks.names[i] for i in here if id(model.get_submodule(blocks.names[i])) in elsewhere):
+        for name, module in part.get_submodule(link).named_modules(prefix=link):
+            if any(b is not None for b in module._buffers.values()):
+                found.append(SharedModule(f"{name}.", module, here.start))
+    return tuple(found)
+
+
+def release_buffers(model: nn.Module, parts: Sequence[UnmodifiedPart]) -> None:
+    """Puts what answers for them in the place of the buffers that only other ranks have."""
+    modules = [m for p in parts for m in (*p.cutting.model.modules(), *(copied.user for copied in p.copies))]
+    kept = {id(one) for module in modules for one in (module, *module._buffers.values())}
+    for name, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and not {id(module), id(buffer)} & kept:
+                module._buffers[key] = BufferElsewhere.of(buffer, f"{name}.{key}".removeprefix("."))

@@ -1,0 +1,261 @@
+"""A model as blocks that run in turn, and the program of one stage of it.
+
+    class GPT(nn.Module):
+        def pipeline_blocks(self):                       blocks    embed  blocks.0  blocks.1  blocks.2  norm  head
+            return ["embed", "blocks", "norm", "head"]   stage 0   runs   runs      runs ─► ends the forward
+                                                         stage 1   ·      ·         enters ─► runs      runs  runs
+
+A model promises two things by naming its blocks.  Its forward runs them in this order, each once, as
+``carry = block(carry, ...)``; a carry is a tensor or a pytree of tensors.  All else that it gives to a block (masks,
+positions) it makes of its own inputs, without parameters.  An ``nn.Sequential`` keeps this by construction.  So does a
+decoder of Hugging Face whose plan has all of its parameters, and whose layers take and return the hidden states.
+
+Each stage runs the model's own forward.  A block before the stage's first one returns NaN, which a broken promise
+brings into the loss; the last of them returns what came from the stage before.  After the stage's last block the
+forward ends.
+"""
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
+
+from plait.forward.attributes import PLAIN, attributes_of
+from plait.forward.context import CurrentForward, in_backward
+from plait.forward.random_ops import OwnLayer
+from plait.pipeline.cutting import Cutting, cut_out, release
+from plait.pipeline.message import Handed, MessageForm, shape_of
+from plait.pipeline.program import Blocks, ModelCut, StageDone, StagePart, StageProgram
+
+WING = "plait.anymodel"
+"""Cuts models that name no blocks, where it is installed: its ``cut(model)`` returns a ``ModelCut``."""
+
+
+def cut(model: nn.Module) -> ModelCut:
+    """Cuts a model at its blocks; any other model by the wing.  ValueError where neither can."""
+    if blocks := declared_blocks(model):
+        return ModelCut(blocks, partial(part_of, model, blocks), partial(release, model))
+    other: ModelCut = importlib.import_module(WING).cut(model)
+    return other
+
+
+def blocks_of(model: nn.Module) -> Blocks:
+    """The blocks at which a pipeline may cut a model; ValueError where it has none."""
+    return cut(model).blocks
+
+
+def declared_blocks(model: nn.Module) -> Blocks | None:
+    """The blocks of a model that keeps the promise; None for one that does not make it."""
+    declared = getattr(model, "pipeline_blocks", None)
+    if declared is not None:
+        names = opened(model, declared() if callable(declared) else declared)
+        check_names(model, names, "pipeline_blocks()")
+        if left := _in_no_block(model, names):
+            raise ValueError(
+                f"{left[0]!r} of {type(model).__name__} is in no block of pipeline_blocks(): put it into the module of "
+                f"a block, or name cut points of a model as it is, by pipeline_links()"
+            )
+        return Blocks(names)
+    if hasattr(model, "pipeline_links"):
+        return None
+    if type(model).forward is nn.Sequential.forward and len(model._modules) > 1:
+        return Blocks(tuple(model._modules))
+    names = decoder_blocks(model)
+    return Blocks(names) if names and _keeps_promise(model, names) and not _in_no_block(model, names) else None
+
+
+def opened(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """The names, with the entries of lists of modules in the place of the lists."""
+    found: list[str] = []
+    for name in names:
+        module = dict(model.named_modules(remove_duplicate=False)).get(name)
+        many = module._modules if isinstance(module, nn.ModuleList) else ()
+        found += [f"{name}.{short}" for short in many] or [name]
+    return tuple(found)
+
+
+def check_names(model: nn.Module, names: Sequence[str], told: str) -> None:
+    """ValueError where names are no modules, or one is there twice."""
+    kind, modules = type(model).__name__, dict(model.named_modules(remove_duplicate=False))
+    if unknown := [name for name in names if name not in modules]:
+        raise ValueError(f"{told} of {kind} names {unknown[0]!r}, which is no module of it")
+    for i, name in enumerate(names):
+        if other := next((n for j, n in enumerate(names) if i != j and f"{name}.".startswith(f"{n}.")), None):
+            inside = "twice" if other == name else f"and {other!r}, which contains it"
+            raise ValueError(
+                f"{told} of {kind} names {name!r} {inside}: give a module that runs several times a name for each run, "
+                f"as in self.runs = nn.ModuleList([block, block])"
+            )
+
+
+def _in_no_block(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Parameters and buffers of the model's state that no block has."""
+    inside = tuple(f"{name}." for name in names)
+    return [key for key in model.state_dict(keep_vars=True) if not key.startswith(inside)]
+
+
+def decoder_blocks(model: nn.Module) -> tuple[str, ...]:
+    """The modules of a Hugging Face model's own plan: embedding, layers and norm of the base model, and the head.
+    None where the plan names what is not there."""
+    plan: Mapping[str, Any] = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
+    base = getattr(model, "base_model_prefix", "")
+    inner: Any = getattr(model, base, model)
+    prefix = f"{base}." if inner is not model else ""
+    if not plan or not all(isinstance(getattr(inner, name, None), nn.Module) for name in plan):
+        return ()
+    head = (name for name in getattr(model, "_pp_plan", None) or {} if name.removeprefix(prefix) not in plan)
+    return (*opened(model, [prefix + name for name in plan]), *(name for name in head if hasattr(model, name)))
+
+
+OF_THE_BATCH = {
+    *("self", "hidden_states", "attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position"),
+    *("position_embeddings", "output_attentions", "kwargs"),
+}
+"""Arguments of a decoder's layer: the hidden states, and what is made of the batch."""
+
+
+def _keeps_promise(model: nn.Module, names: Sequence[str]) -> bool:
+    """True for a Hugging Face decoder whose layers say that they take and return the hidden states alone, and which
+    collects nothing from them."""
+    config: Any = getattr(model, "config", None)
+    if any(getattr(config, f"output_{one}", False) for one in ("hidden_states", "attentions", "router_logits")):
+        return False
+    layers = (model.get_submodule(name) for name in names[1:] if name.rpartition(".")[2].isdigit())
+    told = [inspect.signature(type(layer).forward) for layer in layers]
+    return bool(told) and all(s.return_annotation is Tensor and s.parameters.keys() <= OF_THE_BATCH for s in told)
+
+
+class SkippedBlock(OwnLayer):
+    """Stands in for a block of another stage.  It has the plain attributes of the block."""
+
+    at_call: Callable[[nn.Module], Any]
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        vars(self).update({key: value for key, value in attributes_of(block).items() if not key.startswith("_")})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.at_call(self)
+
+
+def part_of(model: nn.Module, blocks: Blocks, here: range, taken: set[int], device: torch.device) -> StagePart:
+    """The part of a model that one stage has (see ``cut_out``)."""
+    cutting = cut_out(model, blocks, here, taken, SkippedBlock, lambda parameter: parameter)
+    program = partial(BlockProgram, cutting, blocks, here)
+    return StagePart(cutting.model, cutting.origin, blocks, here, (), program)
+
+
+class BlockProgram(StageProgram):
+    """Runs some blocks of a model."""
+
+    def __init__(self, cutting: Cutting, blocks: Blocks, here: range, number: int, current: CurrentForward) -> None:
+        self.names, self.here, self.number, self.current = blocks.names, here, number, current
+        self.last = here.stop == len(blocks)
+        self._containers = cutting.containers
+        copied = [pair for pair in cutting.made if pair[0] is not pair[1]]
+        self._modes = [*cutting.containers, *(p for a, b in copied for p in zip(a.modules(), b.modules(), strict=True))]
+        """The user's modules, each with the part's copy, which is in the same mode."""
+        self._received: Handed | None = None
+        self._nothing: Any = None
+        self._next: int | None = None
+        """The block that is to run next; None outside of a forward of the stage."""
+        self._places: dict[int, list[int]] = {}
+        """Which blocks a module is, by ``id``."""
+        modules = [cutting.model.get_submodule(name) for name in self.names]
+        for index, module in enumerate(modules):
+            self._places.setdefault(id(module), []).append(index)
+        for module in dict.fromkeys(modules):
+            if isinstance(module, SkippedBlock):
+                module.at_call = self._pass_by
+            else:  # around all of its hooks, also those that come later
+                vars(module)["_call_impl"] = partial(self._run, module._call_impl, module)
+
+    def follow(self) -> None:
+        for user, copied in self._modes:
+            copied.training = user.training
+        for user, copied in self._containers:
+            vars(copied).update((key, value) for key, value in attributes_of(user).items() if type(value) in PLAIN)
+
+    def forward(self, received: Handed | None, batch: Any, call: Callable[[], Any]) -> Any:
+        self._received, self._nothing, self._next = received, None, 0
+        try:
+            return call()
+        except StageDone as done:
+            return self._handed(done.args[0])
+        finally:
+            self._received = self._nothing = self._next = None
+
+    def _reached(self, module: nn.Module) -> int:
+        """The block that has come to run, which must be the next one (else ValueError)."""
+        index, places = self._next, self._places[id(module)]
+        if in_backward():
+            raise ValueError(
+                "a checkpoint around several blocks of the pipeline holds blocks of two stages: checkpoint inside of a "
+                "block, or around one"
+            )
+        if index is None:
+            raise ValueError(f"stage {self.number} has only some blocks of the model: train it by engine.step")
+        if index not in places:
+            expected = repr(self.names[index]) if index < len(self.names) else "no more"
+            raise ValueError(
+                f"the pipeline's block {self.names[places[0]]!r} ran where {expected} was to come: blocks run once "
+                f"each, in the order in which the model names them, and loss_fn calls the model once"
+            )
+        self._next = index + 1
+        return index
+
+    def _pass_by(self, module: nn.Module) -> Any:
+        index = self._reached(module)
+        assert self._received is not None
+        if index + 1 == self.here.start:
+            return _carry(self._received)
+        if self._nothing is None:
+            self._nothing = tree_map_only(Tensor, self._unknown, _carry(self._received))
+        return self._nothing
+
+    def _unknown(self, received: Tensor) -> Tensor:
+        """Stands for a carry that another stage has, whole in time where the stream is cut."""
+        shape, length = list(received.shape), self.current.context.length
+        if length and len(shape) > 1:
+            shape[1] = length
+        with torch.no_grad():
+            return received.new_full(shape, float("nan") if received.is_floating_point() else 0)
+
+    def _run(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._next is None or in_backward():
+            return call(*args, **kwargs)
+        index = self._reached(module)
+        output = call(*args, **kwargs)
+        if index + 1 < self.here.stop or self.last:
+            return output
+        if not torch._C._is_fwd_grad_enabled():  # inside the forward of an autograd.Function
+            raise ValueError(
+                f"{self.names[index]!r}, the last block of stage {self.number}, runs inside an autograd.Function, "
+                f"where nothing is recorded (a checkpoint): use checkpoint(..., use_reentrant=False)"
+            )
+        raise StageDone(output)
+
+    def _handed(self, carry: Any) -> Handed:
+        tensors, spec = tree_flatten(carry)
+        name = self.names[self.here.stop - 1]
+        if wrong := [type(one).__name__ for one in tensors if not isinstance(one, Tensor)]:
+            raise ValueError(
+                f"stage {self.number} ends with {name!r}, which returns a {wrong[0]}: a carry is a tensor, or a tuple, "
+                f"list or dict of tensors"
+            )
+        if not tensors:
+            raise ValueError(f"stage {self.number} ends with {name!r}, which returns no tensor: return one")
+        told = "" if carry is tensors[0] else json.dumps(treespec_dumps(spec))
+        return Handed(tensors, MessageForm(tuple(map(shape_of, tensors)), told))
+
+
+def _carry(received: Handed) -> Any:
+    """What the stage before handed over, in the containers that it had."""
+    told = received.form.told
+    return tree_unflatten(received.tensors, treespec_loads(json.loads(told))) if told else received.tensors[0]

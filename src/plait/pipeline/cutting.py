@@ -1,0 +1,152 @@
+"""Takes a part out of a model: the modules of one stage, in copies of the containers around them.
+
+    model          embed  blocks(0 1 2 3)  norm  head
+    stage 1 of 2     ·    blocks(· · 2 3)  norm  head       ·  stands in for a module of another stage
+
+Module and parameter names stay as they are, so dropout sites, tensor plans and state dicts know nothing of stages.
+A weight that two stages use is two parameters, whose gradients are summed once per step (see ``tied_weights``); where
+both stages are on one rank, the second gets a copy.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from plait.pipeline.program import Blocks, StagePart
+from plait.zero.storage import placeholder
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """What was taken out of a model."""
+
+    model: nn.Module
+    origin: Mapping[int, nn.Parameter]
+    """By ``id`` of a parameter of the part, the whole model's."""
+    containers: Sequence[tuple[nn.Module, nn.Module]]
+    """The model's containers of blocks, each with the part's copy."""
+    made: Sequence[tuple[nn.Module, nn.Module]]
+    """The model's modules that this stage has, each with the part's: itself, or a copy."""
+    foreign: Mapping[int, nn.Module]
+    """By ``id`` of a module of other stages, what stands in for it."""
+    outside: Mapping[str, nn.Module]
+    """Modules that are in no block and have parameters, or what stands in for them."""
+
+
+def containers_of(names: Sequence[str]) -> frozenset[str]:
+    """The names of the modules around these; the model itself is ''."""
+    return frozenset(name[:end] for name in names for end in (0, *(i for i, c in enumerate(name) if c == ".")))
+
+
+def cut_out(
+    model: nn.Module,
+    blocks: Blocks,
+    here: range,
+    taken: set[int],
+    elsewhere: Callable[[nn.Module], nn.Module],
+    missing: Callable[[Tensor], Tensor],
+) -> Cutting:
+    """Takes out the part with some blocks.
+
+    Args:
+        taken: modules and parameters, by ``id``, that an earlier stage of this rank has: the part gets copies of these
+            (parameters share the values), and adds its own.
+        elsewhere, missing: make what stands in for a module, and for a parameter, of another stage.
+    """
+    own, around = blocks.on_stage(here), containers_of((*blocks.names, *blocks.outside))
+    origin: dict[int, nn.Parameter] = {}
+    second: dict[int, nn.Parameter] = {}
+    made: dict[int, tuple[nn.Module, nn.Module]] = {}
+    foreign: dict[int, nn.Module] = {}
+    outside: dict[str, nn.Module] = {}
+    containers: list[tuple[nn.Module, nn.Module]] = []
+    shares_rank = bool(taken)
+
+    def again(parameter: nn.Parameter) -> nn.Parameter:
+        if id(parameter) not in taken:
+            return parameter
+        new = second.setdefault(id(parameter), _again(parameter))
+        origin[id(new)] = parameter
+        return new
+
+    def of_this_stage(module: nn.Module) -> nn.Module:
+        if id(module) not in made:
+            shared = any(id(x) in taken for x in (*module.modules(), *module.parameters()))
+            memo: dict[int, Any] = {id(p): again(p) for p in module.parameters()} if shared else {}
+            made[id(module)] = module, copy.deepcopy(module, memo) if shared else module
+        return made[id(module)][1]
+
+    def build(module: nn.Module, name: str) -> nn.Module:
+        if name not in around:
+            placed = name in blocks.outside and any(True for _ in module.parameters())
+            if name in own or not (placed or name in blocks.names):  # the latter: rotary tables, a loss
+                part = of_this_stage(module)
+            else:
+                part = foreign.get(id(module)) or foreign.setdefault(id(module), elsewhere(module))
+            if placed:
+                outside[name] = part
+            return part
+        container = _shallow(module, buffers=shares_rank)
+        vars(container).pop("_output_capturing_hooks_installed", None)  # transformers adds them again to the copy
+        prefix = f"{name}." if name else ""
+        for short, child in module._modules.items():
+            if child is not None:
+                container._modules[short] = build(child, f"{prefix}{short}")
+        for short, parameter in module._parameters.items():
+            if parameter is not None and f"{prefix}{short}" in own:
+                container._parameters[short] = again(parameter)
+            elif parameter is not None:
+                del container._parameters[short]
+                vars(container)[short] = missing(parameter)
+        containers.append((module, container))
+        return container
+
+    part = build(model, "")
+    for parameter in part.parameters():
+        origin.setdefault(id(parameter), parameter)
+    for module in model.modules():
+        if id(module) in made:
+            taken |= {id(x) for x in (*module.modules(), *module.parameters())}
+    taken |= {id(origin[id(parameter)]) for parameter in part.parameters()}
+    return Cutting(part, origin, containers, list(made.values()), foreign, outside)
+
+
+def _again(parameter: nn.Parameter) -> nn.Parameter:
+    """Another parameter with the same values, attributes and hooks."""
+    new = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    new._backward_hooks = copy.copy(parameter._backward_hooks)
+    new._post_accumulate_grad_hooks = copy.copy(parameter._post_accumulate_grad_hooks)
+    return new
+
+
+def _shallow(module: nn.Module, *, buffers: bool) -> nn.Module:
+    """The module with the same children and attributes, with its own hooks and, if asked for, its own ``buffers``."""
+    new = copy.copy(module)
+    for key in vars(nn.Module()):
+        value = vars(new).get(key)
+        if isinstance(value, dict | set):
+            vars(new)[key] = copy.copy(value)
+    if buffers:
+        new._buffers.update({key: None if b is None else b.clone() for key, b in module._buffers.items()})
+    return new
+
+
+def release(model: nn.Module, parts: Sequence[StagePart]) -> None:
+    """Frees the values that only other ranks need.  The model refuses to run from here on, and to give its state."""
+    here = {id(p) for part in parts for p in part.model.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in here and not parameter.is_meta:
+            parameter.data = placeholder(parameter.dtype, parameter.device).expand(parameter.shape)
+
+    def refuse(*_: Any) -> None:
+        raise ValueError(
+            "this model is cut in stages, and each rank has only some of them: train it by engine.step, and take its "
+            "values from engine.full_state_dict()"
+        )
+
+    model.register_forward_pre_hook(refuse)
+    model.register_state_dict_pre_hook(refuse)

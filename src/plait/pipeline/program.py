@@ -1,0 +1,158 @@
+"""The seam between a stage and the code of its model.
+
+    Stage.forward(m)  ──►  program.forward(received, batch, call)  ──►  handed, or the loss
+                              received    tensors of this graph, from the stage before; None on the first stage
+                              call()      the user's loss_fn(model, batch), on this stage's part of the model
+                              handed      a ``Handed`` for the next stage
+
+A stage knows units, gradients and orders; its program alone knows how a part of the model runs.  The base class runs a
+whole model, which is the one stage of a run without a pipeline.  ``blocks`` has the program of a chain of blocks.  The
+wing ``anymodel`` has one for every other model.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Comm
+from plait.forward.context import CurrentForward
+from plait.pipeline.message import Handed, shape_of
+
+
+class StageDone(Exception):  # noqa: N818 (it is no error)
+    """Ends a call of ``loss_fn`` after the stage's last block; hooks that are always called still run."""
+
+
+class StageProgram:
+    """Runs a model that is whole on this stage."""
+
+    def forward(self, received: Handed | None, batch: Any, call: Callable[[], Any]) -> Any:
+        """Returns a ``Handed`` for the next stage, or what ``call`` returned on the last one."""
+        return call()
+
+    def follow(self) -> None:
+        """Takes over what the user's program has set on the user's modules since the last step."""
+
+    def watch_writes(self) -> None:
+        """From here on, a forward writes to the model."""
+
+
+class Writes:
+    """What forwards have written to the model, for the ranks to agree on.  This class has nothing to report."""
+
+    def number(self) -> float:
+        """A digest for the report of the step; 0 where nothing was written."""
+        return 0.0
+
+    def agree(self, comm: Comm, numbers: Sequence[float], in_stage: int) -> None:
+        """All ranks have reported these ``numbers``; those ``in_stage`` apart work on the same samples."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The modules of a model that run in turn, by name: a pipeline cuts between them."""
+
+    names: tuple[str, ...] = ()
+    outside: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """Modules and parameters in no block, outermost first: before which blocks they may run; the number of blocks
+    means after the last."""
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def on_stage(self, blocks: range) -> frozenset[str]:
+        """The names of everything that a stage with these blocks has."""
+        runs = {*blocks, len(self)} if blocks.stop == len(self) else {*blocks}
+        return frozenset(self.names[i] for i in blocks) | {n for n, before in self.outside.items() if before & runs}
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """The part of a model that one stage has.
+
+    ``origin`` gives, by ``id`` of a parameter of the part, the parameter of the whole model: itself, unless an earlier
+    stage of the rank has that.
+    """
+
+    model: nn.Module
+    origin: Mapping[int, nn.Parameter]
+    blocks: Blocks = Blocks()
+    here: range = range(0)
+    """The blocks of this stage."""
+    outside: tuple[str, ...] = ()
+    """Modules in no block that this stage has, by name; another one may have a copy, and run it."""
+    program: Callable[[int, CurrentForward], StageProgram] = lambda number, current: StageProgram()
+    """Makes the program of a stage, from its number."""
+
+    @property
+    def last(self) -> bool:
+        """True on the stage that computes the loss."""
+        return self.here.stop == len(self.blocks)
+
+
+@dataclass(frozen=True)
+class ModelCut:
+    """A model, cut in stages by the library or by a wing."""
+
+    blocks: Blocks
+    part: Callable[[range, set[int], torch.device], StagePart]
+    """The part with some blocks.  The set has, by ``id``, the modules and parameters that earlier stages of the rank
+    have: the part gets copies of these, and adds its own."""
+    release: Callable[[Sequence[StagePart]], None] = lambda parts: None
+    """Frees the values that only other ranks need."""
+    writes: Callable[[], Writes] = Writes
+
+
+def whole(model: nn.Module) -> ModelCut:
+    """A model that is not cut."""
+    part = StagePart(model, {id(p): p for p in model.parameters()})
+    return ModelCut(Blocks(), lambda blocks, taken, device: part)
+
+
+class StageInput:
+    """Tensors from the stage before, as leaves of this stage's graph, and their gradients."""
+
+    def __init__(self, handed: Handed) -> None:
+        self.form, self.device, self.gradients = handed.form, handed.tensors[0].device, dict[int, Tensor]()
+        tensors = list(handed.tensors)
+        numbers = [i for i, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()]
+        if numbers and torch.is_grad_enabled():
+            dummy = torch.zeros((), requires_grad=True, device=self.device)
+            entered = cast(Any, Received).apply(dummy, self.gradients, numbers, [tensors[i] for i in numbers])
+            for number, tensor in zip(numbers, entered, strict=True):
+                tensors[number] = tensor
+        self.received: Handed | None = Handed(tensors, handed.form)
+        """Dropped after the forward, which keeps what it needs."""
+
+    def take_gradients(self) -> Handed:
+        """The message for the stage before: zeros where the backward made no gradient."""
+        made, shapes = self.gradients, self.form.shapes
+        back = [
+            made.pop(i) if i in made else torch.zeros(sizes, dtype=dtype, device=self.device)
+            for i, (sizes, dtype) in enumerate(shapes)
+        ]
+        return Handed(back, replace(self.form, shapes=tuple(map(shape_of, back))))
+
+
+class Received(torch.autograd.Function):
+    """Tensors that came from the stage before, in this graph; the model may write to them in place.  Their gradients go
+    to the ``StageInput``; the dummy that is differentiated gets none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, dummy: Tensor, gradients: dict[int, Tensor], numbers: Sequence[int], holder: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        ctx.gradients, ctx.numbers = gradients, numbers
+        ctx.set_materialize_grads(False)
+        tensors = tuple(holder)
+        holder.clear()
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:
+        made = zip(ctx.numbers, gradients, strict=True)
+        ctx.gradients.update((number, gradient) for number, gradient in made if gradient is not None)
+        return None, None, None, None

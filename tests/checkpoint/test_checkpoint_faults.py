@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import build, go, names, raised_together, ranks
 from torch import nn
 
 import plait
@@ -23,25 +24,6 @@ from plait.step import Engine
 from plait.table.mesh import Mesh
 
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors", "rank-00002.safetensors", "manifest.json")
-
-
-def build(comm: Comm, width: int = 23, seed: int = 0, **settings: Any) -> Engine:
-    model = nn.Sequential(nn.Linear(5, width), nn.Linear(width, 5))
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.linspace(-1, number / 9, parameter.numel()).view(parameter.shape))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return Engine(model, comm, strategy="zero3", optimizer=optimizer, seed=seed, **settings)
-
-
-def go(engine: Engine) -> None:
-    engine.backward(engine.model(torch.ones(2, 5)).square().sum(), 2)
-    assert engine.optimizer is not None
-    engine.optimizer.step()
-
-
-def ranks(body: Callable[[Comm], Any]) -> list[Any]:
-    return run(Mesh(shard=3), body, deadline=20)
 
 
 def two(path: Path) -> None:
@@ -259,7 +241,7 @@ def test_a_manifest_of_another_form_is_refused(wrong: str, copied: Path) -> None
 
 
 def test_another_model_or_run_is_refused_before_anything_is_changed(copied: Path) -> None:
-    assert all("has shape" in said for said in refusals(copied, width=8))
+    assert all("has shape" in said for said in refusals(copied, sizes=(5, 8)))
     assert all("seed" in said for said in refusals(copied, seed=3))
     assert all("loss scale" in said for said in refusals(copied, loss_scale=plait.LossScale()))
     assert all("there is no checkpoint in" in said for said in refusals(copied.parent / "nowhere"))
@@ -278,19 +260,6 @@ def test_another_model_or_run_is_refused_before_anything_is_changed(copied: Path
     assert all(f"'{copy}' has step 1 in it, so it is a copy" in said for said in refusals(copied))
     copy.rename(copied / "best")
     assert ranks(lambda comm: plait.load(copied / "best", build(comm)).step) == [1, 1, 1]
-
-
-def raises_together(body: Callable[[Comm], Any], words: str) -> None:
-    def safe(comm: Comm) -> str:
-        with pytest.raises((OSError, ValueError, RuntimeError)) as caught:
-            body(comm)
-        return str(caught.value)
-
-    assert all(words in said for said in ranks(safe))
-
-
-def whole(path: Path) -> list[str]:
-    return sorted(entry.name for entry in path.iterdir())
 
 
 def test_a_checkpoint_may_be_moved_and_renamed(copied: Path) -> None:
@@ -313,8 +282,8 @@ def test_optimizer_state_that_is_not_finite_is_never_the_newest(background: bool
         saver.save()
         saver.wait()
 
-    raises_together(body, "'optimizer/exp_avg/1.weight' has values that are not finite")
-    assert whole(tmp_path) == ["latest", "step-000001"]
+    raised_together(body, "'optimizer/exp_avg/1.weight' has values that are not finite")
+    assert names(tmp_path) == ["latest", "step-000001"]
 
 
 def test_what_cannot_be_saved_leaves_what_was_there(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,11 +301,11 @@ def test_what_cannot_be_saved_leaves_what_was_there(copied: Path, monkeypatch: p
         if engine.comm.rank == 2:
             next(engine.pieces()).tensor.fill_(torch.inf)
 
-    before = whole(copied)
-    raises_together(saver(lambda engine: None), "exists already")
-    raises_together(saver(spoil), "not finite")
-    raises_together(saver(go, extra={"a": {1, 2}}), "builtins.set cannot be saved")
-    raises_together(saver(lambda engine: engine.model(torch.ones(2, 5))), "in the middle of a step")
+    before = names(copied)
+    raised_together(saver(lambda engine: None), "exists already")
+    raised_together(saver(spoil), "not finite")
+    raised_together(saver(go, extra={"a": {1, 2}}), "builtins.set cannot be saved")
+    raised_together(saver(lambda engine: engine.model(torch.ones(2, 5))), "in the middle of a step")
     original = write_tensor_file
     for broken in range(3):
 
@@ -347,16 +316,16 @@ def test_what_cannot_be_saved_leaves_what_was_there(copied: Path, monkeypatch: p
             return original(path, tensors)
 
         monkeypatch.setattr("plait.checkpoint.writing.write_tensor_file", failing)
-        raises_together(saver(go), "No space left on device")
-        assert whole(copied) == before
+        raised_together(saver(go), "No space left on device")
+        assert names(copied) == before
     monkeypatch.setattr("plait.checkpoint.writing.write_tensor_file", original)
 
     def no_manifest(*_: Any) -> None:
         raise OSError(5, "Input/output error", "manifest.json")
 
     monkeypatch.setattr("plait.checkpoint.folder.Folder.publish", no_manifest)
-    raises_together(saver(go), "Input/output error")
-    assert whole(copied) == before
+    raised_together(saver(go), "Input/output error")
+    assert names(copied) == before
     monkeypatch.undo()
     assert ranks(lambda comm: plait.load(copied, build(comm)).step) == [2, 2, 2]
 
@@ -369,4 +338,4 @@ def test_a_folder_that_cannot_be_written_is_said_by_all(tmp_path: Path) -> None:
         engine = build(comm)
         plait.save(tmp_path / "file" / "run", engine)
 
-    raises_together(body, str(tmp_path / "file"))
+    raised_together(body, str(tmp_path / "file"))

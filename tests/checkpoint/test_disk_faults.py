@@ -5,21 +5,21 @@ from __future__ import annotations
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from disks import mount, small_disk
-from torch import nn
+from small_runs import build, go, ranks
 
 import plait
 from plait.checkpoint import writing
-from plait.comm import Comm, run
-from plait.step import Engine
-from plait.table.mesh import AXES, Mesh
+from plait.comm import Comm
+from plait.table.mesh import AXES
 
+WIDE = (64, 1001)
 MODES = pytest.mark.parametrize("background", [False, True])
 SAYS = re.compile(
     r"(No space left|Read-only file system|vanished|No such file).*; need \d+ bytes, have \d+ bytes: '(.*)'"
@@ -31,20 +31,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """Of two MiB: one checkpoint fits on it."""
     with small_disk(tmp_path / "disk", "2m") as place:
         yield place
-
-
-def build(comm: Comm, seed: int = 0) -> Engine:
-    model = nn.Sequential(nn.Linear(64, 1001), nn.Linear(1001, 64))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.linspace(-0.1, 0.1 + seed, parameter.numel()).view(parameter.shape))
-    return Engine(model, comm, strategy="zero3", optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
-
-
-def go(engine: Engine) -> None:
-    engine.backward(engine.model(torch.ones(2, 64)).square().sum(), 2)
-    assert engine.optimizer is not None
-    engine.optimizer.step()
 
 
 def saved(saver: plait.Saver) -> Path | None:
@@ -62,15 +48,11 @@ def failing(saver: plait.Saver, folder: Path) -> None:
     saver.engine.comm.barrier(AXES)
 
 
-def ranks(body: Callable[[Comm], Any]) -> list[Any]:
-    return run(Mesh(shard=3), body, deadline=20)
-
-
 def check_loads(folder: Path, before: list[Any]) -> None:
     """The checkpoint of step 1 has what every rank had then."""
 
     def body(comm: Comm) -> Any:
-        engine = build(comm, seed=1)
+        engine = build(comm, 1.0, WIDE)
         assert plait.load(folder, engine).step == 1
         return engine.full_state_dict()
 
@@ -83,7 +65,7 @@ def test_a_full_disk(disk: Path, background: bool) -> None:
     folder = disk / "run"
 
     def body(comm: Comm) -> Any:
-        saver = plait.Saver(folder, build(comm), background=background)
+        saver = plait.Saver(folder, build(comm, 0.0, WIDE), background=background)
         saved(saver)
         state = saver.engine.full_state_dict()
         for _ in range(2):
@@ -104,7 +86,7 @@ def test_a_disk_that_becomes_read_only(disk: Path, background: bool) -> None:
     folder = disk / "run"
 
     def body(comm: Comm) -> Any:
-        saver = plait.Saver(folder, build(comm), background=background)
+        saver = plait.Saver(folder, build(comm, 0.0, WIDE), background=background)
         saved(saver)
         state = saver.engine.full_state_dict()
         if not comm.rank:
@@ -121,7 +103,7 @@ def test_a_folder_that_has_vanished(tmp_path: Path, background: bool) -> None:
     folder = tmp_path / "run"
 
     def body(comm: Comm) -> Any:
-        saver = plait.Saver(folder, build(comm), background=background)
+        saver = plait.Saver(folder, build(comm, 0.0, WIDE), background=background)
         saved(saver)
         state = saver.engine.full_state_dict()
         if not comm.rank:
@@ -148,7 +130,7 @@ def test_a_folder_that_vanishes_while_it_is_written(rank: int, tmp_path: Path, m
     monkeypatch.setattr("plait.checkpoint.writing.write_tensor_file", late)
 
     def body(comm: Comm) -> Any:
-        saver = plait.Saver(tmp_path, build(comm))
+        saver = plait.Saver(tmp_path, build(comm, 0.0, WIDE))
         saved(saver)
         state = saver.engine.full_state_dict()
         failing(saver, tmp_path)

@@ -12,49 +12,13 @@ from typing import Any
 import pytest
 import torch
 from run_cases import LAYOUTS, Training, differences
-from torch import nn
+from small_runs import build, go, names, raised_together, ranks, state
 
 import plait
 from plait.checkpoint import writing
 from plait.checkpoint.snapshot import LateCopy
 from plait.comm import Comm, run
-from plait.step import Engine
 from plait.table.mesh import AXES, Mesh
-
-
-def build(comm: Comm, fill: float = 0.5) -> Engine:
-    model = nn.Sequential(nn.Linear(5, 23), nn.Linear(23, 5))
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.linspace(-fill, number / 9, parameter.numel()).view(parameter.shape))
-    return Engine(model, comm, strategy="zero3", optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
-
-
-def go(engine: Engine) -> None:
-    engine.backward(engine.model(torch.ones(2, 5)).square().sum(), 2)
-    assert engine.optimizer is not None
-    engine.optimizer.step()
-
-
-def ranks(body: Callable[[Comm], Any], size: int = 3, deadline: float = 20) -> list[Any]:
-    return run(Mesh(shard=size), body, deadline=deadline)
-
-
-def names(path: Path) -> list[str]:
-    return sorted(entry.name for entry in path.iterdir())
-
-
-def raised_together(body: Callable[[Comm], Any], words: str) -> list[str]:
-    """What each rank raises; all do, with these words."""
-
-    def safe(comm: Comm) -> str:
-        with pytest.raises((OSError, ValueError, RuntimeError)) as caught:
-            body(comm)
-        return f"{type(caught.value).__name__}: {caught.value}"
-
-    said = ranks(safe)
-    assert all(words in one for one in said), said
-    return said
 
 
 class Gate:
@@ -123,15 +87,11 @@ def test_a_second_save_waits_for_the_first_and_uses_its_memory(tmp_path: Path, m
     saved = ranks(body)
 
     def load(comm: Comm) -> Any:
-        engine = build(comm, fill=2)
+        engine = build(comm, change=1)
         plait.load(tmp_path, engine)
         return engine.full_state_dict()
 
     assert not differences(ranks(load), saved)
-
-
-def state_of(engine: Engine) -> Any:
-    return engine.full_state_dict(), engine.optimizer_state_dict()
 
 
 @pytest.mark.parametrize("writer", ["an update", "a load", "the program"])
@@ -151,7 +111,7 @@ def test_what_an_optimizer_keeps_is_copied_while_the_program_goes_on(
     def body(comm: Comm) -> Any:
         engine = build(comm)
         go(engine)
-        at = state_of(engine)
+        at = state(engine)
         saver = plait.Saver(tmp_path, engine)
         saver.save()
         assert copying.wait(20)
@@ -163,8 +123,8 @@ def test_what_an_optimizer_keeps_is_copied_while_the_program_goes_on(
         if writer == "an update":
             go(engine)
         if writer == "a load":
-            state = {n: {key: 0 * value for key, value in kept.items()} for n, kept in at[1]["state"].items()}
-            engine.load_optimizer_state_dict({**at[1], "state": state})
+            zero = {n: {key: 0 * value for key, value in kept.items()} for n, kept in at[1]["state"].items()}
+            engine.load_optimizer_state_dict({**at[1], "state": zero})
         saver.wait()
         return at
 
@@ -175,8 +135,8 @@ def test_what_an_optimizer_keeps_is_copied_while_the_program_goes_on(
     saved = ranks(body)
 
     def load(comm: Comm) -> Any:
-        plait.load(tmp_path, engine := build(comm, fill=2))
-        return state_of(engine)
+        plait.load(tmp_path, engine := build(comm, change=1))
+        return state(engine)
 
     assert not differences(ranks(load), saved)
 

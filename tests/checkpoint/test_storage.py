@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import fsspec
 import pytest
 import torch
 from run_cases import differences
-from torch import nn
+from small_runs import build, go, ranks, state
 
 import plait
 from plait.checkpoint.folder import Folder
@@ -18,7 +18,6 @@ from plait.checkpoint.objects import Objects, OpenObject
 from plait.checkpoint.places import CHECKPOINTS, all_of, checkpoints, find, place
 from plait.checkpoint.tensor_file import TensorFile, safetensors_header
 from plait.comm import Comm, run
-from plait.step import Engine
 from plait.table.mesh import Mesh
 
 
@@ -36,29 +35,6 @@ def objects(url: str) -> Any:
     found = place(url)
     assert isinstance(found, Objects)
     return found.store, found.path
-
-
-def build(comm: Comm, change: float = 0, **settings: Any) -> Engine:
-    model = nn.Sequential(nn.Linear(5, 23), nn.Linear(23, 5))
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.linspace(-1, number / 9 + change, parameter.numel()).view(parameter.shape))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return Engine(model, comm, optimizer=optimizer, **{"strategy": "zero3", **settings})
-
-
-def go(engine: Engine) -> None:
-    engine.backward(engine.model(torch.ones(2, 5)).square().sum(), 2)
-    assert engine.optimizer is not None
-    engine.optimizer.step()
-
-
-def state(engine: Engine) -> Any:
-    return engine.full_state_dict(), engine.optimizer_state_dict(), engine.step_state()
-
-
-def ranks(body: Callable[[Comm], Any], count: int = 3) -> list[Any]:
-    return run(Mesh(shard=count), body, deadline=20)
 
 
 def saved(url: str, steps: int = 1, extra: Any = None) -> Any:

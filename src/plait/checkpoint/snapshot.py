@@ -24,6 +24,7 @@ from plait.checkpoint.manifest import SAVABLE
 from plait.checkpoint.values import InFile, encoded
 from plait.step import EMA, Engine
 from plait.table.layout import Region
+from plait.zero.state.full import buffers_of
 
 WEIGHT, OPTIMIZER = "weight", "optimizer"
 ALIGNED = 64
@@ -145,9 +146,12 @@ def pieces_of(engine: Engine, ema: EMA | None, values: Mapping[str, Tensor] | No
             full = f"optimizer/{one.key}/{name}" if one.key else f"{kind}/{name}"
             what = OPTIMIZER if one.key else WEIGHT
             yield RankPiece(full, shapes[name][0], one.region, one.tensor.detach(), what, one.first)
-    whole = {**{f"model/{name}": buffer for name, buffer in engine.own_buffers().items()}, **(values or {})}
-    for name, tensor in whole.items():
-        yield RankPiece(name, tuple(tensor.shape), tuple((0, size) for size in tensor.shape), tensor.detach())
+    own = engine.own_buffers()
+    buffers = [(name, one) for part in engine.parts() for name, one in buffers_of(part.model).items()]
+    whole = [(f"model/{name}", one, own.get(name) is one) for name, one in buffers]
+    for name, tensor, first in [*whole, *((name, one, True) for name, one in (values or {}).items())]:
+        region = tuple((0, size) for size in tensor.shape)
+        yield RankPiece(name, tuple(tensor.shape), region, tensor.detach(), "", first)
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""An engine as ``torch.distributed.checkpoint`` takes it: ``dcp.save({"app": plait.Checkpointed(engine)}, ...)``.
+"""An engine for ``torch.distributed.checkpoint``: ``dcp.save({"app": plait.Checkpointed(engine)}, ...)``.
 
     app.model.blocks.0.weight                      regions of the whole tensor, as this rank holds them
     app.optimizer.state.blocks.0.weight.exp_avg    the same; numbers and whole tensors as they are
@@ -6,9 +6,9 @@
     app.ema.blocks.0.weight                        an average
     app.plait                                      groups, numbers, step, seed, loss scale, exactly
 
-DCP asks a tensor which regions it has (``__create_write_items__``, ``__create_chunk_list__``) and where they lie
-(``__get_tensor_shard__``), so no planner of our own is needed, and a load reads into the engine's own memory.  It asks
-for no key that isn't in ``state_dict()``: what an optimizer has not made yet, a trial step of another one tells.
+DCP asks a tensor for its regions (``__create_write_items__``, ``__create_chunk_list__``) and their memory
+(``__get_tensor_shard__``), so it needs no planner of ours; a load reads into the engine's own memory.  It asks for no
+key that isn't in ``state_dict()``, so a trial step of another optimizer finds the state that this one has not made yet.
 """
 
 import json
@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.optim import Optimizer
 
+from plait.checkpoint.snapshot import RankPiece, pieces_of
 from plait.checkpoint.values import InFile, decoded, encoded
 from plait.step import EMA, Engine
 from plait.table.layout import Region, extent
 from plait.zero.optim import Owned
 from plait.zero.probe import rebuilt
-from plait.zero.state.full import buffers_of
 from plait.zero.state.pieces import StatePiece
 
 
@@ -37,12 +37,12 @@ class Checkpointed:
         dcp.save({"app": plait.Checkpointed(engine)}, checkpoint_id="runs/step-100")
         dcp.load({"app": plait.Checkpointed(engine)}, checkpoint_id="runs/step-100")
 
-    The engine that loads may have any other layout, with parameters, optimizers, seed and average of the same names and
-    shapes.  What DCP has no hashes and no promise for (damage, an end in the middle of a save), ``plait.save`` has.
+    The engine that loads may have any other layout, with the same parameters, optimizers, seed and average.  DCP has no
+    hashes, and makes no promise for a save that is interrupted; ``plait.save`` has both.
 
     Args:
-        engine: between two steps.
-        ema: an average that goes on too.
+        engine: an engine between two steps.
+        ema: an average to save and load too.
 
     Raises:
         ValueError: ranks that are threads, which DCP takes for one each.
@@ -61,52 +61,45 @@ class Checkpointed:
         self.engine, self.ema = engine, ema
 
     def state_dict(self) -> dict[str, Any]:
-        """What DCP writes, or reads into; all ranks call it together."""
+        """The state that DCP writes, or reads into; all ranks call it together."""
         engine = self.engine
         engine.check_between_steps("plait.Checkpointed")
         shapes, aliases = engine.directory.shapes, engine.directory.aliases
-        pieces: dict[tuple[str, str], list[StatePiece]] = {}
-        for piece in engine.pieces():
-            pieces.setdefault((piece.key, aliases.get(piece.name, piece.name)), []).append(piece)
-        own = engine.own_buffers()
-        for part in engine.parts():
-            for name, buffer in buffers_of(part.model).items():
-                region = tuple((0, size) for size in buffer.shape)
-                pieces.setdefault(("", name), []).append(
-                    StatePiece(name, "", region, buffer.detach(), own.get(name) is buffer)
-                )
+        held: dict[str, list[RankPiece]] = {}
+        for piece in pieces_of(engine, self.ema):
+            held.setdefault(piece.name, []).append(piece)
         state: dict[str, Any] = {
-            "model": {alias: Pieces.of(*shapes[name], pieces.get(("", name), ())) for alias, name in aliases.items()}
+            "model": {alias: Pieces.of(*shapes[name], held.get(f"model/{name}", ())) for alias, name in aliases.items()}
         }
         about: dict[str, Any] = {"run": engine.step_state(), "names": {n: list(s) for n, (s, _) in shapes.items()}}
         if engine.optimizer_state is not None:
             now = engine.optimizer_state_dict(elements=False)
             about["optimizer"] = {**now, "state": _in_file(now["state"])}
             about["optimizer_classes"] = engine.optimizer_state.classes()
-            values: dict[str, dict[str, Any]] = {name: {} for name in now["state"]}
-            for name, kept in now["state"].items():
-                for key, value in kept.items():
-                    is_cut = isinstance(value, Tensor) and value.is_meta
-                    at = pieces.get((key, name), ())
-                    values[name][key] = Pieces.of(value.shape, value.dtype, at) if is_cut else value
+            values: dict[str, dict[str, Any]] = {
+                name: {
+                    key: Pieces.of(value.shape, value.dtype, held.get(f"optimizer/{key}/{name}", ()))
+                    if isinstance(value, Tensor) and value.is_meta
+                    else value
+                    for key, value in kept.items()
+                }
+                for name, kept in now["state"].items()
+            }
             for name, key, value in self._to_come():
                 values.setdefault(name, {}).setdefault(key, value)
             state["optimizer"] = {"state": values, "param_groups": now["param_groups"]}
         if self.ema is not None:
-            averages: dict[str, list[StatePiece]] = {}
-            for piece in self.ema.pieces():
-                averages.setdefault(aliases.get(piece.name, piece.name), []).append(piece)
-            names = {aliases.get(name, name) for name in engine.exchange.names}
-            state["ema"] = {name: Pieces.of(*shapes[name], averages.get(name, ())) for name in sorted(names)}
+            names = sorted({aliases.get(name, name) for name in engine.exchange.names})
+            state["ema"] = {name: Pieces.of(*shapes[name], held.get(f"ema/{name}", ())) for name in names}
             about["ema"] = self.ema.decay
         return {**state, "plait": json.dumps(encoded(about, {}))}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what DCP has read; all ranks call it together.
+        """Takes over the values that DCP has read; all ranks call it together.
 
         Raises:
-            ValueError: what was saved is of another model, optimizer, seed or average. DCP has overwritten values by
-                then: build the engine anew.
+            ValueError: they belong to another model, optimizer, seed or average.  DCP has overwritten values by then:
+                build the engine anew.
         """
         engine = self.engine
         shapes = engine.directory.shapes
@@ -140,7 +133,7 @@ class Checkpointed:
             self.ema.decay = about["ema"]
 
     def _to_come(self) -> Iterator[tuple[str, str, Any]]:
-        """What this rank's optimizers will keep for what has had no gradient yet, as zeros: name, key, values."""
+        """State that this rank's optimizers will make for parameters without a gradient so far, as zeros."""
         state = self.engine.optimizer_state
         assert state is not None
         groups = {
@@ -156,7 +149,7 @@ class Checkpointed:
 
 
 def _in_file(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Numbers as they are, names in the place of tensors."""
+    """Numbers, and names in the place of tensors."""
     return {
         name: {
             key: InFile(f"{key}/{name}") if isinstance(value, Tensor) and (value.dim() or value.is_meta) else value
@@ -169,7 +162,7 @@ def _in_file(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
 def _after_a_step(
     owned: Owned, optimizer: Optimizer, group: Mapping[str, Any], *, first: bool
 ) -> Iterator[tuple[str, str, Any]]:
-    """The state that a new optimizer of this kind makes for a run, as zeros."""
+    """The state that a new optimizer of this class makes for a run, as zeros: name, key, values."""
     trial = nn.Parameter(torch.zeros_like(owned.view))
     trial.grad = torch.zeros_like(trial)
     new = rebuilt(optimizer, [{**group, "params": [trial]}])
@@ -183,18 +176,18 @@ def _after_a_step(
 
 
 class Pieces(Tensor):
-    """A whole tensor's shape and dtype, and the regions of it that this rank has, for DCP to write or to fill."""
+    """A whole tensor's shape and dtype, and this rank's regions of it, for DCP to write or to fill."""
 
-    pieces: list[StatePiece]
+    pieces: list[RankPiece | StatePiece]
     written: bool
 
     @classmethod
-    def of(cls, shape: Iterable[int], dtype: torch.dtype, pieces: Iterable[StatePiece]) -> Tensor:
-        """An empty tensor stands for itself."""
+    def of(cls, shape: Iterable[int], dtype: torch.dtype, pieces: Iterable[RankPiece | StatePiece]) -> Tensor:
+        """An empty tensor has no regions, and is itself."""
         size = torch.Size(shape)
         if not math.prod(size):
             return torch.empty(size, dtype=dtype)
-        here = list(pieces)
+        here: list[RankPiece | StatePiece] = list(pieces)
         made: Pieces = Tensor._make_wrapper_subclass(cls, size, dtype=here[0].tensor.dtype if here else dtype)
         made.pieces, made.written = here, False
         return made
@@ -218,7 +211,7 @@ class Pieces(Tensor):
         return [_chunk(piece.region) for piece in self.pieces]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Of what is written, the place is enough; of what is read, pieces of a tied weight may begin at one place."""
+        """By offset for a write; by number for a read, since pieces of a tied weight may begin at one place."""
         if not self.written:
             assert index.index is not None
             return self.pieces[index.index].tensor
@@ -231,7 +224,7 @@ class Pieces(Tensor):
         return next(piece.tensor for piece in self.pieces if piece.region == region)
 
     def new_empty(self, size: Any, **_: Any) -> Tensor:  # type: ignore[override]
-        """With which ``dcp.async_save`` begins a copy; it copies the pieces into it then."""
+        """The beginning of a copy by ``dcp.async_save``, which then copies the pieces into it."""
         return Pieces.of(self.size(), self.dtype, ())
 
     def __repr__(self) -> str:  # type: ignore[override]

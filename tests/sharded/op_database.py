@@ -10,6 +10,7 @@ python tests/sharded/op_database.py [word of an entry's name ...]       counts t
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 import warnings
@@ -311,38 +312,20 @@ def verdict(of_entry: Sequence[Outcome]) -> str:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    import logging
-
     logging.disable(logging.CRITICAL)
-    flags = {a for a in sys.argv[1:] if a.startswith("-")}
-    words = [a for a in sys.argv[1:] if not a.startswith("-")]
-    chosen = entries(words)
-    part = next((f[2:] for f in flags if "/" in f), "0/1")
-    i, n = map(int, part.split("/"))
-    totals: dict[str, Counter[str]] = {"explicit": Counter(), "auto": Counter(), "both": Counter()}
-    for entry in chosen[i::n]:
-        try:
-            every = list(outcomes(entry))
-        except Exception as error:
-            print(f"?? {name_of(entry)}: {type(error).__name__} {str(error)[:200]}", flush=True)
-            continue
+    totals: dict[str, Counter[str]] = {"explicit": Counter(), "auto": Counter()}
+    for entry in entries(sys.argv[1:]):
+        every = list(outcomes(entry))
         if not every:
             print(f"no calls on dense tensors: {name_of(entry)}")
-            totals["both"]["none"] += 1
             continue
-        explicit, auto = ([o for o in every if o.auto is a] for a in (False, True))
-        a, b, c = verdict(explicit), verdict(auto), verdict(every)
-        totals["explicit"][a] += 1
-        totals["auto"][b] += 1
-        totals["both"][c] += 1
-        print(f"{a:8s} {b:8s} {name_of(entry)}", flush=True)
-        shown = set()
+        words = [verdict([o for o in every if o.auto is auto]) for auto in (False, True)]
+        for total, word in zip(totals.values(), words, strict=True):
+            total[word] += 1
+        print(f"{words[0]:8s} {words[1]:8s} {name_of(entry)}", flush=True)
         for o in every:
-            if o.word in ("wrong", "unclear") or ("--refused" in flags and o.word == "refused"):
-                text = f"    {o.word} {o.way}{' auto' if o.auto else ''}: {o.said[:300]}"
-                if text not in shown:
-                    shown.add(text)
-                    print(text, flush=True)
+            if o.word in ("wrong", "unclear"):
+                print(f"    {o.word} {o.way}{' auto' if o.auto else ''}: {o.said[:300]}", flush=True)
     for what, counts in totals.items():
         print(what, dict(counts))
 

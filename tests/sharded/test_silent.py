@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -91,43 +90,6 @@ def test_a_copy_in_the_place_of_a_view_is_not_written_into() -> None:
     run_threads("tensor=2", body)
 
 
-PENDING: list[Callable[[ShardedTensor], Any]] = [
-    lambda p: p + np.float32(2),
-    lambda p: p + np.float64(2),
-    lambda p: p - np.int64(2),
-    lambda p: p + torch.tensor(2.0),
-    lambda p: p.add_(np.float32(2)),
-    lambda p: torch.where(torch.ones(5, 5) > 0, p, np.float32(2)),
-    lambda p: torch.where(torch.ones(5, 5) > 0, p, torch.tensor(2.0).double()),
-    lambda p: p.cumsum(0, dtype=torch.int64),
-    lambda p: p.sum(0, dtype=torch.int64),
-    lambda p: p.to(torch.int32),
-    lambda p: p.half(),
-    lambda p: (p * 0).long().copy_(p),
-    lambda p: p / 0.0,
-    lambda p: p / float("nan"),
-    lambda p: p * float("inf"),
-    lambda p: p / torch.zeros(5, 5),
-    lambda p: torch.add(p, p, alpha=float("inf")),
-    lambda p: torch.addmm(p, p, torch.ones(5, 5).double(), beta=float("inf")),
-    lambda p: p.nansum(),
-    lambda p: p.sinh(),
-    lambda p: p[:, 0] > 0,
-    lambda p: F.pad(p, (1, 1), value=1.0),
-]
-
-
-@pytest.mark.parametrize("number", range(len(PENDING)))
-def test_shares_are_summed_first(number: int) -> None:
-    def body(comm: Comm) -> None:
-        p = shard(values((5, 5), 1, False), "a b, pending(tensor)", comm)
-        for _ in range(2):
-            with pytest.raises(LayoutError):
-                PENDING[number](p)
-
-    run_threads("tensor=2", body)
-
-
 def test_whole_numbers_have_no_mean() -> None:
     def body(comm: Comm) -> None:
         x = ShardedTensor.from_full(torch.arange(1, 5), "a/tensor", comm)
@@ -166,15 +128,6 @@ def test_numbers_of_another_type_are_another_call() -> None:
     assert run_threads("tensor=2", body)[0] == whole()
 
 
-def test_what_torch_func_made_is_refused_beside_a_sharded_tensor() -> None:
-    def body(comm: Comm) -> None:
-        x = shard(values((5, 5), 1, False), "a b", comm)
-        with pytest.raises(LayoutError, match=r"torch\.func"):
-            torch.func.grad(lambda w: (w * x).sum())(torch.ones(5, 5))
-
-    run_threads("tensor=2", body)
-
-
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jacrev", "jacfwd", "hessian", "functionalize"])
 def test_torch_func_of_a_sharded_tensor_is_refused(transform: str) -> None:
     """It asks no class of a tensor, and would take this rank's piece for the whole: a mean over half of it."""
@@ -185,6 +138,8 @@ def test_torch_func_of_a_sharded_tensor_is_refused(transform: str) -> None:
             getattr(torch.func, transform)(lambda x: x.mean())(x)
         with pytest.raises(LayoutError, match=r"torch\.func"):
             torch.func.vjp(torch.sin, x)
+        with pytest.raises(LayoutError, match=r"torch\.func"):  # what it has made, beside a sharded tensor
+            torch.func.grad(lambda w: (w * x).sum())(torch.ones(6, 5))
         plain = torch.ones(5)
         assert torch.equal(torch.func.grad(lambda x: x.square().sum())(plain), 2 * plain), "nothing is left open"
 
@@ -262,3 +217,45 @@ def test_torch_has_its_own_layout() -> None:
 
     x = values((5, 5), 1, False)
     torch.testing.assert_close(run_threads("tensor=2", body)[0], torch.masked.sum(x, 1, mask=x > 0))
+
+
+# ---- arguments by keyword, by sign and by type -----------------------------------------------------------------
+
+WHOLE = torch.arange(24.0, dtype=torch.float64).view(2, 4, 3)
+
+
+def on_two_ranks(layout: str, act: Callable[[ShardedTensor], Any]) -> Any:
+    return run_threads("tensor=2", lambda comm: act(ShardedTensor.from_full(WHOLE, layout, comm)))[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "act"),
+    [
+        ("a b c/tensor", lambda x: x.unbind(dim=1)[3]),
+        ("a/tensor b c", lambda x: x.unbind(1)[3]),
+        ("a b c/tensor", lambda x: x.flip(dims=(0, 1))),
+        ("a b c/tensor", lambda x: x.flip(-2)),
+        ("a b c, pending(tensor)", lambda x: x.flip(0, 1)),
+        ("a b/tensor c", lambda x: x.tensor_split((1, 2), -1)[2]),
+        ("a/tensor b c", lambda x: torch.std(input=x, dim=-1)),
+        ("a b c, pending(tensor)", lambda x: x.clone().copy_(x, True)),
+        ("a b c, pending(tensor)", lambda x: torch.add(x, other=x)),
+        ("a b c", lambda x: x[False]),
+        ("a b/tensor c", lambda x: x.tensor_split((1, -1), 0)[2]),
+        ("a b c", lambda x: x.view(torch.int64)),
+        ("a b/tensor c", lambda x: x[[0]]),
+        ("a b c/tensor", lambda x: x[:, [2, 0, 2]]),
+    ],
+)
+def test_another_way_to_say_it(layout: str, act: Callable[[Any], Tensor]) -> None:
+    found = on_two_ranks(layout, lambda x: act(x).full())
+    torch.testing.assert_close(found, act(WHOLE.clone()), rtol=0, atol=1e-12)
+
+
+def test_true_is_not_one() -> None:
+    """1 and True are one key of a dict, and two arguments: std along dim 1, std of all."""
+
+    def act(x: ShardedTensor) -> list[tuple[int, ...]]:
+        return [tuple(x.std(1).shape), tuple(x.std(True).shape), tuple(x.std(1).shape), tuple(x[0].shape)]
+
+    assert on_two_ranks("a b c", act) == [(2, 3), (), (2, 3), (4, 3)]

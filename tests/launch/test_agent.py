@@ -178,7 +178,7 @@ def test_ranks_whose_end_nobody_tells_are_not_waited_for(tmp_path: Path, monkeyp
     said: dict[int, int] = {}
     monkeypatch.setattr(shells, "ended", lambda: said or said.update(Shells.ended(shells)) or said)
     agent = RankAgent(Mesh(shard=2), tmp_path, shells, Limits(), 60)  # type: ignore[arg-type]
-    with pytest.raises(ConnectionError, match=r"rank 0 was killed, and 0\.2 s later nobody says that it ended"):
+    with pytest.raises(ConnectionError, match=r"rank 0 was killed, and 0\.2 s later it is not known to have ended"):
         agent.run()
     assert agent.code == 137
     for process in shells.started:

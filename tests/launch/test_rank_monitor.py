@@ -23,7 +23,7 @@ def test_a_signal_to_a_rank_is_told_at_once_and_once(tmp_path: Path, capsys: pyt
     assert not capsys.readouterr().err
     monitor.tell_signals()
     monitor.tell_signals()
-    assert capsys.readouterr().err == "plait: rank 1 got SIGUSR1: all ranks end behind their step\n"
+    assert capsys.readouterr().err == "plait: rank 1 got SIGUSR1: all ranks end after their step\n"
     monitor.page.ask_to_stop(signal.SIGTERM)
     StatusRecord(monitor.page, 0, "a", os.getpid(), 0).heard(signal.SIGTERM)
     monitor.tell_signals()

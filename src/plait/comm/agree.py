@@ -1,7 +1,7 @@
-"""What ranks tell each other besides their tensors: rows of numbers, bytes, an error.
+"""Small agreements between ranks, besides their tensors: rows of numbers, bytes, an error.
 
     rank 0   [3, 40] --+--> [[3, 40],      one small all_gather; the rows stand in group order (the first axis
-    rank 1   [3, 38] --+     [3, 38]]      outermost), so whatever is summed over them is summed alike everywhere
+    rank 1   [3, 38] --+     [3, 38]]      outermost), so sums over them have one order everywhere
 
 Every member of the group calls the same function, as with any collective.
 """
@@ -51,7 +51,7 @@ def same_everywhere(comm: Comm, row: Sequence[int], axes: Sequence[str], note: N
 
 
 def same_tensors(comm: Comm, tensors: Iterable[Tensor], axes: Sequence[str], note: Note) -> bool:
-    """Whether all members brought the same bits, by a checksum."""
+    """Compares the bits of all members by a checksum."""
     whole = (t.detach().cpu().resolve_conj().contiguous().view(-1).view(torch.uint8) for t in tensors)
     mine = zlib.crc32(b"".join(bytes(t.numpy().data) for t in whole))
     return len({checksum for (checksum,) in gather_ints(comm, [mine], axes, note)}) == 1
@@ -90,7 +90,7 @@ def _bytes(comm: Comm, data: bytes) -> Tensor:
 def differences(comm: Comm, fields: Mapping[str, str], note: Note) -> list[str]:
     """Where ranks bring different fields: one sentence a field, with every value and who has it, on every rank.
 
-    It costs two messages of one number where all are alike.
+    It costs two messages of one number where all agree.
     """
     text = json.dumps(sorted(fields.items()))
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
@@ -141,7 +141,7 @@ def check_together(comm: Comm, error: BaseException | None, axes: Sequence[str])
 
 
 def _raise_first(comm: Comm, error: BaseException | None, axes: Sequence[str], bad: Sequence[int]) -> None:
-    """What the first of the members that bring an error brings; nothing where none does."""
+    """Raises the error of the first member that brings one."""
     failed, ranks = [index for index, one in enumerate(bad) if one], comm.mesh.group(comm.rank, tuple(axes))
     if not failed:
         return

@@ -111,7 +111,7 @@ class Comm(ABC):
 
     @property
     def overlaps(self) -> bool:
-        """Whether messages travel beside computation: on GPUs, and where there are more cores than ranks use."""
+        """True if messages travel beside computation: on GPUs, and where there are more cores than ranks use."""
         cores = os.cpu_count() or 1
         return self.device.type == "cuda" or cores > self.local_world_size * torch.get_num_threads()
 
@@ -304,7 +304,7 @@ class Comm(ABC):
     # ---- checking, recording, asking -----------------------------------------------------------
 
     def _number(self, *key: object) -> int:
-        """How many times it was asked for this key before: operations are matched by their numbers."""
+        """Counts the calls with this key: operations are matched by their numbers."""
         number = self._numbers[key] = self._numbers.get(key, -1) + 1
         return number
 

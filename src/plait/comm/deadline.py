@@ -1,12 +1,12 @@
 """The clock of all deadlines, and a call that may never return, given one.
 
-A process that is stopped (Ctrl-Z, a container that is paused) waits for nobody, and where its whole group is stopped
-nobody could come.  So deadlines go by a clock that all waits of a process look at: of a long pause between two looks it
-counts two seconds.
+A process that is stopped (Ctrl-Z, a paused container) does not wait, and where its whole group is stopped no rank could
+come.  So deadlines go by a clock that all waits of a process look at: of a long pause between two looks it counts two
+seconds.
 
 torch's stores wait in C++ for what their peer sends, some of it without any limit: a peer that accepts a connection and
 is silent, or is stopped, would hold its caller forever.  So such a call runs in a thread.  When its time is up the
-caller goes on, and the thread stays behind until the process ends.
+caller goes on, and the thread stays until the process ends.
 """
 
 import threading
@@ -18,7 +18,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 LOOK_SECONDS = 2.0
-"""Two looks at the clock are further apart only where the process was stopped, or waited for nobody."""
+"""Two looks at the clock are further apart only where the process was stopped, or did not wait."""
 
 
 class WaitClock:
@@ -45,7 +45,7 @@ awake_since = clock.awake_since
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result:
-    """What ``call()`` returns or raises.
+    """Returns or raises what ``call()`` does.
 
     Raises:
         TimeoutError: it did neither in time.

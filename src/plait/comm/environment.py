@@ -28,7 +28,7 @@ LOCAL_NAMES = ("localhost", "::1", "0.0.0.0", "::")
 
 
 def variables(given: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """What a process must have to be a rank."""
+    """The variables that a process needs to be a rank."""
     return ("RANK", "WORLD_SIZE") if given.get(STORE) else VARIABLES
 
 
@@ -38,12 +38,12 @@ SEVERAL = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SI
 
 
 def launched(environment: MutableMapping[str, str] = os.environ, ranks: int | None = None, *, fix: str) -> bool:
-    """Whether a launcher has started this process as one of several ranks, and said so in torchrun's variables, or in
+    """True if a launcher has started this process as one of several ranks, and said so in torchrun's variables, or in
     Slurm's: then torchrun's are set.
 
     Args:
         ranks: where they are known, told to a user who forgot torchrun.
-        fix: how to start the ranks, for whoever started this program several times over.
+        fix: how to start the ranks, for a user who started this program several times.
 
     Raises:
         ValueError: half of what a rank must know is set, or this program runs several times, each as a whole run.
@@ -62,12 +62,12 @@ def launched(environment: MutableMapping[str, str] = os.environ, ranks: int | No
 
 
 def started(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher, Slurm's ``srun`` too, has started this process as one of several ranks."""
+    """True if a launcher, Slurm's ``srun`` too, has started this process as one of several ranks."""
     return bool({**environment, **from_slurm(environment)}.get("WORLD_SIZE", "").strip())
 
 
 def ranks_here(ranks: int, environment: Mapping[str, str] = os.environ) -> int:
-    """How many of a mesh's ranks this host has: all, unless a launcher has started this process as one of them."""
+    """The number of a mesh's ranks on this host: all, unless a launcher has started this process as one of them."""
     if not started(environment):
         return ranks
     return _number({**environment, **from_slurm(environment)}, "LOCAL_WORLD_SIZE", 1, MOST_RANKS, default=1)
@@ -153,7 +153,7 @@ class WorldVariables:
     file: str
     """The store, where it is a file."""
     restarts: int
-    """How often this host's launcher has started its ranks again; that of another host may say another number."""
+    """Restarts by this host's launcher; that of another host may count differently."""
     job: str
     """torchrun's name of the run: agents of several may share a store."""
     hint: str
@@ -161,7 +161,7 @@ class WorldVariables:
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ, ranks: int | None = None) -> Self:
-        """What the environment says; ``ranks``, where they are known, are told to a user who forgot torchrun.
+        """Reads the environment; a user who forgot torchrun reads the number of ``ranks``, where it is known.
 
         Raises:
             ValueError: a variable is missing, or is no number, or is one that cannot be.

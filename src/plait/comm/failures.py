@@ -1,4 +1,4 @@
-"""What a rank reports when an operation fails, and what the others have reported.
+"""Reports of ranks whose operation failed, in the error of each of them.
 
 Sockets tell that a peer is silent or gone, never what it was doing.  So a rank whose operation failed posts one line in
 the store through which the ranks met, waits a moment for the lines of the others, and puts them all in its error:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 PATIENCE_SECONDS = 2.0
-"""How long a failed rank waits for the others' reports."""
+"""Time that a failed rank waits for the others' reports."""
 LONGEST_REPORT = 1000
 
 

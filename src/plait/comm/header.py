@@ -1,4 +1,4 @@
-"""What a tensor is, as a small message of fixed size, for a receiver that does not know its shape.
+"""The shape and dtype of a tensor, as a small message of fixed size, for a receiver that does not know them.
 
     sender     send(header_of(x))  send(x)          [dtype, number of dims, dim 0, dim 1, ...]   int64
     receiver   recv(header), shape_in(header), then recv into a tensor of that shape

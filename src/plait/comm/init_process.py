@@ -40,10 +40,10 @@ _file_store: Any = dist.FileStore  # type: ignore[attr-defined]
 _prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]
 
 RESOLVE_SECONDS = 2.0
-"""How long the name of this host may take to be looked up; after it, it is taken for a good one."""
+"""Time to look up the name of this host; a name that takes longer is taken for a good one."""
 POLL_SECONDS = 0.05
 LATE_SECONDS = 1.0
-"""What a call that has a deadline of its own is given beyond it, before it is left behind."""
+"""Time that a call with a deadline gets beyond it, before it is left."""
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -154,7 +154,7 @@ def file_store(path: str, deadline: float) -> Store:
 
 
 VALIDATE, PING = b"\x00" + (0x3C85F7CE).to_bytes(4, "little"), b"\x0d"
-"""How a client of torch's TCPStore begins: a known number, and a number to be given back (TCPStore.cpp)."""
+"""The first bytes of a client of torch's TCPStore: a known number, and a number to be given back (TCPStore.cpp)."""
 
 
 def probe(address: str, port: int, end: float) -> None:
@@ -226,7 +226,7 @@ def _first(error: BaseException) -> str:
 
 
 def _on_loopback() -> bool:
-    """Whether gloo would listen on loopback, because this host's name leads there or nowhere."""
+    """True if gloo would listen on loopback, because this host's name leads there or nowhere."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return False
     try:

@@ -42,7 +42,7 @@ class NcclTransport(GlooTransport):
 
     @staticmethod
     def _takes(tensor: Tensor) -> bool:
-        """Whether a tensor goes by nccl."""
+        """True if a tensor goes by nccl."""
         return tensor.is_cuda
 
     def __init__(self, mesh: Mesh, device: torch.device, deterministic: bool, wires: Wires) -> None:

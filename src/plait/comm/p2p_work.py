@@ -4,7 +4,7 @@
     Sent       the handle of a message that was sent, whether it is kept or dropped
     TwoPhase   a large all-reduce: reduce-scatter, then all-gather
 
-torch's handles and the memory they work on are kept until somebody waits, even where the user drops the work.
+torch's handles and the memory they work on are kept until a wait, even where the user drops the work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_GRADIENTS = nullcontext()
 
 
 class P2PWork:
-    """Messages, and what to do when they are through; ``under_way`` keeps them until somebody has waited."""
+    """Messages, and their last step; ``under_way`` keeps them until a wait."""
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ class Prepared:
 
 
 class Alone:
-    """What a group of one does instead, which has nobody to send to."""
+    """The same for a group of one, which has no member to send to."""
 
     __slots__ = ("_copy",)
 

@@ -91,7 +91,7 @@ class ProcessComm(Comm):
         self.dropped: dict[int, P2PWork] = {}  # those of them whose handles are gone, the oldest first
         self._closed = False
         self._borrows = False
-        """Whether torch's process group was there before, made by somebody else."""
+        """torch's process group was there before, and stays."""
 
     @classmethod
     def from_env(

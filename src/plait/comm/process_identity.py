@@ -37,11 +37,11 @@ class Peer:
     host: str
     pid: int
     facts: dict[str, str] = field(default_factory=dict)
-    """What must be the same on all ranks, by name."""
+    """Facts that must be the same on all ranks, by name."""
     loopback: bool = False
     """Its gloo would listen where no other host reaches it."""
     restarts: int = 0
-    """How often ranks were started before, as far as it knows; launchers of one world may count differently."""
+    """Earlier starts of the ranks, as far as it knows; launchers of one world may count differently."""
     token: str = field(default_factory=lambda: token_of(os.getpid()))
 
     def __str__(self) -> str:

@@ -5,7 +5,7 @@
     rank 1   meet #4 ---+            body: read all, write my share ---+           go on
 
 Every wait ends: by the others coming, by the deadline, by a member that has returned for good, or by the abort that a
-failing rank causes.  Whoever notices first writes the reason into the barrier for every member that comes later.  At a
+failing rank causes.  The first rank that notices writes the reason into the barrier for all that come later.  At a
 deadline it says what the ranks that did not come were doing: threads of one process can look at each other's stacks.
 """
 
@@ -23,7 +23,7 @@ from plait.comm.base import MismatchError, Operation
 from plait.comm.operation import advice
 
 Address = tuple[int, int, str, int]
-"""Of a message: sender, receiver, what it is for, its number among those."""
+"""A message's sender, receiver, purpose, and number among those."""
 
 PIECES = 20  # in which a rank waits out its deadline
 FRAMES = 12  # calls of a rank's stack that are shown, the innermost last
@@ -44,7 +44,7 @@ class _Barrier:
 
 
 class Rendezvous:
-    """What the ranks of one world share: barriers, mailboxes, and why one of them has failed."""
+    """The common state of the ranks of one world: barriers, mailboxes, and the first failure."""
 
     def __init__(self, num_ranks: int, deadline: float) -> None:
         self.deadline = deadline
@@ -117,8 +117,8 @@ class Rendezvous:
     def _wait(self, changed: threading.Condition, settled: Callable[[], object]) -> bool:
         """Waits until ``settled()``, or says False after the deadline.
 
-        Only time in which somebody could come counts.  Python's collector, a library call that keeps the interpreter,
-        or a stop of the process halts all ranks; whoever wakes too late counts only what it meant to sleep.
+        Only time in which a rank could come counts.  Python's collector, a library call that keeps the interpreter,
+        or a stop of the process halts all ranks; a rank that wakes too late counts only the sleep that it meant.
         """
         left = self.deadline
         while not settled():
@@ -189,7 +189,7 @@ class Rendezvous:
         return message
 
     def _elsewhere(self, here: Container[int], computed: float) -> str:
-        """How much the process computed since then, and the stacks of the ranks that are not ``here``."""
+        """The time that the process computed since then, and the stacks of the ranks that are not ``here``."""
         text = f" (this process computed {time.process_time() - computed:.2f} s meanwhile)"
         frames = sys._current_frames()
         for rank, thread in sorted(self._threads.items()):

@@ -35,7 +35,7 @@ def from_slurm(given: Mapping[str, str]) -> dict[str, str]:
     is missing that tells it.
 
     Raises:
-        ValueError: nobody can tell on which host rank 0 is.
+        ValueError: the host of rank 0 is not known.
     """
     said = {name: given.get(name, "").strip() for name in NAMES}
     size = said["SLURM_STEP_NUM_TASKS"]

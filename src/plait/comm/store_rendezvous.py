@@ -35,7 +35,7 @@ _prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]  # torch's s
 POLL_SECONDS, SLOWEST_POLL = 0.02, 0.2
 """Between two looks into the store: at the beginning, and after some seconds."""
 OTHERS_SECONDS = 1.5
-"""How long rank 0, when two ranks differ, waits for the others, so that it can say which of them is alone."""
+"""Time that rank 0, when two ranks differ, waits for the others, so that it can say which of them is alone."""
 UNKNOWN = "(unknown)"
 """The value of a fact that a rank cannot tell; it agrees with any."""
 
@@ -47,7 +47,7 @@ class Met(NamedTuple):
     """This world's part of the store."""
     peers: tuple[Peer, ...]
     attempt: int
-    """How often these ranks were started before."""
+    """Earlier starts of these ranks."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,6 @@ def wait_for_keys(here: Store, keys: list[str], end: float) -> bool:
 
 
 def loopback_only(name: str, resolve: Callable[..., Any] = socket.getaddrinfo) -> bool:
-    """Whether a host's name leads to nothing but this host itself."""
+    """True if a host's name leads only to this host itself."""
     found = {str(address[4][0]) for address in resolve(name, None)}
     return all(address.startswith("127.") or address == "::1" for address in found)

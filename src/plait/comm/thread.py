@@ -1,7 +1,7 @@
 """Ranks as threads of one process, for tests, notebooks and lessons: milliseconds per world.
 
 A collective is a rendezvous (``rendezvous.py``).  The members lay down their tensors, each does its own share straight
-from the others' memory, and nobody leaves before all are done, because a tensor that is still read must not change:
+from the others' memory, and none leaves before all are done, because a tensor that is still read must not change:
 
     rank 0   arrive(whole0) ---+            add chunk 0 of whole0, whole1 -> out0 ---+            leave
                                |  all here                                           |  all done
@@ -64,7 +64,7 @@ class ThreadComm(Comm):
 
     @contextmanager
     def _meet(self, operation: Operation, mine: Tensor) -> Iterator[list[Tensor]]:
-        """What the members lay down, in group order."""
+        """Yields the tensors of the members, in group order."""
         number = self._number(tuple(sorted(operation.group.ranks)))
         with self.waiting(operation), self.world.meet(number, operation, mine) as brought:
             yield brought
@@ -138,7 +138,7 @@ class ThreadComm(Comm):
             row.copy_(self.world.take(operation, self._address("description", src, self.rank)))
 
     def _address(self, what: str, src: int, dst: int) -> Address:
-        """Of the next message between two ranks."""
+        """The address of the next message between two ranks."""
         return src, dst, what, self._number(what, src, dst)
 
 
@@ -209,7 +209,7 @@ def run(
         world.begin(rank)
         torch.set_autocast_cache_enabled(False)  # all threads share its casts, and the first to leave drops them
         try:
-            # torch has one thread for the backwards of a GPU, in which a rank would wait for another that is behind it
+            # torch has one thread for the backwards of a GPU, in which a rank would wait for one whose turn comes later
             with to_its_end(), torch.autograd.set_multithreading_enabled(False):
                 results[rank] = fn(world.comm(rank))
         except BaseException as error:
@@ -226,7 +226,7 @@ def run(
         for thread in threads:
             while thread.is_alive() and not failures:
                 thread.join(0.05)
-        # After a failure the others end at their next operation; one that never comes to it is left behind.
+        # After a failure the others end at their next operation; one that never comes to it is left.
         _join(threads, deadline)
     except BaseException:
         world.abort("the calling thread was interrupted")

@@ -34,7 +34,7 @@ Started = tuple[Any, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Wires:
-    """What every transport of a rank is made with."""
+    """The parts that every transport of a rank needs."""
 
     rank: int
     deadline: float
@@ -53,9 +53,9 @@ class Transport(ABC):
         self.broken = ""  # or why nothing can be started any more
 
     progresses = True
-    """Whether messages travel while this rank computes."""
+    """Messages travel while this rank computes."""
     over_sockets = False
-    """Whether messages go over torch's default process group."""
+    """Messages go over torch's default process group."""
 
     @abstractmethod
     def send(self, operation: Operation, tensor: Tensor, dst: int, tag: int) -> list[Started]: ...
@@ -107,7 +107,7 @@ class Transport(ABC):
         return None
 
     def give_up(self, why: str) -> None:
-        """Starts nothing more; whoever waits for this rank, or loses it, reads why."""
+        """Starts nothing more, and leaves ``why`` for the ranks that wait for this one."""
         self.broken = why
         self._reports.post(why)
 
@@ -121,7 +121,7 @@ class Transport(ABC):
             raise ConnectionError(f"rank {self.rank} in {operation}: {self.broken}")
 
     def failure(self, operation: Operation, error: BaseException) -> OSError:
-        """What a rank raises where an operation fails; it starts nothing more."""
+        """The error of a rank whose operation failed; it starts nothing more."""
         if self.broken:
             return ConnectionError(f"rank {self.rank} in {operation}: {self.broken}")
         self.broken = f"this world broke down earlier, in {operation}"

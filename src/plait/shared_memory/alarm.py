@@ -1,4 +1,4 @@
-"""Wakes a rank that sleeps, whoever has something for it.
+"""Wakes a rank that sleeps, from any process that has something for it.
 
     sleeper                                    others
     asleep.post()                              write something
@@ -28,7 +28,7 @@ class Alarm:
         self._asleep, self._bell = Semaphore(address), Semaphore(address + semaphore.SIZE)
 
     def begin(self) -> None:
-        """By its rank, before others know of it."""
+        """Called by its rank, before others know of it."""
         self._asleep.begin()
         self._bell.begin()
 
@@ -41,6 +41,6 @@ class Alarm:
         """Unless something is ``found`` now: until it rings, or for so long; whether there may be something."""
         self._asleep.post()
         woken = found() or self._bell.wait(seconds)
-        if not self._asleep.take():  # somebody has, and rings
+        if not self._asleep.take():  # another rank has, and rings
             self._bell.take()
         return woken

@@ -34,10 +34,10 @@ class SharedBlock:
     lent: bool = False
     """It is a part of a tensor, and not to be used again."""
     number: int = 0
-    """By which readers know it."""
+    """Its name for readers."""
     readers: int = 0
     outgoing: object = None
-    """What it is a part of."""
+    """The message that it is a part of."""
     source: Tensor | None = None
     """Where the reader's result goes, once it is read."""
 
@@ -54,7 +54,7 @@ class Arena:
         self._tensors: dict[int, SharedBlock] = {}
         """Where those of ``empty`` lie, by their addresses."""
         self._under_way: dict[int, SharedBlock] = {}
-        """What somebody has not read, by number."""
+        """Blocks that a reader still needs, by number."""
         self._number = 0
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""What this rank does with what comes in, a chunk at a time, as far as it has come; none of it waits.
+"""Copies and adds the chunks that come in, as far as they have come; nothing here waits.
 
     Copying     chunks of some ranks into place                     all_gather, all_to_all, recv
     Adding      chunk k of all members, and mine, into one          reduce_scatter, all_reduce
@@ -24,7 +24,7 @@ from plait.shared_memory.outgoing import Outgoing
 
 
 class Mail(Protocol):
-    """What is needed of the transport."""
+    """The part of the transport that arrivals need."""
 
     def take(self, src: int, tag: int, like: Tensor) -> MailRecord | None:
         """The next message of a rank with a tag, if it has come; a ConnectionError if it is not as long as ``like``."""
@@ -104,7 +104,7 @@ class Adding:
         return self._next == len(self._parts) and all(one.is_over for one in self._outgoing)
 
     def _has_all(self) -> bool:
-        """Whether the next chunk of all has come, and mine, which may be what the sum goes into, is sent."""
+        """True if the next chunk of all has come, and mine, into which the sum may go, is sent."""
         for src in self._others:
             if src not in self._come:
                 record = self._mail.take(src, self._tag, self._parts[self._next])

@@ -8,7 +8,7 @@
 torch's own DDP, FSDP2, DTensor, pipelining and checkpoints run on it as they are.  Sums are added in rank order, so a
 run has the same bits each time.  Every process group is a world of its own.
 
-A collective is done when its call returns, also with ``async_op=True``: no thread moves data behind the program's back.
+A collective is done when its call returns, also with ``async_op=True``: no thread moves data meanwhile.
 A message is out of its tensor when ``isend`` returns; ``irecv`` waits in ``wait()``.  A group has this back end for all
 of its tensors: one of "cpu:plait_shm,cuda:nccl" takes no tensors of GPUs, so make two groups.
 """
@@ -241,7 +241,7 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
 
     def _done(self, result: Any) -> Any:
         """A work that is complete."""
-        self._comm.ledger.clear()  # nobody reads it
+        self._comm.ledger.clear()  # it has no reader
         return _c10d._create_work_from_future(_future(result))
 
     @contextlib.contextmanager
@@ -346,7 +346,7 @@ def _future(result: Any) -> Any:
 
 
 def _meet(store: Any, rank: int, size: int, deadline: float) -> list[Peer]:
-    """Who the ranks of a group are."""
+    """The processes of a group's ranks."""
     end = clock() + deadline
     store.set(f"plait/{rank}", Peer(rank, socket.gethostname(), os.getpid()).text)
     peers = []

@@ -2,13 +2,13 @@
 
     rank 0   [ own piece | ......... | ......... ]         each writes its own piece, and says "mine is written" to
     rank 1   [ ......... | own piece | ......... ]         each; all_gather moves nothing: it waits until each has
-    rank 2   [ ......... | ......... | own piece ]         said so, and if nobody has written since, it does nothing
+    rank 2   [ ......... | ......... | own piece ]         said so, and without news it does nothing
 
-What an update or a load has written is a generation, which all members count alike.  Whoever has written its pieces of
-the n-th has told so n times, and whoever reads after it waits until the others have.
+An update or a load writes a generation, and all members count the same ones.  A member that has written its pieces of
+the n-th has told so n times, and one that reads after it waits until the others have.
 
 The first rank of the group makes a segment, the others open it, and the memory of tensors is cut from it one after the
-other: all members ask for the same ones, so all cut alike.  Segments are as long-lived as the tensors in them.
+other: all members ask for the same ones, so all cut the same places.  Segments live as long as their tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SPARE = 16
 """A segment is an allocation, or at least this part of what there is: 1/16."""
 
 COMMON = 2
-"""The tag of what is told to make common memory."""
+"""The tag of the messages that make common memory."""
 
 Share = Callable[[int, Callable[[Segment], None]], Segment]
 """A segment of so many bytes for all members of a group; the second is called with it before the others see it."""
@@ -96,7 +96,7 @@ class CommonMemory:
         return self._segment.view(start, numel, dtype)
 
     def has(self, tensor: Tensor, ranks: Sequence[int]) -> bool:
-        """Whether a tensor lies here, and these ranks are of the group."""
+        """True if a tensor is in this memory, and these ranks are of the group."""
         return tensor.untyped_storage().data_ptr() in self._alive and set(self.group.ranks).issuperset(ranks)
 
 

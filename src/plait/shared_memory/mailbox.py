@@ -27,7 +27,7 @@ DATA, READ, HERE, LEFT = range(4)
 
 
 class MailRecord(NamedTuple):
-    """What is told: a kind, and of what."""
+    """A kind of news, and its place."""
 
     kind: int
     tag: int = 0
@@ -37,7 +37,7 @@ class MailRecord(NamedTuple):
     dtype: int = 0
     """A code; that of a message's elements."""
     number: int = 0
-    """Of the block."""
+    """The number of the block."""
 
 
 class Mailbox:
@@ -49,20 +49,20 @@ class Mailbox:
         self._segment = segment
         self._start, self._next = offset + 2 * semaphore.SIZE, 0
         self._behind = RECORDS
-        """Records that were written behind the last message."""
+        """Records that were written after the last message."""
 
     def begin(self) -> None:
-        """By the reader, before the writer knows of it."""
+        """Called by the reader, before the writer knows of it."""
         self.room.begin(RECORDS)
         self.filled.begin()
 
     @property
     def delivered(self) -> bool:
-        """Whether the reader has taken all messages that this end has written."""
+        """True if the reader has taken all messages that this end has written."""
         return RECORDS - self.room.value <= self._behind
 
     def write(self, record: MailRecord) -> bool:
-        """Whether there was room for it."""
+        """Writes a record; False if there is no room for it."""
         if not self.room.take():
             return False
         kind, tag, descriptor, offset, nbytes, dtype, number = record

@@ -1,7 +1,7 @@
-"""Every rank's mailboxes, made, published and opened.
+"""Makes, publishes and opens the mailboxes of all ranks of a host.
 
-A rank makes one mailbox for each other rank, in a segment of its own, and says in the store where it is.  Then it opens
-the others', and lays hold of their processes, so that their end is noticed.
+A rank makes one mailbox for each other rank, in its own segment, and writes its place into the store.  Then it opens
+the others', with a descriptor of each process that shows its end.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MailboxRegistry:
         place = {peer.rank: place * mailbox.BYTES for place, peer in enumerate(peers)}
         self.rank, self.process_ids = rank, {peer.rank: peer.pid for peer in peers}
         self.name = f"plait-{secrets.token_hex(8)}"
-        """Of all segments of this rank in this world."""
+        """The name of all segments of this rank in this world."""
         self._names: dict[int, str] = {}
         self._mine = Segment.make(len(peers) * mailbox.BYTES, self.name)
         others = [peer for peer in peers if peer.rank != rank]
@@ -52,7 +52,7 @@ class MailboxRegistry:
         self.alarm = Alarm(self._mine.address + place[rank])  # where a mailbox for oneself would be
         self.alarm.begin()
         self.alarms: dict[int, Alarm] = {}
-        """Of the other ranks."""
+        """The alarms of the other ranks."""
         store.set(f"shared_memory/{rank}", json.dumps([os.getpid(), self._mine.descriptor, self.name]))
         self.outboxes: dict[int, Mailbox] = {}
         self._segments: dict[tuple[int, int], Segment] = {}

@@ -15,7 +15,7 @@ WINDOW = 2
 
 
 class Outgoing:
-    """What of a tensor has been sent.
+    """The chunks of a tensor, and how far they are sent.
 
     Args:
         lent: it may be read where it lies, until the operation is over.
@@ -40,12 +40,12 @@ class Outgoing:
 
     @property
     def is_over(self) -> bool:
-        """Whether its tensor is its owner's again."""
+        """True if its tensor is its owner's again."""
         return self.sent >= self.count and not ((self.lent or self.back) and self.waits_for())
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the window allows one more; what is lent takes no blocks."""
+        """True if the window allows one more; a lent tensor takes no blocks."""
         return self.sent < self.count and (self.lent or max(self.unread.values()) < WINDOW)
 
     def waits_for(self) -> list[int]:

@@ -1,6 +1,6 @@
 """Memory that several processes map, and that is gone with the last of them.
 
-A segment is an anonymous file (``memfd_create``): it has no name, so nothing is left behind after ``kill -9``, and
+A segment is an anonymous file (``memfd_create``): it has no name, so nothing is left after ``kill -9``, and
 /dev/shm, which is 64 MB in many containers, does not limit it.  Others open it by its owner's process id and
 descriptor.
 """
@@ -21,7 +21,7 @@ import torch
 CGROUP = Path("/sys/fs/cgroup")
 
 _CACHE = re.compile(r"^(?:in)?active_file (\d+)$", re.MULTILINE)
-"""Of a container's use, what the kernel gives back where it is needed: the pages of files."""
+"""The part of a container's use that the kernel gives back on demand: the pages of files."""
 
 MOST_VIEWS = 4096
 """Kept of one segment."""
@@ -93,7 +93,7 @@ class Segment:
         return found
 
     def close(self) -> None:
-        """By its owner: no other may open it any more; who has it keeps it."""
+        """Called by its owner: no other process may open it any more; one that has it keeps it."""
         os.close(self.descriptor)
 
 

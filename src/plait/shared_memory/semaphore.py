@@ -64,7 +64,7 @@ class Semaphore:
         return code == 0
 
     def wait(self, seconds: float) -> bool:
-        """Whether one could be taken in time; a signal may end the wait early."""
+        """Takes one; False if none came in time.  A signal may end the wait early."""
         end = time.monotonic() + seconds
         if _sleep is not None:
             whole = int(end)

@@ -12,7 +12,7 @@ a block, and the wait ends when all have read it.  What is gathered into common 
 A message to one rank is on its way when ``send`` returns.  Collectives go in chunks, of which a few are under way:
 so blocks stay in cache, and the first chunk is added while the last has not been sent.  The rest follows whenever this
 rank waits for anything, as blocks become free.  All members take chunk k of everyone before chunk k + 1, so the one
-that is furthest behind always finds what it needs.
+that is last always finds its chunk.
 
 A rank that waits looks for a while before it sleeps, where every rank has a core.  The end of another process is seen
 within ``LOOK_SECONDS``.
@@ -56,7 +56,7 @@ NAP_SECONDS = 0.001
 """Between two looks at a mailbox that is full, and at who has what was sent."""
 
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-"""What a record says of a dtype."""
+"""The code of each dtype in a record."""
 
 
 class SharedMemoryTransport(Transport):
@@ -68,15 +68,15 @@ class SharedMemoryTransport(Transport):
         super().__init__(wires)
         self._registry, self._arena, self._process = registry, Arena(registry.name), os.getpid()
         self._unsent: dict[int, Outgoing] = {}
-        """What was begun and is not sent to its end."""
+        """Tensors whose last chunk is not sent yet."""
         self._here: set[int] = set()
         self._early: defaultdict[tuple[int, int], deque[MailRecord]] = defaultdict(deque)
-        """What has come and nobody has asked for yet, by rank and tag."""
+        """Messages that came before they were asked for, by rank and tag."""
         self._gone: dict[int, str] = {}
         self._under_way: dict[int, Arrival] = {}
-        """What this rank has to get on with."""
+        """Arrivals that this rank has to advance."""
         self._common: dict[tuple[int, ...], CommonMemory] = {}
-        """Of groups, by their ranks."""
+        """The memory of groups, by their ranks."""
         ranks, threads = len(registry.inboxes) + 1, torch.get_num_threads()
         for box in registry.outboxes.values():
             box.write(MailRecord(HERE))
@@ -193,7 +193,7 @@ class SharedMemoryTransport(Transport):
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is under way that others may wait for, and that goes on only in this rank's waits."""
+        """True if something is under way that others may wait for, and that goes on only in this rank's waits."""
         return bool(self._unsent or self._under_way)
 
     def get_on(self, operation: Operation) -> None:
@@ -206,7 +206,7 @@ class SharedMemoryTransport(Transport):
             raise self.failure(operation, error) from error
 
     def has_come(self, src: int, tag: int) -> bool:
-        """Whether a wait for a message ends at once: it is there, or never will be."""
+        """True if a wait for a message ends at once: it is there, or never will be."""
         self._look()
         return bool(self._early.get((src, tag)) or src in self._gone or self.broken)
 
@@ -308,11 +308,11 @@ class SharedMemoryTransport(Transport):
         return record
 
     def view(self, src: int, record: MailRecord, like: Tensor) -> Tensor:
-        """What has come, where it lies."""
+        """A message, in place."""
         return self._registry.segment(src, record.descriptor).view(record.offset, like.numel(), like.dtype)
 
     def read(self, src: int, record: MailRecord) -> None:
-        """Gives the block back, where somebody still wants it."""
+        """Gives the block back, unless its owner has left."""
         self._post(src, MailRecord(READ, number=record.number))
 
     def _begun(self, arrival: Arrival, memory: Tensor) -> list[Started]:

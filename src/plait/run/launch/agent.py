@@ -190,7 +190,7 @@ class RankAgent:
         while left := set(self._ranks) - set(self._ended()):
             if time.monotonic() > end:
                 who = f"rank {_listed(left)} was killed"
-                raise ConnectionError(f"{who}, and {BURY_SECONDS:g} s later nobody says that it ended")
+                raise ConnectionError(f"{who}, and {BURY_SECONDS:g} s later it is not known to have ended")
             time.sleep(0.005)
 
 

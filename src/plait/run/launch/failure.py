@@ -1,4 +1,4 @@
-"""What a failed run prints: one line for a mistake of the user, the original traceback for anything else.
+"""The output of a failed run: one line for a mistake of the user, the original traceback for anything else.
 
     raised on a rank                      printed                         exit code
     ValueError by plait                   plait: error: <message>         2
@@ -37,7 +37,7 @@ MISTAKE = 2
 """The exit code of bad input, the same as argparse's."""
 
 ERROR = "plait: error:"
-"""How a line begins that says all there is to say."""
+"""The beginning of a line that says everything."""
 
 ONE_LINE = (DiskError, OtherRankError, EndedError, UnheardError)
 """Errors that say all there is to say."""
@@ -54,14 +54,14 @@ class Failure:
     exit_code: int
     """Negative: the signal that killed it."""
     text: str | None = None
-    """What is to be printed; None where it left no note."""
+    """The text to print; None where it left no note."""
     nanoseconds: int = 0
     final: bool = False
     """Another attempt would come to the same end: an input that plait refuses, or the program's own exit code."""
 
 
 def is_mistake(error: BaseException, kinds: tuple[type[Exception], ...] = (ValueError,)) -> bool:
-    """Whether this is plait refusing an input: an error of one of these kinds that was raised in its own code."""
+    """True if plait refuses an input: an error of one of these kinds that was raised in its own code."""
     if not isinstance(error, kinds) or error.__traceback__ is None:
         return False
     *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
@@ -103,7 +103,7 @@ def _tell(text: str, environment: Mapping[str, str] = os.environ) -> None:
 def _flush() -> None:
     """Writes what is left for the standard output; UnheardError where it cannot be."""
     with heard(), suppress(ValueError):  # closed by the program
-        for stream in filter(None, [sys.stdout]):  # None, where whoever started this process has closed it
+        for stream in filter(None, [sys.stdout]):  # None, where the parent process has closed it
             stream.flush()
 
 

@@ -40,8 +40,7 @@ ANSWER_SECONDS = 120.0
 """For which the launcher waits for an answer, unless the deadline is longer; the first comes when all is imported."""
 
 LATE = ("torch._dynamo", "tyro._backends._tyro_backend")
-"""What torch and tyro import only when they first need it, in a second or more: parameters are drawn by the first,
-words parsed by the other."""
+"""Modules that torch and tyro import at their first use, in a second or more."""
 
 BETWEEN_SECONDS = 0.5
 """Between two looks at a server that has not answered yet."""
@@ -53,7 +52,7 @@ RANKS_NEED = ("plait.comm.process", "plait.shared_memory.several_hosts", "plait.
 """Modules that every rank imports."""
 
 PYTHON = (sys.executable, "-P")
-"""Starts every process of ours: Python would look for modules in the current folder first, whoever wrote them."""
+"""Starts every process of ours: without -P Python would look for modules in the current folder first."""
 
 SERVER = "import sys; from plait.run.launch.fork_server import serve; serve(*map(int, sys.argv[1:3]), sys.argv[3:])"
 

@@ -1,4 +1,4 @@
-"""How often a run is started again after a fault, and how long it may take to end: pure decisions.
+"""Decides how often a run is started again after a fault, and how long it may take to end.  Pure.
 
 fault 1   ──►  again at once        fault 2   ──►  after 1 s        then 2 s, 4 s ... 30 s
 the same step for the third time, and no new checkpoint     ──►  it would be the same again: no more
@@ -15,15 +15,15 @@ LONGEST_PAUSE = 30.0
 
 @dataclass(frozen=True)
 class Limits:
-    """What a launch may do for a run."""
+    """The restarts and the time that a launch allows."""
 
     restarts: int = 0
-    """How often all ranks are started again after a fault; they must be able to go on by themselves."""
+    """Restarts of all ranks after faults; they must be able to go on by themselves."""
     grace: float = 0.0
-    """Seconds that ranks get to end behind their step after a signal; 0: they are ended at once."""
+    """Seconds that ranks get to end after their step, from a signal on; 0: they are ended at once."""
     kept: Callable[[], str] = str
     """Called before a restart: the newest state that the ranks can go on from, "" without any.  ValueError: it is the
-    end of the run, and what failed came behind it."""
+    end of the run, and the fault came after it."""
 
 
 @dataclass

@@ -70,7 +70,7 @@ def launch(config: MachineConfig, body: Body, command: Sequence[str], limits: Li
 
 
 def is_a_rank(config: MachineConfig) -> bool:
-    """Whether a launcher, plait's or torchrun's, has started this process as one of the ranks.
+    """True if a launcher, plait's or torchrun's, has started this process as one of the ranks.
 
     Raises:
         ValueError: half of what a rank must know is set, or Slurm or mpirun has started the command several times.
@@ -127,7 +127,7 @@ PLACES = {"config", "data", "out", "json", "export", "tensorboard", "wandb", "wo
 
 
 def shared_settings(config: MachineConfig) -> dict[str, str]:
-    """What all ranks must be told alike, by flag, and the texts of a job's file and of plugins."""
+    """Settings that must be the same on all ranks, by flag, and the texts of a job's file and of plugins."""
     given = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in PLACES}
     facts = {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()}
     for name, files in {

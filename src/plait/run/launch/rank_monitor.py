@@ -1,4 +1,4 @@
-"""What the launcher sees of its ranks without asking them: what they last said, and what the kernel says of them.
+"""Monitors ranks for the launcher without asking them: by their last records, and by the kernel.
 
 page, /proc, exit codes  ──►  diagnose  ──►  told once, with the stacks of those that stand still
                                         └──►  too long: the attempt is over
@@ -47,19 +47,19 @@ class RankMonitor:
         return max(status.step for status in self.page.read_all())
 
     def is_done(self, rank: int) -> bool:
-        """Whether a rank has said that it came to the end of its part: one that ends with exit code 0 may have not."""
+        """True if a rank has said that its part is done: one that ends with exit code 0 may have not."""
         return self.page.read(rank).state == "done"
 
     def of_the_end(self, ended: Mapping[int, int]) -> str:
-        """What is told when ranks have ended with these codes; "" where none of them has said anything."""
+        """The text for ranks that ended with these codes; "" where none of them has said anything."""
         time.sleep(SETTLE_SECONDS)
         return block([one for one in self._found(ended) if one.kind in ENDED])
 
     def tell_signals(self) -> None:
-        """Tells which ranks were asked to end.  All may have ended behind their step within a moment."""
+        """Tells which ranks were asked to end.  All may have ended after their step within a moment."""
         for status in [] if self.page.stop else self.page.read_all():
             if status.signal > 0 and self._is_new("signal", status.rank, time.monotonic()):
-                say(f"plait: rank {status.rank} got {signal_name(status.signal)}: all ranks end behind their step\n")
+                say(f"plait: rank {status.rank} got {signal_name(status.signal)}: all ranks end after their step\n")
 
     def tell(self, ended: Mapping[int, int], ranks: Mapping[int, int]) -> Diagnosis | None:
         """Tells what is new; the finding that has lasted for the deadline, if there is one.

@@ -1,7 +1,7 @@
-"""Signals that ask a run to end: behind the step that is under way, or at once.
+"""Signals that ask a run to end: after the step that is under way, or at once.
 
-SIGTERM, SIGHUP, SIGUSR1   behind the step, again and again       Slurm's early warning is SIGUSR1
-SIGINT                     behind the step; a second one at once
+SIGTERM, SIGHUP, SIGUSR1   after the step, again and again       Slurm's early warning is SIGUSR1
+SIGINT                     after the step; a second one at once
 (none, once the time is over)                                     at once
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""What asks a run to end."""
+"""Signals that ask a run to end."""
 
 LAST_SECONDS = 30.0
 """For which a process that ends at once may still clear up."""
@@ -43,15 +43,15 @@ class Asked:
 
     Args:
         tell: passes it on to the ranks.
-        grace: seconds that they have to end behind their step; 0: this process ends at once, by SystemExit.
+        grace: seconds that they have to end after their step; 0: this process ends at once, by SystemExit.
     """
 
     def __init__(self, tell: Callable[[signal.Signals], None], *, grace: float) -> None:
         self.number: signal.Signals | None = None
         self.ended = False
-        """Whether this process is past all that it was asked to end."""
+        """This process is past all that it was asked to end."""
         self.late = False
-        """Whether the time is over."""
+        """The time is over."""
         self._tell, self._grace = tell, grace
 
     def __call__(self, number: signal.Signals) -> None:
@@ -81,8 +81,8 @@ class Asked:
 
 
 def announced(number: signal.Signals, grace: float) -> str:
-    """What is said at the first signal."""
+    """The text at the first signal."""
     return (
-        f"plait: {number.name}: all ranks end behind their step, within {grace:g} s (--grace); a second SIGINT ends "
+        f"plait: {number.name}: all ranks end after their step, within {grace:g} s (--grace); a second SIGINT ends "
         f"them at once\n"
     )

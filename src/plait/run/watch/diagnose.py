@@ -1,4 +1,4 @@
-"""What is wrong with a run, from what its ranks last said and what the kernel says of their processes.  Pure.
+"""Diagnoses a run from the last records of its ranks and the state of their processes.  Pure.
 
     statuses (the page) ──┐
     processes (/proc)   ──┼──►  diagnose  ──►  diagnoses, the cause first  ──►  block: text for the screen
@@ -35,7 +35,7 @@ Kind: TypeAlias = Literal["killed", "failed", "left", "stopped", "stands still",
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 ENDED: frozenset[Kind] = frozenset({"killed", "failed", "left"})
-"""Diagnoses behind which no step is made any more."""
+"""Diagnoses after which no step follows."""
 
 STANDING: frozenset[Kind] = frozenset({"stands still", "crossed"})
 """Diagnoses of which the stacks of the rank say more."""
@@ -52,7 +52,7 @@ ECHOES = ("ConnectionError", "TimeoutError", "AbortedError")
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong with one rank."""
+    """A fault of one rank."""
 
     kind: Kind
     rank: int
@@ -61,7 +61,7 @@ class Diagnosis:
     where: str
     """``on host a (pid 4711), in step 20, ...``"""
     others: tuple[str, ...] = ()
-    """What each of the other ranks does, one line each."""
+    """A line for each of the other ranks."""
     stack: str = ""
     """Where its threads stand, if it was asked."""
     step: int = -1
@@ -75,13 +75,13 @@ def diagnose(
     long: float = LONG,
     awake: float = 0.0,
 ) -> list[Diagnosis]:
-    """What is wrong, the cause first; nothing where all is well.
+    """Finds the faults of a run, the cause first; none where all is well.
 
     Args:
         statuses: of the ranks on this host; one that has never written is left out.
         processes: of the same ranks, in the same order.
         now: ``time.monotonic()`` of the host whose page it is.
-        mesh: tells whose computing time is compared; without it nobody is called a straggler.
+        mesh: the ranks whose computing time is compared; without it there are no stragglers.
         long: seconds of waiting after which those waited for are looked at.
         awake: since when this process runs without a pause: the ranks may have been stopped with it, and before that
             nobody waited.
@@ -156,7 +156,7 @@ def _end(s: Status, p: ProcessState, wanted: bool) -> tuple[int, float, Kind, in
 
 
 def _standing(alive: dict[int, Status], now: float, long: float) -> list[tuple[Kind, int, str]]:
-    """Those for whom others have waited for long: one that computes, or several that wait for each other."""
+    """The ranks for which others have waited for long: one that computes, or several that wait for each other."""
     waiting = {rank: s for rank, s in alive.items() if s.state == "waiting" and now - s.since >= long}
     wanted = {rank for s in waiting.values() for rank in s.peers if rank in alive}
     busy = [rank for rank in sorted(wanted) if alive[rank].state != "waiting"]
@@ -192,7 +192,7 @@ def _since(s: Status, now: float) -> str:
 
 
 def _does(s: Status, p: ProcessState, now: float) -> str:
-    """What one of the other ranks does, in a line."""
+    """One of the other ranks, in a line."""
     if s.state == "failed":
         return f"failed: {s.error}" if s.error else "failed"
     if p.state == "gone":

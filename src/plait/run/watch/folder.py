@@ -1,7 +1,7 @@
 """The private folder in which the ranks of a host meet and say what they do.  It goes with the last who needs it.
 
     a launcher, or each rank under torchrun    ──►  a shared lock on its folder
-    whoever makes the next one                 ──►  removes those without a lock
+    the maker of the next one                  ──►  removes those without a lock
 
 All who need a folder may be killed at once, and then it stays until the next one is made.  Whether anybody still needs
 it is told by the lock, which the kernel takes away from a dead process: no process id, which another process, container
@@ -29,12 +29,12 @@ PAGE = "page"
 """The status page's name in it."""
 
 TRIES = 100
-"""How often a folder is made that somebody removes before it is locked."""
+"""Tries to make a folder that a sweeper removes before it is locked."""
 
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A new folder, which is removed behind the block.
+    """A new folder, which is removed after the block.
 
     Raises:
         ValueError, OSError: as ``locked_folder``.
@@ -48,7 +48,7 @@ def private_folder() -> Iterator[Path]:
 
 
 def make_again(folder: Path) -> None:
-    """Makes a folder of ``private_folder`` that somebody has removed; it keeps its lock as long as this process lives.
+    """Makes a folder of ``private_folder`` again that was removed; it keeps its lock as long as this process lives.
 
     Raises:
         ValueError, OSError: as ``locked_folder``.
@@ -58,10 +58,10 @@ def make_again(folder: Path) -> None:
 
 def locked_folder(name: str) -> tuple[Path, int]:
     """The folder of this name, which only this user may enter, made where it is not there, and the descriptor of its
-    lock: nobody sweeps it before that is closed, or this process is gone.
+    lock: it is not swept before that is closed, or this process is gone.
 
     Raises:
-        ValueError: something else has its name, or somebody else owns or may enter it.
+        ValueError: something else has its name, or another user owns or may enter it.
         OSError: the temporary folder is not there, full or not writable.
     """
     user = os.getuid()
@@ -74,7 +74,7 @@ def locked_folder(name: str) -> tuple[Path, int]:
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or stat.S_IMODE(found.st_mode) != 0o700:
                 break
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            with suppress(OSError):  # a file system without locks: nobody sweeps there
+            with suppress(OSError):  # a file system without locks: nothing is swept there
                 fcntl.flock(lock, fcntl.LOCK_SH)
             if folder.exists() and os.path.samestat(os.fstat(lock), folder.lstat()):
                 _sweep()
@@ -87,7 +87,7 @@ def locked_folder(name: str) -> tuple[Path, int]:
 
 
 def _sweep() -> None:
-    """Removes the folders of this user that nobody has locked."""
+    """Removes the folders of this user without a lock."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}-{os.getuid()}-*"):
         with suppress(OSError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -1,4 +1,4 @@
-"""What the ranks of other hosts do, told through the store in which all ranks met.
+"""Reports between the hosts of a run, through the store in which all ranks met.
 
     host b, its lowest rank    once a second      "report of b"   what each of its ranks does, and whether it leaves
     host b, any rank           on a finding       "found"         the text on its screen, for the host of rank 0

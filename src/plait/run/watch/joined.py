@@ -1,9 +1,9 @@
-"""The watch where nobody supervises: under a user's torchrun the ranks of a host look after each other.
+"""The watch without a launcher of plait: under a user's torchrun the ranks of a host look after each other.
 
     plait.join ──► a private folder of this user, host and run
                      page             made by the first rank that comes, opened by the others
                      stack-<rank>.txt
-                     told-...         one file per diagnosis: what was told once is told by nobody else
+                     told-...         one file per diagnosis, so that one rank alone tells it
 
 The lowest rank that lives looks at the others once in a second, and at once when one of them ends, which the kernel
 tells (a pidfd, opened when the first step begins at the latest).  What it finds it writes to stderr, before torchrun's
@@ -65,8 +65,7 @@ def watch_joined(comm: Comm) -> None:
 
 
 def _name(comm: Comm) -> str:
-    """The same for all ranks that one agent started in one round, and for nobody else: rank 0 is another process in the
-    next."""
+    """The same for all ranks that one agent started in one round; in the next one rank 0 is another process."""
     agent = processes.launcher() or (os.getppid(), processes.born(os.getppid()))
     given = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
     return hashlib.sha256(repr((agent, given, [peer.token for peer in comm.peers[:1]])).encode()).hexdigest()[:16]
@@ -139,7 +138,7 @@ class Neighbours:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _meet(self) -> list[Status]:
-        """Who has written on the page; of those that are new the kernel is asked to tell their end."""
+        """The ranks that have written on the page; for new ones it opens a descriptor that shows their end."""
         statuses = [s for s in self.page.read_all() if s.pid]
         for s in statuses:
             if s.rank not in self._open and s.rank not in self._ended and s.rank != self.comm.rank:
@@ -148,13 +147,13 @@ class Neighbours:
         return statuses
 
     def _news(self) -> bool:
-        """Whether a rank has ended or said that it failed."""
+        """True if a rank has ended or said that it failed."""
         if any(self.page.failed(rank) for rank in self._open):
             return True
         return readable(list(self._open.values()), 0)
 
     def _buried(self, statuses: Sequence[Status]) -> list[ProcessState]:
-        """Those that have ended since the last look, how as far as the kernel still says."""
+        """The ranks that have ended since the last look, with their exit codes as far as the kernel has them."""
         fresh = []
         for s in statuses:
             if s.rank == self.comm.rank or s.rank in self._ended:
@@ -171,12 +170,12 @@ class Neighbours:
         return fresh
 
     def _place(self, statuses: Sequence[Status], now: float) -> int:
-        """How many lower ranks live and could tell what this one finds."""
+        """The number of lower ranks that live and could tell the same."""
         lower = [s for s in statuses if s.rank < self.comm.rank and s.rank not in self._ended]
         return sum(s.state not in ("done", "failed") and now - s.heartbeat < 4 * BEAT for s in lower)
 
     def _tell(self, kinds: frozenset[str], but: int = -1) -> None:
-        """Writes the diagnoses of these kinds that nobody has told."""
+        """Writes the diagnoses of these kinds that no rank has told."""
         statuses = [s for s in self.page.read_all() if s.pid]
         states = [self._ended.get(s.rank) or processes.look(s.pid, s.born) for s in statuses]
         found = self._diagnosed(statuses, states, time.monotonic())
@@ -195,7 +194,7 @@ class Neighbours:
             self.hosts.send_found(text, fresh)
 
     def _diagnosed(self, statuses: list[Status], states: list[ProcessState], now: float) -> list[Diagnosis]:
-        """What is wrong on this host, and of other hosts what they have not told themselves."""
+        """Faults of this host, and those of other hosts that they have not told themselves."""
         awake = awake_since()
         near = diagnose(statuses, states, now, self.comm.mesh, awake=awake)
         board = self.hosts.board if self.hosts is not None else None
@@ -212,7 +211,7 @@ class Neighbours:
         return near
 
     def _claim(self, what: str) -> bool:
-        """Whether this rank is the first to tell it."""
+        """True if this rank is the first to tell it."""
         if what in self._told:
             return False
         self._told.add(what)

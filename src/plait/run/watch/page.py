@@ -1,11 +1,11 @@
 """The status page: a file that the ranks of a host write and anybody who may open it reads, without a message.
 
-    header   | magic | ranks | stop: a signal that somebody wishes all ranks to heed |
+    header   | magic | ranks | stop: a signal that all ranks shall heed |
     rank 0   | number | pid, state, step, ... | what it does, with whom | host, error | the last steps |
     rank 1   | ...
 
 Each rank writes its own record only.  A sequence lock keeps readers off half a write: the number is odd while the rank
-writes, and a reader that finds it odd, or another one behind its copy, reads again.  Nobody ever waits for a reader.
+writes, and a reader that finds it odd, or another one after its copy, reads again.  No writer waits for a reader.
 A rank that was killed within a write leaves an odd number; its record is then given as it stands, and says so.
 
 The page is data, never code: numbers, and text that is decoded, cut and escaped.  It lies in a folder that only its
@@ -37,18 +37,18 @@ NUMBER, PID, BORN, STATE, STEP, COUNT, FINISHED, SIGNAL, SINCE, WAITED, HEARTBEA
 
 PHASE, OPERATION, PEERS = 32, 200, 63
 ABOUT = slice(128, 128 + PHASE + OPERATION + 4 * (1 + PEERS))
-"""What the rank does and with whom: one block of bytes, ready to be copied (``about``)."""
+"""The rank's operation and its members: one block of bytes, ready to be copied (``about``)."""
 HOST, ERROR = slice(616, 680), slice(680, 1016)
 RECENT, FIRST_STEP = 256, 1024 // 8
-"""How many steps are kept, each as (seconds computed, seconds waited), and the word where they begin."""
+"""The number of steps that are kept, each as (seconds computed, seconds waited), and the word where they begin."""
 
 TRIES = 1000
-"""How often a reader looks at a record that is being written: the writer needs a microsecond, unless it was killed."""
+"""Looks at a record that is being written: the writer needs a microsecond, unless it was killed."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank last said of itself.  Times are of ``time.monotonic``, which all processes of a host share."""
+    """The last record of a rank.  Times are of ``time.monotonic``, which all processes of a host share."""
 
     rank: int
     host: str = ""
@@ -97,7 +97,7 @@ class Page:
         """Makes the file, which is there whole or not at all.
 
         Raises:
-            FileExistsError: somebody made it before.
+            FileExistsError: it is there already.
             OSError: the disk is full, the folder is not there or not writable.
         """
         draft = path.with_name(f"{path.name}.{os.getpid()}")
@@ -135,7 +135,7 @@ class Page:
         return memoryview(self._memory)[HEADER + rank * RECORD :][:RECORD]
 
     def read(self, rank: int) -> Status:
-        """What a rank last said; never blocks."""
+        """Reads the record of a rank; never blocks."""
         record = self.record(rank)
         number = record[:8].cast("q")
         for attempt in range(TRIES):
@@ -152,7 +152,7 @@ class Page:
         return [self.read(rank) for rank in range(self.ranks)]
 
     def failed(self, rank: int) -> bool:
-        """Whether a rank has said that it failed: one word, cheap to look at often."""
+        """True if a rank has said that it failed: one word, cheap to look at often."""
         return bool(self.record(rank)[8 * STATE : 8 * STATE + 8].cast("q")[0] == STATES.index("failed"))
 
     def ask_to_stop(self, signal_number: int) -> None:
@@ -161,7 +161,7 @@ class Page:
 
     @property
     def stop(self) -> int:
-        """The signal that somebody wished all ranks to heed; 0 without."""
+        """The signal that all ranks shall heed; 0 without."""
         return int(self._stop[0])
 
 
@@ -251,7 +251,7 @@ class StatusRecord:
 
 
 def about(phase: str, operation: str, peers: Sequence[int]) -> bytes:
-    """What a rank does, as the bytes of its record."""
+    """An operation and its members, as the bytes of a record."""
     ranks = [len(peers[:PEERS]), *peers[:PEERS]]
     numbers = b"".join(rank.to_bytes(4, "little") for rank in ranks)
     return _field(phase, PHASE) + _field(operation, OPERATION) + numbers.ljust(4 * (1 + PEERS), b"\0")

@@ -1,6 +1,6 @@
-"""What the kernel says of a process: whether it runs, is stopped, or ended and how; and whether memory ran out.
+"""Asks the kernel about a process: it runs, is stopped, or ended with an exit code; and about memory that ran out.
 
-    /proc/<pid>/stat                4711 (python) T 4242 ...  ... the exit code of one that nobody has buried yet
+    /proc/<pid>/stat                4711 (python) T 4242 ...  ... the exit code of one that is not buried yet
     <cgroup>/memory.events          oom_kill 1                 /dev/kmsg    Killed process 4711
     a pidfd                         the exit code of one that is buried, from Linux 6.15 on
 
@@ -35,22 +35,22 @@ class ProcessState:
     pid: int
     state: Condition
     exit_code: int | None = None
-    """Of one that is gone; minus the signal that killed it; None where nobody knows."""
+    """The exit code of one that is gone; minus the signal that killed it; None where it is not known."""
     out_of_memory: bool = False
-    """Whether the kernel says that it killed this process for its memory."""
+    """The kernel says that it killed this process for its memory."""
 
 
 _PR_SET_PDEATHSIG = 1
-"""Of <sys/prctl.h>."""
+"""From <sys/prctl.h>."""
 
 _PIDFD_INFO = struct.Struct("Q52xi")
-"""Of <linux/pidfd.h>: what is known, and at the end of the structure's first version the status."""
+"""From <linux/pidfd.h>: a mask of known fields, and at the end of the structure's first version the status."""
 
 _PIDFD_INFO_EXIT, _PIDFD_GET_INFO = 1 << 3, 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
 
 def look(pid: int, born: int = 0, root: Path = Path("/proc")) -> ProcessState:
-    """What the kernel says of the process ``pid`` that was started at ``born`` (0: whenever)."""
+    """The state of the process ``pid`` that was started at ``born`` (0: at any time)."""
     if not (root / "self").exists():
         return ProcessState(pid, "running" if _exists(pid) else "gone")
     fields = _stat(pid, root)
@@ -65,7 +65,7 @@ def look(pid: int, born: int = 0, root: Path = Path("/proc")) -> ProcessState:
 
 
 def exit_code(descriptor: int) -> int | None:
-    """How a process ended whose parent has already asked, by a pidfd that was opened before; from Linux 6.15 on.
+    """The exit code of a process whose parent has already asked, by a pidfd that was opened before; from Linux 6.15 on.
 
     None where the kernel does not say: it is older, or the process lives or has not been asked for yet.
     """
@@ -80,7 +80,7 @@ def exit_code(descriptor: int) -> int | None:
 
 
 def _exit_code(status: int) -> int:
-    """Of a status as wait gives it: minus the signal, or what the program ended with."""
+    """The exit code in a status as wait gives it; minus the signal, if one killed it."""
     return -(status & 0x7F) or status >> 8
 
 
@@ -97,7 +97,7 @@ def started(pid: int) -> float:
 
 
 def _stat(pid: int, root: Path) -> list[str] | None:
-    """The fields behind the name, which may itself hold spaces and parentheses; none where it is gone, None where they
+    """The fields after the name, which may itself hold spaces and parentheses; none where it is gone, None where they
     cannot be read: this process may have no descriptor left for it."""
     try:
         return (root / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -147,7 +147,7 @@ def _has(pid: int, name: str) -> bool:
 
 
 def out_of_memory_kills(root: Path = Path("/")) -> int:
-    """How many processes of this control group the kernel has killed for their memory; 0 where it does not say."""
+    """Counts the processes of this control group that the kernel killed for their memory; 0 where it does not say."""
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             number, kinds, path = line.split(":", 2)
@@ -166,7 +166,7 @@ def out_of_memory_kills(root: Path = Path("/")) -> int:
 
 
 def ran_out_of_memory(pid: int, kills: int, since: float, root: Path = Path("/")) -> bool:
-    """Whether the kernel says that it killed ``pid`` for its memory: more kills in this control group than before, or a
+    """True if the kernel says that it killed ``pid`` for its memory: more kills in this control group than before, or a
     line in its log later than ``since`` (of ``time.monotonic``), where this user may read it."""
     return out_of_memory_kills(root) > kills or pid in _in_the_log(since, root)
 
@@ -178,7 +178,7 @@ def _in_the_log(since: float, root: Path) -> set[int]:
     with contextlib.suppress(OSError):
         log = os.open(root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
         try:
-            while lines := os.read(log, 8192):  # one line each; BlockingIOError behind the last
+            while lines := os.read(log, 8192):  # one line each; BlockingIOError after the last
                 for line in lines.decode(errors="replace").splitlines():
                     head, _, text = line.partition(";")
                     what = re.search(r"Killed process (\d+)", text)

@@ -9,7 +9,7 @@ A signal reaches the heartbeat thread by Python's wakeup descriptor, also while 
 SIGUSR2 writes the stacks of all threads into ``stack-<rank>.txt`` from within C, so a rank that stands still tells
 where.
 
-SIGTERM, SIGUSR1 and SIGHUP ask the run to end behind a step (``StepResult.stop``).  They still end this process where
+SIGTERM, SIGUSR1 and SIGHUP ask the run to end after a step (``StepResult.stop``).  They still end this process where
 that cannot be: before its first step, the second time, when other ranks are gone, and when the program makes another
 step although the ranks have agreed to stop.
 """
@@ -49,10 +49,10 @@ MOST_TEXTS = 4096
 
 
 class Reporter(Protocol):
-    """Who tells what is wrong where no launcher does: the ranks themselves (``joined.py``)."""
+    """Tells of faults where no launcher does: the ranks themselves (``joined.py``)."""
 
     def descriptors(self) -> list[int]:
-        """What becomes readable when something happened."""
+        """Descriptors that become readable when something happened."""
 
     def look(self) -> None:
         """Called at every heartbeat, and when a descriptor is readable."""
@@ -64,7 +64,7 @@ class Reporter(Protocol):
         """Called when this rank leaves."""
 
     def somebody_died(self) -> bool:
-        """Whether other ranks are gone."""
+        """True if other ranks are gone."""
 
 
 class RankObserver(Observer):
@@ -220,7 +220,7 @@ def watch(comm: Comm, page: Page, folder: Path, reporter: Reporter | None = None
 
 
 class _Signals:
-    """Those that ask to end, as the heartbeat thread gets them; in the main thread only, elsewhere none."""
+    """Signals that ask to end, for the heartbeat thread; Python hears them in the main thread only."""
 
     def __init__(self) -> None:
         self._awake, self._write = socket.socketpair()
@@ -239,16 +239,16 @@ class _Signals:
 
     @property
     def ending(self) -> set[int]:
-        """Those that end a process unless it does something about it."""
+        """The signals that end a process by default."""
         return {number for number, before in self._before.items() if before == signal.SIG_DFL}
 
     def take(self) -> list[int]:
-        """The numbers of those that came and that nobody else handles since."""
+        """The numbers of the signals that came, but for those that other code handles since."""
         try:
             came = self._awake.recv(4096)
         except OSError:
             return []
-        if self._wakeup >= 0:  # somebody else, asyncio perhaps, listened before us
+        if self._wakeup >= 0:  # other code, asyncio perhaps, listened before
             with contextlib.suppress(OSError):
                 os.write(self._wakeup, came.replace(b"\0", b""))
         return [n for n in came if n in self._before and signal.getsignal(n) == self._handle]
@@ -277,7 +277,7 @@ class _Signals:
 
     def _handle(self, number: int, frame: Any) -> None:
         now = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        if now != self._write.fileno():  # somebody else, asyncio perhaps, took the descriptor away, and may have left
+        if now != self._write.fileno():  # asyncio perhaps took the descriptor away, and may have left
             with contextlib.suppress(BlockingIOError):
                 self._write.send(bytes([number]))
             if now >= 0:

@@ -1,4 +1,4 @@
-"""Who is slow: a rank whose steps take longer to compute than those of its peers, step by step.
+"""Finds slow ranks: a rank whose steps take longer to compute than those of its peers, step by step.
 
 Waiting hides who is slow: all ranks of a run need the same time for a step, and the fast ones wait in it.  What differs
 is the time that a rank did *not* wait.  A rank is compared with the ranks of the same pipe coordinate, since stages may
@@ -21,8 +21,7 @@ from plait.run.watch.page import Status
 from plait.table.mesh import Mesh
 
 WINDOW, SPAN = 16, 2.0
-"""How many steps are looked at, at least, and how many seconds they span, of which no step counts for more than its
-share."""
+"""The least number of steps to compare, and the seconds that they span: no step counts for more than its share."""
 SLOW, ABOVE, MOST_BELOW = 1.5, 1.35, 1 / 8
 """The median ratio of a straggler; what all but this share of its ratios exceed."""
 
@@ -62,7 +61,7 @@ def stragglers(statuses: Sequence[Status], mesh: Mesh) -> list[Straggler]:
 
 
 def is_slow(ratios: Sequence[float]) -> bool:
-    """Whether these ratios are a straggler's."""
+    """True if these ratios are a straggler's."""
     return median(ratios) >= SLOW and sum(ratio <= ABOVE for ratio in ratios) <= MOST_BELOW * len(ratios)
 
 

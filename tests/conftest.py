@@ -21,7 +21,6 @@ from torch import Tensor
 
 from plait.comm import ThreadWorld
 from plait.comm.deadline import clock
-from plait.forward.tensor_parallel import LINEARS
 from plait.run.job.families import FAMILIES
 from plait.run.job.optimizer import OPTIMIZERS
 from plait.schedule.orders import ORDERS
@@ -30,6 +29,7 @@ from plait.table.mesh import Mesh
 from plait.table.tensor_plan import KINDS
 from plait.table.tensor_plan import MESSAGES as SENDS
 from plait.tensor import gemm
+from plait.tensor.cut_weight import LINEARS
 
 TESTS = Path(__file__).parent
 BESIDE_TESTS = sorted({file.parent for file in TESTS.rglob("*.py") if not file.name.startswith(("test_", "conftest."))})

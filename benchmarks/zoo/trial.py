@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from wide import wide
 
 import plait
+from plait.anymodel.tensor.passing import PassingOf
 from plait.comm import Comm
 from plait.referee.verify.record import irregular, predict, unlike
-from plait.tensor.passing import PassingOf
 
 STEPS = 2
 TOLERANCE = 1e-10

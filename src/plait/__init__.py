@@ -16,7 +16,7 @@ messages/       text for people: sizes, hints, progress, escaping
 
 The wings.  Each imports the library.
 
-anymodel/       pipelines of unmodified models
+anymodel/       unmodified models: their pipelines, and tensor plans for code that works on pieces
 sharded/        ``ShardedTensor``: tensors cut over named axes
 shared_memory/  ranks of one host over memory that they share
 referee/        what is wrong, where, and of what kind

@@ -11,6 +11,7 @@ from engine_cases import WIDTH, batches, distinct, train
 from recompute_cases import Attends, Drops, Recurrent, bits, model_of, unchanged, with_blocks
 from torch import Tensor, nn
 
+from plait import anymodel
 from plait.comm import Comm, run
 from plait.forward.recompute import same_bits
 from plait.run.models.hf import HFConfig, build
@@ -125,7 +126,8 @@ def test_a_unit_whose_stream_is_gathered_before_its_forward_is_refused() -> None
         with empty_parameters():
             model = build(sizes)
         units = ["model.layers.0.self_attn", "model.layers.0.mlp"]
-        Engine(model, comm, units=units, recompute="full", sequence_parallel=True)
+        plan = anymodel.plan_of(model, sequence=True)
+        Engine(model, comm, units=units, recompute="full", sequence_parallel=True, tensor_plan=plan)
 
     with pytest.raises(ValueError, match=r"'model\.layers\.0\.self_attn' is 'enter' in the tensor plan"):
         run(Mesh(tensor=2), body, deadline=20)

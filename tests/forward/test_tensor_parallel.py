@@ -219,7 +219,6 @@ class Reads(Pair):
             "T": lambda: x_BD @ weight.T,
             "mT": lambda: x_BD @ weight.mT,
             "data": lambda: F.linear(x_BD, weight.data),
-            "F.linear": lambda: F.linear(x_BD, weight),
             "sum": lambda: self.up(x_BD) + weight.sum(),
             "in a list": lambda: torch.cat([weight, weight])[:1].sum() + self.up(x_BD),
             "bias": lambda: self.up(x_BD) + self.up.bias.mean(),
@@ -228,7 +227,7 @@ class Reads(Pair):
         return out
 
 
-@pytest.mark.parametrize("how", ["t()", "T", "mT", "data", "F.linear", "sum", "in a list", "bias"])
+@pytest.mark.parametrize("how", ["t()", "T", "mT", "data", "sum", "in a list", "bias"])
 def test_a_cut_parameter_that_something_else_reads_raises(how: str) -> None:
     fails(around(type("Reads", (Reads,), {"how": how})), "reads a parameter that is cut over the tensor axis")
 
@@ -261,7 +260,7 @@ def test_a_tied_head_that_the_plan_leaves_out_raises() -> None:
             made = GPT(sizes)
         Engine(made, comm, strategy="ddp", tensor_plan=plan).model(token_batches()[0]["x"])
 
-    with pytest.raises(ValueError, match="'linear' in module 'head' reads a parameter that is cut"):
+    with pytest.raises(ValueError, match=r"'linear' reads a parameter that is cut .*, 'embed.weight'"):
         plait.run_threads("tensor=2", body)
 
 

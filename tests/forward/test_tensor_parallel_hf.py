@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
+from plait import anymodel
 from plait.comm import Comm
 from plait.run.models import hf
 from plait.step import Engine, empty_parameters
@@ -54,6 +55,8 @@ def steps(kind: str, mesh: str, row: str, tie: bool = False, loss: Any = hf.loss
     def body(comm: Comm) -> tuple[list[float], dict[str, Tensor], list[str]]:
         model = build(kind, tie)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if settings.get("sequence_parallel"):
+            settings["tensor_plan"] = anymodel.plan_of(model, sequence=True)
         engine = Engine(
             model, comm, strategy=row, optimizer=optimizer, loss_fn=loss, count_fn=hf.token_count, **settings
         )
@@ -97,6 +100,11 @@ def test_its_plan_is_read_as_it_is_and_the_ends_are_cut_by_vocabulary(kind: str)
     assert len(styles) == 2 + 2 * 7
 
 
+def test_sequence_parallelism_needs_the_plan_of_the_wing() -> None:
+    with pytest.raises(ValueError, match=r"tensor_plan=plait\.anymodel\.plan_of\(model, sequence=True\)"):
+        plan_of(build("llama"), sequence=True)
+
+
 def test_more_ranks_than_key_value_heads_are_refused() -> None:
     with pytest.raises(ValueError, match=r"k_proj': 2 heads of 6 cannot be shared by tensor=4 ranks.*use tensor=2"):
         steps("llama", "tensor=4", "ddp")
@@ -124,7 +132,8 @@ def test_code_that_slices_time_on_a_stream_cut_in_time_is_refused() -> None:
 
     def body(comm: Comm, sequence: bool) -> Tensor:
         model = build("llama").eval()
-        Engine(model, comm, strategy="ddp", sequence_parallel=sequence)
+        plan = anymodel.plan_of(model, sequence=sequence)
+        Engine(model, comm, strategy="ddp", sequence_parallel=sequence, tensor_plan=plan)
         with torch.no_grad():
             logits: Any = model(input_ids=batch()["tokens"], logits_to_keep=1, use_cache=False).logits
         return logits.full()  # type: ignore[no-any-return]
@@ -142,7 +151,8 @@ def test_padding_is_masked_whether_the_stream_is_cut_or_not() -> None:
 
     def body(comm: Comm, sequence: bool) -> Tensor:
         model = build("llama").eval()
-        Engine(model, comm, strategy="ddp", sequence_parallel=sequence)
+        plan = anymodel.plan_of(model, sequence=sequence)
+        Engine(model, comm, strategy="ddp", sequence_parallel=sequence, tensor_plan=plan)
         with torch.no_grad():
             logits: Any = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
         return logits.full()  # type: ignore[no-any-return]

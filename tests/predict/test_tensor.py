@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import plait
+from plait.anymodel import plan_of
 from plait.comm import Comm
 from plait.predict.cost import differences
 from plait.predict.tensor import predict_tensor
@@ -143,7 +144,7 @@ def test_the_ledger_of_a_step_is_the_prediction(name: str, mesh: str) -> None:
         optimizer = job.optimizer(model.parameters())
         engine = Engine(
             model, comm, strategy="zero2", optimizer=optimizer, loss_fn=job.loss_fn, count_fn=job.count_fn, clip=1.0,
-            sequence_parallel=sequence,
+            sequence_parallel=sequence, tensor_plan=plan_of(model, sequence=sequence),
         )  # fmt: skip
         rank, ranks = comm.mesh.data_rank(comm.rank), comm.mesh.data_size
         found: list[str] = []

@@ -16,16 +16,17 @@ from verify_cases import MLP, not_sent
 
 from plait.comm.base import DONE, NO_NOTE
 from plait.comm.thread import ThreadComm
-from plait.forward.tensor_parallel import TensorParallel
+from plait.forward.tensor_parallel import StageTensor
 from plait.run.config import VerifyConfig
 from plait.step.exchange import Exchange
 from plait.step.norm import Norm
 from plait.table.collectives import Note
 from plait.table.tensor_cut import TensorCut
 from plait.table.tensor_plan import BACKWARD, FORWARD
-from plait.tensor import linear, vocabulary
+from plait.tensor import cut_weight, linear, vocabulary
 from plait.tensor.axis import TensorAxis
-from plait.tensor.linear import ColumnInput, Row, WeightGradQueue
+from plait.tensor.cut_weight import LINEARS, CutSite
+from plait.tensor.linear import Entered, Row, SharedInput
 
 Patch = pytest.MonkeyPatch
 GPT = VerifyConfig(
@@ -92,26 +93,21 @@ def norm_counts_the_first_tensor_rank_alone(patch: Patch) -> None:
 
 
 def every_rank_draws_the_mask_of_the_first(patch: Patch) -> None:
-    patch.setattr(TensorParallel, "slice_of", lambda self, name, shape: None)
+    patch.setattr(StageTensor, "slice_of", lambda self, name, shape: None)
 
 
 def skip_a_bias(patch: Patch) -> None:
-    original = TensorParallel._linear
-
-    def without(self: TensorParallel, name: str, style: Any, input: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
-        return original(self, name, style, input, weight, None)
-
-    patch.setattr(TensorParallel, "_linear", without)
+    for style, original in list(LINEARS.items()):
+        patch.setitem(LINEARS, style, lambda site, x, w, bias, original=original: original(site, x, w, None))
 
 
 def add_a_row_bias_on_every_rank(patch: Patch) -> None:
-    original = TensorParallel._linear
+    original = LINEARS["row"]
 
-    def often(self: TensorParallel, name: str, style: Any, input: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
-        y = original(self, name, style, input, weight, bias)
-        return y + bias * (self.axis.ways - 1) if style.kind == "row" else y
+    def often(site: CutSite, input: Tensor, weight: Tensor, bias: Any) -> Tensor:
+        return original(site, input, weight, bias) + bias * (site.axis.ways - 1)
 
-    patch.setattr(TensorParallel, "_linear", often)
+    patch.setitem(LINEARS, "row", often)
 
 
 def swap_the_pieces_of_two_ranks(patch: Patch) -> None:
@@ -135,14 +131,12 @@ def number_the_ranks_the_other_way_round(patch: Patch) -> None:
 
 
 def look_tokens_up_one_row_off(patch: Patch) -> None:
-    import plait.forward.tensor_parallel as engine
-
-    original = engine.embedding
+    original = cut_weight.embedding
 
     def off(tokens: Tensor, weight: Tensor, size: int, *rest: Any, **options: Any) -> Tensor:
         return original(tokens, weight, size + 4, *rest, **options)
 
-    patch.setattr(engine, "embedding", off)
+    patch.setattr(cut_weight, "embedding", off)
 
 
 def count_classes_from_the_wrong_one(patch: Patch) -> None:
@@ -182,7 +176,7 @@ def take_ones_own_target_logit(patch: Patch) -> None:
 
 
 def compare_the_inputs_before_every_forward(patch: Patch) -> None:
-    patch.setattr(TensorParallel, "_same_inputs", property(lambda self: False, lambda self, known: None), raising=False)
+    patch.setattr(StageTensor, "_same_inputs", property(lambda self: False, lambda self, known: None), raising=False)
 
 
 def drop_the_message_of_the_loss(patch: Patch) -> None:
@@ -204,22 +198,21 @@ def multiply_with_another_input(patch: Patch) -> None:
 
 
 def multiply_siblings_with_each_others_gradients(patch: Patch) -> None:
-    """The queue of weight products is read off by one: gate's product becomes up's."""
-    original = WeightGradQueue.__init__
+    """What waits for the weight products is read off by one: gate's product becomes up's."""
+    original = SharedInput.__init__
 
-    def start(self: WeightGradQueue, *settings: Any) -> None:
-        original(self, *settings)
-        self.gradients = Turned() if self.site.endswith("mlp") else []
+    def start(self: SharedInput, *settings: Any, **options: Any) -> None:
+        original(self, *settings, **options)
+        self.waiting = Turned() if self.site.endswith("mlp") else {}
 
-    patch.setattr(WeightGradQueue, "__init__", start)
+    patch.setattr(SharedInput, "__init__", start)
 
 
-class Turned(list):  # type: ignore[type-arg]
-    """A queue that files what comes from two siblings the wrong way round."""
+class Turned(dict):  # type: ignore[type-arg]
+    """Files what comes from two siblings the wrong way round."""
 
-    def append(self, item: Any) -> None:
-        index, gradient = item
-        super().append((1 - index, gradient))
+    def setdefault(self, index: int, default: Any = None) -> Any:
+        return super().setdefault(1 - index, default)
 
 
 def lay_time_in_the_wrong_order(patch: Patch) -> None:
@@ -257,4 +250,4 @@ def count_targets_on_every_tensor_rank(patch: Patch) -> None:
 
 def enter_for_every_sibling(patch: Patch) -> None:
     """Right numbers, and a reduction for each of query, key and value."""
-    patch.setattr(ColumnInput, "is_of", lambda self, source, site: False)
+    patch.setattr(Entered, "is_of", lambda self, source, site: False)

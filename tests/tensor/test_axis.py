@@ -7,9 +7,10 @@ import torch
 from parallel_cases import is_close, lines, on_ranks, part_of, values
 from torch import Tensor
 
+from plait.anymodel.tensor.functions import Share, Split, Unsplit
 from plait.table.collectives import Note
 from plait.table.tensor_plan import BACKWARD, FORWARD
-from plait.tensor.axis import Divide, Gather, Leave, Share, Split, TensorAxis, Unsplit
+from plait.tensor.axis import Divide, Gather, Leave, TensorAxis
 
 WAYS = [1, 2, 3, 4]
 NOTE = Note(FORWARD, "here")

@@ -179,55 +179,6 @@ def test_a_plan_of_transformers_in_our_words() -> None:
     }
 
 
-class Experts(nn.Module):
-    """3 experts of 5 features, gate and up in one matrix; each token goes to 2 of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up, self.down = nn.Parameter(torch.zeros(3, 10, 4)), nn.Parameter(torch.zeros(3, 4, 5))
-        self.up_bias = nn.Parameter(torch.zeros(3, 5))
-
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-EXPERTS = {"0.gate_up": "column in 2", "0.down": "row", "0.up_bias": "row", "0": "experts 2"}
-
-
-def test_matrices_of_experts_are_cut_where_their_hidden_features_are() -> None:
-    model = nn.Sequential(Experts())
-    parallel = parallel_plan(model, 2, EXPERTS)
-    cuts = {n: parallel.cuts[id(p)] for n, p in model.named_parameters()}
-    assert cuts["0.gate_up"] == TensorCut((3, 10, 4), 1, 2, (5, 5))
-    assert cuts["0.down"] == TensorCut((3, 4, 5), 2, 2, (5,))
-    assert cuts["0.up_bias"] == TensorCut((3, 5), 1, 2, (5,))
-    assert parallel.sites == (Site("sum", "0", 4), Site("share", "0", 4), Site("share", "0", 2))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"0.gate_up": "column"}, "in {'gate_up': 10, 'down': 5, 'up_bias': 5} features, which do not meet"),
-        ({"0.up_bias": None}, "nothing for '0.up_bias', which would be added once for each rank"),
-        ({"0": None}, "not what its module does with a piece: say 'experts'"),
-        ({"0.down": "gathered"}, "a module's own parameters are cut by 'column' or 'row'"),
-        ({"0.down": "row in 2"}, "of shape [3, 4, 5]"),
-    ],
-)
-def test_experts_whose_pieces_do_not_fit_are_refused(change: dict[str, str | None], message: str) -> None:
-    plan = {pattern: style for pattern, style in (EXPERTS | change).items() if style is not None}
-    refused(plan, message, nn.Sequential(Experts()))
-
-
-def test_experts_that_do_not_say_how_many_serve_a_token_are_refused() -> None:
-    model: Any = Carried({"experts.gate_up": "packed_colwise", "experts": "moe_tp_experts"})
-    model.experts = Experts()
-    with pytest.raises(ValueError, match=r"'experts', and its config does not say how many .*num_experts_per_tok"):
-        plan_of(model)
-    model.text.num_experts_per_tok = 2
-    assert plan_of(model)["experts"] == "experts 2"
-
-
 def test_styles_that_do_not_fit_their_module_are_refused() -> None:
     refused({"norm": "column"}, "says 'column' for 'norm', a LayerNorm: only nn.Linear and nn.Embedding")
     refused({"mlps.0": "row"}, "says 'row' for 'mlps.0', a Mlp: only nn.Linear and nn.Embedding")

@@ -10,4 +10,9 @@ SIGNED: list[tuple[str, str, str]] = [
         r"(send|recv) pipe \d+ \d+ setup stage",
         "the form of a message names the tensors alone, no longer the return values of modules",
     ),
+    (
+        r"tensor=.*recompute=full.*frozen.*sequence_parallel",
+        r"order, line \d+: all_gather tensor .* tensor forward .* -> all_gather tensor .* tensor backward",
+        "a frozen row saves no weight: its gradient is gathered before its block runs again",
+    ),
 ]

@@ -1,4 +1,4 @@
-"""A wing: runs any unmodified model in a pipeline, behind the library's ``StageProgram``.
+"""A wing: runs any unmodified model in a pipeline, behind the library's ``StageProgram``, and under tensor plans.
 
 split_points.py     between which modules a model may be cut, and where everything else runs     start here
 stage_model.py      the part of a model that one stage has
@@ -7,6 +7,8 @@ boundary_state.py   one microbatch on its way over these boundaries
 not_here.py         stands in for values that another stage has
 stage_io.py         values as text, for the next stage
 attribute_sync.py   settings of the user's modules, and writes of forwards, on every stage
+
+tensor/             tensor plans for code that works on pieces, plans of Hugging Face models, and their checks
 """
 
 from collections.abc import Sequence
@@ -18,10 +20,13 @@ from plait.anymodel.attribute_sync import ForwardWrites
 from plait.anymodel.boundary import UnmodifiedProgram
 from plait.anymodel.split_points import split_points
 from plait.anymodel.stage_model import UnmodifiedPart, part_of, release_buffers
+from plait.anymodel.tensor import ModelPlan, plan_of
 from plait.forward.context import CurrentForward
 from plait.forward.random_ops import OwnLayer
 from plait.pipeline.cutting import release
 from plait.pipeline.program import ModelCut, StagePart
+
+__all__ = ["ModelPlan", "cut", "plan_of"]
 
 
 def cut(model: nn.Module) -> ModelCut:

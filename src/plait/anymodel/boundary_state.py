@@ -35,8 +35,9 @@ from plait.anymodel.stage_io import (
     words_for,
 )
 from plait.comm.header import Shape
-from plait.forward.interceptor import EngineMode, only_metadata
+from plait.forward.interceptor import EngineMode
 from plait.pipeline.message import shape_of, shapes_in_words
+from plait.tensor.metadata import only_metadata
 
 ONE_TENSOR = {"tensor": 0}
 """The tree of a value that is a tensor."""

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from plait.forward.interceptor import Function
-from plait.forward.parameter import Elsewhere, name_of
+from plait.forward.parameter import Elsewhere
+from plait.tensor.metadata import name_of
 
 NUMBERS = {
     *("item", "tolist", "numpy", "equal"),

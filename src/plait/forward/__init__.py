@@ -8,9 +8,7 @@ attributes.py          what a program keeps on its modules, and forwards write t
 recompute.py           handler: activations that are made a second time; blocks that run again
 at_rest.py             handler: a parameter at rest is never read
 derivatives.py         handler: gradients that the model takes itself
-tensor_parallel.py     handler: cut modules of an unchanged model
-first_forward.py       what is cut, followed through a model's first forward
-mixing.py              functions that mix cut features, by shape, in any forward
+tensor_parallel.py     the tensor axis of a stage, and the slices of dropout masks where activations are cut
 products.py            handler: who multiplies for linear layers, and when weight gradients are made
 sites.py               the names of the places where a forward draws
 dropout.py             handler: dropout that belongs to the model, not to the process

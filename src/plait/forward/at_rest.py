@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from plait.forward.context import CurrentForward, in_backward
 from plait.forward.interceptor import Function, Handler, read_among
-from plait.forward.parameter import AtRest, name_of
+from plait.forward.parameter import AtRest
 from plait.forward.random_ops import all_silent
+from plait.tensor.metadata import name_of
 
 
 def _is_itself(parameter: Tensor, value: Tensor) -> bool:

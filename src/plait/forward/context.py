@@ -129,7 +129,7 @@ class ForwardContext(NamedTuple):
     module: ModuleCall = OUTSIDE
     units: tuple[RunningUnit, ...] = ()  # innermost last
     cut: CutActivation = CutActivation()
-    column_input: Any = None  # the ``ColumnInput`` that the next column-cut sibling may share
+    column_input: Any = None  # the ``Entered`` that the next column-cut sibling may share
     whole_logits: bool = False  # the model computes its own loss, of the logits of the whole vocabulary
     unsplit: bool = False  # inside a module whose activations are whole in time, though the stream is not
     length: int = 0  # steps of time of the whole stream under sequence parallelism, once the embedding has seen it

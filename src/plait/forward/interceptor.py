@@ -28,19 +28,9 @@ from plait.forward.context import CurrentForward
 from plait.forward.random_ops import quiet
 from plait.forward.sites import Sites
 from plait.forward.stays import StaysHere
+from plait.tensor.metadata import only_metadata
 
 Function = Callable[..., Any]
-
-METADATA = {
-    *("__get__", "__set__", "__hash__", "__len__", "__repr__", "size", "dim", "ndimension", "numel", "nelement"),
-    *("stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "get_device", "untyped_storage"),
-    *("storage_offset", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "is_shared"),
-    *("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"),
-}
-"""Functions that do not read a parameter's values."""
-
-VIEWS = {"T", "mT", "H", "mH", "data", "real", "imag"}
-"""Properties that hand out a parameter's values, or take others."""
 
 
 class Handler:
@@ -260,11 +250,3 @@ def _chain(handlers: Sequence[Handler], func: Function) -> Function:
     for handler in reversed(handlers):
         call = partial(handler, func, call)
     return call
-
-
-def only_metadata(func: Function, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> bool:
-    """Whether a torch function does not read the values of its arguments, nor write to them."""
-    name = getattr(func, "__name__", "")
-    if name == "type":
-        return len(args) == 1 and not kwargs  # with a dtype it converts
-    return name in METADATA and not (name in ("__get__", "__set__") and func.__self__.__name__ in VIEWS)  # type: ignore[attr-defined]

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from plait.forward.interceptor import Function, only_metadata
+from plait.forward.interceptor import Function
+from plait.tensor.metadata import name_of, only_metadata
 
 
 class Elsewhere:
@@ -99,9 +100,3 @@ class GradientElsewhere(Elsewhere, Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"the gradient of shape {tuple(self.shape)} is in the engine's buffers"
-
-
-def name_of(func: Function) -> str:
-    """How a message calls a torch function; of a property, the property's name."""
-    name = getattr(func, "__name__", str(func))
-    return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name

@@ -33,6 +33,7 @@ from plait.forward.context import CurrentForward
 from plait.forward.deferred_products import DEFERRED, linear, value
 from plait.forward.interceptor import Function, Handler
 from plait.forward.parameter import HasMaster
+from plait.tensor import CutWeight
 from plait.tensor.gemm import TORCH, Gemm
 
 Product = Callable[..., Tensor | None]
@@ -63,16 +64,22 @@ class Products(Handler):
         nodes = []
         with torch._C.DisableTorchFunction(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             for key in list(stand_ins):
-                stand_in = stand_ins.pop(key)
-                if stand_in.grad is not None:
-                    nodes.append(cast(Any, WeightGradNode).apply(self.parameters[key], [stand_in.grad]))
+                stand_in: Any = stand_ins.pop(key)
+                if isinstance(stand_in, list):  # of a cut weight (see ``tensor_parallel.linear``)
+                    waiting = stand_in
+                else:
+                    waiting = [] if stand_in.grad is None else [partial(value, stand_in.grad)]
                     stand_in.grad = None
+                if waiting:
+                    nodes.append(cast(Any, WeightGradNode).apply(self.parameters[key], waiting))
             torch.autograd.backward(nodes)
 
     def stand_in(self, parameter: Tensor) -> Tensor:
         """What the running microbatch has in place of a parameter; anything else is returned as it is."""
         stand_ins, key = self.current.context.stand_ins, id(parameter)
         if stand_ins is None or key not in self.parameters or not torch.is_grad_enabled():
+            return parameter
+        if isinstance(parameter, CutWeight):  # its products wait in a list
             return parameter
         if key not in stand_ins:
             with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():  # under vmap too a whole one
@@ -116,14 +123,16 @@ def plain(input: Any, *others: Any, **named: Any) -> bool:
 
 
 class WeightGradNode(torch.autograd.Function):
-    """The node of W that gives a parameter its gradient, the only element of ``waiting``, computed."""
+    """The node of W that gives a parameter its gradient: the sum of what ``waiting`` makes, in order."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, waiting: list[Tensor]) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, waiting: list[Callable[[], Tensor]]) -> Tensor:
         ctx.waiting = waiting
         return torch.zeros((), device=parameter.device)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        gradient = value(ctx.waiting.pop())  # and what it was made of is freed
+        gradient = ctx.waiting.pop(0)()  # and what it was made of is freed
+        while ctx.waiting:
+            gradient = gradient + ctx.waiting.pop(0)()
         return gradient, None

@@ -159,11 +159,9 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
             f"block {name!r} is 'enter' in the tensor plan, so its stream is gathered before its forward, and "
             f"recompute='full' would begin behind that: make the module around it the unit"
         )
-    inside = {s.kind for n, s in parallel.styles.items() if f"{n}.".startswith(f"{name}.")}
     module = model.get_submodule(name)
     once, checked, parameters = module.forward, set[bool](), dict(module.named_parameters())
-    # torch ends a recomputation once it has what was saved: the message of these may come after that, last in a block
-    early_stop = inside.isdisjoint({"gathered", "vocabulary"})
+    early_stop = not parallel.styles  # a message over the tensor axis may come after all that the backward reads
     counts = False
 
     @wraps(once)

@@ -189,14 +189,15 @@ def parallel_of(parallel: Parallel, part: StagePart, sites: Sites, *, last: bool
     own = {sites.key(name): name for name in here}
     names = dict(part.model.named_parameters(remove_duplicate=False))
     origin = {key: id(p) for key, p in part.origin.items()}
-    return Parallel(
-        {name: style for name in (*here, *names) if (style := parallel.styles.get(sites.key(name))) is not None},
-        {key: parallel.cuts[old] for key, old in origin.items() if old in parallel.cuts},
-        frozenset(key for key, old in origin.items() if old in parallel.summed),
-        tuple(
+    return replace(
+        parallel,
+        styles={name: style for name in (*here, *names) if (style := parallel.styles.get(sites.key(name))) is not None},
+        cuts={key: parallel.cuts[old] for key, old in origin.items() if old in parallel.cuts},
+        summed=frozenset(key for key, old in origin.items() if old in parallel.summed),
+        pieces=frozenset(key for key, old in origin.items() if old in parallel.pieces),
+        sites=tuple(
             replace(s, name=own.get(s.name, s.name))
             for s in parallel.sites
             if s.name in own or (last and s.kind == "loss")
         ),
-        parallel.lists,
     )

@@ -32,7 +32,7 @@ from plait.forward.interceptor import Handler, Interceptor
 from plait.forward.products import Products
 from plait.forward.recompute import AttentionRecompute, blocks_of, run_twice
 from plait.forward.sites import Sites
-from plait.forward.tensor_parallel import StageAxis, TensorParallel
+from plait.forward.tensor_parallel import StageAxis, StageTensor
 from plait.pipeline.backward_errors import OutsideParameters, writes_explained
 from plait.pipeline.message import Handed
 from plait.pipeline.p2p import Signature, signature_of
@@ -139,15 +139,8 @@ class Stage:
         if settings.split_backward or gemm is not TORCH:
             deferred = [p for _, p, flat, _ in parameters if flat.trainable] if settings.split_backward else []
             self.products = Products(current, gemm, deferred)
-        slice_of = None
-        if self.parallel.styles:
-            sizes = {id(p): c.shape for _, p, f, i in parameters if (c := f.cuts[i]) is not None}
-            deferring = self.products if settings.split_backward else None
-            tensor_parallel = TensorParallel(self.model, self.parallel, sizes, self.axis, deferring)
-            slice_of = tensor_parallel.slice_of
-            handlers.append(tensor_parallel)
-        if self.products is not None:
             handlers.append(self.products)
+        slice_of = StageTensor(self.model, self.parallel, self.axis).slice_of if self.parallel.styles else None
         handlers.append(DropoutRNG(settings.seed, current, slice_of=slice_of, recomputes=recompute is not None))
         return handlers
 

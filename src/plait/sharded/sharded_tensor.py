@@ -39,6 +39,7 @@ from plait.sharded.spec import Refusal, Spec, SpecCache, spec_cache
 from plait.sharded.spec_tensor import SpecTensor
 from plait.table.collectives import Note
 from plait.table.layout import Layout
+from plait.tensor.vocabulary import CutClasses
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -105,6 +106,16 @@ class ShardedTensor(SpecTensor):
         return cast(ShardedTensor, out.requires_grad_(full.requires_grad))
 
     @seen_by_modes
+    def cut_classes(self) -> CutClasses:
+        """The local logits, for ``plait.cross_entropy_sum``; ValueError where more than the last dim is cut."""
+        layout = self.sharding
+        if any(layout.dims[:-1]) or layout.pending:
+            raise ValueError(
+                f"cross_entropy_sum on logits of layout '{layout}': only the classes, the last dim, may be cut; "
+                f"redistribute the logits first"
+            )
+        return CutClasses(self.local, self.shape[-1], self.comm, layout.dims[-1])
+
     def full(self, note: Note = NOTE) -> Tensor:
         """The whole tensor, plain and without gradient, on every rank.  All ranks must call it."""
         with torch.no_grad(), _local():

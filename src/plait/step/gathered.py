@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 from plait.comm import Comm
 from plait.comm.agree import same_everywhere
 from plait.forward.interceptor import EngineMode, Function
-from plait.forward.parameter import name_of
 from plait.table.agreement import DATA_ORDER
 from plait.table.collectives import Note
+from plait.tensor.metadata import name_of
 from plait.zero.pins import Pins
 from plait.zero.storage import Flat
 from plait.zero.unit import Unit

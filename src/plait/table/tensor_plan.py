@@ -1,7 +1,6 @@
-"""A tensor-parallel plan as data: which module is cut how.
+"""A tensor-parallel plan as data: a pattern of module names gives each module a *style*.
 
-A plan maps patterns of module names to *styles*.  A style says how a module's parameters are cut over the tensor axis,
-and so what its activations are on each rank:
+A style says how a module's parameters are cut over the tensor axis, and what its activations are on each rank:
 
     style             weight                   reads        leaves
     column            [out/tensor, in]         whole        cut in its last dim
@@ -12,34 +11,20 @@ and so what its activations are on each rank:
                                                whole        logits cut in classes (head)
     sequence          whole, summed            cut in time under sequence parallelism, whole without it
     summed            whole, summed            cut          cut: a norm on each head, for example
-    shared, shared 64 whole                    whole        whole; its outputs (the last 64) are read by cut heads
-    experts 2         pieces                   whole        whole (a sum over the ranks): its own code, on pieces
-    once              -                        whole        its input, a share, in such code that cuts nothing
-    local             pieces                   cut          cut: its own code reads pieces of its parameters
     enter             -                        its input becomes whole before its own code sees it
-    split             -                        its input, whole until here, is cut in time
-    unsplit           -                        its input becomes whole, its output is cut in time; inside, nothing is
-    hidden, heads     -                        draws dropout on activations cut in their last dim, or by heads
-    whole             whole                    whole        whole: as if it were not named
 
-``enter``, ``split`` and ``unsplit`` are for sequence parallelism in code that reads lengths off its input: attention
-that shapes its heads by it, a model that makes positions from its embedding, code that mixes time or routes tokens.
+*Whole* means the same on every rank of the axis.  Under sequence parallelism the stream between a row's sum and the
+next column is cut in time.  *Summed* means that every rank computes a share of the parameter's gradient, which is
+pending(tensor).  ``enter`` is for attention that shapes its heads by the length of its input, under sequence
+parallelism.
 
-*summed*: every rank computes a share of the parameter's gradient, which is pending(tensor).  *Whole* means the same on
-every rank of the axis; under sequence parallelism the stream between a row's sum and the next column is cut in time.
+Modules that draw dropout on cut activations are ``hidden`` (their last dim is cut), ``heads``, ``sequence``, or
+``whole``: this places their mask in the mask of one process.
 
     "blocks.*.attention.query": "column by 16"        whole heads of 16 rows
     "blocks.*.attention.qkv":   "column 8|2|2 by 16"  fused: 8 query, 2 key, 2 value heads, each cut by itself
+    "blocks.*.mlp.gate_up":     "column in 2"         fused: two matrices of one size, each cut by itself
     "blocks.*.mlp.down":        "row"
-
-``experts`` and ``local`` are modules with parameters of their own, no products that a style could carry out.  Their
-parameters are cut by ``column`` (the last dim but one, the only one of a vector) or ``row`` (the last), *in 2* where
-two matrices lie in one, each cut by itself.  *experts 2*: a token comes once, with 2 routing weights; without a number
-it comes once for each expert, and nothing with it.
-
-    "blocks.*.experts.gate_up": "column in 2"         [experts, 2 * hidden / tensor, width]
-    "blocks.*.experts.down":    "row"                 [experts, width, hidden / tensor]
-    "blocks.*.experts":         "experts 2"
 
 Source: Megatron-LM (Shoeybi et al. 2019), sequence parallelism (Korthikanti et al. 2022).
 """
@@ -48,7 +33,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -65,12 +50,18 @@ class StyleKind:
     enters: bool = False
     """It reads a whole activation, which its siblings share."""
     site: str = ""
-    """The kind of ``Site`` where its output travels (its input if no weight is cut)."""
+    """The kind of ``Site`` where its output travels."""
     counts: bool = False
-    """It may say one number, of activations, though it cuts no weight."""
+    """It may have one number, of activations, though it cuts no weight."""
+    own_code: bool = False
+    """The module's own code reads pieces of its parameters, which the plan cuts one by one."""
+    sites: Callable[..., Iterable[Site]] | None = None
+    """Its further sites, of ``(name, style, module, parallel, width)``."""
+    install: Callable[..., None] | None = None
+    """Adds the hooks of a module, by ``(axis, parallel, name, module)``."""
 
 
-KINDS = {
+KINDS: dict[str, StyleKind] = {
     "column": StyleKind(0, enters=True),
     "row": StyleKind(1, site="leave"),
     "gathered": StyleKind(0, enters=True, site="gather"),
@@ -78,18 +69,14 @@ KINDS = {
     "vocabulary": StyleKind(0),
     "sequence": StyleKind(),
     "summed": StyleKind(),
-    "shared": StyleKind(counts=True),
-    "experts": StyleKind(counts=True),
-    "once": StyleKind(),
-    "local": StyleKind(),
     "enter": StyleKind(),
-    "split": StyleKind(site="split"),
-    "unsplit": StyleKind(site="split"),
     "hidden": StyleKind(),
     "heads": StyleKind(),
     "whole": StyleKind(),
 }
 """The styles; ``vocabulary`` travels by what its module is: an embedding leaves, a head enters and ends in the loss."""
+
+NO_KIND = StyleKind()
 
 FORWARD, BACKWARD = "tensor forward", "tensor backward"
 """The ledger's phases of messages over the tensor axis, for sender and planner alike."""
@@ -108,10 +95,10 @@ class Style:
     """How many matrices of one size lie end to end along the dim that is cut."""
 
     @classmethod
-    def parse(cls, text: str) -> Style:
+    def parse(cls, text: str, kinds: Mapping[str, StyleKind] = KINDS) -> Style:
         """``"column"``, ``"column by 16"``, ``"column 8|2|2 by 16"``, ``"column in 2"``.
 
-        ValueError for others, TypeError for what is no text.
+        ValueError for a text that is no style of ``kinds``, TypeError for an object that is no text.
         """
         if not isinstance(text, str):
             raise TypeError(f"the style {text!r} in a tensor plan: write a text, as in 'column' or 'row by 16'")
@@ -119,12 +106,13 @@ class Style:
         if match is None:
             raise ValueError(f"cannot read the style {text!r}: write column, 'column by 16' or 'column 8|2|2 by 16'")
         kind, parts, grain, packed = match.groups()
-        if kind not in KINDS:
-            hint = did_you_mean(kind, KINDS)
-            raise ValueError(f"unknown style {kind!r}: {hint}{' ' * bool(hint)}the styles are {', '.join(KINDS)}")
-        counted = KINDS[kind].counts and (parts or "").isdecimal() and not grain and not packed
-        if (parts or grain or packed) and KINDS[kind].cut_dim is None and not counted:
-            cutting = ", ".join(name for name, row in KINDS.items() if row.cut_dim is not None)
+        if kind not in kinds:
+            hint = did_you_mean(kind, kinds)
+            more = "" if kinds is not KINDS else " (plait.anymodel.ModelPlan has more, for unmodified models)"
+            raise ValueError(f"unknown style {kind!r}: {hint}{' ' * bool(hint)}the styles are {', '.join(kinds)}{more}")
+        counted = kinds[kind].counts and (parts or "").isdecimal() and not grain and not packed
+        if (parts or grain or packed) and kinds[kind].cut_dim is None and not counted:
+            cutting = ", ".join(name for name, row in kinds.items() if row.cut_dim is not None)
             raise ValueError(f"style {text!r}: only {cutting} cut a weight, so only they have sizes")
         if parts and kind != "column" and not counted:
             raise ValueError(f"style {text!r}: only column has parts, the sizes of a fused output")
@@ -135,12 +123,12 @@ class Style:
     @property
     def cut_dim(self) -> int | None:
         """As in ``StyleKind``."""
-        return KINDS[self.kind].cut_dim
+        return KINDS.get(self.kind, NO_KIND).cut_dim
 
     @property
     def enters(self) -> bool:
         """As in ``StyleKind``."""
-        return KINDS[self.kind].enters
+        return KINDS.get(self.kind, NO_KIND).enters
 
     def __str__(self) -> str:
         parts = f" {'|'.join(map(str, self.parts))}" if self.parts else ""
@@ -158,13 +146,16 @@ def check_mapping(plan: object) -> None:
 
 
 def match_styles(
-    plan: Mapping[str, str | Style], modules: Iterable[str], parameters: Iterable[str]
+    plan: Mapping[str, str | Style],
+    modules: Iterable[str],
+    parameters: Iterable[str],
+    kinds: Mapping[str, StyleKind] = KINDS,
 ) -> dict[str, Style]:
     """The style of every module that a plan names.
 
-    A pattern is the name of a module or parameter; ``*`` stands for anything.  A weight or bias stands for its module,
-    except under ``summed`` and ``sequence``, which are said of parameters: then, as for any other parameter, its own
-    name is in the result.
+    A pattern is the name of a module or parameter; ``*`` matches anything.  A weight or bias names its module, except
+    under ``summed`` and ``sequence``, which are said of parameters: then, as for any other parameter, its own name is
+    in the result.
 
     Raises:
         ValueError: a pattern that matches nothing (the nearest names are given), or a module with two styles.
@@ -175,7 +166,7 @@ def match_styles(
     owners = {p: p.rpartition(".")[0] for p in parameters}
     styles: dict[str, tuple[Style, str]] = {}
     for pattern, text in plan.items():
-        style = text if isinstance(text, Style) else Style.parse(text)
+        style = text if isinstance(text, Style) else Style.parse(text, kinds)
         hits = [n for n in names if fnmatchcase(n, pattern)]
         if not hits:
             itself = style.kind in ("summed", "sequence")

@@ -9,7 +9,9 @@ scattered and a stream gathered, which is the same volume as one all_reduce.  Co
 so a dim other than the first costs one copy, and 5 steps of time over 4 ranks travel as 4 pieces of 2.
 """
 
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,18 +25,63 @@ from plait.tensor.gemm import TORCH, Gemm
 from plait.tensor.no_double_backward import no_double_backward
 
 AXES = ("tensor",)
+NOTHING = torch.Size()
+Later = list[Callable[[], Tensor]]
+"""Gradients of one parameter that are still to be made, in the order in which a backward adds them."""
+
 first_order = no_double_backward("a tensor-parallel layer", "train such a model without the tensor axis")
 
 
-class TensorAxis:
-    """This rank's place on the tensor axis; ``sequence``: the stream between the products is cut in time."""
+class Watch(Protocol):
+    """What sees the products of cut weights (see ``anymodel``)."""
 
-    microbatch = -1  # for the ledger
-    length = 0  # steps of time of the whole stream in this forward, set where it is first cut
+    def carry(self, site: Any, x: Tensor, product: Callable[[], Tensor]) -> Tensor:
+        """Returns the product, by a cut weight at ``site``, of an activation."""
+
+    def in_time(self, x: Tensor, name: str) -> Tensor:
+        """Returns a stream, which sequence parallelism cuts here."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Inside, code that knows of the ranks works."""
+
+
+class TensorAxis:
+    """This rank's place on the tensor axis, and where the running microbatch is.
+
+    ``sequence``: the stream between the products is cut in time.
+    """
+
+    microbatch = -1
+    """For the ledger."""
+    length = 0
+    """Steps of time of the whole stream in this forward, set where it is first cut."""
+    entered: Any = None
+    """The input that the next sibling may share (see ``linear``)."""
+    whole_logits = False
+    """The model computes its own loss, of the logits of the whole vocabulary."""
+    unsplit = False
+    """Inside a module whose activations are whole in time, though the stream is not."""
+    running = True
+    """A forward of the model, or its loss, is under way."""
+    watch: Watch | None = None
+    """Follows what the model's own code does with cut activations."""
 
     def __init__(self, comm: Comm, *, sequence: bool, gemm: Gemm = TORCH) -> None:
         self.comm, self.sequence, self.gemm = comm, sequence, gemm
         self.ways, self.index = comm.mesh.tensor, comm.mesh.index(comm.rank, AXES)
+
+    def left(self, width: int, shape: torch.Size = NOTHING, *, fused: bool = False) -> None:
+        """The activation that follows has ``width`` features, of which this rank has those of ``shape``; 0: all."""
+
+    def later(self, parameter: Tensor) -> Later | None:
+        """Where the gradients of a parameter wait that are made in a pass of their own; None: they are made at once."""
+        return None
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Inside, code that knows of the ranks works: no mode sees its functions."""
+        with torch._C.DisableTorchFunction(), nullcontext() if self.watch is None else self.watch.paused():
+            yield
 
     def part(self, size: int, index: int | None = None) -> tuple[int, int]:
         """Where a rank's part of ``size`` begins and ends; this rank's, if none is named."""
@@ -75,7 +122,11 @@ class TensorAxis:
 
     def start_gather(self, x: Tensor, dim: int, size: int, note: Note) -> Finish:
         """Issues the gathering of all ranks' parts along ``dim``, ``size`` together."""
-        return start_gather(self.comm, x, dim, self.lengths(size), AXES, note)
+        return self.start_gather_of(x, dim, self.lengths(size), note)
+
+    def start_gather_of(self, x: Tensor, dim: int, lengths: Sequence[int], note: Note) -> Finish:
+        """The same, of parts of these lengths."""
+        return start_gather(self.comm, x, dim, lengths, AXES, note)
 
 
 class Leave(torch.autograd.Function):
@@ -98,55 +149,6 @@ class Leave(torch.autograd.Function):
         return gradient, None, None, None
 
 
-class Split(torch.autograd.Function):
-    """A whole stream is cut in time; backward gathers it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str) -> Tensor:
-        if not isinstance(x, Tensor) or x.dim() < 3:
-            given = list(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
-            raise ValueError(
-                f"{site!r}, whose stream the tensor plan cuts in time, has {given} for it, not [batch, time, width]: "
-                f"say 'split' for the first module that gets the stream as its first argument, such as a block"
-            )
-        ctx.axis, ctx.site, ctx.length = axis, site, x.size(1)
-        axis.length = ctx.length
-        start, stop = axis.part(ctx.length)
-        return x[:, start:stop].contiguous()
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        axis: TensorAxis = ctx.axis
-        return axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))(), None, None
-
-
-class Share(torch.autograd.Function):
-    """Whole tensors that cut computation reads, which makes a share of their gradients on each rank.
-
-    Backward: the sums; with ``last``, only of that many of the last dim, as the others are read by what sums itself.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, axis: TensorAxis, site: str, last: int | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.site, ctx.last = axis, site, last
-        views = tuple(x.view_as(x) for x in tensors)
-        ctx.mark_non_differentiable(*(y for y, needs in zip(views, ctx.needs_input_grad[3:], strict=True) if not needs))
-        return views
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        note = ctx.axis.note(BACKWARD, ctx.site)
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
-        whole = {i: gradients[i].clone(memory_format=torch.contiguous_format) for i in wanted}
-        shares = {i: g if ctx.last is None else g[..., -ctx.last :] for i, g in whole.items()}
-        finish = {i: ctx.axis.start_sum(share, note) for i, share in shares.items()}
-        for i in wanted:
-            shares[i].copy_(finish[i]())
-        return (None, None, None, *map(whole.get, range(len(gradients))))
-
-
 class Divide(torch.autograd.Function):
     """A whole activation is cut in its last dim; backward gathers it."""
 
@@ -162,22 +164,6 @@ class Divide(torch.autograd.Function):
         axis: TensorAxis = ctx.axis
         note = axis.note(BACKWARD, ctx.site)
         return axis.start_gather(gradient, gradient.dim() - 1, ctx.size, note)(), None, None
-
-
-class Unsplit(torch.autograd.Function):
-    """A stream that is cut in time becomes whole; backward keeps this rank's part of a gradient that is whole."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str) -> Tensor:
-        axis.check_stream(x, site, whole=False)
-        ctx.part = axis.part(axis.length)
-        return axis.start_gather(x, 1, axis.length, axis.note(FORWARD, site))()
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        start, stop = ctx.part
-        return gradient[:, start:stop].contiguous(), None, None
 
 
 class Gather(torch.autograd.Function):

@@ -3,29 +3,44 @@
     column   x whole ─► y = x W_r^T          y cut in its last dim       backward: dx is a sum over the ranks
     row      x cut   ─► y = Σ x_r W_r^T      y whole                     backward: none
 
-Siblings that read one tensor (query, key, value; gate, up) share one ``ColumnInput``: its gradient is the sum of
-theirs, reduced once, while this rank makes the weight products:
+Siblings that read one tensor (query, key, value; gate, up) share one ``Entered``.  The gradient of their input is the
+sum of theirs.  It is reduced once, while this rank makes the weight products:
 
-    forward   x ── Enter ─┬─ Column q ─►          backward    dq ─► dx += dq Wq   (q, x) ─► queue
-                          ├─ Column k ─►                      dk ─► dx += dk Wk   (k, x) ─► queue
-                          └─ Column v ─►                      Enter:  start the reduction of dx
-                                                                      dWq, dWk, dWv from the queue
-                                                                      wait
+    forward   x ── Finish ── Hold q, k, v ── Start ─┬─ Column q ─►
+                                                    ├─ Column k ─►
+                                                    └─ Column v ─►
+    backward  dq, dk, dv ─► Column: dx += dq Wq ...   (q, x) waits in the entry
+              Start         starts the reduction of dx
+              Hold          dWq, dWk, dWv
+              Finish        waits for dx
 
-Under sequence parallelism Enter gathers the stream forward and scatters its gradient backward, and a row's sum is
+Autograd runs the ready node that was made last, so it runs Start before any Hold and every Hold before Finish.  A Hold
+is an edge to its weight and reads no values.  A sibling that is not called has a Hold that nothing reaches, so its
+weight gets no gradient.
+
+Under sequence parallelism Finish gathers the stream forward and scatters its gradient backward, and a row's sum is
 scattered: reduce_scatter and all_gather in place of the all_reduce.
+
+No function saves a weight: the weight's unit may be resharded and gathered again before the backward.  The function
+keeps the parameter and reads its values when its backward runs.  Where weight gradients are made in a pass of their own
+(``axis.later``), the weight is no input of any function, and its products wait in the microbatch's list.
 """
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from plait.comm.padded import Finish as Finishing
 from plait.table.tensor_plan import BACKWARD, FORWARD
-from plait.tensor.axis import TensorAxis, first_order
+from plait.tensor.axis import Later, TensorAxis, first_order
 from plait.tensor.gemm import TORCH, Gemm
+
+Pair = tuple[Tensor, Tensor | None]
+"""A weight and its bias."""
 
 
 def weight_product(gradient: Tensor, x: Tensor, gemm: Gemm = TORCH) -> Tensor:
@@ -43,127 +58,234 @@ def input_product(gradient: Tensor, weight: Tensor, gemm: Gemm = TORCH) -> Tenso
     return gemm.product(gradient, weight.to(gradient.dtype))
 
 
-class WeightGradQueue:
-    """Siblings' output gradients, by index, from which ``Enter`` will make the weight products."""
-
-    def __init__(self, axis: TensorAxis, site: str, wants_input: bool) -> None:
-        self.axis, self.site, self.wants_input = axis, site, wants_input
-        self.scatters = axis.sequence
-        self.gradients: list[tuple[int, Tensor]] = []
-
-
-class ColumnInput:
-    """A whole activation as column-cut siblings read it.
-
-    ``source`` enters; the same tensor, unchanged, does not enter twice.  ``weights`` are weight and bias (or None) of
-    each sibling, whether or not it will read this tensor.
-    """
-
-    def __init__(
-        self, source: Tensor, axis: TensorAxis, site: str, weights: Sequence[tuple[Tensor, Tensor | None]]
-    ) -> None:
-        self._source, self._state = weakref.ref(source), _state(source)
-        self.queue = WeightGradQueue(axis, site, source.requires_grad)
-        self.tensor: Tensor = Enter.apply(source, self.queue, *[t for pair in weights for t in pair])
-
-    def column(self, weight: Tensor, bias: Tensor | None, index: int) -> Tensor:
-        """The output of sibling ``index``, cut in its last dim."""
-        bias = None if bias is None else bias.detach()
-        y: Tensor = Column.apply(self.tensor, weight.detach(), bias, self.queue, index)
-        return y
-
-    def is_of(self, source: Tensor, site: str) -> bool:
-        """Whether this tensor, unchanged since, entered here, or is what it became."""
-        known = source is self.tensor or (self._source() is source and self._state == _state(source))
-        return known and self.queue.site == site
-
-
-def _state(source: Tensor) -> tuple[bool, int]:
-    """What changes when a tensor has to enter anew: recording began or ended, or it was written to."""
-    return torch.is_grad_enabled(), -1 if source.is_inference() else source._version
-
-
-class Enter(torch.autograd.Function):
-    """The stream, whole.  Backward reduces the input's gradient and makes the siblings' weight products meanwhile."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, queue: WeightGradQueue, *weights: Tensor | None) -> Tensor:
-        axis = queue.axis
-        note = axis.note(FORWARD, queue.site)
-        if axis.sequence:
-            axis.check_stream(x, queue.site, whole=False)
-        whole = axis.start_gather(x, 1, axis.length, note)() if axis.sequence else x.view_as(x)
-        ctx.queue = queue
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(whole if any(ctx.needs_input_grad[2:]) else None)
-        return whole
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        queue: WeightGradQueue = ctx.queue
-        axis, note = queue.axis, queue.axis.note(BACKWARD, queue.site)
-        finish = None
-        if gradient is not None and ctx.needs_input_grad[0]:
-            finish = (axis.start_scatter if queue.scatters else axis.start_sum)(gradient, note)
-        (x,) = ctx.saved_tensors
-        products: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 2)
-        for index, g in queue.gradients:
-            for place, wanted in ((2 * index, weight_product), (2 * index + 1, _bias_sum)):
-                if ctx.needs_input_grad[2 + place]:
-                    product, before = wanted(g, x, axis.gemm), products[place]
-                    products[place] = product if before is None else before.add_(product)
-        queue.gradients.clear()
-        return (finish() if finish else None, None, *products)
-
-
-def _bias_sum(gradient: Tensor, x: Tensor, gemm: Gemm) -> Tensor:
+def bias_sum(gradient: Tensor) -> Tensor:
+    """db [out] of y = x W^T + b."""
     return rows(gradient).sum(0)
 
 
-class Column(torch.autograd.Function):
-    """y = x W^T + b for this rank's rows of W, which come detached: their gradients leave through ``Enter``."""
+def values(weight: Tensor) -> Tensor:
+    """The values of a parameter, plain and without a graph."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return weight.detach()
+
+
+class Reread:
+    """A weight whose values are read in the forward, and again in the backward."""
+
+    def __init__(self, weight: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.weight, self.kind, self.version = weight, type(weight), _version(weight)
+
+    def values(self) -> Tensor:
+        """Raises RuntimeError where the weight was written to since, or is at rest."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if _version(self.weight) != self.version:
+                raise RuntimeError(
+                    f"a weight {list(self.weight.shape)} that the backward reads has been modified by an inplace "
+                    f"operation since its forward"
+                )
+            if type(self.weight) is not self.kind:
+                raise RuntimeError(f"a weight {list(self.weight.shape)} is at rest when its backward reads it")
+            return self.weight.detach()
+
+
+def _version(x: Tensor) -> int:
+    return -1 if x.is_inference() else x._version
+
+
+def token(like: Tensor) -> Tensor:
+    """An input that records a function whose weight is none of its inputs."""
+    return torch.zeros((), device=like.device, requires_grad=True)
+
+
+class SharedInput:
+    """An activation that enters at a site, as the functions of its siblings share it.  ``pairs`` are of all siblings,
+    also of siblings that will not read it."""
+
+    def __init__(self, axis: TensorAxis, site: str, pairs: Sequence[Pair], *, wants_input: bool) -> None:
+        self.axis, self.site, self.pairs, self.wants_input = axis, site, pairs, wants_input
+        self.length = axis.length if axis.sequence else 0
+        self.spent = False
+        """Its backward has run."""
+        self.waiting: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        """Of each sibling, by index, the output gradients and inputs of its weight products."""
+        self.finish: Finishing | None = None
+        """Of the reduction that is under way."""
+
+    def hold(self, index: int) -> Tensor | None:
+        """What a column takes as input in the place of its weight and bias."""
+        weight, bias = self.pairs[index]
+        if not torch.is_grad_enabled() or not any(p is not None and p.requires_grad for p in (weight, bias)):
+            return None
+        later = self.axis.later(weight)
+        if later is not None:
+            self.axis.later(weight if bias is None else bias)  # they keep their order
+            return token(weight)
+        return cast(Tensor, Hold.apply(self, index, weight, bias))
+
+
+class Entered:
+    """A whole activation as column-cut siblings read it.  The same tensor, unchanged, does not enter twice."""
+
+    def __init__(self, source: Tensor, axis: TensorAxis, site: str, pairs: Sequence[Pair]) -> None:
+        self._source, self._state = weakref.ref(source), _state(source)
+        self.entry = SharedInput(axis, site, pairs, wants_input=source.requires_grad)
+        whole: Tensor = Finish.apply(source, self.entry)
+        self._holds = [self.entry.hold(index) for index in range(len(pairs))]
+        self.tensor: Tensor = Start.apply(whole, self.entry) if whole.requires_grad else whole
+
+    def column(self, index: int, *, bias: bool = True) -> Tensor:
+        """The output of sibling ``index``, cut in its last dim."""
+        return cast(Tensor, Column.apply(self.tensor, self._holds[index], self.entry, index, bias))
+
+    def is_of(self, source: Tensor, site: str) -> bool:
+        """Returns True for the tensor that entered here, unchanged since, and for what it became."""
+        known = source is self.tensor or (self._source() is source and self._state == _state(source))
+        return known and self.entry.site == site and not self.entry.spent
+
+
+def _state(source: Tensor) -> tuple[bool, int, object]:
+    """What changes when a tensor has to enter anew: recording began or ended, it was written to, or a checkpoint (or
+    another saver of tensors) began or ended around some of the siblings."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return torch.is_grad_enabled(), _version(source), hooks and hooks[0]
+
+
+class Finish(torch.autograd.Function):
+    """The stream, whole.  Backward waits for its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradQueue, index: int) -> Tensor:
-        ctx.queue, ctx.index = queue, index
-        ctx.save_for_backward(weight if queue.wants_input else None)
-        y = queue.axis.gemm.linear(x, weight, bias)
+    def forward(ctx: Any, x: Tensor, entry: SharedInput) -> Tensor:
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        if not entry.length:
+            return x.view_as(x)
+        axis = entry.axis
+        axis.check_stream(x, entry.site, whole=False)
+        return axis.start_gather(x, 1, entry.length, axis.note(FORWARD, entry.site))()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        finish, ctx.entry.finish = ctx.entry.finish, None
+        return None if finish is None else finish(), None
+
+
+class Start(torch.autograd.Function):
+    """The stream, as the columns read it.  Backward starts the reduction of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, entry: SharedInput) -> Tensor:
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        entry: SharedInput = ctx.entry
+        axis, entry.spent = entry.axis, True
+        if gradient is not None:
+            start = axis.start_scatter if entry.length else axis.start_sum
+            entry.finish = start(gradient, axis.note(BACKWARD, entry.site))
+        return gradient, None
+
+
+class Hold(torch.autograd.Function):
+    """An edge to a weight and a bias.  Backward makes their products, while the reduction is under way."""
+
+    @staticmethod
+    def forward(ctx: Any, entry: SharedInput, index: int, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.entry, ctx.index = entry, index
+        ctx.set_materialize_grads(False)
+        return torch.empty(0, device=weight.device)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        entry: SharedInput = ctx.entry
+        _, _, wants_weight, wants_bias = ctx.needs_input_grad
+        dw = db = None
+        for gradient, x in entry.waiting.pop(ctx.index, ()):
+            if wants_weight:
+                product = weight_product(gradient, x, entry.axis.gemm)
+                dw = product if dw is None else dw.add_(product)
+            if wants_bias:
+                total = bias_sum(gradient)
+                db = total if db is None else db.add_(total)
+        return None, None, dw, db
+
+
+class Column(torch.autograd.Function):
+    """y = x W^T + b for this rank's rows of W, whose gradients leave through its Hold."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, hold: Tensor | None, entry: SharedInput, index: int, with_bias: bool) -> Tensor:
+        weight, bias = entry.pairs[index]
+        ctx.entry, ctx.index, ctx.with_bias = entry, index, with_bias
+        ctx.weight = Reread(weight) if entry.wants_input else None
+        ctx.save_for_backward(None if hold is None else x)
+        b = None if bias is None or not with_bias else values(bias)
+        y = entry.axis.gemm.linear(x, values(weight), b)
         # A product of more than two dims is a view of one of two, and autograd lets nobody write to such a view.
         unviewed: Tensor = torch.ops.aten._unsafe_view.default(y, y.shape) if y._is_view() else y
         return unviewed
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        ctx.queue.gradients.append((ctx.index, gradient))
-        (weight,) = ctx.saved_tensors
-        wanted = input_product(gradient, weight, ctx.queue.axis.gemm) if ctx.queue.wants_input else None
-        return wanted, None, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        entry: SharedInput = ctx.entry
+        (x,) = ctx.saved_tensors
+        if x is not None:
+            weight, bias = entry.pairs[ctx.index]
+            if not put_off(entry.axis, weight, partial(weight_product, gradient, x, entry.axis.gemm)):
+                entry.waiting.setdefault(ctx.index, []).append((gradient, x))
+            elif bias is not None and ctx.with_bias:
+                put_off(entry.axis, bias, partial(bias_sum, gradient))
+        dx = input_product(gradient, ctx.weight.values(), entry.axis.gemm) if ctx.weight else None
+        return dx, None, None, None, None
+
+
+def put_off(axis: TensorAxis, parameter: Tensor, make: Any) -> bool:
+    """Leaves a gradient for the pass of weight gradients; False where the microbatch has no such pass."""
+    later: Later | None = axis.later(parameter)
+    if later is None:
+        return False
+    later.append(make)
+    return True
 
 
 class Row(torch.autograd.Function):
-    """y = Σ x_r W_r^T over the ranks, whole or cut in time; the bias is added afterwards, once."""
+    """y = Σ x_r W_r^T over the ranks, whole or cut in time; a bias is added afterwards, once.
+
+    ``edge`` is the weight, or a token where its gradient is made later.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: TensorAxis, site: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, edge: Tensor, weight: tuple[Tensor], axis: TensorAxis, site: str) -> Tensor:
         if axis.sequence:
             axis.check_stream(x, site, whole=True)
         ctx.axis, ctx.site, ctx.length = axis, site, axis.length if axis.sequence else 0
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-        finish = axis.start_scatter if axis.sequence else axis.start_sum
-        return finish(axis.gemm.linear(x, weight, None), axis.note(FORWARD, site))()
+        ctx.weight = Reread(weight[0])
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
+        start = axis.start_scatter if axis.sequence else axis.start_sum
+        return start(axis.gemm.linear(x, values(weight[0]), None), axis.note(FORWARD, site))()
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        axis: TensorAxis = ctx.axis
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        axis, weight = ctx.axis, ctx.weight.weight
+        (x,) = ctx.saved_tensors
         if ctx.length:
             gradient = axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))()
-        return (
-            input_product(gradient, weight, axis.gemm) if ctx.needs_input_grad[0] else None,
-            weight_product(gradient, x, axis.gemm) if ctx.needs_input_grad[1] else None,
-            None,
-            None,
-        )
+        dx = input_product(gradient, ctx.weight.values(), axis.gemm) if ctx.needs_input_grad[0] else None
+        dw = None
+        if x is not None and not put_off(axis, weight, partial(weight_product, gradient, x, axis.gemm)):
+            dw = weight_product(gradient, x, axis.gemm)
+        return dx, dw, None, None, None
+
+
+def row(x: Tensor, weight: Tensor, axis: TensorAxis, site: str) -> Tensor:
+    """The sum over the ranks of their products."""
+    waits = weight.requires_grad and torch.is_grad_enabled() and axis.later(weight) is not None
+    return cast(Tensor, Row.apply(x, token(x) if waits else weight, (weight,), axis, site))

@@ -1,26 +1,32 @@
-"""From a model and a plan to what each module does: cuts of parameters, siblings, sites.
+"""From a model and a plan to cuts of parameters, siblings, and sites.
 
 A plan comes from the user, from the model (``tensor_plan``, a dict or a method that returns one), or from a Hugging
 Face model's config (see ``transformers``).  It is resolved, or refused, on a model whose parameters may be on meta.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
 from plait.table.tensor_cut import TensorCut
-from plait.table.tensor_plan import KINDS, Site, Style, match_styles
+from plait.table.tensor_plan import KINDS, Site, Style, StyleKind, match_styles
 from plait.tensor.transformers import plan_from_transformers
 from plait.tensor.vocabulary import LOSS
 
-OWN_CODE = ("experts", "local", "enter", "unsplit")
-"""The styles of modules whose own code may read pieces of their parameters."""
-
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""What holds modules that are called one by one, each with an input of its own."""
+"""Containers of modules that are called one by one, each with an input of its own."""
+
+
+class TensorPlan(dict[str, str | Style]):
+    """Styles by patterns of module names.  A subclass may know more kinds of styles, and may watch the forwards."""
+
+    kinds: ClassVar[Mapping[str, StyleKind]] = KINDS
+
+    def watch(self, axis: Any, parallel: "Parallel", model: nn.Module) -> None:
+        """Called with each model that the plan runs on."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +39,18 @@ class Parallel:
     sites: tuple[Site, ...] = ()
     lists: frozenset[str] = frozenset()
     """The names of ``LISTS`` in the model."""
+    pieces: frozenset[int] = frozenset()
+    """Cut parameters that their module's own code reads, as plain tensors."""
+    plan: TensorPlan = field(default_factory=TensorPlan)
 
     @property
     def splits(self) -> bool:
         """Whether a module cuts the stream in time, which until then is whole, rather than the embedding."""
         return any(style.kind == "split" for style in self.styles.values())
+
+    def kind(self, style: Style) -> StyleKind:
+        """What is special about a style."""
+        return self.plan.kinds[style.kind]
 
     def siblings(self, name: str) -> list[str]:
         """The column-cut modules that have this one's parent, in order; they may read one tensor."""
@@ -46,11 +59,11 @@ class Parallel:
         return same if name in same and parent not in self.lists else [name]
 
 
-def plan_of(model: nn.Module, *, sequence: bool = False) -> dict[str, str]:
+def plan_of(model: nn.Module, *, sequence: bool = False) -> TensorPlan:
     """The plan that a model carries; raises ValueError where it has none, or one with a style unknown to plait."""
     own = getattr(model, "tensor_plan", None)
     if own is not None:
-        return dict(own() if callable(own) else own)
+        return as_plan(own() if callable(own) else own)
     carried = getattr(model, "tp_plan", None) if hasattr(model, "get_input_embeddings") else None
     if not carried:
         raise ValueError(
@@ -58,7 +71,16 @@ def plan_of(model: nn.Module, *, sequence: bool = False) -> dict[str, str]:
             f"'blocks.*.down': 'row', ...}} where it is built (in the build function of a job), give Engine the same "
             f"as tensor_plan=, or leave the tensor axis out of the mesh"
         )
-    return plan_from_transformers(model, carried, sequence=sequence)
+    if sequence:
+        raise ValueError(
+            f"{type(model).__name__} under sequence parallelism: the plan that it carries knows nothing of it; give "
+            f"tensor_plan=plait.anymodel.plan_of(model, sequence=True), or leave sequence parallelism out"
+        )
+    return TensorPlan(plan_from_transformers(model, carried))
+
+
+def as_plan(plan: Mapping[str, str | Style]) -> TensorPlan:
+    return plan if isinstance(plan, TensorPlan) else TensorPlan(plan)
 
 
 def parallel_plan(
@@ -72,21 +94,20 @@ def parallel_plan(
     if ways == 1 and plan is None:
         return Parallel()
     modules = dict(model.named_modules())
-    plan = plan_of(model, sequence=sequence) if plan is None else plan
+    plan = plan_of(model, sequence=sequence) if plan is None else as_plan(plan)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    named = match_styles(plan, modules, parameters)
+    named = match_styles(plan, modules, parameters, plan.kinds)
     if ways == 1:
         return Parallel()
     styles = {name: _with_heads(named[name], name, modules) for name in modules if name in named}  # in their order
     own = {name: style for name, style in named.items() if name not in modules and style.cut_dim is not None}
     if sequence:
         _check_stream(styles, modules)
-    cuts: dict[int, TensorCut] = {}
     streams = {"summed", "sequence"} if sequence else {"summed"}
     summed = {id(p) for n, p in parameters.items() if n in named and named[n].kind in streams}
     _check_heads(styles, modules, ways)
-    for name, style in own.items():
-        cuts[id(parameters[name])] = _own_cut(name, parameters[name], style, styles, ways)
+    cuts = {id(parameters[n]): _own_cut(n, parameters[n], s, styles, plan.kinds, ways) for n, s in own.items()}
+    pieces = frozenset(cuts)
     for name, style in styles.items():
         module = modules[name]
         if style.cut_dim is not None:
@@ -107,10 +128,8 @@ def parallel_plan(
             f"the tensor plan shards {both[0]!r} twice: it is cut, and it is 'summed' or 'sequence', which is for "
             f"parameters that every rank has whole; keep one"
         )
-    for name in (name for name, style in styles.items() if style.kind == "experts"):
-        _check_experts(name, modules[name], cuts, summed)
     lists = frozenset(name for name, module in modules.items() if isinstance(module, LISTS))
-    parallel = Parallel(styles, cuts, frozenset(summed), lists=lists)
+    parallel = Parallel(styles, cuts, frozenset(summed), (), lists, pieces, plan)
     return replace(parallel, sites=tuple(dict.fromkeys(_sites(parallel, modules))))
 
 
@@ -157,10 +176,17 @@ def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], 
         )
 
 
-def _own_cut(name: str, parameter: nn.Parameter, style: Style, styles: Mapping[str, Style], ways: int) -> TensorCut:
+def _own_cut(
+    name: str,
+    parameter: nn.Parameter,
+    style: Style,
+    styles: Mapping[str, Style],
+    kinds: Mapping[str, StyleKind],
+    ways: int,
+) -> TensorCut:
     """The cut of a parameter that its module's own code reads."""
     owner = styles.get(name.rpartition(".")[0])
-    if owner is None or owner.kind not in OWN_CODE:
+    if owner is None or not kinds[owner.kind].own_code:
         raise ValueError(
             f"the tensor plan says {str(style)!r} for the parameter {name!r}, but not what its module does with a "
             f"piece: say 'experts' (what it returns is added up) or 'local' for {name.rpartition('.')[0]!r}"
@@ -173,29 +199,6 @@ def _own_cut(name: str, parameter: nn.Parameter, style: Style, styles: Mapping[s
             f"module's own parameters are cut by 'column' or 'row', or in parts of one size, as in 'column in 2'"
         )
     return TensorCut(tuple(parameter.shape), dim, ways, (each,) * style.packed, style.grain)
-
-
-def _check_experts(name: str, module: nn.Module, cuts: Mapping[int, TensorCut], summed: Collection[int]) -> None:
-    """Raises ValueError where the code of a module would not compute a share of its output from the pieces."""
-    for short, parameter in module.named_parameters():
-        if id(parameter) not in cuts and id(parameter) not in summed:
-            raise ValueError(
-                f"the tensor plan says 'experts' for {name!r}, whose outputs are added up, and nothing for "
-                f"'{name}.{short}', which would be added once for each rank: say 'column' or 'row' for it"
-            )
-    own = {n: cuts[id(p)] for n, p in module.named_parameters(recurse=False) if id(p) in cuts}
-    hidden = {n: cut.parts[0] if cut.grain == 1 else cut.shape[cut.dim] // cut.grain for n, cut in own.items()}
-    if len(set(hidden.values())) != 1:
-        raise ValueError(
-            f"the tensor plan cuts the matrices of the experts {name!r} in {hidden} features, which do not meet: where "
-            f"two matrices lie in one, say 'column in 2' (or 'row in 2') for end to end, 'column by 2' for row by row"
-        )
-
-
-def _width(module: nn.Module, parallel: Parallel) -> int:
-    """Of what comes to experts and leaves them: the dim of their matrices that is not cut."""
-    cuts = [parallel.cuts[id(p)] for p in module.parameters(recurse=False) if id(p) in parallel.cuts]
-    return next((cut.shape[-1 if cut.dim == len(cut.shape) - 2 else -2] for cut in cuts if len(cut.shape) > 1), 0)
 
 
 def _with_heads(style: Style, name: str, modules: Mapping[str, nn.Module]) -> Style:
@@ -249,11 +252,14 @@ def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> Iterator[Sit
     """Where messages are sent in one forward and backward, in the model's order; siblings repeat theirs."""
     width = 0
     first = next((n.rpartition(".")[0] for n, p in modules[""].named_parameters() if p.requires_grad), "")
+    known: dict[tuple[int, bool], str] = {}
     for name, style in parallel.styles.items():
         module: Any = modules[name]
-        kind, at = KINDS[style.kind], partial(Site, unsplit=is_unsplit(name, parallel.styles))
+        kind, at = parallel.kind(style), partial(Site, unsplit=is_unsplit(name, parallel.styles))
         embeds = style.kind == "vocabulary" and isinstance(module, nn.Embedding)
         head = style.kind == "vocabulary" and not embeds
+        if kind.cut_dim is not None:  # a weight of several modules sends under the first one's name
+            name = known.setdefault((id(module.weight), embeds), name)
         if kind.enters or head:
             trains = first not in parallel.siblings(name)  # else the input is the batch, as far as one can tell
             yield at("enter", site_of(name, parallel), module.weight.shape[1], trains)
@@ -264,18 +270,11 @@ def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> Iterator[Sit
             yield at("loss", LOSS.unit, 0)
         if style.kind == "divided":
             yield at("part", name, module.weight.shape[1])
-        if style.kind == "unsplit":
-            yield at("unsplit", name, width)
-        if style.kind == "experts":
-            copies = 1 if style.parts else next(module.parameters(recurse=False)).shape[0]
-            yield at("sum", name, _width(module, parallel) * copies)
-            yield at("share", name, _width(module, parallel) * copies)
-        if style.kind == "shared" and not style.parts:
-            yield at("share", name, module.weight.shape[0])
-        for size in style.parts if kind.counts else ():
-            yield at("share", name, size)
-        if kind.site:
-            yield at(kind.site, name, width if kind.cut_dim is None else module.weight.shape[0])
+        if kind.sites is not None:
+            more = kind.sites(name, style, module, parallel, width)
+            yield from (replace(site, unsplit=is_unsplit(name, parallel.styles)) for site in more)
+        elif kind.site:
+            yield at(kind.site, name, module.weight.shape[0])
 
 
 def site_of(name: str, parallel: Parallel) -> str:

@@ -3,22 +3,16 @@
     its plan                                        plait
     model.layers.*.self_attn.q_proj   colwise       model.layers.*.self_attn.q_proj   column
     model.layers.*.self_attn.o_proj   rowwise       model.layers.*.self_attn.o_proj   row
-    model.layers.*.mlp.experts        moe_tp_...    model.layers.*.mlp.experts        experts 32|2
                                                     model.embed_tokens, lm_head       vocabulary
 
-It knows nothing of sequence parallelism, under which the first block cuts the stream in time, attention enters as a
-whole (its code shapes the heads by the length of its input), norms work on the cut stream, and a child of a block that
-has anything else in it (a router, a convolution, a product that the plan leaves whole) gets the stream whole.
+``anymodel`` translates the styles that are not here, such as experts, and plans for sequence parallelism.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from inspect import signature
 from typing import Any
 
 from torch import nn
-
-from plait.table.tensor_plan import Style, match_styles
 
 WORDS = {
     "colwise": "column",
@@ -31,106 +25,38 @@ WORDS = {
     "rowwise_rep": "divided",
     "embedding_rowwise": "vocabulary",
     "replicated_with_grad_allreduce": "summed",
-    "moe_tp_experts": "experts",
-    "all_reduce": "experts",
-    "moe_identity_expert": "once",
-    "mla_kv_a_proj": "shared",
-    "local_params": "local",
     "replicate": "",
     "embedding_colwise": "",
 }
 """Styles of transformers' plans, in our words; an empty one leaves a module whole, which it may be."""
 
-CLOSED = {"column", "row", "gathered", "divided", "summed", "local"}
-"""A module that has only these inside reads a stream that is cut in time, and leaves one."""
 
-ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
-"""How configs call the number of experts of a token."""
+def ends_of(model: Any) -> list[str]:
+    """The names of the embedding and of the head."""
+    both = (model.get_input_embeddings(), model.get_output_embeddings())
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    return [name for name, module in modules.items() if any(module is end for end in both)]
 
 
-def plan_from_transformers(model: Any, carried: Mapping[str, str], *, sequence: bool) -> dict[str, str]:
-    """The plan of a whole ``PreTrainedModel`` from that which it ``carried``; raises ValueError for an unknown style.
+def names_in(model: nn.Module, pattern: str, ends: Iterable[str]) -> list[str]:
+    """The modules and parameters that a pattern names, apart from the ends.
 
-    What names nothing in this model is left out: one plan serves all variants of an architecture.
+    What a pattern does not find is left out: one plan serves all variants of an architecture.
     """
-    if unknown := sorted({style for style in carried.values() if style not in WORDS}):
+    names = (*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False)))
+    return [name for name in names if fnmatchcase(name, pattern) and name not in ends]
+
+
+def plan_from_transformers(model: Any, carried: Mapping[str, str]) -> dict[str, str]:
+    """The plan of a whole ``PreTrainedModel`` from the one that it ``carried``; ValueError for an unknown style."""
+    ends = ends_of(model)
+    found = {pattern: style for pattern, style in carried.items() if names_in(model, pattern, ends)}
+    if unknown := sorted({style for style in found.values() if style not in WORDS}):
         raise ValueError(
             f"{type(model).__name__}'s tensor plan has the style {unknown[0]!r}, which plait has no word for "
-            f"(it knows {', '.join(WORDS)}): give tensor_plan=... of your own"
+            f"(it knows {', '.join(WORDS)}): give tensor_plan=plait.anymodel.plan_of(model), which knows more, or a "
+            f"plan of your own"
         )
-    modules: dict[str, nn.Module] = dict(model.named_modules())
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    both = (model.get_input_embeddings(), model.get_output_embeddings())
-    ends = [name for name, module in modules.items() if any(module is end for end in both)]
-    plan: dict[str, str] = {}
-    for pattern, style in carried.items():
-        names = [name for name in (*modules, *parameters) if fnmatchcase(name, pattern) and name not in ends]
-        word = WORDS[style]
-        if word in ("experts", "shared", "local"):
-            plan |= {name: _counted(model, name, word) for name in names}
-        elif word and names:
-            plan[pattern] = word
-    plan |= dict.fromkeys(ends, "vocabulary")
-    return plan | _in_time(model, modules, match_styles(plan, modules, parameters)) if sequence else plan
-
-
-def _in_time(model: Any, modules: Mapping[str, nn.Module], named: Mapping[str, Style]) -> dict[str, str]:
-    """What sequence parallelism has to know: where the stream is cut in time, and of each child of a block whether it
-    works on the cut stream or gets it whole.  Raises ValueError for parameters whose place it cannot tell."""
-    lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList)]
-    lists = [name for name in lists if not any(name.startswith(f"{outer}.") for outer in lists)]
-    lists = [name for name in lists if any(n.startswith(f"{name}.") for n in named)]
-    children = {child: block for name in lists for block in _called(modules, name) for child in _called(modules, block)}
-    found: dict[str, str] = {}
-    for name, module in modules.items():
-        child = next((c for c in children if f"{name}.".startswith(f"{c}.")), "")
-        if child in ("", name) and "Norm" in type(module).__name__ and name not in named:
-            found[name] = "sequence"
-        elif module._parameters and name not in named and child:
-            found[child] = "unsplit"
-        elif name == child and name in named and named[name].kind == "experts":
-            raise ValueError(_unknown(model, name, "is called by its block, which flattens the stream for it"))
-        elif module._parameters and name not in named:
-            raise ValueError(_unknown(model, name, "has parameters, and is not called by a block"))
-    for name in named:
-        child = next((c for c in children if name.startswith(f"{c}.")), "")
-        if child and child not in found:
-            around = name.rpartition(".")[0]
-            if any(f"{n}.".startswith(f"{child}.") and named[n].kind not in CLOSED for n in named):
-                found[child] = "unsplit"
-            elif "Attention" in type(modules[around]).__name__:
-                found[around] = "enter"
-    if not children:
-        raise ValueError(_unknown(model, "", "has no list of blocks in which the plan names anything"))
-    return found | {next(iter(children.values())): "split"}
-
-
-def _unknown(model: nn.Module, name: str, why: str) -> str:
-    what = f"{name!r}, a {type(model.get_submodule(name)).__name__}," if name else "it"
-    return (
-        f"{type(model).__name__} under sequence parallelism: {what} {why}, so whether it works on all time is not "
-        f"known: leave sequence parallelism out, or give tensor_plan=... of your own"
+    return {pattern: WORDS[style] for pattern, style in found.items() if WORDS[style]} | dict.fromkeys(
+        ends, "vocabulary"
     )
-
-
-def _called(modules: Mapping[str, nn.Module], name: str) -> list[str]:
-    """The children of a module that are called: those of a list in its place."""
-    own = [n for n in modules if n.rpartition(".")[0] == name and n]
-    return [c for n in own for c in (_called(modules, n) if isinstance(modules[n], nn.ModuleList) else [n])]
-
-
-def _counted(model: Any, name: str, word: str) -> str:
-    """A style with the number that goes with it in this module, where there is one."""
-    module = model.get_submodule(name)
-    if word == "shared":
-        return f"shared {model.get_submodule(name.rpartition('.')[0]).qk_rope_head_dim}"
-    if word == "local" or len(signature(module.forward).parameters) == 1:
-        return word
-    config = model.config.get_text_config()
-    known = [count for key in ROUTED if isinstance(count := vars(config).get(key), int)]
-    if not known:
-        raise ValueError(
-            f"{type(model).__name__}'s tensor plan has experts in {name!r}, and its config does not say how many each "
-            f"token goes to ({', '.join(ROUTED)}): give tensor_plan=... of your own"
-        )
-    return f"{word} {known[0]}"

@@ -9,30 +9,49 @@ No rank ever holds the logits of all classes.  Source: Megatron-LM (Shoeybi et a
 maximum, sum and target apart.
 """
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Self, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from plait.comm import Comm
-from plait.sharded.networks import rows_held
-from plait.sharded.sharded_tensor import ShardedTensor
 from plait.table.collectives import Note
 from plait.table.layout import part
 from plait.table.tensor_plan import FORWARD
-from plait.tensor.axis import Leave, TensorAxis, first_order
+from plait.tensor.axis import AXES, Gather, Leave, TensorAxis, first_order
+from plait.tensor.linear import put_off, token, values
 
 LOSS = Note(FORWARD, "loss")
 """How the ledger calls the messages of a cross-entropy."""
+
+aten = torch.ops.aten
+
+
+class CutClasses(NamedTuple):
+    """Logits of which each rank has a part of the classes."""
+
+    local: Tensor
+    """[..., classes of this rank]"""
+    classes: int
+    comm: Comm
+    axes: tuple[str, ...]
+
+
+@runtime_checkable
+class HasCutClasses(Protocol):
+    """A tensor that may have its classes cut."""
+
+    def cut_classes(self) -> CutClasses: ...
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int = -100) -> Tensor:
     """Cross-entropy in nats, summed over the ``targets`` that are not ``ignored``: a scalar, never a mean.
 
     Args:
-        logits: [..., classes], a plain tensor, or a ``ShardedTensor`` whose classes (and nothing else) are cut: then
-            three numbers per target are gathered.
+        logits: [..., classes], a plain tensor, or one whose classes (and nothing else) are cut: the logits of a cut
+            head, or a ``ShardedTensor``. Then three numbers per target are gathered.
         targets: int64 [...], whole.
         ignored: the target that does not count.
 
@@ -43,22 +62,124 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int = -100) -> T
         ValueError: logits that are cut in another dim, or with a sum pending.
         IndexError: a target that is no class.
     """
-    if not isinstance(logits, ShardedTensor):
+    if not isinstance(logits, HasCutClasses):
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=ignored, reduction="sum")
-    layout, comm = logits.sharding, logits.comm
-    if any(layout.dims[:-1]) or layout.pending:
-        raise ValueError(
-            f"cross_entropy_sum on logits of layout '{layout}': only the classes, the last dim, may be cut; "
-            f"redistribute the logits first"
-        )
-    axes = layout.dims[-1]
-    start, _ = part(logits.shape[-1], comm.mesh.count(axes), comm.mesh.index(comm.rank, axes))
-    local = logits.local.flatten(0, -2)
+    local, classes, comm, axes = logits.cut_classes()
+    start, _ = part(classes, comm.mesh.count(axes), comm.mesh.index(comm.rank, axes))
+    local = local.flatten(0, -2)
     local = local if local.dtype == torch.float64 else local.float()
-    check_range(targets[targets != ignored], logits.shape[-1], "targets")
+    check_range(targets[targets != ignored], classes, "targets")
     loss: Tensor = CutCrossEntropy.apply(local, targets.flatten(), start, ignored, comm, axes)
     return loss
+
+
+class CutLogits(Tensor):
+    """This rank's classes of logits [..., classes]: it has the shape of all, and the values of this rank's.
+
+    Cross-entropy takes it, and so do functions that treat each class by itself or reshape the other dims.  Any other
+    function (argmax, softmax) would take a part for the whole and raises; ``full()`` gathers.
+    """
+
+    axis: TensorAxis
+    classes: int
+    site: str
+
+    @classmethod
+    def of(cls, local: Tensor, axis: TensorAxis, classes: int, site: str) -> Self:
+        """The logits of which this rank has made ``local``."""
+        logits = local.as_subclass(cls)
+        logits.axis, logits.classes, logits.site = axis, classes, site
+        return logits
+
+    @property
+    def local(self) -> Tensor:
+        """[..., classes of this rank], plain."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size((*self.local.shape[:-1], self.classes))
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def full(self) -> Tensor:
+        """The logits of all classes, plain: an all_gather."""
+        return cast(Tensor, Gather.apply(self.local, self.axis, self.classes, self.site))
+
+    def cut_classes(self) -> CutClasses:
+        return CutClasses(self.local, self.classes, self.axis.comm, AXES)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"CutLogits({list(self.shape)}, classes cut over {self.axis.ways} tensor ranks)"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        logits = next(x for x in (*args, *kwargs.values()) if isinstance(x, CutLogits))
+        if func is F.cross_entropy:
+            return _cross_entropy(*args, **kwargs)
+        if name in ("__get__", "dim", "ndimension", "is_floating_point", "__hash__", "backward", "register_hook"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        others = [x for x in args if x is not logits and isinstance(x, Tensor) and x.dim()]
+        if name in RESHAPES:
+            args = (logits, *_with_local(args[1:], logits))
+        if (others and name != "__getitem__") or name not in CLASSWISE | RESHAPES:
+            raise ValueError(
+                f"{name!r} on logits of which each of {logits.axis.ways} tensor ranks has a part of the "
+                f"{logits.classes} classes would take a part for the whole: compute the loss by F.cross_entropy or "
+                f"plait.cross_entropy_sum, which take them as they are, or gather them first (logits.full())"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*(x.as_subclass(Tensor) if isinstance(x, CutLogits) else x for x in args), **kwargs)
+            if result.dim() == 0 or result.size(-1) != logits.as_subclass(Tensor).size(-1):
+                raise ValueError(
+                    f"{name!r} cuts or mixes the classes of logits that are cut: gather them (logits.full())"
+                )
+            return cls.of(result, logits.axis, logits.classes, logits.site)
+
+
+CLASSWISE = {
+    *("float", "double", "half", "bfloat16", "to", "contiguous", "clone", "detach", "requires_grad_", "tanh", "neg"),
+    *("mul", "__mul__", "__rmul__", "mul_", "div", "__truediv__", "div_", "true_divide", "add", "__add__", "__radd__"),
+    *("sub", "__sub__", "clamp", "__getitem__", "flatten", "unsqueeze", "squeeze", "__imul__", "__itruediv__"),
+}
+"""Functions that treat each class by itself, where their other arguments are numbers."""
+
+RESHAPES = {"view", "reshape"}
+
+
+def _with_local(sizes: Sequence[Any], logits: CutLogits) -> list[int]:
+    """The sizes of a new shape, its last dim as long as this rank's part."""
+    flat = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else list(sizes)
+    if flat and flat[-1] in (logits.classes, -1):
+        flat[-1] = logits.local.size(-1)
+    return flat
+
+
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``F.cross_entropy`` of [tokens, classes] over cut classes."""
+    if weight is not None or label_smoothing or reduction not in ("sum", "mean") or input.dim() > 2:
+        raise ValueError(
+            "F.cross_entropy over cut classes takes [tokens, classes], reduction 'sum' or 'mean', and neither weight "
+            "nor label_smoothing: gather the logits first (logits.full())"
+        )
+    total = cross_entropy_sum(input, target, ignore_index)
+    return total if reduction == "sum" else total / (target != ignore_index).sum()
 
 
 def check_range(values: Tensor, size: int, what: str) -> None:
@@ -82,8 +203,35 @@ def embedding(
     scatter = axis.sequence and not whole
     if scatter:
         axis.length = tokens.size(1)
-    x: Tensor = Leave.apply(rows_held(tokens, weight, start, padding), axis, site, scatter)
-    return x
+    waits = weight.requires_grad and torch.is_grad_enabled() and axis.later(weight) is not None
+    padding = -1 if padding is None else padding - start
+    x = Lookup.apply(tokens - start, token(weight) if waits else weight, (weight,), axis, padding)
+    return cast(Tensor, Leave.apply(x, axis, site, scatter))
+
+
+class Lookup(torch.autograd.Function):
+    """Rows of this rank's part of a table, zeros for tokens that are elsewhere.  ``edge`` as in ``linear.Row``."""
+
+    @staticmethod
+    def forward(ctx: Any, here: Tensor, edge: Tensor, weight: tuple[Tensor], axis: TensorAxis, padding: int) -> Tensor:
+        table = values(weight[0])
+        ctx.rows = held = table.size(0)
+        elsewhere = (here < 0) | (here >= held)
+        here = here.masked_fill(elsewhere, 0)
+        ctx.save_for_backward(here, elsewhere)
+        ctx.axis, ctx.weight, ctx.padding = axis, weight[0], padding if 0 <= padding < held else -1
+        return torch.embedding(table, here).masked_fill_(elsewhere[..., None], 0)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        here, elsewhere = ctx.saved_tensors
+        gradient = gradient.masked_fill(elsewhere[..., None], 0)
+
+        def make() -> Tensor:
+            return cast(Tensor, aten.embedding_dense_backward(gradient, here, ctx.rows, ctx.padding, False))
+
+        return None, None if put_off(ctx.axis, ctx.weight, make) else make(), None, None, None
 
 
 class CutCrossEntropy(torch.autograd.Function):

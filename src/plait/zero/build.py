@@ -19,7 +19,7 @@ from plait.table.cells import Cell, moves
 from plait.table.flat import lay
 from plait.table.parallelism import Parallelism
 from plait.table.tensor_cut import TensorCut
-from plait.tensor import Parallel
+from plait.tensor import CutWeight, Parallel
 from plait.zero.storage import Flat, dtype_in
 from plait.zero.unit import Unit
 from plait.zero.wrap import bucketed, wrap
@@ -107,6 +107,9 @@ def build_units(
             loads = [load + size for load, size in zip(loads, sizes, strict=True)]
             values = [None if p.is_meta else p.data for _, p in group]
             targets = [_off_meta(p, comm.device) for _, p in group]
+            for (_, old), new, tensor_cut in zip(group, targets, cuts, strict=True):
+                if tensor_cut is not None and id(old) not in parallel.pieces:
+                    CutWeight.adopt(new, tensor_cut)
             flat = Flat(layout, targets, strategy, comm, cuts, id(first) in parallel.summed)
             for index, ((_, old), new, value) in enumerate(zip(group, targets, values, strict=True)):
                 if value is None:

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from rich import box
 from rich.table import Table
 
+from plait.anymodel.tensor import resolve_carried
+from plait.anymodel.tensor.types import ModuleType, module_types
 from plait.checkpoint.files.writing import write_json
 from plait.run.config import with_job
 from plait.run.job.config import JobConfig
 from plait.run.job.job import build_model
 from plait.run.report.screen import screen
 from plait.table.mesh import Mesh
-from plait.tensor.plan import parallel_plan
-from plait.tensor.types import ModuleType, module_types
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def run(config: ExplainConfig, argv: Sequence[str] = ()) -> int:
     if mesh.tensor == 1:
         raise ValueError(f"mesh {config.mesh!r} has no tensor axis, so each module has whole tensors: give tensor=2")
     model = build_model(config)
-    parallel = parallel_plan(model, mesh.tensor, sequence=config.sequence_parallel)
+    parallel = resolve_carried(model, mesh.tensor, sequence=config.sequence_parallel)
     types = list(module_types(model, parallel, sequence=config.sequence_parallel))
     if config.json:
         write_json(config.json, {"mesh": str(mesh), "modules": [asdict(one) for one in types]})

@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from plait.anymodel.tensor import resolve_carried
 from plait.checkpoint.files.writing import check_file, check_folder, check_free
 from plait.forward.compiled import check_compile
 from plait.pipeline.blocks import blocks_of
@@ -21,7 +22,6 @@ from plait.run.job.dataset import make_data
 from plait.run.job.job import build_model, make_job
 from plait.schedule.check import check
 from plait.table.precision import LossScale
-from plait.tensor import parallel_plan
 from plait.tensor.gemm import find_gemm
 
 WRITTEN = (METRICS, "config.toml", "summary.json", "timeline.svg", "trace.json")
@@ -160,7 +160,7 @@ def _check_model(config: RunConfig) -> None:
     if pipeline.num_stages > 1:
         split_of(blocks_of(build_model(config)), pipeline.num_stages, config.sizes_of_stages)
     if mesh.tensor > 1:
-        parallel = parallel_plan(build_model(config), mesh.tensor, sequence=config.sequence_parallel)
+        parallel = resolve_carried(build_model(config), mesh.tensor, sequence=config.sequence_parallel)
         if not parallel.cuts:
             raise ValueError(
                 f"tensor={mesh.tensor}, but the plan cuts no parameter of {config.title}: give it more layers (mlp has "

@@ -6,7 +6,7 @@ mesh nor strategy.
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from plait.anymodel.tensor import plan_of
+from plait.anymodel.tensor.passing import PassingOf
 from plait.comm import Comm
 from plait.pipeline.profile import agreed_link_costs
 from plait.run.data import Batches, Epochs, StepDataset, StepStream
@@ -30,7 +32,6 @@ from plait.table.precision import AS_IT_COMES, Precision
 from plait.table.tensor_plan import Passings, everywhere
 from plait.tensor import Parallel
 from plait.tensor.gemm import find_gemm
-from plait.tensor.passing import PassingOf
 from plait.zero.state.weights import Weights
 
 
@@ -85,6 +86,9 @@ class Job:
         """The job under a layout on this rank, and the learning rate's schedule; all ranks call it together."""
         model = self.build()
         optimizer = self.optimizer(model.parameters())
+        if comm.mesh.tensor > 1 and parallelism.tensor_plan is None:
+            plan = plan_of(model, sequence=parallelism.sequence_parallel)
+            parallelism = replace(parallelism, tensor_plan=plan)
         engine = Engine(
             model,
             comm,

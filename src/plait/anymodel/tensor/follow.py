@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from plait.tensor.marks import (
+from plait.anymodel.tensor.marks import (
     COUNTED,
     Cut,
     Dim,
@@ -44,7 +44,7 @@ from plait.tensor.marks import (
     regrouped,
     runs,
 )
-from plait.tensor.refusals import CutRefusals
+from plait.anymodel.tensor.refusals import CutRefusals
 
 Given = Mapping[str, Any]
 """The arguments of an operator by their names in its schema, defaults too."""
@@ -71,7 +71,7 @@ class FollowCuts(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, where: Callable[[], str | None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.refusals = CutRefusals(where)
         self._known = WeakTensorKeyDictionary()
         self._paused = False

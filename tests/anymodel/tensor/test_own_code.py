@@ -15,6 +15,7 @@ from tensor_models import alone, same_run, token_batches
 from torch import Tensor, nn
 
 import plait
+from plait.anymodel import ModelPlan
 from plait.comm import Comm
 from plait.predict.tensor import predict_tensor
 from plait.step import Engine
@@ -121,7 +122,7 @@ class Model(nn.Module):
         return out_BTC
 
 
-PLAN = {
+PLAN: dict[str, str] = {
     "embed": "vocabulary",
     "blocks.*.attention.query": f"column by {HEAD}",
     "blocks.*.attention.query_norm": "summed",
@@ -161,7 +162,7 @@ def model() -> nn.Module:
 )
 def test_the_run_is_that_of_one_rank(mesh: str, row: str, sequence: bool) -> None:
     template, data = model(), token_batches()
-    settings = {"tensor_plan": IN_TIME if sequence else WHOLE, "sequence_parallel": sequence}
+    settings = {"tensor_plan": ModelPlan(IN_TIME if sequence else WHOLE), "sequence_parallel": sequence}
     ranks = train(template, mesh, row, data, optimizer=sgd, **settings)
     same_run(ranks, alone(template, data))
 
@@ -170,14 +171,14 @@ def test_the_run_is_that_of_one_rank(mesh: str, row: str, sequence: bool) -> Non
 def test_it_is_also_that_of_one_rank_when_blocks_run_again(recompute: str | None) -> None:
     template, data = model(), token_batches()
     for plan in (WHOLE, IN_TIME):
-        settings = {"tensor_plan": plan, "sequence_parallel": plan is IN_TIME, "recompute": recompute}
+        settings = {"tensor_plan": ModelPlan(plan), "sequence_parallel": plan is IN_TIME, "recompute": recompute}
         same_run(train(template, "tensor=2", "zero2", data, optimizer=sgd, **settings), alone(template, data))
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_is_sent_is_what_was_predicted(sequence: bool) -> None:
     def body(comm: Comm) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-        plan = IN_TIME if sequence else WHOLE
+        plan = ModelPlan(IN_TIME if sequence else WHOLE)
         made = model()
         optimizer = sgd(made.parameters())
         settings = {"tensor_plan": plan, "sequence_parallel": sequence}
@@ -200,10 +201,10 @@ def test_dropout_inside_experts_is_refused() -> None:
     template = model()
     template.blocks[0].mixture.experts.same = nn.Dropout(0.5)
     with pytest.raises(ValueError, match="draws dropout"):
-        train(template, "tensor=2", "ddp", token_batches(), optimizer=sgd, tensor_plan=WHOLE)
+        train(template, "tensor=2", "ddp", token_batches(), optimizer=sgd, tensor_plan=ModelPlan(WHOLE))
 
 
 def test_code_that_does_not_fit_its_pieces_is_said_to_be_so() -> None:
     plan = {name: style for name, style in WHOLE.items() if "sinks" not in name}
     with pytest.raises(ValueError, match="the model's code fails where each of 2 tensor ranks has pieces"):
-        train(model(), "tensor=2", "ddp", token_batches(), optimizer=sgd, tensor_plan=plan)
+        train(model(), "tensor=2", "ddp", token_batches(), optimizer=sgd, tensor_plan=ModelPlan(plan))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.tensor.marks import Cut, Dim, Dims, Factor, between, cut_of, joined, plain, regrouped, runs
+from plait.anymodel.tensor.marks import Cut, Dim, Dims, Factor, between, cut_of, joined, plain, regrouped, runs
 
 
 def h(size: int, *parts: int, grain: int = 1) -> Dims:

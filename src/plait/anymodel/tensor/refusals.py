@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from plait.tensor.marks import STEPS, Cut, Dims, cut_of
+from plait.anymodel.tensor.marks import STEPS, Cut, Dims, cut_of
 
 
 class CutRefusals:

@@ -11,10 +11,10 @@ pytest.importorskip("spmd_types", reason="pip install spmd_types")
 from spmd_types import SpmdTypeError
 from typed_layers import WAYS, TypedModel
 
+from plait.anymodel.tensor import resolve_carried
+from plait.anymodel.tensor.types import module_types
 from plait.run.config import VerifyConfig
 from plait.run.job.job import build_model
-from plait.tensor.plan import parallel_plan
-from plait.tensor.types import module_types
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # in spmd_types itself
 
@@ -29,7 +29,7 @@ IDS = [f"{case.model}{', in time' if case.sequence_parallel else ''}" for case i
 @pytest.mark.parametrize("config", CASES, ids=IDS)
 def test_every_module_reads_and_leaves_what_is_inferred(config: VerifyConfig) -> None:
     model = build_model(config)
-    parallel = parallel_plan(model, WAYS, sequence=config.sequence_parallel)
+    parallel = resolve_carried(model, WAYS, sequence=config.sequence_parallel)
     told = {
         one.name: (one.reads, one.leaves) for one in module_types(model, parallel, sequence=config.sequence_parallel)
     }

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from plait.anymodel.tensor import resolve_carried
+from plait.anymodel.tensor.types import _entered
 from plait.run.config import VerifyConfig
 from plait.run.job.job import build_model, make_job
 from plait.sharded.networks import rows_held
-from plait.tensor.plan import Parallel, is_unsplit, parallel_plan
-from plait.tensor.types import _entered
+from plait.tensor.plan import Parallel, is_unsplit
 from plait.zero.state.init import materialise
 
 AXIS, WAYS = "tensor", 2
@@ -50,7 +51,7 @@ class TypedModel:
         job = make_job(config)
         self.model = build_model(config)
         materialise(self.model, job.seed, torch.device("cpu"), job.weights)
-        self.parallel: Parallel = parallel_plan(self.model, WAYS, sequence=self.sequence)
+        self.parallel: Parallel = resolve_carried(self.model, WAYS, sequence=self.sequence)
         (self.batch,) = job.microbatches(0, 0, 1, 1)
         self.types: dict[int, Any] = {}
         for p in self.model.parameters():

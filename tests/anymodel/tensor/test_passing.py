@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
+from plait.anymodel.tensor import passing, resolve_carried
+from plait.anymodel.tensor.passing import PassingOf
 from plait.comm import Comm
 from plait.predict.cost import differences
 from plait.predict.tensor import predict_tensor
@@ -20,8 +22,6 @@ from plait.run.job.job import Job, make_job
 from plait.step import Engine
 from plait.table.mesh import Mesh
 from plait.table.tensor_plan import everywhere
-from plait.tensor import parallel_plan, passing
-from plait.tensor.passing import PassingOf
 
 WIDTH, HIDDEN, VOCABULARY = 12, 30, 21
 
@@ -233,7 +233,7 @@ def test_a_forward_shows_what_our_own_families_say(model: str, sequence: bool) -
     sizes: dict[str, Any] = {"width": 24, "layers": 4, "heads": 4, "kv_heads": 2, "batch": 5, "length": 7}
     job = make_job(VerifyConfig(model=model, mesh="tensor=2", **sizes))
     (batch,) = job.microbatches(0, 0, 1, 1)
-    parallel = parallel_plan(job.build(), 2, sequence=sequence)
+    parallel = resolve_carried(job.build(), 2, sequence=sequence)
     seen, said = PassingOf(job.build, job.loss_fn)(batch, parallel), everywhere(parallel.sites, job.leading(batch))
     assert seen is not None
     one, other = (predict_tensor([p], Mesh(tensor=2), 4, sequence=sequence) for p in (seen, said))
@@ -244,7 +244,7 @@ def test_a_forward_shows_what_our_own_families_say(model: str, sequence: bool) -
 def test_a_large_model_shows_it_on_fake_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the two streams one is asked for a value, so the model runs as it is."""
     job = job_of(name, "tensor=2")
-    (batch,), parallel = job.microbatches(0, 0, 1, 1), parallel_plan(job.build(), 2)
+    (batch,), parallel = job.microbatches(0, 0, 1, 1), resolve_carried(job.build(), 2)
     small, large = PassingOf(job.build, job.loss_fn), PassingOf(job.build, job.loss_fn)
     right = small(batch, parallel)
     monkeypatch.setattr(passing, "SMALL", 0)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from parallel_cases import on_ranks, values
 
+from plait.anymodel.tensor.shares import SharesCheck, check_share
 from plait.table.tensor_plan import Style
 from plait.tensor import TensorAxis
-from plait.tensor.shares import SharesCheck, check_share
 
 SUMMED = Style("summed")
 

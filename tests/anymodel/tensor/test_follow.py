@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.tensor.follow import FollowCuts
-from plait.tensor.marks import STEPS, Cut, cut_of
+from plait.anymodel.tensor.follow import FollowCuts
+from plait.anymodel.tensor.marks import STEPS, Cut, cut_of
 
 Between = Callable[[Tensor], Tensor]
 

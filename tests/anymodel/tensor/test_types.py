@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from plait.anymodel.tensor import resolve_carried
+from plait.anymodel.tensor.types import ModuleType, module_types
 from plait.comm import Comm, run
 from plait.run.commands.main import main
 from plait.run.config import VerifyConfig
 from plait.run.job.job import build_model, make_job
-from plait.tensor.plan import parallel_plan
-from plait.tensor.types import ModuleType, module_types
 
 GPT = VerifyConfig(
     model="gpt", layers=2, width=24, heads=6, kv_heads=3, batch=4, length=9, steps=1, dtype="fp64", dropout=0.1
@@ -25,7 +25,7 @@ MLP = VerifyConfig(model="mlp", layers=5, width=9, batch=7, steps=1, dtype="fp64
 
 def types_of(config: VerifyConfig) -> dict[str, ModuleType]:
     model = build_model(config)
-    parallel = parallel_plan(model, config.parsed_mesh.tensor, sequence=config.sequence_parallel)
+    parallel = resolve_carried(model, config.parsed_mesh.tensor, sequence=config.sequence_parallel)
     return {one.name: one for one in module_types(model, parallel, sequence=config.sequence_parallel)}
 
 

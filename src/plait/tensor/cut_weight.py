@@ -1,0 +1,324 @@
+"""The parameter class of a cut weight: it carries out the functions that read it, and refuses all others.
+
+    F.linear(x, w, b)          the product of its style: column, row, gathered, divided, or logits cut in classes
+    F.embedding(tokens, w)     the lookup in a cut vocabulary
+    whole(w)                   the whole weight, gathered; differentiable
+    w.shape, w.dtype ...       this rank's piece
+    w.t(), w.sum() ...         refused by the weight's name: they would take a piece for the whole
+
+Torch asks a parameter's own class in each function that takes it, so no mode is active, and a function that reads no
+cut weight costs nothing.  A weight is laid in its unit, gathered and resharded like any other parameter; the class of a
+parameter at rest comes before this one.
+
+Outside a forward, this rank's piece may be read and written under ``torch.no_grad()``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plait.table.collectives import Note
+from plait.table.tensor_cut import TensorCut
+from plait.table.tensor_plan import Style
+from plait.tensor.axis import Divide, Gather, TensorAxis
+from plait.tensor.linear import Entered, Pair, row, values
+from plait.tensor.metadata import name_of, only_metadata
+from plait.tensor.pieces import assemble, piece_of
+from plait.tensor.plan import Parallel, site_of
+from plait.tensor.vocabulary import CutLogits, embedding
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Siblings:
+    """Columns that read one tensor, under the name at which it enters."""
+
+    site: str
+    pairs: list[Pair]
+
+
+@dataclass(frozen=True)
+class CutSite:
+    """What a function does with a cut weight: by the module that the plan names, and its style."""
+
+    name: str
+    style: Style
+    axis: TensorAxis
+    cut: TensorCut
+    siblings: Siblings | None = None
+    """Of a column."""
+    index: int = 0
+    """Its place among them."""
+    whole_stream: bool = False
+    """An embedding leaves its stream whole, though sequence parallelism cuts it later."""
+
+    def sizes(self) -> tuple[int, ...]:
+        """How much of each part of the weight this rank has."""
+        return tuple(stop - start for start, stop in self.cut.ranges(self.axis.index))
+
+
+class CutWeight(nn.Parameter):
+    """This rank's piece of a weight, or of a column's bias.
+
+    ``home`` is where it works; ``sites`` says what ``F.linear`` and ``F.embedding`` are, by function.
+    """
+
+    cut: TensorCut
+    label: str
+    home: CutSite
+    sites: dict[Function, CutSite]
+
+    @classmethod
+    def adopt(cls, parameter: nn.Parameter, cut: TensorCut) -> None:
+        """Makes a parameter, of any class, one that is cut; ``place`` says later what it does."""
+        kind = type(parameter)
+        if not issubclass(kind, cls):
+            parameter.__class__ = cls if kind is nn.Parameter else type(cls.__name__, (cls, kind), {})
+        cast(CutWeight, parameter).cut = cut
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (carry := CARRIED.get(func)) is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return carry(*args, **kwargs)
+        if func in PASSED or only_metadata(func, args, kwargs):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        weight = next(_weights((*args, *kwargs.values())))
+        inside = hasattr(weight, "home") and weight.home.axis.running
+        if inside or (torch.is_grad_enabled() and func is not Tensor.detach and name_of(func) != "data"):
+            raise _refusal(func, weight)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the piece; ties stay ties."""
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        copied.__class__ = type(self)
+        copied.__dict__.update(self.__dict__)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            f"the weight {self.label!r} is a piece, cut over the tensor axis, which pickle would store as the whole: "
+            f"save the model by plait.save, or take its whole values by engine.full_state_dict()"
+        )
+
+
+def _weights(arguments: Sequence[Any]) -> Any:
+    for value in arguments:
+        if isinstance(value, CutWeight):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _weights(value)
+        elif isinstance(value, dict):
+            yield from _weights(list(value.values()))
+
+
+def _refusal(func: Function, weight: Tensor) -> ValueError:
+    name = getattr(weight, "label", "of a model without its engine")
+    return ValueError(
+        f"{name_of(func)!r} reads a parameter that is cut over the tensor axis, {name!r}: on this rank it is a piece, "
+        f"and the plan covers F.linear and F.embedding of the modules that it names; name the module that reads it, "
+        f"leave the parameter whole, or read plait.tensor.whole(weight)"
+    )
+
+
+def place(model: nn.Module, parallel: Parallel, axis: TensorAxis) -> None:
+    """Says to every cut weight of a model what it does, by the plan that was resolved on this model."""
+    modules: dict[str, Any] = dict(model.named_modules())
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups: dict[str, Siblings] = {}
+    for name, style in parallel.styles.items():
+        if style.cut_dim is None or name not in modules:
+            continue
+        module, group, members = modules[name], None, parallel.siblings(name)
+        embeds = isinstance(module, nn.Embedding)
+        if not embeds and style.cut_dim == 0:
+            entry = site_of(name, parallel)
+            pairs = [(modules[n].weight, modules[n].bias) for n in members]
+            group = groups.setdefault(f"{entry} of {members[0]}", Siblings(entry, pairs))
+        for parameter in (module.weight, getattr(module, "bias", None)):
+            if isinstance(parameter, CutWeight):
+                site = CutSite(name, style, axis, parameter.cut, group, members.index(name), parallel.splits)
+                parameter.label = names[id(parameter)]
+                parameter.home = site
+                if "sites" not in vars(parameter):
+                    parameter.sites = {}
+                if parameter is module.weight:
+                    parameter.sites.setdefault(F.embedding if embeds else F.linear, site)
+    for name, style in parallel.styles.items():
+        if style.kind == "enter" and axis.sequence and name in modules:
+            inside = [n for n, s in parallel.styles.items() if s.enters and n.rpartition(".")[0] == name]
+            group = cast(Siblings, modules[inside[0]].weight.home.siblings)
+            changes_stream(modules[name], name, "enter", axis, partial(_entered, axis, group))
+        elif name in modules and (install := parallel.kind(style).install) is not None:
+            install(axis, parallel, name, modules[name])
+
+
+def changes_stream(
+    module: nn.Module, name: str, style: str, axis: TensorAxis, change: Callable[[Tensor], Tensor]
+) -> None:
+    """Adds a hook that changes a module's stream, its first argument or ``hidden_states``, before its code sees it."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        with axis.unwatched():
+            if args:
+                return (change(args[0]), *args[1:]), kwargs
+            if "hidden_states" in kwargs:
+                return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+        raise ValueError(
+            f"{name!r}, {style!r} in the tensor plan, is called with {', '.join(kwargs)}: give it the stream as the "
+            f"first argument, or as hidden_states"
+        )
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _entered(axis: TensorAxis, siblings: Siblings, x: Tensor) -> Tensor:
+    return enter(x, axis, siblings).tensor
+
+
+# ---- what it carries out -------------------------------------------------------------------------------------------
+
+
+def whole(weight: Tensor) -> Tensor:
+    """The whole of a cut weight on every rank of its axis, plain: an all_gather.  Any other tensor is returned itself.
+
+    Every rank computes the same with it; its gradient is that of this rank's piece.
+    """
+    return cast(Tensor, GatherWhole.apply(weight, weight.home)) if isinstance(weight, CutWeight) else weight
+
+
+class GatherWhole(torch.autograd.Function):
+    """All pieces; backward keeps this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, site: CutSite) -> Tensor:
+        axis, cut = site.axis, site.cut
+        ctx.cut, ctx.index = cut, axis.index
+        lengths = [cut.local_shape(index)[cut.dim] for index in range(axis.ways)]
+        gathered = axis.start_gather_of(values(weight), cut.dim, lengths, Note("state"))()
+        return assemble(gathered.split(lengths, cut.dim), cut)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return piece_of(gradient, ctx.cut, ctx.index).contiguous(), None
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    site = weight.sites.get(F.linear) if isinstance(weight, CutWeight) else None
+    if site is None:
+        raise _refusal(F.linear, next(_weights((input, weight, bias))))
+    if input.size(-1) != (site.cut.shape[1] if site.style.kind == "divided" else weight.shape[1]):
+        raise ValueError(
+            f"{site.name!r}, {str(site.style)!r} in the tensor plan, reads {input.size(-1)} features where its weight "
+            f"on this rank has {weight.shape[1]}: it wants "
+            f"{'what a column left' if site.style.kind == 'row' else 'a whole activation'}; see what the plan says of "
+            f"the module before it"
+        )
+    product = LINEARS[site.style.kind]
+    watch = site.axis.watch
+    if watch is None:
+        return product(site, input, weight, bias)
+    return watch.carry(site, input, lambda: product(site, input, weight, bias))
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    site = weight.sites.get(F.embedding) if isinstance(weight, CutWeight) else None
+    if site is None:
+        raise _refusal(F.embedding, weight)
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise ValueError(
+            f"embedding {site.name!r} is cut by vocabulary, which max_norm, scale_grad_by_freq and sparse do not go "
+            f"with: leave them out, or leave the embedding whole"
+        )
+
+    def lookup() -> Tensor:
+        rows = site.cut.shape[0]
+        return embedding(input, weight, rows, padding_idx, site.axis, site.name, whole=site.whole_stream)
+
+    watch = site.axis.watch
+    return lookup() if watch is None else watch.carry(site, input, lookup)
+
+
+CARRIED: dict[Function, Function] = {F.linear: _linear, F.embedding: _embedding}
+"""Functions that a cut weight carries out."""
+
+PASSED = {torch.autograd.grad, torch.autograd.backward}
+"""Functions that take a weight and do not read its values."""
+
+
+def enter(input: Tensor, axis: TensorAxis, siblings: Siblings) -> Entered:
+    """What siblings read: it enters once, when the first of them is called."""
+    entered: Entered | None = axis.entered
+    if entered is None or not entered.is_of(input, siblings.site):
+        axis.entered = entered = Entered(input, axis, siblings.site, siblings.pairs)
+    return entered
+
+
+def _multiply(site: CutSite, input: Tensor, bias: Tensor | None) -> Tensor:
+    """A whole activation in, a cut one out."""
+    assert site.siblings is not None
+    return enter(input, site.axis, site.siblings).column(site.index, bias=bias is not None)
+
+
+def _column(site: CutSite, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = _multiply(site, input, bias)
+    site.axis.left(site.cut.shape[0], y.shape, fused=len(site.cut.parts) > 1)
+    return y
+
+
+def _row(site: CutSite, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A cut activation in, a whole one out."""
+    site.axis.left(0)
+    y = row(input, weight, site.axis, site.name)
+    return y if bias is None else y + bias
+
+
+def _gathered(site: CutSite, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A whole activation in, a whole one out."""
+    return cast(Tensor, Gather.apply(_multiply(site, input, bias), site.axis, site.cut.shape[0], site.name))
+
+
+def _divided(site: CutSite, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A whole activation in, a whole one out, of which each rank multiplies its part."""
+    return _row(site, cast(Tensor, Divide.apply(input, site.axis, site.name)), weight, bias)
+
+
+def _head(site: CutSite, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A whole activation in, logits out of which each rank has some classes."""
+    if site.axis.whole_logits:
+        return _gathered(site, input, weight, bias)
+    return CutLogits.of(_multiply(site, input, bias), site.axis, site.cut.shape[0], site.name)
+
+
+LINEARS: dict[str, Callable[[CutSite, Tensor, Tensor, Tensor | None], Tensor]] = {
+    "column": _column,
+    "row": _row,
+    "gathered": _gathered,
+    "divided": _divided,
+    "vocabulary": _head,
+}
+"""``F.linear`` of a weight of each style, of (site, input, weight, bias)."""

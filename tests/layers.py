@@ -163,6 +163,7 @@ SHARES: dict[str, Share] = {
     "witness/test_engines.py::test_an_engine_that_sends_nothing_is_named": PROCESSES,
     "witness/test_dtypes.py": Share("values", "all"),
     "witness/test_rounding.py": Share("few", "all"),
+    "witness/test_own_engine.py": Share("few", "all"),
     "witness/test_grid.py::test_a_wrong_engine_on_every_layout": PROCESSES,
     "witness/test_elements.py::test_a_right_loop_is_the_run_of_a_single_process": Share("few", "all"),
     "witness/test_elements.py::test_a_wrong_loop_is_named_as_by_the_whole": Share("few", "all"),

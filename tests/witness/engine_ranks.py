@@ -33,12 +33,13 @@ PIPELINE = f"{Path(__file__).with_name('deepspeed_pipe.py')}:pipeline"
 CASES: dict[str, dict[str, Any]] = {
     **{
         f"{engine} {name} of {ranks}": {"engine": engine, "mesh": f"shard={ranks}", **model}
-        for engine in ("ddp", "fsdp2", "zero-redundancy")
+        for engine in ("plait", "ddp", "fsdp2", "zero-redundancy")
         for name, model in (("mlp", MLP), ("gpt", GPT))
         for ranks in (2, 3)
     },
     "ddp in double precision": {"engine": "ddp", "mesh": "shard=3", "dtype": "fp64", **MLP},
     "fsdp2 on layers that are blocks": {"engine": "fsdp2", "mesh": "shard=2", "job": SEQUENTIAL},
+    "plait hybrid": {"engine": "plait", "mesh": "replica=2", **MLP},
     "fsdp2 hybrid": {"engine": "fsdp2", "mesh": "replica=2", **MLP},
     "dtensor": {"engine": "dtensor", "mesh": "tensor=2", **GPT, "kv_heads": 2},
     "torch-pipelining": {"engine": "torch-pipelining", "mesh": "pipe=2", "clip": None, **MLP},

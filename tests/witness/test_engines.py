@@ -1,4 +1,4 @@
-"""torch's engines are the run of a single process; one that sends nothing is not; what does not fit is refused."""
+"""Engines are the run of a single process, ours too; one that sends nothing is not; what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_engine_of_the_guide_is_the_example() -> None:
     ("words", "says"),
     [
         (["ddp"], "drops with p=0.1, and every engine draws other masks"),
-        (["dpd", "--dropout", "0"], "unknown engine 'dpd': choose one of ddp, fsdp2"),
+        (["dpd", "--dropout", "0"], "unknown engine 'dpd': choose one of plait, ddp, fsdp2"),
         (
             ["ddp", "--dropout", "0", "--mesh", "tensor=2"],
             "engine ddp has no tensor axis: give --mesh",

@@ -2,7 +2,8 @@
 
 record.py    ``witness(model, optimizer, folder)``: inputs, gradients, parameters and options, step by step   start here
 rows.py      samples are told by what enters the model
-pieces.py    where a rank's tensor lies in the whole parameter
+sources.py   a model, or plait's own engine
+pieces.py    where a rank's tensor is in the whole parameter
 elements.py  what of a tensor is kept: all, or a few elements and the norm
 stored.py    a witnessed folder, read back and checked
 replay.py    the job in plain PyTorch, at the parameters that were witnessed

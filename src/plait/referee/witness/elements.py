@@ -89,7 +89,7 @@ class KeepFew:
     def changed(self, parameters: Mapping[str, Tensor], last: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those whose kept elements are not what they were."""
         now = self.kept("before", parameters, norms=False)
-        if _same(now["before"], last["after"]):
+        if not now or _same(now["before"], last["after"]):  # a rank may own nothing
             return {}
         sizes = [len(self._places[name]) for name in parameters]
         pairs = zip(parameters, now["before"].split(sizes), last["after"].split(sizes), strict=True)

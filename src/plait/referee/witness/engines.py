@@ -25,6 +25,7 @@ from plait.pipeline.blocks import blocks_of
 from plait.referee.witness.pieces import named
 from plait.run.job.job import Job
 from plait.schedule.partition import even
+from plait.step import Engine
 from plait.step.step import num_samples
 from plait.table.mesh import AXES, Mesh
 from plait.tensor.plan import plan_of
@@ -36,7 +37,7 @@ Step: TypeAlias = Callable[[Sequence[Any], int, float | None], object]
 class Driven(NamedTuple):
     """An engine on a rank: what is witnessed, and its step."""
 
-    model: nn.Module
+    model: nn.Module | Engine
     optimizer: Optimizer
     step: Step | None = None
     told: Mapping[str, Any] = {}
@@ -195,6 +196,20 @@ def accelerate(job: Job, model: nn.Module, comm: Comm) -> Driven:
     return Driven(wrapped, optimizer, step)
 
 
+def plait_engine(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    """Ours, under the witness that everybody has: zero3, and hsdp where there is a replica axis."""
+    row = "zero3" if comm.mesh.replica == 1 else "hsdp"
+    functions = {"loss_fn": job.loss_fn, "count_fn": job.count_fn}
+    engine = Engine(model, comm, strategy=row, optimizer=job.optimizer(model.parameters()), **functions)  # type: ignore[arg-type]
+
+    def step(batches: Sequence[Any], count: int, clip: float | None) -> None:
+        engine.update.clip = clip
+        engine.step(batches)
+
+    assert engine.optimizer is not None
+    return Driven(engine, engine.optimizer, step)
+
+
 def _trainer(job: Job, model: nn.Module, comm: Comm) -> Driven:
     from plait.referee.witness.trainer import trainer
 
@@ -228,6 +243,7 @@ def _has_plan(model: nn.Module, mesh: Mesh, batch: int) -> str:
 DATA = ("replica", "shard")
 
 ENGINES: dict[str, EngineRow] = {
+    "plait": EngineRow(plait_engine, DATA),
     "ddp": EngineRow(ddp, DATA),
     "fsdp2": EngineRow(fsdp2, DATA),
     "zero-redundancy": EngineRow(zero_redundancy, DATA),

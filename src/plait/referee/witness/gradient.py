@@ -27,7 +27,7 @@ from plait.referee.witness.elements import describe_few, norms_of
 from plait.referee.witness.inputs import ForwardCall
 from plait.referee.witness.judgement import Judgement, ranks_text
 from plait.referee.witness.replay import Gradients, SampleGradient, clipped
-from plait.referee.witness.stored import RankRun, RankStep, Witnessed, slices
+from plait.referee.witness.stored import RankRun, RankStep, Witnessed
 
 Parts: TypeAlias = Sequence[tuple[ForwardCall, SampleGradient]]
 """The true gradient of each forward."""
@@ -108,7 +108,7 @@ def compare(setting: Setting, steps: Sequence[RankStep]) -> tuple[list[Seen], fl
                 continue
             most = max(most, relative if size > 0.1 * overall else 0.0)
             if name in norms:
-                whole = setting.true[name][slices(run.regions[name])]
+                whole = run.part(name, setting.true[name])
                 due = norms_of([whole]).item()
                 if not abs(norms[name] - due) <= allowed * math.sqrt(whole.numel()):
                     beside[name] = norms[name] / max(due, 1e-300)

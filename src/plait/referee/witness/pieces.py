@@ -32,6 +32,8 @@ class Piece:
     """Whether it asks for a gradient."""
     group: tuple[int, int] | None
     """The numbers of the optimizer and of its group that have it; None: none has."""
+    flat: bool = False
+    """The region is of the flattened whole."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -32,8 +32,10 @@ from torch.optim import Optimizer
 from plait.checkpoint.files.writing import told, write_bytes
 from plait.referee.values import storable
 from plait.referee.witness.elements import MOST_ELEMENTS, KeepAll, KeepFew, Recording
-from plait.referee.witness.pieces import Piece, local, named, named_buffers, region_of, unwrapped
+from plait.referee.witness.pieces import Piece, local
 from plait.referee.witness.rows import Row, rows_of
+from plait.referee.witness.sources import WitnessSource, of_engine, of_model
+from plait.step import Engine
 from plait.table.layout import Region
 from plait.zero.optim import has_stepped
 
@@ -63,7 +65,7 @@ class Witness:
 
     def __init__(
         self,
-        model: nn.Module,
+        source: WitnessSource,
         optimizers: Sequence[Optimizer],
         place: Path,
         *,
@@ -71,16 +73,15 @@ class Witness:
         elements: int | None,
         rank: int,
         ranks: int,
-        names: Mapping[str, str],
-        pieces: Mapping[str, Region],
         inputs: bool,
     ) -> None:
-        self._model, self._optimizers, self._place = unwrapped(model), list(optimizers), place
+        self._model, self._optimizers, self._place = source.model, list(optimizers), place
+        self._buffers = source.buffers
         self._steps, self._rank, self._ranks, self._inputs = steps, rank, ranks, inputs
         self._elements = elements
         groups = [(i, j, group) for i, o in enumerate(optimizers) for j, group in enumerate(o.param_groups)]
         owner = {id(p): (i, j) for i, j, group in groups for p in group["params"]}
-        self._parameters = {names.get(name, name): p for name, p in named(self._model)}
+        self._parameters = source.parameters
         self._names = {id(p): name for name, p in self._parameters.items()}
         given = Counter(id(p) for _, _, group in groups for p in group["params"])
         if twice := [i for i, times in given.items() if times > 1]:
@@ -99,7 +100,7 @@ class Witness:
                 "first steps of a run"
             )
         self.pieces = [
-            Piece(name, region_of(name, p, pieces), p.requires_grad, owner.get(id(p)))
+            Piece(name, source.regions[name], p.requires_grad, owner.get(id(p)), name in source.flat)
             for name, p in self._parameters.items()
         ]
         self._recording: Recording = KeepAll()
@@ -136,7 +137,7 @@ class Witness:
         about = {"format": FORMAT, "rank": self._rank, "ranks": self._ranks, "inputs": self._inputs}
         about |= {"elements": self._elements, "pieces": [asdict(piece) for piece in self.pieces]}
         self._last = self._recording.kept("after", self._parameters)
-        buffers = {f"{BUFFER}{name}": local(buffer) for name, buffer in named_buffers(self._model)}
+        buffers = {f"{BUFFER}{name}": local(buffer) for name, buffer in self._buffers.items()}
         self._write(self._place / "start.safetensors", self._start() | buffers, about)
         self._handles.append(self._model.register_forward_pre_hook(self._forward, prepend=True, with_kwargs=True))
         for number, optimizer in enumerate(self._optimizers):
@@ -258,7 +259,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def witness(
-    model: nn.Module,
+    model: nn.Module | Engine,
     optimizer: Optimizer | Sequence[Optimizer],
     folder: str | Path,
     *,
@@ -276,7 +277,7 @@ def witness(
             train(model, optimizer, loader)
 
     Args:
-        model: as it is trained, wrapped (DDP, FSDP2, Accelerate) or not.
+        model: as it is trained, wrapped (DDP, FSDP2, Accelerate) or not; or plait's ``Engine``.
         optimizer: the one, or all that train it.
         folder: a new one, the same on every rank.
         steps: how many are written, from the first one on; each takes the bytes of the rank's gradients and parameters,
@@ -298,6 +299,8 @@ def witness(
     """
     import torch.distributed as dist
 
+    if isinstance(model, Engine):
+        rank, ranks = model.comm.rank, model.comm.world_size
     joined = dist.is_available() and dist.is_initialized()
     rank = rank if rank is not None else dist.get_rank() if joined else 0
     ranks = ranks if ranks is not None else dist.get_world_size() if joined else 1
@@ -310,14 +313,12 @@ def witness(
     given: list[Any] = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     inside = [getattr(o, "optimizer", o) for o in given]  # Accelerate's stands around torch's
     return Witness(
-        model,
+        of_engine(model) if isinstance(model, Engine) else of_model(model, names or {}, pieces or {}),
         inside,
         rank_folder(folder, rank),
         steps=steps,
         elements=elements,
         rank=rank,
         ranks=ranks,
-        names=names or {},
-        pieces=pieces or {},
         inputs=inputs,
     )

@@ -4,6 +4,7 @@ No engine, no ranks: the whole batch of a step enters the model once, the sum of
 count, and the job's own optimizer is given the gradient that was witnessed.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_map
 from plait.referee.values import wide
 from plait.referee.witness.pieces import piece_of
 from plait.referee.witness.rows import Row, rows_of
-from plait.referee.witness.stored import Witnessed, slices
+from plait.referee.witness.stored import Witnessed
 from plait.run.job.job import Job
 from plait.step.step import num_samples, whole_count
 from plait.zero.state.init import materialise
@@ -150,6 +151,7 @@ def check_same_job(witnessed: Witnessed, replay: Replay) -> None:
     for run in witnessed.runs:
         for name, region in run.regions.items():
             shape, value = replay.shapes[name], run.start[name]
+            shape = (math.prod(shape),) if name in run.flat else shape
             if value.dtype != known[name].dtype:
                 raise ValueError(
                     f"{where}: {name!r} is {value.dtype}, and the job's is {known[name].dtype}: give --dtype (dtype=)"
@@ -162,7 +164,7 @@ def check_same_job(witnessed: Witnessed, replay: Replay) -> None:
         filled = known[name].new_zeros(shape, dtype=torch.bool)
         for run in witnessed.runs:
             if name in run.regions:
-                filled[slices(run.regions[name])] = True
+                run.part(name, filled)[...] = True
         if not filled.all():
             missing = int((~filled).sum())
             raise ValueError(f"{where}: {missing} of the {filled.numel()} elements of {name!r} are on no rank")

@@ -22,6 +22,7 @@ from plait.referee.witness.replay import check_replayable
 from plait.run.config import VerifyConfig
 from plait.run.config.layout import LayoutConfig
 from plait.run.job.job import Job, build_model, make_job
+from plait.step import Engine
 from plait.step.step import whole_count
 from plait.table.mesh import AXES
 from plait.zero.state.init import materialise
@@ -66,7 +67,7 @@ def run_engine(config: VerifyConfig, comm: Comm, elements: int | None = None) ->
 def _driven(engine: str, made: Any) -> Driven:
     """What an adapter returned; ValueError where it is not what it has to be."""
     parts = made if isinstance(made, tuple) else ()
-    right = 3 <= len(parts) <= len(Driven._fields) and isinstance(parts[0], nn.Module)
+    right = 3 <= len(parts) <= len(Driven._fields) and isinstance(parts[0], nn.Module | Engine)
     if not (right and hasattr(parts[1], "param_groups") and (callable(parts[2]) or callable(parts[-1]))):
         kinds = ", ".join(type(part).__name__ for part in parts) if parts else type(made).__name__
         raise ValueError(

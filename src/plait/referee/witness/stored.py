@@ -87,13 +87,21 @@ class RankRun:
         """What is kept of a piece."""
         return piece if self.elements is None else piece.reshape(-1)[self.places[name]]
 
+    @cached_property
+    def flat(self) -> set[str]:
+        return {piece.name for piece in self.pieces if piece.flat}
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """The rank's piece of a whole parameter, or gradient: a view, where the whole is contiguous."""
+        return (whole.reshape(-1) if name in self.flat else whole)[slices(self.regions[name])]
+
     def take(self, name: str, whole: Tensor) -> Tensor:
         """What is kept of a whole parameter, or gradient."""
-        return self.few(name, whole[slices(self.regions[name])])
+        return self.few(name, self.part(name, whole))
 
     def put(self, name: str, whole: Tensor, kept: Tensor) -> None:
         """The other way round; all of the piece, or what is kept of it."""
-        piece = whole[slices(self.regions[name])]
+        piece = self.part(name, whole)
         if piece.shape == kept.shape:
             piece.copy_(kept)
         elif piece.dim():
@@ -160,9 +168,10 @@ class Witnessed:
         found: dict[str, Tensor] = {}
         for run in reversed(self.runs):
             for name, piece in pieces[run.rank].items():
-                if name not in found:
-                    known = base is not None and name in base
-                    found[name] = base[name].clone() if known else piece.new_zeros(shapes[name])  # type: ignore[index]
+                if name not in found and base is not None and name in base:
+                    found[name] = base[name].clone(memory_format=torch.contiguous_format)
+                elif name not in found:
+                    found[name] = piece.new_zeros(shapes[name])
                 run.put(name, found[name], piece)
         return found
 
@@ -307,7 +316,7 @@ def _pieces(told: Any, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
         if tuple(stop - start for start, stop in region) != tuple(tensors[one["name"]].shape):
             raise ValueError(f"{one['name'][:80]!r} has another size")
         group = None if one["group"] is None else (int(one["group"][0]), int(one["group"][1]))
-        yield Piece(str(one["name"]), region, bool(one["trained"]), group)
+        yield Piece(str(one["name"]), region, bool(one["trained"]), group, bool(one.get("flat", False)))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -150,11 +150,12 @@ def _beside(run: RankRun, step: RankStep, name: str, due: Tensor, allowed: float
     """What the norm of a piece after the update says of the elements that were not kept; empty where it is right."""
     if run.elements is None:
         return ""
-    piece = due[slices(run.regions[name])]
+    piece = run.part(name, due)
     told, right = step.norms["after"].get(name, 0.0), norms_of([piece]).item()
     if not (math.isfinite(told) or math.isfinite(right)):  # such a norm says no more
         return ""
-    if abs(told - right) <= allowed * math.sqrt(piece.numel()) + slack.norm.get(name, 0.0):
+    bits = last_bits(piece.dtype, right)  # of each element, so of the norm
+    if abs(told - right) <= allowed * math.sqrt(piece.numel()) + slack.norm.get(name, 0.0) + bits:
         return ""
     return f"has the norm {told:.6g} where {right:.6g} is due, and the elements that were kept are right"
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from plait.forward.context import CurrentForward
 from plait.forward.sites import Sites
-from plait.pipeline.blocks import SkippedBlock, blocks_of, cut
+from plait.pipeline.blocks import SkippedBlock, blocks_of, cut, declared_blocks
 from plait.pipeline.build_stages import parallel_of, stages_using
 from plait.pipeline.cutting import release
 from plait.pipeline.message import Handed, MessageForm, shape_of
@@ -46,6 +46,14 @@ class Told(nn.Module):
     def forward(self, x_BC: Tensor) -> Tensor:
         out_BC: Tensor = self.second(self.first(x_BC))
         return out_BC
+
+
+class TwiceNormal(Told):
+    """One BatchNorm is two blocks: two stages would each have running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__(["first", "second"])
+        self.first = self.second = nn.BatchNorm1d(5)  # type: ignore[assignment]
 
 
 CPU = torch.device("cpu")
@@ -96,12 +104,57 @@ def test_the_links_of_a_hugging_face_decoder(kind: Any, tie: bool) -> None:
         (Told(["first", "third"]), "of Told names 'third', which is no module of it"),
         (Told(["first", "second", "first"]), "of Told names 'first' twice"),
         (Told(["first", "second", "second.1"]), "of Told names 'second.1' and 'second', which contains it"),
-        (Told(["first", "second"], nn.Parameter(torch.ones(2))), "'scale' of Told is in no block of pipeline_blocks"),
+        (
+            Told(["first", "second"], nn.Parameter(torch.ones(2))),
+            "'scale' is in no block, of pipeline_blocks",
+        ),
+        (TwiceNormal(), "buffer 'second.running_mean' is in the blocks 'first' and 'second'"),
     ],
 )
 def test_refused(model: nn.Module, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         blocks_of(model)
+
+
+def test_the_library_leaves_a_model_that_promises_nothing_to_the_wing() -> None:
+    """A Sequential keeps the promise, unless two of its blocks share a buffer; links of a model promise nothing."""
+    norm = nn.BatchNorm1d(5)
+    assert declared_blocks(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))) is not None
+    assert declared_blocks(nn.Sequential(norm, nn.Linear(5, 5), norm)) is None
+    assert declared_blocks(cases.Net()) is None and blocks_of(cases.Net()).outside
+    linked = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    linked.pipeline_links = lambda: ["0", "1"]  # type: ignore[assignment]
+    assert declared_blocks(linked) is None
+
+
+def test_a_decoder_that_hands_its_layers_more_than_the_batch_is_left_to_the_wing(monkeypatch: Any) -> None:
+    pytest.importorskip("transformers")
+    model = build_hf(HFConfig(**LLAMA))
+    assert declared_blocks(model) is not None
+    model.config.output_router_logits = True  # type: ignore[union-attr]
+    assert declared_blocks(model) is None
+    model.config.output_router_logits = False  # type: ignore[union-attr]
+    layer = type(model.get_submodule("model.layers.0"))
+
+    def forward(self: nn.Module, hidden_states: Tensor, first_hidden_states: Tensor) -> Tensor:
+        return hidden_states + first_hidden_states
+
+    monkeypatch.setattr(layer, "forward", forward)
+    assert declared_blocks(model) is None
+
+
+class Leaking(Told):
+    """It breaks the promise: the second block reads more of the first than its carry."""
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        first_BC = self.first(x_BC)
+        out_BC: Tensor = self.second(first_BC) + first_BC
+        return out_BC
+
+
+def test_a_broken_promise_makes_the_loss_nan() -> None:
+    model = Leaking(["first", "second.0", "second.1"])
+    assert run_part(part_of(model, range(2, 3)), torch.ones(3, 5)).isnan().all()
 
 
 # ---- the copy that a stage runs -----------------------------------------------------------------------------------

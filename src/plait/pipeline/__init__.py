@@ -10,5 +10,4 @@ p2p.py               how activations and their gradients travel
 runtime.py           carries out a rank's line of a schedule, and logs it
 tied_weights.py      a weight of several stages: one copy on each, one gradient
 backward_errors.py   explains a backward that fails, or that reaches parameters outside of the model
-profile.py           the measured cost of each block
 """

@@ -56,18 +56,20 @@ def declared_blocks(model: nn.Module) -> Blocks | None:
     if declared is not None:
         names = opened(model, declared() if callable(declared) else declared)
         check_names(model, names, "pipeline_blocks()")
-        if left := _in_no_block(model, names):
+        if why := _unfit(model, names):
             raise ValueError(
-                f"{left[0]!r} of {type(model).__name__} is in no block of pipeline_blocks(): put it into the module of "
-                f"a block, or name cut points of a model as it is, by pipeline_links()"
+                f"{why}, of pipeline_blocks() of {type(model).__name__}: put it into one block, or name cut points of "
+                f"the model as it is, by pipeline_links()"
             )
         return Blocks(names)
     if hasattr(model, "pipeline_links"):
         return None
     if type(model).forward is nn.Sequential.forward and len(model._modules) > 1:
-        return Blocks(tuple(model._modules))
-    names = decoder_blocks(model)
-    return Blocks(names) if names and _keeps_promise(model, names) and not _in_no_block(model, names) else None
+        names, kept = tuple(model._modules), True
+    else:
+        names = decoder_blocks(model)
+        kept = bool(names) and _keeps_promise(model, names)
+    return Blocks(names) if kept and not _unfit(model, names) else None
 
 
 def opened(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
@@ -94,10 +96,17 @@ def check_names(model: nn.Module, names: Sequence[str], told: str) -> None:
             )
 
 
-def _in_no_block(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Parameters and buffers of the model's state that no block has."""
-    inside = tuple(f"{name}." for name in names)
-    return [key for key in model.state_dict(keep_vars=True) if not key.startswith(inside)]
+def _unfit(model: nn.Module, names: Sequence[str]) -> str:
+    """Says which parameter or buffer of the model's state is in no block, or which buffer is in several, where each
+    stage would write its own; '' where there is none."""
+    state, found = model.state_dict(keep_vars=True), dict[int, str]()
+    for key, value in state.items():
+        block = next((name for name in names if key.startswith(f"{name}.")), None)
+        if block is None:
+            return f"{key!r} is in no block"
+        if not isinstance(value, nn.Parameter) and found.setdefault(id(value), block) != block:
+            return f"buffer {key!r} is in the blocks {found[id(value)]!r} and {block!r}"
+    return ""
 
 
 def decoder_blocks(model: nn.Module) -> tuple[str, ...]:

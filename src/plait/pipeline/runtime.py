@@ -98,6 +98,8 @@ class Runtime:
         self.num_stages = 1 + max(p2p.owner)
         self.losses: dict[int, Tensor] = {}
         """The losses of the microbatches, where the last stage is here."""
+        self.num_microbatches = 0
+        """Of the step under way."""
 
     def evaluate(self, program: RankProgram, batches: Sequence[Any], loss_fn: LossFn) -> None:
         """The forwards of an evaluation, which are all that the program has; see ``losses``."""
@@ -162,8 +164,9 @@ class Runtime:
     ) -> None:
         """This rank's program; ``forward`` is called with a stage, a microbatch, and what the stage before sent."""
         stages, p2p = self.stages, self.p2p
-        p2p.begin(batches, program.acks)
-        self.losses = {}
+        if self.num_stages > 1:
+            p2p.begin(batches, program.acks)
+        self.losses, self.num_microbatches = {}, len(batches)
 
         def run_forward(action: Action) -> None:
             s, m = action.stage, action.microbatch

@@ -232,19 +232,14 @@ class Stage:
         self.current.begin(position, microbatch=number)
 
     def _call(self, entry: StageInput | None, loss_fn: LossFn, batch: Any) -> Handed | Tensor:
-        """Runs the user's function on this stage."""
-        received = None
-        if entry is not None:
-            received, entry.received = entry.received, None
-        if received is not None and self.axis.sequence and received.tensors[0].dim() > 1:
-            self.current.replace(length=self._whole_length(signature_of(batch), received.tensors[0].size(1)))
+        """Runs the user's function on this stage; on the only one without the program."""
 
         def call() -> Any:
             with self.interceptor.on():
                 return loss_fn(self.model, batch)
 
         try:
-            output = self.program.forward(received, batch, call)
+            output = call() if self.count == 1 else self.program.forward(self._enter(entry, batch), batch, call)
         except RuntimeError as error:
             if (explained := self._explained(error)) is not None:
                 raise explained from error
@@ -261,6 +256,15 @@ class Stage:
             shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"the loss has shape {shape}: return the sum over the microbatch, a scalar")
         return output
+
+    def _enter(self, entry: StageInput | None, batch: Any) -> Handed | None:
+        """The tensors from the stage before, for the program; they tell how long a stream is that is cut in time."""
+        if entry is None:
+            return None
+        received, entry.received = entry.received, None
+        if received is not None and self.axis.sequence and received.tensors[0].dim() > 1:
+            self.current.replace(length=self._whole_length(signature_of(batch), received.tensors[0].size(1)))
+        return received
 
     def _explained(self, error: RuntimeError) -> ValueError | None:
         """The cause of an error of a forward, where it is known."""

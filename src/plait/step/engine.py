@@ -252,7 +252,7 @@ class Engine(OwnLoop):
         assert self._now is not None
         self._broken = False  # every message of the pipeline has come
         self._host.check(alone=True)
-        num = len(self.runtime.p2p.signatures)
+        num = self.runtime.num_microbatches
         losses = self.runtime.losses
         self._now.losses = [losses[m] if losses else torch.zeros(()) for m in range(num)]
         for optimizer in self.optimizers:

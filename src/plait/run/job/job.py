@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from plait.anymodel.tensor import plan_of
 from plait.anymodel.tensor.passing import PassingOf
 from plait.comm import Comm
-from plait.pipeline.profile import agreed_link_costs
 from plait.run.data import Batches, Epochs, StepDataset, StepStream
+from plait.run.job.block_costs import agreed_block_costs
 from plait.run.job.config import JobConfig
 from plait.run.job.dataset import make_data
 from plait.run.job.optimizer import make_optimizer, make_scheduler
@@ -112,7 +112,7 @@ class Job:
         """How many links each stage is given by what they cost on rank 0; all ranks call it together."""
         batch = self.microbatches(0, 0, comm.mesh.data_size, num_microbatches, str(comm.device))[0]
         model, gemm = _cast(self.build(), self.dtype), find_gemm(self.gemm)
-        costs = agreed_link_costs(
+        costs = agreed_block_costs(
             model, comm, self.loss_fn, batch, self.leading(batch)[0], recompute=recompute, gemm=gemm
         )
         return shortest_step(pipeline.written(num_microbatches), *costs)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from plait.comm import Comm, run
-from plait.pipeline.profile import Seconds, agreed_link_costs, link_costs
 from plait.run.config import VerifyConfig
+from plait.run.job.block_costs import Seconds, agreed_block_costs, block_costs
 from plait.run.job.job import make_job
 from plait.table.mesh import Mesh
 from plait.tensor.gemm import TORCH, Gemm
@@ -32,7 +32,7 @@ def batch() -> cases.Batch:
 def test_the_dear_link_is_found_and_the_model_left_alone() -> None:
     net = model()
     before = copy.deepcopy(net.state_dict())
-    forward, backward = zip(*link_costs(net, cases.loss_sum, batch(), 64), strict=True)
+    forward, backward = zip(*block_costs(net, cases.loss_sum, batch(), 64), strict=True)
     assert len(forward) == len(backward) == 4 and min(*forward, *backward) > 0
     assert forward[2] == max(forward) and backward[2] == max(backward)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
@@ -54,11 +54,11 @@ def test_links_are_measured_as_they_will_run() -> None:
         return TORCH.linear(x, weight, bias)
 
     net = cases.distinct(nn.Sequential(nn.Linear(5, 5), Counted(), nn.Linear(5, 3)))
-    usual = list(link_costs(net, cases.loss_sum, batch(), 64, repeats=1))
+    usual = list(block_costs(net, cases.loss_sum, batch(), 64, repeats=1))
     assert len(usual) == 3 and calls == {"block": 2}
     calls.clear()
     gemm = Gemm("counted", linear, TORCH.product)
-    assert len(list(link_costs(net, cases.loss_sum, batch(), 64, repeats=1, recompute="full", gemm=gemm))) == 3
+    assert len(list(block_costs(net, cases.loss_sum, batch(), 64, repeats=1, recompute="full", gemm=gemm))) == 3
     assert calls == {"block": 4, "linear": 2 * (1 + 4 + 1)}
 
 
@@ -69,7 +69,7 @@ def test_a_run_measures_its_links_as_it_runs_them(monkeypatch: pytest.MonkeyPatc
         asked.update(settings)
         return (1.0,) * 4, (1.0,) * 4
 
-    monkeypatch.setattr("plait.run.job.job.agreed_link_costs", costs)
+    monkeypatch.setattr("plait.run.job.job.agreed_block_costs", costs)
     config = VerifyConfig(mesh="pipe=2", split="measured", layers=1, recompute="full", microbatches=2)
     (layout,) = run(Mesh(), lambda comm: config.measured(make_job(config), comm))
     assert asked == {"recompute": "full", "gemm": TORCH} and sum(layout.split or ()) == 4
@@ -79,7 +79,7 @@ def test_all_ranks_agree() -> None:
     template = model()
 
     def body(comm: Comm) -> object:
-        return agreed_link_costs(copy.deepcopy(template), comm, cases.loss_sum, batch(), 64, recompute="full")
+        return agreed_block_costs(copy.deepcopy(template), comm, cases.loss_sum, batch(), 64, recompute="full")
 
     first, *others = run(Mesh(pipe=3), body, deadline=20)
     assert others == [first] * 2

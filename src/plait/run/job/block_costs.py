@@ -1,7 +1,7 @@
-"""What each link of a model costs, measured; so that stages can be balanced by it.
+"""Measures the cost of each block of a model, so that stages can be balanced by it.
 
-Each link in turn is made a stage in this process, forward and backward.  So no more than one link's parameters exist at
-a time, and whatever else a stage does (rotary tables, masks, hooks) is in its cost.
+Each block in turn is made a stage in this process, forward and backward.  So no more than one block's parameters exist
+at a time, and whatever else a stage does (rotary tables, masks, hooks) is in its cost.
 """
 
 import copy
@@ -28,10 +28,10 @@ from plait.tensor.gemm import TORCH, Gemm
 from plait.zero.build import SourceModel
 
 Seconds = tuple[tuple[float, ...], tuple[float, ...]]
-"""Of forward, and of backward, link by link."""
+"""Of forward, and of backward, block by block."""
 
 
-def link_costs(
+def block_costs(
     model: nn.Module,
     loss_fn: LossFn,
     batch: Any,
@@ -41,7 +41,7 @@ def link_costs(
     recompute: Recompute | None = None,
     gemm: Gemm = TORCH,
 ) -> Iterator[tuple[float, float]]:
-    """Seconds of forward and backward of each link on one microbatch: medians, the first round left out.
+    """Seconds of forward and backward of each block on one microbatch: medians, the first round left out.
 
     Args:
         model: its parameters may be on meta; it is left as it is.
@@ -74,19 +74,19 @@ def link_costs(
 
 
 def _now(device: torch.device) -> float:
-    """The clock, when all that was asked of the device is done."""
+    """The clock, once the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def agreed_link_costs(
+def agreed_block_costs(
     model: nn.Module, comm: Comm, loss_fn: LossFn, batch: Any, num_samples: int, **settings: Any
 ) -> Seconds:
-    """What ``link_costs`` measures on rank 0, under the same settings, on every rank; all call it together."""
-    measured = link_costs(model, loss_fn, batch, num_samples, device=comm.device, **settings)
+    """The costs measured on rank 0, under the same settings, on every rank; all call it together."""
+    measured = block_costs(model, loss_fn, batch, num_samples, device=comm.device, **settings)
     costs = []
-    for _ in blocks_of(model).names:  # link by link, so that each wait has a deadline of its own
+    for _ in blocks_of(model).names:  # block by block, so that each wait has a deadline of its own
         seconds = torch.zeros(2, dtype=torch.float64, device=comm.device)
         if comm.rank == 0:
             seconds.copy_(torch.tensor(next(measured), dtype=torch.float64))

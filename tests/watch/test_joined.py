@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -170,29 +169,3 @@ def test_nobody_outlives_the_agent_a_stopped_rank_neither(torchrun: Callable[...
     run.process.kill()
     wait_for(lambda: not any(alive(pid) for pid in pids))
     assert run.litter == []
-
-
-@pytest.mark.timeout(900)
-def test_twenty_kills_and_twenty_stops(torchrun: Callable[..., Torchrun]) -> None:
-    draw, kills, stops = random.Random(7), list[float](), list[float]()
-    for number in range(20):
-        run, rank = torchrun("wait", name=f"kill{number}"), number % RANKS
-        run.trains()
-        if number < 7:
-            for victim in range(RANKS):
-                time.sleep(draw.random())
-                os.kill(run.pid(victim), signal.SIGSTOP)
-                at = time.monotonic()
-                stops.append(run.told(f"plait: rank {victim} is stopped", at) - at)
-                os.kill(run.pid(victim), signal.SIGCONT)
-                time.sleep(1.5)
-        time.sleep(draw.random())
-        before, at = len(run.headlines), time.monotonic()
-        os.kill(run.pid(rank), signal.SIGKILL)
-        kills.append(run.told(f"plait: rank {rank} was killed by SIGKILL", at) - at)
-        assert run.ends() != 0
-        assert len(run.headlines) == before + 1, run.shown
-        assert run.litter == []
-    for name, seconds in (("kill", sorted(kills)), ("stop", sorted(stops))):
-        print(f"{name}: {len(seconds)} of {len(seconds)} right, median {seconds[len(seconds) // 2]:.2f} s")
-        print(f"  largest {seconds[-1]:.2f} s")

@@ -93,11 +93,20 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
     # ---- reductions --------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        opts = opts or _c10d.AllreduceOptions()
+        op = (opts or _c10d.AllreduceOptions()).reduceOp
         for tensor in _several(tensors):
-            with _contiguous(tensor) as whole, self._reduced(opts.reduceOp, whole) as op:
-                self._comm.all_reduce(whole, AXES, op).wait()
+            with _contiguous(tensor) as whole:
+                self._all_reduce(whole, op)
         return self._done(tensors)
+
+    def _all_reduce(self, whole: Tensor, op: Any) -> None:
+        self._comm.all_reduce(whole, AXES, _name(op)).wait()
+        self._divide(whole, op)
+
+    def _divide(self, total: Tensor, op: Any) -> None:
+        """A mean is a sum that is divided once."""
+        if op == dist.ReduceOp.AVG:
+            total.div_(self._comm.world_size)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
@@ -105,17 +114,16 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         for tensor in tensors:
             with _contiguous(tensor) as whole:
+                self._comm.reduce(whole, AXES, opts.rootRank, _name(opts.reduceOp)).wait()
                 if self._comm.rank == opts.rootRank:
-                    with self._reduced(opts.reduceOp, whole) as op:
-                        self._comm.reduce(whole, AXES, opts.rootRank, op).wait()
-                else:
-                    self._comm.reduce(whole, AXES, opts.rootRank, _name(opts.reduceOp)).wait()
+                    self._divide(whole, opts.reduceOp)
         return self._done(tensors)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
-        opts = opts or _c10d.ReduceScatterOptions()
-        with _contiguous(output) as out, self._reduced(opts.reduceOp, out) as op:
-            self._comm.reduce_scatter(out, whole.contiguous(), AXES, op).wait()
+        op = (opts or _c10d.ReduceScatterOptions()).reduceOp
+        with _contiguous(output) as out:
+            self._comm.reduce_scatter(out, whole.contiguous(), AXES, _name(op)).wait()
+            self._divide(out, op)
         return self._done(output)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
@@ -125,9 +133,7 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
                 self.reduce_scatter_single(output, torch.cat([piece.reshape(-1) for piece in pieces]), opts)
                 continue
             for rank, piece in enumerate(pieces):  # uneven ones, one after the other
-                whole = piece.reshape(-1).clone()
-                with self._reduced(opts.reduceOp, whole) as op:
-                    self._comm.all_reduce(whole, AXES, op).wait()
+                self._all_reduce(whole := piece.reshape(-1).clone(), opts.reduceOp)
                 if rank == self._comm.rank:
                     output.copy_(whole.view_as(output))
         return self._done(outputs)
@@ -243,13 +249,6 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
         """A work that is complete."""
         self._comm.ledger.clear()  # it has no reader
         return _c10d._create_work_from_future(_future(result))
-
-    @contextlib.contextmanager
-    def _reduced(self, op: Any, out: Tensor) -> Iterator[str]:
-        """The name of a reduction; a mean is a sum that is divided once."""
-        yield _name(op)
-        if op == dist.ReduceOp.AVG:
-            out.div_(self._comm.world_size)
 
 
 class AwaitedMessage(_Work):  # type: ignore[misc]

@@ -12,10 +12,11 @@ import os
 import secrets
 import select
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from plait.comm.process_identity import Peer, shown
+from plait.comm.process_identity import Peer, from_json
 from plait.comm.store_rendezvous import wait_for_keys
 from plait.shared_memory import mailbox
 from plait.shared_memory.alarm import Alarm
@@ -24,6 +25,15 @@ from plait.shared_memory.segment import Segment
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+
+@dataclass(frozen=True)
+class Published:
+    """A rank's entry in the store: the segment of its mailboxes."""
+
+    process_id: int
+    descriptor: int
+    name: str
 
 
 class MailboxRegistry:
@@ -53,36 +63,30 @@ class MailboxRegistry:
         self.alarm.begin()
         self.alarms: dict[int, Alarm] = {}
         """The alarms of the other ranks."""
-        store.set(f"shared_memory/{rank}", json.dumps([os.getpid(), self._mine.descriptor, self.name]))
         self.outboxes: dict[int, Mailbox] = {}
         self._segments: dict[tuple[int, int], Segment] = {}
         self._ends = select.poll()
         self._holds: dict[int, int] = {}
+        store.set(f"shared_memory/{rank}", json.dumps(asdict(Published(os.getpid(), self._mine.descriptor, self.name))))
         for peer in others:
             if not wait_for_keys(store, [key := f"shared_memory/{peer.rank}"], end):
                 raise TimeoutError(f"rank {rank} waited for {peer}, which published no mailboxes")
-            said = store.get(key)
-            try:
-                match json.loads(said[:200]):
-                    case [int(process_id), int(descriptor), str(name)]:
-                        self._names[peer.rank] = name
-                    case _:
-                        raise ValueError
-            except ValueError:
-                raise ConnectionError(f"what the store has for {peer} is no mailbox: '{shown(said)}'") from None
-            self.process_ids[peer.rank] = process_id
-            try:
-                hold = os.pidfd_open(process_id)
-                theirs = self.segment(peer.rank, descriptor)
-                self.outboxes[peer.rank] = Mailbox(theirs, place[rank])
-                self.alarms[peer.rank] = Alarm(theirs.address + place[peer.rank])
-            except OSError as error:
-                text = f"rank {rank} cannot reach the memory of {peer} on {socket.gethostname()} ({error.strerror})"
-                raise ValueError(
-                    f"{text}: they are in two containers, of two users, or it ended. Else take --world process"
-                ) from error
-            self._holds[hold] = peer.rank
-            self._ends.register(hold, select.POLLIN)
+            self._reach(peer, from_json(Published, store.get(key)), place)
+
+    def _reach(self, peer: Peer, theirs: Published, place: Mapping[int, int]) -> None:
+        """Opens a rank's mailboxes, and a descriptor of its process, which is readable once that has ended."""
+        self.process_ids[peer.rank], self._names[peer.rank] = theirs.process_id, theirs.name
+        try:
+            hold = os.pidfd_open(theirs.process_id)
+            segment = self.segment(peer.rank, theirs.descriptor)
+        except OSError as error:
+            text = f"rank {self.rank} cannot reach the memory of {peer} on {socket.gethostname()} ({error.strerror})"
+            fix = "they are in two containers, of two users, or it ended. Else take --world process"
+            raise ValueError(f"{text}: {fix}") from error
+        self.outboxes[peer.rank] = Mailbox(segment, place[self.rank])
+        self.alarms[peer.rank] = Alarm(segment.address + place[peer.rank])
+        self._holds[hold] = peer.rank
+        self._ends.register(hold, select.POLLIN)
 
     def segment(self, rank: int, descriptor: int) -> Segment:
         """A segment of another rank, opened when it is first asked for."""

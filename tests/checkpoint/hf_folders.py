@@ -9,6 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.run.formats.huggingface import open_folder
+from plait.run.models import hf
+from plait.run.models.pretrained import Pretrained
+from plait.step import Engine, empty_parameters
+
 KINDS = ("llama", "qwen2", "gpt2")
 
 
@@ -86,3 +91,12 @@ def logits(model: nn.Module, vocabulary: int = 259) -> Tensor:
 def change_config(folder: Path, **changes: Any) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def engine_of(folder: Path, comm: Any, strategy: str = "zero3", lr: float = 0.1) -> Engine:
+    """An engine with the folder's model and weights, and SGD."""
+    with empty_parameters():
+        model = Pretrained(str(folder)).build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    functions: Any = {"loss_fn": hf.loss_sum, "count_fn": hf.token_count}
+    return Engine(model, comm, strategy=strategy, optimizer=optimizer, weights=open_folder(folder, model), **functions)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 from torch import nn
 
 from plait.comm import Comm, run
@@ -53,3 +57,20 @@ def raised_together(body: Callable[[Comm], Any], words: str) -> list[str]:
     said = ranks(safe)
     assert all(words in one for one in said), said
     return said
+
+
+def processes(script: Path, size: int, *words: str | Path) -> str:
+    """Runs a script in so many processes, as torchrun would; returns rank 0's output, and all must succeed."""
+    folders = os.pathsep.join(filter(None, [str(script.parent), os.environ.get("PYTHONPATH", "")]))
+    where = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
+    env = os.environ | {key: str(value) for key, value in where.items()} | {"PYTHONPATH": folders}
+    command = [sys.executable, "-W", "ignore", str(script), *map(str, words)]
+    begun = [
+        subprocess.Popen(
+            command, env=env | {"RANK": str(rank)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for rank in range(size)
+    ]
+    outputs = [one.communicate(timeout=500)[0] for one in begun]
+    assert not any(one.returncode for one in begun), outputs
+    return outputs[0]

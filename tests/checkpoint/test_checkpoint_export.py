@@ -12,10 +12,7 @@ from safetensors.torch import load_file
 import plait
 from plait.comm import Comm
 from plait.run.commands.main import main
-from plait.run.formats.huggingface import open_folder, write_folder
-from plait.run.models import hf
-from plait.run.models.pretrained import Pretrained
-from plait.step import Engine, empty_parameters
+from plait.run.formats.huggingface import write_folder
 
 pytest.importorskip("transformers")
 
@@ -32,17 +29,7 @@ def test_it_is_what_the_run_would_have_written(
     tokens = torch.arange(2 * 16).view(2, 16) * 5 % 259
 
     def body(comm: Comm) -> dict[str, torch.Tensor]:
-        with empty_parameters():
-            model = Pretrained(str(folder)).build()
-        engine = Engine(
-            model,
-            comm,
-            strategy="zero3",
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            loss_fn=hf.loss_sum,
-            count_fn=hf.token_count,
-            weights=open_folder(folder, model),
-        )
+        engine = folders.engine_of(folder, comm, "zero3", 0.1)
         ema = plait.EMA(engine, 0.5)
         mine = slice(comm.mesh.data_rank(comm.rank), comm.mesh.data_rank(comm.rank) + 1)
         engine.step([{"tokens": tokens[mine], "targets": tokens.roll(-1, 1)[mine]}])

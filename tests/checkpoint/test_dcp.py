@@ -140,13 +140,15 @@ def test_other_folders_are_refused(state: Any, says: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_complex_tensors_come_and_go(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_odd_tensors_and_values_come_and_go(dtype: torch.dtype, tmp_path: Path) -> None:
     values = {"a": torch.arange(6).view(2, 3).to(dtype) * (1 + 2j), "b": torch.tensor(3j, dtype=dtype)}
-    import_dcp(save(tmp_path / "theirs", values), tmp_path / "run")
+    values["none"] = torch.empty(0, 3)
+    pair = ("x", torch.arange(3))
+    import_dcp(save(tmp_path / "theirs", {"model": values, "pair": pair}), tmp_path / "run")
     export_dcp(Checkpoint.find(tmp_path / "run"), tmp_path / "again")
-    back = {"model": {name: torch.zeros_like(value) for name, value in values.items()}}
+    back = {"model": {name: torch.zeros_like(value) for name, value in values.items()}, "extra": {"pair": None}}
     dcp.load(back, checkpoint_id=tmp_path / "again", no_dist=True)
-    assert all(torch.equal(back["model"][name], values[name]) for name in values)
+    assert not differences(back, {"model": values, "extra": {"pair": pair}})
 
 
 def test_a_full_disk_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

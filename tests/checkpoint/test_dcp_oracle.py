@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ports import free_port
 from run_cases import LAYOUTS, Training, differences
+from small_runs import processes
 
 import plait
 from plait.checkpoint.stored import Checkpoint
@@ -22,31 +19,11 @@ from plait.table.mesh import Mesh
 RANKS = Path(__file__).with_name("fsdp2_ranks.py")
 
 
-def fsdp2(ranks: int, *words: str | Path) -> str:
-    """What rank 0 of so many says."""
-    port = free_port()
-    path = os.pathsep.join(filter(None, [str(RANKS.parent), os.environ.get("PYTHONPATH", "")]))
-    launched = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": path}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(RANKS), *map(str, words)],
-            env=os.environ | launched | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(ranks)
-    ]
-    outputs = [process.communicate(timeout=200)[0] for process in processes]
-    assert not any(process.returncode for process in processes), outputs
-    return outputs[0]
-
-
 @pytest.mark.parametrize(
     ("ranks", "where", "form"), [(2, "zero3", ""), (3, "pipe", "app"), (3, "tensor", "flat"), (2, "bf16", "")]
 )
 def test_what_fsdp2_saves_goes_on_in_any_layout(ranks: int, where: str, form: str, tmp_path: Path) -> None:
-    fsdp2(ranks, "save", tmp_path / "theirs", tmp_path / "whole", form)
+    processes(RANKS, ranks, "save", tmp_path / "theirs", tmp_path / "whole", form)
     wanted: dict[str, Any] = torch.load(tmp_path / "whole")
     folder = import_dcp(tmp_path / "theirs", tmp_path / "run", ranks=2)
 
@@ -75,4 +52,4 @@ def test_what_plait_saves_is_read_by_fsdp2(where: str, ranks: int, tmp_path: Pat
     whole, *_ = run(Mesh.parse(LAYOUTS[where][0]), body, deadline=60)
     torch.save(whole, tmp_path / "whole")
     export_dcp(Checkpoint.find(tmp_path / "run"), tmp_path / "theirs", ties={"head.weight": "embed.weight"})
-    assert "differences: []" in fsdp2(ranks, "load", tmp_path / "theirs", tmp_path / "whole")
+    assert "differences: []" in processes(RANKS, ranks, "load", tmp_path / "theirs", tmp_path / "whole")

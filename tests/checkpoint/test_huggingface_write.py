@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm import Comm
-from plait.run.formats.huggingface import open_folder, write_folder, write_tensors
+from plait.run.formats.huggingface import write_folder, write_tensors
 from plait.run.models import hf
 from plait.run.models.pretrained import Pretrained
 from plait.step import Engine, empty_parameters
@@ -31,17 +31,7 @@ def train(folder: Path, mesh: str, out: Path, row: str = "zero3") -> list[dict[s
     """One step from the folder's weights, then the export; every rank's whole state."""
 
     def body(comm: Comm) -> dict[str, Tensor]:
-        with empty_parameters():
-            model = Pretrained(str(folder)).build()
-        engine = Engine(
-            model,
-            comm,
-            strategy=row,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            loss_fn=hf.loss_sum,
-            count_fn=hf.token_count,
-            weights=open_folder(folder, model),
-        )
+        engine = folders.engine_of(folder, comm, row, 0.1)
         rank, ranks = comm.mesh.data_rank(comm.rank), comm.mesh.data_size
         mine = {name: value[rank::ranks] for name, value in BATCH.items()}
         engine.step([{name: value[i : i + 1] for name, value in mine.items()} for i in range(len(mine["tokens"]))][:1])

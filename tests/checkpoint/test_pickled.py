@@ -86,7 +86,7 @@ PROGRAMS: dict[str, bytes] = {
     "an array": b"\x80\x05\x96" + struct.pack("<Q", 1 << 62) + b"a.",
     "a tower as a key": b"}" + TOWER + b"K\x01s.",
     "a tower among keys": b"}(" + TOWER + b"K\x01u.",
-    "a tower in a key": b"}" + INDEX + b"}X\x06\x00\x00\x00offset" + TOWER + b"sbK\x01s.",
+    "a tower in a key": b"}" + INDEX + b"}X\x03\x00\x00\x00fqnNsX\x06\x00\x00\x00offset" + TOWER + b"sbK\x01s.",
     "a tower in a dict": b"ccollections\nOrderedDict\n]" + TOWER + b"K\x01\x86a\x85R.",
     "a tower as a member": META + b"_MEM_FORMAT_ENCODING\n" + TOWER + b"\x85R.",
     "a tower as a layout": b"ctorch.serialization\n_get_layout\n" + TOWER + b"\x85R.",

@@ -15,38 +15,15 @@ from run_cases import LAYOUTS, Training, differences
 from torch import nn
 
 import plait
-from plait.checkpoint.folder import OpenFile
 from plait.checkpoint.snapshot import LateCopy
 from plait.comm import Comm, run
 from plait.comm.thread import ThreadWorld
 from plait.step import Engine
-from plait.table.mesh import AXES, Mesh
+from plait.table.mesh import Mesh
 
 
 def mesh(where: str) -> Mesh:
     return Mesh.parse(LAYOUTS[where][0])
-
-
-@pytest.mark.parametrize("where", LAYOUTS)
-def test_in_the_same_layout_it_is_the_uninterrupted_run_to_the_bit(where: str, tmp_path: Path) -> None:
-    def straight(comm: Comm) -> Any:
-        training = Training.begin(comm, where)
-        training.go(0, 3)
-        assert training.save(tmp_path) == tmp_path / "step-000003"
-        at = training.state()
-        return at, training.go(3, 6), training.state()
-
-    def resumed(comm: Comm) -> Any:
-        training = Training.begin(comm, where, change=1)
-        loaded = training.load(tmp_path)
-        assert (loaded.path, loaded.step, loaded.extra["at"]) == (tmp_path / "step-000003", 3, (1, None))
-        at = training.state()
-        return at, training.go(3, 6), training.state()
-
-    first = run(mesh(where), straight, deadline=30)
-    second = run(mesh(where), resumed, deadline=30)
-    assert not differences(second, first)
-    assert (tmp_path / "latest").read_text() == "step-000003\n"
 
 
 PAIRS = ("ddp", "zero3", "zero3 on 4", "psdp", "tensors", "tensor", "pipe", "zbv", "bf16")
@@ -122,36 +99,6 @@ def test_small_parameters_and_whole_tensor_states(meshes: tuple[str, str], tmp_p
 
     saved, *_ = run(Mesh.parse(meshes[0]), leave, deadline=20)
     assert not differences(run(Mesh.parse(meshes[1]), enter, deadline=20), [saved] * Mesh.parse(meshes[1]).size)
-
-
-def test_a_rank_reads_its_own_bytes_once_beside_those_that_it_verifies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, count = OpenFile.read, list[int]()
-
-    def counted(self: OpenFile, start: int, into: memoryview) -> None:
-        count.append(len(into))
-        read(self, start, into)
-
-    def leave(comm: Comm) -> None:
-        training = Training.begin(comm, "zero3")
-        training.go(0, 2)
-        plait.save(tmp_path, training.engine, extra={"mine": torch.arange(5.0)})
-
-    def enter(comm: Comm) -> int:
-        training = Training.begin(comm, "zero3")
-        comm.barrier(AXES)
-        loaded = plait.load(tmp_path, training.engine)
-        assert torch.equal(loaded.extra["mine"], torch.arange(5.0))
-        return sum(piece.tensor.nbytes for piece in training.engine.pieces()) + 20
-
-    run(mesh("zero3"), leave, deadline=30)
-    files = list((tmp_path / "step-000002").iterdir())
-    monkeypatch.setattr(OpenFile, "read", counted)
-    own = run(mesh("zero3"), enter, deadline=30)
-    headers = 2 * sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files if "rank" in file.name)
-    whole = sum(file.stat().st_size for file in files)
-    assert whole + sum(own) <= sum(count) <= whole + sum(own) + len(own) * headers
 
 
 def test_the_average_of_another_engine_is_refused(tmp_path: Path) -> None:

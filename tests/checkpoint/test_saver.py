@@ -38,7 +38,7 @@ class Gate:
 
 @pytest.mark.parametrize("where", LAYOUTS)
 def test_what_is_saved_is_the_run_at_that_moment(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written before the run has gone on for two more steps."""
+    """Nothing is written before the run has gone on for two more steps; resumed from there it makes the same ones."""
     gate = Gate(monkeypatch, rank=0)
 
     def straight(comm: Comm) -> Any:
@@ -46,7 +46,7 @@ def test_what_is_saved_is_the_run_at_that_moment(where: str, tmp_path: Path, mon
         training.go(0, 2)
         note = torch.arange(3.0)
         with plait.Saver(tmp_path, training.engine, ema=training.ema) as saver:
-            saver.save(extra={"schedule": training.schedule.state_dict(), "note": note})
+            saver.save(extra={"schedule": training.schedule.state_dict(), "note": note, "at": (1, None)})
             at = training.state()
             losses = training.go(2, 4)
             note += 1
@@ -55,13 +55,16 @@ def test_what_is_saved_is_the_run_at_that_moment(where: str, tmp_path: Path, mon
 
     def resumed(comm: Comm) -> Any:
         training = Training.begin(comm, where, change=1)
-        assert torch.equal(training.load(tmp_path).extra["note"], torch.arange(3.0))
+        loaded = training.load(tmp_path)
+        assert torch.equal(loaded.extra["note"], torch.arange(3.0))
+        assert (loaded.path, loaded.step, loaded.extra["at"]) == (tmp_path / "step-000002", 2, (1, None))
         at = training.state()
         return at, training.go(2, 4), training.state()
 
     mesh = Mesh.parse(LAYOUTS[where][0])
     first = run(mesh, straight, deadline=30)
     assert not differences(run(mesh, resumed, deadline=30), first)
+    assert (tmp_path / "latest").read_text() == "step-000002\n"
 
 
 def test_a_second_save_waits_for_the_first_and_uses_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

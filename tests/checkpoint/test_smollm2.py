@@ -13,8 +13,7 @@ import torch
 
 import plait
 from plait.comm import Comm
-from plait.run.formats.huggingface import open_folder, write_folder
-from plait.run.models import hf
+from plait.run.formats.huggingface import write_folder
 from plait.run.models.pretrained import Pretrained
 
 EXAMPLE = Path(__file__).parents[2] / "examples/finetune_smollm2/main.py"
@@ -50,18 +49,8 @@ def test_a_step_is_the_same_in_every_layout_and_its_export_is_what_was_trained(f
     batch = {"tokens": tokens, "targets": tokens.roll(-1, 1)}
 
     def body(comm: Comm) -> tuple[float, torch.Tensor | None]:
-        with plait.empty_parameters():
-            model = Pretrained(str(folder)).build()
-        engine = plait.Engine(
-            model,
-            comm,
-            strategy=LAYOUTS[str(comm.mesh)],
-            optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
-            loss_fn=hf.loss_sum,
-            count_fn=hf.token_count,
-            weights=open_folder(folder, model),
-        )
-        before = folders.logits(model, 49152) if comm.mesh.size == 1 else None
+        engine = folders.engine_of(folder, comm, LAYOUTS[str(comm.mesh)], 1e-3)
+        before = folders.logits(engine.model, 49152) if comm.mesh.size == 1 else None
         rank, ranks = comm.mesh.data_rank(comm.rank), comm.mesh.data_size
         loss = engine.step([{name: value[rank::ranks] for name, value in batch.items()}]).loss
         out = tmp_path / str(comm.mesh)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ports import free_port
 from run_cases import differences
+from small_runs import processes
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
@@ -34,16 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", CHAINS)
 def test_any_layout_reads_any_other_to_the_bit_and_fsdp2_reads_all(ranks: int, tmp_path: Path) -> None:
-    port, processes = free_port(), []
-    for rank in range(ranks):
-        where = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        env = os.environ | {key: str(value) for key, value in where.items()} | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", str(RANKS), str(tmp_path), *CHAINS[ranks]]
-        processes.append(
-            subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        )
-    outputs = [process.communicate(timeout=500)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, outputs
+    processes(RANKS, ranks, tmp_path, *CHAINS[ranks])
     for rank in range(ranks):
         told = json.loads((tmp_path / f"found-{rank}.json").read_text())
         assert told["found"] == []

@@ -190,17 +190,6 @@ def test_a_store_whose_package_is_missing_is_one_message(monkeypatch: pytest.Mon
         place("s3://bucket/run")
 
 
-class Reads:
-    """A file that counts the bytes that are read of it."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data, self.size, self.asked = data, len(data), 0
-
-    def read(self, start: int, into: memoryview) -> None:
-        self.asked += len(into)
-        into[:] = self.data[start : start + len(into)]
-
-
 @pytest.mark.parametrize("gap", [0, 50, 1 << 20])
 @pytest.mark.parametrize("shape", [(7, 5, 3), (6, 4), (9,), ()])
 def test_a_block_is_read_as_the_same_bytes_whatever_lies_between(

@@ -15,5 +15,5 @@ for step in range(20):
     loss = (model(x) - y).square().sum()                # a sum, not a mean
     engine.backward(loss, count=len(y))                 # was: loss.backward()
     optimizer.step()                                    # no zero_grad: a step's sums start anew
-print(f"rank {comm.rank}: loss {engine.last.loss:.5f}, held {engine.bytes_held()['params']} bytes of parameters")
+print(f"rank {comm.rank}: loss {engine.last.loss:.5f}, held {engine.placed.bytes_held()['params']} bytes of parameters")
 comm.close()

@@ -63,13 +63,13 @@ def train(comm: Comm, row: str, microbatches: int = 1) -> dict[str, Any]:
         mark = len(comm.ledger)
         result = engine.step(my_batches(comm, microbatches))
     messages = comm.ledger.since(mark)
-    predicted = predict_step(engine.layouts(), comm.mesh, engine.strategy, microbatches, comm.rank)
+    predicted = predict_step(engine.placed.layouts(), comm.mesh, engine.placed.strategy, microbatches, comm.rank)
     assert not differences(predicted, messages), "the ledger is the prediction, byte for byte"
     return {
         "loss": result.loss,
         "local loss": sum(result.local_losses),
         "parameters": torch.cat([p.flatten() for p in engine.full_state_dict().values()]),
-        "held": engine.bytes_held(),
+        "held": engine.placed.bytes_held(),
         "messages": messages,
         "sent": sum(m.sent for m in messages if m.note.phase not in ("count", "report")),
     }

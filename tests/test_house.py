@@ -27,7 +27,7 @@ ENGINE = PIPELINE | {"step"}
 LIBRARY = ENGINE | {"predict", "checkpoint", "checkpoint/files"}
 JOB = LIBRARY | {"anymodel", "run/formats", "run/models", "run/data", "run/job"}
 CONFIG = JOB | {"run/report", "run/injection", "run/config"}
-VERIFY = CONFIG | {"later", "referee", "referee/verify"}
+VERIFY = CONFIG | {"later", "referee", "referee/verify", "referee/sanitize"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "messages": set(),
@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sharded": {"messages", "table", "comm", "tensor", "forward"},
     "shared_memory": {"messages", "table", "comm"},
     "referee": {"table"},
-    "referee/sanitize": {"messages", "table", "comm"},
+    "referee/sanitize": ENGINE | {"referee"},
     "referee/prove": PURE | {"checkpoint/files"},
     "referee/verify": (VERIFY - {"referee/verify"}) | {"sharded"},
     "referee/witness": VERIFY | {"sharded"},
@@ -95,6 +95,8 @@ COLLECTIVES = {
 }
 
 MOST_LINES = 400
+MAY_BE_LONGER = {"src/plait/step/engine.py": 660}
+"""``Engine`` is one class in one file."""
 
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "multiprocessing"}
 MAY_IMPORT_UNPICKLERS = {
@@ -250,8 +252,9 @@ def test_files_stay_readable() -> None:
         for file in sorted((ROOT / folder).rglob("*.py")):
             lines = len(file.read_text().splitlines())
             name = file.relative_to(ROOT)
-            if lines > MOST_LINES:
-                found.append(f"{name}: {lines} lines are asking to be two files (at most {MOST_LINES})")
+            most = MAY_BE_LONGER.get(name.as_posix(), MOST_LINES)
+            if lines > most:
+                found.append(f"{name}: {lines} lines are asking to be two files (at most {most})")
             if file.stem in ("utils", "util", "helpers", "helper", "misc"):
                 found.append(f"{name}: a name that says nothing")
     assert not found, "\n".join(found)

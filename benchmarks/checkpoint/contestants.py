@@ -67,7 +67,7 @@ class Ours:
         self.optimizer.step()
 
     def tensors(self) -> list[Tensor]:
-        return [piece.tensor.detach() for piece in self.engine.pieces()]
+        return [piece.tensor.detach() for piece in self.engine.placed.pieces()]
 
     def save(self, folder: Path) -> None:
         plait.save(folder, self.engine)

@@ -21,11 +21,11 @@ import tyro
 from plait.comm import Comm
 from plait.comm.agree import gather_floats
 from plait.referee.sanitize.collectives import CollectiveCheck
+from plait.referee.sanitize.drift import DriftCheck
 from plait.run.config import TrainConfig
 from plait.run.job.job import make_job
 from plait.run.launch.local import launch
 from plait.run.watch.rank import RankObserver
-from plait.step.drift import DriftCheck
 from plait.table.collectives import Note
 from plait.table.mesh import AXES
 
@@ -62,7 +62,9 @@ def measure(comm: Comm, config: TrainConfig, steps: int, rounds: int) -> int:
     if not comm.rank:
         plain, checked, drift, watched_step = (slowest[turn] for turn in TURNS)
         page = (watched_step - plain) / TIMES
-        print(f"{comm.mesh}, {config.row.name}, {engine.num_parameters:,} parameters: {plain * 1e3:.2f} ms a step")
+        print(
+            f"{comm.mesh}, {config.row.name}, {engine.placed.num_parameters:,} parameters: {plain * 1e3:.2f} ms a step"
+        )
         print(f"  --check-collectives {checked * 1e3:.2f} ms: {checked / plain:.2f} times")
         print(
             f"  the status page {page * 1e6:.0f} us: {page / plain * 100:.2f} %\n"

@@ -26,7 +26,7 @@ for epoch in range(3):
         for part in batch.split(4)[comm.rank :: comm.world_size]:  # BatchNorm sees 4 images at a time
             loss = F.cross_entropy(model(images[part]), labels[part])
             engine.backward(loss, len(part), reduction="mean")
-        engine.clip_grad_norm_(1.0)
+        engine.reduce(clip=1.0)
         optimizer.step()
         losses.append(engine.last.loss)
 

@@ -20,7 +20,7 @@ for step in range(10):
     windows = text.unfold(0, 16, 5)[6 * step : 6 * step + 6][comm.rank :: comm.world_size]
     loss = model(input_ids=windows, labels=windows).loss
     engine.backward(loss, windows[:, 1:].numel(), reduction="mean")
-    engine.clip_grad_norm_(1.0)
+    engine.reduce(clip=1.0)
     optimizer.step()
     scheduler.step()
     losses.append(engine.last.loss)

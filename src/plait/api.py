@@ -38,6 +38,7 @@ def join(
     deterministic: bool = True,
     check_collectives: bool = False,
     shared_memory: bool = False,
+    sanitize: bool = True,
 ) -> Comm:
     """This process's place on the mesh.
 
@@ -54,6 +55,7 @@ def join(
             ranks say the same.
         shared_memory: ranks of a Linux host move tensors of CPUs through memory that they share, and those of several
             hosts over sockets; all ranks say the same.
+        sanitize: engines on this world look for mistakes of the program in steps 0, 1, 2, 100, 200, ...
 
     Raises:
         ValueError: a mesh that does not multiply to the number of ranks, variables that cannot be, ranks that differ.
@@ -72,8 +74,17 @@ def join(
         how["shared_memory"] = shared_memory
         comm = ProcessComm.from_env(shape, **how, facts={"check_collectives": str(check_collectives)})
         watch_joined(comm)
-        return checked(comm) if check_collectives else comm
-    return ThreadWorld(shape, deadline, deterministic, own_device(device)).comm(0)
+        return sanitized(checked(comm) if check_collectives else comm, sanitize)
+    return sanitized(ThreadWorld(shape, deadline, deterministic, own_device(device)).comm(0), sanitize)
+
+
+def sanitized(comm: Comm, on: bool = True) -> Comm:
+    """The same world, on which engines look for mistakes of the program (unless ``on`` is False)."""
+    if on:
+        from plait.referee.sanitize import Sanitizers
+
+        comm.engine_watchers += (Sanitizers,)
+    return comm
 
 
 def run_threads(
@@ -84,6 +95,7 @@ def run_threads(
     deadline: float = 60.0,
     deterministic: bool = True,
     check_collectives: bool = False,
+    sanitize: bool = True,
 ) -> list[Result]:
     """Run ``body(comm)`` on every rank of a mesh, each a thread of this process.
 
@@ -95,6 +107,7 @@ def run_threads(
         deadline: seconds after which a wait for another rank raises and says which one.
         deterministic: as for ``join``.
         check_collectives: as for ``join``.
+        sanitize: as for ``join``.
 
     Returns:
         What the bodies returned, by rank.
@@ -103,7 +116,10 @@ def run_threads(
         Exception: the first that a body raised, with its own traceback; the other ranks are stopped.
     """
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    ranks = (lambda comm: body(checked(comm))) if check_collectives else body
+
+    def ranks(comm: Comm) -> Result:
+        return body(sanitized(checked(comm) if check_collectives else comm, sanitize))
+
     return run(shape, ranks, device=device, deadline=deadline, deterministic=deterministic)
 
 

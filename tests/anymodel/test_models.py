@@ -203,7 +203,9 @@ def test_buffers_of_each_data_rank_and_the_state_has_the_first_ones() -> None:
         model = distinct(nn.Sequential(linear(), nn.BatchNorm1d(5), linear()))
         engine = build(model, comm, split=(1, 2))
         step(engine, batches(1)[0], 2)
-        own = dict(next(iter(engine.stages.values())).model.named_buffers()).get("1.running_mean", torch.zeros(5))
+        own = dict(next(iter(engine.placed.stages.values())).model.named_buffers()).get(
+            "1.running_mean", torch.zeros(5)
+        )
         return comm.rank, own.clone(), engine.full_state_dict()["1.running_mean"]
 
     found = on("pipe=2 shard=2", body)

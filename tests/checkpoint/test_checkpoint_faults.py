@@ -271,7 +271,7 @@ def test_optimizer_state_that_is_not_finite_is_never_the_newest(background: bool
         saver.save()
         go(engine)
         if comm.rank == 2:
-            next(piece for piece in engine.pieces() if piece.key).tensor.view(-1)[-1] = torch.nan
+            next(piece for piece in engine.placed.pieces() if piece.key).tensor.view(-1)[-1] = torch.nan
         saver.save()
         saver.wait()
 
@@ -292,7 +292,7 @@ def test_what_cannot_be_saved_leaves_what_was_there(copied: Path, monkeypatch: p
     def spoil(engine: Engine) -> None:
         go(engine)
         if engine.comm.rank == 2:
-            next(engine.pieces()).tensor.fill_(torch.inf)
+            next(engine.placed.pieces()).tensor.fill_(torch.inf)
 
     before = names(copied)
     raised_together(saver(lambda engine: None), "exists already")

@@ -65,7 +65,7 @@ def loaded(folder: Path, mesh: str, dtype: torch.dtype = torch.float32, **settin
         model = empty(folder).to(dtype)
         weights = Counting(open_folder(folder, model))
         engine = Engine(model, comm, weights=weights, **settings)
-        held = sum(flat.rest.numel() for unit in engine.units for flat in unit.flats)
+        held = sum(flat.rest.numel() for unit in engine.placed.units for flat in unit.flats)
         return engine.full_state_dict(), weights.read_elements, held
 
     return plait.run_threads(mesh, body)
@@ -119,7 +119,7 @@ def test_nothing_is_in_memory_twice(tmp_path: Path, mesh: str, dtype: str, monke
     def body(comm: Comm) -> tuple[dict[str, Tensor], set[int]]:
         model = empty(folder)
         engine = Engine(model, comm, weights=open_folder(folder, model), strategy="zero3")
-        own = {flat.rest.untyped_storage().data_ptr() for unit in engine.units for flat in unit.flats}
+        own = {flat.rest.untyped_storage().data_ptr() for unit in engine.placed.units for flat in unit.flats}
         return engine.full_state_dict(), own
 
     ranks = plait.run_threads(mesh, body)

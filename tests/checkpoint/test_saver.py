@@ -118,7 +118,7 @@ def test_what_an_optimizer_keeps_is_copied_while_the_program_goes_on(
         saver = plait.Saver(tmp_path, engine)
         saver.save()
         assert copying.wait(20)
-        for piece in engine.pieces():
+        for piece in engine.placed.pieces():
             if not piece.key:
                 piece.tensor.mul_(-1)  # a weight may change at once
             elif writer == "the program":
@@ -181,7 +181,7 @@ def test_a_weight_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
     def body(comm: Comm) -> None:
         engine = build(comm)
         if comm.rank == 2:
-            next(engine.pieces()).tensor.view(-1)[-1] = torch.nan
+            next(engine.placed.pieces()).tensor.view(-1)[-1] = torch.nan
         plait.Saver(tmp_path, engine).save()
 
     raised_together(body, "not finite")
@@ -189,7 +189,7 @@ def test_a_weight_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
 
     def large(comm: Comm) -> Path | None:  # whose sum is not
         engine = build(comm)
-        for piece in engine.pieces():
+        for piece in engine.placed.pieces():
             piece.tensor.fill_(3e38)
         with plait.Saver(tmp_path, engine) as saver:
             saver.save()

@@ -105,7 +105,7 @@ def train(comm: plait.Comm, template: Decoder, waits: Any, settings: dict[str, A
             for x, y in batches:
                 losses.append(plain(model, (x, y)).detach())
                 engine.backward(plain(model, (x, y)), y.numel())
-            losses.append(engine.clip_grad_norm_(0.5))
+            losses.append(engine.reduce(clip=0.5).grad_norm)
             optimizer.step()
         else:
             losses.append(engine.step(batches).loss)

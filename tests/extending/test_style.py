@@ -39,7 +39,7 @@ def train(comm: Comm, row: str, plan: dict[str, str] | None) -> tuple[list[float
         losses.append(engine.last.loss)
         if not step and comm.mesh.tensor > 1:
             sent = [e for e in comm.ledger.since(mark) if e.note.unit == "mid" and e.axes == ("tensor",)]
-            sites = [site for site in next(iter(engine.stages.values())).parallel.sites if site.name == "mid"]
+            sites = [site for site in next(iter(engine.placed.stages.values())).parallel.sites if site.name == "mid"]
             predicted = predict_tensor([everywhere(sites, (4,))], comm.mesh, 8, sequence=False)
             shown = [sorted((e.kind, e.bytes, e.note.phase) for e in entries) for entries in (sent, predicted)]
             assert shown[0] == shown[1] and len(sent) == 2

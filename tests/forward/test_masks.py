@@ -25,7 +25,7 @@ Masks = dict[str, Tensor]
 def drawn(engine: Engine) -> Masks:
     """What the engine's streams draw from here on, by module and number of the draw in it."""
     masks: Masks = {}
-    current, dropout = engine.stages[0].current, engine.stages[0].interceptor.handlers[-1]
+    current, dropout = engine.placed.stages[0].current, engine.placed.stages[0].interceptor.handlers[-1]
     assert isinstance(dropout, DropoutRNG)
     draw = dropout.mask
 
@@ -113,7 +113,7 @@ def test_indices_of_a_slice_are_those_within_the_whole(dim: int) -> None:
 def test_flattened_tokens_under_sequence_parallelism_are_refused() -> None:
     def body(comm: Comm) -> None:
         engine = Engine(model(), comm, strategy="ddp", sequence_parallel=True, loss_fn=_sum, count_fn=len)
-        stage = engine.stages[0]
+        stage = engine.placed.stages[0]
         dropout = stage.interceptor.handlers[-1]
         assert isinstance(dropout, DropoutRNG) and dropout.slice_of is not None
         stage.current.replace(length=7, position=RNGPosition(0, 0, 0, 2, (7,)))

@@ -236,7 +236,7 @@ def test_a_block_runs_twice_and_the_second_time_in_the_input_part(monkeypatch: p
     monkeypatch.setattr(stage.Stage, "weight", weight)
 
     def look(engine: Engine) -> list[int]:
-        modules = [m for s in engine.stages.values() for m in s.model.modules()]
+        modules = [m for s in engine.placed.stages.values() for m in s.model.modules()]
         return [m.forwards for m in modules if isinstance(m, Counted)]
 
     model = distinct(nn.Sequential(Counted(), Counted(), Counted(), nn.Linear(WIDTH, 3)))

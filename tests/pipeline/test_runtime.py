@@ -133,7 +133,7 @@ def test_copies_of_a_tied_weight_stay_equal_to_the_bit() -> None:
         for batch in batches(3):
             step(engine, batch)
         return {number: dict(s.model.named_parameters())["l0.weight" if number == 0 else f"l{number}.weight"].clone()
-                for number, s in engine.stages.items()}  # fmt: skip
+                for number, s in engine.placed.stages.items()}  # fmt: skip
 
     copies = [weight for found in on("pipe=3", body) for weight in found.values()]
     assert len(copies) == 3 and all(torch.equal(weight, copies[0]) for weight in copies)
@@ -282,9 +282,9 @@ def watched(what: str, order: str, mesh: str, row: str) -> list[Any]:
             parts = deal(batch, comm.mesh, comm.rank, 6)
             engine.step(parts)
             del parts
-        (stage,) = engine.stages.values()
+        (stage,) = engine.placed.stages.values()
         (link,) = [m for m in stage.model.modules() if isinstance(m, Watched)]
-        p2p = engine.runtime.p2p
+        p2p = engine.placed.runtime.p2p
         left = [len(stage.flights), len(p2p._made), len(p2p._coming), len(p2p._going)]
         return comm.mesh.coordinates(comm.rank)["pipe"], link.peak, link.alive(), left, stage.unsharding.num_flying
 
@@ -326,7 +326,7 @@ def test_a_receive_is_posted_a_pass_before_the_one_that_needs_it(order: str) -> 
     def body(comm: Comm) -> list[Any]:
         engine = build(six(), comm, schedule=order)
         step(engine, batches(1)[0])
-        return [part for event in engine.log.steps[-1] for part in event.action.parts]
+        return [part for event in engine.placed.log.steps[-1] for part in event.action.parts]
 
     receives = 0
     for line in on("pipe=2", body):
@@ -383,9 +383,9 @@ def test_the_peak_of_gathered_parameters_is_that_of_all_stages_of_a_rank(
 
         comm.note_bytes = note  # type: ignore[attr-defined]
         engine = build(chain(*(linear() for _ in range(4))), comm, strategy=row, schedule=order, hold=hold)
-        units += engine.units
+        units += engine.placed.units
         step(engine, batches(1)[0], 4)
-        return engine.bytes_held()["gathered_peak"], most
+        return engine.placed.bytes_held()["gathered_peak"], most
 
     for told, most in on("pipe=2 shard=2", body):
         assert told == most > 0

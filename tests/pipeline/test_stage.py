@@ -161,7 +161,7 @@ def test_units_by_name(kind: Any) -> None:
 
     def body(comm: Comm) -> tuple[list[str], float]:
         engine = build(template, comm, strategy="zero3", units=None if comm.mesh.pipe == 1 else kind(names))
-        return [unit.name for unit in engine.units if unit.name != "root"], step(engine, batches(1)[0], 2).loss
+        return [unit.name for unit in engine.placed.units if unit.name != "root"], step(engine, batches(1)[0], 2).loss
 
     wanted = on("shard=2", body)[0][1]
     found = on("pipe=2 shard=2", body)

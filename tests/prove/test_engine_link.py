@@ -72,7 +72,7 @@ def measured(
     engine.step([batch] * MICROBATCHES)
     mark = len(comm.ledger)
     engine.step([batch] * MICROBATCHES)
-    layouts = {number: stage.layouts() for number, stage in engine.stages.items()}
+    layouts = {number: stage.layouts() for number, stage in engine.placed.stages.items()}
     checks = "setup"  # what the engine compares in its first steps, and no part of a step
     return layouts, tuple(entry for entry in comm.ledger.since(mark) if entry.note.phase != checks)
 

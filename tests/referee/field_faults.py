@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from plait.step.update import Update
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -19,7 +20,6 @@ from plait.forward import dropout
 from plait.run.job.job import Job
 from plait.step import Engine, update
 from plait.step.exchange import Exchange
-from plait.step.update import Update
 from plait.zero import gradients
 from plait.zero.flat_gradient import FlatGradient
 from plait.zero.optim import OwnedOptimizer

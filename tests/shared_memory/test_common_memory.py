@@ -227,7 +227,7 @@ def test_parameters_that_exist_once_train_as_in_one_process(row: str, mesh: str,
         engine = Engine(
             model, comm, strategy=row, optimizer=adamw(model.parameters()), loss_fn=loss_sum, count_fn=count
         )
-        assert any(flat.common is not None for unit in engine.units for flat in unit.flats)
+        assert any(flat.common is not None for unit in engine.placed.units for flat in unit.flats)
         for number, batch in enumerate(data):
             record.losses.append(engine.step(deal(batch, shape, comm.rank, num_microbatches)).loss)
             if number == 1:

@@ -100,7 +100,7 @@ def clamp(engine: Any, optimizers: Any) -> None:
 
 READS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "between clipping and the update": lambda engine, read, optimizers: (
-        engine.clip_grad_norm_(1.0),
+        engine.reduce(clip=1.0),
         read(),
         *(optimizer.step() for optimizer in optimizers),
     ),

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
@@ -176,8 +177,8 @@ def train(
             if event == "agreed":
                 pieces = {
                     (o.name, o.run.start, o.run.stop): o.gradient.clone().view(-1)
-                    for o in engine.owned
-                    if engine.update.have_gradient[o.name]
+                    for o in engine.placed.owned
+                    if engine.gradients.have_gradient[o.name]
                 }
                 record.gradients.append(pieces)
 

@@ -16,7 +16,8 @@ import torch
 from engine_cases import WIDTH, Batch, Run, adamw, batches, count, deal, distinct, loss_sum
 from torch import Tensor, nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine
 from plait.step.step import StepResult
 from plait.table.mesh import Mesh

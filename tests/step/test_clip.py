@@ -9,10 +9,11 @@ import pytest
 import torch
 from engine_cases import ROWS, agree, batches, net, plain, sgd, train
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine
+from plait.step.norm import clip_factor
 from plait.table.mesh import Mesh
-from plait.zero.optim import clip_factor
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -54,7 +55,7 @@ def test_frozen_and_unused_parameters_are_not_in_the_norm(row: str) -> None:
 @pytest.mark.parametrize("row", ["ddp", "zero3", "hsdp"])
 def test_what_a_listener_changes_is_in_the_norm(row: str) -> None:
     def louder(event: str, engine: Engine) -> None:
-        for piece in engine.owned if event == "reduced" else ():
+        for piece in engine.placed.owned if event == "reduced" else ():
             if piece.name == "head.weight":
                 piece.gradient.mul_(20)
 

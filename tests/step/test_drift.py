@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import engine_cases as cases
@@ -15,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
+from plait.referee.sanitize.drift import DriftCheck, DriftError, alike, odd_ones, struck
 from plait.step import Engine
-from plait.step.drift import DriftCheck, DriftError, alike, odd_ones, struck
 from plait.table.cells import TABLE, Strategy, find_strategy
 from plait.table.mesh import Mesh
 
@@ -39,9 +41,8 @@ def told(
     def body(comm: Comm) -> str:
         model = copy.deepcopy(template)
         own = cases.loss_sum, cases.count, cases.adamw(model.parameters())
-        engine = Engine(
-            model, comm, strategy=row, loss_fn=own[0], count_fn=own[1], optimizer=own[2], check_drift=1, **settings
-        )
+        comm.engine_watchers = (partial(DriftCheck, every=1),)
+        engine = Engine(model, comm, strategy=row, loss_fn=own[0], count_fn=own[1], optimizer=own[2], **settings)
         for number, batch in enumerate(batches):
             try:
                 engine.step(cases.deal(batch, shape, comm.rank, 2))
@@ -70,7 +71,7 @@ def moment(name: str, key: str = "exp_avg_sq") -> Callable[[Engine], None]:
 
     def harm(engine: Engine) -> None:
         assert engine.optimizer is not None
-        [piece, *_] = [piece for piece in engine.owned if piece.name == name]
+        [piece, *_] = [piece for piece in engine.placed.owned if piece.name == name]
         flip(engine.optimizer.state[piece.view][key])
 
     return harm
@@ -138,7 +139,7 @@ def test_under_a_pipeline(mesh: str, row: str, harm: Any, name: str, where: str)
 def test_the_optimizers_own_copy_of_16_bit_parameters() -> None:
     row = find_strategy("ddp").mixed("bf16")
     template = copy.deepcopy(cases.net()).float()
-    harm: Callable[[Engine], None] = lambda engine: flip(engine.owned[3].view)  # noqa: E731
+    harm: Callable[[Engine], None] = lambda engine: flip(engine.placed.owned[3].view)  # noqa: E731
     narrow = lambda steps: [{k: v.bfloat16() for k, v in b.items()} for b in cases.batches(steps)]  # noqa: E731
     found(told(template, "shard=2", row, 1, harm, batches=narrow), "master weights of", TWO)
 
@@ -151,7 +152,7 @@ def test_a_seed_that_changed_on_one_rank() -> None:
 
 
 def test_what_a_rank_holds_alone_is_not_compared() -> None:
-    assert set(told(cases.net(), "shard=2", "zero3", 1, lambda engine: flip(engine.owned[0].view))) == {""}
+    assert set(told(cases.net(), "shard=2", "zero3", 1, lambda engine: flip(engine.placed.owned[0].view))) == {""}
 
 
 # ---- buffers --------------------------------------------------------------------------------------------------------
@@ -261,7 +262,8 @@ def test_a_flipped_bit_is_no_alarm_where_anything_else_was_ever_seen() -> None:
     assert set(told(model, "pipe=2", "ddp", 0, flipped)) == {""}
 
     def body(comm: Comm) -> None:
-        engine = pipeline_cases.build(model, comm, check_drift=1)
+        comm.engine_watchers = (partial(DriftCheck, every=1),)
+        engine = pipeline_cases.build(model, comm)
         for number, batch in enumerate(cases.batches(6)):
             engine.step(cases.deal(batch, comm.mesh, comm.rank, 1))
             if (number, comm.rank) in ((1, 0), (1, 1), (3, 2)):
@@ -277,7 +279,8 @@ def test_who_is_struck() -> None:
 
 def test_between_the_checks_nothing_is_sent_and_the_messages_of_a_check_are_no_part_of_a_step() -> None:
     def body(comm: Comm) -> list[list[str]]:
-        engine = pipeline_cases.build(cases.net(), comm, check_drift=2)
+        comm.engine_watchers = (partial(DriftCheck, every=2),)
+        engine = pipeline_cases.build(cases.net(), comm)
         seen = []
         for batch in cases.batches(STEPS):
             comm.ledger.clear()
@@ -313,4 +316,4 @@ def test_who_is_odd() -> None:
 
 def test_a_negative_number_of_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="check_drift -1: it is the number of steps"):
-        run(Mesh(), lambda comm: pipeline_cases.build(cases.net(), comm, check_drift=-1))
+        run(Mesh(), lambda comm: DriftCheck(pipeline_cases.build(cases.net(), comm), -1))

@@ -80,7 +80,7 @@ def test_the_loss_is_the_single_processs_to_the_bit(row: str, layout: str) -> No
             assert evaluate(engine, batch, num) == wanted(loaded(template, engine), batch, comm.mesh, num)
             step(engine, batch)
             if row in SPLIT_ROWS:
-                assert all(isinstance(p, AtRest) for s in engine.stages.values() for p in s.model.parameters())
+                assert all(isinstance(p, AtRest) for s in engine.placed.stages.values() for p in s.model.parameters())
 
     on(mesh, body)
 
@@ -146,7 +146,7 @@ def train(comm: Comm, template: nn.Module, evaluations: bool, **settings: Any) -
             for brought, num in ((batch, 4), (bigger[0], 2)):
                 assert math.isfinite(evaluate(engine, brought, num).loss)
             assert engine.last is last and engine.steps == steps
-            assert len(engine.log.steps) == len(results)
+            assert len(engine.placed.log.steps) == len(results)
 
     for batch in batches(2):
         look(batch)
@@ -207,7 +207,7 @@ def test_a_loop_of_ones_own_goes_on_as_well() -> None:
                     with pytest.raises(ValueError, match="in the middle of a step"):
                         evaluate(engine, batch, 2)
                 engine.backward(loss, count(part))
-                engine.clip_grad_norm_(1e9)
+                engine.reduce(clip=1e9)
                 if evaluations:
                     with pytest.raises(ValueError, match="in the middle of a step"):
                         evaluate(engine, batch, 2)
@@ -239,9 +239,9 @@ def test_each_module_has_its_own_mode_again(mesh: str, order: str | None, raises
         engine = build(template, comm, loss_fn=loss, schedule=order)
         engine.model.get_submodule("l1").eval()
         modes = {name: module.training for name, module in engine.model.named_modules()}
-        for stage in engine.stages.values():
+        for stage in engine.placed.stages.values():
             stage.program.follow()
-        parts = [{m: m.training for m in stage.model.modules()} for stage in engine.stages.values()]
+        parts = [{m: m.training for m in stage.model.modules()} for stage in engine.placed.stages.values()]
         if raises:
             with pytest.raises((ArithmeticError, RuntimeError)):  # RuntimeError: of who waits for what does not come
                 evaluate(engine, batches(1)[0], 2)
@@ -250,7 +250,7 @@ def test_each_module_has_its_own_mode_again(mesh: str, order: str | None, raises
         assert not any(seen) and (seen or raises)
         assert {name: module.training for name, module in engine.model.named_modules()} == modes
         assert modes["l1"] is False and modes["l3"] is True
-        assert [{m: m.training for m in stage.model.modules()} for stage in engine.stages.values()] == parts
+        assert [{m: m.training for m in stage.model.modules()} for stage in engine.placed.stages.values()] == parts
 
     on(mesh, body)
 
@@ -263,7 +263,7 @@ def test_the_buffers_of_data_rank_0_are_evaluated_and_each_rank_keeps_its_own(me
         engine = build(template, comm, schedule=order)
         for batch in batches(2):
             step(engine, batch, 2)
-        parts = [stage.model for stage in engine.stages.values()]
+        parts = [stage.model for stage in engine.placed.stages.values()]
         before = [buffer.clone() for part in parts for buffer in part.buffers()]
         batch = batches(3)[2]
         assert evaluate(engine, batch, 2) == wanted(loaded(template, engine), batch, comm.mesh, 2)

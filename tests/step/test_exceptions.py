@@ -11,7 +11,8 @@ import torch
 from engine_cases import ROWS, adamw, batches, count, deal, loss_sum
 from torch import Tensor, nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine
 from plait.table.mesh import Mesh
 

@@ -17,7 +17,8 @@ from engine_cases import batches, deal, loss_sum, net
 from pipeline_cases import build, chain
 from torch import Tensor, nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine
 from plait.table.mesh import Mesh
 
@@ -40,7 +41,7 @@ def test_a_dropped_engine_is_freed(layout: str) -> None:
         engine = build(template, comm, **settings)
         for microbatches in (4, 5):
             engine.step(deal(data[0], comm.mesh, comm.rank, microbatches))
-        parameters = [p for stage in engine.stages.values() for p in stage.model.parameters()]
+        parameters = [p for stage in engine.placed.stages.values() for p in stage.model.parameters()]
         held.extend(map(ref, (engine, engine.model, *parameters)))
 
     run(Mesh.parse(mesh), body, deadline=20)

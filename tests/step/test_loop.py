@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from engine_cases import ROWS, adamw, batches, count, deal, loss_sum, net, plain, train
 from torch import Tensor, nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine
 from plait.table.mesh import Mesh
 

@@ -35,7 +35,7 @@ def test_summed_parameters_are_counted_once_too(sequence: bool) -> None:
 @pytest.mark.parametrize("mesh", ["tensor=3", "shard=2 tensor=2", "replica=2 tensor=2"])
 def test_what_the_ranks_count_together_is_every_element_once(mesh: str) -> None:
     def counted(engine: Engine) -> list[tuple[str, int]]:
-        return [(o.name, o.run.numel) for o in engine.owned if engine.norm.counts(o)]
+        return [(o.name, o.run.numel) for o in engine.placed.owned if engine.placed.norm.counts(o)]
 
     for row in ("ddp", "zero1", "hsdp"):
         ranks = train(net(), mesh, row, batches(1), sgd, tensor_plan=PLAN, clip=1.0, look=counted)

@@ -10,7 +10,8 @@ import pytest
 from engine_cases import adamw, batches, count, deal, loss_sum, net
 from torch import nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
@@ -51,7 +52,7 @@ def trained(comm: Comm, **layout: Any) -> Any:
     optimizer = adamw(model.parameters())
     engine = Engine(model, comm, optimizer=optimizer, loss_fn=loss_sum, count_fn=count, **layout)
     losses = [engine.step(deal(batch, comm.mesh, comm.rank, 2)).loss for batch in batches(2)]
-    return losses, engine.full_state_dict(), engine.parallelism, len(comm.ledger.entries)
+    return losses, engine.full_state_dict(), engine.placed.parallelism, len(comm.ledger.entries)
 
 
 def test_an_engine_takes_the_value_or_its_fields() -> None:
@@ -121,7 +122,7 @@ def test_an_engine_and_its_units_say_what_they_are() -> None:
         engine = Engine(
             nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), comm, strategy="zero3", units=["0", "1"], bucket=0
         )
-        return f"{engine}, {engine.units}"
+        return f"{engine}, {engine.placed.units}"
 
     text = run(Mesh(), shown)[0]
     assert text.startswith("Engine(zero3 on shard=1, rank 0: ") and "units of 26 parameters)" in text

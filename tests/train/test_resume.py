@@ -272,7 +272,7 @@ def test_what_a_load_leaves_out_is_found_before_the_next_step(
 ) -> None:
     def altered(path: Any, engine: Engine, **options: Any) -> int:
         if engine.comm.rank == 1:
-            piece = engine.owned[-1]
+            piece = engine.placed.owned[-1]
             assert engine.optimizer is not None
             match what:
                 case "a weight":

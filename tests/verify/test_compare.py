@@ -18,7 +18,6 @@ from plait.referee.verify.observed import RankRecord
 from plait.step.norm import Norm
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
-from plait.zero.optim import square_sum
 
 CONFIG = replace(TINY, mesh="shard=2", strategy="zero3", microbatches=2)
 

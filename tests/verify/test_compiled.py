@@ -166,7 +166,7 @@ class Peeking(Rows):
 
 
 def graphs_of(engine: Engine) -> int:
-    compiled = engine.stages[0].compiled
+    compiled = engine.placed.stages[0].compiled
     return 0 if compiled is None else compiled.graphs
 
 

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import plait
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
+from plait.referee.sanitize.written import WatchedHook
 from plait.step import Engine
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
-from plait.zero.step_hooks import watch_hooks
 
 
 class TwoModes(torch.optim.SGD):
@@ -219,8 +220,7 @@ def test_a_hook_may_read_complex_parameters() -> None:
     def body(comm: Comm) -> None:
         model = nn.ParameterList([nn.Parameter(torch.ones(6, dtype=torch.complex64))])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.register_step_pre_hook(lambda *_: None)
-        watch_hooks(optimizer, (), lambda: 0)
+        optimizer.register_step_pre_hook(WatchedHook(lambda *_: None, lambda: 0, after=False))
         model[0].grad = torch.ones_like(model[0])
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -13,7 +13,8 @@ import torch
 from engine_cases import adamw, agree, batches, net, plain, sgd, train
 from torch import nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine
 from plait.table.flat import BUCKET_BYTES, LEAST_BYTES, buckets
 from plait.table.mesh import Mesh
@@ -89,7 +90,7 @@ def test_two_dtypes_in_one_bucket() -> None:
     def body(comm: Comm) -> tuple[int, list[int]]:
         model = copy.deepcopy(template)
         engine = Engine(model, comm, strategy="ddp", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-        return len(engine.units), [len(flat.parameters) for flat in engine.units[0].flats]
+        return len(engine.placed.units), [len(flat.parameters) for flat in engine.placed.units[0].flats]
 
     assert run(Mesh(shard=2), body) == [(1, [4, 2])] * 2
 
@@ -108,7 +109,7 @@ def test_a_stage_without_parameters_has_no_unit() -> None:
             loss_fn=lambda model, x: model(x).sum(),
             count_fn=len,
         )
-        return len(engine.units), engine.step([torch.ones(2, 3)]).loss
+        return len(engine.placed.units), engine.step([torch.ones(2, 3)]).loss
 
     (first, loss), (second, again) = run(Mesh(pipe=2), body)
     assert (first, second) == (1, 0) and loss == again

@@ -64,7 +64,7 @@ def test_a_parameter_without_gradient_on_every_rank_keeps_none(row: str) -> None
 
     def look(engine: cases.Engine) -> list[bool]:
         assert engine.optimizer is not None
-        return [o.view in engine.optimizer.state for o in engine.owned if o.name == "unused"]
+        return [o.view in engine.optimizer.state for o in engine.placed.owned if o.name == "unused"]
 
     ranks = train(template, "shard=2", row, batches(3), look=look)
     for record in ranks:

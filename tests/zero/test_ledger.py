@@ -24,7 +24,7 @@ def ledgers(template: nn.Module, mesh: str, row: str, microbatches: int, **setti
         mark = len(comm.ledger.entries)
         engine.step(batch)
         measured = list(comm.ledger.entries[mark:])
-        predicted = predict_step(engine.layouts(), comm.mesh, engine.strategy, microbatches, comm.rank)
+        predicted = predict_step(engine.placed.layouts(), comm.mesh, engine.placed.strategy, microbatches, comm.rank)
         assert differences(predicted, measured) == []
         return measured
 

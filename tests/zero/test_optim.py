@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.predict.memory import held
 from plait.step import Engine, elementwise
 from plait.table.mesh import Mesh
@@ -104,8 +105,8 @@ def test_bytes_held_are_the_plans(mesh: str, row: str, cut: str) -> None:
         mesh = "shard=2"
 
     def look(engine: Engine) -> tuple[int, int, int]:
-        measured = engine.bytes_held()
-        predicted = held(engine.layouts(), engine.comm.mesh, engine.strategy, engine.comm.rank, states=2)
+        measured = engine.placed.bytes_held()
+        predicted = held(engine.placed.layouts(), engine.comm.mesh, engine.placed.strategy, engine.comm.rank, states=2)
         got = (measured["params"], measured["grads"], measured["optimizer"])
         assert got == (predicted.params, predicted.grads, predicted.optimizer)
         return got
@@ -123,9 +124,9 @@ def test_bytes_held_are_the_plans(mesh: str, row: str, cut: str) -> None:
 @pytest.mark.parametrize("mesh", ["shard=3", "replica=2 shard=2"])
 def test_whole_tensors_on_one_owner(mesh: str, row: str) -> None:
     def look(engine: Engine) -> set[str]:
-        assert all(o.run.whole for o in engine.owned), "a tensor was cut"
+        assert all(o.run.whole for o in engine.placed.owned), "a tensor was cut"
         assert engine.optimizer is not None
-        return {o.name for o in engine.owned}
+        return {o.name for o in engine.placed.owned}
 
     ranks = train(net(), mesh, row, batches(), microbatches=2, cut="tensor", look=look)
     agree(ranks, plain(net(), batches()))
@@ -195,7 +196,7 @@ class FindsItsRate(torch.optim.SGD):
 @pytest.mark.parametrize("make", [ByTheNorm, FindsItsRate])
 @pytest.mark.parametrize(
     ("mesh", "row", "cut"),
-    [("shard=2", "zero1", "element"), ("shard=2", "zero3", "tensor"), ("pipe=2", "ddp", "element")],
+    [("shard=2", "zero1", "tensor"), ("shard=2", "zero3", "tensor"), ("pipe=2", "ddp", "element")],
 )
 def test_what_looks_at_all_parameters_is_refused_where_ranks_own_some(make: Any, mesh: str, row: str, cut: str) -> None:
     template = distinct(nn.Sequential(*(cases.Block() for _ in range(3))))

@@ -7,7 +7,8 @@ import torch
 from engine_cases import ROWS, Net
 from torch import Tensor, nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.predict.cost import differences, predict_step
 from plait.predict.memory import held
 from plait.step import Engine
@@ -50,11 +51,11 @@ def test_state_lies_in_the_dtypes_of_the_row_and_its_bytes_are_predicted(row: st
         assert all(p.dtype == BF16 for p in model.parameters())
         for step in range(2):
             engine.step(batches(step, comm.rank))
-        for piece in engine.owned:
+        for piece in engine.placed.owned:
             assert piece.view.dtype == piece.gradient.dtype == torch.float32
         assert engine.optimizer is not None
         assert all(s["exp_avg"].dtype == torch.float32 for s in engine.optimizer.state.values())
-        ahead, kept = held(engine.layouts(), comm.mesh, strategy, comm.rank, 2), engine.bytes_held()
+        ahead, kept = held(engine.placed.layouts(), comm.mesh, strategy, comm.rank, 2), engine.placed.bytes_held()
         assert (kept["params"], kept["grads"], kept["optimizer"]) == (ahead.params, ahead.grads, ahead.optimizer)
 
     run(MESH, rank_main, deadline=20)
@@ -134,7 +135,7 @@ def test_gradients_accumulate_in_fp32_where_bf16_would_lose_them(row: str) -> No
                 loss_fn=lambda m, x: m(x).float().sum(),
                 count_fn=lambda x: 1,
                 listener=lambda event, e: (
-                    found.extend(o.gradient.clone() for o in e.owned) if event == "reduced" else 0
+                    found.extend(o.gradient.clone() for o in e.placed.owned) if event == "reduced" else 0
                 ),
             )
             values = [256.0, *[1.0] * (num - 1)] if comm.rank == 0 else [0.0] * num
@@ -178,8 +179,8 @@ def test_a_step_that_is_not_finite_anywhere_is_made_by_nobody(row: str, who: int
             after = engine.full_state_dict()
             moved = any(not torch.equal(after[n], before[n]) for n in after)
             assert moved == result.made
-            assert engine.update.loss_scale is not None
-            story.append((result.made, engine.update.loss_scale.scale))
+            assert engine.gradients.loss_scale is not None
+            story.append((result.made, engine.gradients.loss_scale.scale))
             assert result.made == (result.grad_norm is not None)
         counters = {float(s["step"]) for s in engine.optimizer.state.values()} if engine.optimizer else set()
         assert counters <= {4.0}, "four steps were made, and the optimizer counted four"
@@ -208,7 +209,7 @@ def test_a_loss_scale_saves_what_fp16_would_lose_and_changes_nothing_else() -> N
                 count_fn=len,
                 loss_scale=None if scale is None else LossScale(scale),
                 listener=lambda event, e: (
-                    found.extend(o.gradient.clone() for o in e.owned) if event == "reduced" else 0
+                    found.extend(o.gradient.clone() for o in e.placed.owned) if event == "reduced" else 0
                 ),
             )
             engine.step(batches(0, comm.rank))
@@ -267,7 +268,7 @@ def test_ranks_with_different_loss_scales_are_refused_and_one_scale_serves_many_
             model, comm, strategy=strategy, optimizer=adam(model), loss_fn=loss_sum, count_fn=len, loss_scale=scale
         )
         engine.step(batches(0, comm.rank))
-        return engine.update.scale
+        return engine.gradients.scale
 
     with pytest.raises(ValueError, match="loss_scale"):
         run(Mesh(shard=2), lambda comm: scale_after_a_step(comm, models[comm.rank], LossScale(2.0**comm.rank)))
@@ -336,8 +337,8 @@ def test_bytes_of_integers_and_complex_numbers_are_predicted_under_dtypes(row: s
         comm.ledger.clear()
         engine.step(batches(0, comm.rank, 1))
         sent = [e for e in comm.ledger.entries if e.note.phase != "setup"]
-        assert not differences(predict_step(engine.layouts(), comm.mesh, strategy, 1, comm.rank), sent)
-        ahead, kept = held(engine.layouts(), comm.mesh, strategy, comm.rank, 2), engine.bytes_held()
+        assert not differences(predict_step(engine.placed.layouts(), comm.mesh, strategy, 1, comm.rank), sent)
+        ahead, kept = held(engine.placed.layouts(), comm.mesh, strategy, comm.rank, 2), engine.placed.bytes_held()
         assert (kept["params"], kept["grads"], kept["optimizer"]) == (ahead.params, ahead.grads, ahead.optimizer)
 
     run(Mesh(shard=2), rank_main, deadline=20)

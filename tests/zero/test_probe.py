@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import plait
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
+from plait.referee.sanitize import probe
+from plait.referee.sanitize.probe import probe_apart, probe_elementwise
 from plait.table.flat import lay
 from plait.table.mesh import Mesh
-from plait.zero import probe
+from plait.zero.elementwise import ELEMENTWISE
 from plait.zero.place import RunPlace
-from plait.zero.probe import ELEMENTWISE, probe_apart, probe_elementwise
 
 
 def why(kind: Callable[..., Optimizer], shape: tuple[int, ...] = (8, 12), dtype: Any = torch.float32) -> str | None:
@@ -165,7 +167,8 @@ class Projects(torch.optim.SGD):
 
 def apart(kind: Any, dtype: torch.dtype = torch.float32) -> str | None:
     optimizer = kind([nn.Parameter(torch.ones(8, 12, dtype=dtype)), nn.Parameter(torch.ones(5, dtype=dtype))])
-    return probe_apart(optimizer, optimizer.param_groups[0], None)
+    shapes = [tuple(p.shape) for p in optimizer.param_groups[0]["params"]]
+    return probe_apart(optimizer, optimizer.param_groups[0], shapes, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

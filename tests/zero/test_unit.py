@@ -11,7 +11,8 @@ import torch
 from engine_cases import ROWS, adamw, batches, count, deal, loss_sum, net, plain, train
 from torch import nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.forward.parameter import AtRest
 from plait.step import Engine
 from plait.table.cells import TABLE, moves
@@ -36,7 +37,7 @@ def test_parameters_are_views_of_the_flat_buffer_while_they_are_used(row: str) -
     def body(comm: Comm) -> None:
         model = copy.deepcopy(net())
         engine = engine_on(model, comm, row)
-        unit = next(u for u in engine.units if u.name == "blocks.1")
+        unit = next(u for u in engine.placed.units if u.name == "blocks.1")
         seen = []
 
         def look(module: nn.Module, *_: Any) -> None:
@@ -82,8 +83,8 @@ def test_at_rest_a_rank_holds_its_piece_and_no_more(mesh: str, row: str) -> None
         engine = engine_on(model, comm, row)
 
         def at_rest() -> None:
-            ways = comm.mesh.count(engine.strategy.params.split)
-            for unit in engine.units:
+            ways = comm.mesh.count(engine.placed.strategy.params.split)
+            for unit in engine.placed.units:
                 for flat in unit.flats:
                     whole = flat.layout.numel * flat.full.element_size()
                     assert bytes_of(flat.rest) == whole // ways
@@ -118,8 +119,8 @@ def test_at_most_one_and_the_prefetched_units_are_open_beside_ancestors(row: str
 
         def look(module: nn.Module, *_: Any) -> None:
             nonlocal most
-            root = engine.units[0]
-            open_units = [u for u in engine.units if u is not root and any(bytes_of(f.full) for f in u.flats)]
+            root = engine.placed.units[0]
+            open_units = [u for u in engine.placed.units if u is not root and any(bytes_of(f.full) for f in u.flats)]
             most = max(most, len(open_units))
 
         for module in model.modules():
@@ -142,8 +143,8 @@ def test_open_units_in_backward() -> None:
 
         def look(module: nn.Module, *_: Any) -> None:
             nonlocal most
-            root = engine.units[0]
-            most = max(most, sum(u is not root and any(bytes_of(f.full) for f in u.flats) for u in engine.units))
+            root = engine.placed.units[0]
+            most = max(most, sum(u is not root and any(bytes_of(f.full) for f in u.flats) for u in engine.placed.units))
 
         for module in [*model.blocks.modules(), *model.head.modules()]:
             module.register_full_backward_pre_hook(look)

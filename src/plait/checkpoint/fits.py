@@ -19,7 +19,7 @@ def weights_of(engine: Engine, saved: Checkpoint) -> dict[str, Stored]:
     """Parameters and buffers by the engine's names; other programs save a tied weight under all of its names."""
     found: dict[str, Stored] = {}
     for name, one in saved.kind("model").items():
-        own = engine.directory.aliases.get(name, name)
+        own = engine.placed.directory.aliases.get(name, name)
         first = found.setdefault(own, one)
         if first is not one and not first.equals(one):
             raise ValueError(f"{name!r} is {own!r} in the model, and another value in the checkpoint")
@@ -28,7 +28,7 @@ def weights_of(engine: Engine, saved: Checkpoint) -> dict[str, Stored]:
 
 def check_fits(engine: Engine, ema: EMA | None, state: Any, saved: Checkpoint) -> None:
     """Raises ValueError unless the checkpoint is that of a run of this engine, and nothing of it is lost."""
-    shapes, aliases = engine.directory.shapes, engine.directory.aliases
+    shapes, aliases = engine.placed.directory.shapes, engine.placed.directory.aliases
     _check_names("model", {name: shapes[name] for name in aliases.values()}, weights_of(engine, saved))
     for what, mine, theirs, fix in (
         ("an optimizer", bool(engine.optimizers), state["optimizer"] is not None, "Engine(optimizer=...)"),
@@ -44,19 +44,18 @@ def check_fits(engine: Engine, ema: EMA | None, state: Any, saved: Checkpoint) -
             raise ValueError(
                 f"{what}: the engine {here}, and the checkpoint {there}; {fix if theirs else 'leave it out'}"
             )
-    if engine.optimizer_state is not None:
-        engine.take_new_groups()
-        engine.optimizer_state.check(state["optimizer"])
+    if engine.placed.optimizer_state is not None:
+        engine.placed.optimizer_state.check(state["optimizer"])
         if state["optimizer_classes"] is not None:
-            engine.optimizer_state.check_classes(state["optimizer"], state["optimizer_classes"])
+            engine.placed.optimizer_state.check_classes(state["optimizer"], state["optimizer_classes"])
     _check_used(state, saved.tensors)
-    if engine.optimizer_state is not None:
-        _check_options(engine.optimizer_state.groups(), state["optimizer"]["param_groups"])
+    if engine.placed.optimizer_state is not None:
+        _check_options(engine.placed.optimizer_state.groups(), state["optimizer"]["param_groups"])
     scale, own = state["run"]["loss_scale"], {one.name for one in fields(LossScale)}
     if scale is not None and scale.keys() != own:
         raise ValueError(f"the loss scale in the checkpoint has {sorted(scale)}, and {sorted(own)} make one")
     if ema is not None:
-        averaged = {aliases.get(name, name) for name in engine.exchange.names}
+        averaged = {aliases.get(name, name) for name in engine.placed.exchange.names}
         _check_names("average", {name: shapes[name] for name in averaged}, saved.kind("ema"))
 
 

@@ -166,9 +166,9 @@ class Saver:
             check_same_folder(folder, comm)
         about = Save(partial, own, engine.steps, comm.world_size, self.keep, self.deadline, comm.deadline)
         writing = Writing(about, comm.rank, pieces, late, state)
-        if engine.owned_optimizer is not None:
-            engine.owned_optimizer.wait_for_reader()  # another Saver's
-            engine.owned_optimizer.reader = writing.copied
+        if engine.placed.owned_optimizer is not None:
+            engine.placed.owned_optimizer.wait_for_reader()  # another Saver's
+            engine.placed.owned_optimizer.reader = writing.copied
         return writing
 
     def _check_together(self, error: Exception | None, partial: Storage) -> None:

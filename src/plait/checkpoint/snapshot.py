@@ -116,7 +116,7 @@ def values_of(engine: Engine, ema: EMA | None, extra: Any) -> Any:
         "run": engine.step_state(),
         "ema": None if ema is None else ema.decay,
         "extra": extra,
-        "optimizer_classes": None if engine.optimizer_state is None else engine.optimizer_state.classes(),
+        "optimizer_classes": None if engine.placed.optimizer_state is None else engine.placed.optimizer_state.classes(),
     }
 
 
@@ -139,15 +139,15 @@ def taken(engine: Engine, ema: EMA | None, values: Any) -> tuple[list[RankPiece]
 
 def pieces_of(engine: Engine, ema: EMA | None, values: Mapping[str, Tensor] | None = None) -> Iterator[RankPiece]:
     """This rank's pieces of parameters, optimizer state and the average; its buffers and ``values``, whole."""
-    shapes, aliases = engine.directory.shapes, engine.directory.aliases
-    for kind, pieces in (("model", engine.pieces()), ("ema", () if ema is None else ema.pieces())):
+    shapes, aliases = engine.placed.directory.shapes, engine.placed.directory.aliases
+    for kind, pieces in (("model", engine.placed.pieces()), ("ema", () if ema is None else ema.pieces())):
         for one in pieces:
             name = aliases.get(one.name, one.name)
             full = f"optimizer/{one.key}/{name}" if one.key else f"{kind}/{name}"
             what = OPTIMIZER if one.key else WEIGHT
             yield RankPiece(full, shapes[name][0], one.region, one.tensor.detach(), what, one.first)
-    own = engine.own_buffers()
-    buffers = [(name, one) for part in engine.parts() for name, one in buffers_of(part.model).items()]
+    own = engine.placed.own_buffers()
+    buffers = [(name, one) for part in engine.placed.parts() for name, one in buffers_of(part.model).items()]
     whole = [(f"model/{name}", one, own.get(name) is one) for name, one in buffers]
     for name, tensor, first in [*whole, *((name, one, True) for name, one in (values or {}).items())]:
         region = tuple((0, size) for size in tensor.shape)

@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -82,13 +82,13 @@ class Comm(ABC):
         self.ledger, self.deterministic, self.deadline = Ledger(), deterministic, deadline
         self.observers: tuple[Observer, ...] = ()
         """Told of every step, operation and wait of this rank."""
+        self.engine_watchers: tuple[Callable[[Any], Callable[[Any, Any], None]], ...] = ()
+        """Called with each new engine of this world; each returns a watcher (``step/watcher.py``)."""
         self.peers: tuple[Peer, ...] = ()
         self.store: Store | None = None
         """The ranks as processes, by rank, and the store in which they met; empty and None where they are threads."""
-        self.attempt = 0
-        """How often these ranks were started before, the same on all of them."""
-        self.stop_signal = 0
-        """The number of a signal that asks this rank to end; the ranks agree on it at the end of a step."""
+        self.attempt = 0  # how often these ranks were started before, the same on all of them
+        self.stop_signal = 0  # of a signal that asks this rank to end; the ranks agree on it at a step's end
         self.check: OperationCheck | None = None
         """Compares operations with the other ranks before they run."""
         self._groups: dict[tuple[str, ...], Group] = {}
@@ -101,12 +101,12 @@ class Comm(ABC):
 
     @property
     def local_rank(self) -> int:
-        """The number of this rank on its machine, which launchers tell in ``LOCAL_RANK``."""
+        """The number of this rank on its machine."""
         return int(os.environ.get("LOCAL_RANK") or self.rank)
 
     @property
     def local_world_size(self) -> int:
-        """The number of ranks on this rank's machine, which launchers tell in ``LOCAL_WORLD_SIZE``."""
+        """The number of ranks on this rank's machine."""
         return int(os.environ.get("LOCAL_WORLD_SIZE") or self.mesh.size)
 
     @property

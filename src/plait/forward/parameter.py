@@ -3,9 +3,6 @@
     type(p)            while                                   and then
     nn.Parameter       its values are here                     it is torch's own, at torch's own speed
     AtRest             its unit is at rest                     whatever reads or writes values raises, by its name
-    HasMaster          the optimizer has a copy of it          ``p.data`` shares its version, so that writes are seen
-    GradientElsewhere  it is ``p.grad``, in a loop of one's    whatever reads it raises
-                       own, between backward and step
 
 A class of a tensor's own is asked by every torch function that takes it, in or out of a forward, and by no other.
 Shapes, dtypes and other metadata are answered as ever.
@@ -15,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from plait.forward.interceptor import Function
@@ -63,40 +60,6 @@ class AtRest(Elsewhere, nn.Parameter):
         return f"Parameter {self.resting_name!r} of shape {tuple(self.shape)}, at rest: its values are on other ranks"
 
 
-class HasMaster(nn.Parameter):
-    """A parameter that is whole here, of which the optimizer updates a copy."""
-
-    @property
-    def data(self) -> Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-
-
 def as_class(state: type[nn.Parameter], kind: type[nn.Parameter]) -> type[nn.Parameter]:
     """What a parameter of the class ``kind`` is in a state: at rest, or with a master weight."""
     return state if kind is nn.Parameter else type(state.__name__, (state, kind), {})
-
-
-class GradientElsewhere(Elsewhere, Tensor):
-    """What ``p.grad`` is where the engine has taken the gradient."""
-
-    @classmethod
-    def refusal(cls, func: Function, values: Sequence[Any]) -> ValueError:
-        return ValueError(
-            f"{name_of(func)!r} reads p.grad, but after engine.backward the gradients are in the engine's buffers, not "
-            f"yet summed over the ranks: clip by engine.clip_grad_norm_(max_norm) or Engine(clip=...), give "
-            f"Engine(loss_scale=plait.LossScale()) in the place of a GradScaler, discard by optimizer.zero_grad(), and "
-            f"look at them with a listener"
-        )
-
-    @classmethod
-    def of(cls, parameter: Tensor) -> Tensor:
-        """For this parameter; it takes no memory."""
-        nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        return nothing.expand(parameter.shape).as_subclass(cls)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"the gradient of shape {tuple(self.shape)} is in the engine's buffers"

@@ -32,12 +32,11 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from plait.forward.context import CurrentForward
 from plait.forward.deferred_products import DEFERRED, linear, value
 from plait.forward.interceptor import Function, Handler
-from plait.forward.parameter import HasMaster
 from plait.tensor import CutWeight
 from plait.tensor.gemm import TORCH, Gemm
 
 Product = Callable[..., Tensor | None]
-DENSE = (Tensor, nn.Parameter, HasMaster)
+DENSE = (Tensor, nn.Parameter)
 
 
 class Products(Handler):

@@ -7,6 +7,7 @@ contributions.py   which samples a gradient holds, and how often
 tape.py            what happens in a model while it trains
 wrong.py           the first wrong tensor, and likely causes
 
+sanitize/          what a program does wrong, looked for in some steps
 verify/            the proof that a layout is the run of a single process
 witness/           any engine, judged
 prove/             the proof of a layout that has not run; pure

@@ -35,10 +35,9 @@ class EMA:
     def __init__(self, engine: Engine, decay: float = 0.999) -> None:
         if not 0 <= decay <= 1:
             raise ValueError(f"a decay of {decay}: it is how much an update keeps of the average, from 0 to 1")
-        engine.take_over()
         self.engine, self.decay = engine, decay
-        self.values = [owned.view.detach().clone() for owned in engine.owned]
-        """Of each of ``engine.owned``."""
+        self.values = [owned.view.detach().clone() for owned in engine.placed.owned]
+        """Of each of ``engine.placed.owned``."""
 
     def check_of(self, engine: Engine) -> None:
         """Raises ValueError where it is the average of another engine's weights."""
@@ -50,9 +49,8 @@ class EMA:
     @torch.no_grad()
     def update(self) -> None:
         """Behind each ``optimizer.step()`` or ``engine.step``; nothing is sent."""
-        self.engine.take_over()
         if self.values:
-            torch._foreach_lerp_(self.values, [owned.view for owned in self.engine.owned], 1 - self.decay)
+            torch._foreach_lerp_(self.values, [owned.view for owned in self.engine.placed.owned], 1 - self.decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -77,7 +75,7 @@ class EMA:
         Raises:
             ValueError: a parameter that is missing, or has another shape.
         """
-        for owned, value in zip(self.engine.owned, self.values, strict=True):
+        for owned, value in zip(self.engine.placed.owned, self.values, strict=True):
             there = state.get(owned.name)
             if there is None or tuple(there.shape) != owned.place.shape:
                 found = "nothing" if there is None else f"shape {tuple(there.shape)}"
@@ -85,6 +83,6 @@ class EMA:
             owned.place.fill(there, value)
 
     def pieces(self) -> Iterator[StatePiece]:
-        """What this rank has of it, region by region, as ``engine.pieces()`` gives the weights."""
-        for owned, value in zip(self.engine.owned, self.values, strict=True):
-            yield from StatePiece.of(owned.name, "", owned.place, value, first=self.engine.norm.counts(owned))
+        """What this rank has of it, region by region, as ``engine.placed.pieces()`` gives the weights."""
+        for owned, value in zip(self.engine.placed.owned, self.values, strict=True):
+            yield from StatePiece.of(owned.name, "", owned.place, value, first=self.engine.placed.norm.counts(owned))

@@ -1,80 +1,83 @@
-"""The step: forward and backward of every microbatch, one reduction, one update.
+"""The engine: forward and backward of every microbatch, one reduction, one update.
 
-    engine.step
-      counts                how many samples and targets every rank brings        one small all_gather
-      runtime.run           F0 B0 F1 B1 ...: units are unsharded and resharded,
-                            gradients reduced                                     as the row says
-        update              the last action of the schedule
-          optimizer.step    the user's own object, whose hooks are ours:
-            pre-hook        update.prepare: what is still pending is summed;      as the row says
-                            losses, norm, which parameters have gradients;        one small all_gather
-                            clipped, and handed to the optimizer
-            the optimizer   on the pieces that this rank owns
-            post-hook       publish: new values go to where the row keeps them    as the row says
+    engine.step(microbatches)
+      counts              samples and targets of every rank                          one small all_gather
+      runtime.run         F0 B0 F1 B1 ...: units are unsharded and resharded,
+                          gradients are reduced                                      as the row says
+      optimizer.step      the program's own object, with two hooks of ours
+        pre-hook          reduce: pending sums; losses, norm, which parameters       as the row says
+                          have gradients; clipping; ``.grad`` of the pieces          one small all_gather
+        the optimizer     updates the pieces that this rank owns
+        post-hook         publish: new values go to where the row keeps them         as the row says
 
-In a loop of one's own the user calls ``optimizer.step()``, and the same hooks make the same step.
+A loop of the program calls the same parts itself:
 
-Gradients are sums: ``loss_fn`` returns a sum, the global count of targets is known before the first forward, and
-1/count seeds each backward.  That is the only division, and every reduction is a sum, so ragged microbatches and
-uneven ranks agree with a single process.
+    loss = loss_fn(model(x), y)
+    engine.backward(loss, count)       once for each microbatch
+    engine.reduce(clip=1.0)            optional: ``optimizer.step()`` does it otherwise
+    optimizer.step()
+
+Gradients are sums: the loss is a sum, or a mean times its count, and the global count of targets divides once, so
+ragged microbatches and uneven ranks agree with a single process.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.comm import Comm
 from plait.forward.context import RNGPosition, token_counts
+from plait.forward.stays import StaysHere
 from plait.pipeline.runtime import Microbatch
 from plait.pipeline.stage import LossFn
-from plait.step.drift import DriftCheck
 from plait.step.evaluation import Evaluation, Evaluator
-from plait.step.host_random import HostRandomness
+from plait.step.gathered import gathered, units_of
+from plait.step.metrics import gathered_rows, summed
 from plait.step.nonfinite import NonFinite
-from plait.step.own_loop import OwnLoop
-from plait.step.reduction import returning_sums
-from plait.step.standing import Standing
-from plait.step.step import OpenStep, StepResult, num_samples, whole_count
-from plait.step.turns import Optimizers, StepTurns, check_no_closure, is_inner, several
-from plait.step.update import Update
+from plait.step.optimizer_hooks import OptimizerHooks, Optimizers, several
+from plait.step.placed_model import PlacedModel
+from plait.step.reduce import Reduce
+from plait.step.reduction import Reduction, as_sum, returning_sums
+from plait.step.run_position import RunPosition
+from plait.step.step import OpenStep, StepResult, num_samples, samples_of, whole_count
+from plait.step.watcher import Event, Watcher
 from plait.table.parallelism import Parallelism
 from plait.table.precision import LossScale
-from plait.zero.shown import ShownGradients
+from plait.zero.optim import has_stepped
 from plait.zero.state.identity import code_of
 from plait.zero.state.weights import Weights
-from plait.zero.step_hooks import watch_hooks
 from plait.zero.unshard import EVALUATE
 
 CountFn = Callable[[Any], int]
-Listener = Callable[[str, "Engine"], None]
 
 
-class Engine(OwnLoop):
+class Engine(StaysHere):
     """A model trained under one row of the table on this rank.
 
     Args:
-        model: any ``nn.Module``; its parameters may have values or be on meta. It stays the user's object; its
-            parameters are placeholders between uses where the row splits them.
+        model: any ``nn.Module``; its parameters may have values or be on meta. Where the row splits parameters, they
+            have values only while a forward or backward reads them, or inside ``engine.gathered()``.
         comm: this rank's world; it knows the mesh.
-        parallelism: how the model lies on the ranks; or give its fields as keywords (``strategy="zero3"``).
-        optimizer: built on ``model.parameters()`` in the ordinary way; it is pointed at the pieces that this rank owns.
-            Or several, as a list or a dict, each with parameters of its own. One that is built later: see ``use``.
+        parallelism: how the model is cut over the ranks; or give its fields as keywords (``strategy="zero3"``).
+        optimizer: built on ``model.parameters()`` in the ordinary way; the lists in its groups are replaced by the
+            pieces that this rank owns. Or several, as a list or a dict. One that is built later: see ``use``.
         loss_fn: ``(model, batch) -> scalar``, the *sum* of the losses of the batch.
-        count_fn: ``batch -> int``, how many terms that sum has.
+        count_fn: ``batch -> int``, the number of terms of that sum.
         clip: the largest global gradient norm; ``math.inf`` measures without clipping, None does neither.
         seed: of initial values (of parameters on meta) and dropout.
         weights: where the values of parameters on meta are read, instead of drawing them from the seed.
-        loss_scale: the factor of the loss, for gradients that fp16 would lose (see ``precision``).
-        nonfinite: what to do with a step in which any rank has a loss or gradient that is inf or NaN: ``"raise"`` a
+        loss_scale: the factor of the loss, for gradients that fp16 would lose.
+        nonfinite: what happens in a step in which any rank has a loss or gradient that is inf or NaN: ``"raise"`` a
             FloatingPointError on all ranks, or ``"skip"`` the update on all of them. With a loss scale it is skipped.
-        check_drift: steps between two checks that ranks which hold the same state have the same bits; 0: none.
-        listener: called with ``"reduced"`` (gradients are whole, and may be changed before their norm is measured),
-            ``"agreed"`` (not clipped yet) and ``"updated"``.
+        listener: called with every event of a step and the engine (see ``step/watcher.py``).
 
     Raises:
         ValueError: anything that can be known to be wrong before the first step, with the fix.
@@ -95,8 +98,7 @@ class Engine(OwnLoop):
         weights: Weights | None = None,
         loss_scale: LossScale | None = None,
         nonfinite: NonFinite = "raise",
-        check_drift: int = 0,
-        listener: Listener | None = None,
+        listener: Watcher | None = None,
         **settings: Any,
     ) -> None:
         if parallelism is not None and settings:
@@ -104,77 +106,82 @@ class Engine(OwnLoop):
                 f"parallelism together with {', '.join(settings)}, which it has a field for: give one of them, as in "
                 f"dataclasses.replace(parallelism, ...)"
             )
-        super().__init__(
+        self.placed = PlacedModel(
             model,
             comm,
             parallelism or Parallelism.of(**settings),
             several(optimizer),
             seed=seed,
             weights=weights,
-            settings={"clip": clip, "loss_scale": loss_scale, "nonfinite": nonfinite, "check_drift": check_drift},
+            settings={"clip": clip, "loss_scale": loss_scale, "nonfinite": nonfinite},
             agreed={"the code of loss_fn": code_of(loss_fn), "the code of count_fn": code_of(count_fn)},
             before_forward=self._before_forward,
         )
-        self.loss_fn, self.count_fn, self.listener = loss_fn, count_fn, listener
-        self.update = Update(self, clip, loss_scale, nonfinite)
-        self._drift = DriftCheck(self, check_drift)
-        self._turns, self._shown = StepTurns(), ShownGradients()
-        self._host = HostRandomness(model, loss_fn)
-        for one in self.optimizers:
-            self._hook(one)
+        self.model, self.comm, self.seed, self.clip = model, comm, seed, clip
+        self.loss_fn, self.count_fn = loss_fn, count_fn
+        self.gradients = Reduce(self.placed, loss_scale, nonfinite)
+        """From the last backward to the optimizer: sums, norm, clipping."""
         self.steps = 0
-        self.discarded = 0
-        """Times that ``zero_grad`` threw gradients away."""
-        self._blocks = self._modified = 0
-        if self.pipeline.num_stages == 1:  # else a program calls no forward
-            model.register_forward_hook(self._after_forward)
-            self.stages[0].interceptor.remember()  # the hook is the engine's
-        self._evaluator = Evaluator(self)
-        self._broken = False
-        self._now: OpenStep | None = None
-        self._forwards = 0
-        """Of the step under way, in a loop of one's own: they number its dropout masks."""
+        """Steps made."""
         self.last = StepResult(-1, math.nan, 0, (), None)
-        """What the last step did, in a loop of one's own too."""
+        """The last step's numbers."""
+        self._discarded = self._blocks = self._forwards = 0
+        self._broken = False
+        self._open: OpenStep | None = None
+        """The step under way."""
+        self._stepped: list[Optimizer] = []
+        self.optimizer_hooks = [OptimizerHooks(one, self) for one in self.placed.optimizers]
+        self._evaluator = Evaluator(self.placed)
+        if self.placed.pipeline.num_stages == 1:  # else a program calls no forward
+            model.register_forward_hook(self._after_forward)
+            self.placed.stages[0].interceptor.remember()  # the hook is the engine's
+        made = [make(self) for make in comm.engine_watchers]
+        self.listener = listener
+        self._watchers: list[Watcher] = [*made, *([listener] if listener else [])]
 
     def __repr__(self) -> str:
-        where = f"{self.strategy.name} on {self.comm.mesh}, rank {self.comm.rank}"
-        return f"Engine({where}: {len(self.units)} units of {self.num_parameters:,} parameters)"
+        where = f"{self.placed.strategy.name} on {self.comm.mesh}, rank {self.comm.rank}"
+        return f"Engine({where}: {len(self.placed.units)} units of {self.placed.num_parameters:,} parameters)"
+
+    # ---- optimizers -------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The pieces that this rank owns, for an optimizer that is given to ``use``.
+
+        Each has a ``piece``: its parameter's ``name``, and in ``piece.place`` the whole ``shape`` and the regions.
+        """
+        return [owned.view for owned in self.placed.owned]
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The only optimizer, None where there is none.
+
+        Raises:
+            ValueError: there are several.
+        """
+        if len(self.optimizers) > 1:
+            raise ValueError(f"the engine has {len(self.optimizers)} optimizers: see engine.optimizers")
+        return self.optimizers[0] if self.optimizers else None
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """All optimizers, in the order in which they were given."""
+        return self.placed.optimizers
 
     def use(self, optimizer: Optimizers) -> None:
-        """Take optimizers that were built after the engine, on ``model.parameters()``; all ranks call it together.
+        """Take optimizers that were built after the engine, on ``model.parameters()`` or ``engine.parameters()``.
+
+        All ranks call it together.
 
         Raises:
             ValueError: the engine has optimizers already, and what ``Engine`` raises for these.
         """
         if self.optimizers:
             raise ValueError("the engine has an optimizer already: give Engine a list, or use, all of them at once")
-        self.take_optimizers(several(optimizer))
-        for one in self.optimizers:
-            self._hook(one)
+        self.placed.take_optimizers(several(optimizer))
+        self.optimizer_hooks = [OptimizerHooks(one, self) for one in self.optimizers]
 
-    def _hook(self, optimizer: Optimizer) -> None:
-        own = set[int]()
-
-        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not is_inner(optimizer):
-                check_no_closure((*args, *kwargs.values()))
-                self._watch_hooks(optimizer, own)
-                self._before_update(optimizer)
-
-        def after(*_: Any) -> None:
-            if not is_inner(optimizer):
-                self._after_update(optimizer)
-
-        first, hooks = optimizer.register_step_pre_hook(before), optimizer._optimizer_step_pre_hooks
-        hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]  # the program's see summed gradients
-        own |= {first.id, optimizer.register_step_post_hook(after).id}
-        self._watch_hooks(optimizer, own)
-        optimizer.zero_grad = partial(self._discard, optimizer, optimizer.zero_grad)  # type: ignore[method-assign]
-
-    def _watch_hooks(self, optimizer: Optimizer, own: Collection[int]) -> None:
-        if self.owned_optimizer is not None and self.owned_optimizer.gives_pieces:
-            watch_hooks(optimizer, own, lambda: self._modified)
+    # ---- one step ---------------------------------------------------------------------------------------------------
 
     def step(self, microbatches: Sequence[Any]) -> StepResult:
         """One optimizer step on this rank's microbatches; every rank brings equally many.
@@ -183,56 +190,265 @@ class Engine(OwnLoop):
             ValueError: no microbatch, ranks that disagree on their number, nothing to count, no loss function.
             FloatingPointError: a loss or gradient that is not finite, on any rank (see ``nonfinite``).
         """
+        placed, comm = self.placed, self.comm
         loss_fn, count_fn = self._functions()
         if not torch.is_grad_enabled():
             raise ValueError("engine.step under torch.no_grad(): there would be no gradient; call it outside")
-        self._check_optimizer()
+        self._check_optimizers()
         num = len(microbatches)
         if not num:
             raise ValueError("no microbatch: a step needs at least one, an empty one included")
-        program = self.program(num)
-        self.comm.begin_step(self.steps)
+        program = placed.program(num)
+        # Phase 1: the ranks agree on counts.
+        comm.begin_step(self.steps)
         counts = [whole_count(count_fn(batch)) for batch in microbatches]
         if min(counts) < 0:  # the sum goes to the others, and they refuse it too
             counts = [min(counts)]
         samples = [num_samples(batch) for batch in microbatches]
-        brought = microbatches if self.comm.mesh.pipe * self.comm.mesh.tensor > 1 else ()
-        first, total = self.exchange.counts(num, sum(counts), sum(samples), self._guard.frozen(), brought)
-        self._shown.hide()
-        self._now = OpenStep(count=total)  # whatever an earlier step left behind when it raised is gone
-        if self.pipeline.num_stages > 1:
-            self._guard.check()
-        self.exchange.check_batches(microbatches)
-        for stage in self.stages.values():
+        shared = microbatches if comm.mesh.pipe * comm.mesh.tensor > 1 else ()
+        first, total = placed.exchange.counts(num, sum(counts), sum(samples), placed.guard.frozen(), shared)
+        if placed.pipeline.num_stages > 1:
+            placed.guard.check()
+        placed.exchange.check_batches(microbatches)
+        # Phase 2: every microbatch gets its place in the run.
+        self._close()  # what an earlier step left when it raised is gone
+        self._open = OpenStep(count=total)
+        for stage in placed.stages.values():
             stage.begin_step()
-        place = self.comm.mesh.data_rank(self.comm.rank) * num
+        self._tell("begun")
+        place = comm.mesh.data_rank(comm.rank) * num
         brought = []
         for m, batch in enumerate(microbatches):
             lengths = token_counts(batch, samples[m])
             position = RNGPosition(self.steps, place + m, first + sum(samples[:m]), samples[m], lengths)
             brought.append(Microbatch(batch, position))
-        self._broken = self.comm.mesh.pipe > 1
-        self._host.begin(self.steps)
+        # Phase 3: the schedule; its last action is the update.
+        self._broken = comm.mesh.pipe > 1
         loss_fn = loss_fn if self.steps else returning_sums(loss_fn, count_fn)
-        self.runtime.run(program, brought, loss_fn, 1 / total * self.update.scale, self._update)
+        placed.runtime.run(program, brought, loss_fn, 1 / total * self.gradients.scale, self._update)
         return self.last
 
-    def evaluate(self, microbatches: Sequence[Any]) -> Evaluation:
-        """The mean loss of all ranks' microbatches, in eval mode; training continues as if it had not happened.
+    def _update(self) -> None:
+        """The end of the step, called by the schedule."""
+        assert self._open is not None
+        self._broken = False  # every message of the pipeline has come
+        num, losses = self.placed.runtime.num_microbatches, self.placed.runtime.losses
+        self._open.losses = [losses[m] if losses else torch.zeros(()) for m in range(num)]
+        self._tell("backward")
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if not self.optimizers:
+            self.reduce()
+            self.publish()
 
-        Every rank brings equally many, empty ones included.  Under a pipeline a rank keeps until the end of the call
-        what it hands on, so bring about as many at once as in a step.
+    def backward(
+        self,
+        loss: Tensor,
+        count: int | None = None,
+        reduction: Reduction | None = None,
+        *,
+        also: Sequence[Engine] = (),
+        retain_graph: bool | None = None,
+    ) -> None:
+        """The backward of one microbatch of a program's own loop.
+
+        Args:
+            loss: of the microbatch, a scalar.
+            count: the number of terms of the loss; the step divides by the global sum of the counts.
+            reduction: ``"mean"``, as of ``F.cross_entropy`` and Hugging Face's models, or ``"sum"``. None: a sum,
+                unless autograd shows a mean, which is refused.
+            also: other engines through whose models the loss goes. Their parameters get gradients too.
+            retain_graph: refused if true: each forward has one backward.
 
         Raises:
-            ValueError: as ``step``; between a forward and the ``optimizer.step()`` of a loop of one's own.
+            ValueError: no count, no optimizer, a loss that is no scalar, a mean given as a sum, a negative count.
         """
-        loss_fn, count_fn = self._functions()
-        if self._now is not None and (self._now.count is None or self._now.prepared):
-            raise ValueError("engine.evaluate in the middle of a step: call it after optimizer.step() or zero_grad()")
-        self._guard.check()
-        for stage in self.stages.values():
-            stage.program.follow()
-        return self._evaluator.evaluate(microbatches, loss_fn, count_fn)
+        if count is None:
+            raise ValueError(
+                "engine.backward(loss) lacks the number of terms of the loss, by which ranks are weighed: write "
+                'engine.backward(loss, count, reduction="mean"), as with count = y.numel()'
+            )
+        if retain_graph:
+            raise ValueError(
+                "retain_graph=True is for a second backward of one forward, whose gradients the engine would sum "
+                "twice: add the losses up and call engine.backward once, or run the forward again"
+            )
+        engines = (self, *also)
+        for engine in engines:
+            if engine.placed.pipeline.num_stages > 1:
+                raise ValueError("engine.backward is for one stage: a pipeline's schedule decides; use engine.step")
+            if also and engine.gradients.loss_scale is not None:
+                raise ValueError(
+                    "a backward of several engines, one of which scales the loss: build it without a scale"
+                )
+            engine._check_optimizers()
+        if loss.dim() != 0:
+            raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
+        if count < 0:
+            raise ValueError(f"a count of {count}: it is the number of terms of the loss, 0 or more")
+        count = whole_count(count)
+        loss = as_sum(loss, count, reduction, self.gradients.weighted)
+        opened = [engine._begin_step() for engine in engines]
+        with ExitStack() as stack:
+            for step, engine in zip(opened, engines, strict=True):
+                if step.reduced:
+                    raise ValueError("engine.backward after engine.reduce: reduce after the last backward of the step")
+                step.local_count += count
+                engine._tell("differentiating")
+                if engine is not self:
+                    stack.enter_context(engine.placed.stages[0].taking_part())
+            self.placed.stages[0].backward_from(loss, self.gradients.scale)
+        for step, engine in zip(opened, engines, strict=True):
+            step.losses.append(loss.detach())
+            engine._tell("backward")
+
+    def reduce(self, clip: float | None = None) -> StepResult:
+        """Finish the sums, agree on the step's numbers, clip, and give the pieces their gradients.
+
+        ``optimizer.step()`` does so if the loop has not.  All ranks call it together, once, after the last backward.
+
+        Args:
+            clip: the largest global norm of this step, in place of the engine's.
+
+        Returns:
+            The step's numbers; ``grad_norm`` is the norm before clipping.
+
+        Raises:
+            ValueError: no backward before it, a second call in one step, ranks at different places of the run.
+            FloatingPointError: a loss or gradient that is not finite, on any rank (see ``nonfinite``).
+        """
+        now = self._open
+        if now is None or not now.losses:
+            raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
+        if now.reduced:
+            raise ValueError("engine.reduce a second time in one step: call it once, after the last backward")
+        self._tell("reducing")
+        now.reduced = True
+        try:
+            position = RunPosition.of(self.steps, self._discarded, self.optimizers)
+            limit = self.clip if clip is None else clip
+            self.last = self.gradients.reduce(now, self.placed.guard.frozen(), position, limit, self._tell)
+        except BaseException:
+            self._close()  # its sums are used up
+            raise
+        return self.last
+
+    def publish(self) -> None:
+        """Bring the new values to where the row keeps them, and end the step.
+
+        The hook of the last optimizer does so; only a loop without hooked optimizers calls it, after its update.
+
+        Raises:
+            ValueError: no reduced gradients before it.
+        """
+        if self._open is None or not self._open.reduced:
+            raise ValueError("engine.publish() without engine.reduce() before it: no step is under way")
+        for stage in self.placed.stages.values():
+            stage.unsharding.pins.end_step()
+        self.placed.publish()
+        for piece in self.placed.owned:
+            if piece.view.grad is not piece.gradient:  # memory of its own; the other stays, to be looked at
+                piece.view.grad = None
+        self._close()
+        self.steps += 1
+        self._tell("updated")
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """The optimizer's pre-hook."""
+        if self._blocks:
+            raise ValueError("optimizer.step() inside of `with engine.gathered()` or an average: leave the block first")
+        if optimizer in self._stepped:
+            self._check_all_stepped()
+        if self._open is None or not self._open.reduced:
+            self.reduce()
+        self._tell("stepping")
+        self.comm.wait_for_readers()  # a program may have read parameters since the ranks agreed
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """The optimizer's post-hook."""
+        self._tell("stepped")
+        self._stepped.append(optimizer)
+        if len(self._stepped) == len(self.optimizers):
+            self.publish()
+        else:
+            self.comm.wrote_common()
+
+    def discard(self) -> None:
+        """Throw away the sums of the step under way; nothing happens before a backward or after ``reduce``.
+
+        ``optimizer.zero_grad()`` does so.
+        """
+        if self._open is not None and not self._open.reduced and self._open.losses:
+            self._discarded += 1
+            self._close()
+            self._tell("discarded")
+
+    def _close(self) -> None:
+        self._open, self._forwards = None, 0
+        self._stepped.clear()
+        for hooks in self.optimizer_hooks:
+            hooks.depth = 0  # a step that raised may have left it
+        self.gradients.weighted.begin_step()
+
+    def _begin_step(self) -> OpenStep:
+        if self._open is None:
+            for stage in self.placed.stages.values():
+                stage.begin_sums()
+            self._close()
+            self.comm.begin_step(self.steps)
+            self._open = OpenStep(own_loop=True)
+            self._tell("begun")
+        return self._open
+
+    def _tell(self, event: Event) -> None:
+        for watcher in self._watchers:
+            watcher(event, self)
+
+    # ---- forwards of a loop of the program --------------------------------------------------------------------------
+
+    def _before_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Hook of the whole model: tells dropout where in the run this forward is."""
+        self._check_all_stepped()  # some parameters would be new, others old, and which depends on the row
+        if self._gathers:
+            self.comm.wrote_common(later=True)  # a program may have written to this rank's pieces
+        now = self._open
+        if (now is not None and now.count is not None and not now.reduced) or self.placed.pipeline.num_stages > 1:
+            return  # engine.step has set the position
+        stage = self.placed.stages[0]
+        if torch.is_grad_enabled():
+            stage.look_at_model()
+        if not self.model.training:
+            return  # nothing is drawn
+        size = samples_of((args, kwargs))
+        lengths = token_counts((args, kwargs), size)
+        place, ranks = self.comm.mesh.data_rank(self.comm.rank), self.comm.mesh.data_size
+        # as if all ranks brought equally many samples, and apart from those of ranks that do not
+        here = (size * ranks << 80) + place * size
+        if not torch.is_grad_enabled():
+            stage.begin_alone(RNGPosition(self.steps, -1 - place, here, size, lengths))
+            return
+        self._begin_step()
+        first = here + (self._forwards << 40)  # how many microbatches will come is not known: number them apart
+        microbatch = place + self._forwards * ranks
+        stage.begin_alone(RNGPosition(self.steps, microbatch, first, size, lengths), self._forwards)
+        self._forwards += 1
+
+    def _after_forward(self, *_: Any) -> None:
+        """Hook of the whole model: after a forward that only reads, a program may write to this rank's pieces."""
+        if not torch.is_grad_enabled() and self.placed.stages[0].unsharding.phase != EVALUATE and self._gathers:
+            self.comm.wait_for_readers()
+
+    @property
+    def in_own_loop(self) -> bool:
+        """True while a step of the program's own loop is under way, and not one of ``engine.step``."""
+        return self._open is not None and self._open.own_loop
+
+    @property
+    def _gathers(self) -> bool:
+        """True if a forward gathers anything; in ``engine.gathered()`` it does not, and ranks may run other numbers."""
+        return any(unit.split and not unit.pinned for unit in self.placed.units)
+
+    # ---- checks -----------------------------------------------------------------------------------------------------
 
     def _functions(self) -> tuple[LossFn, CountFn]:
         if self.loss_fn is None or self.count_fn is None:
@@ -247,142 +463,198 @@ class Engine(OwnLoop):
             )
         return self.loss_fn, self.count_fn
 
-    def _update(self) -> None:
-        """The end of the step."""
-        assert self._now is not None
-        self._broken = False  # every message of the pipeline has come
-        self._host.check(alone=True)
-        num = self.runtime.num_microbatches
-        losses = self.runtime.losses
-        self._now.losses = [losses[m] if losses else torch.zeros(()) for m in range(num)]
-        for optimizer in self.optimizers:
-            optimizer.step()
-        if not self.optimizers:
-            self._begin_update()
-            self._publish()
+    def _check_all_stepped(self) -> None:
+        if self._stepped:
+            late = " and ".join(type(one).__name__ for one in self.optimizers if one not in self._stepped)
+            raise ValueError(f"{late} has not stepped since the last backward: call step() of every optimizer once")
 
-    def _begin_step(self) -> OpenStep:
-        self._turns.check_all(self.optimizers)
-        if self._now is None:
-            for stage in self.stages.values():
-                stage.begin_sums()
-            self.comm.begin_step(self.steps)
-            self._now = OpenStep()
-        return self._now
+    def _check_optimizers(self) -> None:
+        """Raises ValueError where gradients would change nothing, or dropout masks would be drawn a second time."""
+        self._check_all_stepped()
+        if self.placed.owned_optimizer is not None:
+            self.placed.owned_optimizer.check_groups()
+        if not self.steps and any(map(has_stepped, self.optimizers)):
+            raise ValueError(
+                "the optimizer comes from an earlier run, and the engine begins at step 0, whose dropout masks that "
+                "run has used: call engine.load_step_state(saved), saved by engine.step_state() with the rest"
+            )
+        if not self.optimizers and self.listener is None and self.placed.exchange.names:
+            raise ValueError(
+                "the engine has no optimizer, so no step would change anything: give Engine(optimizer=...), or, where "
+                "it is built after the engine, call engine.use(optimizer) before the first step"
+            )
 
-    def _before_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Hook of the whole model: where in the run this forward stands, for dropout."""
-        self._turns.check_all(self.optimizers)  # some parameters would be new, others old, and which depends on the row
-        if self._gathers:
-            self.comm.wrote_common(later=True)  # a program may have written to this rank's pieces
-        now = self._now
-        if (now is not None and now.count is not None and not now.prepared) or self.pipeline.num_stages > 1:
-            return  # engine.step has said where this forward stands
-        stage = self.stages[0]
-        if torch.is_grad_enabled():
-            stage.look_at_model()
-        if not self.model.training:
-            return  # nothing is drawn
-        size = _samples_of((args, kwargs))
-        lengths = token_counts((args, kwargs), size)
-        place, ranks = self.comm.mesh.data_rank(self.comm.rank), self.comm.mesh.data_size
-        # as if all ranks brought equally many samples, and apart from those of ranks that do not
-        here = (size * ranks << 80) + place * size
-        if not torch.is_grad_enabled():
-            stage.begin_alone(RNGPosition(self.steps, -1 - place, here, size, lengths))
-            return
-        self._begin_step()
-        self._host.begin(self.steps)
-        first = here + (self._forwards << 40)  # how many microbatches will come is not known: number them apart
-        microbatch = place + self._forwards * ranks
-        stage.begin_alone(RNGPosition(self.steps, microbatch, first, size, lengths), self._forwards)
-        self._forwards += 1
+    def check_between_steps(self, what: str) -> None:
+        """Raises ValueError in the middle of a step, or inside of a block that has other values in the model."""
+        if self._open is not None or self._blocks or self._broken:
+            raise ValueError(
+                f"{what} in the middle of a step, or of one that failed, or inside of engine.gathered() or an average: "
+                f"call it after optimizer.step() or zero_grad(), outside of such blocks"
+            )
 
-    @property
-    def _gathers(self) -> bool:
-        """Whether a forward gathers anything; in ``engine.gathered()`` it does not, and ranks may run other numbers."""
-        return any(unit.split and not unit.pinned for unit in self.units)
+    # ---- evaluation and numbers beside the loss ---------------------------------------------------------------------
 
-    def _after_forward(self, *_: Any) -> None:
-        """Hook of the whole model: behind a forward that reads only, a program may write to this rank's pieces."""
-        if not torch.is_grad_enabled() and self.stages[0].unsharding.phase != EVALUATE and self._gathers:
-            self.comm.wait_for_readers()
+    def evaluate(self, microbatches: Sequence[Any]) -> Evaluation:
+        """The mean loss of all ranks' microbatches, in eval mode; training continues as if it had not happened.
 
-    def _before_update(self, optimizer: Optimizer) -> None:
-        """Hook before ``optimizer.step``; the first optimizer of a step makes the gradients of all."""
-        if self._turns.begin(optimizer, self.optimizers):
-            self._begin_update()
-        self.comm.wait_for_readers()  # a program may have read parameters since the ranks agreed
+        Every rank brings equally many, empty ones included.  Under a pipeline a rank keeps until the end of the call
+        what it hands on, so bring about as many at once as in a step.
 
-    def _begin_update(self) -> None:
-        if self._blocks:
-            raise ValueError("optimizer.step() inside of `with engine.gathered()` or an average: leave the block first")
-        if self._now is None or not self._now.prepared:
-            self._prepare(self.update.clip)
-        self.take_new_groups()
-        if self._shown:
-            self._shown.hide(but=set(self.exchange.names) - self._in_optimizers())
-        self.take_over()
-        self._drift.after(self.steps, {"the seed": self.seed, "the loss scale": self.update.scale})
+        Raises:
+            ValueError: as ``step``; between a forward and the ``optimizer.step()`` of a program's own loop.
+        """
+        loss_fn, count_fn = self._functions()
+        if self._open is not None and (self._open.count is None or self._open.reduced):
+            raise ValueError("engine.evaluate in the middle of a step: call it after optimizer.step() or zero_grad()")
+        self.placed.guard.check()
+        for stage in self.placed.stages.values():
+            stage.program.follow()
+        return self._evaluator.evaluate(microbatches, loss_fn, count_fn)
 
-    def _prepare(self, clip: float | None) -> None:
-        """Finish the sums, agree, clip, hand the gradients over."""
-        now = self._now
-        if now is None or not now.losses:
-            raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
-        self._shown.check()
-        now.prepared = True
+    def sum(self, value: Any) -> Any:
+        """The sum over all data ranks of a number, a tensor, or each entry of a dict of these, on every rank.
+
+        All ranks call it together, with the same names and shapes.  Under a pipeline only what ranks with the last
+        stage bring counts; the others may bring None.  Integers and booleans are summed as int64, numbers as fp64,
+        tensors in fp32 at least; the additions go by rank.  Without a pipeline a tensor may be differentiated, as a
+        part of every rank's loss: its gradient is the sum of theirs.
+
+        Raises:
+            ValueError: something else, or different things on different ranks.
+        """
+        return summed(self.comm, self.placed.exchange.losses_at, value)
+
+    def gather(self, rows: Tensor | None) -> Tensor:
+        """The rows of all data ranks, of any number each, end to end by data rank, on every rank.
+
+        All ranks call it together; under a pipeline those without the last stage may bring None.  Without one, rows
+        may be differentiated, as a part of every rank's loss: each rank's get the sum of all gradients.
+
+        Raises:
+            ValueError: no rows, or other dtypes or shapes on other ranks.
+        """
+        return gathered_rows(self.comm, self.placed.exchange.losses_at, rows)
+
+    # ---- whole parameters -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(self, *names: str, modify: bool = False) -> Iterator[None]:
+        """Parameters are whole inside, whatever the row; all ranks enter and leave together.
+
+        Under a row in 16 bits they have that dtype; of one that is cut over the tensor axis this rank's piece is there.
+        A penalty made of them belongs between a forward and its backward, and keeps them whole until that is over.
+
+        Args:
+            names: of parameters, or of modules for all of theirs; none: all.
+            modify: they may be written to, between steps, on every rank the same.
+
+        Raises:
+            ValueError: unknown names; a pipeline; ``modify`` in the middle of a step; at the end of the block,
+                parameters that were written to without ``modify``, or differently on different ranks.
+        """
+        if self.placed.pipeline.num_stages > 1:
+            raise ValueError("engine.gathered is for one stage: under a pipeline use engine.full_state_dict()")
+        if modify and self._open is not None:
+            raise ValueError(
+                "engine.gathered(modify=True) in the middle of a step: call it after optimizer.step() or zero_grad()"
+            )
+        units = units_of(self.placed.units, names, self.placed.directory.aliases)
+        self._blocks += 1
+        self.placed.modified += modify
         try:
-            standing = Standing.of(self.steps, self.discarded, self.optimizers)
-            frozen = self._guard.frozen()
-            self.last = self.update.prepare(now, frozen, standing, clip, self._tell)
-        except BaseException:
-            self._shown.hide()
-            self._now, self._forwards = None, 0  # its sums are used up
-            self._turns.clear()
-            raise
+            with gathered(self.placed.stages[0].unsharding, units, self.comm, modify=modify):
+                yield
+        finally:
+            self._blocks -= 1
 
-    def _discard(self, optimizer: Optimizer, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """``optimizer.zero_grad`` between backward and step throws away what the step has summed so far."""
-        if self._shown:
-            self._shown.hide()
-        zero_grad(*args, **kwargs)
-        if self._now is not None and self._turns.zeroed(optimizer, self.optimizers, summed=bool(self._now.losses)):
-            if self._now.losses:  # else it stands between a forward, which has drawn its masks, and its backward
-                self.discarded, self._forwards = self.discarded + 1, 0
-            self.update.weighted.begin_step()
-            self._now = None
+    @contextmanager
+    def swapped(self, others: Sequence[Tensor]) -> Iterator[None]:
+        """Every owned run has other values inside (``ema`` holds them), on all ranks, and its own again afterwards.
 
-    def _after_update(self, optimizer: Optimizer) -> None:
-        """Hook after ``optimizer.step``; behind the last optimizer of a step the new values are published."""
-        if self.owned_optimizer is not None:
-            self.owned_optimizer.after_step(optimizer)
-        if self._turns.end(optimizer, self.optimizers):
-            self._publish()
-        else:
-            self.comm.wrote_common()
+        Raises:
+            ValueError: in the middle of a step, or of another such block.
+        """
+        if self._open is not None or self._blocks:
+            raise ValueError(
+                "an average read in the middle of a step, which a forward with gradients begins, or inside of another "
+                "block: do it after optimizer.step() or zero_grad(), and outside of engine.gathered()"
+            )
+        self._blocks += 1
+        try:
+            self.placed.exchange_values(others)
+            yield
+        finally:
+            self.placed.exchange_values(others)
+            self._blocks -= 1
 
-    def _publish(self) -> None:
-        """Bring the new values to where the row keeps them."""
-        for stage in self.stages.values():
-            stage.unsharding.pins.end_step()
-        self.publish()
-        for piece in self.owned:
-            if piece.view.grad is not piece.gradient:  # memory of its own; the other stays for who looks behind a step
-                piece.view.grad = None
-        self._now, self._forwards = None, 0
-        self.steps += 1
-        self._tell("updated")
+    # ---- state of a run ---------------------------------------------------------------------------------------------
 
-    def _tell(self, event: str) -> None:
-        if self.listener:
-            self.listener(event, self)
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Every parameter whole and every buffer (data rank 0's), by the model's own names, on the CPU of every rank.
 
+        All ranks call it together; one unit is gathered at a time.
+        """
+        return self.placed.full_state_dict()
 
-def _samples_of(call: Any) -> int:
-    """How many samples a call of the model has; none where it has no tensor (a module around one parameter), so that
-    whatever is drawn in it belongs to the microbatch."""
-    try:
-        return num_samples(call)
-    except ValueError:
-        return 0
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the values of whole tensors; each rank copies its pieces.
+
+        Raises:
+            ValueError: missing or surplus names, or shapes that differ; inside of ``with engine.gathered():``.
+        """
+        self.placed.load_full_state_dict(state)
+
+    def load_weights(self, weights: Weights) -> None:
+        """Take the values of parameters and buffers from a source that has all of them; nothing is sent."""
+        self.placed.load_weights(weights)
+
+    def optimizer_state_dict(self, *, elements: bool = True) -> dict[str, Any]:
+        """The state of all optimizers, whole and by the names of the parameters, on the CPU of every rank.
+
+        It has the form of torch's ``get_optimizer_state_dict``: ``{"state": {name: {key: value}}, "param_groups":
+        [{"params": [names], "lr": ...}]}``.  All ranks call it together.
+
+        Args:
+            elements: with False, values that come one per element of a parameter are left out: empty tensors on meta
+                say what they are, and ``placed.pieces`` has them region by region.
+
+        Raises:
+            ValueError: no optimizer; a state that is no number, and has not the shape of what it belongs to.
+        """
+        return self.placed.needed_optimizer_state().by_name(elements=elements)
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that was saved under any layout, or by plain torch, groups' options included.
+
+        Nothing is sent, and only this rank's part is read, so values may be read from a file: all that they need is a
+        ``shape`` and ``value[slices]``.  Of one optimizer it may be what ``optimizer.state_dict()`` is in plain torch.
+
+        Raises:
+            ValueError: no optimizer, groups of other parameters, a state that the row cannot cut.
+        """
+        self.placed.needed_optimizer_state().load(state)
+
+    def step_state(self) -> dict[str, Any]:
+        """The rest of a run that goes on, the same on all ranks: steps made (on which dropout depends), the seed, and
+        the loss scale."""
+        scale = self.gradients.loss_scale
+        return {"step": self.steps, "seed": self.seed, "loss_scale": None if scale is None else asdict(scale)}
+
+    def load_step_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where a run was saved.
+
+        Raises:
+            ValueError: another seed, or a loss scale where there is none (or none where there is one).
+        """
+        self.check_step_state(state)
+        self.steps = state["step"]
+        if state["loss_scale"] is not None:
+            self.gradients.loss_scale = LossScale(**state["loss_scale"])
+
+    def check_step_state(self, state: Mapping[str, Any]) -> None:
+        """Raises what ``load_step_state`` would raise."""
+        mine = self.step_state()
+        if state["seed"] != mine["seed"]:
+            raise ValueError(f"saved with seed {state['seed']}, and the engine has seed {mine['seed']}: give it that")
+        if (state["loss_scale"] is None) != (mine["loss_scale"] is None):
+            raise ValueError(f"saved with loss scale {state['loss_scale']}, and the engine has {mine['loss_scale']}")

@@ -92,6 +92,8 @@ def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modif
             yield
         written = [name for flat, old in zip(flats, before, strict=True) for name in _written(flat, old)]
         if written and not modify:
+            for flat in flats:
+                flat.show()
             raise ValueError(
                 f"parameter {written[0]!r} was written to inside `with engine.gathered(...)`: say modify=True, which "
                 f"keeps what every rank has written the same"

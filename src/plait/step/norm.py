@@ -8,15 +8,19 @@ one on several stages    each of them                          the first
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from plait.comm import Comm
 from plait.step.exchange import Exchange
 from plait.table.cells import Strategy
 from plait.table.mesh import DATA_AXES
-from plait.zero.optim import Owned, dtype_of_norm, norm_of, square_sum
+from plait.zero.optim import Owned
+
+SQUARED = 1 << 16
+"""Elements squared at once: torch converts what it sums to fp64, and so many still fit in the cache then."""
 
 
 class Norm:
@@ -62,3 +66,33 @@ def check_whole(norm: Norm, owned: Sequence[Owned], exchange: Exchange, names: S
                 f"(or 'sequence', on the stream that sequence parallelism cuts)"
             )
     return zero
+
+
+def square_sum(runs: Iterable[Tensor]) -> float:
+    """The sum of squares in fp64, run by run; the device is waited for once."""
+    reals = (torch.view_as_real(run) if run.is_complex() else run for run in runs)
+    blocks = [block for real in reals for block in real.reshape(-1).split(SQUARED)]
+    norms = torch.stack(torch._foreach_norm(blocks, 2, dtype=torch.float64)).tolist() if blocks else ()
+    return math.fsum(norm * norm for norm in norms)
+
+
+def dtype_of_norm(dtypes: Collection[torch.dtype]) -> torch.dtype:
+    """The precision in which gradients of these dtypes have a norm: fp32 at least."""
+    return torch.float64 if torch.float64 in dtypes or torch.complex128 in dtypes else torch.float32
+
+
+def norm_of(squares: float, dtype: torch.dtype) -> float:
+    """The norm with this sum of squares, rounded once to ``dtype``."""
+    return torch.tensor(math.sqrt(squares), dtype=dtype).item()
+
+
+@torch.no_grad()
+def scale(runs: Iterable[Tensor], factor: float) -> None:
+    """Multiply gradients in place; ``_foreach_mul_`` would round the factor to bf16 first, and so change bits."""
+    for run in runs:
+        run.mul_(factor)
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What gradients of this norm are multiplied by; as ``torch.nn.utils.clip_grad_norm_`` computes it."""
+    return min(1.0, limit / (norm + 1e-6))

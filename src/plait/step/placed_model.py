@@ -10,11 +10,11 @@ model ── check ──► stages of this rank ──► units, flat storage, 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.comm import Comm
-from plait.comm.agree import check_together
 from plait.forward.stays import StaysHere
 from plait.pipeline.build_stages import build_stages
 from plait.pipeline.p2p import PipelineP2P
@@ -25,11 +25,9 @@ from plait.step.batch_norm import synchronise
 from plait.step.exchange import Exchange
 from plait.step.norm import Norm
 from plait.table.flat import UnitLayout
-from plait.table.mesh import AXES, DATA_AXES
+from plait.table.mesh import DATA_AXES
 from plait.table.parallelism import Parallelism
-from plait.zero.flat_gradient import FlatGradient
 from plait.zero.optim import OwnedOptimizer, owned_runs
-from plait.zero.probe import declared
 from plait.zero.state.checks import check_model, check_settings
 from plait.zero.state.fingerprint import ModelFingerprint
 from plait.zero.state.full import Part, buffers_of, full_state_dict, load_full_state_dict
@@ -78,16 +76,19 @@ class PlacedModel(StaysHere):
         built = build_stages(model, comm, parallelism, self.pipeline, seed, before_forward, weights)
         self.stages, self.directory, self.writes = built.stages, built.directory, built.writes
         synchronise((m for stage in self.stages.values() for m in stage.model.modules()), comm)
+        self.modified = 0
+        """Times that a program has written to whole parameters in ``engine.gathered(modify=True)``."""
         self.links, self.split = built.links, built.split
         """The names of the model's links, and how many each stage has."""
-        self._shapes, self._cuts = shapes, {names[key]: cut for key, cut in built.parallel.cuts.items()}
+        self.shapes, self.cuts = shapes, {names[key]: cut for key, cut in built.parallel.cuts.items()}
         p2p = PipelineP2P(comm, self.pipeline.owner)
         self.log = EventLog(comm)
         """When each action of the last steps began and ended."""
         self.runtime = Runtime(self.stages, p2p, self.log)
         self.exchange = Exchange(comm, trainable, self.pipeline.owner[self.pipeline.num_stages - 1])
+        self.owned = owned_runs(g for stage in self.stages.values() for g in stage.gradients.flats)
+        """The runs of parameters that this rank's optimizers update."""
         self.owned_optimizer = self._owner_of(self.optimizers, names) if self.optimizers else None
-        self.owned = owned_runs(self._flats()) if self.owned_optimizer is None else self.owned_optimizer.owned
         self.ties = TiedWeights(built.edges, comm, built.gradients(), p2p.rank_of)
         self.norm = Norm(comm, self.strategy, dtypes, copies=self.ties.copies)
         self.parallel = built.parallel
@@ -95,71 +96,48 @@ class PlacedModel(StaysHere):
         self.optimizer_state = self._state_of_optimizers()
         """What goes through the optimizers' state; None where there is none."""
         self._programs: dict[tuple[int, bool], RankProgram] = {}
-        self._guard = ModelFingerprint(model)  # what a stage has was taken from it once
-
-    def _flats(self) -> list[FlatGradient]:
-        return [g for stage in self.stages.values() for g in stage.gradients.flats]
+        self.guard = ModelFingerprint(model)  # what a stage has was taken from it once
 
     def _owner_of(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> OwnedOptimizer:
-        mesh = self.comm.mesh
-        split = mesh.count(self.strategy.optim.split) > 1
-        cuts, apart = split and self.parallelism.cut == "element", split or mesh.pipe * mesh.tensor > 1
-        owner, error = None, None
-        try:
-            owner = OwnedOptimizer(optimizers, names, self._flats(), cuts=cuts, apart=apart, over_tensor=self._cuts)
-        except ValueError as problem:
-            error = problem
-        if any(map(declared, optimizers)):  # each rank has tried other pieces
-            check_together(self.comm, error, AXES)
-        if owner is None:
-            assert error is not None
-            raise error
-        return owner
+        cuts = self.comm.mesh.count(self.strategy.optim.split) > 1 and self.parallelism.cut == "element"
+        return OwnedOptimizer(optimizers, names, self.owned, cuts=cuts, over_tensor=self.cuts)
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Optimizers that were built after the model was placed."""
         names = {id(p): n for n, p in self.model.named_parameters()}
         check_settings(self.comm, {}, optimizer_fields(optimizers, names))
         self.owned_optimizer = self._owner_of(optimizers, names)
-        self.owned, self.optimizers = self.owned_optimizer.owned, tuple(optimizers)
+        self.optimizers = tuple(optimizers)
         self.optimizer_state = self._state_of_optimizers()
-
-    def _in_optimizers(self) -> set[str]:
-        """The names of parameters that an optimizer has."""
-        groups = () if self.owned_optimizer is None else self.owned_optimizer.groups.values()
-        return {name for of_one in groups for group in of_one for name in group}
-
-    def take_new_groups(self) -> None:
-        """Groups that a program has added to an optimizer since."""
-        if self.owned_optimizer is not None:
-            self.owned_optimizer.take_new_groups(self.model)
 
     def _state_of_optimizers(self) -> OptimizerState | None:
         if self.owned_optimizer is None:
             return None
         first = [piece for piece in self.owned if self.norm.counts(piece)]
         mesh = self.comm.mesh
-        whole = mesh.count(self.strategy.optim.split) * mesh.pipe == 1 and not self._cuts
+        whole = mesh.count(self.strategy.optim.split) * mesh.pipe == 1 and not self.cuts
         return OptimizerState(
             self.comm,
             self.owned_optimizer,
-            self._shapes,
-            self._cuts,
+            self.shapes,
+            self.cuts,
             first,
             trainable=self.exchange.names,
             whole=whole,
         )
 
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """The only one, None where there is none.
+    def needed_optimizer_state(self) -> OptimizerState:
+        """What goes through the optimizers' state; ValueError where there is none."""
+        if self.optimizer_state is None:
+            raise ValueError("the engine has no optimizer: give Engine(optimizer=...) or call engine.use(optimizer)")
+        return self.optimizer_state
 
-        Raises:
-            ValueError: there are several.
-        """
-        if len(self.optimizers) > 1:
-            raise ValueError(f"the engine has {len(self.optimizers)} optimizers: see engine.optimizers")
-        return self.optimizers[0] if self.optimizers else None
+    @property
+    def gives_pieces(self) -> bool:
+        """True if an optimizer has parts of parameters, or values are copied to where forwards read them."""
+        mesh, flats = self.comm.mesh, [flat for unit in self.units for flat in unit.flats if flat.trainable]
+        apart = mesh.count(self.strategy.optim.split) > 1 or mesh.pipe * mesh.tensor > 1
+        return apart or any(flat.published for flat in flats)
 
     def program(self, num_microbatches: int, *, backward: bool = True) -> RankProgram:
         """What this rank does in a step of so many microbatches, or an evaluation; proved when first asked for."""
@@ -189,10 +167,11 @@ class PlacedModel(StaysHere):
         ``gathered_peak`` of whole parameters and ``gradient_buffers`` of whole gradients.
         """
         stages = self.stages.values()
+        masters = sum(f.master.nbytes for unit in self.units for f in unit.flats if f.master is not None)
         return {
             "params": sum(flat.rest.nbytes for unit in self.units for flat in unit.flats),
             "grads": sum(gradient.accumulated.nbytes for stage in stages for gradient in stage.gradients.flats),
-            "optimizer": 0 if self.owned_optimizer is None else self.owned_optimizer.state_bytes(),
+            "optimizer": masters + (0 if self.owned_optimizer is None else self.owned_optimizer.state_bytes()),
             "gathered_peak": max(stage.unsharding.open_units.gathered.peak for stage in stages),
             "gradient_buffers": sum(stage.gradients.buffers.bytes for stage in stages),
         }
@@ -260,7 +239,6 @@ class PlacedModel(StaysHere):
         The regions that are ``first``, over all ranks, are every parameter and every state that has a value per
         element.  Numbers (``step``) and groups are in ``optimizer_state_dict(elements=False)``.
         """
-        self.take_over()
         state, names = self.optimizer_state, set[str]()
         for o in self.owned:
             kept = {} if state is None else state.elements_of(o)
@@ -280,20 +258,17 @@ class PlacedModel(StaysHere):
             work.wait()  # before anyone reads a parameter, or exits
         self.comm.wrote_common()
 
-    def take_over(self) -> None:
-        """Take over what a program has written to parameters that are whole on this rank.
-
-        That is where the optimizer has a copy of them, and wherever ``p.data`` was replaced.
-
-        Raises:
-            ValueError: ``p.data`` has another shape, dtype or device now.
-        """
-        for unit in self.units:
-            for flat in unit.flats:
-                if not flat.split and (flat.replaced() or (flat.master is not None and flat.written())):
-                    flat.accept()
+    @torch.no_grad()
+    def exchange_values(self, others: Sequence[Tensor]) -> None:
+        """Swap the values of every owned run with others; all ranks call it together."""
+        self.unpin()
+        self.comm.wait_for_readers()
+        for piece, other in zip(self.owned, others, strict=True):
+            before = piece.view.clone()
+            piece.view.copy_(other)
+            other.copy_(before)
+        self.publish()
 
     def parts(self) -> list[Part]:
-        """This rank's stages, with what was written to them, for what goes through the whole model (see ``state``)."""
-        self.take_over()
+        """This rank's stages, for whole tensors in and out (see ``zero/state``)."""
         return [Part(stage.model, stage.units) for stage in self.stages.values()]

@@ -25,7 +25,7 @@ class StepResult:
     made: bool = True
     """False: skipped, on all ranks, because a loss or gradient was not finite."""
     stop: tuple[int, int] | None = None
-    """(rank, signal): a rank was asked to end by that signal, so all of them save and end behind this step."""
+    """(rank, signal): a rank was asked to end by that signal, so all of them save and end after this step."""
 
 
 @dataclass
@@ -36,8 +36,10 @@ class OpenStep:
     """The global number of targets; None until it is known (a user's own loop counts at the end)."""
     local_count: int = 0
     losses: list[Tensor] = field(default_factory=list)
-    prepared: bool = False
-    """The sums are finished and clipped."""
+    own_loop: bool = False
+    """The program's own loop makes it."""
+    reduced: bool = False
+    """The sums are finished and clipped, and the pieces have their gradients."""
 
 
 def whole_count(count: Any) -> int:
@@ -56,3 +58,14 @@ def num_samples(batch: Any) -> int:
         f"no tensor found in the batch of type {type(batch).__name__}: the first dim of its first one tells the number "
         f"of samples. Give a tensor, or tuples, lists, dicts or dataclasses of them"
     )
+
+
+def samples_of(call: Any) -> int:
+    """The number of samples in a call of the model.
+
+    It is 0 for a call without a tensor (a module around one parameter): its draws belong to the microbatch.
+    """
+    try:
+        return num_samples(call)
+    except ValueError:
+        return 0

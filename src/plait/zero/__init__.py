@@ -10,13 +10,11 @@ gather_order.py       which unit is expected next
 pins.py               units that stay whole, because someone reads them beside the passes
 activation_hooks.py   what tells that a unit's backward begins, or is over
 gradients.py          how gradients reach their owners
-shown.py              what ``p.grad`` is until then, in a loop of one's own
 gradient_watch.py     gradients that are not finite, seen before they are reduced
 flat_gradient.py      where the gradient of a flat buffer lies
 place.py              where a run lies in the whole parameter, as regions
-step_hooks.py         hooks of the program's own on the optimizer's step, which may read
+elementwise.py        which optimizers may be given pieces of parameters
 optim.py              a stock optimizer, pointed at the pieces that this rank owns
-probe.py              whether it may be: element-wise, and of each parameter alone
 
 state/                initial values, weights read from files, whole tensors in and out
 """

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from plait.comm import Comm, Work
 from plait.comm.prepared import Alone, Prepared
-from plait.forward.parameter import AtRest, HasMaster, as_class
+from plait.forward.parameter import AtRest, as_class
 from plait.table.cells import LONG, Cell, Strategy, moves
 from plait.table.collectives import Note
 from plait.table.flat import FlatLayout, Run
@@ -108,7 +108,7 @@ class Flat:
         nothing = placeholder(self.dtype, device)
         self._placeholders = [nothing.expand(s.shape) for s in layout.slots]
         kinds = [type(p) for p in self.parameters]
-        self._here = kinds if self.split or self.master is None else [as_class(HasMaster, kind) for kind in kinds]
+        self._here = kinds
         self._at_rest = [as_class(AtRest, kind) for kind in kinds]
         if self.split:
             for parameter, slot in zip(self.parameters, layout.slots, strict=True):

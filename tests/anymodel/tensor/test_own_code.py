@@ -186,7 +186,7 @@ def test_what_is_sent_is_what_was_predicted(sequence: bool) -> None:
         mark = len(comm.ledger)
         out = made(torch.arange(14).view(2, 7) % 11)
         engine.backward(out.square().sum(), count=2)
-        sites = next(iter(engine.stages.values())).parallel.sites
+        sites = next(iter(engine.placed.stages.values())).parallel.sites
         entries = (
             predict_tensor([everywhere(sites, (2, 7))], comm.mesh, 8, sequence=sequence),
             [e for e in comm.ledger.since(mark) if e.note.phase in ("tensor forward", "tensor backward")],

@@ -36,7 +36,7 @@ def seen(config: VerifyConfig, names: list[str]) -> list[dict[tuple[str, str], T
     def train(comm: Comm) -> dict[tuple[str, str], Tensor]:
         engine, _ = job.engine(comm, config.parallelism)
         found: dict[tuple[str, str], Tensor] = {}
-        model: nn.Module = engine.stages[0].model
+        model: nn.Module = engine.placed.stages[0].model
 
         def keep(what: str, name: str, value: Any) -> None:
             with torch._C.DisableTorchFunction():

@@ -11,13 +11,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from engine_cases import Batch, count, deal, loss_sum, net, sgd
 from torch import Tensor, nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine
 from plait.table.cells import TABLE, Strategy
 from plait.table.mesh import Mesh
@@ -61,9 +63,9 @@ class Alone:
                 parameter.grad /= self.count
         self.count = 0
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def reduce(self, clip: float) -> SimpleNamespace:
         self._divide()
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        return SimpleNamespace(grad_norm=torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip).item())
 
     @contextmanager
     def gathered(self, *names: str, modify: bool = False) -> Iterator[None]:

@@ -38,7 +38,8 @@ from edge_cases import alone, on_ranks, same
 from engine_cases import ROWS, SPLIT_ROWS, Batch, agree, batches, close, count, distinct, plain, sgd, train
 from torch import Tensor, nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine
 from plait.table.mesh import Mesh
 
@@ -200,7 +201,9 @@ def test_a_generator_and_a_critic_with_penalties(row: str) -> None:
 def test_a_gradient_inside_of_a_block_gathers_nothing_and_keeps_nothing_whole() -> None:
     def gathered(engine: Engine) -> Any:
         entries = engine.comm.ledger.entries
-        return engine.bytes_held()["gathered_peak"], [e.note.unit for e in entries if e.note.phase == "inner backward"]
+        return engine.placed.bytes_held()["gathered_peak"], [
+            e.note.unit for e in entries if e.note.phase == "inner backward"
+        ]
 
     template, data = distinct(Descent(7)), batches(1)
     for record in train(template, "shard=2", "zero3", data, loss=plainly, look=gathered, prefetch=0):

@@ -26,7 +26,8 @@ from edge_cases import (
 from engine_cases import batches, count, loss_sum
 from torch import Tensor, nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine
 from plait.table.mesh import Mesh
 
@@ -100,7 +101,7 @@ def test_at_rest_metadata_is_answered() -> None:
         assert weight.numel() == 15 and weight.device.type == "cpu" and weight.requires_grad and weight.is_leaf
         assert weight.grad is None and len(weight) == 3 and weight.type() == "torch.DoubleTensor"
         assert torch.zeros_like(weight).sum() == 0 and "head.weight" in repr(weight)
-        assert sum(p.numel() for p in model.parameters()) == engine.num_parameters
+        assert sum(p.numel() for p in model.parameters()) == engine.placed.num_parameters
 
     on_ranks(program, model_for("zero3"), "shard=2", "zero3")
 

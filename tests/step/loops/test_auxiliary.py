@@ -11,7 +11,8 @@ from engine_cases import adamw, batches, count, deal, loss_sum
 from loop_cases import LAYOUTS, layout
 from torch import Tensor, nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine
 
 

@@ -12,7 +12,8 @@ from engine_cases import adamw, batches
 from loop_cases import ALONE, layout
 from torch import Tensor, nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine
 from plait.table.mesh import Mesh
 
@@ -185,7 +186,7 @@ def test_hooks_on_what_is_gone_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -
         engine = Engine(d, comm, strategy="zero3")
         for _ in range(50):
             d(torch.ones(2, 5, dtype=torch.float64, requires_grad=True)).sum().backward()
-        return sum(map(len, engine.stages[0].unsharding._hooks._handles.values()))
+        return sum(map(len, engine.placed.stages[0].unsharding._hooks._handles.values()))
 
     assert max(run(Mesh(shard=2), body, deadline=20)) <= 16
 

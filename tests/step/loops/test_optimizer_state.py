@@ -16,7 +16,8 @@ from tensor_models import token_batches
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine, elementwise
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh

@@ -15,7 +15,8 @@ from tensor_models import token_batches
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine, elementwise
 from plait.table.mesh import Mesh
 
@@ -120,7 +121,7 @@ def test_pieces_have_every_element_once(where: str) -> None:
         for values in bare["state"].values():
             assert values["exp_avg"].is_meta and float(values["step"]) == 1
         assert bare["param_groups"] == state["param_groups"]
-        return list(engine.pieces()), engine.full_state_dict(), state
+        return list(engine.placed.pieces()), engine.full_state_dict(), state
 
     ranks = run(Mesh.parse(mesh), body, deadline=20)
     weights, state = ranks[0][1:]

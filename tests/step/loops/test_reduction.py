@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import plait
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine
 from plait.table.mesh import Mesh
 

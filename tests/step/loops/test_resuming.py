@@ -12,7 +12,8 @@ from engine_cases import adamw, batches, count, deal, loss_sum, sgd
 from loop_cases import ALONE, LAYOUTS, layout
 from torch import Tensor, nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine
 from plait.table.mesh import Mesh
 from plait.table.precision import LossScale
@@ -131,7 +132,7 @@ def test_the_loss_scale_goes_on_too() -> None:
         steps(first, comm, batches(3))
         second = build(comm, "ddp", loss_scale=LossScale(8.0, interval=2))
         second.load_step_state(first.step_state())
-        return first.update.loss_scale, second.update.loss_scale
+        return first.gradients.loss_scale, second.gradients.loss_scale
 
     for first, second in run(Mesh(shard=2), body, deadline=20):
         assert first == second and (first.scale, first.good) == (16.0, 1)

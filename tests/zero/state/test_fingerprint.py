@@ -10,7 +10,8 @@ import torch
 from engine_cases import adamw, batches, count, deal, loss_sum, net
 from torch import nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine
 from plait.table.mesh import Mesh
 

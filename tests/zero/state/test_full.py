@@ -26,7 +26,8 @@ from engine_cases import (
 )
 from torch import Tensor, nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine
 from plait.table.mesh import Mesh
 

@@ -15,7 +15,8 @@ from engine_cases import ROWS, SPLIT_ROWS, sgd
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine, empty_parameters
 from plait.table.mesh import Mesh
 from plait.zero.state.init import materialise

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from plait.comm import Comm, run
+from plait import run_threads as run
+from plait.comm import Comm
 from plait.step import Engine, empty_parameters
 from plait.table.mesh import Mesh
 

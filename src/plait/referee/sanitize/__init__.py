@@ -1,4 +1,53 @@
-"""Sanitizers: they only detect, and a run without them is the same run.
+"""Sanitizers: watchers of an engine that detect what a program does wrong and the engine itself does not look for.
 
 collectives.py   ranks that mean different operations, before any of them runs
+drift.py         state that ranks hold together and that is not the same any more
+host_random.py   numbers from the generators of Python and numpy in a forward
+probe.py         optimizers that depend on more than an element, or than a tensor
+unreduced.py     gradients that are read before they are summed
+written.py       writes to parameters, pieces and gradients that would be lost
+
+    comm.engine_watchers += (Sanitizers,)      before an engine is built on this world
+
+They work in steps 0, 1, 2, 100, 200, ...: at most 1 % of a run's time.  ``plait.join``, ``plait.run_threads``, ``plait
+train`` and ``plait verify`` put them on; ``sanitize=False`` leaves them off.
 """
+
+from collections.abc import Callable
+
+from plait.referee.sanitize.host_random import HostRandomness
+from plait.referee.sanitize.probe import check_optimizers
+from plait.referee.sanitize.unreduced import UnreducedGradients
+from plait.referee.sanitize.written import HookWrites, OptimizerWrites, WrittenParameters
+from plait.step.engine import Engine
+
+FIRST, EVERY = 3, 100
+"""The first steps of an engine are looked at, and then one step of so many."""
+
+
+class Sanitizers:
+    """All sanitizers of one engine, by their schedule; a factory of watchers for ``Comm.engine_watchers``."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._seen, self._on = 0, False
+        self._optimizers = engine.optimizers
+        check_optimizers(engine.placed)
+        self._all: list[Callable[[str, Engine], None]] = [
+            HostRandomness(engine.model, engine.loss_fn),
+            UnreducedGradients(),
+            WrittenParameters(engine),
+            OptimizerWrites(engine),
+            HookWrites(engine),
+        ]
+
+    def __call__(self, event: str, engine: Engine) -> None:
+        """Tells an event to all of them, in the steps that are looked at."""
+        if event == "begun":
+            self._on = self._seen < FIRST or self._seen % EVERY == 0
+            self._seen += 1
+            if self._optimizers is not engine.optimizers:  # given by ``engine.use``
+                self._optimizers = engine.optimizers
+                check_optimizers(engine.placed)
+        if self._on:
+            for one in self._all:
+                one(event, engine)

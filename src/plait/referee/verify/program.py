@@ -111,7 +111,7 @@ def spoil(program: Any) -> None:
         if isinstance(part, Engine):
             part.comm.wait_for_readers()
         if isinstance(part, Engine | EMA):
-            tensors = [piece.tensor for piece in part.pieces()]
+            tensors = [piece.tensor for piece in (part.placed if isinstance(part, Engine) else part).pieces()]
             tensors += _own_buffers(part).values() if isinstance(part, Engine) else ()
         elif isinstance(part, nn.Module):
             kept = part.state_dict(keep_vars=True).values()
@@ -125,7 +125,7 @@ def spoil(program: Any) -> None:
             if tensor.is_floating_point():
                 tensor.add_(1)
         if isinstance(part, Engine):
-            part.publish()
+            part.placed.publish()
 
 
 @contextmanager
@@ -282,7 +282,7 @@ def _has_values(tensor: Tensor) -> bool:
 
 def _own_buffers(engine: Engine) -> dict[str, Tensor]:
     """Those of this rank."""
-    return {name: buffer for part in engine.parts() for name, buffer in buffers_of(part.model).items()}
+    return {name: buffer for part in engine.placed.parts() for name, buffer in buffers_of(part.model).items()}
 
 
 def _fields_of_optimizer(path: str, state: Mapping[str, Any]) -> Iterator[tuple[Field, Any]]:

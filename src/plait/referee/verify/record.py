@@ -26,6 +26,7 @@ from plait.messages.progress import counted
 from plait.pipeline.stage import Stage
 from plait.predict.cost import StageTraffic, TiedTraffic, differences, predict_line
 from plait.predict.tensor import predict_tensor
+from plait.referee.sanitize import Sanitizers
 from plait.referee.tape import Tape
 from plait.referee.values import restored, storable
 from plait.referee.verify.observed import OneStep, Piece, RankRecord
@@ -56,7 +57,7 @@ class Recorder:
         """Trace an engine that was just built."""
         if not self._window:
             return
-        for stage in engine.stages.values():
+        for stage in engine.placed.stages.values():
             self._tapes.append(Tape(partial(self._microbatch, stage)))
             self._tapes[-1].follow(stage.model, (OwnLayer,))
         for optimizer in engine.optimizers:
@@ -72,14 +73,16 @@ class Recorder:
 
     def __call__(self, event: str, engine: Engine) -> None:
         if event == "agreed" and self._gradients:
-            given = [o for o in engine.owned if engine.update.made and engine.update.have_gradient[o.name]]
+            given = [o for o in engine.placed.owned if engine.gradients.made and engine.gradients.have_gradient[o.name]]
             self._step.summed = {piece_run(o): _copy(o.gradient) for o in given}
         if event == "updated" and self._traced:
-            self._step.updated = {piece_run(o): _copy(o.view) for o in engine.owned}
+            self._step.updated = {piece_run(o): _copy(o.view) for o in engine.placed.owned}
 
     def _given(self, engine: Engine) -> None:
         if self._traced:
-            self._step.clipped = {piece_run(o): _copy(o.view.grad) for o in engine.owned if o.view.grad is not None}
+            self._step.clipped = {
+                piece_run(o): _copy(o.view.grad) for o in engine.placed.owned if o.view.grad is not None
+            }
 
     def step(self, result: StepResult) -> None:
         """Record what a step did."""
@@ -97,12 +100,12 @@ class Recorder:
         record = self.record
         record.first = engine.steps - len(record.steps)
         record.parameters = engine.full_state_dict()
-        record.peak_open = engine.peak_open
-        record.ties = {edge.name: edge.keys for edge in engine.ties.edges}
-        record.norm_pieces = [piece_run(o) for o in engine.owned if engine.norm.counts(o)]
-        record.cuts = {o.name: astuple(o.cut) for o in engine.owned if o.cut is not None}
+        record.peak_open = engine.placed.peak_open
+        record.ties = {edge.name: edge.keys for edge in engine.placed.ties.edges}
+        record.norm_pieces = [piece_run(o) for o in engine.placed.owned if engine.placed.norm.counts(o)]
+        record.cuts = {o.name: astuple(o.cut) for o in engine.placed.owned if o.cut is not None}
         state = engine.optimizer.state if engine.optimizer is not None else {}
-        for o in engine.owned:
+        for o in engine.placed.owned:
             values = state.get(o.view, {}).items()
             record.state[piece_run(o)] = {key: _copy(value) for key, value in values if torch.is_tensor(value)}
         return record
@@ -141,6 +144,7 @@ def record_layout(
 ) -> RankRecord:  # fmt: skip
     """Train a job under a layout on this rank; its record has the gradients of every step."""
     recorder = Recorder(comm, window=window)
+    comm.engine_watchers += (Sanitizers,)
     engine, scheduler = job.engine(comm, parallelism, clip=clip, listener=recorder)
     recorder.attach(engine)
     place = recorder.record.data_rank, comm.mesh.data_size, num_microbatches, str(comm.device)
@@ -148,7 +152,7 @@ def record_layout(
         batches = job.microbatches(step, *place)
         predicted = predict(engine, job, batches) if job.width else ()
         # The engine's own checks, and headers for new shapes, are not part of a step.
-        checking = step == 0 or bool(engine.update.unchecked) or engine.runtime.p2p.learns_from(batches)
+        checking = step == 0 or bool(engine.gradients.unchecked) or engine.placed.runtime.p2p.learns_from(batches)
         mark = len(comm.ledger)
         recorder.step(engine.step(batches))
         if scheduler is not None:
@@ -168,7 +172,7 @@ def irregular(engine: Engine, num_microbatches: int) -> dict[str, float]:
 
     How often such a unit is gathered depends on what else is open at the time: its gathers are not predicted.
     """
-    ran = [stage.unsharding for stage in engine.stages.values() if stage.unsharding.runs]
+    ran = [stage.unsharding for stage in engine.placed.stages.values() if stage.unsharding.runs]
     units = [(u.runs[unit], unit, unit in u.found) for u in ran for unit in u.units if unit.split_needs]
     return {unit.name: n / num_microbatches for n, unit, found in units if found or n != num_microbatches}
 
@@ -180,8 +184,8 @@ def where_it_ran(engine: Engine, predicted: Iterable[Entry], measured: Iterable[
     them or none: a module that sends some of its messages is left as it was predicted.
     """
     due, sent = Counter(predicted), Counter(measured)
-    copies = Counter(name for stage in engine.stages.values() for name in stage.outside)
-    for name, count in copies.items() if len(engine.pipeline.owner) > 1 else ():
+    copies = Counter(name for stage in engine.placed.stages.values() for name in stage.outside)
+    for name, count in copies.items() if len(engine.placed.pipeline.owner) > 1 else ():
         own = [e for e in due if e.note.phase in (FORWARD, BACKWARD) and f"{e.note.unit}.".startswith(f"{name}.")]
         runs = {count * sent[entry] / due[entry] for entry in own}
         if len(runs) == 1 and (times := runs.pop()) in range(count):
@@ -216,28 +220,30 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
     to stage are those of earlier steps.
     """
     comm, num, itemsize = engine.comm, len(batches), job.dtype.itemsize
-    line = engine.program(num).line
+    line = engine.placed.program(num).line
     leading = [job.leading(batch) for batch in batches]
     entries: list[Entry] = []
     plans = {}
-    for number, stage in engine.stages.items():
+    for number, stage in engine.placed.stages.items():
         sequence = stage.axis.sequence
         if job.width:
             rows = [math.prod((s[0], _part(stage, s[1])) if sequence else s) for s in leading]
             received, handed = (tuple(n * width * itemsize for n in rows) for width in _widths(stage, job.width))
         else:
-            size_of = engine.runtime.p2p.bytes_handed
+            size_of = engine.placed.runtime.p2p.bytes_handed
             received, handed = (tuple(size_of(number + i, batch) for batch in batches) for i in (-1, 0))
         plans[number] = StageTraffic(stage.layouts(), handed, received)
         if comm.mesh.tensor > 1:
             passing = [job.passing(batch, stage.parallel) for batch in batches]
             entries += predict_tensor(passing, comm.mesh, itemsize, sequence=sequence, twice=stage.blocks)
     tied = [
-        TiedTraffic(edge.name, tuple(engine.pipeline.owner[s] for s in edge.stages), engine.ties.bytes_owned(edge))
-        for edge in engine.ties.edges
+        TiedTraffic(
+            edge.name, tuple(engine.placed.pipeline.owner[s] for s in edge.stages), engine.placed.ties.bytes_owned(edge)
+        )
+        for edge in engine.placed.ties.edges
     ]
-    trainable = len(engine.exchange.names)
-    return (*entries, *predict_line(line, plans, comm.mesh, engine.strategy, num, trainable, comm.rank, tied))
+    trainable = len(engine.placed.exchange.names)
+    return (*entries, *predict_line(line, plans, comm.mesh, engine.placed.strategy, num, trainable, comm.rank, tied))
 
 
 def _widths(stage: Stage, width: int) -> tuple[int, int]:

@@ -23,11 +23,11 @@ from plait.messages.progress import counted
 from plait.referee.tape import Tape
 from plait.referee.verify.observed import OneStep, Piece, Record, TiedWeights
 from plait.run.job.job import Job
+from plait.step.norm import clip_factor, dtype_of_norm, norm_of, square_sum
 from plait.step.step import num_samples, whole_count
 from plait.table.additions import MICROBATCH, fold
 from plait.table.mesh import Mesh
 from plait.tensor.gemm import find_gemm
-from plait.zero.optim import clip_factor, dtype_of_norm, norm_of, square_sum
 from plait.zero.state.init import materialise
 from plait.zero.storage import dtype_in
 from plait.zero.wrap import automatic

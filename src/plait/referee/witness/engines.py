@@ -203,7 +203,7 @@ def plait_engine(job: Job, model: nn.Module, comm: Comm) -> Driven:
     engine = Engine(model, comm, strategy=row, optimizer=job.optimizer(model.parameters()), **functions)  # type: ignore[arg-type]
 
     def step(batches: Sequence[Any], count: int, clip: float | None) -> None:
-        engine.update.clip = clip
+        engine.clip = clip
         engine.step(batches)
 
     assert engine.optimizer is not None

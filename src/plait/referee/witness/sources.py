@@ -42,12 +42,12 @@ def of_engine(engine: Engine) -> WitnessSource:
     Raises:
         ValueError: a tensor axis, which cuts a parameter before it is sharded.
     """
-    if cut := next((owned.name for owned in engine.owned if owned.cut is not None), None):
+    if cut := next((owned.name for owned in engine.placed.owned if owned.cut is not None), None):
         raise ValueError(f"{cut!r} is cut over a tensor axis, whose pieces no witness can place: take plait verify")
     frozen = {name for name, p in engine.model.named_parameters() if not p.requires_grad}
     parameters = {name: p for name, p in engine.full_state_dict().items() if name in frozen} if frozen else {}
-    parameters |= {owned.name: owned.view for owned in engine.owned}
+    parameters |= {owned.name: owned.view for owned in engine.placed.owned}
     regions: dict[str, Region] = {name: tuple((0, size) for size in p.shape) for name, p in parameters.items()}
-    parts = {owned.name: ((owned.run.start, owned.run.stop),) for owned in engine.owned if not owned.run.whole}
-    buffers = {name: buffer for part in engine.parts() for name, buffer in named_buffers(part.model)}
+    parts = {owned.name: ((owned.run.start, owned.run.stop),) for owned in engine.placed.owned if not owned.run.whole}
+    buffers = {name: buffer for part in engine.placed.parts() for name, buffer in named_buffers(part.model)}
     return WitnessSource(engine.model, parameters, regions | parts, buffers, frozenset(parts))

@@ -227,12 +227,14 @@ def write_folder(path: str | Path, engine: Engine, source: str | Path | None = N
         raise ValueError(
             f"{type(engine.model).__name__} has no config of transformers: only models of transformers are exported"
         )
-    tensors = whole_tensors(engine.directory, engine.parts(), engine.comm)
+    tensors = whole_tensors(engine.placed.directory, engine.placed.parts(), engine.comm)
     if engine.comm.rank > 0:
         for _ in tensors:
             pass
         return
-    shapes = {name: engine.directory.shapes[name] for name in dict.fromkeys(engine.directory.aliases.values())}
+    shapes = {
+        name: engine.placed.directory.shapes[name] for name in dict.fromkeys(engine.placed.directory.aliases.values())
+    }
     write_model(folder, engine.model, shapes, tensors, source)
 
 

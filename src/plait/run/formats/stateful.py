@@ -26,8 +26,8 @@ from plait.checkpoint.snapshot import RankPiece, pieces_of
 from plait.checkpoint.values import InFile, decoded, encoded
 from plait.step import EMA, Engine
 from plait.table.layout import Region, extent
+from plait.zero.elementwise import rebuilt
 from plait.zero.optim import Owned
-from plait.zero.probe import rebuilt
 from plait.zero.state.pieces import StatePiece
 
 
@@ -64,7 +64,7 @@ class Checkpointed:
         """The state that DCP writes, or reads into; all ranks call it together."""
         engine = self.engine
         engine.check_between_steps("plait.Checkpointed")
-        shapes, aliases = engine.directory.shapes, engine.directory.aliases
+        shapes, aliases = engine.placed.directory.shapes, engine.placed.directory.aliases
         held: dict[str, list[RankPiece]] = {}
         for piece in pieces_of(engine, self.ema):
             held.setdefault(piece.name, []).append(piece)
@@ -72,10 +72,10 @@ class Checkpointed:
             "model": {alias: Pieces.of(*shapes[name], held.get(f"model/{name}", ())) for alias, name in aliases.items()}
         }
         about: dict[str, Any] = {"run": engine.step_state(), "names": {n: list(s) for n, (s, _) in shapes.items()}}
-        if engine.optimizer_state is not None:
+        if engine.placed.optimizer_state is not None:
             now = engine.optimizer_state_dict(elements=False)
             about["optimizer"] = {**now, "state": _in_file(now["state"])}
-            about["optimizer_classes"] = engine.optimizer_state.classes()
+            about["optimizer_classes"] = engine.placed.optimizer_state.classes()
             values: dict[str, dict[str, Any]] = {
                 name: {
                     key: Pieces.of(value.shape, value.dtype, held.get(f"optimizer/{key}/{name}", ()))
@@ -89,7 +89,7 @@ class Checkpointed:
                 values.setdefault(name, {}).setdefault(key, value)
             state["optimizer"] = {"state": values, "param_groups": now["param_groups"]}
         if self.ema is not None:
-            names = sorted({aliases.get(name, name) for name in engine.exchange.names})
+            names = sorted({aliases.get(name, name) for name in engine.placed.exchange.names})
             state["ema"] = {name: Pieces.of(*shapes[name], held.get(f"ema/{name}", ())) for name in names}
             about["ema"] = self.ema.decay
         return {**state, "plait": json.dumps(encoded(about, {}))}
@@ -102,7 +102,7 @@ class Checkpointed:
                 build the engine anew.
         """
         engine = self.engine
-        shapes = engine.directory.shapes
+        shapes = engine.placed.directory.shapes
 
         def tensor(name: str) -> Any:
             key, _, parameter = name.partition("/")
@@ -123,8 +123,8 @@ class Checkpointed:
         ):
             if here != there:
                 raise ValueError(f"{what} {'was' if there else 'was not'} saved, and {'is' if here else 'is not'} here")
-        if engine.optimizer_state is not None and "optimizer_classes" in about:
-            engine.optimizer_state.check_classes(about["optimizer"], about["optimizer_classes"])
+        if engine.placed.optimizer_state is not None and "optimizer_classes" in about:
+            engine.placed.optimizer_state.check_classes(about["optimizer"], about["optimizer_classes"])
         engine.load_step_state(about["run"])
         engine.publish()
         if engine.optimizers:
@@ -134,7 +134,7 @@ class Checkpointed:
 
     def _to_come(self) -> Iterator[tuple[str, str, Any]]:
         """State that this rank's optimizers will make for parameters without a gradient so far, as zeros."""
-        state = self.engine.optimizer_state
+        state = self.engine.placed.optimizer_state
         assert state is not None
         groups = {
             id(view): (optimizer, group)
@@ -142,9 +142,9 @@ class Checkpointed:
             for group in optimizer.param_groups
             for view in group["params"]
         }
-        for owned in self.engine.owned:
+        for owned in self.engine.placed.owned:
             if id(owned.view) in groups and not state.of(owned):
-                first = self.engine.norm.counts(owned)
+                first = self.engine.placed.norm.counts(owned)
                 yield from _after_a_step(owned, *groups[id(owned.view)], first=first)
 
 

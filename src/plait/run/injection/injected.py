@@ -179,7 +179,7 @@ def _poison(engine: Engine, injected: Injected) -> None:
 
 def _flip(engine: Engine) -> None:
     """A high bit of the mantissa of this rank's first number."""
-    views = [owned.view.detach() for owned in engine.owned if owned.view.numel()]
+    views = [owned.view.detach() for owned in engine.placed.owned if owned.view.numel()]
     if not views:
         say(f"plait: the bit {NOTHING}\n")
         return

@@ -80,7 +80,6 @@ class Job:
         *,
         clip: float | None = None,
         nonfinite: NonFinite = "raise",
-        check_drift: int = 0,
         listener: Callable[[str, Engine], None] | None = None,
     ) -> tuple[Engine, LRScheduler | None]:
         """The job under a layout on this rank, and the learning rate's schedule; all ranks call it together."""
@@ -101,7 +100,6 @@ class Job:
             weights=self.weights,
             loss_scale=self.precision.loss_scale(),
             nonfinite=nonfinite,
-            check_drift=check_drift,
             listener=listener,
         )
         return engine, self.scheduler(optimizer) if self.scheduler else None

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, astuple, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from plait.messages.escape import say
 from plait.messages.wording import human
 from plait.predict.activations import decoder
 from plait.predict.memory import Held, held
+from plait.referee.sanitize import Sanitizers
+from plait.referee.sanitize.drift import DriftCheck
 from plait.referee.verify.compare import BITWISE, against_tree, asked
 from plait.referee.verify.record import Recorder, collect_records, irregular, left_out, predict
 from plait.referee.verify.run import findings_table, replay
@@ -94,7 +97,8 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     console = screen(outlived=outlived, quiet=comm.rank > 0, stderr=config.json == "-", soft_wrap=True)
     job = make_job(config)
     config = replace(config, steps=job.steps)  # epochs have become steps
-    of_step: dict[str, Any] = {name: getattr(config, name) for name in ("clip", "nonfinite", "check_drift")}
+    of_step: dict[str, Any] = {name: getattr(config, name) for name in ("clip", "nonfinite")}
+    comm.engine_watchers += (Sanitizers, partial(DriftCheck, every=config.check_drift))
     engine, scheduler = job.engine(comm, config.measured(job, comm), **of_step)
     training = Training(config, job, comm, engine, scheduler, Recorder(comm, gradients=False))
     _show_header(training, console)
@@ -141,7 +145,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     console.print(bytes_table(ranks))
     if runs := irregular(engine, config.microbatches):
         console.print(left_out(runs), soft_wrap=True)
-    if recorded is not None and engine.pipeline.num_stages > 1:
+    if recorded is not None and engine.placed.pipeline.num_stages > 1:
         show_timeline(recorded, console, measured=config.split == "measured")
     same = _compare(training, console) if config.verify else None
     if config.export:
@@ -153,7 +157,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         "command": shlex.join(["plait", *argv]),
         "versions": {"plait": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "config": asdict(config),
-        "parameters": engine.num_parameters,
+        "parameters": engine.placed.num_parameters,
         "steps": course.steps,
         "resumed_at": training.first or None,
         "first_loss": first["loss"],
@@ -162,7 +166,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         f"{config.family.unit}_per_second": course.rate,
         "peak_memory": last["peak_memory"],
         "bytes_per_rank": [asdict(r) for r in ranks],
-        "stages": engine.split,
+        "stages": engine.placed.split,
         "busy_share_per_rank": recorded.busy,
         "gpu_busy_share": watched.share if watched else None,
         "idle_share": dict(zip(("measured", "simulated"), recorded.idle, strict=True)),
@@ -181,20 +185,20 @@ def _show_header(training: Training, console: Console) -> None:
     """What is trained, and how it lies on the ranks."""
     config, engine, mesh = training.config, training.engine, training.comm.mesh
     console.print(
-        f"{config.title}, {engine.num_parameters:,} parameters, {config.dtype}, {config.batch} samples a step, "
+        f"{config.title}, {engine.placed.num_parameters:,} parameters, {config.dtype}, {config.batch} samples a step, "
         f"microbatches per rank: {config.microbatches}"
     )
     if getattr(config.sizes, "from_scratch", False):
         as_bytes = "; each byte is a token, unless the data has tokens" if config.sizes.reads_bytes else ""
         console.print(f"initial values are drawn: the folder has no weights{as_bytes}")
-    console.print(f"{engine.strategy}")
+    console.print(f"{engine.placed.strategy}")
     console.print(f"mesh {mesh}: {mesh.size} ranks ({resolve_world(config)} world)")
     if mesh.replica == 1 and "shard" in mesh.crossing and mesh.shard % mesh.hosts == 0 and mesh.shard > mesh.hosts:
         better = replace(mesh, replica=mesh.hosts, shard=mesh.shard // mesh.hosts, hosts=1)
         console.print(f'shard crosses hosts: with --mesh "{better}" less does, for what is on one host is summed first')
-    if engine.pipeline.num_stages > 1:
-        for stage, rank in sorted(engine.pipeline.owner.items()):
-            names = engine.links_of(stage)
+    if engine.placed.pipeline.num_stages > 1:
+        for stage, rank in sorted(engine.placed.pipeline.owner.items()):
+            names = engine.placed.links_of(stage)
             console.print(f"stage {stage} on pipe rank {rank}: {names[0]} .. {names[-1]} ({len(names)} links)")
     if config.family.predicted and not config.pack:
         kept, recompute = human(_activation_bytes(training)), config.recompute or "none"
@@ -205,7 +209,7 @@ def _activation_bytes(training: Training) -> int:
     """What this rank's stages of the project's decoder keep of one microbatch, from its forward to its backward."""
     config, engine = training.config, training.engine
     whole = ("embed", *(f"blocks.{i}" for i in range(config.sizes.num_layers)), "norm", "head")
-    links = [name for stage in engine.stages for name in engine.links_of(stage)] or whole
+    links = [name for stage in engine.placed.stages for name in engine.placed.links_of(stage)] or whole
     return decoder(decoder_sizes(config), links, config.recompute)
 
 
@@ -230,7 +234,7 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
             training.crossed = comm.ledger.sent_over(comm.mesh.crossing, without=UNPREDICTED)
         if config.verify:  # it keeps the losses of all steps
             training.recorder.step(result)
-        bytes_held = engine.bytes_held()
+        bytes_held = engine.placed.bytes_held()
         line = {
             "step": step + 1,
             "loss": result.loss,
@@ -241,8 +245,8 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
             **({"bytes_across_hosts": comm.ledger.sent_over(comm.mesh.crossing)} if comm.mesh.hosts > 1 else {}),
             "bytes_held": sum(bytes_held[kind] for kind in STATES),
             "grad_norm": result.grad_norm,
-            **({} if engine.update.loss_scale is None else {"loss_scale": engine.update.scale}),
-            **({} if engine.update.loss_scale is None and result.made else {"made": result.made}),
+            **({} if engine.gradients.loss_scale is None else {"loss_scale": engine.gradients.scale}),
+            **({} if engine.gradients.loss_scale is None and result.made else {"made": result.made}),
             "peak_memory": peak_memory(comm.device),
         }
         if held_out and (step + 1 == config.steps or (config.eval_every and (step + 1) % config.eval_every == 0)):
@@ -281,8 +285,10 @@ def _evaluate(engine: Engine, steps: Sequence[Sequence[Any]]) -> dict[str, Any]:
 def _bytes_per_rank(training: Training) -> list[RankBytes]:
     """Every rank's bytes, as it predicts and measures them, on every rank."""
     job, comm, engine = training.job, training.comm, training.engine
-    measured = engine.bytes_held()
-    predicted = held(engine.layouts(), comm.mesh, engine.strategy, comm.rank, training.config.optimizer_row.states)
+    measured = engine.placed.bytes_held()
+    predicted = held(
+        engine.placed.layouts(), comm.mesh, engine.placed.strategy, comm.rank, training.config.optimizer_row.states
+    )
     batches = job.microbatches(training.first, *training.place)  # of the step whose messages were counted
     entries, crossing = predict(engine, job, batches), comm.mesh.crossing
     mine = [
@@ -293,7 +299,7 @@ def _bytes_per_rank(training: Training) -> list[RankBytes]:
         sum(entry.sent for entry in entries if any(axis in crossing for axis in entry.axes)),
         training.crossed,
         measured["gathered_peak"],
-        engine.peak_open,
+        engine.placed.peak_open,
     ]
     rows = gather_ints(comm, mine, AXES, Note("bytes"))
     return [RankBytes(r, Held(*row[:3]), Held(*row[3:6]), *row[6:]) for r, row in enumerate(rows)]

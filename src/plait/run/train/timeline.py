@@ -52,7 +52,7 @@ class Recorded:
 
 def record_timeline(engine: Engine) -> Recorded | None:
     """Bring the logs together on rank 0 (None elsewhere) and predict the step; all ranks call it together."""
-    gathered = gather_bytes(engine.comm, dump(tuple(engine.log.steps)))
+    gathered = gather_bytes(engine.comm, dump(tuple(engine.placed.log.steps)))
     if gathered is None:
         return None
     logs = tuple(zip(*(load(gathered[rank]) for rank in shown(engine.comm)), strict=True))

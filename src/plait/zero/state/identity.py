@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plait.zero.probe import declared
+from plait.zero.elementwise import declared
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, slice, enum.Enum)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)

@@ -1,31 +1,29 @@
-"""What an optimizer may be given: pieces of parameters, or whole parameters of which other ranks have others.
+"""Tries optimizers: are they element-wise, and does an update of one parameter depend on others?
 
-element-wise    torch's own classes by ``ELEMENTWISE``; any other where its user says so (``elementwise``), and steps
-                on the real shapes, whole and as the pieces that this rank has, agree to the bit
-apart           torch's own classes by ``APART``; any other where steps on the shapes of a group, in one optimizer and
-                each in its own, agree to the bit: not what divides by the norm of all
+element-wise    optimizers that were declared so (``plait.elementwise``): steps on the real shapes, whole and as the
+                pieces that this rank has, agree to the bit
+per tensor      optimizers that torch does not have: steps on the shapes of a group, in one optimizer and each in its
+                own, agree to the bit; what divides by the norm of all does not
 
 A probe holds one whole tensor, its state and its pieces at a time, of at most ``LIMIT`` elements.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from plait.comm.agree import check_together
+from plait.step.placed_model import PlacedModel
 from plait.table.flat import BOUNDARY_BYTES, GRAIN
+from plait.table.mesh import AXES
+from plait.zero.elementwise import PER_TENSOR, NotRebuiltError, declared, rebuilt
+from plait.zero.optim import OwnedOptimizer
 from plait.zero.place import RunPlace
 
-ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    {optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam}
-    | {optim.RMSprop, optim.Rprop, optim.SGD}
-)
-"""With any options, fused and foreach too.  A subclass may do anything, and is another class."""
-APART = ELEMENTWISE | {optim.Adafactor, optim.Muon}
 LIMIT = 1 << 22
 """Elements of a probe; the longest dims of a larger shape are halved."""
 STEPS = 12
@@ -39,51 +37,54 @@ FALLING = 5
 LARGE = 100.0
 """The last step's gradients are as many times larger: a limit on norms may let the others pass."""
 
-AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
-
-def elementwise(optimizer: AnyOptimizer) -> AnyOptimizer:
-    """Declares that an optimizer updates each element from the gradient and state of that element alone.
-
-    An engine may then cut parameters anywhere for it.  It believes torch's own classes; of any other optimizer it makes
-    some steps on tensors of the real shapes (of at most 4,194,304 elements; larger ones are shrunk), whole and as the
-    pieces that the rank has, and refuses the optimizer if they differ.
-
-    Returns:
-        The optimizer.
-    """
-    vars(optimizer)["_plait_elementwise"] = True
-    return optimizer
-
-
-def declared(optimizer: Optimizer) -> bool:
-    """True where the user has called ``elementwise`` on it."""
-    return "_plait_elementwise" in vars(optimizer)
-
-
-class NotRebuiltError(ValueError):
-    """The constructor of an optimizer's class cannot be called with its settings alone."""
-
-
-def rebuilt(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-    """A new optimizer of the same class and settings on other parameters.
+def check_optimizers(placed: PlacedModel) -> None:
+    """Tries each optimizer of an engine where ranks own different pieces; all ranks call it together.
 
     Raises:
-        NotRebuiltError: the constructor asks for more than the parameters and what is in the optimizer's ``defaults``.
+        ValueError: an optimizer depends on more than its row allows.
     """
-    signature = inspect.signature(type(optimizer).__init__).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.values())
-    settings = {k: v for k, v in optimizer.defaults.items() if takes_any or k in signature}
-    own = [dict(group) for group in groups]
+    owner, mesh = placed.owned_optimizer, placed.comm.mesh
+    if owner is None:
+        return
+    split = mesh.count(placed.strategy.optim.split) > 1
+    apart, cuts = split or mesh.pipe * mesh.tensor > 1, split and placed.parallelism.cut == "element"
+    error = None
     try:
-        inspect.signature(type(optimizer).__init__).bind(None, own, **settings)
-    except TypeError as error:
-        kind = type(optimizer).__name__
-        raise NotRebuiltError(
-            f"a new {kind} cannot be built on other parameters ({error}): give what its constructor asks for beside "
-            f"the parameters a default, or put it into the defaults that {kind} hands to Optimizer"
-        ) from None
-    return type(optimizer)(own, **settings)
+        for optimizer in owner.optimizers:
+            _check(optimizer, placed, owner, cuts=cuts, apart=apart)
+    except ValueError as problem:
+        error = problem
+    if any(map(declared, owner.optimizers)):  # each rank has tried other pieces
+        check_together(placed.comm, error, AXES)
+    if error is not None:
+        raise error
+
+
+def _check(optimizer: Optimizer, placed: PlacedModel, owner: OwnedOptimizer, *, cuts: bool, apart: bool) -> None:
+    kind = type(optimizer)
+    published = any(flat.published for unit in placed.units for flat in unit.flats if flat.trainable)
+    if published and all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
+        raise ValueError(
+            f"{kind.__name__} changes parameters between steps, in train() and eval(), and under this row that would "
+            f"reach neither the other ranks nor the forward: use ddp or zero3, in full precision"
+        )
+    like = owner.owned[0].view.detach() if owner.owned else None
+    for group, names in zip(optimizer.param_groups, owner.groups[optimizer], strict=True):
+        shapes = [placed.shapes[name] for name in names]
+        if apart and kind not in PER_TENSOR and (reason := probe_apart(optimizer, group, shapes, like)):
+            raise ValueError(
+                f"an update of {kind.__name__} depends on other parameters too, and ranks own different ones here: "
+                f"{reason}. Use a row that keeps the optimizer state full (ddp), without a pipe or tensor axis; if "
+                f"it clips by the norm of all gradients, leave that to Engine(clip=...)"
+            )
+        if declared(optimizer) and (cuts or any(name in placed.cuts for name in names)):
+            pieces = [(piece.place, piece.view) for name in names for piece in owner.by_name.get(name, ())]
+            if reason := probe_elementwise(optimizer, group, pieces):
+                raise ValueError(
+                    f"{kind.__name__} cannot be cut anywhere, though it was declared element-wise: {reason}. Use "
+                    f'cut="tensor" (whole tensors on one owner) or a row that keeps the optimizer state full (ddp)'
+                )
 
 
 def probe_elementwise(
@@ -122,19 +123,20 @@ def probe_elementwise(
     return None
 
 
-def probe_apart(optimizer: Optimizer, group: Mapping[str, Any], like: Tensor | None) -> str | None:
+def probe_apart(
+    optimizer: Optimizer, group: Mapping[str, Any], all_shapes: Sequence[tuple[int, ...]], first: Tensor | None
+) -> str | None:
     """Why an update of one parameter depends on others (a norm over all, a step size that is found from all); None when
     probing steps say that it does not, or the class cannot be built for a probe.
 
     Args:
-        group: of the optimizer, with all its parameters, wherever they are.
-        like: has the dtype and the device of what is updated; None: the first parameter.
+        all_shapes: of the group's parameters, wherever they are.
+        first: has the dtype and the device of the pieces; None: this rank has none.
     """
-    with torch._C.DisableTorchFunctionSubclass():  # parameters at rest
-        first = group["params"][0].detach() if like is None and group["params"] else like
-        shapes = list(dict.fromkeys(tuple(p.shape) for p in group["params"] if p.numel()))
-    if first is None or not shapes:
+    shapes = list(dict.fromkeys(shape for shape in all_shapes if math.prod(shape)))
+    if not shapes:
         return None
+    first = torch.zeros(()) if first is None else first
     shapes = [shrunk(shape, LIMIT // len(shapes)) for shape in (shapes if len(shapes) > 1 else shapes * 2)]
     wholes = [_values(shape, first) * (number + 1) for number, shape in enumerate(shapes)]
     try:
@@ -209,17 +211,3 @@ def _gradient(values: Tensor, first: Tensor, step: int) -> Tensor:
     return (turned * 2.0 ** -math.frexp(turned.abs().max().item())[1]).view(
         values.shape
     )  # without rounding, to 1 at most
-
-
-def has_state_at_once(optimizer: Optimizer) -> bool:
-    """True where the class makes its states when it is built (Adagrad) and not at the first step.  It is tried on meta;
-    of a class that cannot be built for that, the optimizer shows it, which is new."""
-    groups = []
-    for group in optimizer.param_groups:
-        on_meta = [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in group["params"]]
-        if on_meta:
-            groups.append({**group, "params": on_meta})
-    try:
-        return any(rebuilt(optimizer, groups).state.values())
-    except Exception:  # whatever its constructor raises
-        return any(optimizer.state.values())

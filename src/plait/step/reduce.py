@@ -13,24 +13,22 @@ from dataclasses import replace
 
 from plait.step.exchange import Report
 from plait.step.nonfinite import NonFinite, described, encoded
-from plait.step.norm import check_whole
+from plait.step.norm import check_whole, clip_factor, scale, square_sum
 from plait.step.placed_model import PlacedModel
 from plait.step.reduction import Weighted
-from plait.step.standing import Standing
+from plait.step.run_position import RunPosition
 from plait.step.step import OpenStep, StepResult
+from plait.step.watcher import Event
 from plait.table.precision import LossScale
 from plait.zero.gradient_watch import GradientWatch
-from plait.zero.optim import clip_factor, scale, square_sum
 from plait.zero.unit import parameters_of
 
 
-class Update:
-    """The end of every step of a placed model."""
+class Reduce:
+    """The sums of a placed model's gradients, the norm, and what the optimizer is given."""
 
-    def __init__(
-        self, placed: PlacedModel, clip: float | None, loss_scale: LossScale | None, nonfinite: NonFinite
-    ) -> None:
-        self.placed, self.clip, self.nonfinite = placed, clip, nonfinite
+    def __init__(self, placed: PlacedModel, loss_scale: LossScale | None, nonfinite: NonFinite) -> None:
+        self.placed, self.nonfinite = placed, nonfinite
         self.loss_scale = None if loss_scale is None else replace(loss_scale)
         whole = [n for n, _, f, i in parameters_of(placed.units) if f.trainable and f.cuts[i] is None]
         self.unchecked = list(dict.fromkeys(whole)) if placed.parallel.styles else []
@@ -51,22 +49,21 @@ class Update:
         """The factor of the loss."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
-    def prepare(
+    def reduce(
         self,
         now: OpenStep,
         frozen: Sequence[str],
-        standing: Standing,
+        position: RunPosition,
         clip: float | None,
-        tell: Callable[[str], None],
+        tell: Callable[[Event], None],
     ) -> StepResult:
-        """Finish the sums, agree, clip, hand the gradients over.
+        """Finish the sums, agree, clip, and give the pieces their gradients.
 
         Args:
             frozen: the parameters that were frozen since the model was placed.
-            standing: this rank's place in the run, which must be everybody's.
+            position: this rank's position in the run, which must be the same on all ranks.
             clip: the largest norm.
-            tell: called with ``"reduced"`` when gradients are whole and may still be changed, then, when the ranks know
-                their norm and whose they are, with ``"agreed"``.
+            tell: called with ``"reduced"`` and ``"agreed"`` (see ``watcher``).
 
         Raises:
             ValueError: ranks at different places of the run.
@@ -94,15 +91,15 @@ class Update:
             float(encoded(self.watch.first(), exchange.names)),
             signal,
             self.weighted.ratio,
-            *standing.numbers(),
+            *position.numbers(),
             written.number(),
         ]
         report = exchange.report(squares, losses, touched, marks)
-        standing.check(placed.comm, [row[3:-1] for row in report.marks])
+        position.check(placed.comm, [row[3:-1] for row in report.marks])
         self.weighted.agree([row[2] for row in report.marks])
         written.agree(placed.comm, [row[-1] for row in report.marks], exchange.in_stage)
         total, losses_by_rank, self.have_gradient = report.squares, report.losses, report.have_gradient
-        self.made = self._finite(report, standing.step)
+        self.made = self._finite(report, position.step)
         losses = tuple(losses_by_rank[placed.comm.mesh.data_rank(placed.comm.rank)])
         if checked := [name for name in self.unchecked if self.have_gradient[name]]:
             zero = check_whole(norm, owned, exchange, checked)
@@ -119,7 +116,7 @@ class Update:
             placed.owned_optimizer.give_gradients(given)
         summed = math.fsum(loss for of_rank in losses_by_rank for loss in of_rank)
         stop = next(((rank, int(row[1])) for rank, row in enumerate(report.marks) if row[1]), None)
-        return StepResult(standing.step, summed / now.count, now.count, losses, grad_norm, self.made, stop)
+        return StepResult(position.step, summed / now.count, now.count, losses, grad_norm, self.made, stop)
 
     def _finite(self, report: Report, step: int) -> bool:
         """Whether the step may be made; where there is a loss scale it is told."""

@@ -1,4 +1,4 @@
-"""Whether what several ranks hold alike still is alike, to the bit: ``check_drift``, every so many steps.
+"""Checks that replicated state is still bitwise identical on all its ranks, every so many steps.
 
 Memory that flips a bit, or a program that writes on one rank only, trains on in silence.
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.agree import gather_ints, gather_texts, named
-from plait.step.placed_model import PlacedModel
+from plait.step.engine import Engine
 from plait.table.agreement import AGREEING
 from plait.table.cells import Cell
 from plait.table.collectives import Note
@@ -120,11 +120,12 @@ def odd_ones(rows: Sequence[Mapping[str, int]]) -> dict[str, str]:
 
 
 class DriftCheck:
-    """Compares what ``placed`` holds with the other ranks, every ``every`` steps; 0: never."""
+    """Compares what an engine holds with the other ranks, every ``every`` steps; 0: never."""
 
-    def __init__(self, placed: PlacedModel, every: int) -> None:
+    def __init__(self, engine: Engine, every: int) -> None:
         if every < 0:
             raise ValueError(f"check_drift {every}: it is the number of steps between two checks, 0 for none")
+        placed = engine.placed
         self.placed, self.every, self._last = placed, every, -1
         strategy, mesh = placed.strategy, placed.comm.mesh
         cells = (strategy.params, strategy.optim, FULL)
@@ -133,6 +134,11 @@ class DriftCheck:
             self.kinds += [(*kind, "pipe") for kind in self.kinds]
         self.kinds = [kind for kind in self.kinds if kind]
         self._watched: dict[str, Watched] = {}
+
+    def __call__(self, event: str, engine: Engine) -> None:
+        """Looks before an update, when the ranks have agreed on its step."""
+        if event == "agreed":
+            self.after(engine.steps, {"the seed": engine.seed, "the loss scale": engine.gradients.scale})
 
     def after(self, step: int, numbers: Mapping[str, object]) -> None:
         """The check that is due at step ``step`` (from 0), before its update; all ranks call it together.

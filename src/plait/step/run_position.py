@@ -1,4 +1,4 @@
-"""Where a rank stands in the run: what must be the same on all ranks at every step.
+"""The position of a rank in the run: the numbers that must be the same on all ranks at every step.
 
 A rank that made another number of steps, threw gradients away, or has another learning rate trains another model from
 then on.  Three numbers in the step's report tell; only where they differ do the ranks show each other more.
@@ -19,20 +19,20 @@ from plait.zero.state.identity import options_of
 
 
 @dataclass(frozen=True)
-class Standing:
-    """One rank's: steps made, times that ``zero_grad`` threw gradients away, the optimizers' options."""
+class RunPosition:
+    """Steps made, times that gradients were thrown away, and the optimizers' options."""
 
     step: int
     discarded: int
     options: dict[str, str]
 
     @classmethod
-    def of(cls, step: int, discarded: int, optimizers: Sequence[Optimizer]) -> Standing:
-        """As it is now."""
+    def of(cls, step: int, discarded: int, optimizers: Sequence[Optimizer]) -> RunPosition:
+        """The position of this rank now."""
         return cls(step, discarded, options_of(optimizers))
 
     def numbers(self) -> list[float]:
-        """For the report."""
+        """Three numbers for the report."""
         return [float(self.step), float(self.discarded), float(zlib.crc32(repr(self.options).encode()))]
 
     def check(self, comm: Comm, rows: Sequence[Sequence[float]]) -> None:

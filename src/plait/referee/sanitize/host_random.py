@@ -19,6 +19,8 @@ from typing import Any
 
 from torch import nn
 
+from plait.step.engine import Engine
+
 DEEPEST = 3
 """So many calls from a function of the model are followed."""
 
@@ -30,13 +32,20 @@ class HostRandomness:
         loss_fn: the user's, which belongs to the forward.
     """
 
+    def __call__(self, event: str, engine: Engine) -> None:
+        """Follows a step."""
+        if event == "begun":
+            self.begin(engine.steps)
+        elif event == "backward":
+            self.check(alone=not engine.in_own_loop)
+
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.model, self.loss_fn = model, loss_fn
         self._before: dict[str, object] = {}
 
     def begin(self, step: int) -> None:
         """Before the first forward of a step, or before each one of a loop of one's own."""
-        self._before = {} if step & (step - 1) else _states()
+        self._before = _states()
 
     def check(self, *, alone: bool) -> None:
         """Behind the last backward, or before each one of a loop of one's own.

@@ -1,0 +1,108 @@
+"""Refuses reads of ``p.grad`` between ``engine.backward`` and the step of a program's own loop.
+
+backward    gradients go into the engine's buffers, not yet summed over the ranks
+            p.grad of the program's parameters, and of the pieces in optimizer.param_groups     GradientElsewhere
+step        sums, clips                               the pieces'                               the real ones
+            updates                                   the program's                             None
+
+``torch.nn.utils.clip_grad_norm_(model.parameters())`` would clip nothing and say nothing: it reads, and is refused.
+"""
+
+from collections.abc import Container, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.forward.interceptor import Function
+from plait.forward.parameter import Elsewhere
+from plait.step.engine import Engine
+from plait.tensor.metadata import name_of
+
+
+class GradientElsewhere(Elsewhere, Tensor):
+    """What ``p.grad`` is where the engine has taken the gradient."""
+
+    @classmethod
+    def refusal(cls, func: Function, values: Sequence[Any]) -> ValueError:
+        return ValueError(
+            f"{name_of(func)!r} reads p.grad, but after engine.backward the gradients are in the engine's buffers, not "
+            f"yet summed over the ranks: clip by engine.reduce(clip=max_norm) or Engine(clip=...), give "
+            f"Engine(loss_scale=plait.LossScale()) in the place of a GradScaler, discard by optimizer.zero_grad(), and "
+            f"look at them with a listener"
+        )
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> Tensor:
+        """For this parameter; it takes no memory."""
+        nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        return nothing.expand(parameter.shape).as_subclass(cls)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"the gradient of shape {tuple(self.shape)} is in the engine's buffers"
+
+
+class UnreducedGradients:
+    """The parameters that have a stand-in as gradient now, by name."""
+
+    def __init__(self) -> None:
+        self._now: list[tuple[str, nn.Parameter, Tensor]] = []
+        self._left: list[tuple[str, nn.Parameter, Tensor]] = []
+        """Those that keep theirs until the next backward."""
+        self._made: dict[int, Tensor] = {}
+        """Stand-ins by ``id`` of their parameter."""
+
+    def __call__(self, event: str, engine: Engine) -> None:
+        """Follows a step; ``engine.step`` gives the program no time to read."""
+        if event == "differentiating":
+            self.check()
+            self.hide()
+        elif event == "backward" and engine.in_own_loop:
+            pieces = ((piece.name, piece.view) for piece in engine.placed.owned)
+            self.show(chain(engine.placed.stages[0].gradients.touched_parameters(), pieces))
+        elif event == "reducing":
+            self.check()
+        elif event == "stepping" and self:
+            groups = () if engine.placed.owned_optimizer is None else engine.placed.owned_optimizer.groups.values()
+            known = {name for of_one in groups for group in of_one for name in group}
+            self.hide(but=set(engine.placed.exchange.names) - known)
+        elif event in ("begun", "discarded"):
+            self.hide()
+
+    def __bool__(self) -> bool:
+        return bool(self._now)
+
+    def show(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """These have gradients, elsewhere."""
+        with torch._C.DisableTorchFunction():
+            for name, parameter in parameters:
+                stand_in = self._made.get(id(parameter))
+                if stand_in is None:
+                    stand_in = self._made[id(parameter)] = GradientElsewhere.of(parameter)
+                parameter.grad = stand_in
+                self._now.append((name, parameter, stand_in))
+
+    def hide(self, *, but: Container[str] = ()) -> None:
+        """Stand-ins go; real gradients, which pieces may have by now, stay.
+
+        ``but``: by name, parameters that the step does not update: an optimizer that the engine does not know of, and
+        that would step them, reads a gradient that refuses.  A program may clear it.
+        """
+        with torch._C.DisableTorchFunction():
+            for name, parameter, stand_in in [*self._now, *self._left]:
+                if parameter.grad is stand_in and name not in but:
+                    parameter.grad = None
+        self._left = [one for one in self._now if one[0] in but]
+        self._now.clear()
+
+    def check(self) -> None:
+        """Raises ValueError where a program has cleared ``p.grad``, or put something else there, since ``show``."""
+        with torch._C.DisableTorchFunction():
+            for name, parameter, stand_in in self._now:
+                if parameter.grad is not stand_in:
+                    raise ValueError(
+                        f"the gradient of {name!r} was cleared or replaced after engine.backward "
+                        f"(model.zero_grad(), p.grad = ...), which would change nothing: discard a step's "
+                        f"gradients by optimizer.zero_grad(), and change them in a listener"
+                    )

@@ -1,0 +1,152 @@
+"""Finds writes that an engine would lose or spread wrongly.
+
+who writes                        what to                        and what would happen
+a forward                         a gathered parameter           this rank's copy goes at the next reshard
+a program between steps           a parameter with a master      the next update overwrites it
+an optimizer                      ``p.data = ...`` of a piece    the unit's storage keeps the old values
+an optimizer                      it keeps ``p.grad``            the next step's sums are made in that memory
+a hook on ``optimizer.step``      pieces or their gradients      each layout has other numbers
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from plait.step.engine import Engine
+from plait.zero.optim import is_plain
+from plait.zero.unit import parameters_of
+
+
+class WrittenParameters:
+    """Compares the versions of parameters that are copies of other values around a step's passes, and between steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        rows = parameters_of(engine.placed.units)
+        self._watched = [(n, p, f.split) for n, p, f, _ in rows if f.split or f.master is not None]
+        self._whole = [flat for unit in engine.placed.units for flat in unit.flats if not flat.split]
+        self._before: list[int] = []
+        self._allowed = -1
+
+    def __call__(self, event: str, engine: Engine) -> None:
+        if event in ("begun", "reducing"):
+            self._check_replaced()
+        if event in ("begun", "reducing") and self._before and self._allowed == engine.placed.modified:
+            self._check(between=event == "begun")
+        if event in ("begun", "updated"):
+            self._before, self._allowed = self._versions(), engine.placed.modified
+        elif event in ("reducing", "discarded"):
+            self._before = []
+
+    def _versions(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [parameter._version for _, parameter, _ in self._watched]
+
+    def _check_replaced(self) -> None:
+        for name in (name for flat in self._whole for name in flat.replaced()):
+            raise ValueError(
+                f"p.data of parameter {name!r} was replaced: forwards read the new values, and the step updates the "
+                f"old ones. Write in place (p.copy_(...)), and make changes of dtype, shape or device before the Engine"
+            )
+
+    def _check(self, *, between: bool) -> None:
+        for (name, _, split), old, new in zip(self._watched, self._before, self._versions(), strict=True):
+            if old != new:
+                when = "between two steps" if between else "in a forward, or between forward and backward"
+                why = "goes when its unit is resharded" if split else "is rounded from the optimizer's own copy"
+                raise ValueError(
+                    f"parameter {name!r} was written to {when}: this rank's copy {why}. Write between steps, on "
+                    f"every rank the same, inside `with engine.gathered({name!r}, modify=True)`"
+                )
+
+
+class OptimizerWrites:
+    """Looks after an optimizer's step for values and gradients that the engine does not find again."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._homes = {id(piece.view): piece.view.data_ptr() for piece in engine.placed.owned}
+
+    def __call__(self, event: str, engine: Engine) -> None:
+        if event != "stepped":
+            return
+        for piece in engine.placed.owned:
+            if piece.view.data_ptr() != self._homes[id(piece.view)]:
+                raise ValueError(
+                    f"the optimizer has replaced p.data of its piece of {piece.name!r}, so forwards would go on with "
+                    f"the old values: it must update in place (p.copy_(...), p.add_(...))"
+                )
+        buffers = {o.gradient.untyped_storage().data_ptr() for o in engine.placed.owned if o.gradient.numel()}
+        for optimizer in engine.optimizers:
+            for state in (*optimizer.state.values(), vars(optimizer)):
+                if key := _keeps(state, buffers):
+                    raise ValueError(
+                        f"{type(optimizer).__name__} keeps a gradient beyond its step ({key!r}), and the next step's "
+                        f"sums are made in that memory: keep p.grad.clone()"
+                    )
+
+
+def _keeps(kept: Any, buffers: Collection[int]) -> Any:
+    """The key of a tensor in one of these storages, also in lists; None where there is none."""
+    for key, value in list(kept.items() if isinstance(kept, dict) else enumerate(kept)):
+        if isinstance(value, list | deque) and key != "param_groups":
+            if _keeps(value, buffers) is not None:
+                return key
+        elif is_plain(value) and value.layout is torch.strided and value.numel():
+            memory = value.untyped_storage().data_ptr()
+            if memory in buffers:
+                return key
+    return None
+
+
+class WatchedHook:
+    """A program's hook that may not write: before the step to parameters and gradients, after it to parameters."""
+
+    def __init__(self, hook: Callable[..., Any], written: Callable[[], int], *, after: bool) -> None:
+        self._hook, self._written, self._after = hook, written, after
+
+    def __call__(self, optimizer: Optimizer, *call: Any) -> Any:
+        before, count = self._seen(optimizer), self._written()
+        result = self._hook(optimizer, *call)
+        if self._written() == count and before != self._seen(optimizer):
+            name = getattr(self._hook, "__qualname__", type(self._hook).__name__)
+            raise ValueError(
+                f"the hook {name!r} of {type(optimizer).__name__}.step writes to parameters or gradients of the "
+                f"optimizer, and under this row these are flat pieces of a rank: clip by Engine(clip=...), write to "
+                f"the model's parameters inside `with engine.gathered(modify=True)` after the step, or use ddp"
+            )
+        return result
+
+    @torch.no_grad()
+    def _seen(self, optimizer: Optimizer) -> list[str]:
+        """Two sums of each tensor: counts of writes leave out what goes through ``p.data``."""
+        pieces: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        tensors = [p.detach() for p in pieces]
+        if not self._after:
+            tensors += [p.grad for p in pieces if p.grad is not None]
+        real = [torch.view_as_real(x) if x.is_complex() else x for x in tensors if x.numel()]
+        sums = [torch.stack((x.sum(dtype=torch.float64), x.double().square().sum())) for x in real]
+        return list(map(repr, torch.cat(sums).tolist())) if sums else []  # NaN has the text of NaN
+
+
+class HookWrites:
+    """Puts a ``WatchedHook`` in the place of each hook of a program on ``optimizer.step``, where ranks own pieces."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._needed = engine.placed.gives_pieces
+        self._watch(engine)
+
+    def __call__(self, event: str, engine: Engine) -> None:
+        if event == "reducing":
+            self._watch(engine)
+
+    def _watch(self, engine: Engine) -> None:
+        for own in engine.optimizer_hooks if self._needed else ():
+            for hooks, after in own.of_step():
+                for key, hook in hooks.items():
+                    if key not in own.handles and not isinstance(hook, WatchedHook):
+                        hooks[key] = WatchedHook(hook, lambda: engine.placed.modified, after=after)

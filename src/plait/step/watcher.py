@@ -1,0 +1,36 @@
+"""Watchers: callables that an engine tells how far a step is.  The engine works the same without any.
+
+    event             when                                                       a watcher may write to
+    begun             a step begins, before its first forward                    -
+    differentiating   a backward of the program's own loop comes next            -
+    backward          gradients are in the engine's buffers                      -
+    reducing          the last backward is over, no sum is finished              -
+    reduced           gradients are summed, their norm is not measured yet       gradients (``engine.placed.owned``)
+    agreed            the ranks know the norm, nothing is clipped yet            -
+    stepping          gradients are clipped, an optimizer comes next             -
+    stepped           an optimizer has made its step                             -
+    updated           new values are published, the step is over                 -
+    discarded         the sums so far were thrown away                           -
+
+A world brings watchers for every engine that is built on it (``Comm.engine_watchers``); ``Engine(listener=...)`` adds
+one of the program.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+Event: TypeAlias = Literal[
+    "begun",
+    "differentiating",
+    "backward",
+    "reducing",
+    "reduced",
+    "agreed",
+    "stepping",
+    "stepped",
+    "updated",
+    "discarded",
+]
+
+Watcher: TypeAlias = Callable[[Any, Any], None]
+"""Called with the event and the engine."""

@@ -1,0 +1,93 @@
+"""Which optimizers may be given pieces of parameters.
+
+element-wise    each element is updated from its own gradient and state: parameters may be cut anywhere
+per tensor      each parameter is updated by itself: ranks may own different parameters
+
+torch's own classes are known by these tables.  A program declares any other optimizer by ``elementwise``; the
+referee's sanitizer tries what was declared on the real shapes.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import optim
+from torch.optim import Optimizer
+
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam}
+    | {optim.RMSprop, optim.Rprop, optim.SGD}
+)
+"""With any options, fused and foreach too.  A subclass may do anything, and is another class."""
+PER_TENSOR = ELEMENTWISE | {optim.Adafactor, optim.Muon}
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+
+def elementwise(optimizer: AnyOptimizer) -> AnyOptimizer:
+    """Declares that an optimizer updates each element from the gradient and state of that element alone.
+
+    An engine may then cut parameters anywhere for it.
+
+    Returns:
+        The optimizer.
+    """
+    vars(optimizer)["_plait_elementwise"] = True
+    return optimizer
+
+
+def declared(optimizer: Optimizer) -> bool:
+    """True if the program has called ``elementwise`` on the optimizer."""
+    return "_plait_elementwise" in vars(optimizer)
+
+
+class NotRebuiltError(ValueError):
+    """The constructor of an optimizer's class cannot be called with its settings alone."""
+
+
+def rebuilt(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+    """A new optimizer of the same class and settings on other parameters.
+
+    Raises:
+        NotRebuiltError: the constructor asks for more than the parameters and what is in the optimizer's ``defaults``.
+    """
+    signature = inspect.signature(type(optimizer).__init__).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.values())
+    settings = {k: v for k, v in optimizer.defaults.items() if takes_any or k in signature}
+    own = [dict(group) for group in groups]
+    try:
+        inspect.signature(type(optimizer).__init__).bind(None, own, **settings)
+    except TypeError as error:
+        kind = type(optimizer).__name__
+        raise NotRebuiltError(
+            f"a new {kind} cannot be built on other parameters ({error}): give what its constructor asks for beside "
+            f"the parameters a default, or put it into the defaults that {kind} hands to Optimizer"
+        ) from None
+    return type(optimizer)(own, **settings)
+
+
+def check_elementwise(optimizer: Optimizer, cut_over_tensor: Sequence[str]) -> None:
+    """Checks an optimizer that is given pieces of parameters.
+
+    Args:
+        cut_over_tensor: the parameters that the tensor axis cuts.
+
+    Raises:
+        ValueError: it is not one of torch's element-wise classes and was not declared element-wise.
+    """
+    kind = type(optimizer)
+    if kind in ELEMENTWISE or declared(optimizer):
+        return
+    way_out = 'Use cut="tensor" (whole tensors on one owner) or a row that keeps the optimizer state full (ddp)'
+    if cut_over_tensor:
+        way_out = (
+            f"The tensor axis cuts {len(cut_over_tensor)} of its parameters ({', '.join(cut_over_tensor[:3])}, ...): "
+            f"give these to another optimizer, or leave their modules out of the tensor plan"
+        )
+    if kind in PER_TENSOR:
+        raise ValueError(f"{kind.__name__} is not element-wise, so parameters cannot be cut anywhere. {way_out}")
+    raise ValueError(
+        f"{kind.__name__} is not one of torch's element-wise optimizers, so it is not known whether parameters can be "
+        f"cut anywhere. {way_out}; or, if it updates each element from the gradient and state of that element alone, "
+        f"say so: plait.elementwise(optimizer)"
+    )

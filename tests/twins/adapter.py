@@ -7,6 +7,7 @@ one, as in ``getattr(comm, "new", None) or comm.old``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,7 +15,31 @@ from torch import Tensor, nn
 
 import plait
 
-Engine: Any = plait.Engine
+
+def find(name: str, *places: str) -> Any:
+    """The first of these modules that has the name; an empty place is the package itself."""
+    for place in places:
+        try:
+            return getattr(import_module(".".join(filter(None, ["plait", place]))), name)
+        except (ImportError, AttributeError):
+            continue
+    raise ImportError(f"plait has no {name} in {', '.join(places)}: give its new place to tests/twins/adapter.py")
+
+
+def Engine(model: nn.Module, comm: Any, *, check_drift: int = 0, **settings: Any) -> Any:  # noqa: N802
+    """An engine that looks for drift every so many steps."""
+    try:
+        drift = find("DriftCheck", "referee.sanitize.drift")
+    except ImportError:
+        return plait.Engine(model, comm, check_drift=check_drift, **settings)
+    before = comm.engine_watchers
+    comm.engine_watchers += (lambda engine: drift(engine, check_drift),)
+    try:
+        return plait.Engine(model, comm, **settings)
+    finally:
+        comm.engine_watchers = before
+
+
 TABLE: Any = plait.TABLE
 cross_entropy_sum: Any = plait.cross_entropy_sum
 
@@ -82,7 +107,7 @@ def data_place(comm: Any) -> tuple[int, int]:
 def pieces_of(engine: Any) -> dict[str, Tensor]:
     """Copies of this rank's parameters and optimizer state, by name, key and region."""
     found: dict[str, Tensor] = {}
-    for piece in engine.pieces():
+    for piece in getattr(engine, "placed", engine).pieces():
         region = ",".join(f"{start}:{stop}" for start, stop in piece.region)
         first = "" if piece.first else " (copy)"
         found[f"piece {piece.name} {piece.key or 'value'} [{region}]{first}"] = piece.tensor.detach().cpu().clone()
@@ -91,7 +116,7 @@ def pieces_of(engine: Any) -> dict[str, Tensor]:
 
 def held_of(engine: Any) -> dict[str, int]:
     """Bytes held between steps."""
-    held = engine.bytes_held()
+    held = getattr(engine, "placed", engine).bytes_held()
     return {name: held[name] for name in ("params", "grads", "optimizer")}
 
 
@@ -117,6 +142,13 @@ def result_of(step: Any) -> dict[str, Any]:
     norm = None if step.grad_norm is None else float(step.grad_norm)
     fields = {"loss": float(step.loss), "norm": norm, "count": step.count, "made": step.made}
     return fields | {"local losses": [float(loss) for loss in step.local_losses]}
+
+
+def clip(engine: Any, limit: float) -> float:
+    """The norm before clipping, in a program's own loop; the sums are finished."""
+    if hasattr(engine, "reduce"):
+        return float(engine.reduce(clip=limit).grad_norm)
+    return float(engine.clip_grad_norm_(limit))
 
 
 def last_result_of(engine: Any) -> dict[str, Any]:

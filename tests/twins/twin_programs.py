@@ -103,7 +103,7 @@ def clip_by_a_call(rank: Rank) -> None:
     engine = rank.engine(model, optimizer)
     for batch in rank.local(2):
         engine.backward(models.loss_sum(model, batch), count=models.count(batch))
-        rank.note("norm", float(engine.clip_grad_norm_(0.2)))
+        rank.note("norm", adapter.clip(engine, 0.2))
         optimizer.step()
     rank.finish(engine)
 

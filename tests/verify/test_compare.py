@@ -15,7 +15,7 @@ from plait.comm import thread
 from plait.referee.verify import reference
 from plait.referee.verify.compare import find, number
 from plait.referee.verify.observed import RankRecord
-from plait.step.norm import Norm
+from plait.step.norm import Norm, square_sum
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
 

@@ -11,5 +11,4 @@ sanitize/          what a program does wrong, looked for in some steps
 verify/            the proof that a layout is the run of a single process
 witness/           any engine, judged
 prove/             the proof of a layout that has not run; pure
-sanitize/          checks of a run, that can be left out
 """

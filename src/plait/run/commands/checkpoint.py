@@ -1,4 +1,4 @@
-"""``plait checkpoint``: what was saved, on the screen, verified, compared, and in other forms.  Nothing is trained.
+"""``plait checkpoint``: shows, verifies, compares and converts checkpoints.  Nothing is trained.
 
 plait checkpoint show RUN                           the newest: step, files, tensors, groups
 plait checkpoint verify RUN --all                   each file's size, hash and header
@@ -7,7 +7,7 @@ plait checkpoint reshard RUN NEW --ranks 8          the same in other files
 plait checkpoint export RUN NEW --source FOLDER     for transformers
 plait checkpoint import-dcp FOLDER RUN              from torch.distributed.checkpoint; export-dcp leads back
 
-A name in a checkpoint is text from somebody else's file: it is shown with its control characters escaped.
+Names in a checkpoint are text from a file of unknown origin, so their control characters are escaped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text as Cell
-from safetensors import SafetensorError
 
 from plait.checkpoint.files.writing import told, write_json
 from plait.checkpoint.manifest import FORMAT
@@ -47,22 +46,20 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, 
 
 
 _SHOWN = ("optimizer", "optimizer_classes", "run", "ema")
-"""Values that are told by themselves."""
+"""Values with lines of their own."""
 
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """What a disk refuses is a mistake of the call: one line."""
+    """Makes an error of the disk a mistake of the call: one line."""
     try:
         yield
     except OSError as error:
         raise ValueError(f"{str(error.filename or '')!r}: {error.strerror or error}") from error
-    except SafetensorError as error:
-        raise ValueError(str(error)) from error
 
 
 def console_of(json: str | None) -> Console:
-    """Where people read, while ``json`` may go to the standard output; wide where it is no terminal."""
+    """The console for people, while ``json`` may take the standard output; wide if it is no terminal."""
     console = screen(stderr=json == "-", soft_wrap=True)
     if not console.is_terminal:
         console.width = 200
@@ -70,7 +67,7 @@ def console_of(json: str | None) -> Console:
 
 
 def table_of(title: str, *columns: str) -> Table:
-    """Columns; those in capitals hold numbers."""
+    """An empty table; columns in capitals hold numbers."""
     table = Table(title=Cell(title), title_justify="left")
     for column in columns:
         table.add_column(Cell(column.lower()), justify="right" if column.isupper() else "left", overflow="fold")
@@ -78,13 +75,13 @@ def table_of(title: str, *columns: str) -> Table:
 
 
 def add(table: Table, *cells: object) -> None:
-    """A row of texts in which nothing is markup."""
+    """Adds a row of texts without markup."""
     table.add_row(*(Cell(one_line(str(cell))) for cell in cells))
 
 
 @dataclass(frozen=True)
 class ShowCheckpoint:
-    """What a checkpoint has."""
+    """Show a checkpoint: files, tensors, groups, values."""
 
     path: tyro.conf.Positional[str]
     """A checkpoint, or a folder of them, of which the newest is shown."""
@@ -135,7 +132,7 @@ class ShowCheckpoint:
 
 
 def show(facts: dict[str, Any], console: Console) -> None:
-    """What ``plait checkpoint show`` prints."""
+    """Prints the facts of ``plait checkpoint show``."""
     size = size_text(sum(facts["files"].values()))
     console.print(one_line(f"{facts['path']}: step {facts['step']}, {len(facts['files'])} files, {size}"))
     kinds = table_of("tensors by kind", "kind", "TENSORS", "ELEMENTS", "BYTES")
@@ -181,7 +178,7 @@ def _plain(value: Any) -> Any:
 
 
 def shape_of(value: Any, depth: int = 3) -> str:
-    """What a value is, in a line: ``{'epoch': int, 'losses': [float, ... 12]}``."""
+    """A value's types and sizes in a line: ``{'epoch': int, 'losses': [float, ... 12]}``."""
     if isinstance(value, Stored | torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, dict | list | tuple):
@@ -231,7 +228,7 @@ class DiffCheckpoints:
     """Compare two checkpoints to the bit, however each is cut. Exit code 0: the same, 1: different."""
 
     one: tyro.conf.Positional[str]
-    """A checkpoint, or a folder of them, of which the newest is meant."""
+    """A checkpoint, or a folder of them, of which the newest is compared."""
     other: tyro.conf.Positional[str]
     """The same."""
     json: str | None = None
@@ -261,7 +258,7 @@ class ReshardCheckpoint:
     path: tyro.conf.Positional[str]
     """A checkpoint, or a folder of them, of which the newest is read."""
     out: tyro.conf.Positional[str]
-    """A folder for checkpoints, in which none of its step is."""
+    """A folder for checkpoints without one of its step."""
     ranks: int = 1
     """Files to write."""
 
@@ -279,9 +276,9 @@ class ExportCheckpoint:
     path: tyro.conf.Positional[str]
     """A checkpoint, or a folder of them, of which the newest is exported."""
     out: tyro.conf.Positional[str]
-    """The folder to write, which is not there."""
+    """The folder to write; it must not exist."""
     source: str | None = None
-    """A Hugging Face folder with the config of this model, and its tokenizer; that of the run unless given."""
+    """A Hugging Face folder with this model's config and tokenizer; the run's unless given."""
     ema: bool = False
     """Export the average of the weights."""
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = None
@@ -299,7 +296,7 @@ class ExportCheckpoint:
 
 
 def source_of(saved: Checkpoint) -> str:
-    """The Hugging Face folder from which a run of ``plait train`` began; ValueError where there was none."""
+    """The Hugging Face folder from which a run of ``plait train`` began; ValueError if there was none."""
     match saved.values():
         case {"extra": {"config": {"model": str(model)}}} if model.startswith(FOLDER):
             return model.removeprefix(FOLDER)
@@ -308,12 +305,12 @@ def source_of(saved: Checkpoint) -> str:
 
 @dataclass(frozen=True)
 class ImportDCP:
-    """Make a checkpoint of a folder of torch.distributed.checkpoint; no code in it is run."""
+    """Make a checkpoint from a folder of torch.distributed.checkpoint; none of its code runs."""
 
     folder: tyro.conf.Positional[str]
-    """What torch.distributed.checkpoint.save wrote: .metadata and .distcp files."""
+    """The folder that torch.distributed.checkpoint.save wrote: .metadata and .distcp files."""
     out: tyro.conf.Positional[str]
-    """A folder for checkpoints, in which none of its step is."""
+    """A folder for checkpoints without one of its step."""
     step: int | None = None
     """Steps made; the optimizer's own count unless given."""
     seed: int = 0
@@ -338,7 +335,7 @@ class ExportDCP:
     path: tyro.conf.Positional[str]
     """A checkpoint, or a folder of them, of which the newest is exported."""
     out: tyro.conf.Positional[str]
-    """The folder to write, which is not there."""
+    """The folder to write; it must not exist."""
     tie: tuple[str, ...] = ()
     """Other names of shared weights, as in head.weight=embed.weight: the second one was saved."""
 
@@ -352,7 +349,7 @@ class ExportDCP:
 
 @contextmanager
 def _room(path: str | Path, need: int) -> Iterator[None]:
-    """A disk that is full is told with what it needs; what else it refuses stays as it is."""
+    """Names the bytes that a full disk would need; other errors stay as they are."""
     try:
         yield
     except OSError as error:
@@ -385,10 +382,10 @@ class CheckpointCommand:
         | Annotated[ExportDCP, tyro.conf.subcommand("export-dcp")],
         tyro.conf.arg(name=""),
     ]
-    """What to do with it."""
+    """The operation."""
 
 
 def run(config: CheckpointCommand, argv: Sequence[str]) -> int:
-    """Does what is asked; the exit code."""
+    """Runs the operation; returns the exit code."""
     with refused():
         return config.what.run()

@@ -97,13 +97,21 @@ def test_a_fault_that_layout_and_replay_share_is_placed(name: str | None, monkey
     assert ([found.step, found.phase] if found else []) == place, found
 
 
+@pytest.mark.parametrize("elements", [None, 4])
 @pytest.mark.parametrize(("fault", "settings", "step", "phase", "factor", "cause"), LOOPS)
 def test_a_wrong_loop_is_named(
-    tmp_path: Path, fault: str, settings: dict[str, Any], step: int, phase: str, factor: float | None, cause: str
+    tmp_path: Path,
+    fault: str,
+    settings: dict[str, Any],
+    step: int,
+    phase: str,
+    factor: float | None,
+    cause: str,
+    elements: int | None,
 ) -> None:
     settings = dict(settings)
     judged = settings.pop("judged", settings.get("clip"))
-    loops.run(tmp_path / "w", fault, **settings)
+    loops.run(tmp_path / "w", fault, elements=elements, **settings)
     found = judge_witnessed(loops.the_job(settings.get("optimizer", "sgd")), tmp_path / "w", clip=judged)
     assert (found.step, found.phase) == (step, phase), found
     assert cause in found.cause and found.cause in found.text, found

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from fault_table import LOOPS
 from loops import RATE, Net, batch, loss_sum, run, run_cut, terms, the_job, user_job
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -25,32 +24,6 @@ from plait.run.commands.main import main
 FEW = 4
 """Of each tensor; ``up.weight`` has 35."""
 PINNED = [5, 16, 25, 32]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("calls", [1, 2])
-@pytest.mark.parametrize("settings", [{}, {"optimizer": "adamw", "steps": 30}, {"clip": 0.05}, {"told": True}], ids=str)
-def test_a_right_loop_is_the_run_of_a_single_process(
-    tmp_path: Path, ranks: int, calls: int, settings: dict[str, Any]
-) -> None:
-    run(tmp_path / "w", ranks=ranks, calls=calls, elements=FEW, **settings)
-    found = judge(the_job(settings.get("optimizer", "sgd")), tmp_path / "w", clip=settings.get("clip"))
-    assert found.equal and found.text.startswith(f"{settings.get('steps', 3)} steps of "), found
-    assert "not judged" not in found.text and found.recording == "4 elements of each piece, and its norm", found
-
-
-@pytest.mark.parametrize(("fault", "settings", "step", "phase", "factor", "cause"), LOOPS)
-def test_a_wrong_loop_is_named_as_by_the_whole(
-    tmp_path: Path, fault: str, settings: dict[str, Any], step: int, phase: str, factor: float | None, cause: str
-) -> None:
-    settings = dict(settings)
-    judged = settings.pop("judged", settings.get("clip"))
-    run(tmp_path / "w", fault, elements=FEW, **settings)
-    found = judge(the_job(settings.get("optimizer", "sgd")), tmp_path / "w", clip=judged)
-    assert (found.step, found.phase) == (step, phase), found
-    assert cause in found.cause and found.cause in found.text, found
-    if factor is not None:
-        assert found.factor == pytest.approx(factor, rel=1e-2), found
 
 
 def test_pieces_that_were_cut(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_a_host_whose_name_leads_to_itself_is_refused_where_there_are_others(mon
         b"\x1b[2J",
         b"null",
         json.dumps(
-            {"rank": 0, "host": "h", "pid": 1, "facts": {"a": 3}, "loopback": False, "restarts": 0, "token": ""}
+            {"rank": 1, "host": "h", "pid": 1, "facts": {"a": 3}, "loopback": False, "restarts": 0, "token": ""}
         ).encode(),
     ],
 )

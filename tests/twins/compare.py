@@ -43,15 +43,27 @@ Cell = dict[str, Any]
 
 
 @cache
-def version(kind: str) -> str:
-    """A digest of the files that say what cells of a kind run; comments and layout do not count."""
-    trees = [ast.dump(ast.parse((HERE / f"{name}.py").read_text())) for name in (*RUNS, *PROGRAMS.get(kind, ()))]
-    return hashlib.sha256("".join(trees).encode()).hexdigest()[:12]
+def tree_of(file: str) -> ast.Module:
+    return ast.parse((HERE / f"{file}.py").read_text())
+
+
+@cache
+def version(kind: str, program: str) -> str:
+    """A digest of what a cell runs: comments and layout do not count, and no other program does."""
+    texts = [ast.dump(tree_of(file)) for file in RUNS]
+    for node in (node for file in PROGRAMS.get(kind, ()) for node in tree_of(file).body):
+        if not isinstance(node, ast.FunctionDef) or not node.decorator_list or node.name == program:
+            texts.append(ast.dump(node))
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:12]
+
+
+def version_of(cell: Cell) -> str:
+    return version(cell["kind"], cell.get("program") or cell.get("refusal") or "")
 
 
 def chosen(which: str, only: str = "") -> list[Cell]:
     """The cells of a set whose name has a pattern, with the version of what they run."""
-    return [cell | {"version": version(cell["kind"])} for cell in cells(which) if re.search(only, cell["name"])]
+    return [cell | {"version": version_of(cell)} for cell in cells(which) if re.search(only, cell["name"])]
 
 
 def twin() -> str | None:

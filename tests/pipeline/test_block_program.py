@@ -1,0 +1,135 @@
+"""The program of a model that names its blocks: carries of any form, and what breaks the promise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import WIDTH, batches, distinct
+from pipeline_cases import Chain, chain, engine_on, linear, on, refused, same, step
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from plait.comm import Comm
+
+
+class Pairs(nn.Module):
+    """x -> (x, {"sum": ..., "count": int64}), or a pair to a pair, or the last one to a tensor."""
+
+    def __init__(self, ends: bool = False) -> None:
+        super().__init__()
+        self.linear, self.ends = linear(), ends
+
+    def forward(self, carry: Any) -> Any:
+        fresh = carry, {"sum": carry, "count": torch.ones(len(carry), 1).long()}
+        x, rest = carry if isinstance(carry, tuple) else fresh
+        y = self.linear(x) * rest["count"]
+        return y + rest["sum"] if self.ends else (y, {"sum": rest["sum"] + y, "count": rest["count"] + 1})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "row", "order"), [("pipe=2", "ddp", "1f1b"), ("pipe=3", "zero3", "zb_h1"), ("pipe=2", "zero1", "zbv")]
+)
+def test_a_carry_is_any_tree_of_tensors(mesh: str, row: str, order: str) -> None:
+    same(distinct(Chain(Pairs(), Pairs(), Pairs(), Pairs(ends=True))), mesh, row, schedule=order)
+
+
+class Running(Chain):
+    """Runs its blocks as it is given."""
+
+    run: Callable[[Chain, Tensor], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return type(self).run(self, x)
+
+
+def running(how: Callable[[Chain, Tensor], Tensor]) -> nn.Module:
+    kind = type("Running", (Running,), {"run": staticmethod(how)})
+    return distinct(kind(*(linear() for _ in range(4))))
+
+
+def in_turn(model: Chain, x: Tensor, *places: int) -> Tensor:
+    for place in places:
+        x = model.links[place](x)
+    return x
+
+
+def together(model: Chain, x: Tensor, *, reentrant: bool) -> Tensor:
+    x = model.links[0](x)
+    x = checkpoint(lambda y: in_turn(model, y, 1, 2), x, use_reentrant=reentrant)
+    return in_turn(model, x, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "how"),
+    [
+        ("block 'l2' ran where 'l1' was to come", lambda m, x: in_turn(m, x, 0, 2, 1, 3)),
+        ("block 'l0' ran where 'l1' was to come", lambda m, x: in_turn(m, x, 0, 0, 1, 2, 3)),
+        (
+            "'l1', the last block of stage 0, runs inside an autograd.Function",
+            lambda m, x: together(m, x, reentrant=True),
+        ),
+        ("loss_fn did not call the model", lambda m, x: x @ x.T),
+    ],
+    ids=["another order", "twice", "reentrant", "none"],
+)
+def test_a_forward_that_breaks_the_promise_is_refused(words: str, how: Callable[[Chain, Tensor], Tensor]) -> None:
+    refused(words, running(how))
+
+
+def test_a_checkpoint_around_blocks_of_two_stages_is_refused() -> None:
+    refused("a checkpoint around several blocks", running(lambda m, x: together(m, x, reentrant=False)), split=(2, 2))
+
+
+class Says(nn.Linear):
+    """Returns what is no tensor beside its output."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), 3
+
+
+def test_a_carry_that_is_no_tensor_is_refused() -> None:
+    words = "stage 0 ends with 'l0', which returns a int: a carry is a tensor, or a tuple, list or dict of tensors"
+    refused(words, distinct(Chain(Says(WIDTH, WIDTH), linear())))
+
+
+class Scaled(Chain):
+    """Code between the blocks reads a number and the mode of the model."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for link in self.links:
+            x = link(x) * (self.factor if self.training else 0.0)
+        return x
+
+
+def test_numbers_and_modes_of_the_model_are_those_of_every_stage() -> None:
+    template = distinct(Scaled(*(linear() for _ in range(4))))
+
+    def body(comm: Comm) -> tuple[list[float], float]:
+        model: Any = copy.deepcopy(template)
+        engine, losses = engine_on(model, comm), []
+        for model.factor in (1.0, 0.5):
+            losses.append(step(engine, batches(1)[0]).loss)
+        evaluated = engine.evaluate([batches(1)[0]]).loss
+        model.eval()  # a program may train in this mode
+        return [*losses, step(engine, batches(1)[0]).loss], evaluated
+
+    (losses, evaluated), other = on("pipe=2", body)
+    assert (losses, evaluated) == other == on("pipe=1", body)[0]
+    assert losses[0] != losses[1] and losses[2] == evaluated
+
+
+def test_blocks_can_be_called_by_hand_between_steps() -> None:
+    def body(comm: Comm) -> None:
+        model = chain(linear(), linear())
+        engine = engine_on(model, comm)
+        step(engine, batches(1)[0])
+        block = model.links[comm.rank]
+        assert block(torch.ones(1, WIDTH, dtype=block.weight.dtype)).isfinite().all()
+
+    on("pipe=2", body)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from wide import wide
 
 import plait
+from plait import anymodel
 from plait.anymodel.tensor.passing import PassingOf
 from plait.comm import Comm
 from plait.referee.verify.record import irregular, predict, unlike
@@ -137,9 +138,10 @@ def ours(model: nn.Module, batches: Batches, layout: Layout) -> Run:
     def body(comm: Comm) -> Run:
         mine = copies[comm.rank]
         optimizer = torch.optim.SGD(mine.parameters(), **OPTIMIZER)
+        plan = {"tensor_plan": anymodel.plan_of(mine)} if comm.mesh.tensor > 1 else {}
         engine = plait.Engine(
             mine, comm, strategy=layout.strategy, optimizer=optimizer, loss_fn=loss_sum, count_fn=count,
-            **layout.settings,
+            **layout.settings, **plan,
         )  # fmt: skip
         losses, ledger, once = [], [], True
         first = comm.mesh.data_rank(comm.rank) * num

@@ -16,6 +16,7 @@ from plait.comm import Comm
 from plait.comm.agree import same_tensors
 from plait.forward.context import CurrentForward, CutActivation
 from plait.forward.masks import Slice
+from plait.forward.stays import StaysHere
 from plait.table.collectives import Note
 from plait.tensor import Parallel, TensorAxis
 from plait.tensor.axis import AXES, NOTHING, Later
@@ -91,7 +92,7 @@ class StageAxis(TensorAxis):
         return waiting
 
 
-class StageTensor:
+class StageTensor(StaysHere):
     """A stage's model under its plan: its cut weights know what to do, and each forward begins as it should."""
 
     def __init__(self, model: nn.Module, parallel: Parallel, axis: StageAxis) -> None:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from plait.anymodel.tensor.follow import FollowCuts
 from plait.anymodel.tensor.marks import STEPS, Cut, cut_of
 from plait.anymodel.tensor.shares import SharesCheck
+from plait.forward.stays import StaysHere
 from plait.table.tensor_plan import Style
 from plait.tensor import Parallel
 from plait.tensor.cut_weight import CutSite, CutWeight
@@ -30,7 +31,7 @@ ALONGSIDE = RESHAPES | DRAWS
 """What is followed as one function: torch works out a -1 before it reshapes, and a rank makes its slice of a mask."""
 
 
-class FirstForward(FollowCuts):
+class FirstForward(FollowCuts, StaysHere):
     """The ``watch`` of an axis; ``on`` while a forward is followed."""
 
     def __init__(self, model: nn.Module, parallel: Parallel, axis: Any) -> None:

@@ -1,0 +1,228 @@
+"""The class of a cut weight: what it carries out, what it refuses by name, and what becomes of it in a copy."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+import torch.nn.functional as F
+from parallel_cases import is_close, values
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import plait
+from plait.comm import Comm
+from plait.step import Engine
+from plait.tensor import CutWeight, whole
+
+PLAN = {"up": "column", "gate": "column", "down": "row", "head": "vocabulary"}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(5, 7), nn.Linear(5, 7), nn.Linear(7, 5)
+        self.head = nn.Linear(5, 9, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(x + self.down(torch.tanh(self.up(x)) * self.gate(x)))
+        return out
+
+
+def net() -> Any:
+    return cases.distinct(Net())
+
+
+def on_ranks(body: Callable[[Comm, Any], Any], mesh: str = "tensor=2", row: str = "ddp") -> list[Any]:
+    def start(comm: Comm) -> Any:
+        model = net()
+        Engine(model, comm, strategy=row, tensor_plan=PLAN)
+        return body(comm, model)
+
+    return plait.run_threads(mesh, start, deadline=30)
+
+
+X = values(4, 5)
+
+
+def test_no_mode_is_active_in_a_forward_that_draws_nothing() -> None:
+    class Asks(Net):
+        modes = -1
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+            return super().forward(x)
+
+    def body(comm: Comm) -> int:
+        model: Any = cases.distinct(Asks()).eval()
+        Engine(model, comm, strategy="ddp", tensor_plan=PLAN)
+        model(X)
+        return int(model.modes)
+
+    assert plait.run_threads("tensor=2", body) == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["up.weight", "up.bias", "down.weight", "head.weight"])
+def test_the_whole_of_a_weight_is_gathered_and_its_gradient_is_the_pieces(name: str) -> None:
+    truth = dict(net().named_parameters())[name]
+    truth.square().sum().backward()
+
+    def body(comm: Comm, model: Any) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        weight = dict(model.named_parameters())[name]
+        (gradient,) = torch.autograd.grad(whole(weight).square().sum(), [weight])
+        return whole(weight).detach(), gradient, tuple(weight.shape)
+
+    ranks = on_ranks(body, "tensor=3")
+    dim = 1 if name == "down.weight" else 0
+    assert all(torch.equal(found, truth.detach()) for found, _, _ in ranks)
+    is_close(torch.cat([gradient for _, gradient, _ in ranks], dim), truth.grad)
+
+
+def test_any_other_tensor_is_whole_already() -> None:
+    assert whole(X) is X
+
+
+READS: dict[str, Callable[[Tensor], object]] = {
+    "t": lambda w: w.t(),
+    "sum": lambda w: w.sum(),
+    "cat": lambda w: torch.cat([w, w]),
+    "stack": lambda w: torch.stack(tensors=[w, w]),
+    "mT": lambda w: w.mT,
+    "embedding": lambda w: F.embedding(torch.tensor([0]), w),
+    "functional_call": lambda w: torch.mul(2, w),
+}
+
+
+@pytest.mark.parametrize("how", READS)
+def test_a_function_that_would_take_a_piece_for_the_whole_is_refused_by_the_weights_name(how: str) -> None:
+    with pytest.raises(ValueError, match=r"reads a parameter that is cut over the tensor axis, 'up\.weight'"):
+        on_ranks(lambda comm, model: READS[how](model.up.weight))
+
+
+def test_between_forwards_a_piece_may_be_read_and_written_without_gradients() -> None:
+    def body(comm: Comm, model: Any) -> float:
+        with torch.no_grad():
+            model.up.weight.mul_(2)
+            return float(model.up.weight.norm().detach())
+
+    a, b = on_ranks(body)
+    assert (a**2 + b**2) ** 0.5 == pytest.approx(2 * float(net().up.weight.detach().norm()), rel=1e-12)
+
+
+def test_a_linear_of_a_cut_weight_beside_its_module_is_the_product() -> None:
+    def body(comm: Comm, model: Any) -> Tensor:
+        hidden = F.linear(X, model.up.weight, model.up.bias)
+        return F.linear(hidden, model.down.weight).detach()
+
+    model = net()
+    for found in on_ranks(body):
+        is_close(found, F.linear(model.up(X), model.down.weight).detach())
+
+
+def test_a_copy_keeps_the_class_the_values_and_ties() -> None:
+    def body(comm: Comm, model: Any) -> None:
+        weight, tied = copy.deepcopy([model.up.weight, model.up.weight])
+        assert tied is weight and isinstance(weight, CutWeight) and weight is not model.up.weight
+        assert torch.equal(whole(weight), whole(model.up.weight)) and F.linear(X, weight).shape == (4, weight.shape[0])
+
+    on_ranks(body)
+
+
+def test_a_piece_is_not_pickled_as_the_whole() -> None:
+    with pytest.raises(ValueError, match=r"'up\.weight' is a piece.*plait\.save"):
+        on_ranks(lambda comm, model: pickle.dumps(model.up.weight))
+
+
+def test_a_weight_that_is_written_to_before_its_backward_is_refused() -> None:
+    def body(comm: Comm, model: Any) -> None:
+        model.requires_grad_(False)
+        loss = F.cross_entropy(model(X.clone().requires_grad_()), torch.tensor([0, 1, 2, 3]))
+        with torch.no_grad():
+            model.up.weight.mul_(2)
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        on_ranks(body)
+
+
+class SomeAgain(Net):
+    """A checkpoint of the program's around one of two siblings."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        again: Any = checkpoint(lambda y: torch.tanh(self.up(y)), x, use_reentrant=False)  # type: ignore[no-untyped-call]
+        out: Tensor = self.head(x + self.down(again * self.gate(x)))
+        return out
+
+
+@pytest.mark.parametrize(("mesh", "row"), [("tensor=2", "ddp"), ("tensor=3", "ddp"), ("shard=2 tensor=2", "zero3")])
+def test_a_checkpoint_around_some_siblings(mesh: str, row: str) -> None:
+    targets = torch.tensor([0, 8, 2, 3])
+
+    def body(comm: Comm, plan: Any) -> dict[str, Tensor]:
+        model = cases.distinct(SomeAgain())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer, tensor_plan=plan)
+        for _ in range(2):
+            engine.backward(plait.cross_entropy_sum(model(X), targets), count=4)
+            optimizer.step()
+        return engine.full_state_dict()
+
+    wanted = plait.run_threads(mesh.replace("tensor=", "replica="), lambda comm: body(comm, None))[0]
+    for state in plait.run_threads(mesh, lambda comm: body(comm, PLAN)):
+        for name, value in wanted.items():
+            is_close(state[name], value, name)
+
+
+# ---- cut logits --------------------------------------------------------------------------------------------------
+
+KEPT: dict[str, Callable[[Any], Tensor]] = {
+    "itself": lambda y: y,
+    "flatten": lambda y: y.view(2, 2, 9).flatten(0, 1),
+    "view": lambda y: y.view(-1, 9),
+    "reshape": lambda y: y.reshape(4, -1),
+    "cap": lambda y: (y / 3.0).tanh() * 3.0,
+    "float": lambda y: y.float().double(),
+    "slice": lambda y: y[torch.tensor([True, True, True, True])],
+}
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("how", KEPT)
+def test_cross_entropy_takes_cut_logits(how: str, reduction: str) -> None:
+    targets = torch.tensor([0, 8, -100, 3])
+
+    def loss(model: Any) -> Tensor:
+        return F.cross_entropy(KEPT[how](model(X)), targets, reduction=reduction)
+
+    def body(comm: Comm, model: Any) -> tuple[Tensor, tuple[int, ...]]:
+        return loss(model).detach(), tuple(model(X).shape)
+
+    for found, shape in on_ranks(body, "tensor=3"):
+        assert shape == (4, 9)
+        is_close(found.double(), loss(net()).detach().double())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: y.argmax(-1),
+        lambda y: y.softmax(-1),
+        lambda y: y[:, :3],
+        lambda y: y.sum(),
+        lambda y: y + torch.ones(9),
+        lambda y: F.cross_entropy(y, torch.zeros(4, dtype=torch.int64), label_smoothing=0.1),
+    ],
+)
+def test_a_function_that_would_take_some_classes_for_all_is_refused(function: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(ValueError, match=r"logits\.full\(\)"):
+        on_ranks(lambda comm, model: function(model(X)))
+
+
+def test_full_logits_are_those_of_one_process() -> None:
+    for found in on_ranks(lambda comm, model: model(X).full().detach(), "tensor=3"):
+        is_close(found, net()(X).detach())

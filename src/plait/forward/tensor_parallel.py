@@ -24,8 +24,19 @@ from plait.tensor.cut_weight import place
 from plait.tensor.gemm import TORCH, Gemm
 
 
+def _in_context(field: str) -> Any:
+    """A property that is a field of the running forward's context."""
+    return property(
+        lambda self: getattr(self.current.context, field),
+        lambda self, value: self.current.replace(**{field: value}),
+    )
+
+
 class StageAxis(TensorAxis):
     """The tensor axis for the forwards of a stage: the context has the state of the running microbatch."""
+
+    microbatch, length, entered = map(_in_context, ("microbatch", "length", "column_input"))
+    whole_logits, unsplit = map(_in_context, ("whole_logits", "unsplit"))
 
     def __init__(self, comm: Comm, current: CurrentForward, *, sequence: bool, gemm: Gemm = TORCH) -> None:
         self.current = current
@@ -33,43 +44,11 @@ class StageAxis(TensorAxis):
 
     @property
     def sequence(self) -> bool:
-        return self._sequence and not self.current.context.unsplit
+        return self._sequence and not self.unsplit
 
     @sequence.setter
     def sequence(self, sequence: bool) -> None:
         self._sequence = sequence
-
-    @property
-    def unsplit(self) -> bool:
-        return self.current.context.unsplit
-
-    @unsplit.setter
-    def unsplit(self, unsplit: bool) -> None:
-        self.current.replace(unsplit=unsplit)
-
-    @property
-    def microbatch(self) -> int:  # type: ignore[override]
-        return self.current.context.microbatch
-
-    @property
-    def length(self) -> int:
-        return self.current.context.length
-
-    @length.setter
-    def length(self, steps: int) -> None:
-        self.current.replace(length=steps)
-
-    @property
-    def entered(self) -> Any:
-        return self.current.context.column_input
-
-    @entered.setter
-    def entered(self, entered: Any) -> None:
-        self.current.replace(column_input=entered)
-
-    @property
-    def whole_logits(self) -> bool:  # type: ignore[override]
-        return self.current.context.whole_logits
 
     @property
     def running(self) -> bool:  # type: ignore[override]

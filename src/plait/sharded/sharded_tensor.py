@@ -114,7 +114,7 @@ class ShardedTensor(SpecTensor):
                 f"cross_entropy_sum on logits of layout '{layout}': only the classes, the last dim, may be cut; "
                 f"redistribute the logits first"
             )
-        return CutClasses(self.local, self.shape[-1], self.comm, layout.dims[-1])
+        return self.local, self.shape[-1], self.comm, layout.dims[-1]
 
     def full(self, note: Note = NOTE) -> Tensor:
         """The whole tensor, plain and without gradient, on every rank.  All ranks must call it."""

@@ -100,20 +100,12 @@ class CutWeight(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the piece; ties stay ties."""
-        if id(self) in memo:
-            return memo[id(self)]
-        with torch._C.DisableTorchFunctionSubclass():
-            copied = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
-        copied.__class__ = type(self)
-        copied.__dict__.update(self.__dict__)
-        memo[id(self)] = copied
-        return copied
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce_ex__(2)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError(
-            f"the weight {self.label!r} is a piece, cut over the tensor axis, which pickle would store as the whole: "
+            f"the weight {self.label!r} is a piece, cut over the tensor axis, which a copy would take for the whole: "
             f"save the model by plait.save, or take its whole values by engine.full_state_dict()"
         )
 

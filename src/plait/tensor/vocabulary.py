@@ -10,7 +10,7 @@ maximum, sum and target apart.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, Self, cast, runtime_checkable
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,21 +29,8 @@ LOSS = Note(FORWARD, "loss")
 aten = torch.ops.aten
 
 
-class CutClasses(NamedTuple):
-    """Logits of which each rank has a part of the classes."""
-
-    local: Tensor
-    """[..., classes of this rank]"""
-    classes: int
-    comm: Comm
-    axes: tuple[str, ...]
-
-
-@runtime_checkable
-class HasCutClasses(Protocol):
-    """A tensor that may have its classes cut."""
-
-    def cut_classes(self) -> CutClasses: ...
+CutClasses = tuple[Tensor, int, Comm, tuple[str, ...]]
+"""Logits of which each rank has a part of the classes: this rank's, the number of all, and the axes that cut them."""
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int = -100) -> Tensor:
@@ -62,10 +49,10 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int = -100) -> T
         ValueError: logits that are cut in another dim, or with a sum pending.
         IndexError: a target that is no class.
     """
-    if not isinstance(logits, HasCutClasses):
+    if not hasattr(logits, "cut_classes"):
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=ignored, reduction="sum")
-    local, classes, comm, axes = logits.cut_classes()
+    local, classes, comm, axes = cast(CutClasses, logits.cut_classes())
     start, _ = part(classes, comm.mesh.count(axes), comm.mesh.index(comm.rank, axes))
     local = local.flatten(0, -2)
     local = local if local.dtype == torch.float64 else local.float()
@@ -110,7 +97,7 @@ class CutLogits(Tensor):
         return cast(Tensor, Gather.apply(self.local, self.axis, self.classes, self.site))
 
     def cut_classes(self) -> CutClasses:
-        return CutClasses(self.local, self.classes, self.axis.comm, AXES)
+        return self.local, self.classes, self.axis.comm, AXES
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"CutLogits({list(self.shape)}, classes cut over {self.axis.ways} tensor ranks)"
@@ -129,7 +116,8 @@ class CutLogits(Tensor):
         others = [x for x in args if x is not logits and isinstance(x, Tensor) and x.dim()]
         if name in RESHAPES:
             args = (logits, *_with_local(args[1:], logits))
-        if (others and name != "__getitem__") or name not in CLASSWISE | RESHAPES:
+        cuts = not _keeps_classes(args[1], logits) if name == "__getitem__" else bool(others)
+        if cuts or name not in CLASSWISE | RESHAPES:
             raise ValueError(
                 f"{name!r} on logits of which each of {logits.axis.ways} tensor ranks has a part of the "
                 f"{logits.classes} classes would take a part for the whole: compute the loss by F.cross_entropy or "
@@ -152,6 +140,15 @@ CLASSWISE = {
 """Functions that treat each class by itself, where their other arguments are numbers."""
 
 RESHAPES = {"view", "reshape"}
+
+
+def _keeps_classes(index: Any, logits: CutLogits) -> bool:
+    """Returns True for an index that takes all classes of what it takes."""
+    items = index if isinstance(index, tuple) else (index,)
+    if items[-1] is Ellipsis or (isinstance(items[-1], slice) and items[-1] == slice(None)):
+        return True
+    taken = [i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else 1 for i in items if i is not None]
+    return not any(i is Ellipsis for i in items) and sum(taken) < logits.dim()
 
 
 def _with_local(sizes: Sequence[Any], logits: CutLogits) -> list[int]:

@@ -15,7 +15,6 @@ from torch import Tensor
 from plait.table.tensor_plan import BACKWARD, FORWARD
 from plait.tensor.axis import Gather, TensorAxis
 from plait.tensor.linear import Entered, row
-from plait.tensor.vocabulary import embedding
 
 WAYS = [1, 2, 3, 4]
 SHAPES = {"2-D": (6, 3), "3-D": (2, 7, 3), "4-D": (2, 3, 2, 3)}
@@ -364,45 +363,3 @@ def test_gradients_that_cannot_be_differentiated_again_say_so() -> None:
                 torch.autograd.grad(y.sum(), pairs[0][0], create_graph=True)
 
     on_ranks(2, body)
-
-
-class Deferring(TensorAxis):
-    """An axis whose microbatch makes its weight gradients in a pass of their own."""
-
-    def __init__(self, axis: TensorAxis) -> None:
-        super().__init__(axis.comm, sequence=axis.sequence)
-        self.length = axis.length
-        self.lists: dict[int, Any] = {}
-
-    def later(self, parameter: Tensor) -> Any:
-        return self.lists.setdefault(id(parameter), []) if parameter.requires_grad else []
-
-
-@pytest.mark.parametrize("wants", [True, False], ids=["wants", "input without gradient"])
-@pytest.mark.parametrize("frozen", ["nothing", "weight", "bias"])
-def test_products_that_wait_are_those_that_do_not(frozen: str, wants: bool) -> None:
-    """The backward makes the input's gradient; a weight is no input of it, and its products wait in a list."""
-
-    def run(axis: TensorAxis) -> list[Tensor | None]:
-        x = values(2, 7, 3).requires_grad_(wants)
-        w, b = (part_of(t, 0, axis).requires_grad_() for t in (values(HIDDEN, 3, seed=1), values(HIDDEN, seed=2)))
-        down, table = part_of(values(4, HIDDEN, seed=3), 1, axis), part_of(values(11, 3, seed=4), 0, axis)
-        w.requires_grad_(frozen != "weight")
-        b.requires_grad_(frozen != "bias")
-        entered = Entered(x, axis, "up", [(w, b)])
-        y = row(entered.column(0).tanh() * entered.column(0), down.requires_grad_(), axis, "down")
-        tokens = torch.arange(14).view(2, 7) % 11
-        rows = embedding(tokens, table.requires_grad_(), 11, 3, axis, "embed")
-        (y.sum() + (rows * values(2, 7, 3, seed=5)).sum()).backward()
-        parameters = [w, b, down, table]
-        if isinstance(axis, Deferring):
-            assert all(p.grad is None for p in parameters), "the backward gave a weight its gradient"
-            waiting = (axis.lists.get(id(p), []) for p in parameters)
-            return [x.grad, *(sum(make() for make in makes) if makes else None for makes in waiting)]  # type: ignore[list-item]
-        return [x.grad, *(p.grad for p in parameters)]
-
-    for now, later in on_ranks(3, lambda axis: (run(axis), run(Deferring(axis)))):
-        for a, b in zip(now, later, strict=True):
-            assert (a is None) == (b is None)
-            if a is not None:
-                assert torch.equal(a, b)

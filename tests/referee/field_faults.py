@@ -11,14 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from plait.step.update import Update
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from plait.comm.thread import ThreadComm
 from plait.forward import dropout
 from plait.run.job.job import Job
-from plait.step import Engine, update
+from plait.step import Engine, reduce
 from plait.step.exchange import Exchange
 from plait.zero import gradients
 from plait.zero.flat_gradient import FlatGradient
@@ -75,19 +74,19 @@ def last_rank_never_updates(patch: Patch) -> None:
 
 
 def forget_the_moments(patch: Patch) -> None:
-    before(patch, Update, "prepare", lambda self, *_: [o.state.clear() for o in self.placed.optimizers])
+    before(patch, Engine, "before_update", lambda self, optimizer: optimizer.state.clear())
 
 
 def count_steps_from_the_start(patch: Patch) -> None:
-    def reset(self: Update, *_: Any) -> None:
-        for state in self.placed.optimizers[0].state.values():
+    def reset(self: Engine, optimizer: Any) -> None:
+        for state in optimizer.state.values():
             state["step"].zero_()
 
-    before(patch, Update, "prepare", reset)
+    before(patch, Engine, "before_update", reset)
 
 
 def never_unscale(patch: Patch) -> None:
-    patch.setattr(update, "scale", lambda runs, factor: None)
+    patch.setattr(reduce, "scale", lambda runs, factor: None)
 
 
 def sum_in_16_bits(patch: Patch) -> None:
@@ -123,8 +122,8 @@ def step_the_schedule_twice(patch: Patch) -> None:
 
 
 def clip_twice(patch: Patch) -> None:
-    original = update.clip_factor
-    patch.setattr(update, "clip_factor", lambda norm, limit: original(norm, limit) ** 2)
+    original = reduce.clip_factor
+    patch.setattr(reduce, "clip_factor", lambda norm, limit: original(norm, limit) ** 2)
 
 
 def mean_of_the_microbatches_means(patch: Patch) -> None:
@@ -247,5 +246,5 @@ def round_the_parameters(patch: Patch) -> None:
 
 
 def squares_of_16_bits(patch: Patch) -> None:
-    original = update.square_sum
-    patch.setattr(update, "square_sum", lambda runs: original(run.bfloat16().to(run.dtype) for run in runs))
+    original = reduce.square_sum
+    patch.setattr(reduce, "square_sum", lambda runs: original(run.bfloat16().to(run.dtype) for run in runs))

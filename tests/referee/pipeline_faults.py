@@ -39,17 +39,17 @@ Patch = pytest.MonkeyPatch
 
 def tied_uses_summed_before_the_data_axes(patch: Patch) -> None:
     """The same sum in another order: a few last bits, which only the replay of the tree can see."""
-    add_uses, reduce, finish = TiedWeights.reduce, Gradients.reduce, Engine._before_update
+    add_uses, reduce, finish = TiedWeights.reduce, Gradients.reduce, Engine.before_update
 
     def before_update(self: Engine, optimizer: Any) -> None:
-        add_uses(self.ties)
-        for stage in self.stages.values():
+        add_uses(self.placed.ties)
+        for stage in self.placed.stages.values():
             reduce(stage.gradients)
         finish(self, optimizer)
 
     patch.setattr(TiedWeights, "reduce", lambda self: None)
     patch.setattr(Gradients, "reduce", lambda self: None)
-    patch.setattr(Engine, "_before_update", before_update)
+    patch.setattr(Engine, "before_update", before_update)
 
 
 def tied_uses_not_summed(patch: Patch) -> None:
@@ -301,8 +301,8 @@ def report_losses_in_the_order_of_backwards(patch: Patch) -> None:
     original = Engine._update
 
     def update(self: Engine) -> None:
-        losses = self.runtime.losses
-        self.runtime.losses = dict(zip(losses, reversed(losses.values()), strict=True))
+        losses = self.placed.runtime.losses
+        self.placed.runtime.losses = dict(zip(losses, reversed(losses.values()), strict=True))
         original(self)
 
     patch.setattr(Engine, "_update", update)

@@ -13,8 +13,7 @@ from plait.forward import dropout
 from plait.forward.dropout import DropoutRNG
 from plait.referee.verify import reference
 from plait.run.job import optimizer
-from plait.step import norm, update
-from plait.zero import optim
+from plait.step import norm, reduce
 
 Patch = pytest.MonkeyPatch
 RICH = replace(GPT, mesh="shard=3", dtype="fp64", weight_decay=0.1, lr_schedule="cosine", warmup=2, clip=0.3)
@@ -22,18 +21,18 @@ RICH = replace(GPT, mesh="shard=3", dtype="fp64", weight_decay=0.1, lr_schedule=
 
 
 def sum_of_squares(patch: Patch) -> None:
-    original = optim.square_sum
-    for module in (update, norm, reference):
+    original = norm.square_sum
+    for module in (reduce, norm, reference):
         patch.setattr(module, "square_sum", lambda runs: 1.01 * original(runs), raising=False)
 
 
 def clip_by_the_square(patch: Patch) -> None:
-    for module in (update, norm, reference):
+    for module in (reduce, norm, reference):
         patch.setattr(module, "clip_factor", lambda norm, limit: min(1.0, limit / norm**2), raising=False)
 
 
 def never_clip(patch: Patch) -> None:
-    for module in (update, norm, reference):
+    for module in (reduce, norm, reference):
         patch.setattr(module, "clip_factor", lambda norm, limit: 1.0, raising=False)
 
 

@@ -60,8 +60,6 @@ class Recorder:
         for stage in engine.placed.stages.values():
             self._tapes.append(Tape(partial(self._microbatch, stage)))
             self._tapes[-1].follow(stage.model, (OwnLayer,))
-        for optimizer in engine.optimizers:
-            optimizer.register_step_pre_hook(lambda *_: self._given(engine))
 
     def _microbatch(self, stage: Stage) -> int | None:
         position = stage.current.context.position
@@ -73,16 +71,15 @@ class Recorder:
 
     def __call__(self, event: str, engine: Engine) -> None:
         if event == "agreed" and self._gradients:
-            given = [o for o in engine.placed.owned if engine.gradients.made and engine.gradients.have_gradient[o.name]]
-            self._step.summed = {piece_run(o): _copy(o.gradient) for o in given}
+            trained = [
+                o for o in engine.placed.owned if engine.gradients.made and engine.gradients.have_gradient[o.name]
+            ]
+            self._step.summed = {piece_run(o): _copy(o.gradient) for o in trained}
+        if event == "stepping" and self._traced:
+            given = ((o, o.view.grad) for o in engine.placed.owned)
+            self._step.clipped = {piece_run(o): _copy(gradient) for o, gradient in given if gradient is not None}
         if event == "updated" and self._traced:
             self._step.updated = {piece_run(o): _copy(o.view) for o in engine.placed.owned}
-
-    def _given(self, engine: Engine) -> None:
-        if self._traced:
-            self._step.clipped = {
-                piece_run(o): _copy(o.view.grad) for o in engine.placed.owned if o.view.grad is not None
-            }
 
     def step(self, result: StepResult) -> None:
         """Record what a step did."""

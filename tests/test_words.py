@@ -10,6 +10,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,16 @@ HABITS: dict[str, tuple[re.Pattern[str], int]] = {
 }
 
 
-def texts(source: str) -> Iterator[tuple[str, str]]:
+@cache
+def texts(source: str) -> tuple[tuple[str, str], ...]:
     """Docstrings, also those below an assignment, and comments, each with its kind."""
+    return tuple(_texts(source))
+
+
+def _texts(source: str) -> Iterator[tuple[str, str]]:
     for node in ast.walk(ast.parse(source)):
-        for statement in getattr(node, "body", None) or () if not isinstance(node, ast.Lambda | ast.IfExp) else ():
-            value = statement.value if isinstance(statement, ast.Expr) else None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                yield "docstring", value.value
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield "docstring", node.value.value
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield "comment", token.string
@@ -63,4 +67,6 @@ def test_each_habit_is_seen() -> None:
         '"""Whether it stands there."""\n'
     )
     counted = {habit: count(habit, source) for habit in HABITS}
-    assert min(counted.values()) >= 1 and counted["a docstring that opens with What, Whether, Of, Those, By or How"] == 2
+    assert (
+        min(counted.values()) >= 1 and counted["a docstring that opens with What, Whether, Of, Those, By or How"] == 2
+    )

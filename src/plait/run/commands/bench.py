@@ -1,4 +1,4 @@
-"""What ``plait bench comm`` measured, as a table, as JSON and as a plot."""
+"""Shows the measurements of ``plait bench comm`` as a table, as JSON and as a plot."""
 
 import datetime
 import platform
@@ -27,17 +27,17 @@ class BenchCommand(BenchConfig):
     """Time messages between ranks: ping-pong, and every collective by size."""
 
     what: tyro.conf.Positional[Literal["comm"]] = "comm"
-    """What is timed."""
+    """The thing to time."""
 
 
 def run(config: BenchCommand, argv: Sequence[str]) -> int:
-    """Measures on the ranks of the mesh; the exit code."""
+    """Measures on the ranks of the mesh and returns the exit code."""
     validate(config)
     return launch(config, partial(run_bench, config), ["-m", "plait", *argv])
 
 
 def run_bench(config: BenchConfig, comm: Comm) -> int:
-    """``plait bench comm`` on one rank: measures, and rank 0 shows; returns the exit code."""
+    """Runs ``plait bench comm`` on one rank and returns the exit code.  Rank 0 shows the results."""
     results = measure(config, comm)
     if comm.rank:
         return 0
@@ -69,12 +69,12 @@ def run_bench(config: BenchConfig, comm: Comm) -> int:
 
 
 def title(config: BenchConfig) -> str:
-    """What was measured, in one line."""
+    """One line that describes the measurement."""
     return f"mesh {config.mesh}, {resolve_world(config)} world, {resolve_device(config)}, torch {torch.__version__}"
 
 
 def table(config: BenchConfig, results: Sequence[Measurement]) -> Table:
-    """A row per measurement."""
+    """A table with one row per measurement."""
     table = Table(title=title(config), caption="time: median of the slowest rank's; algbw, busbw: 10^9 bytes/s")
     for column in ("operation", "bytes", "time", "min", "max", "algbw", "busbw"):
         table.add_column(column, justify="left" if column == "operation" else "right", no_wrap=True)
@@ -90,7 +90,7 @@ def table(config: BenchConfig, results: Sequence[Measurement]) -> Table:
 
 
 def size_text(size: int) -> str:
-    """``16 MB`` for 2^24; units of 1024, where they come out even."""
+    """Formats bytes, such as ``16 MB`` for 2^24.  Uses multiples of 1024 where the size divides evenly."""
     for power, unit in ((30, "GB"), (20, "MB"), (10, "KB")):
         if size >= 1 << power:
             number = size / (1 << power)

@@ -1,11 +1,11 @@
 """``plait checkpoint``: shows, verifies, compares and converts checkpoints.  Nothing is trained.
 
-plait checkpoint show RUN                           the newest: step, files, tensors, groups
-plait checkpoint verify RUN --all                   each file's size, hash and header
-plait checkpoint diff RUN OTHER                     tensor by tensor, value by value
-plait checkpoint reshard RUN NEW --ranks 8          the same in other files
-plait checkpoint export RUN NEW --source FOLDER     for transformers
-plait checkpoint import-dcp FOLDER RUN              from torch.distributed.checkpoint; export-dcp leads back
+plait checkpoint show RUN                           prints the newest: step, files, tensors, groups
+plait checkpoint verify RUN --all                   checks each file's size, hash and header
+plait checkpoint diff RUN OTHER                     compares tensor by tensor, value by value
+plait checkpoint reshard RUN NEW --ranks 8          writes the same contents to other files
+plait checkpoint export RUN NEW --source FOLDER     writes a folder for transformers
+plait checkpoint import-dcp FOLDER RUN              reads torch.distributed.checkpoint; export-dcp writes it
 
 Names in a checkpoint are text from a file of unknown origin, so their control characters are escaped.
 """
@@ -46,12 +46,12 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, 
 
 
 _SHOWN = ("optimizer", "optimizer_classes", "run", "ema")
-"""Values with lines of their own."""
+"""Values that ``show`` prints on separate lines."""
 
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """Makes an error of the disk a mistake of the call: one line."""
+    """Reports a disk error as a usage error, in one line."""
     try:
         yield
     except OSError as error:
@@ -59,7 +59,7 @@ def refused() -> Iterator[None]:
 
 
 def console_of(json: str | None) -> Console:
-    """The console for people, while ``json`` may take the standard output; wide if it is no terminal."""
+    """The console for people: not standard output if ``json`` takes that, and wide if it is no terminal."""
     console = screen(stderr=json == "-", soft_wrap=True)
     if not console.is_terminal:
         console.width = 200
@@ -67,7 +67,7 @@ def console_of(json: str | None) -> Console:
 
 
 def table_of(title: str, *columns: str) -> Table:
-    """An empty table; columns in capitals hold numbers."""
+    """An empty table.  Columns with names in capitals hold numbers."""
     table = Table(title=Cell(title), title_justify="left")
     for column in columns:
         table.add_column(Cell(column.lower()), justify="right" if column.isupper() else "left", overflow="fold")
@@ -75,7 +75,7 @@ def table_of(title: str, *columns: str) -> Table:
 
 
 def add(table: Table, *cells: object) -> None:
-    """Adds a row of texts without markup."""
+    """Adds a row of texts, without interpreting markup."""
     table.add_row(*(Cell(one_line(str(cell))) for cell in cells))
 
 
@@ -165,7 +165,7 @@ def _kinds(tensors: dict[str, Stored]) -> dict[str, dict[str, int]]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """Converts a value to JSON types."""
     if isinstance(value, torch.Tensor):
         return _plain(value.item())
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
@@ -178,7 +178,7 @@ def _plain(value: Any) -> Any:
 
 
 def shape_of(value: Any, depth: int = 3) -> str:
-    """A value's types and sizes in a line: ``{'epoch': int, 'losses': [float, ... 12]}``."""
+    """Describes a value's types and sizes in one line: ``{'epoch': int, 'losses': [float, ... 12]}``."""
     if isinstance(value, Stored | torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, dict | list | tuple):
@@ -230,7 +230,7 @@ class DiffCheckpoints:
     one: tyro.conf.Positional[str]
     """A checkpoint, or a folder of them, of which the newest is compared."""
     other: tyro.conf.Positional[str]
-    """The same."""
+    """The checkpoint, or folder of checkpoints, to compare with."""
     json: str | None = None
     """Write the differences here as JSON; "-" is the standard output."""
 
@@ -253,14 +253,14 @@ class DiffCheckpoints:
 
 @dataclass(frozen=True)
 class ReshardCheckpoint:
-    """Write a checkpoint in as many files as so many ranks would; any number of ranks loads either."""
+    """Write a checkpoint in as many files as a given number of ranks would; any number of ranks loads either."""
 
     path: tyro.conf.Positional[str]
     """A checkpoint, or a folder of them, of which the newest is read."""
     out: tyro.conf.Positional[str]
-    """A folder for checkpoints without one of its step."""
+    """A folder for checkpoints that has none of this step yet."""
     ranks: int = 1
-    """Files to write."""
+    """Number of files to write."""
 
     def run(self) -> int:
         saved = Checkpoint.find(self.path)
@@ -282,7 +282,7 @@ class ExportCheckpoint:
     ema: bool = False
     """Export the average of the weights."""
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = None
-    """As they were saved unless given."""
+    """Type of the exported weights; as saved unless given."""
 
     def run(self) -> int:
         check_installed()
@@ -296,7 +296,7 @@ class ExportCheckpoint:
 
 
 def source_of(saved: Checkpoint) -> str:
-    """The Hugging Face folder from which a run of ``plait train`` began; ValueError if there was none."""
+    """The Hugging Face folder that a run of ``plait train`` started from.  Raises ValueError if there was none."""
     match saved.values():
         case {"extra": {"config": {"model": str(model)}}} if model.startswith(FOLDER):
             return model.removeprefix(FOLDER)
@@ -312,7 +312,7 @@ class ImportDCP:
     out: tyro.conf.Positional[str]
     """A folder for checkpoints without one of its step."""
     step: int | None = None
-    """Steps made; the optimizer's own count unless given."""
+    """Number of completed steps; the optimizer's count unless given."""
     seed: int = 0
     """The seed of the engine that will load it."""
     without: tuple[str, ...] = ()
@@ -349,7 +349,7 @@ class ExportDCP:
 
 @contextmanager
 def _room(path: str | Path, need: int) -> Iterator[None]:
-    """Names the bytes that a full disk would need; other errors stay as they are."""
+    """Adds the number of bytes needed to the error of a full disk.  Other errors pass unchanged."""
     try:
         yield
     except OSError as error:

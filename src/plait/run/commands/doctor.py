@@ -1,7 +1,7 @@
-"""``plait doctor``: what the hardware is, and what about it may cause trouble.
+"""``plait doctor``: describes the hardware and warns of likely trouble.
 
-Facts come in sections: a table and a JSON object each.  What this machine does not have is stated, and never an error.
-What is likely to hurt a run becomes a *warning* that names the fix.
+Facts come in sections: a table and a JSON object each.  Missing hardware is reported, and is never an error.
+Anything that is likely to hurt a run becomes a *warning* that names the fix.
 """
 
 import os
@@ -41,7 +41,7 @@ class DoctorConfig:
 
 
 def run(config: DoctorConfig, argv: Sequence[str] = ()) -> int:
-    """Examines and shows; the exit code is 0, for a warning is no failure."""
+    """Examines the machine and shows the facts.  Returns exit code 0, because a warning is not a failure."""
     facts = examine(config.measure)
     console = screen(stderr=config.json == "-")
     for section, values in facts.items():
@@ -62,7 +62,7 @@ def run(config: DoctorConfig, argv: Sequence[str] = ()) -> int:
 
 
 def examine(measure: bool = True) -> Facts:
-    """All sections, with the warnings drawn from them."""
+    """Collects all sections, and the warnings that follow from them."""
     facts: Facts = {
         "processor": processor(),
         "memory": memory(),
@@ -78,7 +78,7 @@ def examine(measure: bool = True) -> Facts:
 
 
 def processor() -> Facts:
-    """The model, the cores, and how many of them this process may use."""
+    """The processor's model, its cores, and how many of them this process may use."""
     lines = _read("/proc/cpuinfo").splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     nodes = sorted(path.name for path in Path("/sys/devices/system/node").glob("node[0-9]*"))
@@ -94,7 +94,7 @@ def processor() -> Facts:
 
 
 def memory() -> Facts:
-    """Bytes of memory, of the cgroup's share, and of shared memory."""
+    """Bytes of memory, of the cgroup's limit, and of shared memory."""
     rows = (line.split() for line in _read("/proc/meminfo").splitlines())
     table = {name.rstrip(":"): int(kilobytes) * 1024 for name, kilobytes, *_ in rows}
     limit = _read("/sys/fs/cgroup/memory.max").strip()
@@ -141,7 +141,7 @@ def gpus() -> Facts:
 
 
 def network() -> Facts:
-    """Interfaces, and what the hostname resolves to."""
+    """Network interfaces, and the address to which the hostname resolves."""
     host = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)})
@@ -156,7 +156,7 @@ def network() -> Facts:
 
 
 def limits() -> Facts:
-    """What the shell's ``ulimit`` says; None is unlimited."""
+    """Limits of this process, as in the shell's ``ulimit``.  None means unlimited."""
     which = {
         "open_files": resource.RLIMIT_NOFILE,
         "processes": resource.RLIMIT_NPROC,
@@ -188,7 +188,7 @@ def measured() -> Facts:
 
 
 def warnings(facts: Facts) -> list[str]:
-    """What is likely to hurt a run on this machine, each with its fix."""
+    """Lists the facts that are likely to hurt a run on this machine, each with its fix."""
     texts = []
     host, addresses = facts["network"]["hostname"], facts["network"]["hostname_resolves_to"]
     if not addresses:
@@ -222,7 +222,7 @@ def warnings(facts: Facts) -> list[str]:
 
 
 def _words(name: str, value: Any) -> str:
-    """A fact for a reader: bytes and rates with their units, lists with commas."""
+    """Formats a fact for a reader: bytes and rates with their units, lists with commas."""
     if value is None:
         return "-"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""``plait explain``: how a model lies on the ranks of a tensor axis, module by module.  Nothing runs.
+"""``plait explain``: shows how a tensor axis distributes a model over its ranks, by module.  Nothing runs.
 
 plait explain --model gpt --mesh tensor=2 --sequence-parallel
 """
@@ -25,7 +25,7 @@ class ExplainConfig(JobConfig):
     """Show the types of activations and parameters under a model's tensor plan, and what each module sends."""
 
     mesh: str = "tensor=2"
-    """The axes and their sizes; the tensor axis counts here."""
+    """The axes and their sizes; only the tensor axis matters here."""
     sequence_parallel: bool = False
     """Cut the stream between the cut products in time."""
     json: str | None = None
@@ -33,7 +33,7 @@ class ExplainConfig(JobConfig):
 
 
 def run(config: ExplainConfig, argv: Sequence[str] = ()) -> int:
-    """Shows and writes the types; ValueError for a mesh without a tensor axis, or a model without a plan."""
+    """Shows and writes the types.  Raises ValueError for a mesh without a tensor axis, or a model without a plan."""
     config = with_job(config)
     mesh = Mesh.parse(config.mesh)
     if mesh.tensor == 1:
@@ -53,7 +53,7 @@ def run(config: ExplainConfig, argv: Sequence[str] = ()) -> int:
 
 
 def _together(types: Iterable[ModuleType]) -> list[tuple[ModuleType, int]]:
-    """Layers that are alike as one line, with a * for their number, and how many there are."""
+    """Merges identical layers into one entry, named with a * for their number, and counts them."""
     found: dict[ModuleType, int] = {}
     for one in types:
         general = replace(one, name=re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", one.name))
@@ -62,7 +62,7 @@ def _together(types: Iterable[ModuleType]) -> list[tuple[ModuleType, int]]:
 
 
 def _table(title: str, types: Iterable[tuple[ModuleType, int]]) -> Table:
-    """Two lines or more for each module, so that it can be read at 80 columns."""
+    """Makes a table with two or more lines per module, so that it is readable at 80 columns."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for heading in ("module\n  style: reads > leaves", "parameters on rank 0\nsends"):
         table.add_column(heading, overflow="fold")

@@ -1,4 +1,4 @@
-"""The words of a command line as a config: flags in groups, and hints for flags that are nearly right.
+"""Parses a command line into a config: groups the flags, and gives hints for flags that are nearly right.
 
 TrainConfig   ──►   a group for each section: model, data, optimizer, layout, machine, ...   ──►   TrainConfig
 """
@@ -34,13 +34,13 @@ out          output output-dir out-dir save-dir
 data         dataset data-path train-data
 """
 ELSEWHERE = {other: ours for ours, *others in map(str.split, _OTHERS.strip().splitlines()) for other in others}
-"""Flags of other programs, and the flag of plait that means the same."""
+"""Maps flags of other programs to the plait flag with the same meaning."""
 
 
 def check_flags(command: str, kind: Any, words: Sequence[str]) -> None:
-    """Refuses, by a ValueError with the nearest names, a flag that a command does not have.
+    """Raises ValueError, with the nearest names, for a flag that a command does not have.
 
-    Commands that have commands of their own (``schedule``, ``checkpoint``) are left to tyro.
+    tyro checks the commands with subcommands (``schedule``, ``checkpoint``).
     """
     known = [f"--{one.name.replace('_', '-')}" for one in fields(kind)]
     known += [f"--no-{one.name.replace('_', '-')}" for one in fields(kind) if one.type in (bool, "bool")]
@@ -53,10 +53,10 @@ def check_flags(command: str, kind: Any, words: Sequence[str]) -> None:
 
 
 def parse_sections(default: Config, prog: str, words: Sequence[str]) -> Config:
-    """The config that words make of a default.
+    """Applies the words to a default config.
 
-    The help text has a group for each section: a dataclass from which the config inherits, and which inherits from
-    none.
+    The help text has a group for each section.  A section is a dataclass that the config inherits from and that itself
+    inherits from none.
     """
     kind: Any = type(default)
     parts: list[Any] = [part for part in kind.__mro__ if _is_section(part)]

@@ -1,4 +1,4 @@
-"""Ctrl-C while a command still imports what it needs.  Little is imported here: it comes before all else."""
+"""Handles Ctrl-C while a command still imports its modules.  It is imported first, so it imports little itself."""
 
 import os
 import signal
@@ -6,20 +6,20 @@ from contextlib import suppress
 
 
 def leave_at_once() -> None:
-    """From now on SIGINT ends this process with one line: an import that it breaks off raises anything.  Python's own
-    handler is replaced, no other."""
+    """Makes SIGINT end this process with one line, because an interrupted import can raise any exception.  Replaces
+    only Python's default handler."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
 
 def raise_again() -> None:
-    """SIGINT is a KeyboardInterrupt again, if it was before ``leave_at_once``."""
+    """Makes SIGINT raise KeyboardInterrupt again, if it did before ``leave_at_once``."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _leave(number: int, _frame: object) -> None:
-    if "PLAIT_LAUNCHER" not in os.environ:  # which speaks for its ranks
+    if "PLAIT_LAUNCHER" not in os.environ:  # the launcher prints for its ranks
         with suppress(OSError):
             os.write(2, b"plait: stopped by SIGINT\n")
     os._exit(128 + number)

@@ -1,4 +1,4 @@
-"""``plait judge``: what a training loop has left under ``plait.witness``, beside the run of a single process.
+"""``plait judge``: compares the records of a training loop under ``plait.witness`` with a single-process run.
 
 Exit codes: 0 equal, 1 different, 2 bad input.
 """
@@ -39,23 +39,23 @@ class JudgeConfig(JobConfig):
     """
 
     folder: tyro.conf.Positional[tuple[str, ...]] = ()
-    """What plait.witness has written, all ranks in one folder; several, of one loop on other numbers of ranks or with
-    other numbers of forwards: how a factor grows."""
+    """The folder that plait.witness wrote, with all ranks. Several folders, of one loop on different numbers of ranks
+    or with different numbers of forwards, show how a factor grows."""
     dropout: float = 0.0
-    """The probability of dropping, with which no engine can be replayed."""
+    """The dropout probability of the loop; no engine can be replayed with dropout."""
     clip: float | None = None
     """The global gradient norm to which the loop clips; None: it does not."""
     rounding: Rounding | None = None
-    """The digits with which the loop multiplies or adds up, and the job does not: tf32 of a GPU's products, bf16 or
-    fp16 of autocast, an all-reduce or a hook of DDP's."""
+    """The precision of the loop's products or sums where the job has more: tf32 for products on a GPU, bf16 or fp16
+    for autocast, an all-reduce or a DDP hook."""
     floor: float | None = None
-    """Exit code 1 also where a gradient is judged to no more than this share of its largest element (0.05: 5 %)."""
+    """Exit with 1 also where a gradient can only be judged to this share of its largest element (0.05: 5 %)."""
     json: str | None = None
     """Write the judgement here as JSON; "-" is the standard output."""
 
 
 def run(config: JudgeConfig, argv: Sequence[str] = ()) -> int:
-    """The judgement, shown and written; ``argv`` asks for it again."""
+    """Judges, then shows and writes the judgement.  ``argv`` is the command that repeats it."""
     config = with_job(config)
     if config.dtype.endswith("-mixed"):
         raise ValueError(f"dtype {config.dtype}: a judgement is of one dtype, that of the loop's parameters")
@@ -70,7 +70,7 @@ def run(config: JudgeConfig, argv: Sequence[str] = ()) -> int:
 
 
 def _run_judge_grid(config: JudgeConfig, argv: Sequence[str]) -> int:
-    """Several witnessed runs of one loop: each judgement, and how the factor grows."""
+    """Judges several witnessed runs of one loop, and shows how the factor grows."""
     if not config.folder:
         raise ValueError("folder is empty: give what plait.witness has written")
     job, cells, found = make_job(config), [], []
@@ -88,14 +88,14 @@ def _run_judge_grid(config: JudgeConfig, argv: Sequence[str]) -> int:
 
 
 def run_verify_engine(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
-    """This rank's part of ``plait verify --engine``; rank 0 judges, prints and returns the exit code."""
+    """Runs this rank's part of ``plait verify --engine``.  Rank 0 judges, prints and returns the exit code."""
     with working(comm.rank == 0):
         judgement = run_engine(config, comm)
     return 0 if judgement is None else told(judgement, config.json, argv)
 
 
 def run_grid(config: VerifyConfig, argv: Sequence[str]) -> int:
-    """The engine on every layout up to the config's, one after the other, and how the factor grows; the exit code."""
+    """Verifies the engine on every layout up to the config's, one by one, and shows how the factor grows."""
     if config.engine is None:
         raise ValueError("grid without engine: give --engine as well; for layouts of plait there is --matrix")
     if config.json == "-":
@@ -111,7 +111,7 @@ def run_grid(config: VerifyConfig, argv: Sequence[str]) -> int:
         for cell, one in zip(cells, checked, strict=True):
             place = Path(folder) / "told.json"
             own = ["--no-grid", "--mesh", cell.mesh, "--microbatches", str(one.microbatches), "--json", str(place)]
-            console.print(str(cell), style="bold")  # the judgement is said by the cell's own rank 0
+            console.print(str(cell), style="bold")  # rank 0 of the cell prints the judgement
             body = partial(run_verify_engine, replace(one, json=str(place)), argv=[*words, *own[:-2]])
             code = launch(one, body, ["-m", "plait", *words, *own])
             if code > 1 or not place.exists():
@@ -124,7 +124,7 @@ def run_grid(config: VerifyConfig, argv: Sequence[str]) -> int:
 def _told_growth(
     cells: Sequence[GridCell], found: Sequence[dict[str, Any]], place: str | None, argv: Sequence[str]
 ) -> int:
-    """How a factor grows over layouts, printed and written; the exit code."""
+    """Prints and writes how a factor grows over layouts, and returns the exit code."""
     law = growth(cells, [told_factor(one["factor"], equal=one["equal"]) for one in found])
     if law:
         first = next(one for one in found if not one["equal"])
@@ -138,7 +138,7 @@ def _told_growth(
 
 
 def told(judgement: Judgement, place: str | None, argv: Sequence[str], floor: float | None = None) -> int:
-    """Prints a judgement, or writes it; its exit code.  With a ``floor``, 1 where it is judged more coarsely."""
+    """Prints or writes a judgement and returns its exit code: with a ``floor``, 1 if it is judged more coarsely."""
     words = {"equal": judgement.equal, "verdict": judgement.word, "command": shlex.join(["plait", *argv])}
     if place is not None:
         write_json(place, asdict(judgement) | words)

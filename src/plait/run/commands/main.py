@@ -1,4 +1,4 @@
-"""The ``plait`` command: words and flags in, an exit code out; the work is elsewhere.
+"""The ``plait`` command: takes words and flags, returns an exit code.  Other modules do the work.
 
     plait train | verify | prove | doctor | bench comm | schedule | explain | checkpoint | judge
 
@@ -39,12 +39,12 @@ COMMANDS = {
     "judge": "Hold a run that was witnessed, of any engine, against the single process; name the first thing that is "
     "wrong.",
 }
-"""The commands.  Each has a module of its name here, which is imported, with all that it needs, when it is asked for.
-Its words are parsed into what its ``run(config, argv)`` takes."""
+"""The commands.  Each has a module of the same name in this package, which is imported only when the command is used.
+Its words are parsed into the config that the module's ``run(config, argv)`` takes."""
 
 
 NESTED = ("schedule", "checkpoint")
-"""Commands that have commands of their own."""
+"""Commands with subcommands."""
 
 DESCRIPTION = f"""Train one model over many ranks, and prove the result equal to one process.
 
@@ -52,7 +52,7 @@ plait --version: the versions of plait, torch and Python. plait {FLAG} FILE.py C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; an error is a line (a mistake of the user) or its traceback.
+    """Runs one command.  Prints one line for a user's mistake and the traceback for any other error.
 
     Returns:
         The exit code. Without ``argv`` this is the whole program: it ends the process with that code, so that a script
@@ -64,21 +64,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def program() -> NoReturn:
-    """The program ``plait``."""
+    """Entry point of the program ``plait``."""
     open_closed()
     leave_at_once()
-    os.environ["PYTHONSAFEPATH"] = "1"  # for every Python that is started below it, by torch and multiprocessing too
+    os.environ["PYTHONSAFEPATH"] = "1"  # for every child Python, also those of torch and multiprocessing
     leave(main(sys.argv[1:]))
 
 
 def run(argv: list[str]) -> int:
-    """The command in ``argv``; mistakes are raised."""
+    """Runs the command in ``argv``.  Raises on mistakes."""
     if argv[:1] == ["--version"]:
         say(f"plait {__version__} (torch {version('torch')}, Python {platform.python_version()})\n", sys.stdout)
         return 0
     load_installed()
     command = parse(argv)
-    for file in getattr(command, "plugin", ()):  # a file of settings may name some
+    for file in getattr(command, "plugin", ()):  # a settings file may name plugins
         load_plugin(file)
     raise_again()
     with to_its_end():
@@ -89,7 +89,7 @@ def run(argv: list[str]) -> int:
 
 
 def module_of(name: str) -> ModuleType:
-    """The module of a command."""
+    """Imports the module of a command."""
     return import_module(f"plait.run.commands.{name}")
 
 
@@ -99,20 +99,20 @@ def kind_of(name: str) -> Any:
 
 
 def parse(argv: Sequence[str]) -> Any:
-    """The command line as one of the configs; usage errors leave with exit code 2, as argparse's do."""
+    """Parses the command line into one of the configs.  Usage errors exit with code 2, like argparse's."""
     import tyro
 
     from plait.run.commands.flags import check_flags, parse_sections
 
     argv, plugins = take_files(argv)
-    for file in plugins:  # its rows are in the help texts too
+    for file in plugins:  # the help texts list its rows too
         load_plugin(file)
     name, *words = argv or [""]
-    odd = [word for word in argv if one_line(word) != word and name != "judge"]  # whose program has words of its own
+    odd = [word for word in argv if one_line(word) != word and name != "judge"]  # judge passes words to its program
     if odd:
         raise ValueError(f"a word is '{one_line(odd[0], 80)}', which a terminal would obey: give plain text")
     of_a_run = name in ("train", "verify")
-    if name in COMMANDS:  # a parser of its own, so that its errors lead to its own help
+    if name in COMMANDS:  # a separate parser, so that errors refer to the command's help
         kind, prog = kind_of(name), f"plait {name}"
         if name not in NESTED:
             check_flags(name, kind, words)
@@ -142,11 +142,11 @@ def parse(argv: Sequence[str]) -> Any:
 
 
 def _defaults(kind: Any, words: Sequence[str]) -> Any:
-    """The defaults of a command: the file that its words name by ``--config``, if they do."""
+    """The defaults of a command, read from the file that ``--config`` names, if any."""
     _, files = take_files(words, "--config")
     if len(files) > 1:
         raise ValueError(f"--config is given {len(files)} times ({', '.join(map(shown, files))}): give one file")
     if not files:
         return kind()
-    of_a_run = [field.name for field in fields(configs.TrainConfig)]  # plait verify reads a run's file, too
+    of_a_run = [field.name for field in fields(configs.TrainConfig)]  # plait verify reads a run's file too
     return configs.from_toml(kind, files[0], others=of_a_run)

@@ -1,4 +1,4 @@
-"""``plait prove``: a layout proved from the table, the plan and the schedule.  Nothing runs, and no rank is needed.
+"""``plait prove``: proves a layout from the table, the plan and the schedule.  Nothing runs, and no rank is needed.
 
 plait prove --mesh "shard=128 tensor=8 pipe=16" --strategy zero2 --schedule interleaved --microbatches 16 \\
     --layers 126 --width 16384 --ffn 53248 --heads 128 --kv-heads 8 --vocab 128256 --dtype bf16-mixed --memory 80GB
@@ -45,11 +45,11 @@ class ProveConfig:
     width: int | None = None
     """Elements of a hidden vector."""
     ffn: int | None = None
-    """The width inside its MLP; unless given 8/3 of the width, up to a multiple of 32, or 4 x width if not gated."""
+    """The width inside its MLP; unless given, 8/3 of the width, up to a multiple of 32, or 4 x width if not gated."""
     heads: int | None = None
     """Attention heads."""
     kv_heads: int | None = None
-    """Key and value heads; as many as heads unless given."""
+    """Key and value heads; as many as attention heads unless given."""
     vocab: int | None = None
     """Rows of its embedding, and of its head."""
     gated: bool = True
@@ -68,26 +68,26 @@ class ProveConfig:
     hold: int | None = 1
     """Stages that a rank keeps unsharded; None: units are gathered one by one in every pass."""
     split: str | None = None
-    """Links of each stage, as in "5 4": embedding, layers, norm and head are one each. None: equally many."""
+    """Links of each stage, as in "5 4", where embedding, layers, norm and head count one each. None: equally many."""
     cut: Cut = "element"
     """Where the data axes may cut: anywhere in a parameter, or only between parameters."""
     bucket: int = BUCKET_BYTES
-    """Bytes of small neighbouring units that are laid as one where parameters are whole at rest."""
+    """Bytes up to which small neighbouring units are laid out as one where parameters are whole at rest."""
     dtype: Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"] = "fp32"
-    """Of parameters and activations; mixed: sums of gradients and the optimizer are in fp32."""
+    """Type of parameters and activations; mixed: sums of gradients and the optimizer are in fp32."""
     batch: int | None = None
     """Samples of one step, over all ranks and microbatches. None: one for each microbatch of each data rank."""
     length: int = 1024
     """Tokens of a sample."""
     recompute: Literal["full", "selective"] | None = None
-    """Activations that are made again in the backward; they count for the memory."""
+    """Activations to recompute in the backward; they count for the memory."""
     memory: str | None = None
-    """What a rank has, as 80GB or 80GiB; refuted where it is not enough. None: not asked."""
+    """Memory of a rank, as 80GB or 80GiB; the layout is refuted if it needs more. None: not checked."""
     json: str | None = None
     """Write the result here as JSON; "-" is the standard output."""
 
     def paper(self) -> PaperRun:
-        """The run that is meant; ValueError for settings that do not fit together."""
+        """The run that these settings describe.  Raises ValueError for settings that do not fit together."""
         mesh, strategy = Mesh.parse(self.mesh), find_strategy(self.strategy)
         named = self.schedule is not None and names_a_file(self.schedule)
         order = read_schedule(self.schedule) if named and self.schedule else self.schedule
@@ -132,7 +132,7 @@ class ProveConfig:
 
 
 def parse_bytes(text: str) -> int:
-    """``80GB``, ``79.5GiB`` as bytes; ValueError for anything else."""
+    """Parses ``80GB`` or ``79.5GiB`` into bytes.  Raises ValueError for anything else."""
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?i?B)", text)
     if match is None or match[2] not in UNITS:
         raise ValueError(f"memory {text!r}: give a number and a unit ({', '.join(UNITS)}), as in 80GB")
@@ -140,7 +140,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """``5 4`` as numbers; ValueError for anything else."""
+    """Parses ``5 4`` into numbers.  Raises ValueError for anything else."""
     words = text.replace(",", " ").split()
     if not words or not all(word.isascii() and word.isdecimal() and len(word) < 9 for word in words):
         raise ValueError(f'split {text!r}: give the links of each stage, as in "5 4"')
@@ -148,7 +148,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def run(config: ProveConfig, argv: Sequence[str] = ()) -> int:
-    """The proof and its table; the exit code."""
+    """Shows the proof and its table, and returns the exit code."""
     run = config.paper()
     console = screen(stderr=config.json == "-", soft_wrap=True)
     try:
@@ -166,7 +166,7 @@ def run(config: ProveConfig, argv: Sequence[str] = ()) -> int:
 
 
 def table_of(run: PaperRun, proved: Proved) -> Table:
-    """What was proved, in words."""
+    """Describes the proof in words."""
     table = Table(title=f"proved: {run.strategy.name} on {run.mesh}", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(overflow="fold")
@@ -194,5 +194,5 @@ def table_of(run: PaperRun, proved: Proved) -> Table:
 
 
 def as_json(proved: Proved) -> dict[str, object]:
-    """The same for a program."""
+    """Describes the proof for a program."""
     return asdict(proved) | {"seconds": dict(proved.seconds), "order": list(proved.order)}

@@ -1,12 +1,12 @@
-"""``plait schedule``: pipelines as data, on the screen, proved, and as a picture.  Nothing runs.
+"""``plait schedule``: prints, proves and draws pipeline schedules.  Nothing runs.
 
-plait schedule show 1f1b --stages 4 --microbatches 8          the grid over time, bubbles against their formula
-plait schedule text zbv --stages 4 --microbatches 4           the schedule, to begin one's own with
-plait schedule check mine.txt                                 a proof, or what is wrong and where
-plait schedule draw 1f1b --out 1f1b.svg                       the timeline and the memory of each rank
+plait schedule show 1f1b --stages 4 --microbatches 8          prints the grid over time, bubbles against their formula
+plait schedule text zbv --stages 4 --microbatches 4           prints the schedule, as a start for a hand-written one
+plait schedule check mine.txt                                 prints a proof, or what is wrong and where
+plait schedule draw 1f1b --out 1f1b.svg                       draws the timeline and the memory of each rank
 """
 
-from __future__ import annotations  # help texts are made of the orders when they are asked for
+from __future__ import annotations  # help texts list the orders when they are requested
 
 import shutil
 import sys
@@ -36,7 +36,7 @@ def _tell(line: str) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """An order with its sizes, or a file."""
+    """A named schedule with its sizes, or a file."""
 
     order: Annotated[
         tyro.conf.Positional[str], tyro.conf.arg(help=f"An order ({describe_orders()}), or a file with a schedule.")
@@ -52,7 +52,7 @@ class Source:
         return 4 if self.stages is None else self.stages, 8 if self.microbatches is None else self.microbatches
 
     def schedule(self) -> tuple[Schedule, Proof]:
-        """What the source says, proved."""
+        """Builds or reads the schedule, and proves it."""
         if names_a_file(self.order):
             for name in ("stages", "microbatches", "chunks"):
                 if (value := getattr(self, name)) is not None:
@@ -65,7 +65,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Timed(Source):
-    """A source and what its passes cost."""
+    """A source and the times of its passes."""
 
     forward: float = 1.0
     """Time of one stage's forward."""
@@ -98,7 +98,7 @@ class Show(Timed):
         _tell(share_line(timeline, formula))
 
     def formula(self) -> Bubbles:
-        """What the closed forms say; nothing of a file, and nothing of waits where messages take time."""
+        """Idle shares by the closed forms: none for a file, and no waits if messages take time."""
         if names_a_file(self.order):
             return Bubbles(None, None, None)
         chunks = stages_per_rank(self.order, self.chunks)
@@ -128,9 +128,9 @@ class Text(Source):
     """Print the schedule as text, which check, show and draw read back."""
 
     messages: bool = False
-    """With sends and receives."""
+    """Include sends and receives."""
     strategy: str | None = None
-    """With what a row of the table adds on every rank (ddp, zero1, ... hpz), and the end of the step."""
+    """Include the actions that a row of the table (ddp, zero1, ... hpz) adds on every rank, and the end of the step."""
 
     def run(self) -> None:
         schedule, _ = self.schedule()
@@ -169,10 +169,10 @@ class ScheduleCommand:
         | Annotated[Draw, tyro.conf.subcommand("draw")],
         tyro.conf.arg(name=""),
     ]
-    """What to do with the schedule."""
+    """The operation."""
 
 
 def run(config: ScheduleCommand, argv: Sequence[str]) -> int:
-    """Does what is asked; the exit code."""
+    """Runs the operation and returns the exit code."""
     config.what.run()
     return 0

@@ -1,4 +1,4 @@
-"""``plait train``: what must hold before a run starts, and a run that goes on after a restart."""
+"""``plait train``: checks the conditions for a run, starts it, and continues it after a restart."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ from plait.table.mesh import AXES
 
 
 def run(config: TrainConfig, argv: Sequence[str]) -> int:
-    """Trains on the ranks of the mesh; the exit code."""
+    """Trains on the ranks of the mesh and returns the exit code."""
     config = with_job(config)
     body: Callable[[Comm], int]
-    if is_a_rank(config):  # how often it was started, all know together
+    if is_a_rank(config):  # the ranks agree on how often the run was started
         body = partial(train_again, config, argv=argv)
     else:
         validate(config)
@@ -32,9 +32,9 @@ def run(config: TrainConfig, argv: Sequence[str]) -> int:
 
 
 def train_again(config: TrainConfig, comm: Comm, argv: Sequence[str]) -> int:
-    """A rank's run, which goes on where the attempts before came to; nothing is written before all have looked."""
+    """Continues a rank's run from where earlier attempts ended.  Writes nothing before all ranks have looked."""
     done, wrong = None, None
-    # An agent that was started anew is younger than what the others have written.
+    # A restarted agent is younger than the files of the other ranks.
     begun = any(row[0] for row in gather_ints(comm, [has_settings(config)], AXES, NO_NOTE))
     try:
         config = restarted(config, comm.attempt, begun)

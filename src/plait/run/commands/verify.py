@@ -1,4 +1,4 @@
-"""``plait verify``: one layout, a matrix of layouts, or an engine that is not plait's."""
+"""``plait verify``: verifies one layout, a matrix of layouts, or an engine other than plait's."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from plait.run.launch.local import launch
 
 
 def run(config: VerifyConfig, argv: Sequence[str]) -> int:
-    """Verifies what the settings name; the exit code."""
+    """Verifies what the settings name and returns the exit code."""
     if config.grid:
         return run_grid(with_job(config), list(argv))
     if config.matrix is not None and config.engine is None:

@@ -1,8 +1,8 @@
-"""Hooks on activations tell that a unit's backward begins, or is over; they go with their microbatch.
+"""Hooks on activations that see where a unit's backward begins and ends; they are removed with their microbatch.
 
-It begins when the gradient of the unit's output comes.  It is over when those of all its inputs have come, over all its
-calls in the microbatch.  A backward that keeps its graph (``torch.autograd.grad`` in a forward) is none of these, since
-another will come.
+A unit's backward begins when the gradient of its output comes.  It ends when the gradients of all its inputs have come,
+over all its calls in the microbatch.  A backward that keeps its graph (``torch.autograd.grad`` in a forward) does not
+count, since another will follow.
 """
 
 from collections import Counter, defaultdict
@@ -23,7 +23,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 MANY = 1024
-"""Hooks of one microbatch among which those of tensors that are gone are looked for."""
+"""Hooks of one microbatch from which on those of tensors that are gone are removed."""
 
 
 class ActivationHooks:
@@ -31,22 +31,22 @@ class ActivationHooks:
 
     def __init__(self) -> None:
         self.microbatch = 0
-        """The one whose pass runs (a user's own loop has one)."""
+        """The microbatch whose pass runs (a program's own loop has one)."""
         self._handles: defaultdict[int, list[RemovableHandle]] = defaultdict(list)
         self._many = MANY
         self._missing: defaultdict[int, Counter[Unit]] = defaultdict(Counter)
         """Inputs of each unit whose gradients are still to come."""
 
     def when_gradient_comes(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
-        """Call when the tensor's gradient comes (a hook on a parameter would stay beyond the microbatch)."""
+        """Calls ``call`` when the tensor's gradient comes (a hook on a parameter would outlive the microbatch)."""
         handles = self._handles[self.microbatch]
         handles.append(tensor.register_hook(call))
-        if len(handles) >= self._many:  # of a frozen model no backward ends, and no microbatch is dropped
+        if len(handles) >= self._many:  # in a frozen model no backward ends, and no microbatch is dropped
             handles[:] = [handle for handle in handles if handle.hooks_dict_ref() is not None]
             self._many = max(MANY, 2 * len(handles))
 
     def await_inputs(self, unit: Unit, inputs: Iterable[Any], call: Callable[[Unit], None]) -> None:
-        """Call whenever the gradient of an input of the unit has come."""
+        """Calls ``call`` whenever the gradient of an input of the unit has come."""
         missing = self._missing[self.microbatch]
 
         def arrived(gradient: Tensor) -> None:
@@ -60,11 +60,11 @@ class ActivationHooks:
                 self.when_gradient_comes(tensor, arrived)
 
     def inputs_have_come(self, unit: Unit) -> bool:
-        """Whether the gradients of all its inputs have come; False where none of them wants one."""
+        """True if the gradients of all its inputs have come; False where none of them requires one."""
         return self._missing[self.microbatch].get(unit) == 0
 
     def drop(self, *microbatches: int) -> None:
-        """Remove the hooks of microbatches that are over; without any, all."""
+        """Removes the hooks of microbatches that are over; without any, all."""
         for microbatch in microbatches or {*self._missing, *self._handles}:
             self._missing.pop(microbatch, None)
             for handle in self._handles.pop(microbatch, ()):

@@ -31,21 +31,21 @@ class SourceModel:
 
     model: nn.Module
     names: Mapping[int, str]
-    """Of its parameters, by ``id``."""
+    """Names of its parameters, by ``id``."""
     tied: frozenset[int] = frozenset()
     """The parameters that several stages use, by ``id``."""
 
 
 @dataclass(frozen=True)
 class Unmaterialized:
-    """A parameter that is laid and has no value yet."""
+    """A parameter that has its place in a flat buffer and no value yet."""
 
     origin: nn.Parameter
-    """The whole model's, on meta."""
+    """The whole model's parameter, on meta."""
     old: nn.Parameter
-    """The stage's, on meta."""
+    """The stage's parameter, on meta."""
     new: nn.Parameter
-    """What takes its place."""
+    """The parameter that takes its place."""
     flat: Flat
     index: int
 
@@ -58,9 +58,9 @@ class BuiltUnits:
     units: list[Unit]
     fresh: list[Unmaterialized]
     shapes: dict[int, tuple[int, ...]]
-    """Whole shapes, by ``id`` of the whole model's parameter, of those that are cut over the tensor axis."""
+    """Whole shapes of the parameters that the tensor axis cuts, by ``id`` of the whole model's parameter."""
     names: list[str]
-    """Of the modules that are units, the model itself left out; in a bucket several are laid as one."""
+    """Names of the modules that are units, without the model itself; a bucket joins several of them."""
 
 
 def build_units(
@@ -103,7 +103,7 @@ def build_units(
                 lay(shapes, itemsize, comm.mesh.data_size, cut, unloaded if alone else loads, real=real)
                 for shapes in (_shapes(group, cuts, index) for index in (tensor_rank, 0))
             )
-            sizes = [(b - a) * itemsize for a, b in pairwise(first_rank.bounds)]  # tensor ranks balance alike
+            sizes = [(b - a) * itemsize for a, b in pairwise(first_rank.bounds)]  # the same balance on all tensor ranks
             loads = [load + size for load, size in zip(loads, sizes, strict=True)]
             values = [None if p.is_meta else p.data for _, p in group]
             targets = [_off_meta(p, comm.device) for _, p in group]
@@ -143,9 +143,9 @@ def _off_meta(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 def _by_kind(
     parameters: Sequence[tuple[str, nn.Parameter]], cell: Cell, summed: Collection[int], tied: Collection[int]
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """Parameters alike in dtype, in whether they train, and in whether they are summed share a flat buffer.
+    """Groups parameters by dtype, by whether they train and by whether they are summed: a group shares a flat buffer.
 
-    One that several stages use has its own, laid alike on each of them.
+    A parameter that several stages use has its own buffer, with the same layout on each of them.
     """
     groups: dict[tuple[torch.dtype, bool, bool, str], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters:

@@ -18,7 +18,7 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam}
     | {optim.RMSprop, optim.Rprop, optim.SGD}
 )
-"""With any options, fused and foreach too.  A subclass may do anything, and is another class."""
+"""torch's classes, with any options, fused and foreach too.  A subclass may do anything, and is another class."""
 PER_TENSOR = ELEMENTWISE | {optim.Adafactor, optim.Muon}
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)

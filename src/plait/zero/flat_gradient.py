@@ -1,4 +1,4 @@
-"""Where the gradient of one flat buffer lies: the accumulator, and what a microbatch adds to it.
+"""The memory of one flat buffer's gradient: the accumulator, and the buffer of one microbatch.
 
 Where the accumulator has every element, gradients go straight into it: the first microbatch's are copied, later ones
 added.  Elsewhere they go to a transient buffer, which is reduced to this rank's piece.
@@ -19,14 +19,14 @@ from plait.zero.storage import Flat
 from plait.zero.transfers import prepare, transfers
 
 MOST_MADE = 1024
-"""Things that are kept with a buffer: views and messages of the units that take turns with it, by microbatch."""
+"""Most views and messages that are kept with a buffer, for the units that take turns with it, by microbatch."""
 
 
 class Buffers:
     """Transient gradient buffers, reused: fresh memory costs page faults.
 
-    A larger buffer serves a smaller unit, and a larger one takes the place of one that is too small, so there are never
-    more buffers than were in use at once.
+    A larger buffer serves a smaller unit.  A larger buffer also replaces one that is too small, so there are never more
+    buffers than were in use at once.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -35,7 +35,7 @@ class Buffers:
         self._used: dict[int, Buffer] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """``numel`` elements, with whatever was in them before."""
+        """Takes ``numel`` elements, with arbitrary values."""
         free = None
         for buffer in self._free:  # the smallest that is large enough, or the largest
             if buffer.base.dtype == dtype and (free is None or buffer.fits_better(free, numel)):
@@ -49,15 +49,15 @@ class Buffers:
         return view
 
     def give(self, view: Tensor) -> None:
-        """What ``take`` returned is free again."""
+        """Frees a view that ``take`` returned."""
         self._free.append(self._used.pop(id(view)))
 
     def made_on(self, view: Tensor) -> dict[Hashable, Any]:
-        """What was made on what ``take`` returned, to be found there the next time it is the same memory."""
+        """The views and messages made on a view that ``take`` returned; they are found again with the same memory."""
         return self._used[id(view)].made
 
     def clear(self) -> None:
-        """Give up the memory of those that are free."""
+        """Gives up the memory of the free buffers."""
         self._free.clear()
 
     @property
@@ -66,21 +66,21 @@ class Buffers:
 
 
 class Buffer:
-    """The memory of one, its beginnings, and what was made on them: views, messages."""
+    """The memory of one buffer, and the objects made on it: views of its first elements, messages."""
 
     def __init__(self, base: Tensor) -> None:
         self.base, self.numel = base, base.numel()
         self.made: dict[Hashable, Any] = {}
 
     def view(self, numel: int) -> Tensor:
-        """Its first elements: the same tensor each time."""
+        """Its first ``numel`` elements: the same tensor each time."""
         if numel not in self.made:
             self.made[numel] = self.base[:numel]
         found: Tensor = self.made[numel]
         return found
 
     def fits_better(self, other: Buffer, numel: int) -> bool:
-        """Whether it is nearer to a size than another one: large enough, and no larger than need be."""
+        """True if it fits ``numel`` better than another buffer: large enough, and no larger than necessary."""
         if self.numel < numel or other.numel < numel:
             return self.numel > other.numel
         return self.numel < other.numel
@@ -93,32 +93,32 @@ class FlatGradient:
         self.flat, self.buffers = flat, buffers
         start, stop = flat.grads_place
         self.direct = not flat.grads_split
-        """The accumulator has every element."""
+        """True if the accumulator has every element."""
         self.accumulated = comm.empty(stop - start, flat.sum_dtype).zero_()
         self.views = flat.views(self.accumulated) if self.direct else []
         self.transient: Tensor | None = None
         self.touched: set[int] = set()
         """The parameters that got a gradient in this step: zero is a gradient, none is not."""
         self.touched_now: set[int] = set()
-        """Those of this microbatch."""
+        """The parameters that got a gradient in this microbatch."""
         self.started = False
-        """The accumulator has a microbatch's sum."""
+        """True when the accumulator has a microbatch's sum."""
         self.claimed = False
-        """A reduction writes, or has written, the first one into it."""
+        """True when a reduction writes, or has written, the first sum into the accumulator."""
         self.microbatch_messages = [() if self.direct else transfers([m], flat.layout, comm) for m in moves.microbatch]
-        """By move."""
+        """The messages of a microbatch, by move."""
 
     def name(self, index: int) -> str:
         """A parameter's name."""
         return self.flat.layout.slots[index].name
 
     def begin_step(self) -> None:
-        """Forget the last step's sum (the memory stays)."""
+        """Forgets the last step's sum (the memory stays)."""
         self.touched.clear()
         self.started = self.claimed = False
 
     def take(self, index: int, gradient: Tensor) -> None:
-        """Move one parameter's gradient into the buffer."""
+        """Moves one parameter's gradient into the buffer."""
         if self.direct and index in self.touched:
             self.views[index].add_(gradient)
         else:
@@ -135,7 +135,7 @@ class FlatGradient:
         return self.accumulated[start - first : stop - first]
 
     def make_transient(self) -> Tensor:
-        """A buffer for the whole gradient of a microbatch."""
+        """Takes a buffer for the whole gradient of a microbatch."""
         self.transient = self.buffers.take(self.flat.layout.numel, self.flat.sum_dtype)
         made = self.buffers.made_on(self.transient)
         if (self, "views") not in made:
@@ -144,7 +144,7 @@ class FlatGradient:
         return self.transient
 
     def reduce(self, number: int, whole: Tensor, piece: Tensor, note: Note) -> list[Work]:
-        """Starts the move of this number on what ``hand_over`` has returned; the last one writes ``piece``."""
+        """Starts move ``number`` on the tensors that ``hand_over`` returned; the last move writes ``piece``."""
         out = piece if number == len(self.microbatch_messages) - 1 else None
         made, key = self.buffers.made_on(whole), (self, number, note, piece is self.accumulated)
         if key not in made:
@@ -157,7 +157,7 @@ class FlatGradient:
     def hand_over(self) -> tuple[Tensor, Tensor]:
         """The microbatch's whole gradient, zeros where none came, and the piece of it that this rank accumulates.
 
-        The first piece is written straight into the accumulator, where all pieces are alike.
+        The first piece is written straight into the accumulator, where all pieces have the same size.
         """
         whole = self.make_transient() if self.transient is None else self.transient
         self.fill_untouched(whole, self.touched_now)
@@ -167,7 +167,7 @@ class FlatGradient:
         return whole, piece
 
     def accumulate(self, piece: Tensor) -> None:
-        """Add a microbatch's sum."""
+        """Adds a microbatch's sum."""
         if self.started:
             self.accumulated.add_(piece)
         elif piece.data_ptr() != self.accumulated.data_ptr():
@@ -175,14 +175,14 @@ class FlatGradient:
         self.started = True
 
     def complete(self) -> None:
-        """Before the step's own reductions: zeros for what got no gradient on this rank; others may have one."""
+        """Before the step's own reductions: zeros for parameters with no gradient on this rank; others may have one."""
         if self.direct:
             self.fill_untouched(self.accumulated, self.touched)
         elif not self.started:
             self.accumulated.zero_()
 
     def fill_untouched(self, whole: Tensor, touched: set[int]) -> None:
-        """Zeros for the parameters that got no gradient."""
+        """Writes zeros for the parameters that got no gradient."""
         if len(touched) < len(self.flat.parameters):
             for index, slot in enumerate(self.flat.layout.slots):
                 if index not in touched:

@@ -15,11 +15,11 @@ class GatherOrder:
         self.seen: list[Unit] = []
 
     def begin(self) -> None:
-        """A new pass: expected to repeat the last one; of the first, nothing is expected."""
+        """Begins a pass: it is expected to repeat the last one; nothing is expected of the first."""
         self.expected, self.seen = self.seen, []
 
     def record(self, unit: Unit) -> None:
-        """What the pass unshards now; once it leaves the expected order, nothing is prefetched for the rest of it."""
+        """Records a unit that the pass unshards.  Once it leaves the expected order, the pass prefetches no more."""
         place = len(self.seen)
         if place >= len(self.expected) or self.expected[place] is not unit:
             self.expected = []

@@ -1,6 +1,6 @@
-"""Gradients that are not finite are seen where they arise: before a reduction, behind which nobody knows whose it was.
+"""Finds gradients that are not finite before they are reduced: a sum no longer shows which rank they came from.
 
-Each unit's gradient becomes one number, its square, while it is still in the cache; nobody waits for it before the
+Each unit's gradient becomes one number, its square, while it is still in the cache; no rank waits for it before the
 step's report.  A gradient of more than 1e19 (fp32) counts as not finite, since its square is not.
 """
 
@@ -20,13 +20,13 @@ class GradientWatch:
         self._places: list[tuple[int, str]] = []
 
     def look(self, gradient: Tensor, microbatch: int, name: str) -> None:
-        """A unit's flat gradient is whole; ``name`` is that of its first parameter."""
+        """Takes a unit's whole flat gradient; ``name`` is that of its first parameter."""
         wide = gradient.dtype in _DOT and gradient.numel() < 2**31  # longer ones cuBLAS refuses
         self._squares.append(torch.dot(gradient, gradient) if wide else gradient.abs().sum(dtype=torch.float32))
         self._places.append((microbatch, name))
 
     def first(self) -> tuple[int, str] | None:
-        """Microbatch and name of the first that was not finite; it waits for the device once, and forgets them all."""
+        """Microbatch and name of the first that was not finite; waits for the device once, and forgets them all."""
         squares, places = self._squares, self._places
         self._squares, self._places = [], []
         if not squares or math.isfinite((row := torch.stack(squares)).sum().item()):

@@ -1,19 +1,19 @@
-"""How gradients reach their owners.
+"""Brings every gradient to its owner.
 
-Autograd hands over a parameter's gradient once per backward.  A hook takes it into the unit's flat gradient buffer (see
-``flat_gradient``), and when the unit's last gradient has come the row's ``microbatch`` move starts:
+Autograd delivers a parameter's gradient once per backward.  A hook moves it into the unit's flat gradient buffer (see
+``flat_gradient``).  After the unit's last gradient, the row's ``microbatch`` move starts:
 
     row          a microbatch's gradient goes            after the microbatch              at the step
     ddp, zero1   straight into the full accumulator      -                                 all_reduce / reduce_scatter
     hsdp, psdp   into a transient buffer                 reduce_scatter, piece is added    all_reduce / reduce_scatter
     zero2, 3     into a transient buffer                 reduce_scatter, piece is added    -
 
-The step's sums start as soon as a unit's last backward is over, if messages travel beside computation; on a CPU without
-a core to spare they would only take turns with it, and are faster all together after the backward.
+The step's sums start as soon as a unit's last backward is over, if messages travel during computation.  On a CPU with
+no core to spare the two would only take turns, so all sums start together after the backward, which is faster.
 
-*Order.*  Where parameters are split, every rank runs the same units in the same order (their gathers would not match
-otherwise), so a microbatch's reductions start as units complete.  All other reductions start in one fixed order, last
-unit first; a unit that did not run here still takes part, with zeros.
+*Order.*  Where parameters are split, every rank runs the same units in the same order (or their gathers would not
+match), so a microbatch's reductions start as units complete.  All other reductions start in one fixed order, last unit
+first; a unit that did not run on this rank still takes part, with zeros.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class UnitGradients:
         self.due: int | None = None
         """Gradients still to come in this microbatch; None before the first."""
         self.complete = False
-        """All of this microbatch have come."""
+        """True when all gradients of this microbatch have come."""
         self.summed = False
-        """All microbatches have been added: the step's own reductions may start."""
+        """True when all microbatches have been added: the step's own reductions may start."""
         summed = [gradient for gradient in self.flats if gradient.flat.summed]
         path = [(move, summed) for move in unit.moves.summed] + [(move, self.flats) for move in unit.moves.step]
         self.step_messages = [
@@ -62,13 +62,13 @@ class UnitGradients:
             for move, flats in path
             if flats and move.sends(comm.mesh)
         ]
-        """Move by move: each starts from what the one before has left."""
+        """The step's messages, move by move: each move starts from the result of the one before."""
 
 
 class GradientHook:
-    """What autograd calls with a parameter that has its gradient.
+    """The hook that autograd calls with a parameter after its gradient has been accumulated.
 
-    Its references are weak: Python's collector does not see these hooks from their parameter, so one that held the
+    Its references are weak: Python's collector does not see these hooks from their parameter, so a hook that held the
     engine, and through it the parameter, would keep both forever.
     """
 
@@ -82,12 +82,12 @@ class GradientHook:
 
     @property
     def alive(self) -> bool:
-        """Whether its engine is."""
+        """True if its engine is alive."""
         return self._unit() is not None
 
 
 class Gradients:
-    """The gradients of every unit of a stage, from hook to owner; ``unsharding`` is told when a unit's are complete."""
+    """The gradients of every unit of a stage, from hook to owner.  Reports each unit's completion to ``unsharding``."""
 
     def __init__(self, unsharding: Unsharding, comm: Comm) -> None:
         self.unsharding, self.comm = unsharding, comm
@@ -96,7 +96,7 @@ class Gradients:
         """Looks at every unit's gradient before it is reduced."""
         self.order = [UnitGradients(unit, self) for unit in reversed(unsharding.units) if unit.trains]
         self.flats = [gradient for unit in self.order for gradient in unit.flats]
-        """All of them, last unit first."""
+        """All flat gradients of the stage, last unit first."""
         self._overlaps = comm.overlaps or not all(unit.direct for unit in self.order)
         self._in_fixed_order = [unit for unit in self.order if not unit.unit.split]
         self._next_reduced = 0
@@ -105,9 +105,9 @@ class Gradients:
         self._active = False
         self._flying: deque[Flow] = deque()
         self._hooks: list[tuple[dict[int, Any], int, str]] = []
-        """Of every parameter, all hooks that follow its gradient; which is ours, and the parameter's name."""
+        """Per parameter: all hooks that follow its gradient, the id of ours, and the parameter's name."""
         with torch._C.DisableTorchFunctionSubclass():  # they may be at rest
-            for unit in self.order:  # a hook on each of the user's parameters: see docs/guide/your-own-loop.md
+            for unit in self.order:  # a hook on each parameter of the user: see docs/guide/your-own-loop.md
                 for gradient in unit.flats:
                     for index, parameter in enumerate(gradient.flat.parameters):
                         handle = parameter.register_post_accumulate_grad_hook(GradientHook(unit, gradient, index))
@@ -117,7 +117,7 @@ class Gradients:
     # ---- one microbatch -----------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forget the last step's sums (the buffers stay); what is still under way of it would write to them."""
+        """Forgets the last step's sums (the buffers stay), after any reduction of it that would still write to them."""
         self.finish()
         for hooks, ours, name in self._hooks:
             if next(reversed(hooks)) != ours:
@@ -133,7 +133,7 @@ class Gradients:
         self._next_step = 0
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Before a backward; ``last`` lets the step's own moves start as units complete."""
+        """Prepares for a backward; ``last`` lets the step's own moves start as units complete."""
         self._last = last and self._overlaps
         self._active = True
         self._next_reduced = 0
@@ -143,13 +143,13 @@ class Gradients:
             gradient.touched_now.clear()
 
     def touched_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that got a gradient on this rank in this step, by name."""
+        """Yields the parameters that got a gradient on this rank in this step, with their names."""
         for gradient in self.flats:
             for index in gradient.touched:
                 yield gradient.name(index), gradient.flat.parameters[index]
 
     def take(self, parameter: Tensor, unit: UnitGradients, gradient: FlatGradient, index: int) -> None:
-        """One parameter's gradient goes into the buffer."""
+        """Moves one parameter's gradient into the buffer."""
         if not self._active:
             parameter.grad = None
             if self.unsharding.in_pass:
@@ -172,7 +172,7 @@ class Gradients:
                 f"the gradient of {gradient.name(index)!r} came while its unit {unit.unit.name!r} was not gathered: "
                 f"the module hands a tensor out beside its return value; return it, so that its backward can be seen"
             )
-        if value is not None:  # a function of the user's, or siblings that were not called, may have none to give
+        if value is not None:  # a function written by the user, or siblings that were not called, may have none to give
             if value.is_sparse:
                 raise ValueError(
                     f"the gradient of {gradient.name(index)!r} is sparse: build the embedding with sparse=False"
@@ -205,7 +205,7 @@ class Gradients:
             self._reduce_in_fixed_order()
 
     def end_microbatch(self) -> None:
-        """After a backward: units that did not run here, but may have elsewhere, take part with zeros."""
+        """Ends a microbatch's backward: units that did not run here, but may have elsewhere, take part with zeros."""
         for unit in self.order:
             unit.unit.gets_gradients = unit.due is not None
         for unit in self._in_fixed_order:
@@ -214,7 +214,7 @@ class Gradients:
         self._active = False
 
     def _reduce_in_fixed_order(self) -> None:
-        """Start the reductions of units that are not split, as far as they are complete."""
+        """Starts the reductions of units that are not split, up to the first incomplete one."""
         while self._next_reduced < len(self._in_fixed_order) and self._in_fixed_order[self._next_reduced].complete:
             unit = self._in_fixed_order[self._next_reduced]
             self._next_reduced += 1
@@ -227,7 +227,7 @@ class Gradients:
             self._has_sum(unit)
 
     def _microbatch_flow(self, unit: UnitGradients) -> Flow:
-        """Reduce a unit's transient gradients over the axes that the gradient cell splits, and add the pieces."""
+        """Reduces a unit's transient gradients over the axes that the gradient cell splits, and adds the pieces."""
         note, last = Note("microbatch", unit.unit.name, self.unsharding.microbatch), self._last
         arriving = [(gradient, gradient.hand_over()) for gradient in unit.flats if not gradient.direct]
         for number, move in enumerate(unit.unit.moves.microbatch):
@@ -245,12 +245,12 @@ class Gradients:
             self._has_sum(unit)
 
     def _travels(self, move: Move) -> bool:
-        """Whether a move goes on while this rank computes.  Not one inside of hosts: what crosses them starts early."""
+        """True if a move proceeds during computation: not inside a host, so that moves across hosts start early."""
         mesh = self.comm.mesh
         return move.sends(mesh) and (mesh.hosts == 1 or any(map(mesh.crosses, move.axes)))
 
     def _start(self, flow: Flow) -> None:
-        """Issue a flow's first messages, and finish those before it: one unit's are under way at once."""
+        """Issues a flow's first messages and finishes the flows before it, so that only one unit's are under way."""
         for _ in flow:
             self._flying.append(flow)
             self._drain(1)
@@ -264,7 +264,7 @@ class Gradients:
     # ---- the step -----------------------------------------------------------------------------------------------
 
     def _has_sum(self, unit: UnitGradients) -> None:
-        """The unit has its sum over all microbatches; the step's moves start in the fixed order."""
+        """Marks that the unit has its sum over all microbatches; the step's moves start in the fixed order."""
         unit.summed = True
         self._start_steps()
 
@@ -278,7 +278,7 @@ class Gradients:
                 self._start(self._step_flow(unit))
 
     def _step_flow(self, unit: UnitGradients) -> Flow:
-        """The moves from the gradients' cell to the optimizer's."""
+        """Runs the moves from the gradients' cell to the optimizer's."""
         note = Note("step", unit.unit.name)
         for move, messages in unit.step_messages:
             works = [send(self.comm, m, g.accumulated, g.flat.grads_place[0], note) for g, m in messages]
@@ -288,21 +288,21 @@ class Gradients:
                 work.wait()
 
     def wipe(self) -> None:
-        """No buffer keeps a number that is not finite, where it would meet the next step's."""
+        """Clears every buffer, so that numbers that are not finite do not reach the next step."""
         for gradient in self.flats:
             gradient.accumulated.zero_()
         self.buffers.clear()
 
     def touched(self) -> set[str]:
-        """The parameters that got a gradient on this rank in this step."""
+        """The names of the parameters that got a gradient on this rank in this step."""
         return {gradient.name(index) for gradient in self.flats for index in gradient.touched}
 
     def finish(self) -> None:
-        """Wait for the reductions under way."""
+        """Waits for the reductions under way."""
         self._drain(0)
 
     def reduce(self) -> None:
-        """Finish every sum of the step: afterwards each owner's piece of ``accumulated`` is the whole gradient."""
+        """Finishes every sum of the step: afterwards each owner's piece of ``accumulated`` is the whole gradient."""
         self._drain(0)
         for unit in self.order:
             unit.summed = True

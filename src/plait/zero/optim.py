@@ -39,13 +39,13 @@ class Owned:
     run: Run
     flat: Flat
     cut: TensorCut | None
-    """How the parameter is cut over the tensor axis; the run is in this rank's piece of it."""
+    """The parameter's cut over the tensor axis; the run is in this rank's piece of it."""
     view: nn.Parameter
-    """In the unit's storage, or in its master weights."""
+    """A view of the unit's storage, or of its master weights."""
     gradient: Tensor
-    """In the accumulator."""
+    """A view of the accumulator."""
     converts: bool
-    """The optimizer has another dtype or device than the sums."""
+    """True if the optimizer has another dtype or device than the sums."""
 
     @property
     def place(self) -> RunPlace:
@@ -81,7 +81,7 @@ def has_stepped(optimizer: Optimizer) -> bool:
 
 
 class OwnedOptimizer:
-    """The optimizers of an engine, which have only what this rank owns.
+    """The optimizers of an engine, which have only the runs that this rank owns.
 
     Args:
         names: of the model's parameters, by ``id``.
@@ -105,9 +105,9 @@ class OwnedOptimizer:
     ) -> None:
         self.optimizers, self.owned = tuple(optimizers), list(owned)
         self.groups: dict[Optimizer, list[list[str]]] = {}
-        """By optimizer, the names of the parameters of each of its groups, in the order in which they were given."""
+        """Names of the parameters in each group, by optimizer, in the order in which they were given."""
         self.reader: threading.Event | None = None
-        """Set when a save has read the optimizers' state; until then nothing of it may be written."""
+        """Set when a save has read the optimizers' state; until then the state must not be written."""
         self.by_name: dict[str, list[Owned]] = {}
         for piece in self.owned:
             self.by_name.setdefault(piece.name, []).append(piece)
@@ -137,7 +137,7 @@ class OwnedOptimizer:
         )
 
     def _take(self, optimizer: Optimizer, names: Mapping[int, str], *, cuts: bool, over_tensor: set[str]) -> None:
-        """Check an optimizer, and point its groups at the pieces."""
+        """Checks an optimizer, and points its groups at the pieces."""
         groups = optimizer.param_groups
         if any(id(p) not in names for group in groups for p in group["params"]):
             raise ValueError(
@@ -170,14 +170,14 @@ class OwnedOptimizer:
         return [piece.view for name in names for piece in self.by_name.get(name, ())]
 
     def give_gradients(self, touched: Mapping[str, bool]) -> None:
-        """Point each piece at its gradient, or at None where no rank has one; an update comes next."""
+        """Points each piece at its gradient, or at None where no rank has one; an update comes next."""
         self.wait_for_reader()
         for piece in self.owned:
             gradient = piece.gradient.to(piece.view) if piece.converts else piece.gradient
             piece.view.grad = gradient if touched[piece.name] else None
 
     def wait_for_reader(self) -> None:
-        """Returns when what the optimizers keep may be written to."""
+        """Waits until the optimizers' state may be written."""
         if self.reader is not None:
             self.reader.wait()
             self.reader = None

@@ -1,12 +1,12 @@
-"""Units that stay whole whatever the passes do, because someone reads their parameters beside them.
+"""Units that stay whole whatever the passes do, because a program reads their parameters outside the passes.
 
     pin      SHARDED ──► UNSHARDED         a forward, a backward or an evaluation meanwhile finds everything here
     unpin    UNSHARDED ──► SHARDED         unless a pass uses it, or it was open before
-    await    a backward to come reads the parameters outside of its units' own: they stay until the step is over
+    await    a later backward reads the parameters outside of their own units: they stay until the step is over
              (a penalty was made of them, or a gradient that is differentiated again went through the unit)
 
-A view that someone took of the parameters and keeps (a state dict) stays what it was: the memory is left to it, and the
-next gather gets its own.
+A view of the parameters that a program keeps (a state dict) retains its values: the memory is left to it, and the next
+gather gets new memory.
 """
 
 from collections.abc import Iterable
@@ -19,16 +19,16 @@ class Pins:
 
     def __init__(self) -> None:
         self.num_backwards = 0
-        """That are over."""
+        """Number of backwards that are over."""
         self._closes: dict[Unit, bool] = {}
-        """The pinned units, and whether they are resharded when they are unpinned."""
+        """The pinned units, and True for those that unpinning reshards."""
         self._held: set[Unit] = set()
-        """Those that someone reads now."""
+        """The units that are read now."""
         self._awaited: set[Unit] = set()
-        """Those that a backward will read."""
+        """The units that a later backward will read."""
 
     def add(self, units: Iterable[Unit]) -> list[Unit]:
-        """Gather what is not here; returns those that are to be dropped by who has pinned them."""
+        """Gathers units that are not here; returns those that the caller has to drop."""
         mine = [unit for unit in units if unit.split and unit not in self._held]
         fresh = [unit for unit in mine if not unit.pinned]
         self._held.update(mine)
@@ -44,18 +44,18 @@ class Pins:
         return mine
 
     def drop(self, units: Iterable[Unit], *, read_in_backward: bool = False) -> None:
-        """Nobody reads them now."""
+        """Ends a read of these units."""
         self._held.difference_update(units)
         if read_in_backward:
             self._awaited.update(units)
         self._unpin(units)
 
     def keep_for_backward(self, units: Iterable[Unit]) -> None:
-        """A backward will read them; which one cannot be known, so they stay for all of the step."""
+        """Keeps units for a backward that will read them.  Which one is not known, so they stay for the whole step."""
         self.drop(self.add(units), read_in_backward=True)
 
     def end_step(self) -> None:
-        """Every backward is over, or will not come."""
+        """Ends the step: every backward is over, or will not come."""
         awaited, self._awaited = self._awaited, set()
         self._unpin(awaited)
 

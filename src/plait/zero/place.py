@@ -1,10 +1,10 @@
-"""Where a run lies in the whole parameter: the regions that whoever writes or reads whole tensors asks for.
+"""The regions of the whole parameter that a run covers, for code that writes or reads whole tensors.
 
     run 2..9 of this rank's rows of w        .  .  2  3        three regions of the whole w: the rest of a row,
                                              4  5  6  7        rows, the beginning of a row
                                              8  .  .  .
 
-Where the tensor axis cuts the parameter first, a region of what this rank has is one region of the whole, or several.
+Where the tensor axis cuts the parameter first, one region of this rank's part is one or several regions of the whole.
 """
 
 import math
@@ -21,9 +21,9 @@ from plait.table.tensor_cut import TensorCut
 
 
 class Readable(Protocol):
-    """A tensor, or what can be read like one, region by region: a slice of a file, an array that is mapped.
+    """A tensor, or an object that can be read like one, region by region: a slice of a file, a mapped array.
 
-    What has ``fill(region, into)`` as well is asked to write a region straight into memory that is there.
+    An object that also has ``fill(region, into)`` writes a region straight into existing memory.
     """
 
     @property
@@ -34,7 +34,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class RunPlace:
-    """A run, and how its parameter is cut over the tensor axis before."""
+    """A run, and the cut of its parameter over the tensor axis, which comes first."""
 
     run: Run
     cut: TensorCut | None
@@ -42,7 +42,7 @@ class RunPlace:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The whole parameter's."""
+        """The shape of the whole parameter."""
         return self.run.slot.shape if self.cut is None else self.cut.shape
 
     def regions(self, values: Tensor) -> Iterator[tuple[Region, Tensor]]:
@@ -57,7 +57,7 @@ class RunPlace:
             yield from zip(places, part.split(lengths, self.cut.dim) if self.cut else (part,), strict=True)
 
     def fill(self, whole: Readable, into: Tensor) -> None:
-        """The run's elements, flat, of what has one value per element of the parameter, into memory that is there."""
+        """Writes the run's elements, flat, into existing memory, from a source with one value per parameter element."""
         fill = getattr(whole, "fill", None)
         for region, part in self.regions(into):
             if fill is None:

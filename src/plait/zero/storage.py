@@ -3,12 +3,12 @@
 full     every element; parameters are views of it, so a gather copies nothing per parameter.  Where the row splits
          them it has memory only while they are gathered: resharding resizes its storage to nothing and unsharding
          back, so whatever autograd saved (parameters, or views such as ``weight.t()``) has the right values again
-common   where the ranks of a host share memory, it is ``full``, once for all of them, and ``rest`` is a part of it:
-         a gather moves nothing.  No rank updates its piece before all have agreed that they are through with a step
-rest     what this rank has of the parameters at rest; where nothing is split, it is ``full``
-kept     from a forward to its backward: what the next gather starts from
-master   what the optimizer updates, where its cell has another dtype or device than the parameters'; they are
-         rounded from it after each update.  Elsewhere the optimizer updates a part of ``rest``
+common   where the ranks of a host share memory, ``full`` exists once for all of them, and ``rest`` is a part of it:
+         a gather moves nothing.  No rank updates its piece before all ranks have agreed that the step's reads are over
+rest     this rank's piece of the parameters at rest; where nothing is split, it is ``full``
+kept     from a forward to its backward: the piece that the next gather starts from
+master   the piece that the optimizer updates, where its cell has another dtype or device than the parameters' cell;
+         parameters are rounded from it after each update.  Elsewhere the optimizer updates a part of ``rest``
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,11 +27,11 @@ from plait.tensor.pieces import piece_of
 from plait.zero.transfers import move_by_move, prepare, start
 
 MOST_GATHERS = 64
-"""Of a unit, that are kept prepared: phases times microbatches."""
+"""Most gathers of a unit that are kept prepared (phases times microbatches)."""
 
 
 def dtype_in(cell: Cell, own: torch.dtype) -> torch.dtype:
-    """The dtype that a cell gives to the state of parameters of dtype ``own``; integers stay what they are."""
+    """The dtype that a cell gives to the state of parameters of dtype ``own``; integer dtypes stay."""
     if not (cell.dtype and own.is_floating_point):
         return own
     dtype: torch.dtype = getattr(torch, LONG[cell.dtype])
@@ -39,7 +39,7 @@ def dtype_in(cell: Cell, own: torch.dtype) -> torch.dtype:
 
 
 def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What a parameter reads as while its values are elsewhere: NaN; of integers, the smallest."""
+    """The value that a parameter shows while it is not gathered: NaN, or the smallest integer."""
     if dtype.is_floating_point or dtype.is_complex:
         value = float("nan")
     else:
@@ -48,7 +48,7 @@ def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class Flat:
-    """The parameters of a unit of one dtype that all train, or all do not.
+    """Parameters of a unit that share one dtype, and all train or are all frozen.
 
     Args:
         cuts: how each parameter is cut over the tensor axis, None where it is whole.
@@ -84,14 +84,14 @@ class Flat:
         self.grads_split = ways(strategy.grads.split) > 1
         start, stop = self.optim_place
         self.common = comm.common(layout.numel, self.dtype, strategy.params.split) if self.split else None
-        """Every element, once for all ranks of a host: each updates its piece, and nothing has to be gathered."""
+        """Every element, once for all ranks of a host: each rank updates its piece, and nothing has to be gathered."""
         if self.common is None:
             self.rest = comm.empty(self.held[1] - self.held[0], self.dtype).zero_()
             self.full = torch.empty(layout.numel, dtype=self.dtype, device=device) if self.split else self.rest
         else:
             self.full, self.rest = self.common, self.common[slice(*self.held)]
         self.updated_at_rest = self.rest[start - self.held[0] : stop - self.held[0]]
-        """The part that the optimizer updates, or that is rounded from what it updates."""
+        """The part of ``rest`` that the optimizer updates, or that is rounded from the master weights."""
         self.master: Tensor | None = None
         if self.trainable and layout.has_master(strategy):
             self.master = torch.zeros(stop - start, dtype=update_dtype, device=strategy.optim.device or device)
@@ -117,7 +117,7 @@ class Flat:
         (self.reshard if self.split else self.show)()
 
     def place(self, cell: Cell) -> tuple[int, int]:
-        """The elements of the flat buffer that this rank has under a cell."""
+        """The elements of the flat buffer that this rank has under a cell, as (start, stop)."""
         mesh = self.comm.mesh
         return self.layout.piece(mesh.count(cell.split), mesh.index(self.comm.rank, cell.split))
 
@@ -126,7 +126,7 @@ class Flat:
         return [buffer[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
 
     def write(self, slot_index: int, value: Tensor) -> None:
-        """Write what this rank has at rest of a whole parameter."""
+        """Writes this rank's part of a whole parameter to its memory at rest."""
         cut = self.cuts[slot_index]
         elements = (value if cut is None else piece_of(value, cut, self.tensor_rank)).reshape(-1)
         for run, memory in self.at_rest(slot_index):
@@ -134,8 +134,9 @@ class Flat:
         self.round(slot_index)
 
     def at_rest(self, slot_index: int) -> Iterator[tuple[Run, Tensor]]:
-        """The runs that this rank has of a parameter, none twice, and their memory: of what the optimizer updates that
-        which it updates, which is rounded from (``round``)."""
+        """Yields the runs of a parameter on this rank, none twice, with their memory.
+
+        Where there are master weights, that is the master; ``round`` derives the values at rest from it."""
         (begin, end), (start, stop) = self.held, self.optim_place
         parts = [(self.rest, self.held)]
         if self.master is not None:
@@ -146,7 +147,7 @@ class Flat:
                 yield run, memory[run.offset : run.offset + run.numel]
 
     def round(self, slot_index: int) -> None:
-        """Where the optimizer updates another copy of a parameter, what lies at rest is that copy, rounded."""
+        """Rounds a parameter's values at rest from its master weights, where there are any."""
         if self.master is not None:
             run = self.layout.run(slot_index, *self.optim_place)
             if run is not None:
@@ -155,20 +156,20 @@ class Flat:
 
     @property
     def published(self) -> bool:
-        """What forwards read, here or on other ranks, is a copy of what the optimizer updates."""
+        """True if forwards, here or on other ranks, read a copy of the elements that the optimizer updates."""
         return self.master is not None or any(self._publish)
 
     def publish(self, note: Note) -> list[Work]:
-        """After an update: start to send the updated pieces, rounded, to whoever has them at rest."""
+        """After an update: starts to send the updated pieces, rounded, to every rank that has them at rest."""
         if self.master is not None:
             self.updated_at_rest.copy_(self.master)
         first = self.held[0]
         return start([[prepare(self.comm, m, self.rest, first, note) for m in move] for move in self._publish])
 
     def unshard(self, phase: str, unit: str, microbatch: int, *, own: bool) -> list[Work]:
-        """Give ``full`` its memory and issue the messages that fill it from what is kept, or lies at rest.
+        """Gives ``full`` its memory and issues the messages that fill it from the kept piece or the piece at rest.
 
-        ``own``: whoever writes to it, or keeps a view, has memory of this rank's own.
+        ``own``: uses this rank's private memory, for readers that write to it or keep a view.
         """
         if self.common is None:
             self.full.untyped_storage().resize_(self.bytes_full)
@@ -192,31 +193,31 @@ class Flat:
         return start(gathers)
 
     def own(self) -> None:
-        """Whoever writes to ``full``, or keeps a view, has memory of this rank's own; it is gathered."""
+        """Moves gathered values into this rank's private memory, for readers that write to ``full`` or keep a view."""
         if self.common is not None and self.full is self.common:
             self._renew()
             self.full.copy_(self.common)
             self.show()
 
     def show(self) -> None:
-        """Point the parameters at ``full``."""
+        """Points the parameters at ``full``."""
         with torch._C.DisableTorchFunction():
             for parameter, view, here in zip(self.parameters, self._views, self._here, strict=True):
                 parameter.__class__ = here  # the user's own: see docs/guide/your-own-loop.md
                 parameter.data = view
 
     def reshard(self) -> list[str]:
-        """Point the parameters at placeholders and give the memory of ``full`` back.
+        """Points the parameters at placeholders and gives the memory of ``full`` back.
 
         Returns:
-            The names of parameters that were written to since they were shown; what was written is gone.
+            The names of parameters that were written to since ``show``; the written values are lost.
         """
         with torch._C.DisableTorchFunction():
             for parameter, nothing, at_rest in zip(self.parameters, self._placeholders, self._at_rest, strict=True):
                 parameter.data = nothing
                 parameter.__class__ = at_rest
         if self.common is not None:
-            if self.full is not self.common:  # the copy is left to whoever has it
+            if self.full is not self.common:  # the copy is left to its holders
                 self.full = self.common
                 self._point_views()
             return self.written()
@@ -226,7 +227,7 @@ class Flat:
         return self.written()
 
     def written(self) -> list[str]:
-        """The names of parameters that were written to in place since this was last asked."""
+        """The names of parameters that were written to in place since the last call."""
         with torch._C.DisableTorchFunction():
             before, self._versions = self._versions, [p._version for p in self.parameters]
         if before == self._versions:
@@ -235,7 +236,7 @@ class Flat:
         return [slot.name for slot, old, new in slots if old != new]
 
     def accept(self) -> None:
-        """Take over what a program has written to whole parameters: at rest, and in what the optimizer updates.
+        """Takes over values that a program has written to whole parameters, at rest and in the master weights.
 
         Raises:
             ValueError: a parameter was given values of another shape, dtype or device.
@@ -250,19 +251,19 @@ class Flat:
                         f"{tuple(parameter.shape)} on {parameter.device}, but the row holds {str(view.dtype)[6:]} of "
                         f"shape {tuple(view.shape)} on {view.device}: make such changes first, then build the Engine"
                     )
-                view.copy_(parameter.detach().clone())  # which may lie in this very memory
+                view.copy_(parameter.detach().clone())  # which may share this very memory
                 parameter.data = view
         self.written()
         if self.split:
             self.rest.copy_(self.full[slice(*self.held)])
         if self.master is not None:
-            same = self.master.to(self.updated_at_rest) == self.updated_at_rest  # so what nobody wrote keeps its bits
+            same = self.master.to(self.updated_at_rest) == self.updated_at_rest  # unwritten elements keep their bits
             self.master.copy_(
                 torch.where(same.to(self.master.device), self.master, self.updated_at_rest.to(self.master))
             )
 
     def replaced(self) -> list[str]:
-        """The names of parameters whose ``p.data`` is other memory than the engine's."""
+        """The names of parameters whose ``p.data`` is not the engine's memory."""
         with torch._C.DisableTorchFunction():
             if all(map(Tensor.is_set_to, self.parameters, self._views)):
                 return []
@@ -270,23 +271,23 @@ class Flat:
             return [slot.name for parameter, view, slot in rows if not parameter.is_set_to(view)]
 
     def contains(self, pointer: int) -> bool:
-        """Whether an address lies in the memory of the gathered parameters."""
+        """True if an address is in the memory of the gathered parameters."""
         first = self.full.data_ptr()
         return first <= pointer < first + self.bytes_full
 
     def leave_to_holders(self) -> None:
-        """Before a reshard: where more than the parameters share the memory, what they read must stay."""
+        """Before a reshard: leaves the memory to other tensors that share it, so that they keep their values."""
         if self.common is None and self._share_memory() > self._holders + len(self.parameters):
             self._renew()
 
     def _renew(self) -> None:
-        """Leave the memory to whoever has it beside us: the next gather gets its own."""
+        """Leaves the memory to its other holders: the next gather gets new memory."""
         self.full = torch.empty_like(self.full)
         self._point_views()
 
     def _point_views(self) -> None:
         self._gathers: dict[tuple[str, int, bool], tuple[Tensor, list[list[Prepared | Alone]]]] = {}
-        """What fills ``full``: this rank's part of it and the messages, by phase and microbatch."""
+        """Prepared gathers of ``full``: this rank's part of it and the messages, by phase and microbatch."""
         self._views = self.views(self.full)
         self._holders = self._share_memory()
 
@@ -294,7 +295,7 @@ class Flat:
         return int(torch._C._storage_Use_Count(self.full.untyped_storage()._cdata))
 
     def keep(self) -> None:
-        """Keep what the row keeps between forward and backward: a copy only if it is more than lies at rest."""
+        """Keeps what the row keeps between forward and backward: a copy only if it is more than the piece at rest."""
         if self.kept is None:
             self.kept = self.full[slice(*self.kept_place)] if self.keeps_more else self.rest
             if self.keeps_more and self.common is None:

@@ -32,13 +32,14 @@ def transfers(moves: Sequence[Move], layout: FlatLayout, comm: Comm) -> tuple[Tr
 
 
 def move_by_move(moves: Sequence[Move], layout: FlatLayout, comm: Comm) -> list[tuple[Transfer, ...]]:
-    """The same, by move; those of a move start from what the move before has left.  Uneven pieces may be empty here and
-    not elsewhere: a move is one on all ranks."""
+    """The same messages, one tuple per move; each move starts from the result of the move before.
+
+    Uneven pieces may be empty here and not elsewhere: a move is one on all ranks."""
     return [transfers([move], layout, comm) for move in moves if move.sends(comm.mesh)]
 
 
 class InTurn:
-    """Messages of several moves under way: those of the next move start when those of this one have been waited for."""
+    """Messages of several moves under way: those of a move start when those of the move before have been waited for."""
 
     def __init__(self, moves: Sequence[Sequence[Prepared | Alone]]) -> None:
         self._rest = deque(moves)
@@ -55,7 +56,7 @@ class InTurn:
 
 
 def start(moves: Sequence[Sequence[Prepared | Alone]]) -> list[Work]:
-    """Starts the messages of some moves; whoever waits for the works starts those of further moves."""
+    """Starts the messages of some moves; waiting for the returned works starts those of further moves."""
     if len(moves) > 1:
         return [InTurn(moves)]
     return [message.start() for messages in moves for message in messages]
@@ -64,7 +65,7 @@ def start(moves: Sequence[Sequence[Prepared | Alone]]) -> list[Work]:
 def prepare(
     comm: Comm, message: Transfer, array: Tensor, base: int, note: Note, out: Tensor | None = None
 ) -> Prepared | Alone:
-    """One message on ``array``, which has the flat elements from ``base`` on, to be started as often as it is wanted.
+    """Prepares one message on ``array``, which has the flat elements from ``base`` on; it may be started many times.
 
     A reduce-scatter writes this rank's piece to ``out``, or in place where it is not given.
     """
@@ -76,5 +77,5 @@ def prepare(
 
 
 def send(comm: Comm, message: Transfer, array: Tensor, base: int, note: Note, out: Tensor | None = None) -> Work:
-    """Start it once."""
+    """Starts a message once."""
     return prepare(comm, message, array, base, note, out).start()

@@ -1,4 +1,4 @@
-"""A unit: the parameters that are gathered and reduced together, in flat buffers (see ``storage``), and where they are.
+"""A unit: parameters that are gathered and reduced together, in flat buffers (see ``storage``), and their state.
 
     state         full           rest     kept                  parameters are        bytes
     WHOLE         is ``rest``    whole    -                     views of ``full``     full
@@ -12,9 +12,10 @@
             ▲                                               │
             └─────────────────── reshard() ─────────────────┘
 
-WHOLE is a unit that the row, or a mesh of one rank, does not split: it has no transitions.  ``kept`` only changes where
-the next ``unshard`` starts, and so what it sends: under hpz from a copy nearby; under zero3_keep units stay UNSHARDED
-from forward to backward, and nothing is sent.  ``master``, the optimizer's own piece, is the same in all states.
+A unit is WHOLE where the row, or a mesh of one rank, does not split it; it then has no transitions.  ``kept`` only
+changes where the next ``unshard`` starts, and so which messages it sends: hpz gathers from a copy nearby; zero3_keep
+leaves units UNSHARDED from forward to backward and sends nothing.  ``master``, the piece that the optimizer updates, is
+the same in all states.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from plait.zero.storage import Flat
 
 
 class State(Enum):
-    """Where a unit's parameters are; see the table above."""
+    """The state of a unit's parameters; see the table above."""
 
     WHOLE = "whole"
     SHARDED = "sharded"
@@ -50,20 +51,20 @@ class Unit:
         self.split = any(flat.split for flat in self.flats)
         self.state = State.SHARDED if self.split else State.WHOLE
         self.keeps_open = not moves.backward
-        """The row keeps parameters whole from forward to backward."""
+        """True if the row keeps parameters whole from forward to backward."""
         self.users = 0
-        """Modules that read the parameters now, and the schedule, where it holds them."""
+        """Number of modules that read the parameters now; the schedule counts as one while it holds them."""
         self.pinned = False
-        """Someone else reads them (see ``pins``): passes leave the unit open."""
+        """True while a program reads them outside the passes (see ``pins``): passes leave the unit open."""
         self.differentiated = True
-        """A backward goes through it: its output required a gradient in the last training forward and, where it is
+        """True if a backward goes through it: its output required a gradient in the last training forward and, if
         gathered, got one in the last backward."""
         self.stays_open = False
-        """It was open until the end of the last backward, for no input of it wants a gradient that would end it."""
+        """True if it stayed open until the last backward ended, as no input of it required a gradient."""
         self.was_read = False
-        """It was pinned since it was gathered: somebody may have a view of its parameters."""
+        """True if it was pinned since it was gathered: a program may hold a view of its parameters."""
         self.gets_gradients = True
-        """Gradients of its parameters came in the last backward."""
+        """True if its parameters got gradients in the last backward."""
         self.open_units = OpenUnits()
         self.relate([], [])
         self._works: list[Work] = []
@@ -75,28 +76,28 @@ class Unit:
         return f"Unit({self.name}, {sum(len(flat.layout.slots) for flat in self.flats)} parameters, {self.state.value})"
 
     def relate(self, borrows: Sequence[Unit], ancestors: Sequence[Unit]) -> None:
-        """Say whose parameters the module reads besides its own (tied ones), and which units it lies in."""
+        """Sets which other units the module reads (for tied parameters), and which units contain it."""
         self.needs = [self, *borrows]
         self.ancestors = list(ancestors)
         self.split_needs = any(unit.split for unit in self.needs)
-        """Whether anything that this unit reads has to be gathered."""
+        """True if anything that this unit reads has to be gathered."""
         self.look_at_frozen()
 
     def look_at_frozen(self) -> None:
-        """Notice which parameters are frozen now."""
+        """Notes which parameters are frozen now."""
         with torch._C.DisableTorchFunctionSubclass():
             train = [parameter.requires_grad for flat in self.flats for parameter in flat.parameters]
         self.trains = any(train)
         self.done_with_gradients = len(self.needs) == 1 and all(train)
-        """Nothing reads the unit's parameters once they have their gradients: autograd makes a weight's gradient in the
-        same node as that of its input.  Frozen and borrowed parameters may be read later."""
+        """True if the unit's parameters are not read once they have their gradients: autograd computes a weight's
+        gradient in the same node as its input's.  Frozen and borrowed parameters may be read later."""
 
     def borrow(self, owner: Unit) -> None:
-        """The module reads another unit's parameters too."""
+        """Adds another unit whose parameters the module reads."""
         self.relate([*self.needs[1:], owner], self.ancestors)
 
     def unshard(self, phase: str, microbatch: int, *, own: bool = False) -> None:
-        """Start to gather the parameters, from what is kept or lies at rest; ``own``: not into common memory."""
+        """Starts to gather the parameters from the kept piece or the piece at rest; ``own``: not into common memory."""
         assert self.state is State.SHARDED, f"unit {self.name!r} is {self.state.value}"
         self.state = State.UNSHARDING
         self.open_units.add(self)
@@ -104,7 +105,7 @@ class Unit:
             self._works += flat.unshard(phase, self.name, microbatch, own=own)
 
     def wait(self) -> None:
-        """Wait for the messages and point the parameters at the whole values."""
+        """Waits for the messages and points the parameters at the whole values."""
         assert self.state is State.UNSHARDING, f"unit {self.name!r} is {self.state.value}"
         for work in self._works:
             work.wait()
@@ -115,7 +116,7 @@ class Unit:
         self.open_units.arriving.discard(self)
 
     def reshard(self) -> None:
-        """Back to rest; messages still under way are waited for first.
+        """Returns the unit to rest; waits first for messages that are still under way.
 
         Raises:
             ValueError: a parameter was written to in between.
@@ -137,7 +138,7 @@ class Unit:
             )
 
     def own(self) -> None:
-        """Whole parameters that lie in common memory go into memory of this rank's own."""
+        """Copies whole parameters from common memory into this rank's private memory."""
         for flat in self._split_flats:
             flat.own()
 
@@ -148,30 +149,30 @@ class Unit:
             flat.keep()
 
     def forget(self) -> None:
-        """The microbatch is over: gathers start from what lies at rest again."""
+        """Ends the microbatch: gathers start from the piece at rest again."""
         for flat in self._split_flats:
             flat.kept = None
 
     def gathers(self, tensor: Tensor) -> bool:
-        """Whether a tensor's memory is that of parameters gathered for this unit, and goes when they do."""
+        """True if a tensor shares the memory of parameters gathered for this unit, which is freed with them."""
         if tensor.layout is not torch.strided or torch._C._are_functorch_transforms_active():
             return False
         pointer = tensor.data_ptr()
         return any(flat.contains(pointer) for needed in self.needs for flat in needed._split_flats)
 
     def leave_to_holders(self) -> None:
-        """Before a reshard: leave the memory of gathered parameters to whoever else has a view of it."""
+        """Before a reshard: leaves the memory of gathered parameters to any other holder of a view of it."""
         for flat in self._split_flats:
             flat.leave_to_holders()
 
     def publish(self) -> list[Work]:
-        """After an update: start to bring the updated pieces to everyone who has them at rest."""
+        """After an update: starts to send the updated pieces to every rank that has them at rest."""
         note = Note("publish", self.name)
         return [work for flat in self.flats if flat.trainable for work in flat.publish(note)]
 
     def layout(self, readers: Sequence[Unit], own: int) -> UnitLayout:
-        """The unit as the planner sees it; ``readers`` are those that it is gathered for, in the order in which they
-        run: itself or one around it in the place ``own``, and others that borrow its parameters."""
+        """The unit as the planner sees it.  ``readers`` are the units that it is gathered for, in the order in which
+        they run: at place ``own`` itself or a unit around it, and elsewhere units that borrow its parameters."""
         layouts, trainable = tuple(f.layout for f in self.flats), tuple(f.trainable for f in self.flats)
         uses = tuple(unit.differentiated for unit in readers)
         summed, reduced = tuple(f.summed for f in self.flats), self.gets_gradients or not self.split
@@ -180,7 +181,7 @@ class Unit:
 
 
 class GatheredBytes:
-    """Bytes of gathered parameters, of all stages of the rank: ``now``, and the most that a pass has seen."""
+    """Bytes of gathered parameters, over all stages of the rank: ``now``, and the peak that a pass has seen."""
 
     __slots__ = ("now", "peak")
 
@@ -188,7 +189,7 @@ class GatheredBytes:
         self.now = self.peak = 0
 
     def see(self) -> None:
-        """A pass looks."""
+        """Updates the peak, during a pass."""
         if self.now > self.peak:
             self.peak = self.now
 
@@ -196,29 +197,31 @@ class GatheredBytes:
 class OpenUnits:
     """The units of a stage that are UNSHARDING or UNSHARDED, counted as they change.
 
-    Besides the open ancestors of the running unit and, in forward, others that it is called from, and what these read,
-    there may be at once
+    At most so many may be open at once:
 
-        as many as are prefetched  +  what the running unit reads: itself, and the owners of its tied parameters
+        as many as are prefetched  +  those that the running unit reads: itself, and the owners of its tied parameters
         and in backward            +  those that still wait for their last gradient
+
+    The open ancestors of the running unit do not count.  In forward, other units that called it, and the
+    units that these read, do not count either.
     """
 
     def __init__(self) -> None:
         self.units: dict[Unit, None] = {}
         self.arriving: set[Unit] = set()
-        """Those that are UNSHARDING."""
+        """The units that are UNSHARDING."""
         self.gathered = GatheredBytes()
         self.peak = 0
-        """The most there were, ancestors of the running unit, and what else it is called from, left out."""
+        """The largest number counted so far, with the same exceptions."""
 
     def add(self, unit: Unit) -> None:
-        """A unit begins to come."""
+        """Counts a unit that starts to gather."""
         self.units[unit] = None
         self.arriving.add(unit)
         self.gathered.now += unit.bytes_full
 
     def remove(self, unit: Unit) -> None:
-        """It is at rest again."""
+        """Stops counting a unit that is at rest again."""
         del self.units[unit]
         self.gathered.now -= unit.bytes_full
 
@@ -227,7 +230,7 @@ class OpenUnits:
         if running.keeps_open or len(self.units) <= self.peak <= prefetch + 1:
             return  # or there are no more than there have been
         around = {needed for above in running.ancestors if above.users for needed in above.needs}
-        if not backward:  # a module that lies beside the blocks may be called inside of one
+        if not backward:  # a module outside the blocks may be called inside of one
             around |= {unit for unit in self.units if unit.users and unit not in running.needs}
         beside = [unit for unit in self.units if unit not in around and not unit.pinned]
         counted = [unit for unit in beside if unit not in running.ancestors]
@@ -241,7 +244,7 @@ class OpenUnits:
 
 
 def parameters_of(units: Sequence[Unit]) -> Iterator[tuple[str, nn.Parameter, Flat, int]]:
-    """Every parameter of the units: its name, itself, its flat and its place there."""
+    """Yields every parameter of the units: its name, itself, its flat and its index there."""
     for unit in units:
         for flat in unit.flats:
             for index, (slot, parameter) in enumerate(zip(flat.layout.slots, flat.parameters, strict=True)):

@@ -1,16 +1,16 @@
 """When units are unsharded and resharded.
 
-Hooks on the module of each unit that reads split parameters call ``unshard`` before they are read and ``reshard``
-afterwards; the *prefetch* gathers the next unit while this one computes.
+Every unit that reads split parameters has hooks on its module: they call ``unshard`` before the parameters are read and
+``reshard`` afterwards.  The *prefetch* gathers the next unit while this one computes.
 
     forward     unshard 0 | compute 0 ‖ gather 1 | reshard 0, unshard 1 | compute 1 ‖ gather 2 | ...
-    backward    the same from the other end, each unit gathered again where the row let it go
+    backward    the same from the other end; units that the row let go are gathered again
 
-Under a pipeline the schedule may hold a whole stage unsharded over several passes (its actions UNSHARD and RESHARD are
-``hold`` and ``release``); then the hooks find everything there.
+Under a pipeline the schedule may hold a whole stage unsharded over several passes: its actions UNSHARD and RESHARD call
+``hold`` and ``release``.  The hooks then find everything gathered.
 
-The order of gathers is the program's own, which all ranks share.  At most 1 + prefetch units are unsharded beside the
-open ancestors of the running one: asserted at every gather.
+Gathers follow the order in which the program runs its units, which is the same on all ranks.  At most 1 + prefetch
+units are unsharded besides the open ancestors of the running one: asserted at every gather.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from plait.zero.pins import Pins
 from plait.zero.unit import OpenUnits, State, Unit
 
 EVALUATE = "evaluate"
-"""The ledger's phase of an evaluation, which has its own order of gathers."""
+"""Ledger phase of an evaluation, which has its own order of gathers."""
 
 INNER = "inner backward"
-"""The ledger's phase of a backward that a program runs itself, by ``torch.autograd.grad``; nothing is prefetched."""
+"""Ledger phase of a backward that a program runs itself, by ``torch.autograd.grad``; nothing is prefetched."""
 
 
 class Unsharding(StaysHere):
-    """When the units of one stage, in the order of ``named_modules``, are gathered and freed.
+    """Decides when the units of one stage, in the order of ``named_modules``, are gathered and freed.
 
     Args:
         model: the stage's module; only hooks are added to it.
         prefetch: how many units may be gathered ahead of the running one.
-        current: knows which microbatch runs, and is told which unit.
+        current: knows which microbatch runs, and receives which unit runs.
         before_root: called with the model's arguments before each forward of the whole model.
     """
 
@@ -61,24 +61,24 @@ class Unsharding(StaysHere):
         self.units, self.prefetch, self.current = list(units), prefetch, current
         self.orders = {phase: GatherOrder() for phase in ("forward", "backward", EVALUATE)}
         self.phase = "forward"
-        """Of the forwards to come."""
+        """Ledger phase of the forwards that follow."""
         self.num_flying = 0
-        """Microbatches between their forward and the end of their backward."""
+        """Number of microbatches between their forward and the end of their backward."""
         self.held = False
-        """By the schedule."""
+        """True while the schedule keeps the whole stage unsharded."""
         self.in_pass = False
-        """A backward of the engine's runs; another one is a program's own (``torch.autograd.grad``)."""
+        """True while a backward of the engine runs; other backwards are a program's own (``torch.autograd.grad``)."""
         self.split_backward = False
-        """The pass that runs leaves weight gradients to one of their own, after the units have been resharded."""
+        """True if the running pass leaves weight gradients to a separate pass, after the units have been resharded."""
         self.open_units, self.pins = OpenUnits(), Pins()
         self.runs: Counter[Unit] = Counter()
-        """Forwards of each gathered unit in the last step, in their order; recomputations are left out."""
+        """Forwards of each gathered unit in the last step, in order, without recomputations."""
         self.found: set[Unit] = set()
-        """Units that in the last step one around them was first seen to read; from then on it holds them open."""
+        """Units that an enclosing unit was first seen to read in the last step; from then on it holds them open."""
         self._inside: list[Unit] = []
         """The units whose forward is under way, innermost last."""
         self._in_inner = False
-        """A program's own backward has come to a unit, and is not over."""
+        """True from a program's own backward reaching its first unit to the end of that backward."""
         self._backward_open: dict[Unit, None] = {}
         self._ran_backward, self._has_gradients = set[Unit](), set[Unit]()
         self._hooks, self._before_root = ActivationHooks(), before_root
@@ -89,7 +89,7 @@ class Unsharding(StaysHere):
             self._running[unit] = RunningUnit(*calls)
             if unit.split_needs or (unit.module is model and any(other.split for other in units)):
                 # hooks on the user's modules: docs/guide/your-own-loop.md
-                # before hooks of the user's, which may read parameters (weight_norm), as the one behind is after them
+                # before the user's pre-hooks, which may read parameters (weight_norm); the other hook runs after theirs
                 before = partial(self._before_forward, unit)
                 unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
                 unit.module.register_forward_hook(self._after_forward)
@@ -97,17 +97,17 @@ class Unsharding(StaysHere):
 
     @property
     def microbatch(self) -> int:
-        """Of the pass that runs, for the ledger."""
+        """The microbatch of the running pass, for the ledger."""
         return self.current.context.microbatch
 
     # ---- unshard and reshard ------------------------------------------------------------------------------------
 
     def unshard(self, unit: Unit, phase: str) -> None:
-        """Make the parameters that a unit reads whole, and start to gather what comes next."""
+        """Makes the parameters that a unit reads whole, and starts to gather the units that come next."""
         order = self.orders.get(phase)
         for needed in unit.needs:
             self._unshard_for(unit, needed, phase, order)
-        if order is None or torch._C._are_functorch_transforms_active():  # which would see what arrives
+        if order is None or torch._C._are_functorch_transforms_active():  # a transform would see the values arrive
             return
         for coming in order.ahead():
             if sum(ahead.users == 0 for ahead in self.open_units.arriving) >= self.prefetch:
@@ -119,7 +119,7 @@ class Unsharding(StaysHere):
     def _unshard_for(self, unit: Unit, needed: Unit, phase: str, order: GatherOrder | None) -> None:
         needed.users += 1
         if needed.split and (needed.users == 1 or needed.state is not State.UNSHARDED):
-            if order is not None and not needed.pinned:  # of what is open already, ranks may call more or less
+            if order is not None and not needed.pinned:  # ranks may call units that are open already more or less often
                 order.record(needed)
             if needed.state is State.SHARDED:
                 needed.unshard(phase, self.microbatch)
@@ -131,13 +131,14 @@ class Unsharding(StaysHere):
         return next(u for u in self.units for flat in u.flats if any(p is parameter for p in flat.parameters))
 
     def _found(self, unit: Unit, parameter: Tensor) -> None:
-        """A unit reads, in its forward, a parameter that is gathered.  Where the schedule holds all of them that says
-        nothing of its backward, in which it may be the first to read it."""
+        """Notes that a unit reads a gathered parameter in its forward.
+
+        While the schedule holds the stage, its backward may be the first to read the parameter: it borrows it."""
         if self.held and self._owner_of(parameter) not in (*unit.needs, *unit.ancestors):
             self._borrow(unit, parameter)
 
     def _borrow(self, unit: Unit, parameter: Tensor) -> None:
-        """A unit reads, in its forward, a parameter that is laid in another one."""
+        """Lets a unit borrow a parameter of another unit that its forward reads."""
         owner = self._owner_of(parameter)
         self._check_seen(unit, [owner])
         with torch._C.DisableTorchFunction():
@@ -147,11 +148,11 @@ class Unsharding(StaysHere):
             self._unshard_for(unit, owner, self.phase, self.orders[self.phase])
 
     def reshard(self, unit: Unit, *, keep: bool, keep_borrowed: bool) -> None:
-        """The unit's parameters are not read any more for now.
+        """Ends a unit's reading of its parameters, for now.
 
         Args:
-            keep: a backward is to come: keep what the row keeps from forward to backward.
-            keep_borrowed: a backward of the borrowed parameters' owners is to come.
+            keep: the unit's backward follows: keep what the row keeps from forward to backward.
+            keep_borrowed: a backward of the borrowed parameters' owners follows.
         """
         for needed in unit.needs:
             needed.users -= 1
@@ -170,7 +171,7 @@ class Unsharding(StaysHere):
             self.open_units.check_bound(running, self.prefetch, backward=phase in ("backward", INNER))
 
     def hold(self) -> None:
-        """The schedule's UNSHARD: gather all units at once; the first pass that reads one waits for it."""
+        """Carries out the schedule's UNSHARD: gathers all units at once; the first pass that reads one waits for it."""
         self.held = True
         for unit in self.units:
             unit.users += 1
@@ -179,7 +180,7 @@ class Unsharding(StaysHere):
         self.open_units.gathered.see()
 
     def release(self) -> None:
-        """The schedule's RESHARD; what the row keeps is kept as long as a microbatch waits for its backward."""
+        """Carries out the schedule's RESHARD; keeps what the row keeps while any microbatch waits for its backward."""
         self.held = False
         for unit in self.units:
             unit.users -= 1
@@ -196,7 +197,7 @@ class Unsharding(StaysHere):
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def begin_forward(self, microbatch: int, *, split: bool = False) -> None:
-        """Before the forward of a microbatch of a step; ``split``: its backward comes in two parts."""
+        """Begins the forward of a microbatch of a step; ``split``: its backward comes in two parts."""
         self._hooks.microbatch = microbatch
         self.split_backward = split
         self.num_flying += 1
@@ -209,7 +210,7 @@ class Unsharding(StaysHere):
             self.orders[self.phase].begin()
 
     def drop_step(self) -> None:
-        """Drops whatever an earlier step left behind when it raised."""
+        """Drops everything that remains from an earlier step that raised."""
         self.held = False
         self.num_flying = 0
         self.pins.end_step()
@@ -227,7 +228,7 @@ class Unsharding(StaysHere):
             self.phase = "forward"
 
     def _recover(self) -> None:
-        """A forward or backward that raised may have left units open: back to rest."""
+        """Reshards units that a forward or backward left open when it raised."""
         self.in_pass = self._in_inner = False
         self._backward_open.clear()
         self._ran_backward.clear()
@@ -240,7 +241,7 @@ class Unsharding(StaysHere):
                     unit.reshard()
 
     def forget(self) -> None:
-        """Drops whatever is gathered or kept: the microbatch is over, or the parameters have changed."""
+        """Drops everything gathered or kept: the microbatch is over, or the parameters have changed."""
         for unit in [unit for unit in self.open_units.units if not unit.pinned]:
             unit.reshard()
         for unit in self.units:
@@ -279,17 +280,17 @@ class Unsharding(StaysHere):
 
     @property
     def _behind(self) -> bool:
-        """The last link of a stage has run: nothing is gathered any more, and ``unwind`` leaves what is open."""
+        """True after the last link of a stage has run: nothing more is gathered, and ``unwind`` leaves open units."""
         boundary = self.current.context.boundary
         return boundary is not None and boundary.output is not None
 
     def unwind(self, output: Any) -> None:
-        """The model's forward ended early, with ``output``: units around it are left as well."""
+        """Leaves the units around the point where the model's forward ended early, with ``output``."""
         while self._inside:
             self._leave(self._inside.pop(), output)
 
     def _leave(self, unit: Unit, output: Any) -> Any:
-        """Returns the output, with copies of what would go with the unit's parameters."""
+        """Leaves a unit; returns its output with clones of the tensors that share the memory of its parameters."""
         self.current.leave_unit()
         tensors = tensors_in(output)
         if torch.is_grad_enabled() and not tensors and unit.split_needs:
@@ -312,9 +313,9 @@ class Unsharding(StaysHere):
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def begin_backward(self, microbatch: int | None, *, split: bool = False) -> None:
-        """Before the backward of a microbatch; None: that of the last forward (a user's own loop).
+        """Begins the backward of a microbatch; None: of the last forward, in a program's own loop.
 
-        ``split``: it is the input part only.
+        ``split``: only the input part runs.
         """
         if microbatch is not None:
             self._hooks.microbatch = microbatch
@@ -323,11 +324,11 @@ class Unsharding(StaysHere):
         self._ran_backward.clear()
 
     def begin_weights(self) -> None:
-        """Before the weight part of a microbatch's backward, which reads no parameter."""
+        """Begins the weight part of a microbatch's backward, which reads no parameter."""
         self.split_backward = True
 
     def _at_output(self, unit: Unit) -> None:
-        """The gradient of a unit's output has come, which may be all that a program's own backward wants."""
+        """The gradient of a unit's output has come; a program's own backward may want no more than that."""
         if self.in_pass or goes_on():
             self._begin_backward_of(unit)
 
@@ -335,22 +336,22 @@ class Unsharding(StaysHere):
         if unit in self._backward_open or unit in self._ran_backward:
             return
         if not self.in_pass:
-            if unit in self._inside:  # its forward is under way: it is open, and will be for the backward to come
+            if unit in self._inside:  # its forward is under way: it is open, and stays so for the backward that follows
                 return
             self._begin_inner()
         self._backward_open[unit] = None
         self.unshard(unit, "backward" if self.in_pass else INNER)
-        if not self.in_pass and torch.is_grad_enabled():  # what is made now reads them, and no hook tells when
+        if not self.in_pass and torch.is_grad_enabled():  # tensors made now read the parameters, and no hook tells when
             self.pins.keep_for_backward(unit.needs)
 
     def _begin_inner(self) -> None:
-        """A program's own backward comes to its first unit."""
+        """Handles a program's own backward at its first unit."""
         if not self._in_inner:
             self._in_inner = True
             Variable._execution_engine.queue_callback(partial(self._end_inner, kept=graph_is_kept()))
 
     def _end_inner(self, *, kept: bool) -> None:
-        """It is over; ``kept``: its graph is still there."""
+        """Ends a program's own backward; ``kept``: its graph stays in memory."""
         self._in_inner = False
         for unit in list(self._backward_open):
             self._end_backward_of(unit, keep=kept)
@@ -358,15 +359,15 @@ class Unsharding(StaysHere):
         self._has_gradients.clear()
 
     def has_gradients(self, unit: Unit) -> None:
-        """All of the unit's own parameters that get a gradient have it."""
+        """Notes that all parameters of the unit that get a gradient have it."""
         if unit.split_needs:
             self._has_gradients.add(unit)
             self._end_if_done(unit)
 
     def _end_if_done(self, unit: Unit) -> None:
-        """A unit is done when its parameters have their gradients and, where that is not enough, its inputs too.
+        """Ends a unit's backward once its parameters and, where that is not enough, its inputs have their gradients.
 
-        If its inputs want no gradient, it is resharded at the end of the backward.
+        A unit whose inputs require no gradient is resharded at the end of the backward.
         """
         if unit.trains and unit not in self._has_gradients and not self.split_backward:
             return
@@ -380,7 +381,7 @@ class Unsharding(StaysHere):
             self.reshard(unit, keep=keep or self.num_flying > 1, keep_borrowed=True)
 
     def end_backward(self) -> None:
-        """After the backward of a microbatch: back to rest with whatever is still gathered."""
+        """Ends a microbatch's backward: reshards every unit that is still unsharded."""
         left = list(self._backward_open)
         for unit in left:
             self._end_backward_of(unit)

@@ -29,7 +29,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True)
 class Wrapped:
-    """One unit to be: its module, the parameters laid in it, and the names of the units it borrows from."""
+    """A unit that is to be built: its module, the parameters laid in it, and the names of the units it borrows from."""
 
     name: str
     module: nn.Module
@@ -38,7 +38,7 @@ class Wrapped:
 
 
 def bucketed(wrapped: Sequence[Wrapped], most: int) -> tuple[Wrapped, ...]:
-    """Small neighbours as one unit, which has no module that runs when its parameters are read."""
+    """Joins small neighbours into units, none of which has a module that runs when its parameters are read."""
     wrapped = [w for w in wrapped if w.parameters]
     sizes = [[(p.numel(), p.element_size()) for _, p in w.parameters] for w in wrapped]
     return tuple(
@@ -53,8 +53,9 @@ def bucketed(wrapped: Sequence[Wrapped], most: int) -> tuple[Wrapped, ...]:
 
 
 def automatic(model: nn.Module) -> tuple[str, ...]:
-    """The names of the modules that automatic wrapping makes units, the root (``""``) first; of a module that stands in
-    several places its first one."""
+    """The names of the modules that automatic wrapping makes units, the root (``""``) first.
+
+    A module with several names goes by its first."""
     names: list[str] = []
     first = {id(module): name for name, module in model.named_modules()}
     for name, module in model.named_modules():
@@ -76,13 +77,13 @@ def _flat(sequential: nn.Sequential) -> bool:
 
 
 def wrap(model: nn.Module, units: Iterable[str] | None = None) -> tuple[Wrapped, ...]:
-    """Cut the model into units, in the order of ``named_modules``; the root is always one.
+    """Cuts the model into units, in the order of ``named_modules``; the root is always one.
 
     Args:
         units: names of modules; None wraps automatically.
 
     Raises:
-        ValueError: a name that is no module of the model (the nearest are given), or is a mere container's.
+        ValueError: a name that is no module of the model (the nearest are given), or names a mere container.
     """
     modules = dict(model.named_modules())
     chosen = {"", *(automatic(model) if units is None else units)}
@@ -104,7 +105,7 @@ def wrap(model: nn.Module, units: Iterable[str] | None = None) -> tuple[Wrapped,
     under_all_names = dict(model.named_modules(remove_duplicate=False))
     unit_of = {id(modules[name]): name for name in laid}
     for module_name, module in under_all_names.items():
-        around = module_name  # the innermost module around it that is a unit, under whichever name it has there
+        around = module_name  # the innermost unit around it, under any of the names that it has there
         while id(under_all_names[around]) not in unit_of:
             around = around.rpartition(".")[0]
         unit = unit_of[id(under_all_names[around])]

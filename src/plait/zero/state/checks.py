@@ -1,7 +1,7 @@
-"""What is refused before a model is cut: what no engine can train, and ranks that do not bring the same.
+"""Checks before a model is cut: refuses models that no engine can train, and ranks that do not bring the same.
 
-Ranks compare digests by their smallest and their largest: where the two differ, some rank brought another, and then all
-show all values to each other.
+Ranks compare the smallest and the largest of their digests.  Where the two differ, some rank brought another value, and
+then all ranks show all values to each other.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from plait.zero.state.identity import fingerprint, model_fields, of_the_model, t
 
 
 def check_model(model: nn.Module, comm: Comm) -> None:
-    """Raises ValueError for what no engine can train, and for replicas that differ."""
+    """Raises ValueError for models that no engine can train, and for replicas that differ."""
     if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
         raise ValueError(
             f"{len(lazy)} parameters have no shape yet ({', '.join(lazy[:3])}): call the model once on a sample before "
@@ -134,7 +134,7 @@ def _memory_in(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any
 
 
 NAMED = 6
-"""So many differences are shown."""
+"""Most differences that are shown."""
 
 
 def check_same(comm: Comm, fields: Mapping[str, str], what: str, fix: str) -> None:

@@ -1,7 +1,7 @@
 """A model must stay the one that was wrapped: parameters added, removed or replaced later would silently not train.
 
-What trained when it was wrapped may be frozen between steps, and thawed again: it has its place in the gradients and in
-the optimizer's state all the while.  What was frozen then has none.
+A parameter that trained when it was wrapped may be frozen between steps, and thawed again: it keeps its place in the
+gradients and in the optimizer's state.  A parameter that was frozen then has no such place.
 """
 
 import torch
@@ -22,7 +22,7 @@ class ModelFingerprint:
         self._seen = self._look()
 
     def _look(self) -> list[object]:
-        """All that is remembered, without putting names together."""
+        """Everything that ``check`` compares, without names."""
         objects = [
             (*module._modules, *map(id, module._modules.values()), *own, *map(id, own.values()))
             for _, module, _ in self._known
@@ -32,7 +32,7 @@ class ModelFingerprint:
             return [objects, [(parameter.requires_grad, parameter._cdata) for parameter in self._parameters]]
 
     def check(self) -> bool:
-        """Whether parameters were frozen or thawed since this was last asked.
+        """True if parameters were frozen or thawed since the last call.
 
         Raises:
             ValueError: the model was changed after it was wrapped; the module or parameter is named.
@@ -69,7 +69,7 @@ class ModelFingerprint:
                     return f"parameter {key!r} of {where} was replaced"
                 with torch._C.DisableTorchFunctionSubclass():
                     swapped = parameter is not None and parameter._cdata != self._inside[id(parameter)]
-                if swapped:  # the object stays, and what the engine hung on it is gone
+                if swapped:  # the object stays, but has lost the engine's attributes
                     return (
                         f"parameter {key!r} of {where} was swapped with another tensor (torch.utils.swap_tensors, or "
                         f"set_swap_module_params_on_conversion(True); engine.load_full_state_dict loads without)"

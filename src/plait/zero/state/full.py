@@ -21,7 +21,7 @@ from plait.zero.unit import State, Unit, parameters_of
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has of a model: a stage's part and its units."""
+    """A rank's part of a model: the module of a stage, and its units."""
 
     model: nn.Module
     units: Sequence[Unit]
@@ -32,14 +32,14 @@ class Directory:
     """Where the whole model's tensors are."""
 
     aliases: Mapping[str, str]
-    """By every name in its state dict, the name of the parameter (of a tied one, the first)."""
+    """For every name in the state dict, the name of the parameter (of a tied one, the first)."""
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     homes: Mapping[str, int]
-    """By name, the pipe coordinate that has the tensor."""
+    """For every name, the pipe coordinate that has the tensor."""
 
     @classmethod
     def of(cls, model: nn.Module, homes: Mapping[str, int]) -> Directory:
-        """Read off a model before it is cut."""
+        """Reads the names off a model before it is cut."""
         names = {id(p): n for n, p in model.named_parameters()}
         state = model.state_dict(keep_vars=True)
         return cls(

@@ -1,4 +1,4 @@
-"""What decides a run, as texts that ranks can compare: a model's structure and code, an optimizer's groups.
+"""Everything that decides a run, as texts that ranks can compare: a model's structure and code, an optimizer's groups.
 
     field                      text
     blocks.3                   gpt.Block
@@ -6,9 +6,9 @@
     code of gpt.Block          1f3a9c20                     of all its functions
     optimizer group 0 lr       0.001
 
-Only what is the same on all ranks of a right program is in a text: no addresses, no device indices, no file names.  Of
-objects other than numbers, strings, functions, containers and configs it is the class alone, and attributes that are a
-rank's own by their name (``of_the_model``) are left out.
+A text has only facts that are the same on all ranks of a right program: no addresses, no device indices, no file names.
+Objects other than numbers, strings, functions, containers and configs appear by their class alone.  Attributes whose
+names say that they differ by rank (``of_the_model``) are left out.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 LEFT_OUT = {"training", "name_or_path"}
 """Attributes in which ranks may differ: the mode before the first step, the folder that a model was read from."""
 DEEPEST = 6
-"""Containers in containers beyond this are compared by class."""
+"""Most levels of nested containers; deeper ones are compared by class."""
 
 
 def model_fields(model: nn.Module) -> dict[str, str]:
@@ -67,7 +67,7 @@ def optimizer_fields(optimizers: Sequence[Optimizer], names: Mapping[int, str]) 
 
 
 def options_of(optimizers: Iterable[Optimizer]) -> dict[str, str]:
-    """What schedules change: the options of each group."""
+    """The options of each group, which schedules change."""
     return {
         f"optimizer {number} group {place} {key}": str(float(value)) if isinstance(value, Tensor) else repr(value)
         for number, optimizer in enumerate(optimizers)
@@ -102,7 +102,7 @@ def text_of(value: Any, depth: int = 0) -> str:
 
 
 def fingerprint(tensor: Tensor, *more: object) -> int:
-    """63 bits of a tensor's shape, dtype and values (on meta: without the values), and of what else is given."""
+    """63 bits of a tensor's shape, dtype and values (on meta: without the values), and of the other objects given."""
     digest = hashlib.blake2b(f"{more} {tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=8)
     if not tensor.is_meta:
         whole = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
@@ -119,7 +119,7 @@ def some_elements(tensor: Tensor) -> Tensor:
 
 
 def of_the_model(attribute: str) -> bool:
-    """Whether all ranks have it alike, by its name: no leading underscore, and no rank in it."""
+    """True if its name says that all ranks have the same value: no leading underscore, and no rank in it."""
     return not attribute.startswith("_") and "rank" not in attribute
 
 

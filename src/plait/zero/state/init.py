@@ -34,7 +34,7 @@ from plait.zero.state.weights import Weights, read_piece, whole_values
 UNSEEN = ". Building inside plait.empty_parameters(), in place of torch.device('meta'), shows which writes count"
 
 _EMPTY: ContextVar[bool] = ContextVar("empty_parameters", default=False)
-"""Whether modules built in this thread (or task) get parameters without memory."""
+"""True where modules built in this thread (or task) get parameters without memory."""
 
 
 def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
@@ -172,7 +172,7 @@ def initial_values(
 
 
 def initialisers(model: nn.Module, name: str) -> Iterator[Callable[[], object]]:
-    """What gives the named module's parameters their values, in the order in which building the model runs it."""
+    """Yields the calls that give the named module's parameters their values, in the order of building the model."""
     path = [model]
     for child in name.split(".") if name else ():
         path.append(path[-1].get_submodule(child))
@@ -187,13 +187,13 @@ def initialisers(model: nn.Module, name: str) -> Iterator[Callable[[], object]]:
 
 
 def _unwritten(parameter: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Memory that shows, as NaN, what an initialiser leaves out."""
+    """Memory full of NaN, which shows the elements that an initialiser leaves out."""
     value = torch.empty(tuple(shape), dtype=parameter.dtype, device=device)
     return value.fill_(torch.nan) if value.is_floating_point() else value
 
 
 def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put ``new`` wherever the model refers to ``old``: the one time that a parameter changes its identity."""
+    """Puts ``new`` wherever the model refers to ``old``: the one time that a parameter changes its identity."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is old:
@@ -201,7 +201,7 @@ def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) ->
 
 
 def materialise(model: nn.Module, seed: int, device: torch.device, weights: Weights | None = None) -> None:
-    """Give a whole model its values in this process, drawn or read: what a single process would train."""
+    """Gives a whole model its values in this process, drawn or read: those that a single process would train."""
     check_buffers(model)
     values = initial_values(model, seed, device) if weights is None else whole_values(model, weights, device)
     for old, value in list(values):
@@ -211,7 +211,7 @@ def materialise(model: nn.Module, seed: int, device: torch.device, weights: Weig
 def give_values(
     whole: SourceModel, stages: Sequence[BuiltUnits], seed: int, device: torch.device, weights: Weights | None = None
 ) -> None:
-    """Read or draw the values of all parameters that are still on meta, and put real parameters in their places."""
+    """Reads or draws the values of all parameters that are still on meta, and puts real parameters in their places."""
     wanted: dict[int, list[Unmaterialized]] = {}
     shapes: dict[int, tuple[int, ...]] = {}
     for stage in stages:

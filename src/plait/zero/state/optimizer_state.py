@@ -3,11 +3,11 @@
     {"state":        {"blocks.0.weight": {"step": 3., "exp_avg": a whole tensor, ...}, ...},
      "param_groups": [{"params": ["blocks.0.weight", ...], "lr": 0.001, "initial_lr": 0.001, ...}, ...]}
 
-    out   every rank tells which runs it has and what their state is; numbers are in this table    one exchange of texts
+    out   every rank lists its runs and describes their state; numbers are in this table         one exchange of texts
           the first rank that has a run sends its values to all                                    a broadcast each
-    in    nothing is sent: a rank reads its runs out of whatever has the whole
+    in    nothing is sent: a rank reads its runs out of the whole state
 
-It is the format of torch's ``get_optimizer_state_dict``; the groups of several optimizers stand behind each other.
+It is the format of torch's ``get_optimizer_state_dict``; the groups of several optimizers follow one another.
 ``optimizer.load_state_dict`` takes it too, as it takes the state of a plain optimizer, whose parameters have numbers
 instead of names; ``optimizer.state_dict()`` is that of a plain one where a rank has everything, and refused elsewhere.
 """
@@ -35,13 +35,13 @@ from plait.zero.place import RunPlace
 
 State: TypeAlias = Mapping[str, Any]
 ELEMENTS, NUMBER, OTHER = "elements", "number", "other"
-"""A value for each element of the parameter; one for all; a tensor of a shape of its own, or a plain value."""
+"""Kinds of state: a value per element of the parameter; one for all; a tensor of another shape, or a plain value."""
 _PLAIN = (type(None), bool, int, float, str)
 
 
 @dataclass(frozen=True)
 class Told:
-    """A run of another rank (or of this one), and what its optimizer keeps for it: kind, dtype, value or shape."""
+    """A run of any rank, and the state that its optimizer keeps for it: kind, dtype, value or shape."""
 
     rank: int
     place: RunPlace
@@ -53,11 +53,11 @@ class Told:
 
 
 class OptimizerState:
-    """What goes through the state of a placed model's optimizers.
+    """Reads and writes the state of a placed model's optimizers.
 
     Args:
-        shapes: of the model's parameters, whole, by name.
-        cuts: over the tensor axis, of those that have one.
+        shapes: whole shapes of the model's parameters, by name.
+        cuts: how the tensor axis cuts parameters, by name, where it does.
         first: the runs of this rank that no rank before it has.
         trainable: the parameters that were not frozen when the model was placed.
         whole: every rank has the whole state.
@@ -78,8 +78,8 @@ class OptimizerState:
         self.trainable = frozenset(trainable)
         self._by_view = {id(piece.view): piece for piece in owner.owned}
         self._exact: dict[Tensor, dict[str, Any]] = {}
-        """What torch would make numbers of the parameter's dtype of, while an optimizer loads."""
-        for optimizer in owner.optimizers:  # the user's own: see docs/guide/your-own-loop.md
+        """Values that torch would convert to the parameter's dtype while an optimizer loads."""
+        for optimizer in owner.optimizers:  # hooks on the user's objects: see docs/guide/your-own-loop.md
             optimizer.register_state_dict_pre_hook(self._check_whole)
             optimizer.register_state_dict_post_hook(self._numbered)
             optimizer.register_load_state_dict_pre_hook(self.cut)
@@ -88,7 +88,7 @@ class OptimizerState:
     # ---- out --------------------------------------------------------------------------------------------------------
 
     def of(self, piece: Owned) -> dict[str, Any]:
-        """What an optimizer keeps for a run; nothing before its first gradient."""
+        """The state that an optimizer keeps for a run; empty before its first gradient."""
         found = (optimizer.state.get(piece.view) for optimizer in self.owner.optimizers)
         return next((state for state in found if state), {})
 
@@ -127,11 +127,11 @@ class OptimizerState:
         return {"state": state, "param_groups": [{**options, "params": list(own)} for own, options in self.groups()]}
 
     def elements_of(self, piece: Owned) -> dict[str, Tensor]:
-        """What an optimizer keeps for each element of a run, in its own memory."""
+        """The state that an optimizer keeps for each element of a run, in its own memory."""
         return {key: value for key, value in self.of(piece).items() if _per_element(piece, value)}
 
     def _told(self) -> list[Told]:
-        """Every run of the model and what its state is, by rank."""
+        """Every run of the model, with a description of its state, by rank."""
         found, error, text = [], None, ""
         try:
             _check_keys(self.owner.optimizers)
@@ -150,7 +150,7 @@ class OptimizerState:
         return ((own, _options(group)) for group, own in zip(self._own_groups(), self._names(), strict=True))
 
     def classes(self) -> list[str]:
-        """Of each group, the class of its optimizer, and those that it is made from: ``AdamW < Adam``."""
+        """For each group, the class of its optimizer and its base classes: ``AdamW < Adam``."""
         return [_classes(optimizer) for optimizer in self.owner.optimizers for _ in self.owner.groups[optimizer]]
 
     def _own_groups(self) -> Iterator[dict[str, Any]]:
@@ -189,7 +189,7 @@ class OptimizerState:
             )
 
     def check_classes(self, state: State, classes: Sequence[str]) -> None:
-        """Raises ValueError where a group was saved by an optimizer of another class; one made from it is not another.
+        """Raises ValueError where a group was saved by an optimizer of another class; a base or subclass is no other.
 
         Two classes may keep values of the same names (Adam, RAdam) and mean other things by them.
         """
@@ -221,9 +221,9 @@ class OptimizerState:
         return [{**group, "params": [known[number] for number in group["params"]]} for group in groups], values
 
     def _fitting(self, optimizer: Optimizer, groups: Sequence[State]) -> list[State | None]:
-        """Of these groups, one for each of the optimizer's; ValueError where one is not there.
+        """For each group of the optimizer, the one of these that fits; ValueError where one is missing.
 
-        Those without parameters are known by their order; None where there is another number of them.
+        Groups without parameters are known by their order; None where there is another number of them.
         """
         there = {frozenset(group["params"]): group for group in groups}
         without = [group for group in groups if not group["params"]]
@@ -276,7 +276,7 @@ class OptimizerState:
         return {"state": {i: piece for i, piece in enumerate(pieces) if piece}, "param_groups": own_groups}
 
     def _as_saved(self, optimizer: Optimizer) -> None:
-        """Behind torch's own load: what is no value of each element of a run has the dtype that it had."""
+        """After torch's own load: restores the dtype of values that are not per element of a run."""
         for view, values in self._exact.items():
             own = optimizer.state.get(view, {})
             own |= {k: v.to(own[k].device) if isinstance(v, Tensor) else v for k, v in values.items() if k in own}
@@ -306,19 +306,19 @@ class OptimizerState:
 
 
 def _classes(optimizer: Optimizer) -> str:
-    """The names of its class and of those that this is made from, but for what all optimizers are."""
+    """The names of its class and its base classes, without those of every optimizer."""
     made_from = [one for one in type(optimizer).__mro__ if one is not Optimizer and issubclass(one, Optimizer)]
     return " < ".join(one.__name__ for one in made_from)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of all that a group has but its parameters."""
+    """Copies of all options of a group, without its parameters."""
     kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in kept.items()}
 
 
 def _described(piece: Owned, state: State) -> list[Any]:
-    """A run and its state, for the table; ValueError for what is neither number nor tensor, or cannot be cut."""
+    """Describes a run and its state for the table; ValueError for a value of another kind, or that cannot be cut."""
     values: dict[str, tuple[str, str, Any]] = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and not is_plain(value):
@@ -351,7 +351,7 @@ def _per_element(piece: Owned, value: Any) -> bool:
 
 
 def _check_keys(optimizers: Sequence[Optimizer]) -> None:
-    """Raises ValueError where an optimizer keeps what belongs to no parameter."""
+    """Raises ValueError where an optimizer keeps state that belongs to no parameter."""
     for optimizer in optimizers:
         if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
             raise ValueError(
@@ -361,7 +361,7 @@ def _check_keys(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _may_be_cast(value: Any) -> bool:
-    """Moments of a parameter that has another dtype now have it too; a number, a counter or a mask stays what it is."""
+    """True for moments, which take the dtype that their parameter has now; numbers, counters and masks keep theirs."""
     return isinstance(value, Tensor) and value.dim() > 0 and (value.is_floating_point() or value.is_complex())
 
 
@@ -377,7 +377,7 @@ def _check_cut(piece: Owned, key: str, value: Any) -> None:
 
 
 def _read(piece: Owned, value: Any, here: Any) -> Any:
-    """What this rank has of one value of a whole state, in the memory that is ``here`` if it fits."""
+    """This rank's part of one value of a whole state, in the memory of ``here`` if it fits."""
     if not hasattr(value, "shape"):
         return copy.deepcopy(value)
     shape = tuple(value.shape)

@@ -1,4 +1,4 @@
-"""Parameters and optimizer state region by region, as this rank holds them: what a checkpoint writes and reads.
+"""Parameters and optimizer state region by region, as this rank holds them: a checkpoint writes and reads these.
 
     name             key         region           tensor                     first
     blocks.0.weight              rows 0..3        of the optimizer's copy    the others with this piece do not write it
@@ -19,18 +19,18 @@ from plait.zero.storage import Flat
 
 @dataclass(frozen=True)
 class StatePiece:
-    """A region of a parameter, or of what its optimizer keeps for each of its elements."""
+    """A region of a parameter, or of the optimizer's state for each of its elements."""
 
     name: str
-    """The parameter's."""
+    """Name of the parameter."""
     key: str
-    """The optimizer's name for it; empty: the values."""
+    """The optimizer's name for the state; empty: the values of the parameter."""
     region: Region
-    """In the whole tensor."""
+    """The region in the whole tensor."""
     tensor: Tensor
-    """A view, of the region's extent."""
+    """A view with the shape of the region."""
     first: bool
-    """No rank before this one has it."""
+    """True if no rank before this one has it."""
 
     @classmethod
     def of(cls, name: str, key: str, place: RunPlace, values: Tensor, *, first: bool) -> Iterator["StatePiece"]:
@@ -39,7 +39,7 @@ class StatePiece:
 
 
 def frozen_pieces(flat: Flat, *, first: bool, names: set[str]) -> Iterator[StatePiece]:
-    """Those of a flat buffer that never trains; only parameters that are not among the ``names`` yet can be first."""
+    """Yields the pieces of a flat buffer that never trains; a parameter that is in ``names`` already is not first."""
     for run in flat.layout.runs(*flat.held):
         name, cut = run.slot.name, flat.cuts[flat.layout.slots.index(run.slot)]
         alone = first and name not in names and (cut is not None or flat.tensor_rank == 0)

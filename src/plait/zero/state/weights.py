@@ -3,7 +3,7 @@
     w (7 x 5) in a file         what rank 1 of 2 has                   what it asks for
     elements 0 .............34  elements 16..34 of its flat buffer     row 3 from column 1 on, rows 4..6
 
-A tensor axis cuts before the data axes do, so what a rank has is a few regions of the whole parameter.
+A tensor axis cuts before the data axes do, so a rank has a few regions of the whole parameter.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class Weights(Protocol):
 
 
 def read_piece(weights: Weights, name: str, flat: Flat, index: int) -> None:
-    """Read what this rank has at rest of a parameter."""
+    """Reads the elements of a parameter that this rank has at rest."""
     for run, memory in flat.at_rest(index):
         for region, part in RunPlace(run, flat.cuts[index], flat.tensor_rank).regions(memory):
             weights.fill(name, region, part)
@@ -34,7 +34,7 @@ def read_piece(weights: Weights, name: str, flat: Flat, index: int) -> None:
 
 
 def read_whole(weights: Weights, name: str, into: Tensor) -> Tensor:
-    """Read all of a parameter or buffer into memory of its shape."""
+    """Reads all of a parameter or buffer into memory of its shape."""
     weights.fill(name, tuple((0, size) for size in into.shape), into)
     return into
 

@@ -23,7 +23,7 @@ MICROBATCH = "microbatch"
 
 
 def additions(strategy: Strategy) -> tuple[str, ...]:
-    """The order of the sums of a row, innermost first: data axes and ``"microbatch"``."""
+    """Returns the order of a row's sums, innermost first: data axes and ``"microbatch"``."""
     plan = moves(strategy)
     summing = ("reduce_scatter", "all_reduce")
     early = [a for m in plan.microbatch if m.kind in summing for a in m.axes]

@@ -1,4 +1,4 @@
-"""The two small messages by which all ranks agree in each step: their shapes, for sender and planner alike.
+"""The two small messages by which all ranks agree in each step.  Senders and planners share their shapes.
 
     counts   [microbatches, targets, samples and above them a digest of     int64, before the first forward
               some of their elements, what is frozen]
@@ -33,7 +33,7 @@ MARKS = 7
 
 
 def counted(mesh: Mesh) -> range:
-    """The ranks whose targets are added up to the divisor of the loss: one of each data rank, in data-rank order."""
+    """Returns the ranks whose targets add up to the divisor of the loss: one of each data rank, in data-rank order."""
     return range(0, mesh.count(IN_STAGE), mesh.tensor)
 
 

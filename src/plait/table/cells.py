@@ -43,19 +43,19 @@ ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element, by the names that dtypes have in a table."""
 
 LONG = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""What torch calls them."""
+"""Maps each dtype of the table to torch's name for it."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Where one kind of state lives: cut over ``split`` (nested, outermost first), summed later over ``pending``."""
+    """One kind of state: cut over ``split`` (nested, outermost first), its sum still due over ``pending``."""
 
     split: tuple[str, ...] = ()
     pending: tuple[str, ...] = ()
     dtype: str = ""
-    """A name of ``ITEMSIZE``; empty: the dtype of the parameters that the state belongs to."""
+    """A name of ``ITEMSIZE``; empty for the dtype of the parameters."""
     device: str = ""
-    """``cpu``, or empty: where the rank computes."""
+    """``cpu``; empty for the device on which the rank computes."""
 
     def __post_init__(self) -> None:
         if self.dtype and self.dtype not in ITEMSIZE:
@@ -70,7 +70,7 @@ class Cell:
 
     @classmethod
     def parse(cls, text: str) -> Cell:
-        """``"full"``, ``"shard/replica"``, ``"shard, pending(replica)"`` or ``"shard fp32 @cpu"`` as a cell."""
+        """Parses ``"full"``, ``"shard/replica"``, ``"shard, pending(replica)"`` or ``"shard fp32 @cpu"``."""
         match = re.fullmatch(
             r"\s*([a-z/]+)(?:\s+([a-z]+\d+))?(?:\s+@([a-z]+))?\s*(?:,\s*pending\(([a-z, ]*)\))?\s*", text
         )
@@ -95,7 +95,7 @@ class Cell:
 
 FULL = Cell()
 UNREDUCED = Cell(pending=DATA_AXES)
-"""What a backward pass leaves behind: every rank has a full gradient of its own samples."""
+"""The state after a backward pass: every rank has a full gradient of its own samples."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Move:
     outer: tuple[str, ...] = ()
 
     def sends(self, mesh: Mesh) -> bool:
-        """Whether it sends anything on a mesh."""
+        """True if the move sends anything on this mesh."""
         return self.kind != "slice" and mesh.count(self.axes) > 1
 
     def __str__(self) -> str:
@@ -119,10 +119,10 @@ class Move:
 
 
 def move(start: Cell, end: Cell) -> tuple[Move, ...]:
-    """The collectives that lead from one cell to another, in order.
+    """Returns the collectives that lead from one cell to another, in order.
 
     Raises:
-        ValueError: neither cut refines the other (a full reshuffle), or the end has a sum pending that was not before.
+        ValueError: neither cut refines the other (a full reshuffle), or the end has a sum pending that the start lacks.
     """
     common = [a for a, b in takewhile(lambda ab: ab[0] == ab[1], zip(start.split, end.split, strict=False))]
     if len(common) < min(len(start.split), len(end.split)):
@@ -151,10 +151,10 @@ def move(start: Cell, end: Cell) -> tuple[Move, ...]:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A row of the table.  The cells of one row are nested: each cut is a beginning of the optimizer's.
+    """A row of the table.  The cells of one row are nested: each cut is a prefix of the optimizer's.
 
     Raises:
-        ValueError: a row that is impossible (a gradient sum that nobody finishes) or wasteful, with the reason.
+        ValueError: a row that is impossible (no move finishes a gradient sum) or wasteful, with the reason.
     """
 
     name: str
@@ -216,9 +216,9 @@ class Strategy:
         return f"parse_strategy({str(self)!r})"
 
     def mixed(self, narrow: str, wide: str = "fp32") -> Strategy:
-        """The row in mixed precision: parameters and computation in ``narrow``, sums and the optimizer in ``wide``.
+        """Returns the row in mixed precision: parameters and computation in ``narrow``, sums and optimizer in ``wide``.
 
-        In fp16 give the engine a ``LossScale`` as well: without one small gradients become zero.
+        In fp16 give the engine a ``LossScale`` as well: without it small gradients become zero.
 
         Source: Mixed Precision Training (Micikevicius et al. 2018).
         """
@@ -231,7 +231,7 @@ class Strategy:
         )
 
     def offloaded(self) -> Strategy:
-        """The row with the optimizer's state, and the copy of the parameters that it updates, on the CPU.
+        """Returns the row with the optimizer's state, and the copy of the parameters that it updates, on the CPU.
 
         Source: ZeRO-Offload (Ren et al. 2021).
         """
@@ -239,10 +239,10 @@ class Strategy:
 
 
 def parse_strategy(text: str) -> Strategy:
-    """``"name: params | kept | grads | optim"`` as a row: ``"my: shard | full | shard, pending(replica) | shard"``.
+    """Parses ``"name: params | kept | grads | optim"``: ``"my: shard | full | shard, pending(replica) | shard"``.
 
     Raises:
-        ValueError: a text that is not of this form, or a row that is impossible or wasteful.
+        ValueError: the text is not of this form, or the row is impossible or wasteful.
     """
     name, colon, row = text.partition(":")
     cells = row.split("|")
@@ -278,11 +278,11 @@ ELSEWHERE = {
     **dict.fromkeys(("dp", "no_shard", "data_parallel"), "ddp"),
     **dict.fromkeys(("zeroredundancyoptimizer", "stage1"), "zero1"),
 }
-"""What other engines call a row."""
+"""Maps the names of rows in other engines to names in ``TABLE``."""
 
 
 def find_strategy(which: str | Strategy) -> Strategy:
-    """A row by name, by its text, or the row itself; ValueError for no such row (the nearest names are given)."""
+    """Finds a row by name or by its text, or returns the row itself; ValueError names the nearest rows."""
     if isinstance(which, Strategy):
         return which
     if which in TABLE:
@@ -301,9 +301,9 @@ class Moves:
     """Every move of a step, by phase.
 
     ``forward`` and ``backward`` happen per use of a unit in a microbatch, ``microbatch`` after its backward, ``step``
-    and ``publish`` once; ``masters`` brings together what the optimizer updates, for a state dict.  ``summed`` comes
-    before ``step`` where a gradient is pending over the tensor axis too: a sum like the others, taken once per step, on
-    the piece that the gradient cell leaves here.
+    and ``publish`` once.  ``masters`` gathers the weights that the optimizer updates, for a state dict.  ``summed``
+    comes before ``step`` where a gradient is pending over the tensor axis too: one more sum, taken once per step on the
+    piece that the gradient cell leaves here.
     """
 
     forward: tuple[Move, ...]
@@ -317,7 +317,7 @@ class Moves:
 
 
 def moves(strategy: Strategy, mesh: Mesh = ONE_HOST) -> Moves:
-    """The collectives of a step, derived from the row.  On several hosts they go by way of them (``by_host``)."""
+    """Derives the collectives of a step from the row.  On several hosts they are split by host (``by_host``)."""
 
     def path(start: Cell, end: Cell) -> tuple[Move, ...]:
         return tuple(part for whole in move(start, end) for part in by_host(whole, mesh))
@@ -335,7 +335,7 @@ def moves(strategy: Strategy, mesh: Mesh = ONE_HOST) -> Moves:
 
 
 def by_host(whole: Move, mesh: Mesh) -> tuple[Move, ...]:
-    """A collective over axes of which some cross hosts, as several: inside of every host, and across with what is left.
+    """Splits a collective that crosses hosts: inside every host, and across hosts with the pieces that remain.
 
     .. code-block:: text
 
@@ -343,7 +343,7 @@ def by_host(whole: Move, mesh: Mesh) -> tuple[Move, ...]:
         reduce_scatter(shard, replica)   reduce_scatter(shard), reduce_scatter(replica) inside shard
         all_gather(shard, replica)       all_gather(replica) inside shard, all_gather(shard)
 
-    So what crosses hosts is divided by the ranks of a host.  The first axes are folded first
+    The bytes that cross hosts are divided by the ranks of a host.  The first axes are folded first
     (``comm/ordered_reduce.py``), so the order of additions is the same.
 
     Source: hierarchical all-reduce, as in Horovod (Sergeev and Del Balso 2018) and ZeRO++ (Wang et al. 2023).

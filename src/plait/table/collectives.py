@@ -1,10 +1,10 @@
-"""What a collective moves, in bytes.
+"""The bytes that a collective moves.
 
 Bytes are *logical*: what the mathematics of the collective needs, not what one transport happens to send.  ``bytes`` is
-the size of the whole array (as nccl-tests counts it), ``sent`` what one rank must send when every byte goes straight to
-whoever needs it; for equal pieces a ring sends the same.
+the size of the whole array (as nccl-tests counts it), ``sent`` the bytes that one rank must send when every byte goes
+straight to its destination; for equal pieces a ring sends the same.
 
-    kind            whole array S lies          sent per rank, group of n
+        kind            whole array S               sent per rank, group of n
     all_gather      a piece on each -> S        (n-1) S/n
     reduce_scatter  S pending -> a piece        (n-1) S/n
     all_reduce      S pending -> S              2 (n-1) S/n
@@ -28,7 +28,7 @@ KINDS = (*CUT_EVENLY, "all_reduce", "broadcast", "reduce", "send", "recv", "barr
 
 @dataclass(frozen=True)
 class Note:
-    """What a message is about: the phase of the step, the unit it serves, the microbatch (-1: none)."""
+    """The purpose of a message: the phase of the step, the unit it serves, the microbatch (-1: none)."""
 
     phase: str = ""
     unit: str = ""
@@ -44,7 +44,7 @@ class Entry:
     bytes: int
     """Size of the whole array."""
     sent: int
-    """What this rank sends."""
+    """Bytes that this rank sends."""
     note: Note = Note()
 
 
@@ -81,7 +81,7 @@ def bytes_sent(kind: str, size: int, ranks: int, *, root: bool = False) -> int:
 
 
 def bus_factor(kind: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth, as nccl-tests defines it (size S of the whole array)."""
+    """Ratio of bus bandwidth to algorithm bandwidth, as nccl-tests defines it (size S of the whole array)."""
     _check(kind)
     if kind == "all_reduce":
         return 2 * (ranks - 1) / ranks

@@ -6,8 +6,8 @@
     pieces       └──────── piece 0: 0..63 ────────┘└──── piece 1: 64..127 ────┘
 
 Gathers and reductions then run on contiguous memory, straight into place.  Every parameter starts at a 64-byte boundary
-and at a multiple of 16 elements, and an element cut falls on such a multiple, wherever that lies among the parameters:
-vectorised kernels round their tails differently from their bodies, so a cut anywhere else would change bits.
+and at a multiple of 16 elements, and an element cut falls on such a multiple, anywhere in the buffer: vectorised
+kernels round their tails differently from their bodies, so a cut anywhere else would change bits.
 
 ``cut="tensor"`` puts the boundaries between parameters instead, so that one rank owns each of them whole
 (ZeroRedundancyOptimizer, the layer-owner ZeRO-3, optimizers that need matrices).  The pieces are then uneven: a gather
@@ -31,17 +31,17 @@ BOUNDARY_BYTES = 64
 """Parameters start on multiples of this many bytes (one cache line, one AVX-512 register)."""
 
 BUCKET_BYTES = 2**20
-"""Of small units that are laid as one where nothing is gathered."""
+"""Most bytes of small neighbouring units that share one buffer where nothing is gathered."""
 
 LEAST_BYTES = 2**12
-"""That a parameter counts for in a bucket, so that a bucket has a few hundred at most."""
+"""Least bytes that a parameter counts for in a bucket, so that a bucket has a few hundred parameters at most."""
 
 Cut = Literal["element", "tensor"]
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in the flat buffer."""
+    """The place of one parameter in the flat buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Run:
-    """The elements ``start..stop`` of one parameter, lying at ``offset`` of a piece."""
+    """The elements ``start..stop`` of one parameter, at ``offset`` of a piece."""
 
     slot: Slot
     start: int
@@ -110,7 +110,7 @@ class FlatLayout:
     itemsize: int
     bounds: tuple[int, ...]
     real: bool = True
-    """Whether its elements are real floating-point numbers, whose dtype a cell may change."""
+    """True if its elements are real floating-point numbers, whose dtype a cell may change."""
 
     @property
     def numel(self) -> int:
@@ -118,11 +118,11 @@ class FlatLayout:
         return self.bounds[-1]
 
     def itemsize_in(self, cell: Cell) -> int:
-        """Bytes of an element where a cell keeps it."""
+        """Bytes of an element in the dtype of a cell."""
         return cell.itemsize(self.itemsize) if self.real else self.itemsize
 
     def has_master(self, strategy: Strategy) -> bool:
-        """Whether the optimizer updates a copy of its own: its cell has a device, or another dtype than parameters."""
+        """True if the optimizer updates a separate copy: its cell has a device or another dtype than parameters."""
         return bool(strategy.optim.device) or self.itemsize_in(strategy.optim) != self.itemsize_in(strategy.params)
 
     @property
@@ -131,35 +131,35 @@ class FlatLayout:
 
     @cached_property
     def even(self) -> bool:
-        """Whether all pieces have one size, so that one collective moves them all."""
+        """True if all pieces have one size, so that one collective moves them all."""
         return len({b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)}) <= 1
 
     def piece(self, count: int, index: int) -> tuple[int, int]:
-        """The elements of piece ``index`` when the buffer is cut in ``count`` (a divisor of the finest cut)."""
+        """Returns the elements of piece ``index`` when the buffer is cut in ``count`` (a divisor of the finest cut)."""
         step, rest = divmod(self.num_pieces, count)
         if rest or not 0 <= index < count:
             raise ValueError(f"no piece {index} of {count} in a layout of {self.num_pieces} pieces")
         return self.bounds[index * step], self.bounds[(index + 1) * step]
 
     def runs(self, start: int, stop: int) -> tuple[Run, ...]:
-        """The runs in the elements ``start..stop``: one per parameter that has any there."""
+        """Returns the runs within the elements ``start..stop``, one per parameter that has any there."""
         found = (self.run(index, start, stop) for index in range(len(self.slots)))
         return tuple(run for run in found if run is not None)
 
     def run(self, index: int, start: int, stop: int) -> Run | None:
-        """What of a parameter lies in the elements ``start..stop``."""
+        """Returns the part of a parameter that falls within the elements ``start..stop``; None if there is none."""
         slot = self.slots[index]
         low, high = max(slot.offset, start), min(slot.end, stop)
         return Run(slot, low - slot.offset, high - slot.offset, low - start) if low < high else None
 
 
 def buckets(units: Sequence[Iterable[tuple[int, int]]], most: int = BUCKET_BYTES) -> list[range]:
-    """Neighbours that together have at most so many bytes; a larger unit stands alone.
+    """Groups neighbouring units of at most ``most`` bytes together; a larger unit is a group by itself.
 
-    Where nothing is gathered, they are laid as one unit: what many small ones would send is one message.
+    Where nothing is gathered, a group has one flat buffer, so many small messages become one.
 
     Args:
-        units: for each unit elements and bytes of an element of its parameters.
+        units: for each unit the elements, and bytes per element, of each of its parameters.
     """
     sizes = [sum(max(numel * itemsize, LEAST_BYTES) for numel, itemsize in unit) for unit in units]
     runs: list[range] = []
@@ -183,14 +183,14 @@ def lay(
     *,
     real: bool = True,
 ) -> FlatLayout:
-    """Lay parameters, names and shapes, end to end and cut the buffer.
+    """Lays parameters, names and shapes, end to end and cuts the buffer.
 
     Args:
         itemsize: bytes per element.
         num_pieces: the finest cut of any cell of the row.
         cut: where boundaries may fall.
-        loads: bytes that each piece's owner has already (tensor cuts only): the largest is kept as small as possible.
-        real: whether a cell's dtype applies to them.
+        loads: bytes that each piece's owner already has (tensor cuts only): the largest is kept as small as possible.
+        real: True if a cell's dtype applies to them.
     """
     align = max(GRAIN, BOUNDARY_BYTES // itemsize)
     slots = []
@@ -207,9 +207,9 @@ def lay(
 
 
 def _balance(starts: Sequence[int], loads: Sequence[float]) -> tuple[int, ...]:
-    """Boundaries, each one of ``starts``, that keep the largest ``load + piece`` as small as possible.
+    """Returns boundaries, each one of ``starts``, that keep the largest ``load + piece`` as small as possible.
 
-    ``best[s]`` is the smallest possible maximum when the pieces so far have what lies before ``starts[s]``.
+    ``best[s]`` is the smallest possible maximum when the pieces so far have everything before ``starts[s]``.
     """
     best = [0 if s == 0 else math.inf for s in range(len(starts))]
     choices: list[list[int]] = []
@@ -231,7 +231,7 @@ def _balance(starts: Sequence[int], loads: Sequence[float]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Message:
-    """A collective on the elements ``start..stop`` of a flat buffer, ``root`` being an index in the group or -1."""
+    """A collective on the elements ``start..stop`` of a flat buffer; ``root`` is an index in the group, or -1."""
 
     kind: str
     axes: tuple[str, ...]
@@ -245,7 +245,7 @@ class Message:
 
 
 def lower(step: Move, layout: FlatLayout, mesh: Mesh, rank: int) -> tuple[Message, ...]:
-    """The messages that carry out one move for this rank, in the order in which all ranks send them.
+    """Returns the messages that carry out one move for this rank, in the order in which all ranks send them.
 
     Even pieces travel in one collective, uneven ones by one broadcast or reduce per owner.  Groups of one rank and
     slices send nothing.
@@ -264,39 +264,39 @@ def lower(step: Move, layout: FlatLayout, mesh: Mesh, rank: int) -> tuple[Messag
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """What is gathered and reduced together, as the planner sees it: its flat buffers, and whether each trains."""
+    """A group of parameters that is gathered and reduced together, as the planner sees it: its flat buffers, and
+    whether each trains."""
 
     name: str
     flats: tuple[FlatLayout, ...]
     trainable: tuple[bool, ...]
     uses: tuple[bool, ...] = (True,)
-    """The gathers of one forward pass, in their order: the unit's own, and those of other units that read a parameter
-    laid here (tied); whether a backward goes through what reads it: not through frozen layers before which nothing
-    trains."""
+    """The gathers of one forward pass, in order: the unit's own, and those of other units that read a parameter of this
+    one (tied).  True where a backward passes through the reader, False in frozen layers before which nothing trains."""
     summed: tuple[bool, ...] = ()
-    """Which flats have gradients that are pending over the tensor axis; none where it is empty."""
+    """True for each flat whose gradients are pending over the tensor axis; empty if none is."""
     own: int = 0
-    """The place of the unit's own use among ``uses``, or of that by a unit around it, which holds it open."""
+    """The index in ``uses`` of the unit's own use, or of the use by an enclosing unit, which holds it open."""
     held: int = 0
-    """The place of the last use that a backward holds open to its end."""
+    """The index of the last use that a backward holds open to its end."""
     reduced: bool = True
-    """Whether a microbatch's gradients are reduced: not those of a split unit that gets none."""
+    """True if a microbatch's gradients are reduced; False for a split unit that gets none."""
 
     @property
     def differentiated(self) -> bool:
-        """Whether a backward goes through it."""
+        """True if a backward passes through the unit."""
         return any(self.uses)
 
     @property
     def unkept(self) -> int:
-        """Uses after which nothing is kept for the next: those without a backward that come first."""
+        """Counts the leading uses without a backward: they keep nothing for the next."""
         return self.uses.index(True) if self.differentiated else 0
 
     def backward_uses(self, *, open_still: bool) -> int:
-        """The gathers of one backward pass.
+        """Counts the gathers of one backward pass.
 
-        What ran before a use that is held open finds it open; ``open_still``: and a unit that trains waits for its last
-        gradient.
+        Uses that ran before one that is held open find the unit open.  With ``open_still`` a unit that trains also
+        waits for its last gradient.
         """
         waits = open_still and any(self.trainable) and self.uses[self.own]
         return sum(self.uses[max(self.held, self.own if waits else 0) :])

@@ -1,4 +1,4 @@
-"""How a tensor of any number of dims is cut over the axes of a mesh, and the way from one cut to another.
+"""Cuts of a tensor of any number of dims over the axes of a mesh, and the way from one cut to another.
 
 A layout says for each *dim* of the tensor which *axes* of the mesh cut it (outermost cut first), and over which axes a
 sum is still pending; over every other axis the tensor is replicated.  Each dim is a word (any will do):
@@ -10,7 +10,7 @@ sum is still pending; over every other axis the tensor is replicated.  Each dim 
     5 rows over tensor=4      5 rows over replica=2, then tensor=2
     0 1 | 2 3 | 4 |           0 1 | 2 || 3 | 4            uneven and empty pieces are normal
 
-What one axis does in a step from layout to layout, and the collective that this is (``path``):
+Each axis does one thing in a step from layout to layout, by one collective (``path``):
 
     from \\ to   cut dim e                pending                  replicated
     cut dim d   all_to_all               place (zeros around it)  all_gather
@@ -41,7 +41,7 @@ def part(size: int, ways: int, index: int) -> tuple[int, int]:
 
 
 def nested_part(size: int, ways: tuple[int, ...], indices: tuple[int, ...]) -> tuple[int, int]:
-    """Where a rank's piece begins and ends when each piece is cut again, the first cut outermost."""
+    """Start and stop of a rank's piece when each piece is cut again, the first cut outermost."""
     start, stop = 0, size
     for n, index in zip(ways, indices, strict=True):
         low, high = part(stop - start, n, index)
@@ -54,7 +54,7 @@ class Layout:
     """For each dim the axes that cut it, outermost first, and the axes over which a sum is pending.
 
     Raises:
-        ValueError: an axis that is unknown, or that stands at two places.
+        ValueError: an axis is unknown, or occurs twice.
     """
 
     dims: tuple[tuple[str, ...], ...]
@@ -72,7 +72,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """``"out/tensor in, pending(replica)"`` as a layout; a tensor without dims is ``"scalar"``."""
+        """Parses ``"out/tensor in, pending(replica)"``; a tensor without dims is ``"scalar"``."""
         match = re.fullmatch(r"\s*([\w/\s]*?)\s*(?:,\s*pending\(([\w,\s]*)\))?\s*", text)
         words = match[1].split() if match else []
         if match is None or any(not piece for word in words for piece in word.split("/")):
@@ -85,7 +85,7 @@ class Layout:
 
     @classmethod
     def replicated(cls, num_dims: int) -> Layout:
-        """The whole tensor on every rank."""
+        """Returns the layout with the whole tensor on every rank."""
         return cls(((),) * num_dims)
 
     def __str__(self) -> str:
@@ -98,24 +98,24 @@ class Layout:
         return tuple(axis for axes in self.dims for axis in axes)
 
     def placements(self, mesh: Mesh) -> dict[str, str]:
-        """What each axis of the mesh does, in the field's words: Shard(dim), Partial(sum) or Replicate."""
+        """Maps each axis of the mesh to its placement, in the field's words: Shard(dim), Partial(sum) or Replicate."""
         words = {axis: f"Shard({d})" for d, axes in enumerate(self.dims) for axis in axes}
         words |= dict.fromkeys(self.pending, "Partial(sum)")
         return {a: words.get(a, "Replicate") for a in AXES if mesh.axis(a) > 1}
 
     def on(self, mesh: Mesh) -> Layout:
-        """The same without the axes of size 1."""
+        """Returns the same layout without the axes of size 1."""
         big = {a for a in AXES if mesh.axis(a) > 1}
         dims = tuple(tuple(a for a in axes if a in big) for axes in self.dims)
         return Layout(dims, tuple(a for a in self.pending if a in big))
 
     def dual(self, mesh: Mesh) -> Layout:
-        """Where the gradient of such a value lives: cut stays cut, replicated becomes pending, pending replicated."""
+        """Returns the layout of the gradient: cut stays cut, replicated becomes pending, pending becomes replicated."""
         return Layout(self.dims, tuple(a for a in AXES if a not in (*self.cut, *self.pending))).on(mesh)
 
 
 Region = tuple[tuple[int, int], ...]
-"""A box of a tensor in global coordinates: for each dim where it starts and stops."""
+"""A box of a tensor in global coordinates: start and stop in each dim."""
 
 
 def extent(region: Region) -> tuple[int, ...]:
@@ -124,18 +124,18 @@ def extent(region: Region) -> tuple[int, ...]:
 
 
 def overlap(one: Region, other: Region) -> Region | None:
-    """The box that two boxes share; None where they share no element."""
+    """Returns the box that two boxes share; None if they share no element."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return None if any(start >= stop for start, stop in common) else common
 
 
 def inside(region: Region, whole: Region) -> Region:
-    """A box in the coordinates of another one, which contains it."""
+    """Returns a box in the coordinates of another one, which contains it."""
     return tuple((a - origin, b - origin) for (a, b), (origin, _) in zip(region, whole, strict=True))
 
 
 def blocks(region: Region, most: int) -> Iterator[Region]:
-    """A box in boxes of at most this many elements; end to end, their elements are in its order."""
+    """Splits a box into boxes of at most ``most`` elements; end to end, their elements are in its order."""
     sizes = extent(region)
     dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
     if dim is None or math.prod(sizes) <= most:
@@ -148,7 +148,7 @@ def blocks(region: Region, most: int) -> Iterator[Region]:
 
 
 def region(layout: Layout, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Region:
-    """The box of a tensor of this shape that a rank has; ValueError for a layout of another number of dims."""
+    """Returns a rank's box of a tensor of this shape; ValueError if the layout has another number of dims."""
     if len(layout.dims) != len(shape):
         raise ValueError(
             f"layout '{layout}' has {len(layout.dims)} dims, the shape {tuple(shape)} has {len(shape)}: "
@@ -172,7 +172,7 @@ DUAL_KIND = {
     "place": "slice",
     "keep_first": "keep_first",
 }
-"""The step that the gradient takes back: the transpose of each step, seen from the dual layouts."""
+"""Maps each step to that of the gradient: its transpose, from the dual of ``after`` to the dual of ``before``."""
 
 FREE = ("slice", "place", "keep_first")
 """Steps that send nothing."""
@@ -199,14 +199,14 @@ class Step:
         return f"{self.kind} over {', '.join(self.axes)}{leaves}{comes}"
 
     def dual(self, mesh: Mesh) -> Step:
-        """The step of the gradient, from the dual of ``after`` to the dual of ``before``."""
+        """Returns the gradient's step, from the dual of ``after`` to the dual of ``before``."""
         kind, before, after = DUAL_KIND[self.kind], self.after.dual(mesh), self.before.dual(mesh)
         return Step(kind, self.axes, before, after, source=self.target, target=self.source)
 
 
 @lru_cache(maxsize=4096)
 def path(start: Layout, end: Layout, mesh: Mesh) -> tuple[Step, ...]:
-    """The steps from one layout to another of as many dims (else ValueError), those that shrink the tensor first."""
+    """Returns the steps between layouts of as many dims (else ValueError), those that shrink the tensor first."""
     if len(start.dims) != len(end.dims):
         raise ValueError(f"'{start}' has {len(start.dims)} dims and '{end}' {len(end.dims)}: give a word for each dim")
     here, end = start.on(mesh), end.on(mesh)
@@ -230,7 +230,7 @@ def _with(layout: Layout, dims: dict[int, tuple[str, ...]], pending: tuple[str, 
 
 
 def _shrink(here: Layout, end: Layout) -> Step | None:
-    """The next cut that a dim needs, where nothing has to be undone before."""
+    """Returns the next cut that a dim needs, where nothing has to be undone before."""
     exchange: Step | None = None
     for d, (now, then) in enumerate(zip(here.dims, end.dims, strict=True)):
         if now == then or then[: len(now)] != now:
@@ -254,7 +254,7 @@ def _sum(here: Layout, end: Layout) -> Step | None:
 
 
 def _grow(here: Layout, end: Layout) -> Step | None:
-    """Undo the innermost cut of a dim whose cuts do not begin those that it needs."""
+    """Undoes the innermost cut of a dim whose cuts are no prefix of those that it needs."""
     for d, (now, then) in enumerate(zip(here.dims, end.dims, strict=True)):
         if now and then[: len(now)] != now:
             axis = now[-1]
@@ -270,10 +270,10 @@ def _keep_first(here: Layout, end: Layout) -> Step | None:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What a step does on one rank: ``whole`` is the array of the collective in elements, padding included.
+    """The sizes of a step on one rank; ``whole`` is the array of the collective in elements, padding included.
 
-    ``after`` is the shape of what the rank has then.  ``lengths`` are those of the pieces of the dim that is assembled
-    or cut, in group order, the first the longest; ``lengths_to`` those of the dim that an all_to_all cuts.
+    ``after`` is the shape of the rank's piece afterwards.  ``lengths`` are those of the pieces of the dim that is
+    assembled or cut, in group order, the first the longest; ``lengths_to`` those of the dim that an all_to_all cuts.
     """
 
     whole: int
@@ -283,14 +283,14 @@ class StepSizes:
 
 
 def _lengths(size: int, ways: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the pieces of a dim that is cut in several ways, the first outermost."""
+    """Lengths of the pieces of a dim that is cut in several ways, the first outermost."""
     spans = (nested_part(size, ways, indices) for indices in product(*map(range, ways)))
     return tuple(stop - start for start, stop in spans)
 
 
 @lru_cache(maxsize=4096)
 def sizes(step: Step, shape: tuple[int, ...], mesh: Mesh, rank: int) -> StepSizes:
-    """The pieces and the padded size of one step on one rank."""
+    """Returns the pieces and the padded size of one step on one rank."""
     local, after = (extent(region(layout, shape, mesh, rank)) for layout in (step.before, step.after))
     ways, n = tuple(map(mesh.axis, step.axes)), mesh.count(step.axes)
     if step.kind in ("all_reduce", "keep_first"):
@@ -307,7 +307,7 @@ def sizes(step: Step, shape: tuple[int, ...], mesh: Mesh, rank: int) -> StepSize
 def entries(
     steps: tuple[Step, ...], shape: tuple[int, ...], mesh: Mesh, rank: int, itemsize: int, note: Note
 ) -> Iterator[Entry]:
-    """The lines that these steps write into a rank's ledger.  An array without elements is not sent."""
+    """Returns the lines that these steps write into a rank's ledger.  An array without elements is not sent."""
     for step in steps:
         size = sizes(step, shape, mesh, rank).whole * itemsize if step.kind not in FREE else 0
         if size:

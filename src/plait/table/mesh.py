@@ -13,7 +13,7 @@ coordinates, the first axis named outermost, so rank 4 (replica 1, shard 1) has
     group(4, ("replica",))          -> (1, 4)
     group(4, ("shard", "replica"))  -> (0, 3, 1, 4, 2, 5)     the k-th has piece k of a shard/replica cut
 
-Ranks may stand on several hosts, equally many on each, one host after the other.  With ``hosts=2`` here, a host has
+Ranks may be on several hosts, equally many on each, one host after the other.  With ``hosts=2`` here, a host has
 one replica: groups over ``shard`` are inside of a host, and groups over ``replica`` cross hosts.
 """
 
@@ -33,12 +33,12 @@ DATA_AXES = ("shard", "replica")
 
 
 MOST_RANKS = 1 << 20
-"""Of a mesh, on all hosts together."""
+"""Most ranks of a mesh, on all hosts together."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the named axes, and the number of hosts; what is not given is 1."""
+    """Sizes of the named axes, and the number of hosts; each defaults to 1."""
 
     pipe: int = 1
     replica: int = 1
@@ -58,8 +58,8 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """``"replica=2 shard=2"`` or ``"replica=2 shard=2 hosts=2"`` (spaces or commas between) as a mesh; ValueError
-        where it says anything else."""
+        """Parses ``"replica=2 shard=2"`` or ``"replica=2 shard=2 hosts=2"``, spaces or commas between; ValueError for
+        any other text."""
         sizes: dict[str, int] = {}
         for word in text.replace(",", " ").split():
             axis, equals, size = word.partition("=")
@@ -90,16 +90,16 @@ class Mesh:
         return self.count(AXES)
 
     def count(self, axes: Iterable[str]) -> int:
-        """How many ranks a group over these axes has."""
+        """The number of ranks in a group over these axes."""
         return math.prod(self.axis(a) for a in axes)
 
     def crosses(self, axis: str) -> bool:
-        """Whether a group over an axis has ranks of several hosts."""
+        """True if a group over this axis has ranks of several hosts."""
         if self.axis(axis) == 1:
             return False
         span = self.count(
             AXES[AXES.index(axis) :]
-        )  # from a group's first rank to behind its last, and they are aligned
+        )  # from a group's first rank to one past its last, and they are aligned
         return self.size // self.hosts % span != 0
 
     @cached_property
@@ -108,7 +108,7 @@ class Mesh:
         return tuple(axis for axis in AXES if self.crosses(axis))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on every axis."""
+        """Returns a rank's coordinate on every axis."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is not on the mesh {self} of {self.size} ranks")
         rank, tensor = divmod(rank, self.tensor)
@@ -117,7 +117,7 @@ class Mesh:
         return {"pipe": pipe, "replica": replica, "shard": shard, "tensor": tensor}
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at the given coordinates (0 on the axes that are not named)."""
+        """Returns the rank at the given coordinates (0 on the axes that are not named)."""
         for axis in coordinates:
             self.axis(axis)  # refuses a name that is no axis
         rank = 0
@@ -129,7 +129,7 @@ class Mesh:
         return rank
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The ranks that share this rank's coordinates on all *other* axes, first axis outermost."""
+        """Returns the ranks that share this rank's coordinates on all *other* axes, first axis outermost."""
         here = self.coordinates(rank)
         return tuple(
             self.rank(**{**here, **dict(zip(axes, at, strict=True))})
@@ -137,11 +137,11 @@ class Mesh:
         )
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """All groups over these axes; together they have every rank once."""
+        """Returns all groups over these axes; together they have every rank once."""
         return tuple(dict.fromkeys(self.group(rank, axes) for rank in range(self.size)))
 
     def index(self, rank: int, axes: tuple[str, ...]) -> int:
-        """The place of a rank within its group over these axes."""
+        """Returns the index of a rank within its group over these axes."""
         here = self.coordinates(rank)
         index = 0
         for axis in axes:
@@ -150,13 +150,13 @@ class Mesh:
 
     @property
     def data_size(self) -> int:
-        """How many ways the batch is split."""
+        """The number of parts of the batch."""
         return self.count(DATA_AXES)
 
     def data_rank(self, rank: int) -> int:
-        """Which part of the batch a rank reads: ``replica * |shard| + shard``."""
+        """Returns the index of the part of the batch that a rank reads: ``replica * |shard| + shard``."""
         return self.index(rank, ("replica", "shard"))
 
 
 ONE_HOST = Mesh()
-"""Where nothing crosses hosts."""
+"""The default mesh, in which nothing crosses hosts."""

@@ -1,4 +1,4 @@
-"""How a model lies on the ranks, as one value: all that changes who has what, and nothing that changes the sum.
+"""The layout of a model on the ranks, as one value: all that changes who has what, and nothing that changes the sum.
 
     Engine(model, comm, parallelism=Parallelism(TABLE["zero3"], schedule="1f1b"), ...)
     Engine(model, comm, strategy="zero3", schedule="1f1b", ...)                          the same
@@ -37,12 +37,12 @@ class Parallelism:
     cut: Cut = "element"
     """``"element"`` cuts parameters anywhere; ``"tensor"`` gives each to one owner."""
     prefetch: int = 1
-    """How many units are gathered ahead of the running one."""
+    """Number of units that are gathered ahead of the running one."""
     bucket: int = BUCKET_BYTES
-    """Bytes: where parameters are whole at rest, neighbouring units of at most so many are laid as one, and what they
-    send is one message; 0: none are."""
+    """Most bytes of neighbouring units that share one buffer, and so one message, where parameters are whole at rest;
+    0: every unit has its own."""
     tensor_plan: Mapping[str, str | Style] | None = None
-    """For a mesh with a tensor axis (see ``core.tensor_plan``); None takes the plan that the model carries."""
+    """The plan for a mesh with a tensor axis (see ``core.tensor_plan``); None takes the plan that the model carries."""
     sequence_parallel: bool = False
     """Cut the activations between the tensor-parallel products in time."""
     schedule: str | tuple[tuple[Any, ...], ...] | None = None
@@ -51,16 +51,16 @@ class Parallelism:
     chunks: int | None = None
     """Stages on each rank, for the order ``interleaved``."""
     hold: int | None = 1
-    """How many stages a rank keeps unsharded for its next passes, under a row that splits parameters (one that keeps
-    them to the backward holds all in flight); None gathers units one by one in each pass."""
+    """Number of stages that a rank keeps unsharded for its next passes, under a row that splits parameters (one that
+    keeps them to the backward holds all in flight); None gathers units one by one in each pass."""
     split: tuple[int, ...] | None = None
-    """How many links of the model each stage has (see ``pipeline.stage_model``); None: equally many."""
+    """Number of links of the model in each stage (see ``pipeline.stage_model``); None divides them equally."""
     recompute: Recompute | None = None
     """``"full"`` runs blocks again in backward, ``"selective"`` attention; None keeps every activation."""
     gemm: str = "torch"
-    """``"torch"`` or ``"onednn"``: who multiplies linear layers' fp32 matrices on a CPU."""
+    """The library that multiplies linear layers' fp32 matrices on a CPU: ``"torch"`` or ``"onednn"``."""
     compile: bool = False
-    """Compile the forward of every unit that has no other unit inside."""
+    """Compiles the forward of every unit that has no other unit inside."""
 
     def __post_init__(self) -> None:
         if self.prefetch < 0:
@@ -81,7 +81,7 @@ class Parallelism:
 
     @classmethod
     def of(cls, **settings: Any) -> Parallelism:
-        """From keywords; TypeError for one that is no field (the nearest are named)."""
+        """Builds the layout from keywords; TypeError for a keyword that is no field (it names the nearest)."""
         names = [field.name for field in fields(cls)]
         for name in settings.keys() - set(names):
             hint = did_you_mean(name, names, f"the settings are {', '.join(names)}")
@@ -89,7 +89,7 @@ class Parallelism:
         return cls(**settings)
 
     def compared(self) -> dict[str, object]:
-        """The fields as ranks compare them: what means the same has the same text."""
+        """Returns the fields as ranks compare them: equivalent settings have equal text."""
         plan = self.tensor_plan
         texts = None if plan is None else sorted((pattern, str(style)) for pattern, style in plan.items())
         return vars(self) | {"tensor_plan": texts}

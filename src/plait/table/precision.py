@@ -21,7 +21,7 @@ from plait.table.cells import FULL, Cell, Strategy
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a row, without where anything lives: all that a single process needs to know."""
+    """The dtypes of a row, without devices and cuts: all that a single process needs to know."""
 
     params: Cell = FULL
     sums: Cell = FULL
@@ -31,39 +31,39 @@ class Precision:
 
     @classmethod
     def of(cls, row: Strategy, first_scale: float | None = None) -> Precision:
-        """A row's dtypes."""
+        """Returns a row's dtypes."""
         params, sums, optim = (Cell(dtype=cell.dtype) for cell in (row.params, row.grads, row.optim))
         return cls(params, sums, optim, first_scale)
 
     def loss_scale(self) -> LossScale | None:
-        """A new one for a run."""
+        """Returns a new loss scale for a run; None if the loss is not scaled."""
         return None if self.first_scale is None else LossScale(self.first_scale)
 
 
 AS_IT_COMES = Precision()
-"""Everything in the dtype of the model."""
+"""Leaves everything in the dtype of the model."""
 
 SMALLEST = 2.0**-14
-"""The least loss scale: what overflows with it is not finite without it."""
+"""The least loss scale: a sum that overflows with it is not finite without it either."""
 
 
 @dataclass
 class LossScale:
-    """The factor of the loss.  An engine has its own; all ranks start alike, and agree on whether sums are finite.
+    """The factor of the loss.  Each engine has its own; all start equal, and agree on whether sums are finite.
 
     Raises:
-        ValueError: factors by which it would not settle.
+        ValueError: factors with which it would not settle.
     """
 
     scale: float = 2.0**16
-    """Where it starts, a power of two: then scaling changes no bit of a sum that stays in range."""
+    """The initial factor, a power of two: then scaling changes no bit of a sum that stays in range."""
     growth: float = 2.0
     """Multiplies it after ``interval`` good steps in a row."""
     backoff: float = 0.5
     """Multiplies it after a skipped step."""
     interval: int = 2000
     good: int = 0
-    """Steps made since the factor last changed."""
+    """Steps since the factor last changed."""
 
     def __post_init__(self) -> None:
         if not SMALLEST <= self.scale < math.inf:
@@ -75,7 +75,8 @@ class LossScale:
             )
 
     def update(self, *, finite: bool) -> None:
-        """After a step: whether its sums were finite on all ranks; ValueError where no scale could make them so."""
+        """Updates the factor after a step whose sums were ``finite`` on all ranks or not; ValueError if no scale could
+        help."""
         self.good = self.good + 1 if finite else 0
         if not finite:
             self.scale *= self.backoff

@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts a parameter: along one dim, before it is laid in its unit.
+"""The cut of a parameter under tensor parallelism: along one dim, before the parameter is laid in its unit.
 
     weight [8, 4], column-cut, tensor=2             one part: a run of rows on each rank
         rank 0   rows 0..3
@@ -22,13 +22,13 @@ class TensorCut:
     """One parameter's cut; ValueError for parts that don't add up, or grains that the ranks cannot share evenly."""
 
     shape: tuple[int, ...]
-    """The whole parameter's."""
+    """The shape of the whole parameter."""
     dim: int
     """The dim that is cut."""
     ways: int
-    """How many ranks share it."""
+    """The number of ranks that share it."""
     parts: tuple[int, ...]
-    """Sizes that ``dim`` is made of, each cut by itself."""
+    """Sizes of the parts of ``dim``, each cut by itself."""
     grain: int = 1
     """Elements of ``dim`` that stay together."""
 
@@ -49,7 +49,7 @@ class TensorCut:
                 )
 
     def ranges(self, index: int) -> tuple[tuple[int, int], ...]:
-        """What rank ``index`` has along ``dim``: one run per part, in global coordinates."""
+        """Returns the ranges of ``dim`` that rank ``index`` has: one run per part, in global coordinates."""
         runs, base = [], 0
         for size in self.parts:
             start, stop = part(size // self.grain, self.ways, index)
@@ -58,12 +58,12 @@ class TensorCut:
         return tuple(runs)
 
     def local_shape(self, index: int) -> tuple[int, ...]:
-        """The shape of what rank ``index`` has."""
+        """Returns the shape of the piece that rank ``index`` has."""
         size = sum(stop - start for start, stop in self.ranges(index))
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
     def regions(self, index: int, local: Region) -> tuple[Region, ...]:
-        """Where a region of what rank ``index`` has lies in the whole parameter: regions, end to end along ``dim``."""
+        """Maps a region of rank ``index``'s piece to regions of the whole parameter, end to end along ``dim``."""
         low, high = local[self.dim]
         found, base = [], 0
         for start, stop in self.ranges(index):

@@ -43,22 +43,22 @@ from plait.messages.wording import did_you_mean
 
 @dataclass(frozen=True)
 class StyleKind:
-    """What is special about a kind of style."""
+    """The properties of a kind of style."""
 
     cut_dim: int | None = None
-    """The dim of the weight that is cut; None: it is whole."""
+    """The dim of the weight that is cut; None if the weight is whole."""
     enters: bool = False
-    """It reads a whole activation, which its siblings share."""
+    """True if it reads a whole activation, which its siblings share."""
     site: str = ""
-    """The kind of ``Site`` where its output travels."""
+    """The kind of ``Site`` at which its output travels."""
     counts: bool = False
-    """It may have one number, of activations, though it cuts no weight."""
+    """True if the style may have one number, of activations, though it cuts no weight."""
     own_code: bool = False
-    """The module's own code reads pieces of its parameters, which the plan cuts one by one."""
+    """True if the module's own code reads pieces of its parameters, which the plan cuts one by one."""
     sites: Callable[..., Iterable[Site]] | None = None
-    """Its further sites, of ``(name, style, module, parallel, width)``."""
+    """Returns its further sites, from ``(name, style, module, parallel, width)``."""
     install: Callable[..., None] | None = None
-    """Adds the hooks of a module, by ``(axis, parallel, name, module)``."""
+    """Adds the hooks of a module, from ``(axis, parallel, name, module)``."""
 
 
 KINDS: dict[str, StyleKind] = {
@@ -74,17 +74,17 @@ KINDS: dict[str, StyleKind] = {
     "heads": StyleKind(),
     "whole": StyleKind(),
 }
-"""The styles; ``vocabulary`` travels by what its module is: an embedding leaves, a head enters and ends in the loss."""
+"""The styles; ``vocabulary`` depends on its module: an embedding leaves, a head enters and ends in the loss."""
 
 NO_KIND = StyleKind()
 
 FORWARD, BACKWARD = "tensor forward", "tensor backward"
-"""The ledger's phases of messages over the tensor axis, for sender and planner alike."""
+"""The ledger's phases of messages over the tensor axis; sender and planner share them."""
 
 
 @dataclass(frozen=True)
 class Style:
-    """How one module takes part in tensor parallelism."""
+    """The role of one module in tensor parallelism."""
 
     kind: str
     parts: tuple[int, ...] = ()
@@ -92,11 +92,11 @@ class Style:
     grain: int = 1
     """Elements that stay together; 1 for any cut."""
     packed: int = 1
-    """How many matrices of one size lie end to end along the dim that is cut."""
+    """Number of matrices of one size that are stacked along the dim that is cut."""
 
     @classmethod
     def parse(cls, text: str, kinds: Mapping[str, StyleKind] = KINDS) -> Style:
-        """``"column"``, ``"column by 16"``, ``"column 8|2|2 by 16"``, ``"column in 2"``.
+        """Parses ``"column"``, ``"column by 16"``, ``"column 8|2|2 by 16"`` or ``"column in 2"``.
 
         ValueError for a text that is no style of ``kinds``, TypeError for an object that is no text.
         """
@@ -137,7 +137,7 @@ class Style:
 
 
 def check_mapping(plan: object) -> None:
-    """Raises TypeError for a plan that is no mapping of names."""
+    """Raises TypeError unless a plan is a mapping of names."""
     if not isinstance(plan, Mapping) or not all(isinstance(pattern, str) for pattern in plan):
         raise TypeError(
             f"tensor_plan={plan!r}: it maps names of modules to styles, as in {{'blocks.*.up': 'column', "
@@ -151,15 +151,15 @@ def match_styles(
     parameters: Iterable[str],
     kinds: Mapping[str, StyleKind] = KINDS,
 ) -> dict[str, Style]:
-    """The style of every module that a plan names.
+    """Returns the style of every module that a plan names.
 
-    A pattern is the name of a module or parameter; ``*`` matches anything.  A weight or bias names its module, except
-    under ``summed`` and ``sequence``, which are said of parameters: then, as for any other parameter, its own name is
-    in the result.
+    A pattern is the name of a module or parameter; ``*`` matches anything.  A weight or bias names its module.  Under
+    ``summed`` and ``sequence``, which are properties of parameters, its own name is in the result, as for any other
+    parameter.
 
     Raises:
-        ValueError: a pattern that matches nothing (the nearest names are given), or a module with two styles.
-        TypeError: what is no mapping of texts.
+        ValueError: a pattern matches nothing (the nearest names are given), or a module has two styles.
+        TypeError: the plan is no mapping of texts.
     """
     check_mapping(plan)
     names = list(modules)
@@ -191,7 +191,7 @@ def match_styles(
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> list[str]:
-    """Names like the pattern, numbers in them shown as ``*`` so that layers count once."""
+    """Returns names like the pattern, numbers in them shown as ``*`` so that layers count once."""
     general = dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names if name)
     wanted = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", pattern)
     return difflib.get_close_matches(wanted, general, n=3, cutoff=0.4)
@@ -229,24 +229,24 @@ class Site:
     width: int
     """The size of the activation's last dim, whole; 0 for a loss."""
     trains_input: bool = True
-    """Whether something before it trains, so that its input wants a gradient."""
+    """True if something before the site trains, so that its input needs a gradient."""
     unsplit: bool = False
-    """Whether sequence parallelism leaves activations whole here."""
+    """True if sequence parallelism leaves activations whole here."""
 
 
 class Passing(NamedTuple):
     """An activation that passes a site."""
 
     shape: tuple[int, ...]
-    """Without its last dim: (batch, time), or (batch,)."""
+    """Its shape without the last dim: (batch, time), or (batch,)."""
     trains: bool = True
-    """Whether it wants a gradient."""
+    """True if it needs a gradient."""
 
 
 Passings = Mapping[Site, Sequence[Passing]]
-"""What passes each site in one forward of a microbatch."""
+"""The activations that pass each site in one forward of a microbatch."""
 
 
 def everywhere(sites: Iterable[Site], shape: tuple[int, ...]) -> Passings:
-    """One activation of the same shape at each site, which trains as the site says."""
+    """Returns one activation of the same shape for each site, which trains as the site says."""
     return {site: (Passing(shape, site.trains_input),) for site in sites}

@@ -245,7 +245,8 @@ def in_flight(action: Action) -> int:
 
 
 def placed(schedule: Schedule) -> Iterator[tuple[Action, tuple[int, int]]]:
-    """The single actions of a schedule, line by line, each with its place: the rank, and the index in its line."""
+    """Yields the single actions of a schedule, line by line, each with its place: the rank and the index in its
+    line."""
     for rank, line in enumerate(schedule):
         for index, action in enumerate(line):
             for part in action.parts:
@@ -253,7 +254,7 @@ def placed(schedule: Schedule) -> Iterator[tuple[Action, tuple[int, int]]]:
 
 
 def owners(schedule: Schedule) -> dict[int, int]:
-    """Which rank works on which stage; the first rank that names a stage has it."""
+    """Maps each stage to the rank that works on it: the first rank that names it."""
     owner: dict[int, int] = {}
     for action, (rank, _) in placed(schedule):
         owner.setdefault(action.stage, rank)
@@ -269,7 +270,7 @@ def count_microbatches(schedule: Schedule) -> int:
 
 
 def keep(schedule: Schedule, num_stages: int, num_microbatches: int) -> Schedule:
-    """The first stages and microbatches of a schedule; what was valid stays valid (see ``orders.py``)."""
+    """Returns the first stages and microbatches of a schedule; a valid schedule stays valid (see ``orders.py``)."""
     return tuple(
         tuple(a for a in line if a.stage < num_stages and a.microbatch < num_microbatches) for line in schedule
     )
@@ -301,13 +302,14 @@ def walk(
 ) -> dict[int, tuple[int, Thing]]:
     """Carries out a schedule: every rank in the order of its line, nothing before what it needs.
 
-    Any order that does this gives the same.  The proof asks who is left waiting, the simulator when actions start.
+    Any order that does this gives the same result.  The proof asks which ranks are left waiting, the simulator when
+    actions start.
 
     Args:
         attempt: names what an action of a rank still lacks; or carries it out, and names what there is now for others.
 
     Returns:
-        Each rank that is left waiting -> (index in its line, for what); none if the schedule is right.
+        Each rank that is left waiting -> (index in its line, what it waits for); empty if the schedule is right.
     """
     at = [0] * len(schedule)
     waiting: dict[Thing, list[int]] = defaultdict(list)

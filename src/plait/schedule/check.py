@@ -222,7 +222,7 @@ def _check_sharding(schedule: Schedule) -> None:
 
 
 def _check_deadlock(schedule: Schedule, places: Places, owner: dict[int, int]) -> None:
-    """Carries the lines out, in any order that works; who is left waiting is in a deadlock, or in the wrong order."""
+    """Carries the lines out in any order that works; a rank left waiting is in a deadlock, or its order is wrong."""
     with_messages = any(action.kind in MESSAGES for action in places)
     there: set[tuple[Value, bool]] = set()  # what was made; True where it was sent
 

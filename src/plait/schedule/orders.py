@@ -54,17 +54,17 @@ Write = Callable[..., Schedule]
 
 
 def one_stage(num_microbatches: int, num_ranks: int = 1) -> Schedule:
-    """Forward and backward of each microbatch in turn, then one reduction and one update."""
+    """Returns forward and backward of each microbatch in turn, then one reduction and one update."""
     check_sizes(1, num_microbatches)
     passes = [Action(kind, 0, m) for m in range(num_microbatches) for kind in (F, B)]
     return ((*passes, Action(Kind.REDUCE, 0), Action(Kind.UPDATE, 0)),) * num_ranks
 
 
 def forwards(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The forwards of a schedule alone, for an evaluation of any number of microbatches.
+    """Returns the forwards of a schedule alone, for an evaluation of any number of microbatches.
 
-    A schedule may follow itself, and forwards need nothing but forwards: what was valid stays valid.  So one that was
-    written for fewer microbatches is repeated, and what is too many of it struck out.
+    A schedule may follow itself, and forwards need nothing but forwards, so a valid schedule stays valid.  One written
+    for fewer microbatches is repeated, and surplus microbatches are struck out.
     """
     check_sizes(1, num_microbatches)
     starts = range(0, num_microbatches, count_microbatches(schedule))
@@ -193,7 +193,7 @@ zbv, dualpipe_v = on_a_v(_zbv), on_a_v(_dualpipe_v)
 
 @dataclass(frozen=True)
 class Order:
-    """An order, and what is special about it."""
+    """An order and its properties."""
 
     write: Write
     summary: str

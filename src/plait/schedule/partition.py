@@ -1,4 +1,4 @@
-"""Which layers a stage owns: a model is a chain of links, a stage is a run of them.
+"""The layers of each stage: a model is a chain of links, a stage is a run of them.
 
     links      embed  block block block block block block  norm head
     even       |------ 5 ------------| |------- 4 -----------|          by count
@@ -109,7 +109,7 @@ def shortest_step(schedule: Schedule, forward: Sequence[float], backward: Sequen
 
 
 def _neighbours(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """One link from a stage to another: a neighbour, or further on with all between moved along."""
+    """Returns the splits with one link moved to another stage: a neighbour, or further with all between moved along."""
     return [
         tuple(size - (stage == source) + (stage == target) for stage, size in enumerate(sizes))
         for source, target in permutations(range(len(sizes)), 2)

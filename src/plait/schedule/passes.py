@@ -1,4 +1,4 @@
-"""Passes over schedules: each takes a schedule and gives one that says more, ready for ``check``.
+"""Passes over schedules: each takes a schedule and returns a more detailed one, ready for ``check``.
 
     1f1b on two ranks            0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1
     split_backward               0F0 0F1 0I0 0W0 ...
@@ -45,7 +45,7 @@ computation (with 1, zbv takes 4 % longer on two ranks and two cores over gloo).
 
 
 def split_backward(schedule: Schedule) -> Schedule:
-    """Every full backward as its input part and its weight part, one right after the other."""
+    """Splits every full backward into its input part and its weight part, one right after the other."""
     parts = {Kind.BACKWARD: (Kind.INPUT, Kind.WEIGHT)}
     return tuple(
         tuple(replace(action, kind=kind) for action in line for kind in parts.get(action.kind, (action.kind,)))
@@ -54,8 +54,8 @@ def split_backward(schedule: Schedule) -> Schedule:
 
 
 def join_backward(schedule: Schedule) -> Schedule:
-    """The two parts of a backward as a full one, which is cheaper, where one follows the other and no other rank waits
-    for the first: so nothing comes later than before."""
+    """Joins the two parts of a backward into a full one, which is cheaper, where one follows the other and no other
+    rank waits for the first: so nothing comes later than before."""
     owner, lines = owners(schedule), []
     for rank, line in enumerate(schedule):
         joined: list[Action] = []
@@ -69,7 +69,7 @@ def join_backward(schedule: Schedule) -> Schedule:
 
 
 def complete(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1) -> Schedule:
-    """Everything that a schedule lacks to be run under a row; what it says already stays as it is."""
+    """Adds everything that a schedule lacks to be run under a row; what it has already stays as it is."""
     kinds = {action.kind for action, _ in placed(schedule)}
     if not kinds & {Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD}:
         schedule = add_sharding(schedule, strategy, hold=hold)
@@ -125,7 +125,7 @@ def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1
 
 
 def _next_stages(coming: Iterable[int], number: int) -> set[int]:
-    """The first ``number`` different stages."""
+    """Returns the first ``number`` different stages."""
     stages: set[int] = set()
     for stage in coming:
         if len(stages) == number:
@@ -135,8 +135,8 @@ def _next_stages(coming: Iterable[int], number: int) -> set[int]:
 
 
 def add_step(schedule: Schedule) -> Schedule:
-    """The end of a step, as far as the schedule lacks it: a stage is reduced as soon as its last gradient is there;
-    updates come at the end of the line, where the global norm is known."""
+    """Adds the missing end of a step: a stage is reduced as soon as its last gradient is there; updates come at the end
+    of the line, where the global norm is known."""
     kinds = {action.kind for action, _ in placed(schedule)}
     lines = []
     for line in schedule:
@@ -156,7 +156,7 @@ def add_step(schedule: Schedule) -> Schedule:
 
 
 def add_messages(schedule: Schedule, ahead: int = 1) -> Schedule:
-    """A send right after each pass whose result another rank needs, and the receive where it is needed.
+    """Adds a send right after each pass whose result another rank needs, and the receive before the pass that needs it.
 
     A receive is posted ``ahead`` passes before the one that needs it, so that the message travels while the rank
     computes.  Between two ranks receives are posted in the order of the sends, because transports match messages by
@@ -195,7 +195,7 @@ def add_messages(schedule: Schedule, ahead: int = 1) -> Schedule:
 
 
 def merge_messages(schedule: Schedule) -> Schedule:
-    """Messages with the same rank that follow each other become one exchange, which starts as a whole."""
+    """Merges successive messages with the same rank into one exchange, which starts as a whole."""
     owner = owners(schedule)
     lines = []
     for rank, line in enumerate(schedule):

@@ -74,7 +74,7 @@ class Pipeline:
 
     @classmethod
     def of(cls, parallelism: Parallelism, pipe: int) -> Pipeline:
-        """That of a layout, for a mesh with ``pipe`` ranks on its axis."""
+        """Returns the pipeline of a layout, for a mesh with ``pipe`` ranks on its axis."""
         return cls(parallelism.schedule, pipe, parallelism.chunks, parallelism.hold)
 
     @property
@@ -101,7 +101,7 @@ class Pipeline:
         return any(action.kind is Kind.WEIGHT for line in self.written(2 * self.pipe) for action in line)
 
     def written(self, num_microbatches: int) -> Schedule:
-        """The order alone; one written by hand is as long as it is."""
+        """Returns the order alone; one written by hand has its own length."""
         if isinstance(self.order, tuple):
             return self.order
         if self.name is None:
@@ -136,7 +136,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """A completed schedule, and what one rank has to know of it."""
+    """A completed schedule, and the facts that one rank needs of it."""
 
     schedule: Schedule
     line: Line

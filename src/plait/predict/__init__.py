@@ -1,4 +1,4 @@
-"""What a run will send and hold, said before it runs; tests hold the engine to it, byte for byte.
+"""Predicts, before a run, what it will send and hold.  Tests hold the engine to the prediction, byte for byte.
 
 cost.py         every message of a step, from the row and the schedule
 tensor.py       the messages of tensor parallelism

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 INDEX_BYTES = 8
-"""Tokens, targets, and indices made of them."""
+"""Bytes of a token, a target, or an index made of them."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class DecoderSizes:
 
     @property
     def stream(self) -> int:
-        """Tokens of the stream between the products; of the rank with most, where they are cut in time."""
+        """Tokens of the stream between the products; where it is cut in time, those of the rank with most."""
         return self.batch * (-(-self.length // self.ways) if self.sequence else self.length)
 
     @property
@@ -61,7 +61,7 @@ class DecoderSizes:
 
 @dataclass(frozen=True)
 class Kept:
-    """What one operator keeps: ``numel`` elements of ``itemsize`` bytes."""
+    """The values that one operator keeps: ``numel`` elements of ``itemsize`` bytes."""
 
     operator: str
     numel: int
@@ -73,7 +73,8 @@ class Kept:
 
 
 def block(s: DecoderSizes, recompute: str | None = None) -> tuple[Kept, ...]:
-    """What one block keeps; with ``recompute="full"`` its input, with ``"selective"`` all but the core of attention."""
+    """Lists the values that one block keeps: with ``recompute="full"`` only its input, with ``"selective"`` all but the
+    core of attention."""
     e, x = s.itemsize, s.stream * s.width
     if recompute == "full":
         return (Kept("block: x", x, e),)
@@ -101,7 +102,8 @@ def _norm(s: DecoderSizes) -> tuple[Kept, ...]:
 
 
 def _attention(s: DecoderSizes, *, again: bool) -> tuple[Kept, ...]:
-    """From the projections to the mixed heads.  With dropout it is written out, without it is one kernel."""
+    """The heads, from the projections to the mixture.  With dropout attention is written out, without it is one
+    kernel."""
     e, head = s.itemsize, s.width // s.heads
     query = s.tokens * s.width // s.ways
     grouped = s.tokens * s.kv_heads * head // s.ways
@@ -127,7 +129,7 @@ def _attention(s: DecoderSizes, *, again: bool) -> tuple[Kept, ...]:
 
 
 def embedding(s: DecoderSizes) -> tuple[Kept, ...]:
-    """What the embedding keeps; over several ranks, which tokens are another's as well."""
+    """Lists the values that the embedding keeps; over several ranks, also which tokens are on another rank."""
     return (
         Kept("embedding: tokens", s.tokens, INDEX_BYTES),
         *[Kept("embedding: which are elsewhere", s.tokens, 1)] * (s.ways > 1),
@@ -136,13 +138,13 @@ def embedding(s: DecoderSizes) -> tuple[Kept, ...]:
 
 
 def last_norm(s: DecoderSizes) -> tuple[Kept, ...]:
-    """What the norm before the head keeps."""
+    """Lists the values that the norm before the head keeps."""
     return _norm(s)
 
 
 def head(s: DecoderSizes) -> tuple[Kept, ...]:
-    """What the head and the cross-entropy keep.  Where classes are cut, the places of a rank's own targets (16 bytes
-    each) depend on the data and are left out."""
+    """Lists the values that the head and the cross-entropy keep.  Where classes are cut, the places of a rank's own
+    targets (16 bytes each) depend on the data and are left out."""
     classes = -(-s.vocabulary // s.ways)
     kept = Kept("head: y", s.tokens * s.width, s.itemsize), Kept("loss: log softmax", s.tokens * classes, s.wide)
     if s.ways == 1:

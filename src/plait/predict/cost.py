@@ -20,13 +20,13 @@ from plait.table.mesh import Mesh
 
 @dataclass(frozen=True)
 class StageTraffic:
-    """What one stage of a rank sends."""
+    """The messages of one stage of a rank."""
 
     units: tuple[UnitLayout, ...]
     handed_bytes: tuple[int, ...] = ()
-    """Of the activation that the stage hands on, for each microbatch; none on the last stage."""
+    """Bytes of the activation that the stage sends to the next, for each microbatch; empty on the last stage."""
     received_bytes: tuple[int, ...] = ()
-    """The same of the stage before; none on the first stage."""
+    """Bytes of the activation that the stage receives, for each microbatch; empty on the first stage."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TiedTraffic:
     owners: tuple[int, ...]
     """The pipe coordinate of each of these stages, in their order."""
     bytes: int
-    """What the rank owns of it: its piece in the optimizer's cell."""
+    """Bytes of the rank's piece of it in the optimizer's cell."""
 
 
 def predict_step(
@@ -63,7 +63,7 @@ def predict_line(
     """Every message of a rank in one step, read off its line of the completed schedule.
 
     Args:
-        stages: of this rank, by number.
+        stages: the stages of this rank, by number.
         num_trainable: trainable parameters of the whole model.
         tied: weights that stages of this rank share with others.
     """
@@ -148,7 +148,7 @@ def predict_line(
 
 
 def by_phase(entries: Iterable[Entry]) -> dict[str, tuple[int, int]]:
-    """Messages and bytes sent by this rank, by phase of the step."""
+    """Sums messages and bytes sent by this rank, by phase of the step."""
     messages: Counter[str] = Counter()
     sent: Counter[str] = Counter()
     for entry in entries:
@@ -158,7 +158,7 @@ def by_phase(entries: Iterable[Entry]) -> dict[str, tuple[int, int]]:
 
 
 def differences(predicted: Iterable[Entry], measured: Iterable[Entry]) -> list[str]:
-    """What stands in one ledger and not in the other, as text; empty when they are equal, byte for byte."""
+    """Lists the lines that only one ledger has, as text; empty when the ledgers are equal, byte for byte."""
     left, right = Counter(predicted), Counter(measured)
     return [
         *(f"predicted, not measured ({n} times): {e}" for e, n in (left - right).items()),

@@ -1,4 +1,4 @@
-"""Bytes a rank holds between steps, from the table and the shapes.
+"""Bytes that a rank holds between steps, from the table and the shapes.
 
 ``held`` counts the flat pieces, padding included; ``formula`` is the textbook count without padding, for any number
 of parameters: the memory side of ZeRO's table.
@@ -26,8 +26,8 @@ class Held:
 
 
 def held(units: Sequence[UnitLayout], mesh: Mesh, strategy: Strategy, rank: int, states: int = 2) -> Held:
-    """What one rank holds, exactly; ``states`` are numbers of a parameter's size that the optimizer keeps (Adam 2, SGD
-    0, with momentum 1), not counting the master weights of a row that has them."""
+    """Counts the bytes of one rank, exactly; ``states`` are numbers of a parameter's size that the optimizer keeps
+    (Adam 2, SGD 0, with momentum 1), not counting the master weights of a row that has them."""
 
     def bounds(flat: FlatLayout, cell: Cell) -> tuple[int, int]:
         return flat.piece(mesh.count(cell.split), mesh.index(rank, cell.split))
@@ -56,7 +56,7 @@ def formula(
     grad_bytes: float = 4,
     optimizer_bytes: float = 8,
 ) -> Held:
-    """The textbook count: each kind of state divided by the ranks that split its cell.
+    """Returns the textbook count: each kind of state divided by the ranks that split its cell.
 
     In 16-bit training with fp32 Adam and master weights the bytes are 2, 2 and 12.
     Source: ZeRO (Rajbhandari et al. 2020), table 1.

@@ -1,4 +1,4 @@
-"""The messages of tensor parallelism, from the sites of a plan and the shapes of what passes them.
+"""The messages of tensor parallelism, from the sites of a plan and the shapes of the activations that pass them.
 
     site      without sequence parallelism          with it
     enter     backward  all_reduce [.., width]      forward all_gather, backward reduce_scatter [batch, time, width]
@@ -38,8 +38,8 @@ def predict_tensor(
     """Every message of a rank over the tensor axis in one step.
 
     Args:
-        passings: what passes the sites of a plan, for each microbatch: the same ``everywhere``, or as a forward of the
-            plain model shows it (``tensor_parallel.passing``).
+        passings: the activations at the sites of a plan, for each microbatch: the same ``everywhere``, or as a forward
+        of     the plain model shows it (``tensor_parallel.passing``).
         itemsize: bytes per element of the activations; losses are summed in 4 bytes at least.
         sequence: the stream is cut in time; time that the ranks cannot share evenly travels padded.
         twice: the modules whose forward runs again in the backward.

@@ -3,5 +3,5 @@
 escape.py    makes text from outside harmless where it is shown
 wording.py   sizes with units, hints for names that are nearly right
 ended.py     names a program that user code ended before it was done
-progress.py  reports how far long loops are
+progress.py  reports the progress of long loops
 """

@@ -1,4 +1,4 @@
-"""A program that is ended from within, by ``sys.exit()`` in code of the user's: without this it would seem done.
+"""Catches programs that user code ends from within, by ``sys.exit()``: they would otherwise seem to be done.
 
 with to_its_end():         sys.exit(), sys.exit(0), sys.exit("text")     EndedError, with the line that did it
     job.loss_fn(...)       sys.exit(3)                                   passes: its code tells that it failed
@@ -10,20 +10,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _LIBRARY = sysconfig.get_path("stdlib")
-"""Of Python: argparse ends a program too."""
+"""Path of Python's own library: argparse ends a program too."""
 
 
 class EndedError(RuntimeError):
-    """Code has ended the program that should have returned."""
+    """Raised for code that ended the program instead of returning."""
 
 
 class OtherRankError(RuntimeError):
-    """What another rank has raised, as its text."""
+    """Raised with the text of an error of another rank."""
 
 
 @contextmanager
 def to_its_end() -> Iterator[None]:
-    """What is called inside returns or raises: SystemExit without a code above 0 becomes an EndedError."""
+    """Turns a SystemExit inside, unless its code is above 0, into an EndedError."""
     try:
         yield
     except SystemExit as left:

@@ -1,9 +1,9 @@
 """Text from outside, made harmless where it leaves the program.
 
 Names of tensors, paths, settings, what other ranks and strangers say: it can hold control sequences of a terminal
-(``\\x1b[2J`` clears the screen, ``\\x1b]0;`` renames the window), a carriage return that hides what stands before it,
-or marks that turn the direction of writing.  Inside the program such text is kept as it is, so that names stay equal;
-what prints, logs or reports it says it by ``printable``:
+(``\\x1b[2J`` clears the screen, ``\\x1b]0;`` renames the window), a carriage return that hides the text before it, or
+marks that turn the direction of writing.  Inside the program such text is kept as it is, so that names stay equal; the
+code that prints, logs or reports it calls ``printable``:
 
     printable("w\\x1b[31m")   'w\\\\x1b[31m'
 """
@@ -20,7 +20,7 @@ TURNING = (
     | {*map(chr, range(0x202A, 0x202F))}
     | {*map(chr, range(0x2066, 0x206A))}
 )
-"""They are no control characters, but hide text or turn its direction."""
+"""Characters that are no control characters, but hide text or turn its direction."""
 
 
 def printable(text: str, longest: int | None = None) -> str:
@@ -47,15 +47,16 @@ def _harmless(c: str) -> bool:
 
 
 def encodable(text: str, encoding: str) -> str:
-    """``printable`` text in which what an encoding lacks is escaped too."""
+    """Escapes the characters of ``printable`` text that an encoding lacks."""
     return printable(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Writes ``printable`` text, to stderr unless told: all that plait says outside of ``report.screen`` goes this way.
-    What a person's own encoding lacks is escaped too.  A stderr that takes no more changes no outcome: it is left."""
+    """Writes ``printable`` text, to stderr by default; outside of ``report.screen`` all of plait's output goes this
+    way.  Characters that the stream's encoding lacks are escaped too.  A stderr that takes no more text changes no
+    outcome."""
     stream = stream or sys.stderr
-    if not stream:  # whoever started this process has closed it
+    if not stream:  # the program that started this one has closed it
         return
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
@@ -68,21 +69,21 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 class UnheardError(RuntimeError):
-    """Nothing more can be said: who reads it has gone, or the disk that it goes to is full."""
+    """Raised when output can no longer be written: its reader has gone, or its disk is full."""
 
 
 @contextmanager
 def heard(stream: str = "output") -> Iterator[None]:
-    """What is written inside to the standard ``stream`` is written, or an UnheardError says why not."""
+    """Raises an UnheardError if output that is written inside does not reach the standard ``stream``."""
     try:
         yield
     except OSError as error:
-        if isinstance(error, BrokenPipeError) or error.errno == errno.EIO:  # a pipe's, a terminal's
+        if isinstance(error, BrokenPipeError) or error.errno == errno.EIO:  # errno of a pipe, a terminal
             raise UnheardError(f"whoever read the standard {stream} has gone: it takes no more") from error
         raise UnheardError(f"the standard {stream} takes no more: {error.strerror}") from error
 
 
 def silence(stream: IO[str]) -> None:
-    """Leads a stream nowhere from now on, with what it still holds."""
+    """Redirects a stream to nowhere, with the text that it still holds."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())

@@ -1,4 +1,4 @@
-"""Long loops tell how far they are: ``for rank in counted("ranks", ranks)``.  A command may show it."""
+"""Long loops report their progress: ``for rank in counted("ranks", ranks)``.  A command may show it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,13 +7,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 UPDATES = 200
-"""How often a loop tells it, at most."""
+"""Most reports of one loop."""
 
 _show: ContextVar[Callable[[str, int, int], object]] = ContextVar("show", default=lambda what, done, total: None)
 
 
 def counted(what: str, items: Sequence[T]) -> Iterator[T]:
-    """The items, in order."""
+    """Yields the items, in order."""
     show, every = _show.get(), max(1, len(items) // UPDATES)
     for done, item in enumerate(items):
         if done % every == 0:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 
 def did_you_mean(name: str, names: Iterable[str], otherwise: str = "", most: int = 2) -> str:
-    """The names nearest to ``name`` as a question, or ``otherwise``; case, blanks and punctuation do not count."""
+    """Asks for the names nearest to ``name``, or returns ``otherwise``; case, blanks and punctuation do not count."""
     plain = {_plain(one): one for one in names}
     near = [_plain(name)] if _plain(name) in plain else difflib.get_close_matches(_plain(name), plain, n=most)
     return f"did you mean {' or '.join(plain[one] for one in near)}?" if near else otherwise
@@ -25,7 +25,7 @@ def human(size: float) -> str:
 
 
 def fitting(needs: Mapping[str, float], need: float, have: float) -> str:
-    """Names the single changes with which a run fits.  ``needs`` are its bytes with each, ``need`` those without."""
+    """Names the single changes with which a run fits.  ``needs`` has its bytes with each, ``need`` those without."""
     needs = {change: now for change, now in needs.items() if now < need}
     fits = [f"{change}: {human(now)}" for change, now in needs.items() if now <= have]
     tried = ", ".join(f"{change}: {human(now)}" for change, now in needs.items())

@@ -1,9 +1,9 @@
-"""The engine: one reduction, one update, and what goes around them.
+"""The engine: one reduction, one update, and the code around them.
 
 engine.py           ``Engine``: the step, and the calls of a program's own loop                start here
 optimizer_hooks.py  the two hooks of a stock optimizer: reduce before its step, publish after it
 reduce.py           between the last backward and the update: sums, norm, clipping
-placed_model.py     the parts of an engine: stages, units, what this rank owns
+placed_model.py     the parts of an engine: stages, units, the runs that this rank owns
 step.py             a step under way, and its result
 exchange.py         the two small messages of a step on which all ranks agree
 norm.py             the global norm, in which every element counts once
@@ -15,7 +15,7 @@ metrics.py          sums and rows of all data ranks
 batch_norm.py       ``nn.SyncBatchNorm`` over all data ranks
 evaluation.py       the loss without a step
 ema.py              an average of the weights
-gathered.py         whole parameters beside a step, read and written
+gathered.py         whole parameters between steps, read and written
 """
 
 from plait.step.ema import EMA

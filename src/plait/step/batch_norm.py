@@ -26,14 +26,14 @@ NOTE = Note("normalise")
 
 
 def synchronise(modules: Iterable[nn.Module], comm: Comm) -> None:
-    """Give every ``nn.SyncBatchNorm`` a forward over this world's data axes."""
+    """Gives every ``nn.SyncBatchNorm`` a forward over this world's data axes."""
     for module in modules:
-        if isinstance(module, nn.SyncBatchNorm):  # the user's own: see docs/guide/your-own-loop.md
+        if isinstance(module, nn.SyncBatchNorm):  # changes the user's modules: see docs/guide/your-own-loop.md
             module.forward = partial(normalised, module, comm)  # type: ignore[method-assign]
 
 
 def normalised(module: nn.SyncBatchNorm, comm: Comm, x: Tensor) -> Tensor:
-    """What ``module`` makes of ``x``, [samples, channels, ...].
+    """The output of ``module`` for ``x``, [samples, channels, ...].
 
     Raises:
         ValueError: fewer than two values per channel on all ranks together.
@@ -52,7 +52,7 @@ def normalised(module: nn.SyncBatchNorm, comm: Comm, x: Tensor) -> Tensor:
             factor = module.momentum
             if module.num_batches_tracked is not None:
                 module.num_batches_tracked.add_(1)
-                if factor is None:  # the mean of all that came
+                if factor is None:  # the mean of all batches so far
                     factor = 1 / float(module.num_batches_tracked)
             if factor is not None:
                 module.running_mean.lerp_(mean.to(module.running_mean), factor)

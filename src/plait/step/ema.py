@@ -1,8 +1,8 @@
-"""An exponential moving average of the weights that lies where the optimizer's pieces lie.
+"""An exponential moving average of the weights, held where the optimizer's pieces are.
 
 ema = plait.EMA(engine, decay=0.999)
 optimizer.step()
-ema.update()                        average += (1 - decay) (weights - average), on what this rank owns: nothing is sent
+ema.update()                        average += (1 - decay) (weights - average), on the runs owned here: nothing is sent
 
 with ema.swapped():                 the model has the average, and the average the weights
     engine.evaluate(...)
@@ -20,10 +20,10 @@ from plait.zero.state.pieces import StatePiece
 
 
 class EMA:
-    """The average of an engine's weights, which begins with those it has now.
+    """The average of an engine's weights, which begins with their present values.
 
-    It costs one more piece like the optimizer's own, and has its dtype: fp32 where the row trains in 16 bits.  Frozen
-    parameters are their own average; buffers are the model's.
+    It costs one more piece like the one that the optimizer updates, of its dtype: fp32 where the row trains in 16 bits.
+    Frozen parameters are their own average; buffers are the model's.
 
     Args:
         decay: how much of the average an update keeps, 0 to 1; it may be set anew at any time (``ema.decay = ...``).
@@ -37,7 +37,7 @@ class EMA:
             raise ValueError(f"a decay of {decay}: it is how much an update keeps of the average, from 0 to 1")
         self.engine, self.decay = engine, decay
         self.values = [owned.view.detach().clone() for owned in engine.placed.owned]
-        """Of each of ``engine.placed.owned``."""
+        """The average of each of ``engine.placed.owned``."""
 
     def check_of(self, engine: Engine) -> None:
         """Raises ValueError where it is the average of another engine's weights."""
@@ -48,7 +48,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Behind each ``optimizer.step()`` or ``engine.step``; nothing is sent."""
+        """Updates the average, after each ``optimizer.step()`` or ``engine.step``; nothing is sent."""
         if self.values:
             torch._foreach_lerp_(self.values, [owned.view for owned in self.engine.placed.owned], 1 - self.decay)
 
@@ -70,7 +70,7 @@ class EMA:
             return self.engine.full_state_dict()
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over an average that was saved under any layout; nothing is sent.
+        """Takes over an average that was saved under any layout; nothing is sent.
 
         Raises:
             ValueError: a parameter that is missing, or has another shape.
@@ -83,6 +83,6 @@ class EMA:
             owned.place.fill(there, value)
 
     def pieces(self) -> Iterator[StatePiece]:
-        """What this rank has of it, region by region, as ``engine.placed.pieces()`` gives the weights."""
+        """Yields this rank's part of it, region by region, as ``engine.placed.pieces()`` gives the weights."""
         for owned, value in zip(self.engine.placed.owned, self.values, strict=True):
             yield from StatePiece.of(owned.name, "", owned.place, value, first=self.engine.placed.norm.counts(owned))

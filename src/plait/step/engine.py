@@ -4,21 +4,21 @@
       counts              samples and targets of every rank                          one small all_gather
       runtime.run         F0 B0 F1 B1 ...: units are unsharded and resharded,
                           gradients are reduced                                      as the row says
-      optimizer.step      the program's own object, with two hooks of ours
+      optimizer.step      the program's optimizer, with two hooks of the engine
         pre-hook          reduce: pending sums; losses, norm, which parameters       as the row says
                           have gradients; clipping; ``.grad`` of the pieces          one small all_gather
         the optimizer     updates the pieces that this rank owns
         post-hook         publish: new values go to where the row keeps them         as the row says
 
-A loop of the program calls the same parts itself:
+A program's own loop calls the same parts itself:
 
     loss = loss_fn(model(x), y)
     engine.backward(loss, count)       once for each microbatch
     engine.reduce(clip=1.0)            optional: ``optimizer.step()`` does it otherwise
     optimizer.step()
 
-Gradients are sums: the loss is a sum, or a mean times its count, and the global count of targets divides once, so
-ragged microbatches and uneven ranks agree with a single process.
+Gradients are sums: the loss is a sum, or a mean times its count, and the step divides once, by the global count of
+targets.  So ragged microbatches and uneven ranks agree with a single process.
 """
 
 from __future__ import annotations
@@ -120,11 +120,11 @@ class Engine(StaysHere):
         self.model, self.comm, self.seed, self.clip = model, comm, seed, clip
         self.loss_fn, self.count_fn = loss_fn, count_fn
         self.gradients = Reduce(self.placed, loss_scale, nonfinite)
-        """From the last backward to the optimizer: sums, norm, clipping."""
+        """Runs from the last backward to the optimizer: sums, norm, clipping."""
         self.steps = 0
-        """Steps made."""
+        """Number of steps made."""
         self.last = StepResult(-1, math.nan, 0, (), None)
-        """The last step's numbers."""
+        """The numbers of the last step."""
         self._discarded = self._blocks = self._forwards = 0
         self._broken = False
         self._open: OpenStep | None = None
@@ -134,7 +134,7 @@ class Engine(StaysHere):
         self._evaluator = Evaluator(self.placed)
         if self.placed.pipeline.num_stages == 1:  # else a program calls no forward
             model.register_forward_hook(self._after_forward)
-            self.placed.stages[0].interceptor.remember()  # the hook is the engine's
+            self.placed.stages[0].interceptor.remember()  # the engine's own hook does not count as the program's
         made = [make(self) for make in comm.engine_watchers]
         self.listener = listener
         self._watchers: list[Watcher] = [*made, *([listener] if listener else [])]
@@ -146,7 +146,7 @@ class Engine(StaysHere):
     # ---- optimizers -------------------------------------------------------------------------------------------------
 
     def parameters(self) -> list[nn.Parameter]:
-        """The pieces that this rank owns, for an optimizer that is given to ``use``.
+        """The pieces that this rank owns, for an optimizer that the program passes to ``use``.
 
         Each has a ``piece``: its parameter's ``name``, and in ``piece.place`` the whole ``shape`` and the regions.
         """
@@ -169,12 +169,12 @@ class Engine(StaysHere):
         return self.placed.optimizers
 
     def use(self, optimizer: Optimizers) -> None:
-        """Take optimizers that were built after the engine, on ``model.parameters()`` or ``engine.parameters()``.
+        """Takes optimizers that were built after the engine, on ``model.parameters()`` or ``engine.parameters()``.
 
         All ranks call it together.
 
         Raises:
-            ValueError: the engine has optimizers already, and what ``Engine`` raises for these.
+            ValueError: the engine has optimizers already, and any error that ``Engine`` raises for these.
         """
         if self.optimizers:
             raise ValueError("the engine has an optimizer already: give Engine a list, or use, all of them at once")
@@ -184,7 +184,7 @@ class Engine(StaysHere):
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     def step(self, microbatches: Sequence[Any]) -> StepResult:
-        """One optimizer step on this rank's microbatches; every rank brings equally many.
+        """Makes one optimizer step on this rank's microbatches; every rank brings equally many.
 
         Raises:
             ValueError: no microbatch, ranks that disagree on their number, nothing to count, no loss function.
@@ -211,7 +211,7 @@ class Engine(StaysHere):
             placed.guard.check()
         placed.exchange.check_batches(microbatches)
         # Phase 2: every microbatch gets its place in the run.
-        self._close()  # what an earlier step left when it raised is gone
+        self._close()  # drops the rest of an earlier step that raised
         self._open = OpenStep(count=total)
         for stage in placed.stages.values():
             stage.begin_step()
@@ -229,7 +229,7 @@ class Engine(StaysHere):
         return self.last
 
     def _update(self) -> None:
-        """The end of the step, called by the schedule."""
+        """Ends the step; the schedule calls it as its last action."""
         assert self._open is not None
         self._broken = False  # every message of the pipeline has come
         num, losses = self.placed.runtime.num_microbatches, self.placed.runtime.losses
@@ -250,14 +250,14 @@ class Engine(StaysHere):
         also: Sequence[Engine] = (),
         retain_graph: bool | None = None,
     ) -> None:
-        """The backward of one microbatch of a program's own loop.
+        """Runs the backward of one microbatch of a program's own loop.
 
         Args:
-            loss: of the microbatch, a scalar.
+            loss: the loss of the microbatch, a scalar.
             count: the number of terms of the loss; the step divides by the global sum of the counts.
             reduction: ``"mean"``, as of ``F.cross_entropy`` and Hugging Face's models, or ``"sum"``. None: a sum,
                 unless autograd shows a mean, which is refused.
-            also: other engines through whose models the loss goes. Their parameters get gradients too.
+            also: other engines whose models the loss goes through. Their parameters get gradients too.
             retain_graph: refused if true: each forward has one backward.
 
         Raises:
@@ -303,7 +303,7 @@ class Engine(StaysHere):
             engine._tell("backward")
 
     def reduce(self, clip: float | None = None) -> StepResult:
-        """Finish the sums, agree on the step's numbers, clip, and give the pieces their gradients.
+        """Finishes the sums, agrees on the step's numbers, clips, and gives the pieces their gradients.
 
         ``optimizer.step()`` does so if the loop has not.  All ranks call it together, once, after the last backward.
 
@@ -329,12 +329,12 @@ class Engine(StaysHere):
             limit = self.clip if clip is None else clip
             self.last = self.gradients.reduce(now, self.placed.guard.frozen(), position, limit, self._tell)
         except BaseException:
-            self._close()  # its sums are used up
+            self._close()  # the sums are used up
             raise
         return self.last
 
     def publish(self) -> None:
-        """Bring the new values to where the row keeps them, and end the step.
+        """Sends the new values to where the row keeps them, and ends the step.
 
         The hook of the last optimizer does so; only a loop without hooked optimizers calls it, after its update.
 
@@ -347,14 +347,14 @@ class Engine(StaysHere):
             stage.unsharding.pins.end_step()
         self.placed.publish()
         for piece in self.placed.owned:
-            if piece.view.grad is not piece.gradient:  # memory of its own; the other stays, to be looked at
+            if piece.view.grad is not piece.gradient:  # a copy; a view of the accumulator stays readable
                 piece.view.grad = None
         self._close()
         self.steps += 1
         self._tell("updated")
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """The optimizer's pre-hook."""
+        """Runs before an optimizer's step, as its pre-hook."""
         if self._blocks:
             raise ValueError("optimizer.step() inside of `with engine.gathered()` or an average: leave the block first")
         if optimizer in self._stepped:
@@ -365,7 +365,7 @@ class Engine(StaysHere):
         self.comm.wait_for_readers()  # a program may have read parameters since the ranks agreed
 
     def after_update(self, optimizer: Optimizer) -> None:
-        """The optimizer's post-hook."""
+        """Runs after an optimizer's step, as its post-hook."""
         self._tell("stepped")
         self._stepped.append(optimizer)
         if len(self._stepped) == len(self.optimizers):
@@ -374,9 +374,9 @@ class Engine(StaysHere):
             self.comm.wrote_common()
 
     def discard(self) -> None:
-        """Throw away the sums of the step under way; nothing happens before a backward or after ``reduce``.
+        """Throws away the sums of the step under way; does nothing before a backward or after ``reduce``.
 
-        ``optimizer.zero_grad()`` does so.
+        ``optimizer.zero_grad()`` calls it.
         """
         if self._open is not None and not self._open.reduced and self._open.losses:
             self._discarded += 1
@@ -404,11 +404,11 @@ class Engine(StaysHere):
         for watcher in self._watchers:
             watcher(event, self)
 
-    # ---- forwards of a loop of the program --------------------------------------------------------------------------
+    # ---- forwards of a program's own loop ---------------------------------------------------------------------------
 
     def _before_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Hook of the whole model: tells dropout where in the run this forward is."""
-        self._check_all_stepped()  # some parameters would be new, others old, and which depends on the row
+        """Sets the position of this forward in the run, on which dropout depends; a hook of the whole model."""
+        self._check_all_stepped()  # else some parameters would be new and others old, depending on the row
         if self._gathers:
             self.comm.wrote_common(later=True)  # a program may have written to this rank's pieces
         now = self._open
@@ -418,23 +418,23 @@ class Engine(StaysHere):
         if torch.is_grad_enabled():
             stage.look_at_model()
         if not self.model.training:
-            return  # nothing is drawn
+            return  # no random numbers are drawn
         size = samples_of((args, kwargs))
         lengths = token_counts((args, kwargs), size)
         place, ranks = self.comm.mesh.data_rank(self.comm.rank), self.comm.mesh.data_size
-        # as if all ranks brought equally many samples, and apart from those of ranks that do not
+        # numbered as if all ranks brought equally many samples, so that ranks with fewer do not overlap
         here = (size * ranks << 80) + place * size
         if not torch.is_grad_enabled():
             stage.begin_alone(RNGPosition(self.steps, -1 - place, here, size, lengths))
             return
         self._begin_step()
-        first = here + (self._forwards << 40)  # how many microbatches will come is not known: number them apart
+        first = here + (self._forwards << 40)  # the number of microbatches is not known yet: number them apart
         microbatch = place + self._forwards * ranks
         stage.begin_alone(RNGPosition(self.steps, microbatch, first, size, lengths), self._forwards)
         self._forwards += 1
 
     def _after_forward(self, *_: Any) -> None:
-        """Hook of the whole model: after a forward that only reads, a program may write to this rank's pieces."""
+        """Lets the program write to this rank's pieces after a forward that only reads; a hook of the whole model."""
         if not torch.is_grad_enabled() and self.placed.stages[0].unsharding.phase != EVALUATE and self._gathers:
             self.comm.wait_for_readers()
 
@@ -445,7 +445,7 @@ class Engine(StaysHere):
 
     @property
     def _gathers(self) -> bool:
-        """True if a forward gathers anything; in ``engine.gathered()`` it does not, and ranks may run other numbers."""
+        """True if a forward gathers anything; inside ``engine.gathered()`` ranks may run different numbers."""
         return any(unit.split and not unit.pinned for unit in self.placed.units)
 
     # ---- checks -----------------------------------------------------------------------------------------------------
@@ -469,7 +469,7 @@ class Engine(StaysHere):
             raise ValueError(f"{late} has not stepped since the last backward: call step() of every optimizer once")
 
     def _check_optimizers(self) -> None:
-        """Raises ValueError where gradients would change nothing, or dropout masks would be drawn a second time."""
+        """Raises ValueError if gradients would change nothing, or dropout masks would be drawn a second time."""
         self._check_all_stepped()
         if self.placed.owned_optimizer is not None:
             self.placed.owned_optimizer.check_groups()
@@ -485,7 +485,7 @@ class Engine(StaysHere):
             )
 
     def check_between_steps(self, what: str) -> None:
-        """Raises ValueError in the middle of a step, or inside of a block that has other values in the model."""
+        """Raises ValueError in the middle of a step, or inside of a block that has put other values into the model."""
         if self._open is not None or self._blocks or self._broken:
             raise ValueError(
                 f"{what} in the middle of a step, or of one that failed, or inside of engine.gathered() or an average: "
@@ -495,10 +495,10 @@ class Engine(StaysHere):
     # ---- evaluation and numbers beside the loss ---------------------------------------------------------------------
 
     def evaluate(self, microbatches: Sequence[Any]) -> Evaluation:
-        """The mean loss of all ranks' microbatches, in eval mode; training continues as if it had not happened.
+        """Returns the mean loss of all ranks' microbatches, in eval mode; training continues as if it had not happened.
 
-        Every rank brings equally many, empty ones included.  Under a pipeline a rank keeps until the end of the call
-        what it hands on, so bring about as many at once as in a step.
+        Every rank brings equally many, empty ones included.  Under a pipeline a rank keeps the tensors that it sends on
+        until the end of the call, so bring about as many at once as in a step.
 
         Raises:
             ValueError: as ``step``; between a forward and the ``optimizer.step()`` of a program's own loop.
@@ -512,23 +512,23 @@ class Engine(StaysHere):
         return self._evaluator.evaluate(microbatches, loss_fn, count_fn)
 
     def sum(self, value: Any) -> Any:
-        """The sum over all data ranks of a number, a tensor, or each entry of a dict of these, on every rank.
+        """Adds up a number, a tensor, or each entry of a dict of these over all data ranks; every rank gets the sum.
 
-        All ranks call it together, with the same names and shapes.  Under a pipeline only what ranks with the last
-        stage bring counts; the others may bring None.  Integers and booleans are summed as int64, numbers as fp64,
+        All ranks call it together, with the same names and shapes.  Under a pipeline only the values of ranks with the
+        last stage count; the others may bring None.  Integers and booleans are summed as int64, numbers as fp64,
         tensors in fp32 at least; the additions go by rank.  Without a pipeline a tensor may be differentiated, as a
         part of every rank's loss: its gradient is the sum of theirs.
 
         Raises:
-            ValueError: something else, or different things on different ranks.
+            ValueError: a value of another type, or different ones on different ranks.
         """
         return summed(self.comm, self.placed.exchange.losses_at, value)
 
     def gather(self, rows: Tensor | None) -> Tensor:
-        """The rows of all data ranks, of any number each, end to end by data rank, on every rank.
+        """Joins the rows of all data ranks, of any number each, end to end by data rank; every rank gets them.
 
         All ranks call it together; under a pipeline those without the last stage may bring None.  Without one, rows
-        may be differentiated, as a part of every rank's loss: each rank's get the sum of all gradients.
+        may be differentiated, as a part of every rank's loss: each rank's rows get the sum of all gradients.
 
         Raises:
             ValueError: no rows, or other dtypes or shapes on other ranks.
@@ -539,9 +539,9 @@ class Engine(StaysHere):
 
     @contextmanager
     def gathered(self, *names: str, modify: bool = False) -> Iterator[None]:
-        """Parameters are whole inside, whatever the row; all ranks enter and leave together.
+        """Makes parameters whole inside, whatever the row; all ranks enter and leave together.
 
-        Under a row in 16 bits they have that dtype; of one that is cut over the tensor axis this rank's piece is there.
+        Under a row in 16 bits they have that dtype; where the tensor axis cuts a parameter, it is this rank's piece.
         A penalty made of them belongs between a forward and its backward, and keeps them whole until that is over.
 
         Args:
@@ -569,7 +569,7 @@ class Engine(StaysHere):
 
     @contextmanager
     def swapped(self, others: Sequence[Tensor]) -> Iterator[None]:
-        """Every owned run has other values inside (``ema`` holds them), on all ranks, and its own again afterwards.
+        """Gives every owned run other values inside (``ema`` holds them), on all ranks, and its own again afterwards.
 
         Raises:
             ValueError: in the middle of a step, or of another such block.
@@ -597,7 +597,7 @@ class Engine(StaysHere):
         return self.placed.full_state_dict()
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the values of whole tensors; each rank copies its pieces.
+        """Takes the values of whole tensors; each rank copies its pieces.
 
         Raises:
             ValueError: missing or surplus names, or shapes that differ; inside of ``with engine.gathered():``.
@@ -605,7 +605,7 @@ class Engine(StaysHere):
         self.placed.load_full_state_dict(state)
 
     def load_weights(self, weights: Weights) -> None:
-        """Take the values of parameters and buffers from a source that has all of them; nothing is sent."""
+        """Takes the values of parameters and buffers from a source that has all of them; nothing is sent."""
         self.placed.load_weights(weights)
 
     def optimizer_state_dict(self, *, elements: bool = True) -> dict[str, Any]:
@@ -616,18 +616,18 @@ class Engine(StaysHere):
 
         Args:
             elements: with False, values that come one per element of a parameter are left out: empty tensors on meta
-                say what they are, and ``placed.pieces`` has them region by region.
+                describe them, and ``placed.pieces`` has them region by region.
 
         Raises:
-            ValueError: no optimizer; a state that is no number, and has not the shape of what it belongs to.
+            ValueError: no optimizer; a state that is neither a number nor of its parameter's shape.
         """
         return self.placed.needed_optimizer_state().by_name(elements=elements)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that was saved under any layout, or by plain torch, groups' options included.
+        """Takes over a state that was saved under any layout, or by plain torch, groups' options included.
 
         Nothing is sent, and only this rank's part is read, so values may be read from a file: all that they need is a
-        ``shape`` and ``value[slices]``.  Of one optimizer it may be what ``optimizer.state_dict()`` is in plain torch.
+        ``shape`` and ``value[slices]``.  With one optimizer it may be plain torch's ``optimizer.state_dict()``.
 
         Raises:
             ValueError: no optimizer, groups of other parameters, a state that the row cannot cut.
@@ -635,13 +635,13 @@ class Engine(StaysHere):
         self.placed.needed_optimizer_state().load(state)
 
     def step_state(self) -> dict[str, Any]:
-        """The rest of a run that goes on, the same on all ranks: steps made (on which dropout depends), the seed, and
-        the loss scale."""
+        """The other state that a resumed run needs, the same on all ranks: steps made (on which dropout depends), the
+        seed, and the loss scale."""
         scale = self.gradients.loss_scale
         return {"step": self.steps, "seed": self.seed, "loss_scale": None if scale is None else asdict(scale)}
 
     def load_step_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where a run was saved.
+        """Continues where a run was saved.
 
         Raises:
             ValueError: another seed, or a loss scale where there is none (or none where there is one).
@@ -652,7 +652,7 @@ class Engine(StaysHere):
             self.gradients.loss_scale = LossScale(**state["loss_scale"])
 
     def check_step_state(self, state: Mapping[str, Any]) -> None:
-        """Raises what ``load_step_state`` would raise."""
+        """Raises the errors that ``load_step_state`` would raise."""
         mine = self.step_state()
         if state["seed"] != mine["seed"]:
             raise ValueError(f"saved with seed {state['seed']}, and the engine has seed {mine['seed']}: give it that")

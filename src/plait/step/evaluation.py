@@ -39,7 +39,7 @@ class Evaluation:
     loss: float
     """The mean over all ranks' microbatches."""
     count: int
-    """How many terms it has."""
+    """The number of its terms."""
 
 
 class Evaluator:
@@ -50,7 +50,7 @@ class Evaluator:
         self.runtime = Runtime(placed.stages, PipelineP2P(comm, placed.pipeline.owner), EventLog(comm))
         self.exchange = Exchange(comm, (), placed.exchange.losses_at)
         self.broken = False
-        """An evaluation raised in the middle of a pipeline: its messages may still be under way."""
+        """True after an evaluation raised in the middle of a pipeline: its messages may still be under way."""
 
     def evaluate(self, microbatches: Sequence[Any], loss_fn: LossFn, count_fn: Callable[[Any], int]) -> Evaluation:
         """See ``Engine.evaluate``."""
@@ -83,7 +83,7 @@ class Evaluator:
 
 @contextmanager
 def eval_mode(*models: nn.Module) -> Iterator[None]:
-    """Every module is in eval mode inside, and in its own again afterwards."""
+    """Puts every module in eval mode inside, and in its former mode afterwards."""
     modes = {module: module.training for model in models for module in model.modules()}
     for module in modes:
         module.training = False
@@ -96,7 +96,7 @@ def eval_mode(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def buffers_of_data_rank_0(models: Sequence[nn.Module], comm: Comm) -> Iterator[None]:
-    """Every persistent buffer has data rank 0's values inside, and its own again afterwards."""
+    """Gives every persistent buffer data rank 0's values inside, and its own again afterwards."""
     places = [
         (module, key, buffer)
         for module in {m: None for model in models for m in model.modules()}

@@ -1,4 +1,4 @@
-"""What the ranks agree on before a step's first forward and after its last backward (see ``core.agreement``)."""
+"""The agreements of the ranks before a step's first forward and after its last backward (see ``core.agreement``)."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -21,16 +21,16 @@ _SAMPLES = (1 << 32) - 1
 
 
 class Report(NamedTuple):
-    """What all ranks know before the update."""
+    """The numbers that all ranks know before the update."""
 
     squares: float
-    """The global sum."""
+    """The global sum of squares."""
     losses: list[list[float]]
-    """Of the microbatches of every data rank."""
+    """Losses of the microbatches, by data rank."""
     have_gradient: dict[str, bool]
-    """Which parameters have a gradient on any rank."""
+    """True for each parameter that has a gradient on any rank."""
     marks: list[list[float]]
-    """Of every rank: what else it reported."""
+    """The other numbers that each rank reported, by rank."""
 
 
 class Exchange:
@@ -51,11 +51,11 @@ class Exchange:
     def counts(
         self, microbatches: int, targets: int, samples: int, frozen: Sequence[str] = (), brought: Sequence[Any] = ()
     ) -> tuple[int, int]:
-        """The global index of this rank's first sample, and the global number of targets.
+        """Returns the global index of this rank's first sample, and the global number of targets.
 
         Args:
             frozen: the parameters that were frozen since the model was placed.
-            brought: the microbatches, where ranks of one data rank could bring other ones.
+            brought: the microbatches, where ranks of one data rank could bring different ones.
 
         Raises:
             ValueError: different numbers of microbatches, different batches in one data rank, or no target anywhere;
@@ -104,12 +104,12 @@ class Exchange:
         self._same_batches = True
 
     def report(self, squares: float, losses: Sequence[float], touched: set[str], marks: Sequence[float]) -> Report:
-        """The small message before the update.
+        """Exchanges the small message before the update.
 
         Args:
             losses: of this data rank's microbatches; only those of ranks with the last stage count.
             touched: the parameters that got a gradient on this rank.
-            marks: ``MARKS`` numbers that tell what else the ranks compare (see ``engine.update``).
+            marks: ``MARKS`` other numbers that the ranks compare (see ``engine.update``).
 
         Raises:
             ValueError: the ranks of a tensor group, which compute the same losses, have different ones.
@@ -138,7 +138,7 @@ class Exchange:
         return Report(total, ends[:: self.tensor], have, [row[last_bit:] for row in rows])
 
     def ranks_with_losses(self) -> list[int]:
-        """Whose losses a report has, by data rank."""
+        """The ranks whose losses a report has, by data rank."""
         first = self.losses_at * self.in_stage
         return list(range(first, first + self.in_stage, self.tensor))
 

@@ -1,11 +1,11 @@
-"""Whole parameters beside a step: read for a penalty, an average or a plot, and written to.
+"""Whole parameters between steps: read for a penalty, an average or a plot, and written to.
 
 with engine.gathered(): ...                                        read; writes are refused
 with engine.gathered("head.weight", modify=True), torch.no_grad(): write: every rank the same, between steps
 
-enter    units that are at rest are gathered, and pinned: whatever runs meanwhile finds them whole
+enter    units that are at rest are gathered, and pinned: every pass meanwhile finds them whole
 exit     compared over the ranks, if they may have been written to; back to rest
-         where something that needs a gradient was made of them: back to rest after the backward that reads it
+         where a tensor that needs a gradient was made of them: back to rest after the backward that reads it
 """
 
 import difflib
@@ -31,7 +31,7 @@ from plait.zero.unshard import Unsharding
 
 
 class Reads(EngineMode):
-    """Sees whether anything that needs a gradient is made, and makes ``p.data`` share the version of ``p``."""
+    """Notes if any tensor that needs a gradient is made, and makes ``p.data`` share the version of ``p``."""
 
     def __init__(self, parameters: set[int], pins: Pins) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Reads(EngineMode):
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether a backward of it is to come."""
+        """True if a tensor was made whose backward is still to come."""
         return self._seen_at == self.pins.num_backwards
 
     def __torch_function__(
@@ -57,7 +57,7 @@ class Reads(EngineMode):
 
 
 def units_of(units: Sequence[Unit], names: Sequence[str], aliases: Mapping[str, str]) -> list[Unit]:
-    """The units in which the named parameters, or those of the named modules, lie; without names, all.
+    """The units that contain the named parameters, or those of the named modules; without names, all.
 
     Args:
         aliases: the name of a parameter by each name that it has.
@@ -80,7 +80,7 @@ def units_of(units: Sequence[Unit], names: Sequence[str], aliases: Mapping[str, 
 
 @contextmanager
 def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modify: bool) -> Iterator[None]:
-    """The parameters of these units are whole inside; see ``Engine.gathered``."""
+    """Makes the parameters of these units whole inside; see ``Engine.gathered``."""
     flats = [flat for unit in units for flat in unit.flats]
     pins = unsharding.pins
     reads = Reads({id(p) for flat in flats for p in flat.parameters}, pins)

@@ -1,10 +1,10 @@
-"""Numbers of all data ranks together: what a program counts beside the loss.
+"""Numbers of all data ranks together: counts that a program keeps beside the loss.
 
     rank 0   {"right": 7, "seen": 10}  ─┐
     rank 1   {"right": 5, "seen":  8}  ─┴─► {"right": 12, "seen": 18}, on every rank
 
 Ranks of one data rank have the same samples and count once.  Under a pipeline only ranks with the last stage have
-outputs; what the others bring is not looked at, and they are told the result.
+outputs; values of the other ranks are ignored, and those ranks receive the result.
 
 Without a pipeline both can be differentiated, for a loss over the features of all ranks.  The gradient is the sum over
 the data ranks of theirs, or this rank's rows of it, so all ranks run that backward.
@@ -29,7 +29,7 @@ _NUMBERS = {bool: torch.int64, int: torch.int64, float: torch.float64}
 
 
 class _Joined(torch.autograd.Function):
-    """A result of all data ranks as a function of what this rank brought."""
+    """A result of all data ranks as a function of this rank's values."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, result: Tensor, comm: Comm, rows: slice | None) -> Tensor:
@@ -104,14 +104,14 @@ def _has_outputs(comm: Comm, last: int) -> bool:
 
 
 def _told(comm: Comm, last: int, mine: Any) -> list[Any]:
-    """What the ranks with outputs bring, by data rank; those of the first tensor rank speak for all."""
+    """The values of the ranks with outputs, by data rank; those of the first tensor rank speak for all."""
     mesh, rows = comm.mesh, gather_texts(comm, json.dumps(mine), NOTE)
     speakers = [rank for rank in range(mesh.size) if mesh.coordinates(rank)["pipe"] == last]
     return [json.loads(rows[rank]) for rank in speakers if mesh.coordinates(rank)["tensor"] == 0]
 
 
 def _tell(comm: Comm, last: int, values: Tensor) -> None:
-    """The first tensor rank's result to the others, and the last stage's to all stages."""
+    """Sends the first tensor rank's result to the others, and the last stage's to all stages."""
     if values.numel():
         if _has_outputs(comm, last):
             comm.broadcast(values.view(-1), ("tensor",), 0, note=NOTE).wait()
@@ -119,7 +119,7 @@ def _tell(comm: Comm, last: int, values: Tensor) -> None:
 
 
 def _for_sums(key: str, value: Any) -> Tensor:
-    """As a tensor wide enough for a sum."""
+    """A value as a tensor wide enough for a sum."""
     if type(value) in _NUMBERS:
         return torch.tensor(value, dtype=_NUMBERS[type(value)])
     if not isinstance(value, Tensor):

@@ -1,8 +1,8 @@
-"""A loss or gradient that is not finite: whose it is, agreed on in the step's report, before anything is updated.
+"""Finds the rank whose loss or gradient is not finite: all ranks agree on it in the step's report, before the update.
 
 a unit's gradient of a microbatch ──► one number, before it is reduced (``data_parallel.gradient_watch``)
 the report                        ──► each rank's first that is inf or NaN, with its losses
-every rank                        ──► raises, or skips the step; both name who it was
+every rank                        ──► raises, or skips the step; both name the rank
 """
 
 import math
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 NonFinite = Literal["raise", "skip"]
-"""What to do with a step that has a loss or gradient that is not finite."""
+"""The engine's choice for a step with a loss or gradient that is not finite."""
 
 NAMED = 4
-"""So many places are named."""
+"""Most places that an error names."""
 
 
 def encoded(place: tuple[int, str] | None, names: Sequence[str]) -> int:
@@ -22,7 +22,7 @@ def encoded(place: tuple[int, str] | None, names: Sequence[str]) -> int:
 
 
 def described(losses: Sequence[tuple[int, Sequence[float]]], places: Sequence[float], names: Sequence[str]) -> str:
-    """What is not finite, and where; "" if everything is.
+    """A text that says which losses and gradients are not finite, and where; "" if all are finite.
 
     Args:
         losses: of the ranks that have them: the rank, and the losses of its microbatches.

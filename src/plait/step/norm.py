@@ -1,6 +1,6 @@
 """The global norm counts every element once, however many ranks have it.
 
-a run of ...             lies on                               and is counted by
+a run of ...             is on                                 and is counted by
 any parameter            the ranks with the optimizer's piece  the first of them
 one cut over tensor      one tensor rank                       that one
 one whole over tensor    every tensor rank                     the first
@@ -20,11 +20,11 @@ from plait.table.mesh import DATA_AXES
 from plait.zero.optim import Owned
 
 SQUARED = 1 << 16
-"""Elements squared at once: torch converts what it sums to fp64, and so many still fit in the cache then."""
+"""Elements squared at once: torch converts them to fp64 for the sum, and this many still fit in the cache."""
 
 
 class Norm:
-    """Who counts what; ``dtypes`` are the gradients'; ``copies``: flats, by ``id``, that another stage counts."""
+    """Decides which rank counts a run; ``dtypes`` are the gradients'; ``copies``: flats, by ``id``, of others."""
 
     def __init__(
         self, comm: Comm, strategy: Strategy, dtypes: Collection[torch.dtype], copies: Collection[int] = ()
@@ -36,7 +36,7 @@ class Norm:
         self.dtype = dtype_of_norm(dtypes)
 
     def counts(self, owned: Owned) -> bool:
-        """Whether this rank adds a run's squares: of the ranks with the same run, the first does."""
+        """True if this rank adds a run's squares: of the ranks with the same run, the first does."""
         first = self.first_copy and (self.first_tensor or owned.cut is not None)
         return first and id(owned.flat) not in self.copies
 
@@ -58,7 +58,7 @@ def check_whole(norm: Norm, owned: Sequence[Owned], exchange: Exchange, names: S
     for name, *values in zip(squares, *exchange.sums(list(squares.values())), strict=True):
         if max(values) == 0:
             zero.append(name)
-        if max(values) > min(values) * 1.0001:  # equal to the bit but for how the runs are cut
+        if max(values) > min(values) * 1.0001:  # bitwise equal, except for the cuts of the runs
             norms = ", ".join(f"{math.sqrt(v):.3g}" for v in values)
             raise ValueError(
                 f"the gradient of {name!r} differs between the tensor ranks (norms {norms}), though each holds the "
@@ -69,7 +69,7 @@ def check_whole(norm: Norm, owned: Sequence[Owned], exchange: Exchange, names: S
 
 
 def square_sum(runs: Iterable[Tensor]) -> float:
-    """The sum of squares in fp64, run by run; the device is waited for once."""
+    """The sum of squares in fp64, run by run; waits for the device once."""
     reals = (torch.view_as_real(run) if run.is_complex() else run for run in runs)
     blocks = [block for real in reals for block in real.reshape(-1).split(SQUARED)]
     norms = torch.stack(torch._foreach_norm(blocks, 2, dtype=torch.float64)).tolist() if blocks else ()
@@ -88,11 +88,11 @@ def norm_of(squares: float, dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def scale(runs: Iterable[Tensor], factor: float) -> None:
-    """Multiply gradients in place; ``_foreach_mul_`` would round the factor to bf16 first, and so change bits."""
+    """Multiplies gradients in place; ``_foreach_mul_`` would round the factor to bf16 first, and so change bits."""
     for run in runs:
         run.mul_(factor)
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """What gradients of this norm are multiplied by; as ``torch.nn.utils.clip_grad_norm_`` computes it."""
+    """The factor that clips gradients of this norm, as ``torch.nn.utils.clip_grad_norm_`` computes it."""
     return min(1.0, limit / (norm + 1e-6))

@@ -1,7 +1,7 @@
 """The hooks of a stock optimizer: reduce before its step, publish after it.
 
 optimizer.step()
-  pre-hook     engine.reduce()        unless the loop has said so itself
+  pre-hook     engine.reduce()        unless the loop has called it
   the update   on this rank's pieces
   post-hook    engine.publish()       with the last optimizer of the step
 optimizer.zero_grad()                 between backward and step: the sums so far are thrown away

@@ -1,10 +1,10 @@
-"""A model placed on one rank of a mesh: built, held, counted, saved and loaded.  The step is ``engine``'s.
+"""A model placed on one rank of a mesh: built, held, counted, saved and loaded.  ``engine`` makes the steps.
 
 model ── check ──► stages of this rank ──► units, flat storage, gradients
                         │
                         ├── runtime        carries out the schedule
                         ├── ties, norm     sums over stages, over everything
-                        └── owned          what this rank's optimizer updates
+                        └── owned          the runs that this rank's optimizer updates
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,12 +40,12 @@ from plait.zero.unit import Unit, parameters_of
 
 
 class PlacedModel(StaysHere):
-    """This rank's part of a model, and all that moves its values; the arguments are those of ``Engine``.
+    """This rank's part of a model, and the code that moves its values.  Takes the arguments of ``Engine``.
 
     Args:
-        settings: of the step; they must be the same on all ranks.
-        agreed: what else must be, as texts.
-        before_forward: called with the model's arguments before each forward of a loop of one's own.
+        settings: settings of the step, which must be the same on all ranks.
+        agreed: texts that must be the same on all ranks, too.
+        before_forward: called with the model's arguments before each forward of a program's own loop.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PlacedModel(StaysHere):
         self.modified = 0
         """Times that a program has written to whole parameters in ``engine.gathered(modify=True)``."""
         self.links, self.split = built.links, built.split
-        """The names of the model's links, and how many each stage has."""
+        """The names of the model's links, and the number of links of each stage."""
         self.shapes, self.cuts = shapes, {names[key]: cut for key, cut in built.parallel.cuts.items()}
         p2p = PipelineP2P(comm, self.pipeline.owner)
         self.log = EventLog(comm)
@@ -92,9 +92,9 @@ class PlacedModel(StaysHere):
         self.ties = TiedWeights(built.edges, comm, built.gradients(), p2p.rank_of)
         self.norm = Norm(comm, self.strategy, dtypes, copies=self.ties.copies)
         self.parallel = built.parallel
-        """How tensor parallelism cuts the whole model."""
+        """The cuts of the whole model by tensor parallelism."""
         self.optimizer_state = self._state_of_optimizers()
-        """What goes through the optimizers' state; None where there is none."""
+        """Reads and writes the optimizers' state; None without optimizers."""
         self._programs: dict[tuple[int, bool], RankProgram] = {}
         self.guard = ModelFingerprint(model)  # what a stage has was taken from it once
 
@@ -103,7 +103,7 @@ class PlacedModel(StaysHere):
         return OwnedOptimizer(optimizers, names, self.owned, cuts=cuts, over_tensor=self.cuts)
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Optimizers that were built after the model was placed."""
+        """Takes optimizers that were built after the model was placed."""
         names = {id(p): n for n, p in self.model.named_parameters()}
         check_settings(self.comm, {}, optimizer_fields(optimizers, names))
         self.owned_optimizer = self._owner_of(optimizers, names)
@@ -127,7 +127,7 @@ class PlacedModel(StaysHere):
         )
 
     def needed_optimizer_state(self) -> OptimizerState:
-        """What goes through the optimizers' state; ValueError where there is none."""
+        """Reads and writes the optimizers' state; ValueError without optimizers."""
         if self.optimizer_state is None:
             raise ValueError("the engine has no optimizer: give Engine(optimizer=...) or call engine.use(optimizer)")
         return self.optimizer_state
@@ -140,7 +140,7 @@ class PlacedModel(StaysHere):
         return apart or any(flat.published for flat in flats)
 
     def program(self, num_microbatches: int, *, backward: bool = True) -> RankProgram:
-        """What this rank does in a step of so many microbatches, or an evaluation; proved when first asked for."""
+        """This rank's actions in a step of so many microbatches, or an evaluation; proved at the first call."""
         key = num_microbatches, backward
         if key not in self._programs:
             complete = self.pipeline.completed if backward else self.pipeline.evaluated
@@ -178,7 +178,7 @@ class PlacedModel(StaysHere):
 
     @property
     def peak_open(self) -> int:
-        """The most units that were unsharded at once, ancestors of the running one left out."""
+        """The most units that were unsharded at once, without ancestors of the running one."""
         return max(stage.unsharding.open_units.peak for stage in self.stages.values())
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -190,7 +190,7 @@ class PlacedModel(StaysHere):
         return full_state_dict(self.directory, self.parts(), self.comm)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the values of whole tensors; each rank copies its pieces.
+        """Takes the values of whole tensors; each rank copies its pieces.
 
         Raises:
             ValueError: missing or surplus names, or shapes that differ; inside of ``with engine.gathered():``.
@@ -199,9 +199,9 @@ class PlacedModel(StaysHere):
         load_full_state_dict(self.directory, self.parts(), state)
 
     def load_weights(self, weights: Weights) -> None:
-        """Take the values of parameters and buffers from a source that has all of them; nothing is sent.
+        """Takes the values of parameters and buffers from a source that has all of them; nothing is sent.
 
-        Of a parameter this rank reads the rows that cover its pieces; of a tied one the first name is asked for.
+        Of each parameter this rank reads the rows that cover its pieces; a tied one is read by its first name.
         """
         self._put_away("engine.load_weights")
         for part in self.parts():
@@ -211,14 +211,14 @@ class PlacedModel(StaysHere):
                 read_whole(weights, name, buffer)
 
     def _put_away(self, what: str) -> None:
-        """Before values are written at rest: what a forward without a backward has left gathered is given up."""
+        """Before values are written at rest: gives up all that a forward without a backward has left gathered."""
         self.unpin()
         if any(unit.pinned for unit in self.units):
             raise ValueError(f"{what} inside of `with engine.gathered(...)`: leave the block first")
         self.comm.wait_for_readers()
 
     def unpin(self) -> None:
-        """Give up what a forward without a backward, or a read with gradients, has left gathered."""
+        """Gives up parameters that a forward without a backward, or a read with gradients, has left gathered."""
         for stage in self.stages.values():
             stage.unsharding.pins.end_step()
             stage.unsharding.forget()
@@ -234,7 +234,7 @@ class PlacedModel(StaysHere):
         return {name: value for name, value in buffers.items() if self.directory.homes[name] == here["pipe"]}
 
     def pieces(self) -> Iterator[StatePiece]:
-        """What this rank has of parameters and optimizer state, region by region, in its own memory.
+        """Yields this rank's parameters and optimizer state, region by region, in their own memory.
 
         The regions that are ``first``, over all ranks, are every parameter and every state that has a value per
         element.  Numbers (``step``) and groups are in ``optimizer_state_dict(elements=False)``.
@@ -251,16 +251,16 @@ class PlacedModel(StaysHere):
             yield from frozen_pieces(flat, first=alone and home, names=names)
 
     def publish(self) -> None:
-        """Bring what the optimizers' pieces have to where the row keeps parameters; all ranks call it together."""
+        """Sends the values of the optimizers' pieces to where the row keeps parameters; all ranks call it together."""
         for stage in self.stages.values():
             stage.unsharding.forget()
         for work in [work for unit in self.units for work in unit.publish()]:
-            work.wait()  # before anyone reads a parameter, or exits
+            work.wait()  # before a rank reads a parameter, or exits
         self.comm.wrote_common()
 
     @torch.no_grad()
     def exchange_values(self, others: Sequence[Tensor]) -> None:
-        """Swap the values of every owned run with others; all ranks call it together."""
+        """Swaps the values of every owned run with ``others``; all ranks call it together."""
         self.unpin()
         self.comm.wait_for_readers()
         for piece, other in zip(self.owned, others, strict=True):

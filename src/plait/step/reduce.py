@@ -1,10 +1,10 @@
-"""Between a step's last backward and its update: what all ranks agree on.
+"""Everything between a step's last backward and its update: all ranks agree on the step's numbers.
 
     sums ──► divided by the loss scale ──► norm, losses, who has a gradient ──► clipped ──► the optimizer's
                                            one small all_gather
 
-A step whose numbers are not finite raises on all ranks, or is skipped: the optimizer is given no gradient, so neither
-parameters nor its state change.  Where there is a loss scale it is always skipped, since there this may happen.
+A step whose numbers are not finite raises on all ranks, or is skipped: the optimizer gets no gradient, so neither
+parameters nor its state change.  With a loss scale such a step is always skipped, since there it is expected.
 """
 
 import math
@@ -25,21 +25,21 @@ from plait.zero.unit import parameters_of
 
 
 class Reduce:
-    """The sums of a placed model's gradients, the norm, and what the optimizer is given."""
+    """Computes the sums of a placed model's gradients, the norm, and the gradients that the optimizer gets."""
 
     def __init__(self, placed: PlacedModel, loss_scale: LossScale | None, nonfinite: NonFinite) -> None:
         self.placed, self.nonfinite = placed, nonfinite
         self.loss_scale = None if loss_scale is None else replace(loss_scale)
         whole = [n for n, _, f, i in parameters_of(placed.units) if f.trainable and f.cuts[i] is None]
         self.unchecked = list(dict.fromkeys(whole)) if placed.parallel.styles else []
-        """Parameters whose gradients are yet to be compared over the tensor ranks."""
+        """Parameters whose gradients have not yet been compared over the tensor ranks."""
         self.made = True
-        """Whether the last step was."""
+        """True if the last step was made, False if it was skipped."""
         self.have_gradient: dict[str, bool] = {}
-        """Which parameters got a gradient on any rank in the last step."""
+        """True for each parameter that got a gradient on any rank in the last step."""
         self.watch = GradientWatch()
         self.weighted = Weighted()
-        """The means that a loop of the program's own brings."""
+        """The means that a program's own loop brings."""
         if loss_scale is None:
             for stage in placed.stages.values():
                 stage.gradients.watch = self.watch
@@ -57,7 +57,7 @@ class Reduce:
         clip: float | None,
         tell: Callable[[Event], None],
     ) -> StepResult:
-        """Finish the sums, agree, clip, and give the pieces their gradients.
+        """Finishes the sums, agrees, clips, and gives the pieces their gradients.
 
         Args:
             frozen: the parameters that were frozen since the model was placed.
@@ -73,7 +73,7 @@ class Reduce:
         for stage in placed.stages.values():
             stage.gradients.reduce()
         placed.ties.reduce()
-        gradients = [o.gradient for o in owned]  # run by run: vector tails then fall where a whole tensor's do
+        gradients = [o.gradient for o in owned]  # run by run, so that vector tails fall where a whole tensor's do
         factor = 1 / self.scale
         if now.count is None:
             _, now.count = exchange.counts(len(now.losses), now.local_count, 0, frozen)
@@ -119,7 +119,7 @@ class Reduce:
         return StepResult(position.step, summed / now.count, now.count, losses, grad_norm, self.made, stop)
 
     def _finite(self, report: Report, step: int) -> bool:
-        """Whether the step may be made; where there is a loss scale it is told."""
+        """True if the step may be made; updates the loss scale, where there is one."""
         if self.loss_scale is not None:
             finite = math.isfinite(report.squares)
             self.loss_scale.update(finite=finite)

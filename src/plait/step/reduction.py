@@ -1,11 +1,11 @@
-"""What a loss is of its terms: a mean becomes the sum that is divided once, by the global count.
+"""Turns a mean loss into the sum of its terms, which the step divides once, by the global count.
 
     F.cross_entropy(out, y)                    NllLossBackward0, reduction 1     a mean
     (out - y).square().mean()                  MeanBackward0                     a mean
     (out - y).square().sum()                   SumBackward0                      a sum
 
-A mean that is taken for a sum is divided twice, and nothing would look wrong.  So what autograd says of the loss's last
-operation is read, unless the caller says what the loss is.
+A mean that is taken for a sum is divided twice, and nothing would look wrong.  So the engine reads the loss's last
+operation from autograd, unless the caller names the reduction.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,19 +19,19 @@ from plait.pipeline.stage import LossFn
 Reduction = Literal["mean", "sum"]
 
 _MEAN = 1
-"""As torch's loss functions number their reductions."""
+"""The number of a mean among the reductions of torch's loss functions."""
 
 
 class Weighted:
-    """Means of torch's cross entropy over what has other weights than the count says, seen where a step adds them up.
+    """Checks means of torch's cross entropy whose weights differ from the count, when a step adds them up.
 
-        mean * count = sum, and so right, where the weight behind the mean is the count, or always as many times it
+        mean * count = sum, and so right, where the mean divides by the count, or always by the same multiple of it
 
-    Targets that are ignored, or classes with weights, make the weight another in each microbatch and on each rank.
+    Ignored targets, or classes with weights, make the weight different in each microbatch and on each rank.
     """
 
     LOOKS = 8
-    """On a GPU the first so many are looked at, for each makes this thread wait."""
+    """On a GPU only this many means are checked, since each check makes this thread wait."""
 
     def __init__(self) -> None:
         self.ratio = 0.0
@@ -39,7 +39,7 @@ class Weighted:
         self._looks = 0
 
     def begin_step(self) -> None:
-        """Means of other steps are not added to those to come."""
+        """Begins a step: means of earlier steps are not added to its own."""
         self.ratio = 0.0
 
     def check(self, loss: Tensor, count: int) -> None:
@@ -72,7 +72,7 @@ class Weighted:
             self.ratio = ratio if uneven else -ratio
 
     def agree(self, ratios: Sequence[float]) -> None:
-        """The step ends; raises ValueError, on all ranks, where they have different ones."""
+        """Ends the step; raises ValueError, on all ranks, where their weights differ."""
         self.begin_step()
         first, *others = [(rank, abs(ratio)) for rank, ratio in enumerate(ratios) if ratio] or [(0, 0.0)]
         for rank, ratio in others if max(ratios) > 0 else ():
@@ -91,10 +91,10 @@ ADVICE = (
 
 
 def _is_packed(node: Any) -> bool:
-    """Whether what a node has saved was handed to hooks (a checkpoint), which make it anew whenever it is asked for."""
+    """True if hooks (a checkpoint's) hold the tensors that a node has saved, and compute them anew on every access."""
     try:
         node._raw_saved_target.register_hooks(_itself, _itself)
-    except RuntimeError:  # it has some
+    except RuntimeError:  # it has hooks
         return True
     return False
 
@@ -111,10 +111,10 @@ def as_sum(loss: Tensor, count: int, reduction: Reduction | None, weighted: Weig
     """The sum of a loss's ``count`` terms; without a reduction, the loss itself, if nothing speaks against it.
 
     Args:
-        weighted: of the means before it.
+        weighted: checks the loss against the means before it.
 
     Raises:
-        ValueError: another reduction, a loss that is a mean although nobody said so, or one of other weights.
+        ValueError: another reduction, a loss that is a mean but was not declared one, or a mean of other weights.
     """
     if reduction == "mean":
         if weighted is not None:
@@ -138,11 +138,11 @@ def check_sum(loss: Tensor, count: int) -> None:
 
 
 def returning_sums(loss_fn: LossFn, count_fn: Callable[[Any], int]) -> LossFn:
-    """The same loss function, refused where it returns a mean."""
+    """The same loss function, which raises where it returns a mean."""
 
     def checked(model: nn.Module, batch: Any) -> Tensor:
         loss = loss_fn(model, batch)
-        with torch._C.DisableTorchFunction():  # the engine's own look is no part of the forward
+        with torch._C.DisableTorchFunction():  # the engine's own check is no part of the forward
             if isinstance(loss, Tensor) and is_mean(loss):
                 check_sum(loss, count_fn(batch))
         return loss
@@ -151,6 +151,6 @@ def returning_sums(loss_fn: LossFn, count_fn: Callable[[Any], int]) -> LossFn:
 
 
 def is_mean(loss: Tensor) -> bool:
-    """Whether the loss's last operation takes a mean."""
+    """True if the loss's last operation takes a mean."""
     node = loss.grad_fn
     return type(node).__name__.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN

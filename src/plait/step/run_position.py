@@ -1,7 +1,7 @@
 """The position of a rank in the run: the numbers that must be the same on all ranks at every step.
 
 A rank that made another number of steps, threw gradients away, or has another learning rate trains another model from
-then on.  Three numbers in the step's report tell; only where they differ do the ranks show each other more.
+then on.  Three numbers in the step's report show it; only where they differ do the ranks exchange more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a step is while it is under way, and what it did."""
+"""A step under way, and its result."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,20 +10,20 @@ from plait.forward.batch import batch_tensors
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did; all but ``local_losses`` is the same on every rank."""
+    """The result of one step; all but ``local_losses`` is the same on every rank."""
 
     step: int
     """Its number, from 0."""
     loss: float
-    """The global sum over the global count."""
+    """The global sum divided by the global count."""
     count: int
-    """The terms of the loss, of all ranks."""
+    """Number of terms of the loss, over all ranks."""
     local_losses: tuple[float, ...]
     """The sums of this data rank's microbatches."""
     grad_norm: float | None
-    """The global norm before clipping; None where no clipping was asked for, or no step was made."""
+    """The global norm before clipping; None without clipping, or where no step was made."""
     made: bool = True
-    """False: skipped, on all ranks, because a loss or gradient was not finite."""
+    """False if the step was skipped, on all ranks, because a loss or gradient was not finite."""
     stop: tuple[int, int] | None = None
     """(rank, signal): a rank was asked to end by that signal, so all of them save and end after this step."""
 
@@ -33,13 +33,13 @@ class OpenStep:
     """A step under way, from its first forward to the end of its update."""
 
     count: int | None = None
-    """The global number of targets; None until it is known (a user's own loop counts at the end)."""
+    """The global number of targets; None until it is known (a program's own loop counts at the end)."""
     local_count: int = 0
     losses: list[Tensor] = field(default_factory=list)
     own_loop: bool = False
-    """The program's own loop makes it."""
+    """True if the program's own loop makes the step."""
     reduced: bool = False
-    """The sums are finished and clipped, and the pieces have their gradients."""
+    """True once the sums are finished and clipped, and the pieces have their gradients."""
 
 
 def whole_count(count: Any) -> int:

@@ -1,4 +1,4 @@
-"""Watchers: callables that an engine tells how far a step is.  The engine works the same without any.
+"""Watchers: callables that an engine informs of a step's progress.  The engine works the same without any.
 
     event             when                                                       a watcher may write to
     begun             a step begins, before its first forward                    -

@@ -1,15 +1,15 @@
-"""A run as one frozen value, checked before any process starts.
+"""Describes a run as one frozen value, checked before any process starts.
 
-settings.py    ``TrainConfig`` and ``VerifyConfig``: the sections together, and what follows from them
-layout.py      the section of how the model lies on the ranks
-machine.py     the section of the ranks, and what this machine allows of it
-bounds.py      the least and the most that each setting may be
-room.py        whether a run fits into this machine
-check.py       ``validate``: what is known to be impossible, with the numbers and the fix
-file.py        a config as TOML, and back
-sinks.py       where the numbers of each step go
+settings.py    ``TrainConfig`` and ``VerifyConfig``: combine the sections, and derive values from them
+layout.py      the section that distributes the model over the ranks
+machine.py     the section for the ranks, checked against this machine
+bounds.py      the smallest and the largest value of each setting
+room.py        checks that a run fits into this machine
+check.py       ``validate``: refuses impossible runs, with the numbers and the fix
+file.py        writes a config as TOML, and reads it back
+sinks.py       writes the numbers of each step
 
-The sections of what is trained are in ``job``, with what they make.
+The sections for the training job are in ``job``, next to the code that uses them.
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,9 @@
-"""How large a setting may be, as data: a row for each number, one rule for every text.  Looked at before anything is
-counted to, allocated or started.
+"""Bounds of the settings, as data: a row for each number, one rule for every text.  They are checked before any loop,
+allocation or process uses a setting.
 
     microbatches    1 .. 65,536        deadline    above 0 .. 1e6        any text    not empty, printable, 4,096 bytes
 
-A number without a row is refused by a test.  What depends on other settings is in ``check.py``.
+A test refuses a number without a row.  Checks that depend on several settings are in ``check.py``.
 """
 
 import math
@@ -16,16 +16,16 @@ MANY = 1_000_000_000_000
 """More steps than any run makes."""
 SEEDS = (1 << 63) - 1
 LONGEST = 4096
-"""Bytes of a text, as of a path; and how many texts a setting has."""
+"""Largest number of bytes in a text, such as a path, and of texts in a setting."""
 
 
 class Bounds(NamedTuple):
-    """The least and the most that a number may be, where it is given."""
+    """The smallest and the largest value of a number, if it is given."""
 
     least: float
     most: float
     above: bool = False
-    """Whether it has to be more than ``least``."""
+    """True if the number must be greater than ``least``."""
 
     def refuses(self, value: float) -> bool:
         return not self.least <= value <= self.most or (self.above and value == self.least)
@@ -68,14 +68,14 @@ BOUNDS: dict[str, Bounds] = {
     "repeat": Bounds(1, 1_000_000),
     **dict.fromkeys(("forward", "input", "weight", "latency"), _TIME),
 }
-"""By the setting's name, which is the same in every command."""
+"""Bounds by the setting's name, which is the same in every command."""
 
 
 def check_values(settings: Any) -> None:
-    """Refuses numbers out of their bounds and texts that cannot be meant, by a ValueError with the setting's name.
+    """Raises ValueError, with the setting's name, for numbers out of bounds and for implausible texts.
 
     Args:
-        settings: a dataclass of settings, which may have others in it.
+        settings: a dataclass of settings, which may contain others.
     """
     for field in fields(settings):
         value = getattr(settings, field.name)

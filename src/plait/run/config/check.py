@@ -1,4 +1,4 @@
-"""What is known to be impossible is refused here, before any process starts: a mistake costs a second and not a job."""
+"""Refuses impossible runs before any process starts, so that a mistake costs a second and not a job."""
 
 import os
 
@@ -25,10 +25,10 @@ from plait.table.precision import LossScale
 from plait.tensor.gemm import find_gemm
 
 WRITTEN = (METRICS, "config.toml", "summary.json", "timeline.svg", "trace.json")
-"""What a run leaves in its folder, besides checkpoints."""
+"""Files that a run leaves in its folder, besides checkpoints."""
 
 LOOKED_INTO = 1 << 24
-"""Bytes of a text that is read before the ranks are started."""
+"""Largest text, in bytes, that is read before the ranks start."""
 
 FOR_TEXT = {
     "sequence_parallel": "can be cut in time",
@@ -36,14 +36,14 @@ FOR_TEXT = {
     "pack": "has documents",
     "eval_every": "has a held-out part",
 }
-"""Settings for models of text, and what text has that other data does not."""
+"""Settings that only models of text have, each with the property of text that it needs."""
 
 
 def validate(config: RunConfig) -> None:
-    """Refuses what is known to be impossible, by a ValueError with the numbers and the fix."""
+    """Raises ValueError, with the numbers and the fix, for a run that is known to be impossible."""
     check_values(config)
     check_machine(config)
-    _ = config.row, config.optimizer_row  # raise what is wrong with them
+    _ = config.row, config.optimizer_row  # raise if they are wrong
     _check_family(config)
     _check_rates(config)
     _check_pipeline(config)
@@ -64,11 +64,11 @@ def validate(config: RunConfig) -> None:
 
 
 def _check_family(config: RunConfig) -> None:
-    """Refuses an unknown model, sizes that do not fit together, and settings that are not for its family."""
+    """Refuses an unknown model, sizes that do not fit together, and settings that its family does not have."""
     _ = config.sizes
     if config.family.reads_text:
         return
-    own = config.job is not None  # of which the engine says what does not fit
+    own = config.job is not None  # the engine checks whether it fits
     for name, why in FOR_TEXT.items():
         if own and name == "sequence_parallel":
             continue
@@ -87,7 +87,7 @@ def _check_rates(config: RunConfig) -> None:
 
 
 def _check_pipeline(config: RunConfig) -> None:
-    """Refuses a schedule that is wrong, or does not fit the mesh and the microbatches; it is proved here."""
+    """Proves the schedule.  Refuses one that is wrong, or that does not fit the mesh and the microbatches."""
     pipeline = config.pipeline
     schedule = pipeline.completed(config.microbatches, config.row)
     if isinstance(config, VerifyConfig) or (isinstance(config, TrainConfig) and config.verify):
@@ -97,7 +97,7 @@ def _check_pipeline(config: RunConfig) -> None:
 
 
 def _check_data(config: RunConfig) -> None:
-    """Refuses a text that is none, or too little for a step; a large one is read by the ranks alone."""
+    """Refuses data that is not text, or too little of it for a step.  Only the ranks read a large text."""
     mapped = token_files(config.data)
     if config.data is not None and not mapped and size_of(config.data) > LOOKED_INTO and config.family.reads_text:
         return
@@ -106,7 +106,7 @@ def _check_data(config: RunConfig) -> None:
 
 
 def _check_training(config: TrainConfig) -> None:
-    """Refuses places that a run could not write to, and a limit on evaluations where there are none."""
+    """Refuses paths that a run could not write to, and a limit on evaluations if there are none."""
     if config.overwrite and config.out is None:
         raise ValueError("overwrite without out: there is nothing to replace; give --out DIR, or leave it out")
     if config.out is not None:
@@ -135,7 +135,7 @@ def _check_training(config: TrainConfig) -> None:
 
 
 def _check_dtypes(config: RunConfig) -> None:
-    """Refuses a dtype in which the device cannot compute, and an impossible loss scale."""
+    """Refuses a dtype that the device cannot compute in, and an impossible loss scale."""
     dtype, device = config.torch_dtype, resolve_device(config)
     if dtype != torch.float32:
         try:
@@ -148,15 +148,14 @@ def _check_dtypes(config: RunConfig) -> None:
 
 
 def _check_model(config: RunConfig) -> None:
-    """Refuses files that do not fit together, a gemm or a compiler that is not there, a mesh that cannot cut this
-    model."""
+    """Refuses files that do not fit together, a missing gemm or compiler, and a mesh that cannot cut this model."""
     mesh, pipeline = config.parsed_mesh, config.pipeline
     find_gemm(config.gemm)
     check_compile(config.parallelism, mesh.tensor, torch.device(resolve_device(config)))
     if config.family.weights is not None:
         make_job(config)
     if isinstance(config, VerifyConfig) and config.engine is not None:
-        return  # another engine cuts models its own way
+        return  # another engine cuts models in its own way
     if pipeline.num_stages > 1:
         split_of(blocks_of(build_model(config)), pipeline.num_stages, config.sizes_of_stages)
     if mesh.tensor > 1:

@@ -1,4 +1,4 @@
-"""A config as a TOML file, and back: a key for each field, checked by the field's type.
+"""Writes a config as a TOML file and reads it back: a key for each field, checked by the field's type.
 
 TrainConfig(mesh="shard=2", layers=None)  ──► mesh = "shard=2"  ──► TrainConfig(mesh="shard=2", layers=None)
 """
@@ -17,10 +17,10 @@ from plait.messages.wording import did_you_mean
 Config = TypeVar("Config")
 
 NONE = "None"
-"""Stands for None, for which TOML has no word, where that is not the default; as on the command line."""
+"""The word for a None that is not the default, as on the command line.  TOML has no word for None."""
 
 GONE = ("port",)
-"""Keys of files that earlier versions wrote; they have no meaning any more."""
+"""Keys in files of earlier versions that no longer have a meaning."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class FileConfig:
 
 
 def to_toml(config: Any) -> str:
-    """A config as TOML that ``from_toml`` reads back to the same, without a None that is the field's default, without
-    the steps that epochs have become, and without the leave to overwrite, which is given once."""
+    """Writes a config as TOML from which ``from_toml`` reads an equal config.  Leaves out a None that is the field's
+    default, the steps that follow from epochs, and the permission to overwrite, which counts only once."""
     values = {}
     left_out = ["config", "overwrite", "resume", "change"] + ["steps"] * (getattr(config, "epochs", None) is not None)
     for field in fields(config):
@@ -48,16 +48,16 @@ def to_toml(config: Any) -> str:
 
 
 def from_toml(kind: type[Config], path: str, others: Collection[str] = ()) -> Config:
-    """The config in a TOML file; what it does not name keeps its default.
+    """Reads the config in a TOML file.  Fields that it does not name keep their defaults.
 
     Args:
-        others: keys that other commands read from such a file, and this one leaves out.
+        others: keys that other commands read from such a file and that this one ignores.
 
     Raises:
         ValueError: no such file, no TOML, an unknown key (the nearest are named), a value of another type, or both
             steps and epochs.
     """
-    text = read_text(path, "the config").removeprefix("\ufeff")  # which some editors write
+    text = read_text(path, "the config").removeprefix("\ufeff")  # some editors write it
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -81,7 +81,7 @@ def from_toml(kind: type[Config], path: str, others: Collection[str] = ()) -> Co
 
 
 def _typed(value: Any, hint: Any, what: str) -> Any:
-    """``value`` if it is of the field's type; a whole number may stand for a float, and "None" for None."""
+    """Checks that ``value`` has the field's type.  Accepts a whole number for a float, and "None" for None."""
     kinds = get_args(hint) if get_origin(hint) not in (Literal, tuple, None) else (hint,)
     for kind in kinds:
         if get_origin(kind) is Literal and value in get_args(kind):

@@ -1,4 +1,4 @@
-"""How the model lies on the ranks, as flags; ``RunConfig`` makes a ``Parallelism`` of them."""
+"""Flags that distribute the model over the ranks.  ``RunConfig`` makes a ``Parallelism`` from them."""
 
 import os
 from dataclasses import dataclass
@@ -39,21 +39,21 @@ class LayoutConfig:
     cut: Cut = "element"
     """Where the data axes may cut: anywhere in a parameter, or only between parameters."""
     prefetch: int = 1
-    """How many units are gathered ahead of the running one."""
+    """Number of units to gather ahead of the running one."""
     bucket: int = BUCKET_BYTES
-    """Bytes: where parameters are whole at rest, neighbouring units of at most so many are laid as one, and what they
-    send is one message; 0: none are."""
+    """Bytes: where parameters are whole at rest, neighbouring units of at most this size are laid out as one and send
+    one message; 0: none are."""
     sequence_parallel: bool = False
-    """Cut the activations between tensor-parallel products in time (over one rank: nothing)."""
+    """Cut the activations between tensor-parallel products in time (no effect on one rank)."""
     recompute: Literal["full", "selective"] | None = None
-    """Make activations a second time in the backward instead of keeping them: full, all inside a block; selective,
-    those of attention, which grow with the square of the length. None: keep all."""
+    """Recompute activations in the backward instead of keeping them: full, all inside a block; selective, those of
+    attention, which grow with the square of the length. None: keep all."""
     offload: bool = False
     """Keep the optimizer's state, and the copy of the parameters that it updates, on the CPU."""
 
     @cached_property
     def sizes_of_stages(self) -> tuple[int, ...] | None:
-        """The split as numbers; None: equally many, or measured."""
+        """The split as numbers.  None: equally many links on each stage, or measured."""
         if self.split is None or self.split == "measured":
             return None
         words = self.split.replace(",", " ").split()
@@ -63,10 +63,10 @@ class LayoutConfig:
 
 
 def names_a_file(schedule: str) -> bool:
-    """Whether a file is meant and not an order: the name has a dot or a slash in it, or there is such a file."""
+    """True if the name means a file and not an order: it has a dot or a slash, or such a file exists."""
     return schedule not in ORDERS and (bool({".", "/"} & {*schedule}) or os.path.isfile(schedule))
 
 
 def read_schedule(path: str) -> Schedule:
-    """The schedule in a file; ValueError if it cannot be read or has something else in it."""
+    """Reads the schedule in a file.  Raises ValueError if it cannot be read or contains something else."""
     return parse_schedule(read_text(path, "the schedule"))

@@ -1,4 +1,4 @@
-"""The ranks: how many there are, where they live, and whether this machine has room for them."""
+"""Settings of the ranks: their number, their kind and their device, checked against this machine."""
 
 import os
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 MOST_ON_ONE_HOST = 1024
-"""Ranks, as threads or processes."""
+"""Largest number of ranks on one host, as threads or processes."""
 
 
 @dataclass(frozen=True)
@@ -23,19 +23,19 @@ class MachineConfig:
     """The settings of every command that starts ranks."""
 
     mesh: str = "shard=4"
-    """Ranks on named axes, as in "replica=2 shard=2"; their product is the number of ranks. "hosts=2" behind them says
-    on how many hosts they will be."""
+    """Ranks on named axes, as in "replica=2 shard=2"; their product is the number of ranks. "hosts=2" after them gives
+    the number of hosts."""
     world: World = "auto"
-    """What a rank is: a process, one that shares memory with the others of its host, or a thread of this one; auto is
-    shared_memory for CPUs of this machine, where the system has it, and process elsewhere."""
+    """Kind of a rank: a process, a process that shares memory with the others of its host, or a thread of this one;
+    auto is shared_memory for CPUs of this machine, where the system has it, and process elsewhere."""
     device: Device = "auto"
-    """Where ranks compute; auto is cuda where a host has a GPU for each of its ranks, and cpu elsewhere."""
+    """Device of the ranks; auto is cuda where a host has a GPU for each of its ranks, and cpu elsewhere."""
     threads: int = 1
     """Compute threads of each rank."""
     deadline: float = 60.0
     """Seconds after which a rank that waits for another gives up."""
     check_collectives: bool = False
-    """Compare every collective and message across its ranks before it runs: what it is, its size, the calling line."""
+    """Compare every collective and message across its ranks before it runs: its kind, its size, the calling line."""
 
     @cached_property
     def parsed_mesh(self) -> Mesh:
@@ -43,7 +43,7 @@ class MachineConfig:
 
 
 def check_machine(config: MachineConfig) -> None:
-    """Refuses devices that this machine does not have, and more ranks than it could start."""
+    """Refuses devices that this machine does not have, and more ranks than it can start."""
     ranks = config.parsed_mesh.size
     here, gpus = ranks_here(ranks), torch.cuda.device_count()
     if ranks > MOST_ON_ONE_HOST and not started():
@@ -67,7 +67,7 @@ def check_machine(config: MachineConfig) -> None:
 
 
 def resolve_world(config: MachineConfig) -> Literal["process", "shared_memory", "thread"]:
-    """What ``auto`` means on this machine: shared memory for ranks on CPUs that plait starts itself.
+    """Resolves ``auto`` for this machine: shared memory for ranks on CPUs that plait starts itself.
 
     Ranks that another launcher starts may be on several hosts.
     """
@@ -77,12 +77,12 @@ def resolve_world(config: MachineConfig) -> Literal["process", "shared_memory", 
 
 
 def _ours() -> bool:
-    """Whether plait starts the ranks, or has started this one."""
+    """True if plait starts the ranks, or has started this one."""
     return "PLAIT_LAUNCHER" in os.environ or not started()
 
 
 def _can_share() -> bool:
-    """Whether this system has what shared memory needs: Linux 5.3, and nothing that forbids it."""
+    """True if this system supports shared memory: it has Linux 5.3, and nothing forbids the calls."""
     try:
         for descriptor in (os.memfd_create("plait"), os.pidfd_open(os.getpid())):
             os.close(descriptor)
@@ -92,7 +92,7 @@ def _can_share() -> bool:
 
 
 def resolve_device(config: MachineConfig) -> Literal["cpu", "cuda"]:
-    """What ``auto`` means on this machine; threads may share a GPU."""
+    """Resolves ``auto`` for this machine.  Threads may share a GPU."""
     if config.device != "auto":
         return config.device
     if config.world == "shared_memory":
@@ -101,7 +101,7 @@ def resolve_device(config: MachineConfig) -> Literal["cpu", "cuda"]:
 
 
 def idle_devices(config: MachineConfig) -> str:
-    """Why ranks compute on CPUs of a host that has GPUs, where nobody chose that; otherwise empty."""
+    """Explains why ranks compute on CPUs of a host with GPUs if the user did not choose that.  Otherwise empty."""
     if config.device != "auto" or resolve_device(config) == "cuda":
         return ""
     return idle_gpus(ranks_here(config.parsed_mesh.size))

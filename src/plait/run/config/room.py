@@ -1,8 +1,8 @@
-"""Whether a run fits: what its ranks need at least, against what this machine has; and what a checkpoint needs.
+"""Checks that a run fits: compares the least memory of its ranks with this machine's.  Also sizes a checkpoint.
 
-    parameters, gradients, optimizer state      by the row's formula, of the ranks on this host
-    a step's samples                            twice, as made and as moved
-    activations of one microbatch               as predicted, where that is known; else one value of each token
+    parameters, gradients, optimizer state      the row's formula, for the ranks on this host
+    a step's samples                            twice: as made, and as moved to the device
+    activations of one microbatch               the prediction, if there is one; otherwise one vector for each token
 
 A run that needs less than this may still be too large; one that needs more is refused before it starts.
 """
@@ -44,12 +44,12 @@ def check_room(config: RunConfig) -> None:
 
 
 def _kinds(config: RunConfig) -> dict[str, int]:
-    """Bytes that one rank needs, by what they are for."""
+    """Bytes that one rank needs, by purpose."""
     return {"state": _state(config), "a step's samples": _samples(config), "activations": _activations(config)}
 
 
 def _changes(config: RunConfig) -> dict[str, RunConfig]:
-    """The run with one setting changed so that it needs less."""
+    """Variants of the run that need less, each with one setting changed."""
     most = config.batch // config.parsed_mesh.data_size
     changed = {f"--microbatches {most}": replace(config, microbatches=most)}
     if config.family.predicted and not config.pack:
@@ -60,12 +60,12 @@ def _changes(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def checkpoint_bytes(config: TrainConfig) -> int:
-    """What one checkpoint has at least: each parameter, and the optimizer's numbers of it."""
+    """Least number of bytes of one checkpoint: each parameter, with the optimizer's numbers for it."""
     return (1 + config.optimizer_row.states) * _parameters(config) * config.torch_dtype.itemsize
 
 
 def decoder_sizes(config: RunConfig) -> DecoderSizes:
-    """A microbatch in the project's decoder, on one rank."""
+    """Sizes of a microbatch in plait's decoder, on one rank."""
     mesh, model = config.parsed_mesh, config.sizes
     return DecoderSizes(
         batch=-(-config.batch // (mesh.data_size * config.microbatches)),
@@ -83,7 +83,7 @@ def decoder_sizes(config: RunConfig) -> DecoderSizes:
 
 
 def _parameters(config: RunConfig) -> int:
-    """Of the model; 0 where only its files know."""
+    """Number of the model's parameters.  0 if only its files know it."""
     return int(getattr(config.sizes, "num_parameters", 0))
 
 

@@ -1,4 +1,4 @@
-"""Every flag of ``plait train`` and ``plait verify`` as one frozen value, and what follows from it.
+"""Every flag of ``plait train`` and ``plait verify`` as one frozen value, and the values that follow from it.
 
 defaults  <-  --config FILE.toml  <-  flags of the command line
 
@@ -30,7 +30,7 @@ AnyJob = TypeVar("AnyJob", bound=JobConfig)
 
 @dataclass(frozen=True)
 class RunConfig(JobConfig, LayoutConfig, MachineConfig, FileConfig):
-    """What training and verifying have in common; a wrong setting raises ValueError where its value is made."""
+    """Settings that training and verifying share.  A wrong setting raises ValueError where its value is made."""
 
     @cached_property
     def row(self) -> Strategy:
@@ -40,7 +40,7 @@ class RunConfig(JobConfig, LayoutConfig, MachineConfig, FileConfig):
 
     @cached_property
     def parallelism(self) -> Parallelism:
-        """The layout as the engine takes it; a split that is to be measured is None here."""
+        """The layout for the engine.  A split that will be measured is None here."""
         given = {field.name: getattr(self, field.name) for field in fields(Parallelism) if hasattr(self, field.name)}
         given |= {"strategy": self.row, "split": self.sizes_of_stages}
         if self.schedule is not None and names_a_file(self.schedule):
@@ -49,11 +49,11 @@ class RunConfig(JobConfig, LayoutConfig, MachineConfig, FileConfig):
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """How the ranks of the pipe axis share the work."""
+        """The pipeline: distributes the work over the ranks of the pipe axis."""
         return Pipeline.of(self.parallelism, self.parsed_mesh.pipe)
 
     def measured(self, job: Job, comm: Comm) -> Parallelism:
-        """``parallelism``, with the split that was to be measured; all ranks call it together."""
+        """Returns ``parallelism`` with the split measured, if it should be.  All ranks call it together."""
         if self.split != "measured":
             return self.parallelism
         sizes = job.measured_split(comm, self.pipeline, self.microbatches, self.recompute)
@@ -61,8 +61,8 @@ class RunConfig(JobConfig, LayoutConfig, MachineConfig, FileConfig):
 
 
 def with_job(config: AnyJob) -> AnyJob:
-    """A config whose job is the user's own, with what that decides: the samples of a step and the learning rate.
-    ValueError for another setting of what the job decides; a file that a run of the job has written says the same."""
+    """Completes the config of a user's job with the settings that the job decides: samples of a step, learning rate.
+    Raises ValueError if the config sets other values.  The config file of an earlier run of the job has the same."""
     if config.job is None:
         return config
     family, defaults = config.family, type(config)()
@@ -81,7 +81,7 @@ def with_job(config: AnyJob) -> AnyJob:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """Where a run writes, and from where it goes on."""
+    """Where a run writes, and where it continues from."""
 
     out: str | None = None
     """A folder for metrics.jsonl (one object a step), the summary, and the timeline of a step (SVG, Perfetto)."""
@@ -90,9 +90,9 @@ class OutputConfig:
     save_every: int | None = None
     """Steps between two checkpoints in the folder out; the last step has one too."""
     keep: int | None = None
-    """How many checkpoints stay, the newest ones; None: all."""
+    """Number of checkpoints to keep, the newest ones; None: all."""
     resume: str | None = None
-    """Go on from a checkpoint, or the newest of a folder of them; auto: from the newest in out, if there is one."""
+    """Continue from a checkpoint, or the newest in a folder; auto: from the newest in out, if there is one."""
     change: tuple[str, ...] = ()
     """Settings that may differ from those of the run that is resumed, by name, as in: --change lr steps"""
     export: Annotated[
@@ -104,12 +104,12 @@ class OutputConfig:
     tensorboard: bool = False
     """Write TensorBoard's event files into the folder out as well."""
     wandb: str | None = None
-    """The project of Weights & Biases to which the metrics go as well."""
+    """Also send the metrics to this Weights & Biases project."""
 
 
 @dataclass(frozen=True)
 class CourseConfig:
-    """How a run proceeds: its checks, its evaluations, faults and ends."""
+    """The course of a run: its checks, its evaluations, its faults and its end."""
 
     verify: bool = False
     """At the end, train again as one process and compare."""
@@ -120,17 +120,17 @@ class CourseConfig:
     eval_steps: int | None = 20
     """Batches of one evaluation at most; None: all of the held-out text."""
     nonfinite: Literal["raise", "skip"] = "raise"
-    """A step whose loss or gradient is inf or NaN on any rank ends the run, or is left out (as always in fp16)."""
+    """A step whose loss or gradient is inf or NaN on any rank ends the run, or is skipped (as always in fp16)."""
     check_drift: int = 100
-    """Steps between two checks that ranks which hold the same state have the same bits; 0: none."""
+    """Steps between two checks that replicated state is bitwise identical on all its ranks; 0: none."""
     workers: int = 0
-    """Processes of each rank that make the batches of the coming steps; 0: the rank makes them itself."""
+    """Worker processes of each rank that make the batches of the next steps; 0: the rank makes them itself."""
     restarts: int = 0
-    """How often ranks that died, failed or stood still are started again, from the newest checkpoint."""
+    """Number of times to restart ranks that died, failed or stood still, from the newest checkpoint."""
     grace: float = 60.0
-    """Seconds to end behind the step, with a checkpoint, after SIGTERM, SIGINT, SIGHUP or SIGUSR1; 0: at once."""
+    """Seconds to finish the step and save a checkpoint after SIGTERM, SIGINT, SIGHUP or SIGUSR1; 0: end at once."""
     inject: tuple[str, ...] = ()
-    """Faults that are to happen, as in: --inject kill@rank=2,step=20."""
+    """Faults to inject, as in: --inject kill@rank=2,step=20."""
 
 
 @dataclass(frozen=True)
@@ -140,22 +140,22 @@ class TrainConfig(RunConfig, CourseConfig, OutputConfig):
 
 @dataclass(frozen=True)
 class ComparisonConfig:
-    """Which layouts are compared, and how."""
+    """The layouts to compare, and how to compare them."""
 
     matrix: Literal["small", "full"] | None = None
     """Go through many layouts instead of one: every two settings together, on up to 8 ranks (small) or 16 (full)."""
     engine: str | None = None
-    """Hold an engine of others against the single process: ddp, fsdp2, zero-redundancy, dtensor, torch-pipelining,
-    accelerate, or an adapter of your own as FILE.py:NAME."""
+    """Compare another engine with the single process: ddp, fsdp2, zero-redundancy, dtensor, torch-pipelining,
+    accelerate, or your own adapter as FILE.py:NAME."""
     grid: bool = False
-    """With engine: go through all smaller layouts as well, and say how a factor grows with their sizes."""
+    """With engine: verify all smaller layouts as well, and show how a factor grows with their sizes."""
     tensors: bool = False
-    """Print every tensor that was compared, not only a line per kind."""
+    """Print a line for every compared tensor, not only one per kind."""
     locate: bool = True
-    """Where something is different, run the layout again, recorded, and name the first wrong tensor."""
+    """On a difference, run the layout again, record it, and name the first wrong tensor."""
     spread: int | None = None
-    """How many honest runs (other orders of additions, last bits perturbed) the layout is held beside: none where bits
-    are equal, 8 where 16 bits meet a tensor axis."""
+    """Number of honest runs (other orders of additions, last bits perturbed) to compare the layout with; None: 0 where
+    bits are equal, 8 where 16 bits meet a tensor axis."""
 
 
 @dataclass(frozen=True)
@@ -176,5 +176,5 @@ class VerifyConfig(RunConfig, ComparisonConfig):
 
 
 def section(config: Any, kind: type[Section]) -> Section:
-    """One section of a config, as a value of its own: ``section(config, JobConfig)``."""
+    """Extracts one section of a config: ``section(config, JobConfig)``."""
     return kind(**{field.name: getattr(config, field.name) for field in fields(kind)})  # type: ignore[arg-type]

@@ -1,10 +1,10 @@
-"""Where the numbers of each step go while a run is under way.
+"""Writes the numbers of each step while a run is under way.
 
     {"step": 7, "loss": 2.6, "lr": 0.003, ...}  ──► metrics.jsonl       one object a step
                                                 ├─► TensorBoard         event files
                                                 └─► Weights & Biases    a project
 
-What was written before a run is stopped stays.
+Lines written before a run stops are kept.
 """
 
 import importlib
@@ -20,11 +20,11 @@ from plait.checkpoint.files.writing import Lines, finite, told
 Line = Mapping[str, Any]
 
 METRICS = "metrics.jsonl"
-"""The file of a run's folder that has a line for each step."""
+"""Name of the file in a run's folder with one line per step."""
 
 
 class Sinks(ExitStack):
-    """Where a run's lines go, until it is over or stopped; ``line["step"]`` counts from 1."""
+    """Receives a run's lines until it ends or stops.  ``line["step"]`` counts from 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ class Sinks(ExitStack):
             write(line)
 
     def add_json_lines(self, folder: Path, after: int) -> None:
-        """``metrics.jsonl`` in a folder: one object a line, written at once; lines of steps up to ``after`` stay."""
+        """Adds ``metrics.jsonl`` in a folder: an object a line, written at once.  Keeps lines of steps up to ``after``."""
         lines = keep_lines(folder / METRICS, after)
         self.callback(lines.close)
         self.writers.append(lambda line: lines.write(json.dumps(finite(line), allow_nan=False)))
 
     def add_tensorboard(self, folder: Path, after: int) -> None:
-        """TensorBoard's event files in a folder: a scalar for every number of a line."""
+        """Adds TensorBoard's event files in a folder: a scalar for every number of a line."""
         from torch.utils.tensorboard import SummaryWriter
 
         writer = self.enter_context(SummaryWriter(str(folder), purge_step=after + 1 if after else None))
@@ -55,34 +55,34 @@ class Sinks(ExitStack):
         self.writers.append(write)
 
     def add_wandb(self, project: str, settings: Mapping[str, Any], folder: Path | None) -> None:
-        """A run of a Weights & Biases project; WANDB_MODE=offline keeps it in ``folder`` (None: where we are)."""
+        """Adds a run of a Weights & Biases project.  WANDB_MODE=offline keeps it in ``folder`` (None: working folder)."""
         run = importlib.import_module("wandb").init(project=project, config=dict(settings), dir=folder)
         self.callback(run.finish)
         self.writers.append(lambda line: run.log(_numbers(line), step=line["step"]))
 
 
 def keep_lines(path: Path, last: int) -> Lines:
-    """A file of lines, to be gone on with: only those of steps up to ``last`` stay, each whole; what comes after is
-    made again.  One that another run is writing to is not touched."""
+    """Opens a file of lines to continue it: keeps only whole lines of steps up to ``last``, and drops the later ones,
+    which the run makes again.  Does not touch a file that another run is writing."""
     lines, kept = Lines(path), []
     for line in lines.read().splitlines() if last else ():
         try:
             step = json.loads(line)["step"]
         except (ValueError, KeyError, TypeError):
-            continue  # cut off by the end of its run
+            continue  # cut off when its run ended
         kept += [f"{line}\n"] * (step <= last)
     lines.replace("".join(kept))
     return lines
 
 
 def _numbers(line: Line) -> dict[str, float]:
-    """What can be drawn over the steps: all but the step itself and what has no value, and the speed."""
+    """Values that can be drawn over the steps: the speed, and all but the step itself and missing values."""
     speed = {"tokens_per_second": line["tokens"] / line["seconds"]} if line.get("seconds") else {}
     return speed | {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
 
 
 def check_sinks(out: str | None, *, tensorboard: bool, wandb: str | None) -> None:
-    """Refuses, by a ValueError, sinks that have nowhere to write, or whose package is not installed."""
+    """Raises ValueError for sinks that have nowhere to write, or whose package is not installed."""
     if tensorboard and out is None:
         raise ValueError("tensorboard writes its event files into the folder out: give --out DIR")
     for asked, name in ((tensorboard, "tensorboard"), (wandb is not None, "wandb")):
@@ -94,7 +94,7 @@ def check_sinks(out: str | None, *, tensorboard: bool, wandb: str | None) -> Non
 def open_sinks(
     out: str | None, *, tensorboard: bool, wandb: str | None, settings: Mapping[str, Any], after: int = 0
 ) -> Sinks:
-    """The sinks of a run that has made ``after`` steps, opened; ``out`` is made where it is missing."""
+    """Opens the sinks of a run that has completed ``after`` steps.  Creates ``out`` if it is missing."""
     sinks, folder = Sinks(), None if out is None else Path(out)
     if folder is not None:
         with told(folder, 0):

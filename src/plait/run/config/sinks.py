@@ -35,7 +35,7 @@ class Sinks(ExitStack):
             write(line)
 
     def add_json_lines(self, folder: Path, after: int) -> None:
-        """Adds ``metrics.jsonl`` in a folder: an object a line, written at once.  Keeps lines of steps up to ``after``."""
+        """Adds ``metrics.jsonl`` in a folder: an object a line, written at once.  Keeps lines up to step ``after``."""
         lines = keep_lines(folder / METRICS, after)
         self.callback(lines.close)
         self.writers.append(lambda line: lines.write(json.dumps(finite(line), allow_nan=False)))
@@ -55,7 +55,7 @@ class Sinks(ExitStack):
         self.writers.append(write)
 
     def add_wandb(self, project: str, settings: Mapping[str, Any], folder: Path | None) -> None:
-        """Adds a run of a Weights & Biases project.  WANDB_MODE=offline keeps it in ``folder`` (None: working folder)."""
+        """Adds a run of a Weights & Biases project.  WANDB_MODE=offline keeps it in ``folder`` (None: the current)."""
         run = importlib.import_module("wandb").init(project=project, config=dict(settings), dir=folder)
         self.callback(run.finish)
         self.writers.append(lambda line: run.log(_numbers(line), step=line["step"]))

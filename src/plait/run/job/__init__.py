@@ -1,11 +1,11 @@
-"""What is trained, apart from how: the same for a layout on many ranks and for the single process it is compared with.
+"""The training job without its layout: the same on many ranks and in the single process it is compared with.
 
 config.py      ``JobConfig``: the flags, in sections, and the values that follow from them
-own.py         ``UserJob``: a job of the user's, and ``--job FILE.py:NAME``
-block_costs.py  measured costs of a model's blocks, which balance stages
-user_code.py   files of the user's that are run: ``FILE.py:NAME``, ``--plugin FILE.py``
-families.py    ``FAMILIES``: the models that can be chosen, a row each
+own.py         ``UserJob``: a user's job, and ``--job FILE.py:NAME``
+block_costs.py  measures the costs of a model's blocks, which balance stages
+user_code.py   runs the user's files: ``FILE.py:NAME``, ``--plugin FILE.py``
+families.py    ``FAMILIES``: the models to choose from, a row each
 optimizer.py   ``OPTIMIZERS``, a row each; decay groups, the learning rate of each step
-dataset.py     what is trained on, and what is held out
-job.py         ``Job``: all of it together, and its engine on a rank
+dataset.py     makes the training data and the held-out data
+job.py         ``Job``: combines all of it, and builds its engine on a rank
 """

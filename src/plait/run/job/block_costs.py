@@ -1,7 +1,7 @@
 """Measures the cost of each block of a model, so that stages can be balanced by it.
 
-Each block in turn is made a stage in this process, forward and backward.  So no more than one block's parameters exist
-at a time, and whatever else a stage does (rotary tables, masks, hooks) is in its cost.
+Each block in turn runs as a stage in this process, forward and backward.  So the parameters of only one block exist at
+a time, and its cost includes everything else that a stage does (rotary tables, masks, hooks).
 """
 
 import copy
@@ -28,7 +28,7 @@ from plait.tensor.gemm import TORCH, Gemm
 from plait.zero.build import SourceModel
 
 Seconds = tuple[tuple[float, ...], tuple[float, ...]]
-"""Of forward, and of backward, block by block."""
+"""Seconds of the forward and of the backward, block by block."""
 
 
 def block_costs(
@@ -41,11 +41,11 @@ def block_costs(
     recompute: Recompute | None = None,
     gemm: Gemm = TORCH,
 ) -> Iterator[tuple[float, float]]:
-    """Seconds of forward and backward of each block on one microbatch: medians, the first round left out.
+    """Measures seconds of forward and backward of each block on one microbatch: medians without the first round.
 
     Args:
-        model: its parameters may be on meta; it is left as it is.
-        batch: a microbatch as the run will bring it, of ``num_samples`` samples, on the device.
+        model: its parameters may be on meta; it is not changed.
+        batch: a microbatch of the run, with ``num_samples`` samples, on the device.
         recompute, gemm: as in the run.
     """
     count = len(blocks_of(model))
@@ -74,7 +74,7 @@ def block_costs(
 
 
 def _now(device: torch.device) -> float:
-    """The clock, once the device has finished."""
+    """Reads the clock after the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -83,10 +83,10 @@ def _now(device: torch.device) -> float:
 def agreed_block_costs(
     model: nn.Module, comm: Comm, loss_fn: LossFn, batch: Any, num_samples: int, **settings: Any
 ) -> Seconds:
-    """The costs measured on rank 0, under the same settings, on every rank; all call it together."""
+    """Measures the costs on rank 0, under the same settings, for every rank.  All ranks call it together."""
     measured = block_costs(model, loss_fn, batch, num_samples, device=comm.device, **settings)
     costs = []
-    for _ in blocks_of(model).names:  # block by block, so that each wait has a deadline of its own
+    for _ in blocks_of(model).names:  # block by block, so that each wait has a separate deadline
         seconds = torch.zeros(2, dtype=torch.float64, device=comm.device)
         if comm.rank == 0:
             seconds.copy_(torch.tensor(next(measured), dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""What is trained, as flags: a model, its data, its optimizer; and the values that follow from them.
+"""The flags of a training job: a model, its data and its optimizer, with the values that follow from them.
 
 ModelConfig (families) ─┐
 DataConfig              ├─► JobConfig ──► family, sizes, precision ──► Job (job)
@@ -20,7 +20,7 @@ from plait.table.precision import LossScale, Precision
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is read, in which order, and how much of it."""
+    """The data to read, its order, and its amount."""
 
     steps: int = 60
     """Steps of the optimizer."""
@@ -32,7 +32,7 @@ class DataConfig:
     ] = None
     pack: Annotated[bool, for_text("Pack documents of the text into rows, with attention inside each only")] = False
     ragged: bool = False
-    """Samples of different token counts, so that ranks and microbatches differ too."""
+    """Samples with different token counts, so that ranks and microbatches differ too."""
     data: str | None = None
     """A file or folder of text, of .jsonl with a "text" a line, or of tokens (.npy, .bin, .safetensors). None: the
     source of Python's standard library."""
@@ -42,23 +42,23 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class JobConfig(ModelConfig, DataConfig, OptimizerConfig):
-    """A job: what is trained, apart from how.  A setting that is wrong raises ValueError where its value is made."""
+    """The settings of a training job, without a layout.  A wrong setting raises ValueError where its value is made."""
 
     @cached_property
     def family(self) -> Family:
-        """The row of the model, or of the user's job."""
+        """The row of the model, or the row made from the user's job."""
         if self.job is None:
             return find_family(self.model)
         return own_family(self.job if isinstance(self.job, UserJob) else load_job(self.job))
 
     @property
     def title(self) -> str:
-        """The model in a word."""
+        """The model in one word."""
         return self.model if self.job is None else str(self.job)
 
     @cached_property
     def sizes(self) -> Any:
-        """The sizes of the model, or the folder that has them."""
+        """The sizes of the model, or the folder that contains them."""
         return self.family.sizes(self)
 
     @cached_property
@@ -68,11 +68,11 @@ class JobConfig(ModelConfig, DataConfig, OptimizerConfig):
 
     @cached_property
     def row(self) -> Strategy:
-        """The row of the single process; a ``RunConfig`` has its layout's instead, which may say its own dtypes."""
+        """The row of the single process.  A ``RunConfig`` has its layout's row instead, which may have other dtypes."""
         return self.in_dtype(TABLE["ddp"])
 
     def in_dtype(self, row: Strategy) -> Strategy:
-        """The row with the dtypes that ``dtype`` gives its cells; ValueError for a ``dtype`` beside the row's own."""
+        """Adds the dtypes of ``dtype`` to the row's cells.  Raises ValueError if the row already has dtypes."""
         if self.dtype != "fp32" and (row.params.dtype or row.grads.dtype or row.optim.dtype):
             raise ValueError(f"strategy {row.name!r} says dtypes of its own ({row.row()}), beside dtype {self.dtype}")
         name, _, mixed = self.dtype.partition("-")
@@ -80,18 +80,18 @@ class JobConfig(ModelConfig, DataConfig, OptimizerConfig):
 
     @cached_property
     def precision(self) -> Precision:
-        """The dtypes of the row, and the loss scale to begin with: one for fp16, unless there is another."""
+        """The dtypes of the row, and the first loss scale: the default for fp16, unless the config sets one."""
         fp16 = (self.row.params.dtype or self.dtype) == "fp16"
         return Precision.of(self.row, LossScale().scale if self.loss_scale is None and fp16 else self.loss_scale)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of the computation."""
+        """The dtype of the computation."""
         return _named(self.precision.params.dtype or self.dtype)
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """In which the model is built: that of the master weights, where there are any."""
+        """The dtype in which the model is built: that of the master weights, if there are any."""
         return _named(self.precision.optim.dtype or self.precision.params.dtype or self.dtype)
 
 

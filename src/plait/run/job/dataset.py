@@ -1,8 +1,8 @@
-"""The data of a job, from a config: what is trained on, what is held out, and how many steps that makes.
+"""Makes the data of a job from a config: the training part, the held-out part, and the number of steps.
 
 windows of a text    (TextBatches)      or its documents, packed (--pack, PackedBatches)
---steps              steps run on from epoch to epoch
---epochs             steps end with the epoch: the last has the samples that are left
+--steps              steps continue from epoch to epoch
+--epochs             steps end with the epoch: the last step has the remaining samples
 """
 
 import hashlib
@@ -20,22 +20,22 @@ from plait.run.data.tokens import load_tokens, token_files
 from plait.run.job.config import JobConfig
 
 LOOKED_AT = 1 << 24
-"""Tokens that are held against the vocabulary before a run; of those that follow, each batch is."""
+"""Number of tokens that are checked against the vocabulary before a run.  Later tokens are checked batch by batch."""
 
 
 @dataclass(frozen=True)
 class JobData:
-    """What a run reads: ``held_out`` is never trained on (None: there is none), ``steps`` are the whole run's."""
+    """The data of a run.  ``held_out`` is never trained on (None: there is none).  ``steps`` is for the whole run."""
 
     batches: Batches
     held_out: Epochs | None
     steps: int
     digest: Callable[[], str | None] = lambda: None
-    """By which another text, or other batches of a user's job, are told; None: the settings decide the data."""
+    """Identifies the text, or the batches of a user's job, to detect a change.  None: the settings decide the data."""
 
 
 def digest_of(values: Iterable[bytes | Tensor]) -> str:
-    """Of all bytes, in order, and where each value ends."""
+    """Hashes all bytes in order, with the dtype and shape of each value."""
     digest = hashlib.sha256()
     for value in values:
         tensor = torch.frombuffer(bytearray(value), dtype=torch.uint8) if isinstance(value, bytes) else value
@@ -45,11 +45,11 @@ def digest_of(values: Iterable[bytes | Tensor]) -> str:
 
 
 def make_data(config: JobConfig) -> JobData:
-    """The data that a config describes.
+    """Makes the data that a config describes.
 
     Raises:
         ValueError: a text that is missing or too short, a step that asks for more samples than there are, or a
-            warmup that the epochs are too short for.
+            warmup that is longer than the epochs.
     """
     if config.family.batches is not None:
         batches = config.family.batches(config.sizes, config.seed, config.ragged, config.torch_dtype)

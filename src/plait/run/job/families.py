@@ -1,8 +1,8 @@
-"""The families of models that ``--model`` chooses from, a row each, and the flags from which sizes are made.
+"""The families of models that ``--model`` chooses from, a row each, and the flags that set their sizes.
 
     ModelConfig ── find_family(model) ──► Family ── sizes(config) ──► GPTConfig ── build ──► the model, on meta
 
-Nothing else knows the families by name.
+No other module knows the families by name.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from plait.step.step import num_samples
 from plait.zero.state.weights import Weights
 
 FOLDER = "hf:"
-"""What the name of a Hugging Face folder begins with; no other family has a colon in its name."""
+"""Prefix for the name of a Hugging Face folder.  No other family has a colon in its name."""
 
 OF_THE_FOLDER = ("layers", "width", "ffn", "heads", "kv_heads", "vocab", "rope_base", "dropout")
-"""What such a folder decides itself."""
+"""Settings that such a folder decides itself."""
 
 
 def describe_families() -> str:
-    """The families, each with its summary, for help texts."""
+    """Lists the families, each with its summary, for help texts."""
     return " ".join(f"{row.heading or name}: {row.summary}." for name, row in FAMILIES.items())
 
 
 def describe_layers() -> str:
-    """How many layers each family has unless the flag says so, for help texts."""
+    """Lists each family's default number of layers, for help texts."""
     layers = {name: row.layers for name, row in FAMILIES.items() if row.layers is not None}
     alike = {number: [name for name in layers if layers[name] == number] for number in layers.values()}
     defaults = "; ".join(f"{', '.join(names)}: {number}" for number, names in alike.items())
@@ -49,23 +49,23 @@ def describe_layers() -> str:
 
 
 def stock_families() -> str:
-    """The families that are models of transformers."""
+    """Lists the families that are transformers models."""
     return ", ".join(row.heading or name for name, row in FAMILIES.items() if row.transformers)
 
 
 def for_text(what: str) -> Any:
-    """The help of a flag that is for families that read text."""
+    """Makes the help of a flag for the families that read text."""
     others = ", ".join(name for name, row in FAMILIES.items() if not row.reads_text)
     return tyro.conf.arg(help=f"{what} (all but {others}).")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model is trained, and in which numbers."""
+    """The model to train, and its sizes and dtypes."""
 
     model: Annotated[str, tyro.conf.arg(help=describe_families())] = "gpt"
     job: Annotated[str | UserJob | None, PLACE] = None
-    """A job of your own instead: a plait.UserJob in a file, with its model, loss, batches and optimizer."""
+    """Your own job instead: a plait.UserJob in a file, with its model, loss, batches and optimizer."""
     layers: Annotated[int | None, tyro.conf.arg(help=describe_layers())] = None
     width: int = 128
     """Elements of a hidden vector."""
@@ -78,58 +78,58 @@ class ModelConfig:
     rope_base: Annotated[float, for_text("The base of the rotary angles")] = 10000.0
     length: Annotated[int, for_text("Tokens of one sample")] = 128
     dropout: float = 0.1
-    """The probability of dropping (llama, qwen2: attention weights only)."""
+    """The dropout probability (llama, qwen2: attention weights only)."""
     dtype: Literal["fp32", "fp64", "bf16", "bf16-mixed", "fp16-mixed"] = "fp32"
-    """Of the parameters and the computation; mixed: sums of gradients, and the copy of the parameters that the
-    optimizer updates, are in fp32. A row written by hand may say its own dtypes, as in "full bf16 | ..."."""
+    """Type of the parameters and the computation; mixed: sums of gradients, and the copy of the parameters that the
+    optimizer updates, are in fp32. A row written by hand may set its own dtypes, as in "full bf16 | ..."."""
     gemm: Literal["torch", "onednn"] = "torch"
-    """Who multiplies the fp32 matrices of linear layers on a CPU; plait doctor measures both on this machine."""
+    """Backend for the fp32 products of linear layers on a CPU; plait doctor measures both on this machine."""
     compile: bool = False
-    """Compile the model's blocks by torch.compile, and those of the process that it is compared with; needs g++."""
+    """Compile the model's blocks by torch.compile, also in the process that it is compared with; needs g++."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model, and everything that differs between kinds."""
+    """A kind of model, with everything that differs between kinds."""
 
     summary: str
-    """For help texts."""
+    """Text for the help."""
     sizes: Callable[[Any], Any]
-    """From flags to what ``build`` makes the model of, with a ``width``; refuses what does not fit together."""
+    """Makes the argument of ``build``, with a ``width``, from the flags.  Refuses flags that do not fit together."""
     build: Callable[[Any], nn.Module]
     loss_fn: Callable[[nn.Module, Any], Tensor]
     """The sum of the losses of a batch."""
     layers: int | None = 4
-    """How many there are unless the flag says so; None: the flag is not read."""
+    """Number of layers unless the flag sets it; None: the flag is not read."""
     count_fn: Callable[[Any], int] = gpt.token_count
-    """How many terms that sum has."""
+    """Number of terms in that sum."""
     leading: Callable[[Any], tuple[int, ...]] = lambda batch: tuple(batch["tokens"].shape)
     """The shape of a batch's activations without their last dim."""
     batches: Callable[[Any, int, bool, torch.dtype], Batches] | None = None
-    """What it is trained on, of (sizes, seed, ragged, dtype): without an end, documents or attention over time. None:
-    tokens of the text."""
+    """Makes the training data from (sizes, seed, ragged, dtype): endless, without documents or attention over time.
+    None: the data are tokens of the text."""
     encoder: Callable[[Any], Callable[[bytes], Tensor]] = lambda sizes: as_tokens
-    """From UTF-8 text to tokens."""
+    """Turns UTF-8 text into tokens."""
     weights: Callable[[Any, nn.Module], Weights | None] | None = None
-    """Where initial values are read; None: they are drawn."""
+    """Source of the initial values; None: they are drawn."""
     transformers: bool = False
-    """Whether it is a model of transformers, as which it can be exported."""
+    """True for a transformers model, which can be exported as one."""
     predicted: bool = False
-    """Whether ``plan.activations`` knows what its blocks keep."""
+    """True if ``plan.activations`` predicts the activations that its blocks keep."""
     heading: str | None = None
-    """How help texts call it; None: by its name."""
+    """Name in help texts; None: the key of its row."""
     valued: bool = False
-    """``build`` gives the parameters their values; otherwise they are drawn when the model is on its ranks."""
+    """True if ``build`` sets the parameters' values.  Otherwise they are drawn when the model is on its ranks."""
     samples: int | None = None
-    """Of one step, where the data says it and not a flag."""
+    """Samples of one step, if the data decides them and not a flag."""
     optimizer: OptimizerRow | None = None
-    """Where the job has its own, made of the parameters alone."""
+    """The job's own optimizer, if it has one, made from the parameters alone."""
     rate: float | None = None
     """The learning rate of that optimizer."""
 
     @property
     def others(self) -> bool:
-        """Whether others have written the model's forward."""
+        """True if the model's forward is not plait's code."""
         return self.valued or self.transformers
 
     @property
@@ -138,12 +138,12 @@ class Family:
 
     @property
     def unit(self) -> str:
-        """What the speed of a run counts; of a user's job what its loss has."""
+        """The unit in which a run's speed is counted.  For a user's job, the terms of its loss."""
         return "terms" if self.samples else "tokens" if self.reads_text else "samples"
 
 
 def find_family(model: str) -> Family:
-    """The row of a model; ValueError, with the nearest names, if there is none."""
+    """Finds the row of a model.  Raises ValueError, with the nearest names, if there is none."""
     name = FOLDER if model.startswith(FOLDER) else model
     if name in FAMILIES:
         return FAMILIES[name]
@@ -155,19 +155,19 @@ def find_family(model: str) -> Family:
 
 
 class Seeded(NamedTuple):
-    """A user's job, and from what its model is drawn."""
+    """A user's job, with the seed of its model."""
 
     job: UserJob
     seed: int
     width: int = 0
-    """Of what goes from stage to stage: not known ahead."""
+    """Width of the tensors between stages: not known in advance."""
 
 
 def own_family(job: UserJob) -> Family:
-    """A user's job as a row.
+    """Makes a row from a user's job.
 
     Raises:
-        ValueError: a model or an optimizer that is something else, or what is not the same each time it is asked for.
+        ValueError: a model or an optimizer of the wrong type, or a value that differs from call to call.
     """
     job.check()
     model, row, rate = job.model(0), None, None
@@ -194,8 +194,8 @@ def own_family(job: UserJob) -> Family:
 
 
 def _states_of(optimizer: Optimizer) -> int:
-    """How many numbers of a parameter's size an optimizer keeps, as a step on its smallest matrix shows; 2 where it
-    makes none without more (a closure)."""
+    """Counts the tensors of a parameter's size that an optimizer keeps, by a step on its smallest matrix.  Returns 2
+    where it cannot step without more arguments (a closure)."""
     every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     for p in every:
         p.grad = None
@@ -206,13 +206,13 @@ def _states_of(optimizer: Optimizer) -> int:
     try:
         optimizer.step()
         kept = list(optimizer.state[one].values())
-    except Exception:  # whatever a class of somebody's raises where others have no gradient
+    except Exception:  # a foreign class may raise anything where other parameters have no gradient
         return 2
     return sum(isinstance(value, Tensor) and value.shape == one.shape for value in kept)
 
 
 def leading_dims(batch: Any) -> tuple[int, ...]:
-    """Of token numbers all dims, of anything else the samples."""
+    """The leading dims of a batch: all dims of token numbers, only the samples of anything else."""
     first = next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
     return (len(first),) if first.is_floating_point() else tuple(first.shape)
 
@@ -267,7 +267,7 @@ def _folder(config: ModelConfig) -> Pretrained:
 def _load(folder: Pretrained) -> nn.Module:
     if folder.from_scratch:
         return folder.build()
-    open_folder(folder.path, folder.outline())  # sizes that the files do not have are refused before they take memory
+    open_folder(folder.path, folder.outline())  # refuses sizes that the files do not have before they take memory
     model = folder.build()
     open_folder(folder.path, model).fill_buffers(model)
     return model

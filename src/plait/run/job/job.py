@@ -1,4 +1,4 @@
-"""What is trained, apart from how: model, loss, data and optimizer, made from a config.
+"""Makes a training job from a config: model, loss, data and optimizer.
 
 A ``Job`` is the same for a layout on many ranks and for the single process it is compared with, so it has neither
 mesh nor strategy.
@@ -53,25 +53,25 @@ class Job:
     leading: Callable[[Any], tuple[int, ...]]
     """The shape of a batch's activations without their last dim."""
     passing: Callable[[Any, Parallel], Passings]
-    """What passes the sites of a tensor plan when the model runs a batch."""
+    """The tensors that pass the sites of a tensor plan when the model runs a batch."""
     width: int
-    """The last dim of what goes from stage to stage; 0: it is not known ahead."""
+    """The last dim of the tensors between stages; 0: not known in advance."""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     """Builds the learning-rate schedule on the optimizer; ``step()`` is called once a step, after the optimizer's."""
     held_out: Epochs | None = None
     """The part of the data that is never trained on; None: there is none."""
     precision: Precision = AS_IT_COMES
-    """In which dtypes parameters, sums and the optimizer work."""
+    """The dtypes of parameters, sums and the optimizer."""
     steps: int = 0
-    """Steps of the whole run, which epochs make of the data."""
+    """Steps of the whole run, also where they follow from epochs."""
     weights: Weights | None = None
-    """Where the model's initial values are read; None: they are drawn from the seed."""
+    """Source of the model's initial values; None: they are drawn from the seed."""
     gemm: str = "torch"
-    """Who multiplies the matrices of linear layers."""
+    """Backend for the matrix products of linear layers."""
     compile: bool = False
     """Compile the model's units."""
     digest: Callable[[], str | None] = lambda: None
-    """Of the data; None: the settings decide it."""
+    """Digest of the data; None: the settings decide the data."""
 
     def engine(
         self,
@@ -82,7 +82,7 @@ class Job:
         nonfinite: NonFinite = "raise",
         listener: Callable[[str, Engine], None] | None = None,
     ) -> tuple[Engine, LRScheduler | None]:
-        """The job under a layout on this rank, and the learning rate's schedule; all ranks call it together."""
+        """Builds the engine for a layout on this rank, and the rate's schedule.  All ranks call it together."""
         model = self.build()
         optimizer = self.optimizer(model.parameters())
         if comm.mesh.tensor > 1 and parallelism.tensor_plan is None:
@@ -107,7 +107,7 @@ class Job:
     def measured_split(
         self, comm: Comm, pipeline: Pipeline, num_microbatches: int, recompute: Recompute | None
     ) -> tuple[int, ...]:
-        """How many links each stage is given by what they cost on rank 0; all ranks call it together."""
+        """Balances the number of links per stage by their cost on rank 0.  All ranks call it together."""
         batch = self.microbatches(0, 0, comm.mesh.data_size, num_microbatches, str(comm.device))[0]
         model, gemm = _cast(self.build(), self.dtype), find_gemm(self.gemm)
         costs = agreed_block_costs(
@@ -124,23 +124,23 @@ class Job:
         device: str = "cpu",
         workers: int = 0,
     ) -> StepStream:
-        """A data rank's microbatches of many steps, on the device; ``workers``, ended by ``with``, make them ahead."""
+        """A data rank's microbatches of many steps, on the device.  ``workers`` make them ahead; ``with`` ends them."""
         dataset = StepDataset(self.batches, data_rank, num_data_ranks, num_microbatches, self.global_batch)
         return StepStream(dataset, steps, workers, device)
 
     def microbatches(
         self, step: int, data_rank: int, num_data_ranks: int, num_microbatches: int, device: str = "cpu"
     ) -> list[Any]:
-        """The same of one step."""
+        """A data rank's microbatches of one step."""
         return next(self.stream(range(step, step + 1), data_rank, num_data_ranks, num_microbatches, device))
 
     def eval_batches(
         self, data_rank: int, num_data_ranks: int, num_microbatches: int, device: str = "cpu"
     ) -> list[list[Any]]:
-        """The same of every step of an evaluation: equally many on all ranks.
+        """A data rank's microbatches of every step of an evaluation: equally many on all ranks.
 
-        Over all ranks they are the held-out samples, each once, ``global_batch`` a step; of the last step's
-        microbatches some may be one sample without a loss.
+        Over all ranks they are the held-out samples, each once, ``global_batch`` a step.  Some microbatches of the
+        last step may be one sample without a loss.
 
         Raises:
             ValueError: the job has no held-out data.
@@ -152,24 +152,24 @@ class Job:
 
 
 def build_model(config: JobConfig) -> nn.Module:
-    """The model that a config describes, in its dtype, with its parameters on meta unless it is the user's."""
+    """Builds the model that a config describes, in its dtype.  Its parameters are on meta unless it is the user's."""
     with nullcontext() if config.family.valued else empty_parameters():
         model = config.family.build(config.sizes)
     if config.family.valued and config.stored_dtype == torch.float64:
-        model = model.double()  # a user's buffers too, which lose nothing by it
+        model = model.double()  # also the buffers of a user's model, which lose no precision
     return _cast(model, config.stored_dtype).train()
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Of the parameters, and not of the buffers: in bf16 a rotary angle would be off by radians."""
+    """Casts the parameters, but not the buffers: in bf16 a rotary angle would be off by radians."""
     for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.itemsize > 1:  # fp8 is how frozen weights are stored
+        if parameter.is_floating_point() and parameter.itemsize > 1:  # frozen weights are stored in fp8
             parameter.data = parameter.data.to(dtype)
     return model
 
 
 def _passing(config: JobConfig) -> Callable[[Any, Parallel], Passings]:
-    """By a forward of a model that others have written, otherwise by what the family says."""
+    """Finds the passing tensors by a forward if the model's code is not plait's, otherwise from the family."""
     family = config.family
     seen = PassingOf(lambda: _cast(build_model(config), config.torch_dtype), family.loss_fn) if family.others else None
 
@@ -181,7 +181,7 @@ def _passing(config: JobConfig) -> Callable[[Any, Parallel], Passings]:
 
 
 def make_job(config: JobConfig) -> Job:
-    """The job that a config describes.
+    """Makes the job that a config describes.
 
     Raises:
         ValueError: sizes or files that don't fit together, or a text that is missing or too short.

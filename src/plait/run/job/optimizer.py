@@ -1,4 +1,4 @@
-"""How the weights are updated: torch's optimizer, which of them decay, and the learning rate of each step.
+"""Updates of the weights: torch's optimizer, the groups that decay, and the learning rate of each step.
 
     lr    1 |    ____                    constant
             |   /    ````--..__          linear, to min_lr
@@ -7,7 +7,7 @@
           0 +-------------------------->  step
              warmup          steps
 
-All of it is stock torch, so a layout and the single process that it is compared with get the same.
+All of it is stock torch, so a layout and the single process that it is compared with use the same updates.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from plait.messages.wording import did_you_mean
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How the weights are updated."""
+    """The optimizer, and its learning rate."""
 
     optimizer: Annotated[str, tyro.conf.arg(help=f"One of {', '.join(OPTIMIZERS)}; sgd has momentum 0.9.")] = "adamw"
     lr: float = 3e-3
     """The learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after the warmup: linear and cosine fall to min_lr."""
+    """The learning rate after the warmup: linear and cosine fall to min_lr."""
     warmup: int = 0
     """Steps in which the learning rate grows to lr, in equal parts."""
     min_lr: float = 0.1
-    """What linear and cosine fall to, as a fraction of lr."""
+    """The end of linear and cosine, as a fraction of lr."""
     weight_decay: float | None = None
-    """Decay of matrices and embeddings, and not of norms and biases; None: as torch's optimizer has it, for all."""
+    """Decay of matrices and embeddings, but not of norms and biases; None: the default of torch's, for all."""
     clip: float | None = 1.0
     """The largest global gradient norm; None does not clip."""
     loss_scale: float | None = None
@@ -49,14 +49,14 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """An optimizer, and what others have to know of it."""
+    """An optimizer, with its properties that other code needs."""
 
     make: Callable[..., Optimizer]
-    """From parameters, or parameter groups, and ``lr``."""
+    """Makes it from parameters, or parameter groups, and ``lr``."""
     states: int
-    """Numbers of a parameter's size that it keeps."""
+    """Number of tensors of a parameter's size that it keeps."""
     amplifies: bool
-    """Whether it divides by the size of the gradient, so that rounding a small one can change a whole step."""
+    """True if it divides by the size of the gradient, so that rounding a small gradient can change a whole step."""
 
 
 OPTIMIZERS: dict[str, OptimizerRow] = {
@@ -68,7 +68,7 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
 
 
 def find_optimizer(name: str) -> OptimizerRow:
-    """The row of an optimizer; ValueError, with the nearest names, if there is none."""
+    """Finds the row of an optimizer.  Raises ValueError, with the nearest names, if there is none."""
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
     hint = did_you_mean(name, OPTIMIZERS, f"choose one of {', '.join(OPTIMIZERS)}")
@@ -76,10 +76,10 @@ def find_optimizer(name: str) -> OptimizerRow:
 
 
 def make_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """The optimizer of a config: one group, or with ``weight_decay`` two, of which the first decays.
+    """Makes the optimizer of a config: one group, or with ``weight_decay`` two, of which the first decays.
 
-    What decays is what has two dims or more: matrices, and with them embeddings, which are the head's matrix where the
-    weight is tied.  Norms and biases have one dim and do not (GPT-3; Brown et al. 2020).
+    Parameters with two dims or more decay: matrices, and so embeddings, which are the head's matrix where the weight is
+    tied.  Norms and biases have one dim and do not decay (GPT-3; Brown et al. 2020).
     """
     groups: Any = list(parameters)
     if config.weight_decay is not None:
@@ -91,16 +91,16 @@ def make_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) 
 
 
 def make_scheduler(config: OptimizerConfig, steps: int, optimizer: Optimizer) -> LRScheduler:
-    """The learning rate over ``steps``: torch's scheduler on the optimizer, to be stepped after it."""
+    """Makes torch's scheduler of the learning rate over ``steps``.  The caller steps it after the optimizer."""
     factor = partial(lr_factor, schedule=config.lr_schedule, warmup=config.warmup, steps=steps, min_lr=config.min_lr)
     return LambdaLR(optimizer, factor)
 
 
 def lr_factor(step: int, *, schedule: str, warmup: int, steps: int, min_lr: float) -> float:
-    """What the learning rate of a step (from 0) is multiplied by.
+    """The factor of the learning rate in a step (from 0).
 
     It grows in equal parts over the first ``warmup`` steps, the last of which has the full rate, and then falls so that
-    ``min_lr`` would be that of step ``steps`` (torch's ``LinearLR``, then ``CosineAnnealingLR``).
+    it would be ``min_lr`` at step ``steps`` (torch's ``LinearLR``, then ``CosineAnnealingLR``).
     """
     if step < warmup:
         return (step + 1) / warmup

@@ -1,17 +1,17 @@
-"""A job of the user's own, and how ``--job FILE.py:NAME`` finds it.
+"""A job that the user writes, and the loader for ``--job FILE.py:NAME``.
 
     # my_job.py                                        plait verify --job my_job.py:job --mesh shard=2
 
     job = plait.UserJob(
         build=lambda: MyModel(),                       an nn.Module, built in the ordinary way
         loss_fn=lambda model, batch: ...,              the sum of the losses of a batch
-        count_fn=lambda batch: ...,                    how many terms that sum has
+        count_fn=lambda batch: ...,                    the number of terms in that sum
         batches=lambda step: ...,                      the whole batch of a step; or a list of batches
-        optimizer=lambda params: AdamW(params),        left out: what the flags say
+        optimizer=lambda params: AdamW(params),        left out: the optimizer of the flags
     )
 
-A job says nothing of ranks: plait cuts each step's batch by samples, builds the same model on every rank, and trains it
-under any layout.
+A job does not mention ranks: plait cuts each step's batch by samples, builds the same model on every rank, and trains
+it under any layout.
 """
 
 import inspect
@@ -38,23 +38,23 @@ PLACE = PrimitiveConstructorSpec[Any](
     is_instance=lambda value: True,
     str_from_instance=lambda value: [str(value)],
 )
-"""How the command line reads ``--job``."""
+"""Tells tyro how to read ``--job`` from the command line."""
 
 _SEEDING = threading.Lock()
-"""torch's generator belongs to the process, and ranks may be threads of it."""
+"""Guards torch's generator, which is one per process, while ranks may be threads."""
 
 
 @dataclass(frozen=True, eq=False)
 class UserJob:
-    """What is trained, apart from how.
+    """A training job without its layout.
 
     Args:
-        build: makes the model, with its values; it may draw from torch's generator, which is seeded before it.
+        build: makes the model, with its values. It may draw from torch's generator, which plait seeds before the call.
         loss_fn: ``(model, batch) -> scalar``, the *sum* of the losses of the batch's samples.
-        batches: the whole batch of a step, of its number from 0, or a sequence of batches that is gone through again
-            and again. A batch is a tensor or nested dicts, lists and tuples of tensors. Tensors whose first dim is the
+        batches: a function from a step's number (from 0) to its whole batch, or a sequence of batches, which plait
+            repeats. A batch is a tensor or nested dicts, lists and tuples of tensors. Tensors whose first dim is the
             number of samples are cut; all others go to every microbatch.
-        count_fn: how many terms that sum has; left out: one for each sample.
+        count_fn: the number of terms in that sum; left out: one for each sample.
         optimizer: makes the optimizer of the model's parameters; left out: the flags do.
     """
 
@@ -72,10 +72,10 @@ class UserJob:
         return self.batches(step) if callable(self.batches) else self.batches[step % len(self.batches)]
 
     def model(self, seed: int) -> nn.Module:
-        """The same model for the same seed, also where threads build at the same time.
+        """Builds the same model for the same seed, also where threads build at the same time.
 
         Raises:
-            ValueError: ``build`` makes something else.
+            ValueError: ``build`` makes something other than a model.
         """
         with _SEEDING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -85,7 +85,7 @@ class UserJob:
         return model
 
     def check(self) -> None:
-        """Refuses what would be another run on every rank.
+        """Refuses a job that would be a different run on every rank.
 
         Raises:
             ValueError: models that share a module or differ in their values, batches that differ.
@@ -108,17 +108,17 @@ class UserJob:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values are the same, NaN included."""
+    """True if two values are the same, NaN included."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         alike = one.shape == other.shape and one.is_meta == other.is_meta
-        if one.dtype == other.dtype and one.is_floating_point() and one.itemsize == 1:  # torch compares no fp8
+        if one.dtype == other.dtype and one.is_floating_point() and one.itemsize == 1:  # torch does not compare fp8
             one, other = one.float(), other.float()
         return alike and (one.is_meta or torch.equal(one.nan_to_num(), other.nan_to_num()))
     return isinstance(one, Tensor) == isinstance(other, Tensor)
 
 
 class GivenBatches(Batches):
-    """A user's batches, cut by samples; floating-point tensors in ``dtype``."""
+    """Cuts a user's batches by samples, and casts their floating-point tensors to ``dtype``."""
 
     def __init__(self, job: UserJob, dtype: torch.dtype) -> None:
         self.job, self.dtype = job, dtype
@@ -141,12 +141,12 @@ class GivenBatches(Batches):
 
 @cache
 def load_job(place: str) -> UserJob:
-    """The job that ``FILE.py:NAME`` names: a ``UserJob``, or a function without arguments that returns one.
+    """Loads the job that ``FILE.py:NAME`` names: a ``UserJob``, or a function without arguments that returns one.
 
-    A file is run once in a process, as a module is.
+    A file runs once in a process, like a module.
 
     Raises:
-        ValueError: no such file or name, or something else behind it.
+        ValueError: no such file or name, or the name of something else.
     """
     found = load_name(place, "job", UserJob)
     job = found() if inspect.isfunction(found) and not inspect.signature(found).parameters else found

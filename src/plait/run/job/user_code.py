@@ -1,11 +1,11 @@
-"""Code of the user's that is run by name: ``FILE.py:NAME``, ``plait --plugin FILE.py``, entry points.
+"""Runs the user's code by name: ``FILE.py:NAME``, ``plait --plugin FILE.py``, entry points.
 
     # my_rows.py                                          plait --plugin my_rows.py verify --optimizer rmsprop
 
     OPTIMIZERS["rmsprop"] = OptimizerRow(RMSprop, states=1, amplifies=True)
 
 A plugin adds rows to the tables (strategies, orders, styles, families, optimizers) when it is imported.  Installed
-packages have theirs as entry points of the group ``plait_plugins``.  Every rank imports it too.
+packages name their plugins as entry points of the group ``plait_plugins``.  Every rank imports the plugins too.
 """
 
 import importlib.util
@@ -26,11 +26,12 @@ from plait.messages.escape import one_line
 
 FLAG = "--plugin"
 GROUP = "plait_plugins"
-"""The entry points of installed packages that are imported with every command."""
+"""Group of the entry points of installed packages that every command imports."""
 
 
 def take_files(words: Sequence[str], flag: str = FLAG) -> tuple[list[str], tuple[str, ...]]:
-    """The words of a command line without a flag, and the files that it names; ValueError for a flag without one."""
+    """Splits a command line into the words without a flag, and the files that the flag names.  Raises ValueError for a
+    flag without a file."""
     rest, files, left = [], [], iter(words)
     for word in left:
         own, equals, file = word.partition("=")
@@ -45,7 +46,7 @@ def take_files(words: Sequence[str], flag: str = FLAG) -> tuple[list[str], tuple
 
 @cache
 def load_plugin(file: str) -> None:
-    """Runs a plugin's file, once in a process; ValueError, with the line, for any error in it."""
+    """Runs a plugin's file, once in a process.  Raises ValueError, with the line, for any error in it."""
     if not (file.endswith(".py") and os.path.isfile(file)):
         raise ValueError(f"plugin {one_line(file, 300)!r}: give a file of Python, as in {FLAG} my_rows.py")
     _load(f"plugin {file}", file, lambda: load_file(file, "plugin"))
@@ -53,7 +54,7 @@ def load_plugin(file: str) -> None:
 
 @cache
 def load_installed() -> None:
-    """Imports the plugins of installed packages; ValueError, with the package, for any error in one."""
+    """Imports the plugins of installed packages.  Raises ValueError, with the package, for any error in one."""
     for point in entry_points(group=GROUP):
         owner = point.dist.name if point.dist else "?"
         _load(f"plugin {point.name!r} of the installed package {owner}", "", point.load)
@@ -71,11 +72,11 @@ def _load(title: str, file: str, load: Any) -> None:
 
 
 def load_name(place: str, what: str, kind: type = object) -> Any:
-    """What ``FILE.py:NAME`` names; the file is run.
+    """Runs the file of ``FILE.py:NAME`` and returns the named object.
 
     Args:
         what: the setting, for messages.
-        kind: of what is looked for, to tell which names a file has.
+        kind: type of the object; the message lists the file's names of this type.
 
     Raises:
         ValueError: no such file or name.
@@ -93,10 +94,10 @@ def load_name(place: str, what: str, kind: type = object) -> Any:
 
 
 class _AsWritten(SourceFileLoader):
-    """Compiles what the file says now.
+    """Compiles the file's current text.
 
-    Python keeps compiled files by the second and the size of the source, so it would run an edit of that second as it
-    was before.
+    Python caches compiled files by the second and the size of the source, so it would miss an edit within the same
+    second.
     """
 
     def get_code(self, fullname: str) -> CodeType:
@@ -105,13 +106,13 @@ class _AsWritten(SourceFileLoader):
 
 
 def load_file(path: str, what: str) -> Any:
-    """Runs a file and returns its module; it may import what is beside it."""
-    read_file(path, f"the {what}")  # a file that nobody has written is refused before Python reads it
+    """Runs a file and returns its module.  The file may import its neighbours."""
+    read_file(path, f"the {what}")  # refuses a missing or irregular file before Python reads it
     module_name = f"plait_{what}_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(module_name, path, loader=_AsWritten(module_name, path))
     assert spec is not None and spec.loader is not None
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(path).resolve().parent))  # as if it were run
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as if it were the main program
     with to_its_end():
         spec.loader.exec_module(module)
     return module

@@ -102,8 +102,7 @@ def _norm(s: DecoderSizes) -> tuple[Kept, ...]:
 
 
 def _attention(s: DecoderSizes, *, again: bool) -> tuple[Kept, ...]:
-    """The heads, from the projections to the mixture.  With dropout attention is written out, without it is one
-    kernel."""
+    """The values from the projections to the mixed heads; attention is one kernel without dropout, several with it."""
     e, head = s.itemsize, s.width // s.heads
     query = s.tokens * s.width // s.ways
     grouped = s.tokens * s.kv_heads * head // s.ways

@@ -245,8 +245,7 @@ def in_flight(action: Action) -> int:
 
 
 def placed(schedule: Schedule) -> Iterator[tuple[Action, tuple[int, int]]]:
-    """Yields the single actions of a schedule, line by line, each with its place: the rank and the index in its
-    line."""
+    """Yields a schedule's single actions, line by line, each with its place: the rank and the index in its line."""
     for rank, line in enumerate(schedule):
         for index, action in enumerate(line):
             for part in action.parts:

@@ -75,8 +75,7 @@ class LossScale:
             )
 
     def update(self, *, finite: bool) -> None:
-        """Updates the factor after a step whose sums were ``finite`` on all ranks or not; ValueError if no scale could
-        help."""
+        """Updates the factor; ``finite`` if the step's sums were, on all ranks.  ValueError if no scale could help."""
         self.good = self.good + 1 if finite else 0
         if not finite:
             self.scale *= self.backoff

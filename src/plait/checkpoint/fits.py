@@ -1,8 +1,8 @@
-"""A checkpoint is checked against an engine before it is loaded: every value has its place, every place its value.
+"""Checks a checkpoint against an engine before it is loaded: every value has its place, every place its value.
 
 A missing key would otherwise pass in silence: an optimizer would begin anew for one parameter, a group would take a
-default.  So the names, shapes and groups are compared with the engine's, and the state with itself: each tensor is some
-value's, under its own name, and parameters whose states have the same tensors have the same numbers.
+default.  So the names, shapes and groups are compared with the engine's, and the state with itself: each tensor belongs
+to some value, under its own name, and parameters whose states have the same tensors have the same numbers.
 """
 
 import math
@@ -27,7 +27,7 @@ def weights_of(engine: Engine, saved: Checkpoint) -> dict[str, Stored]:
 
 
 def check_fits(engine: Engine, ema: EMA | None, state: Any, saved: Checkpoint) -> None:
-    """Raises ValueError unless the checkpoint is that of a run of this engine, and nothing of it is lost."""
+    """Raises ValueError unless the checkpoint is that of a run of this engine, and complete."""
     shapes, aliases = engine.placed.directory.shapes, engine.placed.directory.aliases
     _check_names("model", {name: shapes[name] for name in aliases.values()}, weights_of(engine, saved))
     for what, mine, theirs, fix in (
@@ -76,7 +76,7 @@ def _check_names(what: str, own: Mapping[str, Any], saved: Mapping[str, Stored])
 
 
 def _check_used(state: Mapping[str, Any], tensors: Mapping[str, Stored]) -> None:
-    """Every tensor is used, under its own name; like parameters have like states."""
+    """Raises ValueError unless every tensor is used, under its own name, and similar parameters have similar states."""
     names = {id(one): name for name, one in tensors.items()}
     optimizer = state["optimizer"] or {"state": {}, "param_groups": []}
     used = {names[id(one)] for one in _stored([optimizer, state["extra"]])}
@@ -114,7 +114,7 @@ def _stored(value: Any) -> Iterator[Stored]:
 
 
 def _check_options(own: Iterable[tuple[list[str], Mapping[str, Any]]], saved: list[Mapping[str, Any]]) -> None:
-    """Every option of a group here was saved, in the same form."""
+    """Raises ValueError unless every option of a group here was saved, in the same form."""
     there = {frozenset(group["params"]): group for group in saved}
     for names, group in own:
         given = there.get(frozenset(names))

@@ -6,8 +6,8 @@
     complete     once the folder has its name                        once the manifest exists
     left over    hidden folders                                      files of a save without a manifest
 
-An end before the rename changes nothing that existed.  A published folder is never written to again, and the next save
-in the same place removes what an interrupted one left over.
+A run that ends before the rename changes nothing that existed.  A published folder is never written to again, and
+the next save in the same place removes the files of an interrupted one.
 """
 
 import os
@@ -98,7 +98,7 @@ class Folder:
         begun.replace(self.path)
 
     def free(self) -> int | None:
-        """Free bytes; None where they are unknown."""
+        """Returns free bytes; None where they are unknown."""
         return shutil.disk_usage(next(folder for folder in self.path.absolute().parents if folder.exists())).free
 
     def checkpoints(self) -> list[str]:

@@ -105,7 +105,7 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
-        """By their names in the manifest."""
+        """The tensors by their names in the manifest."""
         files = {name: TensorFile(self.folder / name) for name in self.manifest.files}
         return {
             name: assembled(one.dtype, one.shape, ((p.region, partial(files[p.file].fill, p.key)) for p in one.pieces))

@@ -1,5 +1,5 @@
-"""Files: those from outside are plain files of a bounded size, and what is written is there as a whole, or an error.
+"""Files from outside are plain files of a bounded size.  Files of plait are written whole, or an error says why not.
 
-reading.py   one reader: a plain file, no longer than it may be; never a pipe, a device or a loop of links
-writing.py   places, tried before a run; files and lines that are written whole, or not and with the numbers
+reading.py   one reader: a plain file of a bounded size; never a pipe, a device or a loop of links
+writing.py   places that are tried before a run; files and lines that are written whole, or an error with sizes
 """

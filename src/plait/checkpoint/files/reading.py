@@ -1,4 +1,4 @@
-"""What comes from outside is read in one way: a plain file, which is no longer than its kind of file may be.
+"""Reads files from outside in one way: plain files, no longer than files of their kind may be.
 
 regular file, or a link to one      its bytes, up to so many
 pipe, device, socket, folder        refused at once; nothing waits for a writer
@@ -19,16 +19,16 @@ LONGEST_SHOWN = 400
 
 
 def shown(path: str | Path) -> str:
-    """A path for a message: as Python writes it, without its middle where it is long."""
+    """Returns a path for a message: as Python writes it, without its middle where it is long."""
     text = repr(str(path))
     return text if len(text) <= LONGEST_SHOWN else f"{text[:100]}...{text[-100:]}"
 
 
 def open_plain(path: str | Path, *, links: bool = True) -> tuple[int, int]:
-    """(file number, size in bytes) of a plain file, open to be read; nothing is waited for.
+    """Opens a plain file to be read, without waiting; returns (file number, size in bytes).
 
     Args:
-        links: whether a link is followed.
+        links: True to follow a link.
 
     Raises:
         ValueError: with the reason; the caller says what the file is for.
@@ -45,20 +45,20 @@ def open_plain(path: str | Path, *, links: bool = True) -> tuple[int, int]:
 
 
 def read_file(path: str | Path, what: str, most: int = LARGEST_TEXT) -> bytes:
-    """All bytes of a plain file.
+    """Reads all bytes of a plain file.
 
     Args:
-        what: what it is, for the message: ``the config``.
-        most: bytes that it may have.
+        what: a name of the file for the message: ``the config``.
+        most: bytes that the file may have.
 
     Raises:
-        ValueError: it is missing, is no plain file, has more bytes, or the system refuses.
+        ValueError: the file is missing, is no plain file, has more bytes, or the system refuses.
     """
     try:
         number, size = open_plain(path)
         with open(number, "rb") as file:
             data = b"" if size > most else file.read(size)
-            if not size:  # as files of the kernel say of themselves
+            if not size:  # files of the kernel give 0 as their size
                 data = file.read(min(most, LARGEST_TEXT) + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -69,7 +69,7 @@ def read_file(path: str | Path, what: str, most: int = LARGEST_TEXT) -> bytes:
 
 
 def check_readable(path: str | Path, what: str, most: int = LARGEST_TEXT) -> None:
-    """Raises what ``read_file`` would, without reading."""
+    """Raises the errors of ``read_file``, without reading."""
     try:
         number, size = open_plain(path)
         os.close(number)
@@ -80,7 +80,7 @@ def check_readable(path: str | Path, what: str, most: int = LARGEST_TEXT) -> Non
 
 
 def read_text(path: str | Path, what: str, most: int = LARGEST_TEXT) -> str:
-    """The same as UTF-8; ValueError where it is something else."""
+    """Reads the file as UTF-8; ValueError if it is not."""
     try:
         return read_file(path, what, most).decode()
     except UnicodeDecodeError as error:
@@ -88,8 +88,8 @@ def read_text(path: str | Path, what: str, most: int = LARGEST_TEXT) -> str:
 
 
 def memory(processes: int = 1) -> int:
-    """Bytes that so many processes could ever have together: the machine's, its cgroup's, or those of their limits;
-    what the system swaps comes on top."""
+    """Returns the bytes that so many processes could ever have together: the machine's, its cgroup's, or those of their
+    limits; swap comes on top."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with suppress(OSError, ValueError):
         found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -1,7 +1,7 @@
-"""Places to write to: tried before a run; later an error says where, how much was to be written, what is free.
+"""Places to write to: tried before a run.  A later error names the place, the bytes to write and the free bytes.
 
 before the run    check_file, check_folder     a file is made there, and is gone again
-                  check_free                   nobody else adds lines to a file
+                                   check_free                   no other process adds lines to a file
 during it         Lines                        one write for a line: it is there as a whole, or not at all
 at its end        write_text                   beside it first, then renamed: never half of a file
 
@@ -31,8 +31,7 @@ class DiskError(OSError):
 
 
 def free(path: str | Path) -> int | None:
-    """Bytes that a user may still write at a path, or where it would be made; None where the file system has no word
-    for it."""
+    """Free bytes at a path, or where it would be made, for a user; None where the file system does not tell."""
     place = os.path.abspath(path)
     while not os.path.exists(place):
         place = os.path.dirname(place)
@@ -42,7 +41,7 @@ def free(path: str | Path) -> int | None:
 
 @contextmanager
 def told(path: str | Path, need: int) -> Iterator[None]:
-    """An OSError of the disk inside becomes a DiskError, which says it all in one line; one of another rank stays."""
+    """Turns an OSError of the disk inside into a DiskError with all facts in one line; one of another rank stays."""
     try:
         yield
     except (TimeoutError, ConnectionError):
@@ -54,12 +53,12 @@ def told(path: str | Path, need: int) -> Iterator[None]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """A file with this text, in the place of one that is there; DiskError, and what was there, where it cannot be."""
+    """Writes a file with this text, or replaces one; on a DiskError the old file stays."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: str, data: Mapping[str, Any]) -> None:
-    """Writes it to a file, or to the standard output for ``-``; DiskError where the disk has no room."""
+    """Writes JSON to a file, or to the standard output for ``-``; DiskError where the disk has no room."""
     text = json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
     if path == "-":
         say(text, sys.stdout)
@@ -68,7 +67,7 @@ def write_json(path: str, data: Mapping[str, Any]) -> None:
 
 
 def finite(value: Any) -> Any:
-    """With null for inf and NaN, which JSON has no words for."""
+    """Replaces inf and NaN, which JSON cannot express, by null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -77,10 +76,10 @@ def finite(value: Any) -> Any:
 
 
 def write_bytes(path: str | Path, data: bytes, *, lasting: bool = True) -> None:
-    """The same of bytes.
+    """Writes bytes as ``write_text`` writes text.
 
     Args:
-        lasting: return when the disk has them; otherwise they may be lost with the power, not with the process.
+        lasting: return when the disk has them; otherwise a power cut may lose them, the end of the process does not.
     """
     target = Path(os.path.realpath(path))
     begun = target.with_name(f".{secrets.token_hex(8)}.partial")
@@ -103,7 +102,7 @@ def write_bytes(path: str | Path, data: bytes, *, lasting: bool = True) -> None:
 class Lines:
     """A file to which lines are added, by one process at a time.
 
-    The lock is of the process: it goes as soon as the process closes the file, by whichever number.
+    The lock belongs to the process: it goes when the process closes the file, by any of its numbers.
 
     Raises:
         DiskError: it cannot be opened.
@@ -128,27 +127,27 @@ class Lines:
             raise ValueError(_taken(path))
 
     def _is_there(self) -> bool:
-        """Whether the path still leads to this file."""
+        """True if the path still leads to this file."""
         there = os.stat(self.path)
         return (there.st_dev, there.st_ino) == (self._own.st_dev, self._own.st_ino)
 
     def read(self) -> str:
-        """What is in it, without a word of what is no UTF-8."""
+        """Returns the text of the file; invalid UTF-8 is replaced without an error."""
         with told(self.path, 0):
             return os.pread(self.number, os.fstat(self.number).st_size, 0).decode(errors="replace")
 
     def replace(self, text: str) -> None:
-        """This text in the place of all lines; all the while no other process can add any."""
+        """Replaces all lines by this text; meanwhile no other process can add any."""
         write_text(self.path, text)
         new = Lines(self.path)
         os.close(self.number)
         self.number, self._own = new.number, new._own
 
     def write(self, line: str) -> None:
-        """Add a line, by one write; where it does not fit, nothing of it stays.
+        """Adds a line, by one write; a line that does not fit leaves nothing.
 
         Raises:
-            DiskError: the disk is full, or the file is not where it was any more.
+            DiskError: the disk is full, or the file is no longer at its path.
         """
         data = f"{line}\n".encode()
         with told(self.path, len(data)):
@@ -165,7 +164,7 @@ class Lines:
 
 
 def _lock(number: int, kind: int) -> bool:
-    """Whether the lock of a file, asked for without a wait, is ours; also where the file system knows no locks."""
+    """Takes a lock without waiting; True if it succeeds, and also where the file system has no locks."""
     try:
         fcntl.lockf(number, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -184,7 +183,7 @@ def _taken(path: str | Path) -> str:
 
 def check_free(path: str | Path) -> None:
     """Refuses, by a ValueError, a file to which another process is adding lines (``Lines``); several may look at once.
-    A file that cannot be opened is no matter of this."""
+    A file that cannot be opened passes: other checks report it."""
     try:
         number, _ = open_plain(path)
     except ValueError:
@@ -200,7 +199,7 @@ def check_file(name: str, path: str) -> None:
     """Refuses a place where a file could not be written, before there is anything to write.
 
     Args:
-        name: of the setting.
+        name: the name of the setting.
 
     Raises:
         ValueError: it is a folder, a pipe or a device, its folder is missing, or nothing can be written there.
@@ -216,8 +215,8 @@ def check_folder(name: str, path: str, files: Iterable[str] = (), need: int = 0)
     """Refuses a folder that could not be made, or written to.
 
     Args:
-        name: of the setting.
-        files: those that will be written in it.
+        name: the name of the setting.
+        files: names of the files that will be written in it.
         need: bytes that will be written at least.
 
     Raises:
@@ -243,7 +242,7 @@ def check_folder(name: str, path: str, files: Iterable[str] = (), need: int = 0)
 
 
 def _status(name: str, path: str, place: str) -> os.stat_result | None:
-    """What is at a place, past links; None for nothing."""
+    """Returns the status of a place, links followed; None if nothing is there."""
     try:
         return os.stat(place)
     except FileNotFoundError:
@@ -265,7 +264,7 @@ def _check_plain(name: str, path: str, place: str) -> None:
 
 
 def _try(name: str, path: str, folder: str) -> None:
-    """A nameless file in a folder, with a byte in it: root may write where the system still refuses."""
+    """Writes a byte into a nameless file in the folder: root may write where the system still refuses."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\n")

@@ -1,4 +1,4 @@
-"""Wakes a rank that sleeps, from any process that has something for it.
+"""Wakes a sleeping rank from any process that has something for it.
 
     sleeper                                    others
     asleep.post()                              write something
@@ -18,29 +18,29 @@ from plait.shared_memory import semaphore
 from plait.shared_memory.semaphore import Semaphore
 
 BYTES = 2 * semaphore.SIZE
-"""That an alarm takes."""
+"""Bytes of an alarm."""
 
 
 class Alarm:
-    """That of one rank; each process makes its own over the same memory."""
+    """The alarm of one rank; each process makes its own over the same memory."""
 
     def __init__(self, address: int) -> None:
         self._asleep, self._bell = Semaphore(address), Semaphore(address + semaphore.SIZE)
 
     def begin(self) -> None:
-        """Called by its rank, before others know of it."""
+        """Sets the alarm up; its rank calls this before others know of it."""
         self._asleep.begin()
         self._bell.begin()
 
     def ring(self) -> None:
-        """Something was written for its rank."""
+        """Wakes the rank if it sleeps, after something was written for it."""
         if self._asleep.take():
             self._bell.post()
 
     def sleep(self, found: Callable[[], bool], seconds: float) -> bool:
-        """Unless something is ``found`` now: until it rings, or for so long; whether there may be something."""
+        """Sleeps until it rings or the time is over, unless something is ``found``; True if there may be something."""
         self._asleep.post()
         woken = found() or self._bell.wait(seconds)
-        if not self._asleep.take():  # another rank has, and rings
+        if not self._asleep.take():  # another rank has taken it, and rings
             self._bell.take()
         return woken

@@ -1,4 +1,4 @@
-"""A rank's own shared memory: blocks, each for one message under way, and tensors that others may read where they lie.
+"""A rank's own shared memory: blocks, each for one message under way, and tensors that others may read in place.
 
     empty(n, dtype)   a tensor; its memory is used again once nothing has it any more
     put(x, readers)   x itself, where it is such a tensor and may be lent; else copied into a free block
@@ -21,25 +21,25 @@ from plait.shared_memory.segment import Segment
 
 ALIGNMENT = 64
 FIRST_BYTES, LARGEST_BYTES = 2**20, 2**26
-"""Sizes of segments: as much again as there is, from the first to the last of these, or what a message needs."""
+"""Sizes of segments: each doubles the memory, between these limits, or is as large as a message needs."""
 
 
 @dataclass(slots=True)
 class SharedBlock:
-    """``size`` bytes from ``offset`` on in a segment, and how many have not read it yet."""
+    """``size`` bytes from ``offset`` on in a segment, and the number of readers that still need them."""
 
     segment: Segment
     offset: int
     size: int
     lent: bool = False
-    """It is a part of a tensor, and not to be used again."""
+    """True if the block is part of a tensor, and must not be used again."""
     number: int = 0
-    """Its name for readers."""
+    """The block's name for readers."""
     readers: int = 0
     outgoing: object = None
-    """The message that it is a part of."""
+    """The message that the block is part of."""
     source: Tensor | None = None
-    """Where the reader's result goes, once it is read."""
+    """The tensor that receives the reader's result, once the block is read."""
 
 
 class Arena:
@@ -52,13 +52,13 @@ class Arena:
         self._used = 0
         """Bytes of the last segment that were ever in a block."""
         self._tensors: dict[int, SharedBlock] = {}
-        """Where those of ``empty`` lie, by their addresses."""
+        """The blocks of tensors from ``empty``, by their addresses."""
         self._under_way: dict[int, SharedBlock] = {}
         """Blocks that a reader still needs, by number."""
         self._number = 0
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of 1 dim that others may read where it lies; a MemoryError where there is no room for it."""
+        """Returns a tensor of 1 dim that others may read in place; MemoryError where there is no room for it."""
         block = self._take(max(ALIGNMENT, -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT))
         memory = (ctypes.c_char * block.size).from_buffer(block.segment.buffer, block.offset)
         address = ctypes.addressof(memory)
@@ -72,11 +72,11 @@ class Arena:
         self._free.setdefault(block.size, []).append(block)
 
     def put(self, data: Tensor, readers: int, *, lend: bool = False, back: bool = False) -> SharedBlock:
-        """A block with ``data``, of 1 dim.
+        """Returns a block with ``data``, of 1 dim.
 
         Args:
-            lend: it is left alone until all have read it.
-            back: what the reader puts in its place is then its new value.
+            lend: True if ``data`` stays unchanged until all have read it.
+            back: True if the value that the reader writes in its place becomes its new value.
         """
         home = self._tensors.get(data.untyped_storage().data_ptr()) if lend else None
         if home is None:
@@ -92,7 +92,7 @@ class Arena:
         return block
 
     def read(self, number: int) -> SharedBlock:
-        """A reader says that it has read a block; it is free if no others are left."""
+        """Marks a block as read by one reader; it is free once no reader is left."""
         block = self._under_way[number]
         block.readers -= 1
         if block.readers:
@@ -122,6 +122,6 @@ class Arena:
 
 
 def rounded(nbytes: int) -> int:
-    """The size of the block for so many bytes: multiples of 64 up to 512, then 640, 768, 896, 1024, 1280, ...."""
+    """Size of the block for so many bytes: multiples of 64 up to 512, then 640, 768, 896, 1024, 1280, ...."""
     step = max(ALIGNMENT, 1 << max(0, (nbytes - 1).bit_length() - 3))
     return max(ALIGNMENT, -(-nbytes // step) * step)

@@ -1,11 +1,11 @@
-"""Copies and adds the chunks that come in, as far as they have come; nothing here waits.
+"""Copies and adds the chunks that have come in; nothing here waits.
 
     Copying     chunks of some ranks into place                     all_gather, all_to_all, recv
     Adding      chunk k of all members, and mine, into one          reduce_scatter, all_reduce
                 back: the sum goes where each chunk came from       all_reduce of what is large
     Hearing     others have written their pieces of common memory   all_gather of what is there already
 
-While a rank waits for one of them, it gets on with the others too: their other ends may be waited for elsewhere.
+A rank that waits for one arrival advances the others too, because other ranks may wait for them elsewhere.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ class Mail(Protocol):
         """The next message of a rank with a tag, if it has come; a ConnectionError if it is not as long as ``like``."""
 
     def view(self, src: int, record: MailRecord, like: Tensor) -> Tensor:
-        """A message, where it lies."""
+        """Returns a message as a tensor over the sender's memory."""
 
     def read(self, src: int, record: MailRecord) -> None:
-        """It is not needed any more."""
+        """Returns the message's block, which is no longer needed."""
 
 
 class Arrival(Protocol):
     """A part of an operation."""
 
     def advance(self) -> bool:
-        """Goes as far as it can without waiting; whether it is over."""
+        """Advances as far as it can without waiting; returns True when it is complete."""
 
     def waits_for(self) -> list[int]:
-        """The ranks from which something has to come, at least one where it is not over."""
+        """Returns the ranks from which something has to come, at least one until it is complete."""
 
 
 class Copying:
-    """Messages of some ranks, into slots; and this rank's own to others."""
+    """Copies messages of some ranks into slots, and sends this rank's own to others."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class Copying:
 
 
 class Adding:
-    """Every member's chunk k and this rank's own, reduced in the members' order; then the next.
+    """Reduces every member's chunk k and this rank's own, in the members' order; then the next.
 
     Args:
-        back: each sum is also written where the others' chunks came from.
+        back: each sum is also written over the others' chunks.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Adding:
 
 
 class Hearing:
-    """That others have written their pieces of a generation."""
+    """Waits for the message that others have written their pieces of a generation."""
 
     def __init__(self, memory: CommonMemory, generation: int) -> None:
         self._memory, self._generation = memory, generation

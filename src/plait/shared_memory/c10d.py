@@ -44,7 +44,7 @@ _Work: Any = _c10d.Work
 NAME = "plait_shm"
 AXES = ("shard",)
 LEAVE_SECONDS = 60.0
-"""For which a process that ends waits until the others know where its last messages lie."""
+"""Seconds that a process that ends waits until the others know where its last messages are."""
 
 
 class SharedMemoryGroup(_Group):  # type: ignore[misc]
@@ -104,7 +104,7 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
         self._divide(whole, op)
 
     def _divide(self, total: Tensor, op: Any) -> None:
-        """A mean is a sum that is divided once."""
+        """Divides a sum once where the operation is a mean."""
         if op == dist.ReduceOp.AVG:
             total.div_(self._comm.world_size)
 
@@ -246,13 +246,13 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
         return Operation(kind, group, NO_NOTE, tensor.numel(), tensor.dtype)
 
     def _done(self, result: Any) -> Any:
-        """A work that is complete."""
+        """Returns the work of a complete operation."""
         self._comm.ledger.clear()  # it has no reader
         return _c10d._create_work_from_future(_future(result))
 
 
 class AwaitedMessage(_Work):  # type: ignore[misc]
-    """Messages that were asked for."""
+    """Messages that were requested but not yet received."""
 
     def __init__(self, group: SharedMemoryGroup, tensors: list[Tensor], src: int, tag: int) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ def _tag(tag: int) -> int:
 
 @contextlib.contextmanager
 def _contiguous(tensor: Tensor) -> Iterator[Tensor]:
-    """The values in contiguous memory, written back."""
+    """Yields the values in contiguous memory, and writes them back."""
     whole = tensor.detach()
     if whole.is_contiguous():
         yield whole
@@ -345,7 +345,7 @@ def _future(result: Any) -> Any:
 
 
 def _meet(store: Any, rank: int, size: int, deadline: float) -> list[Peer]:
-    """The processes of a group's ranks."""
+    """Exchanges and returns the processes of a group's ranks."""
     end = clock() + deadline
     store.set(f"plait/{rank}", Peer(rank, socket.gethostname(), os.getpid()).text)
     peers = []

@@ -1,11 +1,11 @@
-"""Memory that the ranks of a group have in common: one copy of it, which all of them map.
+"""Common memory of the ranks of a group: one copy, which all of them map.
 
     rank 0   [ own piece | ......... | ......... ]         each writes its own piece, and says "mine is written" to
     rank 1   [ ......... | own piece | ......... ]         each; all_gather moves nothing: it waits until each has
     rank 2   [ ......... | ......... | own piece ]         said so, and without news it does nothing
 
-An update or a load writes a generation, and all members count the same ones.  A member that has written its pieces of
-the n-th has told so n times, and one that reads after it waits until the others have.
+An update or a load writes a generation, and all members count the same ones.  A member tells the others each time that
+it has written its pieces, and one that reads generation n waits until all others have told n times.
 
 The first rank of the group makes a segment, the others open it, and the memory of tensors is cut from it one after the
 other: all members ask for the same ones, so all cut the same places.  Segments live as long as their tensors.
@@ -30,42 +30,42 @@ from plait.shared_memory.semaphore import Semaphore
 
 FIRST_BYTES, LARGEST_BYTES = 2**18, 2**26
 SPARE = 16
-"""A segment is an allocation, or at least this part of what there is: 1/16."""
+"""The least size of a segment, as a share of the total: 1/16."""
 
 COMMON = 2
 """The tag of the messages that make common memory."""
 
 Share = Callable[[int, Callable[[Segment], None]], Segment]
-"""A segment of so many bytes for all members of a group; the second is called with it before the others see it."""
+"""Makes a segment of so many bytes for all members of a group; calls the second argument on it before others see it."""
 
 
 class CommonMemory:
-    """That of one group, as one of its ranks sees it.
+    """The common memory of one group, as one of its ranks sees it.
 
     Args:
-        group: all its ranks make this together.
+        group: the ranks that make it together.
     """
 
     def __init__(self, group: Group, share: Share) -> None:
         self.group, self._share = group, share
         self._segment: Segment | None = None
-        """The last one, from which memory is cut."""
+        """The last segment, from which memory is cut."""
         self._used, self._total = 0, 0
         self._alive: WeakValueDictionary[int, mmap] = WeakValueDictionary()
         """The buffers of segments, by their addresses."""
         n, me, others = len(group.ranks), group.index, [(k, r) for k, r in enumerate(group.ranks) if k != group.index]
         self._bells = share(n * n * semaphore.SIZE, _begin)
-        bells = _bells(self._bells)  # of k for j: at k * n + j
+        bells = _bells(self._bells)  # the bell of k for j: at k * n + j
         self._mine = {r: bells[me * n + k] for k, r in others}
         self._theirs = {r: bells[k * n + me] for k, r in others}
         self._told, self._heard = 0, {r: 0 for _, r in others}
         self._settled = 0
-        """The last generation that is whole: all have told."""
+        """The last generation that all members have written."""
         self.generation = 0
-        """The one that this rank has written, or is about to."""
+        """The generation that this rank has written, or is about to."""
 
     def tell(self) -> Iterable[int]:
-        """Tells the others that this rank's pieces of all generations so far are written; the ranks that hear news."""
+        """Tells the others that this rank's pieces of all generations are written; returns those that learn of it."""
         missed, self._told = self.generation - self._told, self.generation
         for bell in self._mine.values() if missed else ():
             for _ in range(missed):
@@ -73,7 +73,7 @@ class CommonMemory:
         return self._mine if missed else ()
 
     def silent(self, generation: int) -> list[int]:
-        """The ranks that have not told yet that their pieces of a generation are written."""
+        """Returns the ranks that have not yet told that their pieces of a generation are written."""
         if generation <= self._settled:
             return []
         for rank, bell in self._theirs.items():
@@ -84,7 +84,7 @@ class CommonMemory:
         return missing
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The next memory of the group, zeros: so many elements; all members ask for the same, and write to it."""
+        """Returns the group's next memory, so many zeros; all members ask for the same, and write to it."""
         self.generation += 1
         size = -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         if self._segment is None or self._used + size > self._segment.size:
@@ -96,12 +96,12 @@ class CommonMemory:
         return self._segment.view(start, numel, dtype)
 
     def has(self, tensor: Tensor, ranks: Sequence[int]) -> bool:
-        """True if a tensor is in this memory, and these ranks are of the group."""
+        """True if a tensor is in this memory, and the group has all these ranks."""
         return tensor.untyped_storage().data_ptr() in self._alive and set(self.group.ranks).issuperset(ranks)
 
 
 def _bells(segment: Segment) -> list[Semaphore]:
-    """The semaphores of which a segment consists."""
+    """Returns the semaphores that make up a segment."""
     return [Semaphore(segment.address + start) for start in range(0, segment.size, semaphore.SIZE)]
 
 
@@ -113,7 +113,7 @@ def _begin(segment: Segment) -> None:
 def share_segment(
     transport: Transport, registry: MailboxRegistry, operation: Operation, size: int, prepare: Callable[[Segment], None]
 ) -> Segment:
-    """A segment that the first member of a group makes, and all of them open."""
+    """Returns a segment that the first member of a group makes, and all of them open."""
     (first, *others), opened = operation.group.ranks, torch.zeros(1, dtype=torch.uint8)
     if transport.rank == first:
         try:

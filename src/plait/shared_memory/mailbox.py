@@ -5,7 +5,7 @@
     write record                                read record
     filled.post()                               room.post()
 
-One process writes and one reads, so the semaphores are all the order there is.
+One process writes and one reads, so the semaphores alone order their accesses.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from plait.shared_memory.semaphore import Semaphore
 RECORDS = 1024
 _FORMAT = struct.Struct("<IHHIiQQ")
 BYTES = 2 * semaphore.SIZE + RECORDS * _FORMAT.size
-"""That a mailbox takes."""
+"""Bytes of a mailbox."""
 
 DATA, READ, HERE, LEFT = range(4)
-"""A message lies in a block; a block of yours was read; this rank has opened the mailboxes; it sends nothing more."""
+"""Kinds of news: a message is in a block; a block of yours was read; this rank opened the mailboxes; it has left."""
 
 
 class MailRecord(NamedTuple):
-    """A kind of news, and its place."""
+    """A kind of news, and the place of its data."""
 
     kind: int
     tag: int = 0
@@ -35,13 +35,13 @@ class MailRecord(NamedTuple):
     offset: int = 0
     nbytes: int = 0
     dtype: int = 0
-    """A code; that of a message's elements."""
+    """The code of the elements' dtype, in a message."""
     number: int = 0
     """The number of the block."""
 
 
 class Mailbox:
-    """One end of it: each process makes its own over the same memory."""
+    """One end of a mailbox: each process makes its own over the same memory."""
 
     def __init__(self, segment: Segment, offset: int) -> None:
         start = segment.address + offset
@@ -52,7 +52,7 @@ class Mailbox:
         """Records that were written after the last message."""
 
     def begin(self) -> None:
-        """Called by the reader, before the writer knows of it."""
+        """Sets the mailbox up; the reader calls this before the writer knows of it."""
         self.room.begin(RECORDS)
         self.filled.begin()
 
@@ -72,7 +72,7 @@ class Mailbox:
         return True
 
     def read(self) -> MailRecord:
-        """The next one, after ``filled`` was taken; ``room`` is posted by who has made use of it."""
+        """Returns the next record, after ``filled`` was taken; the caller posts ``room`` after using the record."""
         tag, kind, dtype, number, descriptor, offset, nbytes = _FORMAT.unpack_from(self._segment.buffer, self._place())
         return MailRecord(kind, tag, descriptor, offset, nbytes, dtype, number)
 

@@ -41,7 +41,7 @@ class MailboxRegistry:
 
     Args:
         peers: the ranks of the host.
-        end: when to give up, as of ``deadline.clock``.
+        end: the time to give up, by ``deadline.clock``.
 
     Raises:
         ValueError: they cannot see each other's processes.
@@ -59,7 +59,7 @@ class MailboxRegistry:
         self.inboxes = {peer.rank: Mailbox(self._mine, place[peer.rank]) for peer in others}
         for box in self.inboxes.values():
             box.begin()
-        self.alarm = Alarm(self._mine.address + place[rank])  # where a mailbox for oneself would be
+        self.alarm = Alarm(self._mine.address + place[rank])  # the unused place of a mailbox to oneself
         self.alarm.begin()
         self.alarms: dict[int, Alarm] = {}
         """The alarms of the other ranks."""
@@ -89,14 +89,14 @@ class MailboxRegistry:
         self._ends.register(hold, select.POLLIN)
 
     def segment(self, rank: int, descriptor: int) -> Segment:
-        """A segment of another rank, opened when it is first asked for."""
+        """Returns a segment of another rank; opens it at the first call."""
         key = rank, descriptor
         if key not in self._segments:
             self._segments[key] = self.open(rank, descriptor)
         return self._segments[key]
 
     def can_open(self, rank: int, descriptor: int) -> bool:
-        """Opens a segment of another rank, while its owner has it; whether it was there.
+        """Opens a segment of another rank, while its owner has it; True if it was there.
 
         Raises:
             ConnectionError: it may not be opened.
@@ -110,11 +110,11 @@ class MailboxRegistry:
         return True
 
     def open(self, rank: int, descriptor: int) -> Segment:
-        """A segment of another rank, opened anew; an OSError where it is gone."""
+        """Opens a segment of another rank anew; an OSError where it is gone."""
         return Segment.open(self.process_ids[rank], descriptor, self._names[rank])
 
     def ended(self) -> list[int]:
-        """The ranks whose processes have ended."""
+        """Returns the ranks whose processes have ended."""
         return [self._holds[hold] for hold, _ in self._ends.poll(0)]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A tensor on its way, in chunks."""
+"""A tensor that is being sent, in chunks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from plait.comm.operation import Operation
 
 CHUNK_BYTES = 2**21
 WINDOW = 2
-"""Chunks that wait to be read, at most."""
+"""Most chunks that wait to be read."""
 
 
 class Outgoing:
-    """The chunks of a tensor, and how far they are sent.
+    """The chunks of a tensor, and the progress of sending them.
 
     Args:
-        lent: it may be read where it lies, until the operation is over.
-        back: what its reader has made of it comes back in its place.
+        lent: the tensor may be read in place until the operation is over.
+        back: the reader's result comes back in its place.
     """
 
     __slots__ = ("back", "chunks", "count", "lent", "operation", "pumping", "readers", "sent", "tag", "unread")
@@ -40,23 +40,23 @@ class Outgoing:
 
     @property
     def is_over(self) -> bool:
-        """True if its tensor is its owner's again."""
+        """True if the tensor belongs to its owner again."""
         return self.sent >= self.count and not ((self.lent or self.back) and self.waits_for())
 
     @property
     def may_go_on(self) -> bool:
-        """True if the window allows one more; a lent tensor takes no blocks."""
+        """True if the window allows one more chunk; a lent tensor takes no blocks."""
         return self.sent < self.count and (self.lent or max(self.unread.values()) < WINDOW)
 
     def waits_for(self) -> list[int]:
-        """The ranks that have not read all that was sent."""
+        """Returns the ranks that have not read all that was sent."""
         return [reader for reader, unread in self.unread.items() if unread]
 
 
 def sliced(
     operation: Operation, slices: Sequence[Tensor], tag: int, *, lent: bool, back: bool = False
 ) -> list[Outgoing]:
-    """Slice k to member k, the next member first; once for all, where all slices are the same."""
+    """Sends slice k to member k, the next member first; once for all, where all slices are the same."""
     ranks, index, n = operation.group.ranks, operation.group.index, len(slices)
     order = [(index + step) % n for step in range(1, n)]
     how = {"lent": lent, "back": back}
@@ -66,7 +66,7 @@ def sliced(
 
 
 def chunks(tensor: Tensor) -> Sequence[Tensor]:
-    """Parts of a 1-D tensor, none where it is empty."""
+    """Splits a 1-D tensor into chunks; none where it is empty."""
     if tensor.nbytes <= CHUNK_BYTES:
         return (tensor,) if tensor.numel() else ()
     return torch.split(tensor, CHUNK_BYTES // tensor.element_size())

@@ -1,4 +1,4 @@
-"""Memory that several processes map, and that is gone with the last of them.
+"""Memory that several processes map, and that disappears with the last of them.
 
 A segment is an anonymous file (``memfd_create``): it has no name, so nothing is left after ``kill -9``, and
 /dev/shm, which is 64 MB in many containers, does not limit it.  Others open it by its owner's process id and
@@ -21,10 +21,10 @@ import torch
 CGROUP = Path("/sys/fs/cgroup")
 
 _CACHE = re.compile(r"^(?:in)?active_file (\d+)$", re.MULTILINE)
-"""The part of a container's use that the kernel gives back on demand: the pages of files."""
+"""Matches the memory of a container that the kernel frees on demand: the pages of files."""
 
 MOST_VIEWS = 4096
-"""Kept of one segment."""
+"""Most views kept of one segment."""
 
 
 class Segment:
@@ -39,10 +39,10 @@ class Segment:
 
     @classmethod
     def make(cls, size: int, name: str = "plait") -> Segment:
-        """A new one of so many bytes, in whole pages, all zero; ``name`` is what ``open`` knows it by.
+        """Makes a segment of so many bytes, in whole pages, all zero; ``open`` checks ``name``.
 
         Raises:
-            MemoryError: there is not so much left; the message has the numbers.
+            MemoryError: less memory is left; the message has the numbers.
         """
         if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
             raise ValueError("memory that ranks share needs Linux 5.3, and a Python made for it: take --world process")
@@ -66,7 +66,7 @@ class Segment:
 
     @classmethod
     def open(cls, process_id: int, descriptor: int, name: str) -> Segment:
-        """Another process's; an OSError where it is gone, another user's, or not of that name."""
+        """Opens another process's segment; an OSError where it is gone, another user's, or not of that name."""
         where = f"/proc/{process_id}/fd/{descriptor}"
         mine = -1
         if os.readlink(where) == f"/memfd:{name} (deleted)":
@@ -80,7 +80,7 @@ class Segment:
                 os.close(mine)
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """So many elements from a byte on, which is a multiple of their size."""
+        """Returns a tensor over so many elements from a byte on, which is a multiple of their size."""
         found = self._views.get(key := (offset, numel, dtype))  # blocks come again, and a view costs microseconds
         if found is None:
             with torch.inference_mode(False):  # or it could be written in that mode alone
@@ -93,12 +93,12 @@ class Segment:
         return found
 
     def close(self) -> None:
-        """Called by its owner: no other process may open it any more; one that has it keeps it."""
+        """The owner closes the descriptor: no other process may open it any more; one that has it keeps it."""
         os.close(self.descriptor)
 
 
 def available() -> int:
-    """Bytes of memory that this host, and the limit of this container, could give now."""
+    """Returns the bytes of memory that this host, and the limit of this container, could give now."""
     found = [2**63]
     with suppress(OSError, ValueError, IndexError):
         found.append(1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]))

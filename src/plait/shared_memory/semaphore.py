@@ -1,6 +1,6 @@
 """The C library's semaphores, in memory that several processes share.
 
-What one process wrote before ``post`` is what another reads after its wait has succeeded, on every kind of processor:
+A process that waits on a semaphore sees all that another process wrote before its ``post``, on every kind of processor:
 POSIX promises it of ``sem_post`` and ``sem_wait`` (4.12, memory synchronization).  So no ordering of plain stores is
 relied on, and nothing has to be compiled.
 
@@ -16,7 +16,7 @@ import time
 from ctypes import c_int, c_long, c_uint, c_void_p
 
 SIZE = 64
-"""Bytes that one takes: glibc's have 32, musl's 32; a cache line of its own."""
+"""Bytes of a semaphore: glibc's have 32, musl's 32; each has a cache line to itself."""
 
 _holding = ctypes.PyDLL(None)
 _releasing = ctypes.CDLL(None)
@@ -35,7 +35,7 @@ if _sleep is not None:
     _sleep.argtypes = (c_void_p, c_int, ctypes.POINTER(_Time))
 
 POLL_SECONDS = 0.0005
-"""Between two looks, where the C library cannot sleep by the monotonic clock."""
+"""Seconds between two looks, where the C library cannot sleep by the monotonic clock."""
 
 
 class Semaphore:
@@ -47,7 +47,7 @@ class Semaphore:
         self._address = address
 
     def begin(self, value: int = 0) -> None:
-        """Makes it, once, before others know of it."""
+        """Initializes the semaphore, once, before others know of it."""
         if _init(self._address, 1, value):
             raise OSError("the C library makes no semaphores between processes here")
 

@@ -3,8 +3,8 @@
     group inside of a host     transport.py     no socket
     group across               gloo             threads of its own move the messages
 
-An operation's group decides.  What moves through shared memory moves when a rank waits for it.  So a rank that waits
-for another host gets on with what its own host waits for; else two hosts could wait for each other in a ring.
+An operation's group decides.  Messages in shared memory advance only while a rank waits.  So a rank that waits for
+another host also advances those of its own host; else two hosts could wait for each other in a ring.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 NAP_SECONDS = 0.0005
-"""Between two looks at what the own host waits for, while this rank waits for another host."""
+"""Seconds between two advances of its own host's messages, while this rank waits for another host."""
 
 
 def transport(store: Store, peers: Sequence[Peer], wires: Wires) -> Transport:
@@ -58,7 +58,7 @@ class HostsTransport(Transport):
 
     @property
     def broken(self) -> str:
-        """Why nothing can be started any more: one that is broken breaks the other."""
+        """The reason why nothing can be started any more: one broken part breaks the other."""
         return self.inside.broken or self.across.broken
 
     @broken.setter

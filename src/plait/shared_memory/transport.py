@@ -6,8 +6,8 @@
     .                                              copy it into place, or add straight from the block
     block is free again               ◄── mailbox  record (read)
 
-A tensor of ``Comm.empty`` lies where others can open it: in a collective the record says where, nothing is copied into
-a block, and the wait ends when all have read it.  What is gathered into common memory does not move at all.
+A tensor of ``Comm.empty`` is in memory that others can open: in a collective the record gives its place, nothing is
+copied into a block, and the wait ends when all have read it.  A gather into common memory moves nothing at all.
 
 A message to one rank is on its way when ``send`` returns.  Collectives go in chunks, of which a few are under way:
 so blocks stay in cache, and the first chunk is added while the last has not been sent.  The rest follows whenever this
@@ -41,19 +41,19 @@ from plait.shared_memory.mailbox_registry import MailboxRegistry
 from plait.shared_memory.outgoing import Outgoing, chunks, sliced
 
 WHOLE_BYTES = 2**16
-"""An all-reduce of no more sends wholes: one round of messages instead of two."""
+"""Most bytes of an all-reduce that sends wholes: one round of messages instead of two."""
 
 SPIN_SECONDS = 0.0005
-"""For which a rank that has a core of its own looks before it sleeps."""
+"""Seconds that a rank with a core to itself looks before it sleeps."""
 
 LOOK_SECONDS = 0.05
-"""Between two looks at whether the others are still there."""
+"""Seconds between two checks that the others are still there."""
 
 LAST_SECONDS = 2.0
-"""For which a rank whose world broke waits until the others have what it sent before."""
+"""Seconds that a rank whose world broke waits until the others have its earlier messages."""
 
 NAP_SECONDS = 0.001
-"""Between two looks at a mailbox that is full, and at who has what was sent."""
+"""Seconds between two looks at a full mailbox, and at messages that are not yet read."""
 
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 """The code of each dtype in a record."""
@@ -113,18 +113,18 @@ class SharedMemoryTransport(Transport):
         return self._begun(Adding(self, operation, chunks(mine), chunks(out), outgoing, tag), out), None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor that others read where it lies."""
+        """Returns a tensor that others read in place."""
         return self._arena.empty(numel, dtype)
 
     def common(self, operation: Operation) -> Tensor:
-        """Memory that the members of a group have in common, zeros; all of them ask for it."""
+        """Returns memory that the members of a group have in common, zeros; all of them ask for it."""
         ranks = operation.group.ranks
         if ranks not in self._common:
             self._common[ranks] = CommonMemory(operation.group, partial(share_segment, self, self._registry, operation))
         return self._common[ranks].empty(operation.numel, operation.dtype)
 
     def all_reduce(self, operation: Operation, tensor: Tensor, tag: int) -> list[Started]:
-        """Slice k to member k, who adds them and puts the sum in everyone's; nothing where wholes are as well."""
+        """Sends slice k to member k, who adds them and writes the sum to all; empty where sending wholes is as good."""
         n, index = len(operation.group.ranks), operation.group.index
         if tensor.nbytes <= WHOLE_BYTES:
             return []
@@ -135,7 +135,7 @@ class SharedMemoryTransport(Transport):
         return self._begun(Adding(self, operation, mine, mine, outgoing, tag, back=True), tensor)
 
     def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started] | None:
-        """Where the result is common to the members, nothing moves: each waits until all of it is written."""
+        """Moves nothing where the result is common to the members: each waits until all of it is written."""
         group = operation.group
         if operation.kind not in ("all_gather", "broadcast"):
             return None
@@ -175,7 +175,7 @@ class SharedMemoryTransport(Transport):
             self._registry.alarms[rank].ring()
 
     def _hear(self, memory: CommonMemory, out: Tensor) -> list[Started]:
-        """That all members have written this generation, as this rank has; nothing where they have said so."""
+        """Starts to wait until all members have written this generation; empty where they have said so already."""
         self._tell_written(memory)
         return self._begun(Hearing(memory, memory.generation), out) if memory.silent(memory.generation) else []
 
@@ -197,7 +197,7 @@ class SharedMemoryTransport(Transport):
         return bool(self._unsent or self._under_way)
 
     def get_on(self, operation: Operation) -> None:
-        """Goes on with what is under way, while this rank waits for ``operation`` elsewhere."""
+        """Advances the messages under way, while this rank waits for ``operation`` elsewhere."""
         try:
             self._drain_all()
             self._advance()
@@ -211,7 +211,7 @@ class SharedMemoryTransport(Transport):
         return bool(self._early.get((src, tag)) or src in self._gone or self.broken)
 
     def close(self) -> None:
-        """Stays until the others have what was sent, or for its deadline; then says that it leaves."""
+        """Stays until the others have its messages, or for its deadline; then says that it leaves."""
         if os.getpid() != self._process:  # a copy, made by fork
             return
         try:
@@ -236,13 +236,13 @@ class SharedMemoryTransport(Transport):
 
     def _leave(self) -> None:
         for dst, box in self._registry.outboxes.items():
-            box.write(MailRecord(LEFT))  # one that is full is of a rank that will see this process end
+            box.write(MailRecord(LEFT))  # a full one belongs to a rank that will see this process end
             self._registry.alarms[dst].ring()
 
     # ---- sending -----------------------------------------------------------------------------------------
 
     def _send(self, outgoing: list[Outgoing]) -> list[Outgoing]:
-        """Begins to send what a message or a collective sends."""
+        """Begins to send the messages of an operation."""
         self._check(outgoing[0].operation)
         self._drain_all()
         for one in outgoing:
@@ -308,7 +308,7 @@ class SharedMemoryTransport(Transport):
         return record
 
     def view(self, src: int, record: MailRecord, like: Tensor) -> Tensor:
-        """A message, in place."""
+        """Returns a message, in place."""
         return self._registry.segment(src, record.descriptor).view(record.offset, like.numel(), like.dtype)
 
     def read(self, src: int, record: MailRecord) -> None:
@@ -320,7 +320,7 @@ class SharedMemoryTransport(Transport):
         return [(partial(self._until, arrival), memory)]
 
     def _until(self, arrival: Arrival, end: float) -> None:
-        """Takes in what comes until it is over: looks at first, then sleeps.
+        """Takes in messages until the arrival is complete: looks at first, then sleeps.
 
         Members of several groups may wait for them in different orders, so this rank gets on with all that is under way
         before it sleeps, and after a while without an end the windows are opened.
@@ -343,22 +343,22 @@ class SharedMemoryTransport(Transport):
         self._under_way.pop(id(arrival), None)
 
     def _advance(self, but: Arrival | None = None) -> None:
-        """Gets on with all that is under way, but one."""
+        """Advances all arrivals that are under way, but one."""
         for key, arrival in list(self._under_way.items()):
             if arrival is not but and arrival.advance():
                 del self._under_way[key]
 
     def _send_rest(self) -> None:
-        """Sends all that was begun, whatever the window."""
+        """Sends all messages that were begun, whatever the window."""
         for outgoing in list(self._unsent.values()):
             self._pump(outgoing, all_of_it=True)
 
     def _drain_all(self) -> bool:
-        """Takes in what has come from anybody, so blocks that were read can be used again; whether anything had."""
+        """Takes in all messages that have come, so that read blocks can be used again; True if there were any."""
         return sum(self._drain(src) for src in self._registry.inboxes) > 0
 
     def _drain(self, src: int) -> bool:
-        """Takes in what has come from a rank; whether anything had."""
+        """Takes in the messages that have come from a rank; True if there were any."""
         inbox, found = self._registry.inboxes[src], False
         while inbox.filled.take():
             self._sort_in(src)
@@ -386,7 +386,7 @@ class SharedMemoryTransport(Transport):
             self._gone[src] = f"rank {src} has left"
 
     def _look(self) -> None:
-        """Takes in what has come from anybody, and who has ended."""
+        """Takes in all messages that have come, and notes the ranks that have ended."""
         ended = self._registry.ended()
         self._drain_all()
         for src in ended:

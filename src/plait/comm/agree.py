@@ -26,12 +26,12 @@ LONGEST_ERROR = 1024
 
 
 def gather_ints(comm: Comm, row: Sequence[int], axes: Sequence[str], note: Note) -> list[list[int]]:
-    """Every member's row of (int64) numbers; all rows are equally long."""
+    """Gathers every member's row of (int64) numbers; all rows are equally long."""
     return _gather_rows(comm, torch.tensor(row, dtype=torch.int64, device=comm.device), axes, note)
 
 
 def gather_floats(comm: Comm, row: Sequence[float], axes: Sequence[str], note: Note) -> list[list[float]]:
-    """Every member's row of (fp64) numbers; all rows are equally long."""
+    """Gathers every member's row of (fp64) numbers; all rows are equally long."""
     return _gather_rows(comm, torch.tensor(row, dtype=torch.float64, device=comm.device), axes, note)
 
 
@@ -42,7 +42,7 @@ def _gather_rows(comm: Comm, row: Tensor, axes: Sequence[str], note: Note) -> li
 
 
 def same_everywhere(comm: Comm, row: Sequence[int], axes: Sequence[str], note: Note) -> list[bool]:
-    """Column by column, whether all members brought the same number; costs no more with more members."""
+    """Column by column, True if all members brought the same number; costs no more with more members."""
     low = torch.tensor(row, dtype=torch.int64, device=comm.device)
     high = low.clone()
     comm.all_reduce(low, axes, "min", note).wait()
@@ -58,7 +58,7 @@ def same_tensors(comm: Comm, tensors: Iterable[Tensor], axes: Sequence[str], not
 
 
 def gather_texts(comm: Comm, text: str, note: Note, error: BaseException | None = None) -> list[str]:
-    """Every rank's text (of any length), by rank, on every rank; or what ``check_together`` raises."""
+    """Gathers every rank's text (of any length), by rank, on every rank; raises as ``check_together`` does."""
     data = text.encode()
     told = gather_ints(comm, [len(data), error is not None], AXES, note)
     _raise_first(comm, error, AXES, [bad for _, bad in told])
@@ -70,12 +70,12 @@ def gather_texts(comm: Comm, text: str, note: Note, error: BaseException | None 
 
 
 def broadcast_text(comm: Comm, text: str, note: Note) -> str:
-    """Rank 0's text (of any length), on every rank; what the others bring is not looked at."""
+    """Returns rank 0's text (of any length) on every rank; texts of other ranks are ignored."""
     return broadcast_bytes(comm, text.encode(), note).decode()
 
 
 def broadcast_bytes(comm: Comm, data: bytes, note: Note) -> bytes:
-    """Rank 0's bytes (of any number), on every rank; what the others bring is not looked at."""
+    """Returns rank 0's bytes (of any number) on every rank; bytes of other ranks are ignored."""
     size = gather_ints(comm, [len(data)], AXES, note)[0][0]
     sent = _bytes(comm, data) if not comm.rank else torch.empty(size, dtype=torch.uint8, device=comm.device)
     comm.broadcast(sent, AXES, 0, note).wait()
@@ -83,12 +83,12 @@ def broadcast_bytes(comm: Comm, data: bytes, note: Note) -> bytes:
 
 
 def _bytes(comm: Comm, data: bytes) -> Tensor:
-    """As uint8, on the world's device."""
+    """Returns bytes as uint8, on the world's device."""
     return (torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()).to(comm.device)
 
 
 def differences(comm: Comm, fields: Mapping[str, str], note: Note) -> list[str]:
-    """Where ranks bring different fields: one sentence a field, with every value and who has it, on every rank.
+    """Lists the fields in which ranks differ: one sentence a field, with every value and its ranks, on every rank.
 
     It costs two messages of one number where all agree.
     """
@@ -100,7 +100,7 @@ def differences(comm: Comm, fields: Mapping[str, str], note: Note) -> list[str]:
 
 
 def differing(rows: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """The sentences of ``differences`` for what ranks bring, by rank."""
+    """Returns the sentences of ``differences`` for the fields of each rank."""
     lines = []
     for field in dict.fromkeys(name for row in rows.values() for name in row):
         ranks: dict[str, list[int]] = {}
@@ -121,7 +121,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def gather_bytes(comm: Comm, data: bytes) -> list[bytes] | None:
-    """Every rank's bytes (of any length), by rank, on rank 0; None elsewhere."""
+    """Gathers every rank's bytes (of any length), by rank, on rank 0; None elsewhere."""
     note = Note("collect")
     sizes = gather_ints(comm, [len(data)], AXES, note)
     if comm.rank > 0:

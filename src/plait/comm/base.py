@@ -1,7 +1,7 @@
-"""``Comm``: what the engine may ask of a world.
+"""``Comm``: the operations that the engine may request from a world.
 
 The engine, the tensors and the scripts use this one interface, whether ranks are processes, threads or nothing at all.
-It does what is the same in all of them, and leaves moving tensors to the world:
+It does the work that is the same in all of them, and leaves moving tensors to the world:
 
     comm.all_gather(out, piece, ("shard",), note)
         | 1. refuse      sizes that do not multiply, wrong dtype, not contiguous     ValueError
@@ -81,7 +81,7 @@ class Comm(ABC):
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
         self.ledger, self.deterministic, self.deadline = Ledger(), deterministic, deadline
         self.observers: tuple[Observer, ...] = ()
-        """Told of every step, operation and wait of this rank."""
+        """Observers that hear of every step, operation and wait of this rank."""
         self.engine_watchers: tuple[Callable[[Any], Callable[[Any, Any], None]], ...] = ()
         """Called with each new engine of this world; each returns a watcher (``step/watcher.py``)."""
         self.peers: tuple[Peer, ...] = ()
@@ -118,39 +118,39 @@ class Comm(ABC):
     # ---- what may be asked ------------------------------------------------------------------------------
 
     def all_gather(self, out: Tensor, piece: Tensor, axes: Sequence[str], note: Note = NO_NOTE) -> Work:
-        """Every member's ``piece``, end to end in group order, into every member's ``out``; nothing is copied where
-        ``piece`` is the very slice of ``out`` at this rank's index."""
+        """Gathers every member's ``piece``, end to end in group order, into every member's ``out``; nothing is copied
+        where ``piece`` is the very slice of ``out`` at this rank's index."""
         return self._cut("all_gather", out, piece, axes, note).start()
 
     def reduce_scatter(
         self, out: Tensor, whole: Tensor, axes: Sequence[str], op: str = "sum", note: Note = NO_NOTE
     ) -> Work:
-        """The reduction of all members' ``whole``, cut in equal pieces; member k keeps piece k in ``out``, which may be
-        the very slice of ``whole`` at this rank's index."""
+        """Reduces all members' ``whole`` and cuts the result in equal pieces; member k keeps piece k in ``out``, which
+        may be the very slice of ``whole`` at this rank's index."""
         return self._cut("reduce_scatter", whole, out, axes, note, op).start()
 
     def all_reduce(self, tensor: Tensor, axes: Sequence[str], op: str = "sum", note: Note = NO_NOTE) -> Work:
-        """The reduction of all members' ``tensor``, in place on every member."""
+        """Reduces all members' ``tensor``, in place on every member."""
         return self._one("all_reduce", tensor, axes, note, op).start()
 
     def broadcast(self, tensor: Tensor, axes: Sequence[str], src: int, note: Note = NO_NOTE) -> Work:
-        """The ``tensor`` of the group's member ``src`` (an index within the group), on every member."""
+        """Copies the ``tensor`` of the group's member ``src`` (an index within the group) to every member."""
         return self._one("broadcast", tensor, axes, note, None, src).start()
 
     def reduce(self, tensor: Tensor, axes: Sequence[str], dst: int, op: str = "sum", note: Note = NO_NOTE) -> Work:
-        """The reduction of all members' ``tensor``, in place on member ``dst``; the others' stay as they are."""
+        """Reduces all members' ``tensor``, in place on member ``dst``; the others' stay as they are."""
         return self._one("reduce", tensor, axes, note, op, dst).start()
 
     def scatter(self, out: Tensor, whole: Tensor | None, axes: Sequence[str], src: int, note: Note = NO_NOTE) -> Work:
-        """Piece k of member ``src``'s ``whole`` into member k's ``out``; ``whole`` is None off the root."""
+        """Copies piece k of member ``src``'s ``whole`` into member k's ``out``; ``whole`` is None off the root."""
         return self._cut("scatter", whole, out, axes, note, None, src).start()
 
     def gather(self, out: Tensor | None, piece: Tensor, axes: Sequence[str], dst: int, note: Note = NO_NOTE) -> Work:
-        """Every member's ``piece``, end to end, into ``out`` of member ``dst``; it is None elsewhere."""
+        """Gathers every member's ``piece``, end to end, into ``out`` of member ``dst``; it is None elsewhere."""
         return self._cut("gather", out, piece, axes, note, None, dst).start()
 
     def all_to_all(self, out: Tensor, whole: Tensor, axes: Sequence[str], note: Note = NO_NOTE) -> Work:
-        """Piece k of ``whole`` to member k; piece k of ``out`` from member k."""
+        """Sends piece k of ``whole`` to member k, and receives piece k of ``out`` from member k."""
         group = self._group(axes)
         n = len(group.ranks)
         out, whole = flat(out, "out", "all_to_all", self.device), flat(whole, "whole", "all_to_all", self.device)
@@ -175,12 +175,12 @@ class Comm(ABC):
         note: Note = NO_NOTE,
         root: int | None = None,
     ) -> Prepared | Alone:
-        """One of these, to be started as often as wanted: checked now, on these tensors, whose memory may move.
+        """Prepares one of these operations for repeated use: checked now, on these tensors, whose memory may move.
 
         Args:
             kind: all_gather, reduce_scatter (a sum), all_reduce (a sum), broadcast or reduce (a sum).
-            piece: of the first two.
-            root: of the last two, an index within the group.
+            piece: for the first two.
+            root: for the last two, an index within the group.
         """
         op = None if kind in ("all_gather", "broadcast") else "sum"
         if piece is None:
@@ -188,7 +188,7 @@ class Comm(ABC):
         return self._cut(kind, whole, piece, axes, note, op)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of 1 dim in memory that is best for what is gathered and reduced in place."""
+        """Returns a tensor of 1 dim in memory that is best for gathers and reductions in place."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def common(self, numel: int, dtype: torch.dtype, axes: Sequence[str]) -> Tensor | None:
@@ -202,22 +202,22 @@ class Comm(ABC):
         return None if len(group.ranks) == 1 or not numel else self._common(group, numel, dtype)
 
     def wait_for_readers(self) -> None:
-        """Waits until all ranks that have common memory with this one have called it too, so that none reads any:
-        before it is written, unless a collective among them followed the last read."""
+        """Waits until all ranks that share common memory with this one have called it too, so that none reads any.  It
+        must precede a write, unless a collective among them followed the last read."""
         return None
 
     def wrote_common(self, *, later: bool = False) -> None:
-        """Says that this rank has written to common memory; all say so equally often, and who gathers waits for it.
+        """Says that this rank has written to common memory; all say so equally often, and a gather waits for it.
 
-        ``later``: its next gather says so, as it does of what is written after ``wait_for_readers``."""
+        ``later``: the next gather says so, as it does of writes after ``wait_for_readers``."""
         return None
 
     def send(self, tensor: Tensor, dst: int, note: Note = NO_NOTE) -> Work:
-        """``tensor`` to the (global) rank ``dst``.  Its handle may be dropped: the message still goes."""
+        """Sends ``tensor`` to the (global) rank ``dst``.  Its handle may be dropped: the message still goes."""
         return self._message("send", tensor, dst, note)
 
     def recv(self, tensor: Tensor, src: int, note: Note = NO_NOTE) -> Work:
-        """The next message of the (global) rank ``src`` into ``tensor``, complete after ``wait()``.
+        """Receives the next message of the (global) rank ``src`` into ``tensor``, complete after ``wait()``.
 
         A message of another shape or dtype is a MismatchError among threads, and between processes it never comes: the
         deadline names what was waited for.  Where only the sender knows them, a header goes first (``comm/header.py``).
@@ -231,7 +231,7 @@ class Comm(ABC):
             self._ask("barrier", group, note, 0, torch.uint8, ()).start()
 
     def close(self) -> None:
-        """Frees what the world has, and tells the observers.  No operation may follow."""
+        """Frees the resources of the world, and tells the observers.  No operation may follow."""
         self.end_observers()
 
     def end_observers(self) -> None:
@@ -240,7 +240,7 @@ class Comm(ABC):
             observer.closed()
 
     def waiting(self, operation: Operation) -> AbstractContextManager[None]:
-        """Around every place where this rank may stand still for others; tells the observers."""
+        """Surrounds every place where this rank may wait for others; tells the observers."""
         return Waiting(self.observers, operation) if self.observers else NOBODY
 
     def begin_step(self, number: int) -> None:
@@ -290,15 +290,15 @@ class Comm(ABC):
     # A world without these cannot be checked.
 
     def _tell(self, operation: Operation, row: Tensor, dst: int) -> Work:
-        """A small message ahead of an operation, in order with others like it, and apart from all else."""
+        """Sends a small message ahead of an operation, in order with others of its kind, and separate from all else."""
         raise ValueError(f"{type(self).__name__} has no _tell and _hear, so its collectives cannot be checked")
 
     def _hear(self, operation: Operation, row: Tensor, src: int) -> None:
-        """Waits for the next of these from a rank, on behalf of an operation."""
+        """Waits for the next such message from a rank, on behalf of an operation."""
         raise ValueError(f"{type(self).__name__} has no _tell and _hear, so its collectives cannot be checked")
 
     def _abandon(self, why: str) -> None:
-        """This rank goes no further; ``why`` is for those who wait for it."""
+        """Stops this rank's part in the world; ``why`` is for the ranks that wait for it."""
         return None
 
     # ---- checking, recording, asking -----------------------------------------------------------
@@ -315,7 +315,7 @@ class Comm(ABC):
         return self._groups[axes]
 
     def _checked(self, kind: str, axes: Sequence[str], op: str | None, root: int | None) -> Group:
-        """The group, once the reduction and the root, where there are any, are known to be right."""
+        """Returns the group, after checking the reduction and the root, where there are any."""
         group = self._group(axes)
         if op is not None:
             known_op(op, kind)
@@ -334,7 +334,7 @@ class Comm(ABC):
         op: str | None = None,
         root: int | None = None,
     ) -> Prepared:
-        """An operation as it was asked for, for the world's own method."""
+        """Returns a requested operation, for the world's own method."""
         size = numel * dtype.itemsize
         sent = bytes_sent(kind, size, len(group.ranks), root=root == group.index)
         operation = Operation(kind, group, note, numel, dtype, op or "", -1 if root is None else root)
@@ -365,7 +365,7 @@ class Comm(ABC):
         op: str | None = None,
         root: int | None = None,
     ) -> Prepared | Alone:
-        """Gathers and scatters: equal pieces on all members, and the whole, which only the root has if there is one."""
+        """Starts gathers and scatters: equal pieces on all members; the root, if there is one, alone has the whole."""
         group, gathers = self._checked(kind, axes, op, root), kind in ("all_gather", "gather")
         whole_name, piece_name = ("out", "piece") if gathers else ("whole", "out")
         n, piece = len(group.ranks), flat(piece, piece_name, kind, self.device)
@@ -385,14 +385,14 @@ class Comm(ABC):
     def _one(
         self, kind: str, tensor: Tensor, axes: Sequence[str], note: Note, op: str | None, root: int | None = None
     ) -> Prepared | Alone:
-        """all_reduce, broadcast and reduce: one tensor, in place."""
+        """Starts all_reduce, broadcast and reduce: one tensor, in place."""
         group, tensor = self._checked(kind, axes, op, root), flat(tensor, "tensor", kind, self.device)
         if len(group.ranks) == 1:
             return Alone()
         return self._ask(kind, group, note, tensor.numel(), tensor.dtype, (tensor,), op, root)
 
     def _message(self, kind: str, tensor: Tensor, peer: int, note: Note) -> Work:
-        """send and recv."""
+        """Starts send and recv."""
         flat(tensor, "tensor", kind, self.device)
         group = pair_of(self.mesh, self.rank, kind, peer)
         return self._ask(kind, group, note, tensor.numel(), tensor.dtype, (tensor, peer)).start()

@@ -22,7 +22,7 @@ LOOK_SECONDS = 2.0
 
 
 class WaitClock:
-    """The seconds in which this process ran, from any beginning, as a call; for any thread."""
+    """The seconds in which this process ran, from an arbitrary start, as a call; for any thread."""
 
     def __init__(self) -> None:
         self._looks = 0.0, time.monotonic(), 0.0  # counted, the last look, the one that ended the last pause
@@ -40,15 +40,15 @@ class WaitClock:
 
 
 clock = WaitClock()
-"""That of this process."""
+"""The clock of this process."""
 awake_since = clock.awake_since
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result:
-    """Returns or raises what ``call()`` does.
+    """Returns the result of ``call()``, or raises its error.
 
     Raises:
-        TimeoutError: it did neither in time.
+        TimeoutError: the call ended in neither way in time.
     """
     outcome: Future[Result] = Future()
 

@@ -1,4 +1,4 @@
-"""torchrun's variables, read once and checked: what a rank knows of its world before it meets anybody.
+"""torchrun's variables, read once and checked: the facts that a rank knows of its world before it meets the others.
 
 RANK, WORLD_SIZE              who am I, of how many
 MASTER_ADDR, MASTER_PORT      where the store listens; rank 0 (or torchrun itself) hosts it
@@ -33,8 +33,8 @@ def variables(given: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 SEVERAL = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"}
-"""Variables of Slurm and of mpirun that say something else only where one command was started several times;
-``SLURM_NTASKS`` does so in the script of a job too, which runs once."""
+"""Variables of Slurm and of mpirun whose values differ from these only where one command was started several times;
+``SLURM_NTASKS`` also differs in the script of a job, which runs once."""
 
 
 def launched(environment: MutableMapping[str, str] = os.environ, ranks: int | None = None, *, fix: str) -> bool:
@@ -42,7 +42,7 @@ def launched(environment: MutableMapping[str, str] = os.environ, ranks: int | No
     Slurm's: then torchrun's are set.
 
     Args:
-        ranks: where they are known, told to a user who forgot torchrun.
+        ranks: their number, if known; shown to a user who forgot torchrun.
         fix: how to start the ranks, for a user who started this program several times.
 
     Raises:
@@ -74,10 +74,10 @@ def ranks_here(ranks: int, environment: Mapping[str, str] = os.environ) -> int:
 
 
 def idle_gpus(ranks: int, environment: Mapping[str, str] = os.environ) -> str:
-    """Why ranks of this host that chose for themselves compute on CPUs though it has GPUs; empty where it has none.
+    """Explains why ranks of this host compute on CPUs by their own choice though it has GPUs; empty where it has none.
 
     Args:
-        ranks: how many there are on this host.
+        ranks: the number of ranks on this host.
     """
     gpus = torch.cuda.device_count()
     if gpus:
@@ -94,7 +94,7 @@ def idle_gpus(ranks: int, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def chosen_device(ranks: int, environment: Mapping[str, str] = os.environ) -> Literal["cpu", "cuda"]:
-    """The device ``auto``: GPUs, where each of the ``ranks`` of this host can have one.
+    """Returns the device ``auto``: GPUs, where each of the ``ranks`` of this host can have one.
 
     Ray and Slurm may show each rank its own; torchrun and plait show all ranks the same.
     """
@@ -104,7 +104,7 @@ def chosen_device(ranks: int, environment: Mapping[str, str] = os.environ) -> Li
 
 
 def own_device(device: torch.device | str, environment: Mapping[str, str] = os.environ) -> torch.device:
-    """The device of this rank.
+    """Returns the device of this rank.
 
     ``auto`` is ``cuda`` where this host has a GPU for each of its ranks, and ``cpu`` elsewhere; the first rank of a
     host whose GPUs are idle says so.  ``cuda`` without a number is the GPU of this rank's number on its host, or the
@@ -142,7 +142,7 @@ def own_device(device: torch.device | str, environment: Mapping[str, str] = os.e
 
 @dataclass(frozen=True)
 class WorldVariables:
-    """A process's place, as its environment says it."""
+    """The rank of a process and its world, as its environment gives them."""
 
     rank: int
     size: int
@@ -153,18 +153,18 @@ class WorldVariables:
     file: str
     """The store, where it is a file."""
     restarts: int
-    """Restarts by this host's launcher; that of another host may count differently."""
+    """Restarts by this host's launcher; another host's launcher may count differently."""
     job: str
     """torchrun's name of the run: agents of several may share a store."""
     hint: str
-    """For a rank that does not find all others."""
+    """A hint for a rank that does not find all others."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ, ranks: int | None = None) -> Self:
-        """Reads the environment; a user who forgot torchrun reads the number of ``ranks``, where it is known.
+        """Reads the environment; the error of a user who forgot torchrun names the ``ranks``, if they are known.
 
         Raises:
-            ValueError: a variable is missing, or is no number, or is one that cannot be.
+            ValueError: a variable is missing, is no number, or has an impossible value.
         """
         if missing := [name for name in variables(environment) if not environment.get(name, "").strip()]:
             nproc = "N" if ranks is None else ranks
@@ -185,7 +185,7 @@ class WorldVariables:
         return cls(rank, size, address, port, agents_store, file, restarts, job, hint)
 
     def check(self, mesh: Mesh) -> None:
-        """Refuses another number of processes than the mesh has ranks."""
+        """Refuses a number of processes other than that of the mesh's ranks."""
         if self.size != mesh.size:
             raise ValueError(
                 f"the mesh '{mesh}' has {mesh.size} ranks, but {self.size} processes were started: start {mesh.size} "

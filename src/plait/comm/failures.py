@@ -1,6 +1,6 @@
 """Reports of ranks whose operation failed, in the error of each of them.
 
-Sockets tell that a peer is silent or gone, never what it was doing.  So a rank whose operation failed posts one line in
+Sockets tell that a peer is silent or gone, never its operation.  So a rank whose operation failed posts one line in
 the store through which the ranks met, waits a moment for the lines of the others, and puts them all in its error:
 
     rank 0 waited 5 s in all_gather of unit 'blocks.3' over shard (...)
@@ -38,7 +38,7 @@ class FailureReports:
         self._names = {peer.rank: str(peer) for peer in peers}
 
     def error(self, operation: str, cause: BaseException, deadline: float, others: Sequence[int]) -> OSError:
-        """The error of this rank, whose ``operation`` ended with ``cause``, with the reports of the others: a
+        """Returns the error of this rank, whose ``operation`` ended with ``cause``, with the reports of the others: a
         TimeoutError where the deadline passed, a ConnectionError where the connection broke."""
         late = isinstance(cause, TimeoutError) or "timed out" in str(cause).lower()
         report = f"waited {deadline:g} s in {operation}" if late else f"lost its connections in {operation}"
@@ -54,12 +54,12 @@ class FailureReports:
         return (TimeoutError if late else ConnectionError)("\n".join(lines))
 
     def post(self, report: str) -> None:
-        """Leaves this rank's line for the others."""
+        """Posts this rank's line for the others."""
         with contextlib.suppress(RuntimeError):  # the store's own rank may be gone
             self._store.set(_key(self._rank), report)
 
     def _exchange(self, report: str, others: Sequence[int]) -> dict[int, str]:
-        """Posts a report; what the other ranks have posted within ``PATIENCE_SECONDS``."""
+        """Posts a report; returns the reports that other ranks have posted within ``PATIENCE_SECONDS``."""
         reports: dict[int, str] = {}
         end = time.monotonic() + PATIENCE_SECONDS
         self._store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))

@@ -49,7 +49,7 @@ class GlooTransport(Transport):
     ) -> list[Started]:
         ranks, index = operation.group.ranks, operation.group.index
         works: list[Started] = []
-        for step in range(1, len(ranks)):  # each at its own distance, so that no member is everybody's first
+        for step in range(1, len(ranks)):  # each at its own distance, so that members begin with different ones
             behind, ahead = index - step, (index + step) % len(ranks)
             works += self.recv(operation, slots[behind], ranks[behind], tag)
             works += self.send(operation, slices[ahead], ranks[ahead], tag)
@@ -88,8 +88,8 @@ class GlooTransport(Transport):
                 raise self.failure(operation, error) from error
 
     def _receive_stack(self, operation: Operation, mine: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """A receive buffer, and one tensor per member: a part of the buffer, or ``mine``.  Fresh memory costs more than
-        the message, so buffers are used again."""
+        """Returns a receive buffer, and one tensor per member: a part of the buffer, or ``mine``.  Fresh memory costs
+        more than the message, so buffers are used again."""
         n, m = len(operation.group.ranks), mine.numel()
         spare = self._spare.setdefault((mine.dtype, mine.device), [])
         spare.sort(key=torch.Tensor.numel)

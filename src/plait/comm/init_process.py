@@ -43,7 +43,7 @@ RESOLVE_SECONDS = 2.0
 """Time to look up the name of this host; a name that takes longer is taken for a good one."""
 POLL_SECONDS = 0.05
 LATE_SECONDS = 1.0
-"""Time that a call with a deadline gets beyond it, before it is left."""
+"""Time that a call with a deadline gets beyond it, before it is abandoned."""
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -54,10 +54,10 @@ def init_process(
 
     Args:
         backend: torch's, of a process group of these ranks; none is made where it is empty.
-        facts: what must be the same on all ranks, by name, besides WORLD_SIZE.
+        facts: values that must be the same on all ranks, by name, besides WORLD_SIZE.
 
     Raises:
-        ConnectionError: the port is taken, or what answers there is no store.
+        ConnectionError: the port is taken, or another program than a store answers there.
         TimeoutError: some ranks did not come within the deadline; the message names them.
         ValueError: two processes have one rank, or ranks differ in a fact; the message names them.
     """
@@ -80,7 +80,7 @@ def init_process(
 
 
 def open_store(place: WorldVariables, deadline: float) -> Store:
-    """The store in which the ranks meet.
+    """Returns the store in which the ranks meet.
 
     Raises:
         ConnectionError, TimeoutError: it cannot be made or reached; the message names the address and the fix.
@@ -115,7 +115,7 @@ def open_store(place: WorldVariables, deadline: float) -> Store:
 
 
 def _unreached(place: WorldVariables, deadline: float, error: Exception, hosts: bool) -> OSError:
-    """The error of a rank that has no store, with a fix."""
+    """Returns the error of a rank that has no store, with a fix."""
     start, name, first = f"rank {place.rank}", one_line(place.address, 100), _first(error)
     if isinstance(error, socket.gaierror | UnicodeError):
         fix = "set it to the name or address of the host of rank 0"
@@ -139,7 +139,7 @@ def _in_use(error: Exception) -> bool:
 
 
 def file_store(path: str, deadline: float) -> Store:
-    """A store in a file, for the processes of one host that may open it; the maker of its folder removes it.
+    """Opens a store in a file, for the processes of one host that may open it; the maker of its folder removes it.
 
     Raises:
         ConnectionError: its folder is gone, or there is no room in it.
@@ -182,7 +182,7 @@ def probe(address: str, port: int, end: float) -> None:
 
 
 def _answer(address: str, port: int, end: float) -> bytes:
-    """The answer to the greeting; empty where it is that of a store."""
+    """Returns the answer to the greeting; empty where it is that of a store."""
     number, answer, silent = secrets.token_bytes(4), b"", "nothing answers there"
     try:
         with socket.create_connection((address, port), timeout=max(0.01, end - clock())) as peer:
@@ -212,7 +212,7 @@ def _is_here(place: WorldVariables) -> bool:
 
 @contextmanager
 def _told(what: str, deadline: float, hint: str = "") -> Iterator[None]:
-    """Errors of torch, and a call that did not return, as errors that say ``what``."""
+    """Turns errors of torch, and a call that did not return, into errors that name ``what``."""
     try:
         yield
     except TimeoutError as error:
@@ -247,7 +247,7 @@ def code_facts(read: Callable[[Path], bytes] = Path.read_bytes) -> dict[str, str
 
 
 def users_own(main: object) -> list[Path]:
-    """The source of a program, where the user wrote it.  One rank may run under a profiler, or by another
+    """Returns the source files of a program that the user wrote.  One rank may run under a profiler, or by another
     installation's command."""
     file = getattr(main, "__file__", None)
     if not file or Path(file).suffix == ".pyc":
@@ -260,7 +260,7 @@ def users_own(main: object) -> list[Path]:
 
 
 def _digest(files: Sequence[Path], read: Callable[[Path], bytes]) -> str:
-    """A digest of these files, unless they are in an archive, gone, or newer than this process."""
+    """Returns a digest of these files; ``UNKNOWN`` if they are in an archive, gone, or newer than this process."""
     digest = hashlib.blake2b(digest_size=6)
     try:
         for file in files:
@@ -282,4 +282,4 @@ def _started() -> float:
 
 
 STARTED = _started()
-"""Known when this is imported: forks run what was read then."""
+"""The start of this process; read when this is imported: forks run the code of that time."""

@@ -24,7 +24,7 @@ MOST_KEPT = 2**15
 
 
 class Ledger:
-    """What one rank asked its world to move, in the order of asking."""
+    """The messages that one rank requested, in order."""
 
     def __init__(self) -> None:
         self._kept: deque[Entry] = deque(maxlen=MOST_KEPT)
@@ -43,7 +43,7 @@ class Ledger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Every line written inside is of this phase, whatever its note says."""
+        """Gives every line written inside this phase, whatever its note says."""
         before, self._phase = self._phase, name
         try:
             yield
@@ -76,18 +76,18 @@ class Ledger:
 
     @property
     def sent(self) -> int:
-        """Bytes this rank had to send."""
+        """Bytes that this rank had to send."""
         return sum(self._sent.values())
 
     def sent_by_phase(self) -> dict[str, int]:
-        """Bytes this rank had to send, by the phase of the step."""
+        """Bytes that this rank had to send, by the phase of the step."""
         by_phase: dict[str, int] = {}
         for (phase, _), sent in self._sent.items():
             by_phase[phase] = by_phase.get(phase, 0) + sent
         return by_phase
 
     def sent_over(self, axes: Collection[str], *, without: Collection[str] = ()) -> int:
-        """Bytes of messages over any of these axes, some phases left out; ``mesh.crossing``: of what crosses hosts."""
+        """Bytes of messages over any of these axes, some phases left out; ``mesh.crossing``: those that cross hosts."""
         return sum(
             sent for (phase, over), sent in self._sent.items() if phase not in without and any(a in axes for a in over)
         )

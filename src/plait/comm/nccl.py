@@ -117,7 +117,7 @@ class NcclTransport(GlooTransport):
                 work.wait()
 
     def _group_of(self, operation: Operation) -> tuple[Any, list[int]]:
-        """torch's group, and the order in which it has our members (sorted, where it cannot keep ours)."""
+        """Returns torch's group, and the order in which it has our members (sorted, where it cannot keep ours)."""
         group = self._groups[tuple(a for a in operation.group.axes if self._mesh.axis(a) > 1)]
         n, ranks = len(operation.group.ranks), operation.group.ranks
         return group, list(range(n)) if _UNSORTED else sorted(range(n), key=lambda k: ranks[k])

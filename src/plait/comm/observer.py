@@ -19,23 +19,23 @@ from torch import Tensor
 from plait.comm.operation import Operation, Work
 
 NOBODY = nullcontext()
-"""Around a wait without observers."""
+"""Surrounds a wait without observers."""
 
 
 class Observer:
-    """Does nothing; overwrite what is of interest."""
+    """Does nothing; override the methods of interest."""
 
     def begin_step(self, number: int) -> None:
         """The step with this number (from 0) begins."""
 
     def asked(self, operation: Operation) -> None:
-        """``operation`` is about to be started; what this raises, the caller of the collective gets."""
+        """``operation`` is about to be started; an error raised here reaches the caller of the collective."""
 
     def waits(self, operation: Operation) -> None:
-        """From here on this rank may stand still for others."""
+        """From here on this rank may wait for others."""
 
     def waited(self, operation: Operation, start: float, end: float) -> None:
-        """It waited for ``operation`` between these times of ``time.perf_counter``; not told of a wait that failed."""
+        """It waited for ``operation`` between these times of ``time.perf_counter``; not called if the wait failed."""
 
     def closed(self) -> None:
         """The world is left; nothing follows."""
@@ -55,7 +55,7 @@ class OperationCheck(Protocol):
 
 
 class Waiting:
-    """Around a place where a rank may stand still for others.  A wait that fails is not told as over."""
+    """Surrounds a place where a rank may wait for others.  A wait that fails is not reported as over."""
 
     __slots__ = ("_observers", "_operation", "_start")
 

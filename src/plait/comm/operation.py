@@ -1,4 +1,4 @@
-"""One operation as one rank means it, and what is refused before anything moves.
+"""One operation as one rank means it, and the checks before anything moves.
 
 A ``Group`` is the ranks of a collective seen from one of them; an ``Operation`` is what they do together.  This is how
 errors name it:
@@ -48,7 +48,7 @@ class Group:
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
     index: int
-    """Where this rank stands among ``ranks``."""
+    """The index of this rank in ``ranks``."""
     sizes: tuple[int, ...]
     """The size of each axis."""
 
@@ -72,7 +72,7 @@ class Operation:
     root: int = -1
     """The root's index within the group (broadcast, reduce, scatter, gather)."""
     site: str = field(default="", compare=False)
-    """The line that asked for it; known where collectives are checked."""
+    """The line that requested it; known where collectives are checked."""
 
     @property
     def meaning(self) -> tuple[object, ...]:
@@ -117,7 +117,7 @@ def group_of(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> Group:
 
 
 def pair_of(mesh: Mesh, rank: int, kind: str, peer: int) -> Group:
-    """This rank and another, the sender first, under the axes along which they lie apart."""
+    """Returns the group of this rank and another, the sender first, under the axes along which they are apart."""
     if not 0 <= peer < mesh.size or peer == rank:
         raise ValueError(
             f"{kind} between rank {rank} and rank {peer} on the mesh {mesh}: "
@@ -129,7 +129,7 @@ def pair_of(mesh: Mesh, rank: int, kind: str, peer: int) -> Group:
 
 
 def flat(tensor: Tensor, name: str, kind: str, device: torch.device) -> Tensor:
-    """The tensor as 1-D, where it is contiguous and on the device of this world."""
+    """Returns the tensor as 1-D, where it is contiguous and on the device of this world."""
     if not tensor.is_contiguous():
         raise ValueError(
             f"{kind}: {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
@@ -148,7 +148,7 @@ def same_dtype(kind: str, a: Tensor, b: Tensor) -> None:
 
 
 def check_pieces(kind: str, group: Group, whole: Tensor, whole_name: str, piece: Tensor, piece_name: str) -> None:
-    """Refuses a whole that is not ``n`` pieces, and a piece that lies in its memory, but not at this rank's slice."""
+    """Refuses a whole that is not ``n`` pieces, and a piece within its memory but not at this rank's slice."""
     same_dtype(kind, whole, piece)
     n, m = len(group.ranks), piece.numel()
     if whole.numel() != n * m:
@@ -170,7 +170,7 @@ def names(group: Group) -> str:
 
 
 def known_op(op: str, kind: str) -> None:
-    """Refuses what is no reduction, and the mean."""
+    """Refuses unknown reductions, and the mean."""
     if op.lower() in ("avg", "mean", "average"):
         raise ValueError(f"{kind} with op {op!r}: SUM only, divide yourself (once, by the global count)")
     if op not in OPS:
@@ -193,7 +193,7 @@ def overlap(whole: Tensor, piece: Tensor) -> bool:
 
 
 def copied(out: Tensor, piece: Tensor) -> Work:
-    """The values of ``piece`` in ``out``, which may be the same memory: all that a group of one does."""
+    """Copies the values of ``piece`` into ``out``, which may be the same memory: all that a group of one does."""
     if out.device.type != "meta" and out.data_ptr() != piece.data_ptr():
         with torch.no_grad():
             out.copy_(piece)

@@ -71,7 +71,7 @@ def _fold(
     into: Tensor,
     spare: Sequence[Tensor],
 ) -> None:
-    """The last axis outermost: ``into = f(r=0) + f(r=1) + ...``, ``f`` folding the axes before it."""
+    """Folds with the last axis outermost: ``into = f(r=0) + f(r=1) + ...``, ``f`` folding the axes before it."""
     if len(sizes) == 1:
         combine(members[0], members[1], out=into)
         for member in members[2:]:

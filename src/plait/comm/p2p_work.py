@@ -1,4 +1,4 @@
-"""Messages under way in a process, and what waiting for them does.
+"""Messages under way in a process, and the work that a wait for them does.
 
     P2PWork    messages, then something to finish (an ordered reduction)
     Sent       the handle of a message that was sent, whether it is kept or dropped
@@ -19,7 +19,7 @@ from plait.comm.operation import Operation, Work
 from plait.comm.transport import Started, Transport
 
 NO_GRADIENTS = nullcontext()
-"""Where none are recorded anyway, as in a backward."""
+"""The context where no gradients are recorded anyway, as in a backward."""
 
 
 class P2PWork:
@@ -42,7 +42,7 @@ class P2PWork:
         return self._under_way.get(id(self)) is self
 
     def wait(self) -> None:
-        """Waits for the messages, then finishes; a second time nothing."""
+        """Waits for the messages, then finishes; a second call does nothing."""
         if not self.is_under_way:
             return
         with torch.no_grad() if torch.is_grad_enabled() else NO_GRADIENTS:
@@ -72,7 +72,7 @@ class Sent:
 class TwoPhase:
     """Work whose second phase starts when this rank waits.
 
-    Those of one group (``queue``) finish in the order of issue, whichever is waited for first: otherwise two ranks
+    Works of one group (``queue``) finish in the order of issue, whichever is waited for first: otherwise two ranks
     could wait for each other.
     """
 
@@ -81,7 +81,7 @@ class TwoPhase:
         queue.append(self)
 
     def wait(self) -> None:
-        """Finishes all earlier ones of the group, then this one."""
+        """Finishes all earlier works of the group, then this one."""
         while self in self._queue:
             oldest = self._queue.popleft()
             oldest._first.wait()

@@ -1,10 +1,10 @@
-"""An operation that is checked once and begun as often as it is wanted, on the same tensors.
+"""An operation that is checked once and begun as often as wanted, on the same tensors.
 
     comm.all_gather(out, piece, axes, note)                    checked, then begun
     again = comm.prepare("all_gather", out, piece, axes, note)
     again.start() ... again.start()                            begun: a line in the ledger, a word to the observers
 
-What a step asks for it asks for in every step; looking at sizes, dtypes and memory each time costs as much as a small
+A step requests the same operations every time; checking sizes, dtypes and memory each time costs as much as a small
 message.
 """
 
@@ -44,7 +44,7 @@ class Prepared:
         self._comm, self.entry, self.operation, self.what, self.method = comm, entry, operation, what, method
 
     def start(self) -> Work:
-        """Begins it."""
+        """Begins the operation."""
         return self._comm.begin(self)
 
 
@@ -57,5 +57,5 @@ class Alone:
         self._copy = copy
 
     def start(self) -> Work:
-        """Copies what has to be elsewhere."""
+        """Copies the piece if it has to be elsewhere."""
         return self._copy()

@@ -47,10 +47,10 @@ SMALL_BYTES = 4 * 2**20
 """An all-reduce that receives no more than this sends wholes: one round of messages instead of two."""
 
 DESCRIPTIONS = 1
-"""The tag of what a check tells: gloo keeps the order of messages with one tag."""
+"""The tag of descriptions that a check sends: gloo keeps the order of messages with one tag."""
 
 MOST_TAGS = 4096
-"""Checksums that are kept."""
+"""Most checksums that are kept."""
 
 MOST_DROPPED = 64
 """Sends under way whose handles were dropped; one more waits for the oldest of them."""
@@ -86,12 +86,12 @@ class ProcessComm(Comm):
         self._two_phase: dict[tuple[str, ...], deque[TwoPhase]] = {}
         self._under_way: dict[int, P2PWork] = {}
         self._tags: dict[tuple[object, ...], int] = {}
-        """Checksums of what operations mean; a repr of it costs more than a small message."""
+        """Checksums of the meanings of operations; a repr of one costs more than a small message."""
         self.sends: dict[int, P2PWork] = {}  # under way, to other ranks
-        self.dropped: dict[int, P2PWork] = {}  # those of them whose handles are gone, the oldest first
+        self.dropped: dict[int, P2PWork] = {}  # sends whose handles are gone, the oldest first
         self._closed = False
         self._borrows = False
-        """torch's process group was there before, and stays."""
+        """True if torch's process group was there before, and stays."""
 
     @classmethod
     def from_env(
@@ -107,7 +107,7 @@ class ProcessComm(Comm):
         """Joins the world that torchrun's variables describe.
 
         Args:
-            facts: what else must be the same on all ranks, by name.
+            facts: further values that must be the same on all ranks, by name.
             shared_memory: the ranks of a host move tensors of CPUs through memory that they share.
 
         Raises:

@@ -23,13 +23,13 @@ NAMES = (
     "SLURM_STEP_ID",
 )
 FIRST_PORT, PORTS = 12000, 20000
-"""Below the ports that Linux gives to connections, and above those of services."""
+"""Ports below those that Linux gives to connections, and above those of services."""
 STEPS = 16
-"""So many steps of a job have ports of their own, before those of the next job begin."""
+"""Number of steps of a job that have separate ports, before those of the next job begin."""
 
 
 def from_slurm(given: Mapping[str, str]) -> dict[str, str]:
-    """Torchrun's variables of a task that ``srun`` started as one of several; what is set already is left out.
+    """Returns torchrun's variables of a task that ``srun`` started as one of several, without those already set.
 
     Nothing where it is the only one, where RANK is set (torchrun, or the user, numbers the ranks), and where a variable
     is missing that tells it.
@@ -57,11 +57,11 @@ def from_slurm(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """The first of a list like ``n[001-004,7],m3``."""
+    """Returns the first host of a list like ``n[001-004,7],m3``."""
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", nodes).split(",")[0]
 
 
 def port(job: str, step: str) -> int:
-    """The same for all tasks of a step."""
+    """Returns the port of the store, the same for all tasks of a step."""
     number = STEPS * int(job) + int(step) if job.isdecimal() and step.isdecimal() else 0
     return FIRST_PORT + number % PORTS

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]  # torch's stubs do not export it
 
 POLL_SECONDS, SLOWEST_POLL = 0.02, 0.2
-"""Between two looks into the store: at the beginning, and after some seconds."""
+"""Seconds between two looks into the store: at the beginning, and after some seconds."""
 OTHERS_SECONDS = 1.5
 """Time that rank 0, when two ranks differ, waits for the others, so that it can say which of them is alone."""
 UNKNOWN = "(unknown)"
@@ -66,10 +66,10 @@ def meet(store: Store, mine: Peer, size: int, end: float) -> Met:
     """Joins the next world that meets in ``store``, which belongs to one job.
 
     Args:
-        end: when this rank has waited long enough, as of ``deadline.clock``.
+        end: the end of this rank's patience, by ``deadline.clock``.
 
     Raises:
-        ValueError: ranks differ in what must be the same, or two have one place.
+        ValueError: ranks differ in a fact that must be the same, or two have one place.
         TimeoutError: some did not come; the message names them.
     """
     started = clock()
@@ -180,7 +180,7 @@ def _current(store: Store) -> int:
 
 
 def _problem(peers: Collection[Peer]) -> str:
-    """Says why these cannot be ranks of one world; empty if they can."""
+    """Returns the reason why these cannot be ranks of one world; empty if they can."""
     known: dict[str, set[str]] = {}
     for name, value in ((name, value) for peer in peers for name, value in peer.facts.items() if value != UNKNOWN):
         known.setdefault(name, set()).add(value)
@@ -200,7 +200,7 @@ def _problem(peers: Collection[Peer]) -> str:
 
 
 def _at(here: Store, rank: int) -> Peer | None:
-    """The process that has a place, if there is one."""
+    """Returns the process that has a place, if there is one."""
     if not here.check([f"here/{rank}"]):
         return None
     peer = Peer.parse(here.get(f"here/{rank}"))

@@ -7,8 +7,8 @@ from the others' memory, and none leaves before all are done, because a tensor t
                                |  all here                                           |  all done
     rank 1   arrive(whole1) ---+            add chunk 1 of whole0, whole1 -> out1 ---+            leave
 
-The n-th barrier of some ranks is their n-th request; if two mean different things by it, both are told.  Messages are
-numbered as well: ``send`` copies and never blocks, and the ``wait()`` of the n-th ``recv`` waits for the n-th message.
+The n-th barrier of some ranks is their n-th request; if two mean different things by it, both get an error.  Messages
+are numbered as well: ``send`` copies and never blocks; ``wait()`` of the n-th ``recv`` waits for the n-th message.
 
     results = run(Mesh(shard=2), lambda comm: work(comm))      # one result per rank, or the first error
 """
@@ -41,7 +41,7 @@ STOPPING = 10.0
 
 
 class ThreadWorld(Rendezvous):
-    """The place where the ranks of one mesh meet, and how they work."""
+    """The place where the ranks of one mesh meet, with their settings."""
 
     def __init__(
         self, mesh: Mesh, deadline: float = 30.0, deterministic: bool = True, device: torch.device | str = "cpu"

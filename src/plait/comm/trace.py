@@ -1,13 +1,13 @@
 """A world that moves nothing and records everything.
 
-One process plays one rank, and the ledger keeps what it asked for.  On the ``meta`` device a run of any size costs no
+One process plays one rank, and the ledger keeps its requests.  On the ``meta`` device a run of any size costs no
 memory, so the planner's list can be compared with the engine's for any mesh.
 
     comm = TraceComm(Mesh(shard=64), rank=5, device="meta")
     ...
     comm.ledger.entries
 
-What a collective would have written is left as it was; do not read it.
+A collective leaves its result tensors as they were; do not read them.
 """
 
 from typing import Any

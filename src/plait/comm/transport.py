@@ -50,7 +50,7 @@ class Transport(ABC):
     def __init__(self, wires: Wires) -> None:
         self.rank, self.deadline = wires.rank, wires.deadline
         self._reports, self._waiting = wires.reports, wires.waiting
-        self.broken = ""  # or why nothing can be started any more
+        self.broken = ""  # else the reason why nothing can be started any more
 
     progresses = True
     """Messages travel while this rank computes."""
@@ -67,7 +67,7 @@ class Transport(ABC):
     def exchange(
         self, operation: Operation, slots: Sequence[Tensor], slices: Sequence[Tensor], tag: int
     ) -> list[Started]:
-        """Slice k to member k, slot k from member k, all at once; nothing for this rank itself."""
+        """Sends slice k to member k, and receives slot k from member k, all at once; nothing for this rank itself."""
 
     @abstractmethod
     def reduce(
@@ -79,23 +79,23 @@ class Transport(ABC):
 
     @abstractmethod
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
-        """Waits for what was started; raises TimeoutError after the deadline, ConnectionError where a connection broke,
+        """Waits for started messages; raises TimeoutError after the deadline, ConnectionError where a connection broke,
         with the others' reports."""
 
     def all_reduce(self, operation: Operation, tensor: Tensor, tag: int) -> list[Started]:
-        """An all-reduce of messages in a way of its own; nothing where the common ones do as well."""
+        """Starts an all-reduce in the transport's own way; empty where the common one is as good."""
         return []
 
     def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started] | None:
-        """The collective as the library makes it; None where it is better made of messages."""
+        """Starts the library's own collective; None where messages are better."""
         return None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Memory from which tensors are sent without a copy, where that depends on the memory."""
+        """Returns memory from which tensors are sent without a copy; None where any memory will do."""
         return None
 
     def common(self, operation: Operation) -> Tensor | None:
-        """Memory that the members have in common, where there is such: zeros, as many as the operation has elements."""
+        """Zeros in memory that the members share, as many as the operation has elements; None where there is none."""
         return None
 
     def wait_for_readers(self) -> None:
@@ -103,7 +103,7 @@ class Transport(ABC):
         return None
 
     def wrote_common(self, *, later: bool) -> None:
-        """This rank has written to common memory, or will have when it gathers next."""
+        """Notes that this rank has written to common memory, or will have by its next gather."""
         return None
 
     def give_up(self, why: str) -> None:
@@ -112,16 +112,16 @@ class Transport(ABC):
         self._reports.post(why)
 
     def close(self) -> None:
-        """Frees what it has; messages that were sent still arrive."""
+        """Frees its resources; messages that were sent still arrive."""
         self.broken = self.broken or "this world was closed"
 
     def _check(self, operation: Operation) -> None:
-        """Refuses to start anything more where one has failed."""
+        """Refuses to start anything after a failure."""
         if self.broken:
             raise ConnectionError(f"rank {self.rank} in {operation}: {self.broken}")
 
     def failure(self, operation: Operation, error: BaseException) -> OSError:
-        """The error of a rank whose operation failed; it starts nothing more."""
+        """Returns the error of a rank whose operation failed, and starts nothing more."""
         if self.broken:
             return ConnectionError(f"rank {self.rank} in {operation}: {self.broken}")
         self.broken = f"this world broke down earlier, in {operation}"
@@ -130,6 +130,6 @@ class Transport(ABC):
 
 
 def shared_memory_transport(store: Store, peers: Sequence[Peer], wires: Wires) -> Transport:
-    """The transport of one rank that moves tensors of CPUs through memory that the ranks of a host share."""
+    """Makes the transport of a rank that moves CPU tensors through memory that the ranks of a host share."""
     made: Transport = import_module(SHARED_MEMORY).transport(store, peers, wires)
     return made

@@ -37,7 +37,7 @@ class Course:
         self.lines: list[Mapping[str, Any]] | None = [] if all_lines else None
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """A step is done."""
+        """Adds the line of a finished step."""
         self.first, self.last, self.steps = self.first or line, line, self.steps + 1
         self.losses.add(line["loss"])
         self._rates.add(line["tokens"] / line["seconds"])
@@ -46,5 +46,5 @@ class Course:
 
     @property
     def rate(self) -> float:
-        """Tokens in a second, the median over steps."""
+        """Tokens per second, the median over steps."""
         return statistics.median(self._rates.values)

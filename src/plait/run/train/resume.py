@@ -1,4 +1,4 @@
-"""A run that goes on: what ``plait train`` adds to a checkpoint, and what must be the same when it is taken up again.
+"""Resumes a run: the values that ``plait train`` adds to a checkpoint, and those that must be the same afterwards.
 
     OUT/checkpoints/step-000120      the engine's state (``plait.save``), and as extra:
         config      every setting                 those that decide the run are compared, field by field
@@ -40,11 +40,11 @@ from plait.table.collectives import Note
 
 AUTO = "auto"
 SETTINGS = "config.toml"
-"""What a run writes as soon as what it replaces is gone."""
+"""The first file that a run writes, once an earlier run's files are gone."""
 SUMMARY = "summary.json"
-"""What a run writes last of all: where it is, nothing is left to do."""
+"""The last file that a run writes: in a folder that has it, nothing is left to do."""
 DECIDING = [field.name for field in fields(JobConfig) if field.name != "data"]
-"""Settings that decide the run; of the data it is the text itself that is compared."""
+"""Settings that decide the run; of the data only the text itself is compared."""
 RATES = [field.name for field in fields(OptimizerConfig) if field.name not in ("optimizer", "clip", "loss_scale")]
 FIXED = ("optimizer", "seed", "loss_scale")
 """Settings that cannot change within a run, since its state belongs to them."""
@@ -55,7 +55,7 @@ MISSING = "nothing"
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting that is not what it was."""
+    """A setting that differs from the one saved."""
 
     name: str
     was: Any
@@ -72,10 +72,10 @@ def folder_of(config: TrainConfig) -> Path:
 
 
 def find_resumed(config: TrainConfig) -> Storage | None:
-    """The checkpoint that the run goes on from; None: it begins anew.
+    """Returns the checkpoint that the run goes on from; None: it begins anew.
 
     Raises:
-        ValueError: there is none where one was named.
+        ValueError: the checkpoint that was named does not exist.
     """
     if config.resume is None:
         return None
@@ -85,13 +85,13 @@ def find_resumed(config: TrainConfig) -> Storage | None:
 
 
 def check_places(config: TrainConfig) -> str | None:
-    """Before any rank starts: whether there is nothing left to do, and why.
+    """Checks a run's folders before any rank starts; returns the reason if nothing is left to do, else None.
 
     It refuses settings of checkpoints that do not fit together, a run that is another than the one it goes on from,
     and a folder in which it would come upon checkpoints that it did not write.
 
     Raises:
-        ValueError: with the settings, each with both values, and the fix; or the run was ended behind its last step.
+        ValueError: with the settings, each with both values, and the fix; or the run was ended after its last step.
     """
     for name in ("save_every", "keep", "resume"):
         if getattr(config, name) is not None and config.out is None and (name != "resume" or config.resume == AUTO):
@@ -138,11 +138,11 @@ def check_places(config: TrainConfig) -> str | None:
 
 
 def restarted(config: TrainConfig, attempt: int, begun: bool) -> TrainConfig:
-    """The settings of an attempt that follows others: it goes on where they came to.  One before the first checkpoint
-    begins as the first did, in the same folder, if that has what they left and nothing else.
+    """Returns the settings of an attempt that follows others: it goes on from the newest checkpoint.  Before the first
+    checkpoint it begins again in the same folder, if that has only the files of those attempts.
 
     Args:
-        begun: whether one of them wrote its settings there (``has_settings``); else what is there is another run's.
+        begun: True if one of them wrote its settings there (``has_settings``); else the files are another run's.
     """
     if not attempt or config.out is None or not begun:
         return config
@@ -153,23 +153,23 @@ def restarted(config: TrainConfig, attempt: int, begun: bool) -> TrainConfig:
 
 
 def has_settings(config: TrainConfig) -> bool:
-    """Whether an attempt since this rank's launcher began has written its settings: later checkpoints are its own."""
+    """True if an attempt since this rank's launcher began has written its settings: later checkpoints are its own."""
     launch = launcher()
     try:
         return (Path(config.out or "") / SETTINGS).stat().st_mtime >= (started(launch[0]) if launch else 0)
-    except OSError:  # what is wrong with the place, all ranks are told later
+    except OSError:  # all ranks report a fault of the place later
         return False
 
 
 def end_of(config: TrainConfig, kept: Mapping[str, Any]) -> int | None:
-    """The step at which a run ends that goes on from what ``kept_of`` found; None before the text is read."""
+    """Returns the last step of a run that goes on from the result of ``kept_of``; None before the text is read."""
     if config.epochs is None:
         return config.steps
     return kept["config"]["steps"] if kept["config"].get("epochs") == config.epochs else None
 
 
 def check_finished(config: TrainConfig, last: Storage) -> None:
-    """Raises ValueError where a run has made all of its steps, but not what follows them: its summary comes last."""
+    """Raises ValueError if a run has made all of its steps but ended before its summary, which comes last."""
     if not (Path(config.out or "") / SUMMARY).exists():
         raise ValueError(
             f"{str(last)!r} has all steps of the run, which was ended before what follows them was made: verify, "
@@ -178,8 +178,8 @@ def check_finished(config: TrainConfig, last: Storage) -> None:
 
 
 def newest_sound(config: TrainConfig) -> str:
-    """The newest checkpoint of a run whose files are as they were written, or ""; later ones get another name.  For
-    one process alone, while no rank runs.
+    """Returns the newest checkpoint of a run whose files are as they were written, or ""; renames later ones.  For one
+    process alone, while no rank runs.
 
     Raises:
         ValueError: it has all steps of the run: ``check_finished``.
@@ -200,7 +200,7 @@ def newest_sound(config: TrainConfig) -> str:
 
 
 def check_left(path: object, step: int, end: int) -> None:
-    """Raises ValueError where no step is left of a run that is resumed."""
+    """Raises ValueError if a resumed run has no steps left."""
     if step >= end:
         raise ValueError(
             f"{str(path)!r} has made {step} steps, and the run ends at {end}: there is nothing to go on with; give "
@@ -209,7 +209,7 @@ def check_left(path: object, step: int, end: int) -> None:
 
 
 def _check_metrics(config: TrainConfig, resumed: Storage | None) -> None:
-    """Refuses a folder whose metrics are not those of the run that goes on, or that begins again."""
+    """Refuses a folder whose metrics belong to another run than the one that goes on or begins again."""
     out = Path(config.out or "")
     if not (out / METRICS).exists() or (resumed and resumed.home()[0] == place(folder_of(config).resolve())):
         return
@@ -221,7 +221,7 @@ def _check_metrics(config: TrainConfig, resumed: Storage | None) -> None:
 
 
 def _has_begun(config: TrainConfig) -> bool:
-    """Whether a folder has what this run left that was ended before it saved."""
+    """True if a folder holds the files of this run, ended before its first checkpoint."""
     out = Path(config.out or "")
     if not (out / SETTINGS).exists() or (out / SUMMARY).exists():
         return False
@@ -231,7 +231,7 @@ def _has_begun(config: TrainConfig) -> bool:
 
 
 def kept_of(values: Mapping[str, Any], path: Path | str | Storage) -> Mapping[str, Any]:
-    """What this module added to a checkpoint; ValueError where another program has written it."""
+    """Returns the values that this module added to a checkpoint; ValueError if another program wrote it."""
     match values:
         case {
             "extra": {
@@ -246,13 +246,13 @@ def kept_of(values: Mapping[str, Any], path: Path | str | Storage) -> Mapping[st
 
 
 def differences(config: TrainConfig, kept: Mapping[str, Any], data: str | None = None) -> list[Difference]:
-    """What decides the run and is not as it was; ``change`` may also name what is as it was.
+    """Lists the deciding settings that have changed; ``change`` may also name settings that have not.
 
     Args:
         data: a digest of the text, once it has been read.
 
     Raises:
-        ValueError: a difference that ``change`` does not name, or one that cannot be.
+        ValueError: ``change`` does not name a difference, or the setting cannot change.
     """
     was = kept["config"]
     pairs = [(name, was.get(name, getattr(JobConfig, name)), _plain(getattr(config, name))) for name in DECIDING]
@@ -275,14 +275,14 @@ def differences(config: TrainConfig, kept: Mapping[str, Any], data: str | None =
 
 
 def _plain(value: Any) -> Any:
-    """As it comes back from a checkpoint."""
+    """Returns a value in the form in which a checkpoint gives it back."""
     return value if isinstance(value, str | int | float | type(None)) else str(value)
 
 
 def resume(
     config: TrainConfig, job: Job, comm: Comm, engine: Engine, scheduler: LRScheduler | None, console: Console
 ) -> list[str]:
-    """Load what the config says; returns the layouts in which the run was made so far.  All ranks call it together."""
+    """Loads the checkpoint of the config; returns the layouts of the run so far.  All ranks call it together."""
     found = str(find_resumed(config) or "") if not comm.rank else ""
     if not (found := broadcast_text(comm, found, Note("state"))):
         return []
@@ -316,8 +316,8 @@ def resume(
 
 
 def _check_options(engine: Engine, options: list[dict[str, Any]]) -> None:
-    """Refuses options of an optimizer that are other ones in the program (a job's own optimizer) than were saved: those
-    that were saved would be taken, without a word."""
+    """Refuses an optimizer (a job's own) whose options differ from those saved: the saved ones would silently replace
+    them."""
     groups = [group for one in engine.optimizers for group in one.param_groups]
     for number, (group, own) in enumerate(zip(groups, options, strict=True)):
         for name in (name for name in own if name not in FREE):
@@ -329,7 +329,7 @@ def _check_options(engine: Engine, options: list[dict[str, Any]]) -> None:
 
 
 def _set_rates(engine: Engine, scheduler: LRScheduler | None, options: list[dict[str, Any]]) -> None:
-    """The groups' options are those of the new settings, and the schedule has come to this step."""
+    """Sets the groups' options to those of the new settings, and moves the schedule to this step."""
     groups = [group for one in engine.optimizers for group in one.param_groups]
     for group, own in zip(groups, options, strict=True):
         group.update(own)
@@ -341,19 +341,19 @@ def _set_rates(engine: Engine, scheduler: LRScheduler | None, options: list[dict
 
 
 def layout_of(config: TrainConfig) -> str:
-    """What decides the bits of a run besides its settings."""
+    """Describes the parts of a layout that decide the bits of a run besides its settings."""
     more = f", cut by {config.cut}" if config.cut != "element" else ""
     ranks = f"{config.parsed_mesh}, {config.microbatches} microbatches{more}"
     return f"{config.row} on {ranks}, threads {config.threads}, torch {torch.__version__}"
 
 
 def saver_of(config: TrainConfig, engine: Engine) -> Saver | None:
-    """What saves the run while it goes on; None where nothing is to be saved."""
+    """Returns the saver of a run; None if nothing is to be saved."""
     return None if config.save_every is None else Saver(folder_of(config), engine, keep=config.keep)
 
 
 def extra_of(config: TrainConfig, job: Job, scheduler: LRScheduler | None, layouts: list[str]) -> dict[str, Any]:
-    """What this module adds to a checkpoint."""
+    """Returns the values that this module adds to a checkpoint."""
     return {
         "config": {name: _plain(value) for name, value in asdict(config).items()},
         "data": job.digest(),
@@ -363,7 +363,7 @@ def extra_of(config: TrainConfig, job: Job, scheduler: LRScheduler | None, layou
 
 
 def remove_later(config: TrainConfig, step: int) -> None:
-    """With ``overwrite``: of an earlier run's checkpoints those that this one would come upon go."""
+    """With ``overwrite``, removes the checkpoints of an earlier run that this one would come upon."""
     for folder in checkpoints(folder_of(config)):
         if config.overwrite and int(folder.name.removeprefix("step-")) > step:
             folder.discard()

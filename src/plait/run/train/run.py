@@ -56,7 +56,7 @@ from plait.table.collectives import Note
 from plait.table.mesh import AXES
 
 STATES = ("params", "grads", "optimizer")
-"""What a rank holds between steps."""
+"""The kinds of state that a rank holds between steps."""
 
 UNPREDICTED = ("setup", "state")
 """Phases that the prediction of a step leaves out."""
@@ -73,27 +73,27 @@ class Training:
     scheduler: LRScheduler | None
     recorder: Recorder
     layouts: list[str] = field(default_factory=list)
-    """In which the run was made so far, this one last."""
+    """The layouts of the run so far, this one last."""
     first: int = 0
     """The step, from 0, at which this part of the run begins."""
     saver: Saver | None = None
     stopped: tuple[int, int] | None = None
-    """(rank, signal): it was asked to end, and all ranks did."""
+    """(rank, signal) of the request to end, after which all ranks ended."""
     sent: int | None = None
     """Bytes that this rank sent in the first step, which is the one that is predicted."""
     crossed: int = 0
-    """Those of them over axes that cross hosts."""
+    """Bytes of ``sent`` over axes that cross hosts."""
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Which microbatches are this rank's: of which data rank, of how many, and how many each has."""
+        """The batches that this rank reads: its data rank, the number of data ranks, and the microbatches of each."""
         mesh = self.comm.mesh
         return mesh.data_rank(self.comm.rank), mesh.data_size, self.config.microbatches
 
 
 def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
-    """This rank's part of a run that was started by ``argv``; the exit code is 1 if the comparison asked for fails."""
-    outlived = config.out is not None  # what the run is for is written there
+    """Runs this rank's part of a run that was started by ``argv``; returns 1 if the comparison asked for fails."""
+    outlived = config.out is not None  # the results of the run are written there
     console = screen(outlived=outlived, quiet=comm.rank > 0, stderr=config.json == "-", soft_wrap=True)
     job = make_job(config)
     config = replace(config, steps=job.steps)  # epochs have become steps
@@ -182,7 +182,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
 
 
 def _show_header(training: Training, console: Console) -> None:
-    """What is trained, and how it lies on the ranks."""
+    """Shows the model and its layout on the ranks."""
     config, engine, mesh = training.config, training.engine, training.comm.mesh
     console.print(
         f"{config.title}, {engine.placed.num_parameters:,} parameters, {config.dtype}, {config.batch} samples a step, "
@@ -206,7 +206,7 @@ def _show_header(training: Training, console: Console) -> None:
 
 
 def _activation_bytes(training: Training) -> int:
-    """What this rank's stages of the project's decoder keep of one microbatch, from its forward to its backward."""
+    """Bytes that this rank's stages of the project's decoder keep of a microbatch from its forward to its backward."""
     config, engine = training.config, training.engine
     whole = ("embed", *(f"blocks.{i}" for i in range(config.sizes.num_layers)), "norm", "head")
     links = [name for stage in engine.placed.stages for name in engine.placed.links_of(stage)] or whole
@@ -214,7 +214,7 @@ def _activation_bytes(training: Training) -> int:
 
 
 def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
-    """Train; one dict a step."""
+    """Trains; yields one dict per step."""
     config, comm, engine = training.config, training.comm, training.engine
     held_out = []
     if config.eval_every is not None:
@@ -261,7 +261,7 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
 
 
 def _tell_stop(training: Training) -> int:
-    """Says where a run stopped that was asked to, and how it goes on; the exit code."""
+    """Shows the step at which a run stopped by request, and how to go on; returns the exit code."""
     config, step = training.config, training.engine.steps
     rank, number = training.stopped or (0, 0)
     saved = "nothing was saved, for there is no --save-every"
@@ -274,7 +274,7 @@ def _tell_stop(training: Training) -> int:
 
 
 def _evaluate(engine: Engine, steps: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """The mean loss over all held-out samples; all ranks call it together."""
+    """Returns the mean loss over all held-out samples; all ranks call it together."""
     start = time.perf_counter()
     results = [engine.evaluate(batches) for batches in steps]
     count = sum(result.count for result in results)
@@ -283,7 +283,7 @@ def _evaluate(engine: Engine, steps: Sequence[Sequence[Any]]) -> dict[str, Any]:
 
 
 def _bytes_per_rank(training: Training) -> list[RankBytes]:
-    """Every rank's bytes, as it predicts and measures them, on every rank."""
+    """Returns the predicted and measured bytes of every rank, on every rank."""
     job, comm, engine = training.job, training.comm, training.engine
     measured = engine.placed.bytes_held()
     predicted = held(
@@ -306,7 +306,7 @@ def _bytes_per_rank(training: Training) -> list[RankBytes]:
 
 
 def _compare(training: Training, console: Console) -> bool | None:
-    """Train again as one process that adds in this layout's order; whether every number is the same (on rank 0)."""
+    """Trains again as one process that adds in this layout's order; True if every number is the same (on rank 0)."""
     config = training.config
     records = collect_records(training.comm, training.recorder.finish(training.engine))
     if records is None:

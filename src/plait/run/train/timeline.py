@@ -1,4 +1,4 @@
-"""What the last steps of a run looked like: the events of its ranks, the step they predict, where the time went.
+"""The last steps of a run: the events of its ranks, the step they predict, and the causes of idle time.
 
     every rank's log of the last steps ──► rank 0 ──► costs of the stages ──► simulator ──► the same step, predicted
                                              └──► timeline.svg, trace.json, a table of busy and idle shares
@@ -51,7 +51,7 @@ class Recorded:
 
 
 def record_timeline(engine: Engine) -> Recorded | None:
-    """Bring the logs together on rank 0 (None elsewhere) and predict the step; all ranks call it together."""
+    """Brings the logs together on rank 0 (None elsewhere) and predicts the step; all ranks call it together."""
     gathered = gather_bytes(engine.comm, dump(tuple(engine.placed.log.steps)))
     if gathered is None:
         return None
@@ -64,7 +64,7 @@ def record_timeline(engine: Engine) -> Recorded | None:
 
 
 def shown(comm: Comm) -> list[int]:
-    """The ranks of one pipeline; of data parallelism alone, one rank of each tensor group."""
+    """Returns the ranks of one pipeline; of data parallelism alone, one rank of each tensor group."""
     mesh = comm.mesh
     along = ("pipe",) if mesh.pipe > 1 else ("replica", "shard")
     others = [axis for axis in mesh.coordinates(0) if axis not in along]
@@ -72,14 +72,14 @@ def shown(comm: Comm) -> list[int]:
 
 
 def write_timeline(recorded: Recorded, folder: Path, title: str) -> None:
-    """``timeline.svg`` and ``trace.json`` (for Perfetto) of the typical step, beside the predicted one."""
+    """Writes ``timeline.svg`` and ``trace.json`` (for Perfetto) of the typical step, beside the predicted one."""
     step = recorded.typical, recorded.simulated
     write_text(folder / "timeline.svg", timeline_svg(*step, title))
     write_text(folder / "trace.json", trace_json(*step))
 
 
 def show_timeline(recorded: Recorded, console: Console, *, measured: bool) -> None:
-    """Busy and idle shares, by cause; the simulated step has the same passes, and messages that take no time.
+    """Shows busy and idle shares, by cause; the simulated step has the same passes, and messages that take no time.
 
     ``measured``: the split was measured already, so what is left of the imbalance is that of whole links.
     """
@@ -92,13 +92,13 @@ def show_timeline(recorded: Recorded, console: Console, *, measured: bool) -> No
 
 
 def dump(steps: tuple[tuple[Event, ...], ...]) -> bytes:
-    """One rank's steps as bytes."""
+    """Encodes one rank's steps as bytes."""
     rows = [[[str(e.action), e.start, e.end, [[w.start, w.end, w.what] for w in e.waits]] for e in s] for s in steps]
     return json.dumps(rows).encode()
 
 
 def load(data: bytes) -> tuple[tuple[Event, ...], ...]:
-    """What ``dump`` wrote."""
+    """Reads the output of ``dump``."""
 
     def event(action: str, start: float, end: float, waits: list[tuple[float, float, str]]) -> Event:
         return Event(parse_action(action), start, end, tuple(Span(*wait) for wait in waits))

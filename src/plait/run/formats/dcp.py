@@ -253,7 +253,7 @@ class _LazyPlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__()
         self.stored: dict[int, Stored] = {}
-        """By the ids of the tensors on meta."""
+        """Maps the id of each tensor on meta to the stored tensor."""
 
     def outlined(self, value: Any, *, whole: bool = False) -> Any:
         """The tree with tensors on meta; ``whole`` in tuples, which torch takes for one value."""
@@ -295,5 +295,5 @@ class _RecordWriter(FileSystemWriter):
         return done
 
     def storage_meta(self) -> StorageMeta:
-        """Without the path of a hidden folder."""
+        """Omits the path of a hidden folder from torch's metadata."""
         return StorageMeta()

@@ -3,9 +3,9 @@
     c torch\\n Size\\n  (3, 4) TUPLE1 REDUCE   torch.Size((3, 4))
     c os\\n system\\n  "..." TUPLE1 REDUCE     ValueError: it names 'os.system'
 
-Python's own machine reads it, without the opcodes that torch does not use.  Each name stands for a dataclass of torch,
-a constant, or a function below that takes exactly what torch writes.  The machine is the one in Python, since the one
-in C takes memory for lengths that a file only claims.
+Python's own machine reads it, without the opcodes that torch does not use.  Each name means a dataclass of torch, a
+constant, or a function below that takes exactly what torch writes.  The machine is the one in Python, since the one in
+C takes memory for lengths that a file only claims.
 """
 
 import io

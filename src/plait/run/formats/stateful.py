@@ -211,7 +211,7 @@ class Pieces(Tensor):
         return [_chunk(piece.region) for piece in self.pieces]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """By offset for a write; by number for a read, since pieces of a tied weight may begin at one place."""
+        """Finds pieces by offset for a write, by number for a read, as tied pieces may begin at one place."""
         if not self.written:
             assert index.index is not None
             return self.pieces[index.index].tensor

@@ -173,7 +173,7 @@ def _check_zip(record: io.BytesIO) -> None:
         for one in archive.infolist():
             if one.compress_type or one.flag_bits & 1:
                 raise ValueError("a record has compressed files")
-            if one.CRC:  # zero: torch was told to write none
+            if one.CRC:  # zero: torch was asked to write none
                 with archive.open(one) as part:
                     while part.read(PIECE):
                         pass

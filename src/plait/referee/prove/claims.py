@@ -1,10 +1,10 @@
-"""What is claimed of a layout, and what refutes it.
+"""The claims about a layout, and the counterexamples that refute them.
 
 sums        an update's gradient has every sample of every data rank once, added in the row's order
 owners      every element has one owner in each group over which the optimizer's cell is cut, is updated once,
-            and published to whoever has it at rest
+            and published to every rank that has it at rest
 reads       every pass reads the values that were published last
-messages    everyone in a collective means the same, every send is received, nobody waits for ever
+messages    all members of a collective mean the same, every send is received, no rank waits for ever
 memory      the fullest rank has room
 """
 
@@ -18,16 +18,16 @@ from plait.table.mesh import Mesh
 
 @dataclass(frozen=True)
 class Counterexample:
-    """Where a layout is not the run of a single process."""
+    """The place where a layout differs from the run of a single process."""
 
     what: str
-    """Which of the claims fails: ``sums``, ``owners``, ``reads``, ``messages`` or ``memory``."""
+    """The claim that fails: ``sums``, ``owners``, ``reads``, ``messages`` or ``memory``."""
     text: str
     rank: int = -1
     step: int = 0
     parameter: str = ""
     element: int = -1
-    """Of the flat buffer of its unit; -1 where it is not about one."""
+    """The element of its unit's flat buffer; -1 where it is not about one."""
     microbatch: int = -1
 
     def __str__(self) -> str:
@@ -49,11 +49,11 @@ class Refuted(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Scene:
-    """Who takes part, and what is due."""
+    """The ranks that take part, and the sums and reads that are due."""
 
     mesh: Mesh
     flats: Mapping[int, Mapping[Key, Settled]]
-    """By rank: the buffers that it works on."""
+    """The buffers that each rank works on, by rank."""
     owned_by: tuple[str, ...]
     """The axes over which the optimizer's cell is cut."""
     due: Mapping[Key, int]
@@ -64,12 +64,12 @@ class Scene:
     reads: Mapping[Key, frozenset[tuple[str, int]]]
     """Pass and microbatch of every read that a step makes of a buffer."""
     passes: Mapping[int, frozenset[Action]]
-    """By rank: those that a step makes."""
+    """The passes that a step makes, by rank."""
     sums: bool = True
-    """Whether gradients are carried out."""
+    """True if gradients are carried out."""
     values: bool = True
-    """Whether reads are."""
+    """True if reads are carried out."""
     steps: int = 2
-    """How many are carried out."""
+    """The number of steps that are carried out."""
     everyone: bool = False
-    """Whether all ranks of the mesh are there, so that groups over any axes can meet."""
+    """True if all ranks of the mesh are there, so that groups over any axes can meet."""

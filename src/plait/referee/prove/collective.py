@@ -1,7 +1,7 @@
-"""What a group leaves behind: the contents of its members' buffers after a collective, and who owns what.
+"""The buffers of a group after a collective, and the owners of elements.
 
 all_gather, broadcast     the pieces of the members, or the root's, on each
-reduce_scatter, reduce    the sum on each its piece, or on the root; elsewhere nobody knows
+reduce_scatter, reduce    the sum on each its piece, or on the root; elsewhere the values are unknown
 all_reduce                the sum on each
 """
 
@@ -16,7 +16,7 @@ from plait.table.mesh import Mesh
 
 
 def left_behind(op: Op, contents: Sequence[Pieces], sizes: Sequence[int], sums: Sums) -> list[Pieces]:
-    """The buffers of a group after one collective.
+    """Returns the buffers of a group after one collective.
 
     Args:
         contents: the buffers before, in group order.
@@ -57,7 +57,7 @@ def added(one: Pieces, other: Pieces, sums: Sums) -> Pieces:
 def misowned(
     updates: Sequence[tuple[int, int, int]], mesh: Mesh, owned_by: Sequence[str], numel: Mapping[int, int]
 ) -> tuple[int, int, str] | None:
-    """A rank, an element, and what is wrong with who updates it; None where each has one owner in each group.
+    """Finds a rank, an element, and an error in its owners; None where each element has one owner in each group.
 
     Args:
         updates: the rank and the interval of each.

@@ -4,7 +4,7 @@
     units     ''                   ''                                    root         ''          one for each link
     tensor    rows of the vocabulary   heads, features                   whole        rows of the vocabulary
 
-The names are those of ``LlamaForCausalLM``, so that a proof and an engine speak of the same buffers; a test compares
+The names are those of ``LlamaForCausalLM``, so that a proof and an engine name the same buffers; a test compares
 them.  Sizes come from flags or from the ``config.json`` of a Hugging Face folder; weights are not needed, nor torch.
 """
 
@@ -48,7 +48,7 @@ class Decoder:
     """Elements of a head; 0 is ``hidden / heads``."""
     gated: bool = True
     bias: bool = False
-    """Of query, key and value."""
+    """True if query, key and value have a bias."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab"):
@@ -74,11 +74,11 @@ class Decoder:
 
     @property
     def links(self) -> tuple[str, ...]:
-        """What a pipeline may cut between."""
+        """The links of the model; a pipeline may cut between them."""
         return ("model.embed_tokens", *(f"model.layers.{i}" for i in range(self.layers)), "model.norm", "lm_head")
 
     def parameters(self, link: str) -> tuple[Named, ...]:
-        """Those of one link, in the order in which they are laid."""
+        """The parameters of one link, in the order in which they are laid."""
         width, query, key = self.hidden, self.heads * self.head, self.kv_heads * self.head
         if link in ("model.embed_tokens", "lm_head"):
             return ((f"{link}.weight", (self.vocab, width), 0),)
@@ -96,7 +96,7 @@ class Decoder:
         return tuple(rows)
 
     def cut(self, parameter: Named, ways: int) -> TensorCut | None:
-        """How the tensor axis cuts a parameter; ValueError for heads or rows that it cannot share."""
+        """The cut of a parameter over the tensor axis; ValueError for heads or rows that it cannot share."""
         name, shape, dim = parameter
         if dim < 0 or ways == 1:
             return None
@@ -110,7 +110,7 @@ class Decoder:
         return TensorCut(shape, dim, ways, (shape[dim],))
 
     def sites(self, links: Sequence[str]) -> tuple[Site, ...]:
-        """Where some links send over the tensor axis in a pass."""
+        """The places where some links send over the tensor axis in a pass."""
         found: list[Site] = []
         for link in links:
             if link == "model.embed_tokens":

@@ -1,14 +1,14 @@
-"""Programs carried out on sets instead of numbers: who has which version, and which samples are in which sum.
+"""Programs carried out on sets instead of numbers: which rank has which version, and which samples are in which sum.
 
     rest, full, kept     interval ──► the step for which its values were published
     whole, sum           interval ──► a number of ``Sums``: which samples, in which order
 
-Every rank obeys its program.  A collective waits until its whole group has come to it; a send is never waited for, a
-receive by the pass that needs it: so who comes through here cannot hang, whatever is started earlier.  Memory that a
-collective leaves undefined is nobody's: a read, an update or a sum that meets it is refuted.
+Every rank obeys its program.  A collective waits until its whole group has come to it.  No rank waits for a send; the
+pass that needs a receive waits for it.  So a program that comes through here cannot hang, whatever is started earlier.
+Memory that a collective leaves undefined has no value: a read, an update or a sum that meets it is refuted.
 
-Programs run for two steps, because what a step leaves behind (a copy that is kept too long, a sum that is not cleared)
-harms the next one.  What is refuted names a rank, an element and, where there is one, a microbatch.
+Programs run for two steps, because the remains of a step (a copy that is kept too long, a sum that is not cleared) harm
+the next one.  A refutation names a rank, an element and, where there is one, a microbatch.
 """
 
 from collections import Counter, defaultdict, deque
@@ -37,12 +37,12 @@ class _Buffers:
     seen: set[tuple[str, int]] = field(default_factory=set)
     """The reads of this step."""
     summing: bool = False
-    """Something was brought to ``sum`` since it was cleared."""
+    """True if a gradient was brought to ``sum`` since it was cleared."""
 
 
 @dataclass
 class _Rank:
-    """One rank, and how far it is."""
+    """One rank, and its progress."""
 
     program: Sequence[Op]
     buffers: dict[Key, _Buffers]
@@ -50,14 +50,14 @@ class _Rank:
     step: int = 0
     made: set[Value] = field(default_factory=set)
     posted: dict[tuple[Value, int], tuple[int, int]] = field(default_factory=dict)
-    """By what it hopes to receive in which step: from which rank, and the number of the message."""
+    """The posted receives, by value and step: the source rank, and the number of the message."""
     num_posted: Counter[int] = field(default_factory=Counter)
     passed: Counter[Action] = field(default_factory=Counter)
     counted: bool = False
 
 
 class Machine:
-    """The ranks of a scene at work; ``run`` returns what was made, or raises ``Refuted``."""
+    """The ranks of a scene at work; ``run`` carries out all programs, or raises ``Refuted``."""
 
     def __init__(self, scene: Scene, programs: Mapping[int, Program], sums: Sums) -> None:
         self.scene, self.mesh, self.sums = scene, scene.mesh, sums
@@ -77,7 +77,7 @@ class Machine:
         self.peers: dict[tuple[int, int], int] = {}
         self.divisors: dict[tuple[int, int, int], Counter[int]] = {}
         self.right: set[tuple[int, int, int]] = set()
-        """The divisors that count everyone once."""
+        """The divisors that count every rank's targets once."""
         self.samples = {rank: self.mesh.data_rank(rank) for rank in programs}
         self.owners: dict[tuple[int, Key], list[tuple[int, int, int]]] = defaultdict(list)
         self._handlers: dict[str, Callable[[int, _Rank, Op], bool]] = {
@@ -88,7 +88,7 @@ class Machine:
         }  # fmt: skip
 
     def run(self) -> None:
-        """All programs, to their ends."""
+        """Carries out all programs to their ends."""
         while self.ready:
             number = self.ready.popleft()
             rank = self.ranks[number]
@@ -111,7 +111,7 @@ class Machine:
                 error = self._refute("owners", text, number, Op("update", key), element)
                 raise Refuted(replace(error.example, step=step))
 
-    # ---- what is wrong ------------------------------------------------------------------------------------------
+    # ---- refutations --------------------------------------------------------------------------------------------
 
     def _refute(self, what: str, text: str, number: int, op: Op, element: int = -1) -> Refuted:
         rank, parameter = self.ranks[number], ""
@@ -192,7 +192,7 @@ class Machine:
         return True
 
     def _accumulate(self, buffers: _Buffers, buffer: str, pieces: Pieces) -> None:
-        """The first in ``sum`` since it was cleared is copied there, others are added."""
+        """Copies the first pieces into ``sum`` after it was cleared, and adds later ones."""
         if buffer == "sum" and buffers.summing:
             buffers.sum = added(buffers.sum, pieces, self.sums)
         else:
@@ -348,7 +348,7 @@ class Machine:
 
 
 def version(step: int) -> int:
-    """The values that a step reads, as a number of which there is none in ``Sums``."""
+    """The values that a step reads, as a number that ``Sums`` never gives."""
     return -1 - step
 
 

@@ -1,4 +1,4 @@
-"""A run on paper: a model by its sizes, and all that decides who has, sends and sums what."""
+"""A run on paper: a model by its sizes, and the settings that decide which rank has, sends and sums what."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from plait.table.mesh import Mesh
 
 @dataclass(frozen=True)
 class PaperRun:
-    """One run; ``links`` and ``laid`` raise ValueError for what does not fit together."""
+    """One run; ``links`` and ``laid`` raise ValueError for settings that do not fit together."""
 
     decoder: Decoder
     mesh: Mesh
@@ -20,23 +20,23 @@ class PaperRun:
     pipeline: Pipeline
     microbatches: int = 8
     split: tuple[int, ...] | None = None
-    """Links of each stage; None: equally many."""
+    """Number of links of each stage; None: equally many."""
     cut: Cut = "element"
     bucket: int = BUCKET_BYTES
     dtype: str = "fp32"
-    """Of parameters and activations, where the row's cells say no other."""
+    """The dtype of parameters and activations, where the row's cells name no other."""
     batch: int = 1
     """Samples of a microbatch on one data rank."""
     length: int = 1024
     """Tokens of a sample."""
     states: int = 2
-    """Numbers that the optimizer keeps of each that it updates."""
+    """Numbers that the optimizer keeps for each element that it updates."""
     recompute: str | None = None
     memory: int | None = None
-    """Bytes that a rank has; None: not asked."""
+    """Bytes of memory of a rank; None: not checked."""
 
     def links(self) -> tuple[tuple[str, ...], ...]:
-        """Of each stage."""
+        """The links of each stage."""
         names, count = self.decoder.links, self.pipeline.num_stages
         if self.split is not None and len(self.split) != count:
             raise ValueError(f"a split for {len(self.split)} stages, but the pipeline has {count}: give as many sizes")

@@ -1,4 +1,4 @@
-"""What one rank does in a step, as data: small operations on the flat buffers of its units.
+"""One rank's step as data: small operations on the flat buffers of its units.
 
     schedule       row's moves       operations
     0UNSHARD       all_gather        open from rest, all_gather of full
@@ -9,17 +9,17 @@
     0UPDATE        all_gather        update of rest by sum, all_gather of rest
 
 A buffer's messages are those of ``core.flat.lower``, which the engine sends, in the places where ``plan.cost`` counts
-them.  The other operations say what becomes of the numbers in between:
+them.  The other operations describe the numbers in between:
 
-    open, close       ``full`` is filled from what lies at rest, or is kept; freed
-    keep, forget      what the row keeps from forward to backward is copied; dropped
+    open, close       ``full`` is filled from the values at rest, or kept ones; freed
+    keep, forget      the values that the row keeps from forward to backward are copied; dropped
     read              a pass reads the whole flat
     gradient          a backward writes a microbatch's gradient to ``whole``, or adds it to ``sum``
     add               a reduced piece of ``whole`` is added to ``sum``
     clear             ``sum`` is empty, before a step
     update            the optimizer changes a piece of ``rest``, by the same piece of ``sum``
     pass, send, recv  of the pipeline
-    count, report     what all ranks agree on: the divisor of the loss; the end of the step
+    count, report     agreements of all ranks: the divisor of the loss; the end of the step
 """
 
 from collections import Counter
@@ -46,20 +46,20 @@ class Op(NamedTuple):
     flat: Key = (0, "", 0)
     start: int = 0
     stop: int = 0
-    """The elements of the flat buffer."""
+    """The end of its elements in the flat buffer; ``start`` is the first."""
     microbatch: int = -1
     axes: tuple[str, ...] = ()
     root: int = -1
     buffer: str = ""
     """``rest``, ``full``, ``kept``, ``whole`` (a microbatch's gradient) or ``sum``."""
     phase: str = ""
-    """Of a message, as in the ledger; of a read, ``F`` or ``B``."""
+    """The phase of a message, as in the ledger; of a read, ``F`` or ``B``."""
     action: Action | None = None
-    """Of ``pass``, ``send`` and ``recv``."""
+    """The action of ``pass``, ``send`` and ``recv``."""
     also: tuple[tuple[str, int], ...] = ()
-    """Of ``read``: pass and microbatch of others that read the same right after it."""
+    """For ``read``: pass and microbatch of other reads of the same buffer right after it."""
     rows: tuple[int, int, int] = (0, 0, 0)
-    """Of ``count``: whose targets are added up, as a range of ranks."""
+    """For ``count``: the ranks whose targets are added up, as a range."""
 
     def __str__(self) -> str:
         if self.action is not None:
@@ -81,16 +81,16 @@ Program = tuple[Op, ...]
 
 
 class Settled(NamedTuple):
-    """What is the same for all operations of a rank on one flat buffer."""
+    """The facts that are the same for all operations of a rank on one flat buffer."""
 
     key: Key
     layout: FlatLayout
     trains: bool
     summed: bool
-    """Its gradient is pending over the tensor axis."""
+    """True if its gradient is pending over the tensor axis."""
     differentiated: bool
     messages: Mapping[str, tuple[Message, ...]]
-    """By the phase of ``Moves``."""
+    """Its messages, by the phase of ``Moves``."""
     held: tuple[int, int]
     kept: tuple[int, int]
     grads: tuple[int, int]
@@ -98,12 +98,12 @@ class Settled(NamedTuple):
     split: bool
     keeps_more: bool
     direct: bool
-    """Gradients go straight into the sum."""
+    """True if gradients go straight into the sum."""
     leaves: bool
-    """It is freed between forward and backward."""
+    """True if it is freed between forward and backward."""
 
     def place(self, kind: str, buffer: str) -> tuple[int, int]:
-        """The elements that an operation of this rank is about."""
+        """The elements that an operation of this rank works on."""
         match kind, buffer:
             case "open", "rest":
                 return self.held
@@ -119,7 +119,7 @@ class Settled(NamedTuple):
 
 
 Buffered = Mapping[int, Sequence[Settled]]
-"""By stage."""
+"""Settled flat buffers, by stage."""
 
 PHASES = ("forward", "backward", "microbatch", "summed", "step", "publish")
 
@@ -171,7 +171,7 @@ class Token(NamedTuple):
     """An operation as all ranks make it, each on its own elements."""
 
     kind: str
-    """Of an ``Op``; or a path of ``Moves``, which is the row's messages."""
+    """The kind of an ``Op``, or a path of ``Moves``, which means the row's messages."""
     flat: Key
     microbatch: int = -1
     buffer: str = ""
@@ -183,7 +183,7 @@ Tokens = tuple[Token | Op, ...]
 
 
 def write_tokens(line: Line, flats: Buffered, mesh: Mesh) -> Tokens:
-    """What the ranks of one pipe coordinate do in a step.
+    """Writes the step of the ranks of one pipe coordinate.
 
     Args:
         line: of the completed schedule; actions of stages that are not in ``flats`` are left out.
@@ -206,7 +206,7 @@ def write_tokens(line: Line, flats: Buffered, mesh: Mesh) -> Tokens:
 
 
 def bind(tokens: Tokens, flats: Mapping[Key, Settled]) -> Program:
-    """The operations of one rank."""
+    """The tokens as the operations of one rank."""
     ops: list[Op] = []
     for token in tokens:
         if isinstance(token, Op):
@@ -223,7 +223,7 @@ def bind(tokens: Tokens, flats: Mapping[Key, Settled]) -> Program:
 
 
 def write_program(line: Line, flats: Buffered, mesh: Mesh) -> Program:
-    """All that one rank does in a step; see ``write_tokens``."""
+    """Writes the step of one rank; see ``write_tokens``."""
     return bind(write_tokens(line, flats, mesh), {f.key: f for of_stage in flats.values() for f in of_stage})
 
 
@@ -233,7 +233,7 @@ class _Writer:
     def __init__(self, flats: Buffered, *, holds: bool) -> None:
         self.flats, self.holds = flats, holds
         self.keeps_open = not any(flat.leaves for of_stage in flats.values() for flat in of_stage)
-        """The row keeps parameters whole from forward to backward."""
+        """True if the row keeps parameters whole from forward to backward."""
         self.flying: Counter[int] = Counter()
         self.kept: set[int] = set()
         self.open: set[Key] = set()
@@ -256,7 +256,7 @@ class _Writer:
         return self.one_pass(action) if kind in PASSES else []
 
     def one_pass(self, action: Action) -> list[Token | Op]:
-        """A forward, a backward or a part of one, with what the row does around it."""
+        """A forward, a backward or a part of one, with the row's operations around it."""
         s, m, kind = action.stage, action.microbatch, action.kind
         flats, backward = self.flats[s], kind in (Kind.BACKWARD, Kind.INPUT)
         tokens: list[Token | Op] = [Op("pass", action=action)]
@@ -285,7 +285,7 @@ class _Writer:
         return tokens
 
     def gather(self, flat: Settled, phase: str, m: int) -> list[Token | Op]:
-        """The flat becomes whole, from what is kept or lies at rest, if it is not."""
+        """Makes the flat whole, from its kept piece or the piece at rest, if it is not."""
         if not flat.split or flat.key in self.open:
             return []
         self.open.add(flat.key)
@@ -295,7 +295,7 @@ class _Writer:
         return [Token("open", flat.key, buffer=source), Token(path, flat.key, m, "full", phase)]
 
     def free(self, flat: Settled, *, keep: bool) -> list[Token | Op]:
-        """It is freed; where a backward is to come, what the row keeps stays."""
+        """Frees the flat; where a backward follows, the row's kept piece stays."""
         if not flat.split or flat.key not in self.open:
             return []
         self.open.discard(flat.key)
@@ -303,7 +303,7 @@ class _Writer:
         return [*[Token("keep", flat.key, buffer="kept")] * copies, Token("close", flat.key, buffer="full")]
 
     def forget(self, stage: int) -> list[Token | Op]:
-        """No backward of the stage is to come."""
+        """Drops the kept pieces: no backward of the stage follows."""
         return [Token("forget", f.key, buffer="kept") for f in self.flats[stage] if f.split and f.keeps_more]
 
     @staticmethod
@@ -311,7 +311,7 @@ class _Writer:
         return Token("read", flat.key, m, "full" if flat.split else "rest", way)
 
     def update(self, stage: int) -> list[Token | Op]:
-        """The optimizer's own piece changes, and everyone who has it at rest is told."""
+        """Changes the optimizer's own piece, and publishes it to every rank that has it at rest."""
         trained = [flat for flat in self.flats[stage] if flat.trains]
         updates = [Token("update", flat.key, buffer="rest") for flat in trained]
         return [*updates, *(Token("publish", flat.key, buffer="rest", phase="publish") for flat in trained)]

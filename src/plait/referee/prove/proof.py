@@ -1,12 +1,12 @@
-"""The proof of a layout that nobody has run, from the table, the plan and the schedule.
+"""Proves a layout that has never run, from the table, the plan and the schedule.
 
     schedule    written, completed, proved by ``schedule.check``
-    owners      every parameter lies on one stage; tensor ranks' pieces fill it
+    owners      every parameter is on one stage; tensor ranks' pieces fill it
     symmetry    every rank of the mesh against its model rank
     buffers     per kind of flat buffer: sums, owners, reads, the order of collectives, for two steps
     pipe        sends, receives and agreements
     whole       all programs of all ranks at once, of small layouts
-    memory      what the fullest rank holds
+    memory      the bytes of the fullest rank
 
 Buffers with the same pieces in the same actions are one kind, and are proved once.  A failure is ``Refuted``.
 """
@@ -39,12 +39,12 @@ from plait.table.mesh import Mesh
 from plait.table.tensor_plan import everywhere
 
 SMALL = 200
-"""Ranks times microbatches times stages on all tensor ranks, of layouts that are carried out as a whole too."""
+"""Largest layout that is also carried out as a whole: ranks times microbatches times stages on all tensor ranks."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What ranks send in a step, all of them together: a collective counts once on each member, as in the ledger."""
+    """The traffic of a step, over all ranks: a collective counts once on each member, as in the ledger."""
 
     messages: int = 0
     bytes: int = 0
@@ -55,7 +55,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Proved:
-    """What was proved, in numbers."""
+    """The proof in numbers."""
 
     ranks: int
     parameters: int
@@ -65,21 +65,21 @@ class Proved:
     buffers: int
     """Flat buffers of all stages and tensor ranks."""
     kinds: int
-    """Of buffers that were carried out."""
+    """Kinds of buffers that were carried out."""
     compared: int
     """Facts about ranks that were compared with their models'."""
     operations: int
-    """Carried out by the machine."""
+    """Operations that the machine carried out."""
     traffic: Traffic
-    """Of a step."""
+    """Traffic of a step."""
     order: tuple[str, ...]
-    """In which a gradient's terms are added, innermost first."""
+    """The order of the axes over which a gradient's terms are added, innermost first."""
     in_order: bool
-    """Whether microbatches are added by number."""
+    """True if microbatches are added by number."""
     room: Room
-    """What the fullest rank holds."""
+    """The memory of the fullest rank."""
     seconds: Mapping[str, float]
-    """Of a processor, by part of the proof."""
+    """Processor seconds, by part of the proof."""
 
 
 def prove(run: PaperRun) -> Proved:
@@ -137,7 +137,7 @@ def prove(run: PaperRun) -> Proved:
 
 
 def in_order(schedule: Schedule) -> bool:
-    """Whether every stage adds its gradients by the number of the microbatch."""
+    """True if every stage adds its gradients by the number of the microbatch."""
     latest: dict[int, int] = {}
     for action, _ in placed(schedule):
         if action.kind in ADDS_GRADIENTS:
@@ -149,14 +149,14 @@ def in_order(schedule: Schedule) -> bool:
 
 @contextmanager
 def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Notes how long a part takes, in seconds of a processor."""
+    """Notes the processor seconds of a part."""
     start = time.process_time()
     yield
     seconds[name] = time.process_time() - start
 
 
 def check_parameters(run: PaperRun, laid: Laid) -> None:
-    """Every parameter of the model lies on one stage, and its pieces on the tensor ranks fill it, each element once."""
+    """Checks that every parameter is on one stage, and that tensor ranks' pieces fill it, each element once."""
     decoder, ways = run.decoder, run.mesh.tensor
     stages = {s for s, _ in laid}
     names: Counter[str] = Counter()
@@ -186,7 +186,7 @@ def check_parameters(run: PaperRun, laid: Laid) -> None:
 
 
 def _prove_buffers(run: PaperRun, schedule: Schedule, laid: Laid) -> tuple[int, int, Traffic]:
-    """How many kinds of buffers there are, how many operations were carried out, and what all buffers send."""
+    """Returns the number of kinds of buffers, the number of operations carried out, and the traffic of all buffers."""
     mesh, strategy, owner = run.mesh, run.strategy, owners(schedule)
     known: dict[object, Traffic] = {}
     written: dict[object, OneFlat] = {}
@@ -219,14 +219,14 @@ def _prove_buffers(run: PaperRun, schedule: Schedule, laid: Laid) -> tuple[int, 
 
 
 def _cells(run: PaperRun) -> list[tuple[str, Cell]]:
-    """Whose dtype the messages of a phase have."""
+    """For each phase, the cell whose dtype its messages have."""
     row = run.strategy
     named = dict.fromkeys(("forward", "backward", "unshard", "publish"), row.params)
     return [*named.items(), ("microbatch", row.grads), ("step", row.grads)]
 
 
 def _traffic(programs: Mapping[int, Program], mesh: Mesh, itemsize: Mapping[str, int]) -> Traffic:
-    """What the collectives of some ranks send."""
+    """The traffic of the collectives of some ranks."""
     messages = size = 0
     for rank, program in programs.items():
         for op in program:
@@ -239,7 +239,7 @@ def _traffic(programs: Mapping[int, Program], mesh: Mesh, itemsize: Mapping[str,
 
 
 def _with_others(run: PaperRun, schedule: Schedule, traffic: Traffic) -> Traffic:
-    """With what goes from stage to stage, over the tensor axis inside of passes, and to everyone."""
+    """Adds the traffic between stages, over the tensor axis inside of passes, and of agreements."""
     mesh, decoder = run.mesh, run.decoder
     itemsize, alike = run.strategy.params.itemsize(ITEMSIZE[run.dtype]), mesh.count(IN_STAGE)
     sends = sum(action.kind in SENDS for action, _ in placed(schedule))

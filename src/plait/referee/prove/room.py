@@ -1,7 +1,7 @@
-"""What the fullest rank holds, from the pieces of its buffers and its program.
+"""The memory of the fullest rank, from the pieces of its buffers and its program.
 
 state         parameters at rest, gradients, optimizer, master weights                           exact, with padding
-gathered      whole parameters at once, at most, one unit ahead, and what is kept for backwards   an upper bound
+gathered      whole parameters at once, at most, one unit ahead, and copies kept for backwards    an upper bound
 gradients     whole gradients of a microbatch that are being reduced: two units of each stage     an upper bound
 activations   of the microbatches in flight on each stage, and of the block that is recomputed    an estimate
 
@@ -48,7 +48,7 @@ AROUND = {"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"
 
 
 def room_of(run: PaperRun, schedule: Schedule, laid: Laid) -> Room:
-    """Of the rank that needs most."""
+    """The memory of the rank that needs most."""
     owner, links = owners(schedule), run.links()
     found = []
     for pipe, line in enumerate(schedule):
@@ -121,7 +121,7 @@ def _gathered(run: PaperRun, line: Line, units: dict[int, Sequence[UnitLayout]],
 
 
 def _reduced(run: PaperRun, units: Mapping[int, Sequence[UnitLayout]]) -> int:
-    """Of the two largest whole gradients of each stage, which has buffers of its own."""
+    """Bytes of the two largest whole gradients of each stage, which has buffers of its own."""
     if run.mesh.count(run.strategy.grads.split) == 1:
         return 0
     stages = ([flat for unit in of_stage for flat in unit.flats] for of_stage in units.values())
@@ -130,13 +130,13 @@ def _reduced(run: PaperRun, units: Mapping[int, Sequence[UnitLayout]]) -> int:
 
 
 def _again(run: PaperRun, links: Sequence[str]) -> int:
-    """Of the block whose activations are made again while its backward runs."""
+    """Bytes of the block whose activations are made again while its backward runs."""
     blocks = [link for link in links if link not in AROUND]
     return _activations(replace(run, recompute=None), blocks[:1]) if run.recompute == "full" and blocks else 0
 
 
 def _activations(run: PaperRun, links: Sequence[str]) -> int:
-    """Of one microbatch in some links."""
+    """Bytes of one microbatch's activations in some links."""
     model = run.decoder
     sizes = DecoderSizes(
         batch=run.batch,

@@ -1,10 +1,10 @@
-"""From a layout to what the machine carries out: all ranks, or those that one claim is about.
+"""From a layout to the ranks and programs that the machine carries out: all of them, or those of one claim.
 
     whole        every rank, every buffer                                       small meshes, and tests
     of_flat      the ranks that share one flat buffer, and its operations       sums, owners, reads
     of_pipe      one rank for each coordinate of the pipe axis                  sends, receives, agreements
 
-The parts are enough where ranks are alike: see ``symmetry``.
+The parts are enough where ranks behave the same: see ``symmetry``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ Laid = Mapping[tuple[int, int], Sequence[UnitLayout]]
 OF_PIPE = ("pass", "send", "recv", "report")
 """Operations that concern several stages."""
 OF_GRADIENTS = ("count", "clear", "gradient", "microbatch", "add", "summed", "step")
-"""Those that concern no parameter."""
+"""Operations on gradients, which concern no parameter."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Played:
 def whole(
     schedule: Schedule, laid: Laid, mesh: Mesh, strategy: Strategy, sums: Sums, path: Moves | None = None
 ) -> Played:
-    """All ranks of a mesh, with all that they do."""
+    """All ranks of a mesh, with all their operations."""
     owner = owners(schedule)
     programs: dict[int, Program] = {}
     flats: dict[int, dict[Key, Settled]] = {}
@@ -91,7 +91,7 @@ def by_key(flats: Buffered) -> dict[Key, Settled]:
 def expected(
     keys: Mapping[Key, Settled], lines: Mapping[int, Line], mesh: Mesh, strategy: Strategy, sums: Sums | None
 ) -> tuple[dict[Key, int], dict[Key, frozenset[tuple[str, int]]]]:
-    """The sum that is due of each trained buffer, and the reads that a step makes of each.
+    """The sum that is due for each trained buffer, and the reads of each that a step makes.
 
     Args:
         lines: the line of the rank that has a stage, by stage.
@@ -116,11 +116,12 @@ def expected(
 
 @dataclass(frozen=True)
 class OneFlat:
-    """What the ranks that share a flat buffer do with it, in two parts that meet nowhere but in ``update``, and in that
-    a backward comes before its gradient, which is looked up here."""
+    """The operations of the ranks that share a flat buffer, in two parts.
+
+    The parts only meet in ``update``, and in that a backward comes before its gradient, which ``of`` checks."""
 
     values: Tokens
-    """Who has which parameters.  Reads that follow each other are one."""
+    """The operations on parameters.  Consecutive reads are one."""
     gradients: Tokens
 
     @classmethod
@@ -164,8 +165,8 @@ def of_flat(
     """The ranks that share one flat buffer, with one part of their operations on it.
 
     Args:
-        flats: by rank, that buffer.
-        line: in which the operations are.
+        flats: that buffer, by rank.
+        line: the line that has the operations.
     """
     programs = {rank: bind(tokens, flats[rank]) for rank in flats}
     passes: dict[int, frozenset[Action]] = {rank: frozenset() for rank in flats}
@@ -188,13 +189,13 @@ def of_ranks(
 
 
 def of_pipe(schedule: Schedule, mesh: Mesh, strategy: Strategy) -> Played:
-    """One rank for each coordinate of the pipe axis, which sends and receives, and comes to what all agree on."""
+    """One rank for each coordinate of the pipe axis, with its sends, receives and agreements."""
     owner = owners(schedule)
     programs: dict[int, Program] = {}
     for pipe, line in enumerate(schedule):
         programs[mesh.rank(pipe=pipe)] = write_program(line, {s: () for s in owner if owner[s] == pipe}, mesh)
     nothing: dict[int, dict[Key, Settled]] = {rank: {} for rank in programs}
-    # All that was sent is received within the step, so the next one begins as this one did.
+    # Every message is received within its step, so the next step begins as this one did.
     passes = {mesh.rank(pipe=pipe): passes_of(line) for pipe, line in enumerate(schedule)}
     scene = Scene(mesh, nothing, strategy.optim.split, {}, count_stages(schedule), owner, {}, passes, steps=1)
     return Played(scene, programs)

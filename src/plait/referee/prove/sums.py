@@ -1,11 +1,11 @@
 """Sums without numbers: which samples, and in which order they are added.
 
-    leaf (d, t, m)     what data rank d has of microbatch m (t: the tensor rank's share, where there are shares)
+    leaf (d, t, m)     the samples of data rank d in microbatch m (t: the tensor rank's share, where there are shares)
     a + b              a number for each pair of terms; equal sums have equal numbers
 
 ``core.additions.fold`` makes the sum that a row promises, by the very function that the reference run of ``plait
 verify`` replays; the machine makes the one that the messages bring about.  Both are numbers of one ``Sums``, so one
-comparison says that every sample is in it once, and in this order.
+comparison shows that every sample is in it once, and in this order.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ Leaf = tuple[int, int, int]
 
 
 class Sums:
-    """Every sum that was made, by number.  None stands for memory that nobody has written."""
+    """Every sum that was made, by number.  None means memory that was never written."""
 
     def __init__(self) -> None:
         self._numbers: dict[Leaf | tuple[int, int], int] = {}
@@ -30,7 +30,7 @@ class Sums:
         return self._number((data_rank, tensor, microbatch))
 
     def add(self, one: int | None, other: int | None) -> int | None:
-        """What was added to nothing known is not known."""
+        """The sum of two numbers; unknown if either is."""
         return None if one is None or other is None else self._number((one, other))
 
     def _number(self, term: Leaf | tuple[int, int]) -> int:
@@ -56,10 +56,10 @@ class Sums:
         return total
 
     def leaves(self, number: int) -> Counter[Leaf]:
-        """How often each sample is in a sum."""
+        """Counts each sample in a sum."""
         times: Counter[int] = Counter({number: 1})
         found: Counter[Leaf] = Counter()
-        for n in range(number, -1, -1):  # a term is older than what it is in
+        for n in range(number, -1, -1):  # a term has a smaller number than its sum
             if not times[n]:
                 continue
             term = self._terms[n]
@@ -71,7 +71,7 @@ class Sums:
         return found
 
     def compared(self, found: int | None, expected: int) -> str:
-        """What is wrong with a sum, as text; empty where nothing is."""
+        """Describes the error of a sum, as text; empty where it is right."""
         if found == expected:
             return ""
         if found is None:

@@ -1,9 +1,9 @@
-"""Ranks that are alike are proved once, and that they are alike is looked up, rank by rank.
+"""Proves ranks that behave the same once, and checks, rank by rank, that they do.
 
     rank (pipe, replica, shard, tensor)  ──►  (0, replica, shard, 0), its *model* rank
 
 A rank and its model have the same messages and the same pieces of every flat buffer, and the groups of the one are the
-groups of the other, moved.  So what holds of a buffer on the model ranks holds of it wherever it lies.
+groups of the other, moved.  So a fact about a buffer on the model ranks holds for it on every rank.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from plait.table.mesh import Mesh
 
 
 def check_symmetry(mesh: Mesh, strategy: Strategy, layouts: Sequence[FlatLayout], path: Moves | None = None) -> int:
-    """Looks at every rank of a mesh; ``Refuted`` for one that is not like its model.
+    """Checks every rank of a mesh; ``Refuted`` for one that differs from its model.
 
     Args:
         layouts: all that differ in their pieces.
 
     Returns:
-        How many facts were compared.
+        The number of facts that were compared.
     """
     path = moves(strategy, mesh) if path is None else path
     sent = [
@@ -63,12 +63,12 @@ def model_of(mesh: Mesh, rank: int) -> int:
 
 
 def model_ranks(mesh: Mesh, *, tensor: bool) -> list[int]:
-    """All of them; with every coordinate of the tensor axis where a gradient is pending over it."""
+    """All model ranks; with every coordinate of the tensor axis where a gradient is pending over it."""
     return [rank for rank in range(mesh.count(IN_STAGE)) if tensor or not mesh.index(rank, ("tensor",))]
 
 
 def _check_groups(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """Every rank is in one group over these axes, at the place that it takes itself to have, and the group is its
+    """Checks that every rank is in one group over these axes, at the place that it assumes, and that the group is its
     model's, moved by as much as the rank."""
     places: dict[int, int] = {}
     for rank in range(mesh.size):

@@ -22,7 +22,7 @@ from plait.referee.sanitize.written import HookWrites, OptimizerWrites, WrittenP
 from plait.step.engine import Engine
 
 FIRST, EVERY = 3, 100
-"""The first steps of an engine are looked at, and then one step of so many."""
+"""The sanitizers work in an engine's first ``FIRST`` steps, and then once in ``EVERY`` steps."""
 
 
 class Sanitizers:
@@ -41,7 +41,7 @@ class Sanitizers:
         ]
 
     def __call__(self, event: str, engine: Engine) -> None:
-        """Tells an event to all of them, in the steps that are looked at."""
+        """Passes an event to all of them, in the steps in which they work."""
         if event == "begun":
             self._on = self._seen < FIRST or self._seen % EVERY == 0
             self._seen += 1

@@ -6,13 +6,13 @@
 
 From each rank to each other goes one stream of descriptions, in the order in which the sender asks:
 
-    collective   told to all members, then heard of each: none begins before all mean the same
-    message      told ahead of it by the sender, heard and compared where the receiver waits
+    collective   sent to all members, then received from each: none begins before all mean the same
+    message      sent ahead of it by the sender, received and compared where the receiver waits
 
 So a collective waits where it is asked for, as among threads, and a message no sooner than without the check.  A rank
-that waits for a message tells its sender.  If the sender hears that while it waits for this very rank, in a collective
-or for another message, then nothing will ever come.  A rank that has found a difference tells all others, so that none
-waits for it.
+that waits for a message says so to its sender.  If the sender reads that while it waits for this very rank, in a
+collective or for another message, then neither will ever proceed.  A rank that has found a difference informs all
+others, so that none waits for it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from plait.comm.base import Comm
 from plait.comm.operation import MismatchError, Operation, Work, advice, label, name_of
 
 ROW_BYTES = 2048
-"""Of a description under way."""
+"""Bytes of a description in a message."""
 
 LONGEST = 150
-"""Bytes of a part of a description; a longer one is compared by its checksum.  (Bytes are those of JSON.)"""
+"""Most bytes of a part of a description; a longer one is compared by its checksum.  (Bytes are those of JSON.)"""
 
 LONGEST_TEXT = 600
-"""Bytes of the text of a description."""
+"""Most bytes of the text of a description."""
 
 MOST_UNREAD = 256
 """Descriptions to one rank that it may not have read yet; one more waits for the oldest."""
@@ -63,9 +63,9 @@ class Description:
     """One rank's meaning of an operation."""
 
     text: str
-    """For people."""
+    """The text that errors show."""
     fields: Fields
-    """What members must agree on, by what it is called."""
+    """The facts that members must agree on, by name."""
     role: Role = "collective"
 
     @classmethod
@@ -94,7 +94,7 @@ class Description:
         return cls(text, meant)
 
     def as_row(self) -> Tensor:
-        """As a message of fixed size, with all fields."""
+        """The description as a message of fixed size, with all fields."""
         room = ROW_BYTES - len(json.dumps(["", self.fields, self.role])) + len('""')
         data = json.dumps([_without_middle(self.text, room), self.fields, self.role]).encode()
         return torch.frombuffer(bytearray(data.ljust(ROW_BYTES)), dtype=torch.uint8)
@@ -111,19 +111,19 @@ class CollectiveCheck:
         self.comm, self.failure = comm, ""
         self._asked: Counter[tuple[int, ...]] = Counter()
         self._sent: Counter[int] = Counter()
-        """Messages to each rank."""
+        """Number of messages to each rank."""
         self._received: Counter[int] = Counter()
-        """Messages that were asked for, by sender."""
+        """Number of messages that were asked for, by sender."""
         self._heard: Counter[int] = Counter()
-        """Messages that were heard of."""
+        """Number of messages whose descriptions were received, by sender."""
         self._untaken: dict[tuple[int, int], Description] = {}
-        """Those of them that were not waited for yet, by sender and number."""
+        """The descriptions of messages that this rank has not waited for yet, by sender and number."""
         self._unread: dict[int, deque[Work]] = {}
         self._last: dict[int, Work] = {}
         """The description of the last message to each rank."""
 
     def begin(self, operation: Operation, what: Sequence[Tensor | int | None]) -> Operation:
-        """Before an operation runs: the same one, with the place where it was asked for.
+        """Before an operation runs: returns it with the place where it was asked for.
 
         Raises:
             MismatchError: on every member, of a collective that they do not all mean.
@@ -165,9 +165,9 @@ class CollectiveCheck:
             raise self._fail(operation, found, problem)
 
     def leave(self) -> None:
-        """Before this rank leaves: stays until its messages are heard of, or for its deadline.
+        """Before this rank leaves: stays until its messages are read, or for its deadline.
 
-        That nobody hears of one is no error here: it was taken in, or its own wait has said why not.
+        An unread message is no error here: it was taken in, or its own wait has raised the reason.
         """
         with contextlib.suppress(OSError):
             for work in self._last.values():  # a rank that has read this one has read all before it
@@ -228,7 +228,7 @@ class CollectiveCheck:
         return self._fail(operation, found, problem)
 
     def _fail(self, operation: Operation, found: Mapping[int, Description], problem: str) -> MismatchError:
-        """The error of this rank, which all others are told of."""
+        """Makes the error of this rank, and informs all others of it."""
         lines = [f"  rank {rank}: {found[rank].text}" for rank in sorted(found)]
         problem += advice((one.fields.get("phase"), one.fields.get("unit")) for one in found.values())
         return self._told("\n".join([problem, *lines]), operation)
@@ -266,7 +266,7 @@ def check_collectives(comm: Comm) -> Comm:
 
 
 def difference(found: Mapping[int, Description]) -> str:
-    """In what the descriptions of some ranks differ, in one sentence; "" where they do not."""
+    """The difference between the descriptions of some ranks, in one sentence; "" where there is none."""
     names = dict.fromkeys(name for one in found.values() for name in one.fields)
     differing = [name for name in names if len({one.fields.get(name) for one in found.values()}) > 1]
     if not differing:
@@ -297,7 +297,7 @@ def _is_library(file: str) -> bool:
 
 
 def _short(text: str) -> str:
-    """What is compared of a text: itself, or its checksum."""
+    """The form in which a text is compared: itself, or its checksum."""
     data = json.dumps(text)
     return text if len(data) <= LONGEST else f"{len(text)} letters, {zlib.crc32(data.encode()):08x}"
 
@@ -312,7 +312,7 @@ def _without_middle(text: str, most: int) -> str:
 
 
 def _form(what: Sequence[Tensor | int | None]) -> str:
-    """Of a message's tensor."""
+    """The form of a message's tensor."""
     tensor, *_ = what
     assert isinstance(tensor, Tensor)
     return label(tensor)

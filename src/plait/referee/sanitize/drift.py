@@ -7,7 +7,7 @@ Memory that flips a bit, or a program that writes on one rank only, trains on in
     whole over tensor  on the tensor ranks too               │  all checksums by name, and every rank raises with the
     tied weights       on their stages                      ─┘  tensors and the ranks
 
-A cell cuts its state over some data axes; over the others it is held alike.  What a single rank holds cannot be
+A cell cuts its state over some data axes; over the others all ranks hold the same.  What a single rank holds cannot be
 compared.  The check comes before the update, so no parameter of that step was changed.
 
 Buffers may be a rank's own, and a forward may write them in ways that torch does not count (``.data``, kernels).  So
@@ -38,7 +38,7 @@ from plait.zero.storage import Flat
 
 NOTE = Note("state", "drift")
 NAMED = 6
-"""So many tensors are named."""
+"""Most tensors that an error names."""
 
 FULL = Cell()
 
@@ -59,7 +59,7 @@ def alike(cell: Cell, mesh: Mesh, *, whole: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Replica:
-    """Something that a rank holds, and all ranks over some axes with it."""
+    """A tensor that a rank and all ranks over some axes hold together."""
 
     axes: tuple[str, ...]
     what: str
@@ -69,7 +69,7 @@ class Replica:
 
 @dataclass
 class Watched:
-    """A buffer of this rank's, as it was at the last check."""
+    """A buffer of this rank, as it was at the last check."""
 
     buffer: Tensor
     version: int
@@ -78,14 +78,14 @@ class Watched:
 
 
 SAME, ONE_BIT, WRITTEN = range(3)
-"""What became of a buffer since the first check."""
+"""The changes of a buffer since the first check."""
 
 
 def struck(rows: Sequence[Mapping[str, int]]) -> dict[str, str]:
-    """The buffers that are the same on all ranks but one, where one bit has changed; where, as a text.
+    """The buffers that are the same on all ranks but one, where one bit has changed, with the place as a text.
 
     Args:
-        rows: by rank, what became of its buffers, by name.
+        rows: by rank, the change of each of its buffers, by name.
     """
     found = {}
     for name in dict.fromkeys(name for row in rows for name in row):
@@ -96,10 +96,10 @@ def struck(rows: Sequence[Mapping[str, int]]) -> dict[str, str]:
 
 
 def odd_ones(rows: Sequence[Mapping[str, int]]) -> dict[str, str]:
-    """By what differs, a text that says on which ranks: those outside of a majority, or all.
+    """For each name that differs, a text that says on which ranks: those outside of a majority, or all.
 
     Args:
-        rows: by rank, the checksums of what it holds.
+        rows: by rank, the checksums of its tensors.
     """
     found = {}
     for what in dict.fromkeys(name for row in rows for name in row):
@@ -120,7 +120,7 @@ def odd_ones(rows: Sequence[Mapping[str, int]]) -> dict[str, str]:
 
 
 class DriftCheck:
-    """Compares what an engine holds with the other ranks, every ``every`` steps; 0: never."""
+    """Compares an engine's state with the other ranks, every ``every`` steps; 0: never."""
 
     def __init__(self, engine: Engine, every: int) -> None:
         if every < 0:
@@ -141,10 +141,10 @@ class DriftCheck:
             self.after(engine.steps, {"the seed": engine.seed, "the loss scale": engine.gradients.scale})
 
     def after(self, step: int, numbers: Mapping[str, object]) -> None:
-        """The check that is due at step ``step`` (from 0), before its update; all ranks call it together.
+        """Runs the check that is due at step ``step`` (from 0), before its update; all ranks call it together.
 
         Args:
-            numbers: what else is the same on all ranks, by what it is called.
+            numbers: other values that are the same on all ranks, by name.
 
         Raises:
             DriftError: on all ranks, with the tensors and ranks that differ.
@@ -161,7 +161,7 @@ class DriftCheck:
         mine = [*of_kind.values(), zlib.crc32(repr(numbers).encode()), ONE_BIT in fates.values()]
         rows = gather_ints(comm, mine, AGREEING, NOTE)
         suspicious = any(row[-1] or row[-2] != rows[0][-2] for row in rows) or any(
-            len({rows[rank][i] for rank in group} - {0}) > 1  # 0: it holds nothing of that kind, as of a tied weight
+            len({rows[rank][i] for rank in group} - {0}) > 1  # 0: it has no tensor of that kind, as of a tied weight
             for i, axes in enumerate(self.kinds)
             for group in comm.mesh.groups(axes)
         )
@@ -182,7 +182,7 @@ class DriftCheck:
         )
 
     def held(self) -> Iterator[Replica]:
-        """What this rank holds with others."""
+        """Yields the tensors that this rank holds together with others."""
         return (replica for replica in self._all() if replica.axes)
 
     def _all(self) -> Iterator[Replica]:
@@ -214,14 +214,14 @@ class DriftCheck:
                 yield Replica(alike(FULL, mesh, whole=True), f"buffer {name!r}", buffer)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Names and buffers of this rank, and whether all ranks make them together."""
+        """Yields names and buffers of this rank, and True for those that all ranks make together."""
         for stage in self.placed.stages.values():
             for path, module in stage.model.named_modules():
                 for name, buffer in module.named_buffers(path, recurse=False):
                     yield name, buffer, isinstance(module, nn.SyncBatchNorm)
 
     def _look_at_buffers(self) -> dict[str, int]:
-        """What became of each, by what it is called."""
+        """The change of each buffer, by name."""
         before, self._watched = self._watched, {}
         for name, buffer, synchronised in self._buffers():
             if synchronised or not buffer.is_floating_point() or buffer.layout is not torch.strided:
@@ -239,7 +239,7 @@ class DriftCheck:
 
 
 def _bits(one: bytes, other: bytes) -> int:
-    """How many differ."""
+    """The number of bits that differ."""
     return (int.from_bytes(one) ^ int.from_bytes(other)).bit_count()
 
 

@@ -1,11 +1,11 @@
-"""Numbers from the generators of Python and numpy in a training forward: noticed, and refused.
+"""Notices numbers from the generators of Python and numpy in a training forward, and refuses them.
 
-They belong to the process: what they give depends on everything drawn before, on which rank, in which thread.  torch's
-random functions are seen as they are called; these cannot be, so the generators' states are compared around the passes
-of a step.  Steps 0, 1, 2, 4, 8, ... are looked at: a state is some kilobytes.
+They belong to the process: their values depend on everything drawn before, on the rank, in the thread.  torch's random
+functions are seen as they are called; these cannot be, so the generators' states are compared around the passes of a
+step.  Steps 0, 1, 2, 4, 8, ... are looked at: a state is some kilobytes.
 
-Another thread may have drawn in the meantime (a loader, another rank), or the loop itself.  So where there are any, the
-code of the model is asked: a function of its classes, or one that these call, that mentions the generator.
+Another thread may have drawn in the meantime (a loader, another rank), or the loop itself.  Where there are any, the
+code of the model decides: a function of its classes, or one that these call, must mention the generator.
 """
 
 import functools
@@ -22,14 +22,14 @@ from torch import nn
 from plait.step.engine import Engine
 
 DEEPEST = 3
-"""So many calls from a function of the model are followed."""
+"""Most levels of calls that are followed from a function of the model."""
 
 
 class HostRandomness:
-    """The generators of the process around the passes of a step.
+    """Compares the generators of the process around the passes of a step.
 
     Args:
-        loss_fn: the user's, which belongs to the forward.
+        loss_fn: the program's loss, which belongs to the forward.
     """
 
     def __call__(self, event: str, engine: Engine) -> None:
@@ -44,11 +44,11 @@ class HostRandomness:
         self._before: dict[str, object] = {}
 
     def begin(self, step: int) -> None:
-        """Before the first forward of a step, or before each one of a loop of one's own."""
+        """Runs before the first forward of a step, or before each one of a program's own loop."""
         self._before = _states()
 
     def check(self, *, alone: bool) -> None:
-        """Behind the last backward, or before each one of a loop of one's own.
+        """Runs after the last backward, or before each one of a program's own loop.
 
         Args:
             alone: nothing but the passes has run in this thread since ``begin``.
@@ -129,7 +129,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _is_generator(value: Any, generator: str, code: CodeType) -> bool:
-    """Whether a global of this value is the way to the generator: a module, or a function of its."""
+    """True if a global of this value leads to the generator: a module, or one of its functions."""
     if generator == "random":
         return value is random or isinstance(getattr(value, "__self__", None), random.Random)
     numpy = sys.modules["numpy"]

@@ -27,15 +27,15 @@ from plait.zero.place import RunPlace
 LIMIT = 1 << 22
 """Elements of a probe; the longest dims of a larger shape are halved."""
 STEPS = 12
-"""What is found from gradients, or from all states, may count from a later step on only: from the second, or where
-gradients are kept for ten steps (AdaShift) from the eleventh."""
+"""Steps of a probe: a rule found from gradients, or from all states, may only count from the second step on, or,
+where gradients are kept for ten steps (AdaShift), from the eleventh."""
 ORTHOGONAL, NEARLY = 2, 3
 """The steps with a gradient that is orthogonal to each row of the weights, and nearly so: some project only then
 (AdamP; SGDP, for which the first has nothing to take away)."""
 FALLING = 5
-"""Over so many steps the gradients become smaller, each time by half: some act when norms fall (AdaNorm)."""
+"""Number of steps over which the gradients halve each time: some optimizers act when norms fall (AdaNorm)."""
 LARGE = 100.0
-"""The last step's gradients are as many times larger: a limit on norms may let the others pass."""
+"""Factor of the last step's gradients: a limit on norms may let smaller ones pass."""
 
 
 def check_optimizers(placed: PlacedModel) -> None:
@@ -90,7 +90,7 @@ def _check(optimizer: Optimizer, placed: PlacedModel, owner: OwnedOptimizer, *, 
 def probe_elementwise(
     optimizer: Optimizer, group: Mapping[str, Any], pieces: Iterable[tuple[RunPlace, Tensor]]
 ) -> str | None:
-    """Why the optimizer is not element-wise on this rank's pieces of a group; None where steps say that it is.
+    """The reason why the optimizer is not element-wise on this rank's pieces of a group; None if steps show that it is.
 
     Args:
         pieces: where each is in its whole parameter, and the tensor that the optimizer will update.
@@ -126,8 +126,8 @@ def probe_elementwise(
 def probe_apart(
     optimizer: Optimizer, group: Mapping[str, Any], all_shapes: Sequence[tuple[int, ...]], first: Tensor | None
 ) -> str | None:
-    """Why an update of one parameter depends on others (a norm over all, a step size that is found from all); None when
-    probing steps say that it does not, or the class cannot be built for a probe.
+    """The reason why an update of one parameter depends on others (a norm over all, a step size found from all);
+    None if probing steps show that it does not, or the class cannot be built for a probe.
 
     Args:
         all_shapes: of the group's parameters, wherever they are.

@@ -22,7 +22,7 @@ from plait.tensor.metadata import name_of
 
 
 class GradientElsewhere(Elsewhere, Tensor):
-    """What ``p.grad`` is where the engine has taken the gradient."""
+    """The stand-in that ``p.grad`` is while the engine has the gradient."""
 
     @classmethod
     def refusal(cls, func: Function, values: Sequence[Any]) -> ValueError:
@@ -35,7 +35,7 @@ class GradientElsewhere(Elsewhere, Tensor):
 
     @classmethod
     def of(cls, parameter: Tensor) -> Tensor:
-        """For this parameter; it takes no memory."""
+        """The stand-in of this parameter; it takes no memory."""
         nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         return nothing.expand(parameter.shape).as_subclass(cls)
 
@@ -49,7 +49,7 @@ class UnreducedGradients:
     def __init__(self) -> None:
         self._now: list[tuple[str, nn.Parameter, Tensor]] = []
         self._left: list[tuple[str, nn.Parameter, Tensor]] = []
-        """Those that keep theirs until the next backward."""
+        """The parameters that keep their stand-in until the next backward."""
         self._made: dict[int, Tensor] = {}
         """Stand-ins by ``id`` of their parameter."""
 
@@ -74,7 +74,7 @@ class UnreducedGradients:
         return bool(self._now)
 
     def show(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """These have gradients, elsewhere."""
+        """Gives these parameters stand-ins: their gradients are elsewhere."""
         with torch._C.DisableTorchFunction():
             for name, parameter in parameters:
                 stand_in = self._made.get(id(parameter))
@@ -84,7 +84,7 @@ class UnreducedGradients:
                 self._now.append((name, parameter, stand_in))
 
     def hide(self, *, but: Container[str] = ()) -> None:
-        """Stand-ins go; real gradients, which pieces may have by now, stay.
+        """Removes stand-ins; real gradients, which pieces may have by now, stay.
 
         ``but``: by name, parameters that the step does not update: an optimizer that the engine does not know of, and
         that would step them, reads a gradient that refuses.  A program may clear it.
@@ -97,7 +97,7 @@ class UnreducedGradients:
         self._now.clear()
 
     def check(self) -> None:
-        """Raises ValueError where a program has cleared ``p.grad``, or put something else there, since ``show``."""
+        """Raises ValueError where a program has cleared or replaced ``p.grad`` since ``show``."""
         with torch._C.DisableTorchFunction():
             for name, parameter, stand_in in self._now:
                 if parameter.grad is not stand_in:

@@ -1,6 +1,6 @@
 """Finds writes that an engine would lose or spread wrongly.
 
-who writes                        what to                        and what would happen
+writer                            target                         consequence
 a forward                         a gathered parameter           this rank's copy goes at the next reshard
 a program between steps           a parameter with a master      the next update overwrites it
 an optimizer                      ``p.data = ...`` of a piece    the unit's storage keeps the old values
@@ -123,7 +123,7 @@ class WatchedHook:
 
     @torch.no_grad()
     def _seen(self, optimizer: Optimizer) -> list[str]:
-        """Two sums of each tensor: counts of writes leave out what goes through ``p.data``."""
+        """Two sums of each tensor: version counts leave out writes through ``p.data``."""
         pieces: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         tensors = [p.detach() for p in pieces]
         if not self._after:

@@ -5,7 +5,7 @@
     "out in, pending(replica)"     [Partial("sum"), Replicate()]
     "out/replica/tensor in"        [Shard(0), Shard(0)]            nested in the order of the device mesh
 
-Nothing is sent.  The piece is shared, not copied, and stands outside autograd: the two disagree about where the
+Nothing is sent.  The piece is shared, not copied, and is outside autograd: the two disagree about where the
 gradient of a replicated value lives (ours is a share of a sum, DTensor's is replicated).
 """
 

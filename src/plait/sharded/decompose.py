@@ -54,7 +54,7 @@ Call = tuple[Any, Any, Any, Any]
 class Place:
     """The place of a tensor among those of a call: its operands first, then the results of the steps.
 
-    ``dense``: torch expects it to lie in memory row by row, as it did on meta.
+    ``dense``: torch expects its memory to be row by row, as it did on meta.
     """
 
     number: int
@@ -169,7 +169,7 @@ def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal
     """The plan of a call by its parts; True if the one part is the function itself, whatever the numbers' types.
 
     Args:
-        refusal: of the operator itself, which stands where its parts know no better.
+        refusal: of the operator itself, used where its parts know no better.
 
     Raises:
         Refusal: a part would have to communicate, draws random numbers, or has to know values of cut operands.

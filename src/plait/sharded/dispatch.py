@@ -207,7 +207,7 @@ def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def no_copy_written(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Computes what changes its first operand, unless that is a copy which stands where torch has a view."""
+    """Computes what changes its first operand, unless that is a copy in the place of torch's view."""
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         x: Any = args[0] if args else next(tensors_in(kwargs))

@@ -126,7 +126,7 @@ class Checkpointed:
         if engine.placed.optimizer_state is not None and "optimizer_classes" in about:
             engine.placed.optimizer_state.check_classes(about["optimizer"], about["optimizer_classes"])
         engine.load_step_state(about["run"])
-        engine.publish()
+        engine.placed.publish()
         if engine.optimizers:
             engine.load_optimizer_state_dict(decoded(saved, tensor)["optimizer"])
         if self.ema is not None:

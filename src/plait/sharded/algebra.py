@@ -112,7 +112,7 @@ def einsum(func: Any, equation: str, *operands: Any) -> OpPlan:
 
 @rule("sum")
 def sum_(func: Any, input: Spec, *args: Any, **options: Any) -> Spec:
-    """Linear: what is pending stays so, and what was cut along the dims becomes pending."""
+    """Linear: pending axes stay pending, and the axes that cut the summed dims become pending."""
     if specs_in((args, tuple(options.values()))):
         raise Refusal("its rule does not know these arguments: tensors beside the first")
     dtype = options.get("dtype")
@@ -125,7 +125,7 @@ def sum_(func: Any, input: Spec, *args: Any, **options: Any) -> Spec:
 
 @rule("mean")
 def mean(func: Any, input: Spec, *args: Any, **options: Any) -> Spec | OpPlan:
-    """The sum over the global count."""
+    """Divides the sum by the global count."""
     out = sum_(func, input, *args, **options)
     if out.pending == input.pending:
         return out
@@ -174,7 +174,7 @@ def _to(out: Spec, method: Any = Tensor.reshape) -> OpPlan:
 
 @rule("view reshape view_as reshape_as flatten ravel unflatten")
 def reshape(func: Any, x: Spec, *args: Any, **options: Any) -> OpPlan:
-    """To global sizes, however they are said."""
+    """Reshapes to global sizes, in any spelling."""
     if any(isinstance(a, torch.dtype) for a in (*args, *options.values())):
         raise Refusal("its rule knows sizes, not a view of the bytes as another dtype")
     out = _reshaped(x, on_meta(func, x, *args, **options).shape)
@@ -183,7 +183,7 @@ def reshape(func: Any, x: Spec, *args: Any, **options: Any) -> OpPlan:
 
 @rule("squeeze")
 def squeeze(func: Any, x: Spec, dim: Any = None) -> OpPlan:
-    """Without dims of global size 1."""
+    """Removes dims of global size 1."""
     dims = range(len(x.shape)) if dim is None else dim if isinstance(dim, tuple) else (dim,)
     asked = [d % len(x.shape) for d in dims] if x.shape else []
     gone = [d for d in asked if x.shape[d] == 1]
@@ -194,7 +194,7 @@ def squeeze(func: Any, x: Spec, dim: Any = None) -> OpPlan:
 
 @rule("expand broadcast_to expand_as repeat")
 def expand(func: Any, x: Spec, *args: Any, **options: Any) -> OpPlan:
-    """Dims of size 1 to any size, whole dims several times, and new dims in front."""
+    """Expands dims of size 1 to any size, repeats whole dims, and adds new dims in front."""
     shape = on_meta(func, x, *args, **options).shape
     first = len(shape) - len(x.shape)
     whole(x, [d for d, n in enumerate(x.shape) if shape[d + first] != n], "a dim that is expanded must be whole")
@@ -207,13 +207,13 @@ def expand(func: Any, x: Spec, *args: Any, **options: Any) -> OpPlan:
     *(getattr(Tensor, name).__get__ for name in ("T", "mT")),
 )
 def other_order(func: Any, x: Spec, *args: Any, **options: Any) -> Spec:
-    """Dims in another order, and new ones of size 1."""
+    """Puts dims in another order, and adds new ones of size 1."""
     return rearranged(x, dims_of_result(func, x, *args, **options), x.pending)
 
 
 @rule("cat concat concatenate stack")
 def join(func: Any, tensors: tuple[Spec, ...], dim: int = 0) -> OpPlan:
-    """One after another along a dim that is whole in all, or beside each other along a new dim."""
+    """Joins tensors along a dim that is whole in all, or side by side along a new dim."""
     joined = on_meta(func, tensors, dim)
     d, new = dim % joined.dim(), joined.dim() > len(tensors[0].shape)
     if any(x.pending != tensors[0].pending for x in tensors):

@@ -38,7 +38,7 @@ from plait.table.layout import Layout
 
 TAKEN = "slice select unbind split split_with_sizes narrow_copy"
 LINEAR = "roll flip cumsum _fft_c2c _fft_r2c _fft_c2r unfold diagonal trace " + TAKEN
-"""Operators that may act on a sum that is due."""
+"""Operators that may act on a pending sum."""
 ALONG = (
     "amax amin all any prod logsumexp count_nonzero std var argmax argmin max min median mode topk sort argsort "
     "cumprod logcumsumexp cummax cummin kthvalue nanmedian aminmax linalg_vector_norm var_mean std_mean renorm "
@@ -60,7 +60,7 @@ LAST = {
     (2, 1, 2): "ormqr linalg_ldl_solve linalg_lu_solve",
 }
 TRAILING = {name: counts for counts, names in LAST.items() for name in names.split()}
-"""The number of dims of each operand that an operator works along; further operands have that of the last one."""
+"""The number of dims of each operand that an operator works along; further operands have the last one's number."""
 
 FIRST = {"im2col": 4, "col2im": 3, "grid_sampler_2d": 4, "grid_sampler_3d": 5}
 """The number of dims of their first operand where it has a batch."""
@@ -70,7 +70,7 @@ A_PART = "a part of a dim can be taken where it is whole"
 
 @rule(*parts(ALONG))
 def along(op: Any, *args: Any, **kwargs: Any) -> OpPlan:
-    """The dims that ``dim`` or ``dims`` names are whole, all where it names none."""
+    """Requires whole dims where ``dim`` or ``dims`` name them, and all dims where they name none."""
     named = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
     named |= {a.name: v for a, v in zip(op._schema.arguments, args, strict=False)} | kwargs
     x: Spec = args[0]
@@ -97,7 +97,7 @@ def along(op: Any, *args: Any, **kwargs: Any) -> OpPlan:
 
 @rule(*parts(" ".join(TRAILING)))
 def trailing(op: Any, *args: Any, **kwargs: Any) -> OpPlan:
-    """The last dims are whole, those before them are broadcast."""
+    """Requires whole last dims, and broadcasts those before them."""
     operands, linear = specs_in((args, *kwargs.values())), name_of(op) in ("tril", "triu")
     if not linear:
         unsummed(*operands)
@@ -129,7 +129,7 @@ def first(op: Any, *args: Any, **kwargs: Any) -> OpPlan:
 
 @rule(torch.ops.aten.constant_pad_nd)
 def pad(op: Any, x: Spec, widths: tuple[int, ...], value: float = 0) -> OpPlan:
-    """The padded dims are whole; linear where it pads with zeros."""
+    """Requires whole padded dims; linear where it pads with zeros."""
     if value != 0:
         unsummed(x)
     letters = [str(d) for d in range(len(x.shape))]
@@ -140,7 +140,7 @@ def pad(op: Any, x: Spec, widths: tuple[int, ...], value: float = 0) -> OpPlan:
 
 @rule(*parts("view_as_real view_as_complex"))
 def pairs(op: Any, x: Spec) -> OpPlan:
-    """A last dim of two is the real and the imaginary part."""
+    """Treats a last dim of two as the real and the imaginary part."""
     real = name_of(op) == "view_as_real"
     if not real:
         whole(x, [-1], "the two parts of a number must be on one rank")
@@ -204,7 +204,7 @@ def index_put(op: Any, x: Spec, indices: tuple[Spec | None, ...], values: Spec, 
 
 
 def _indexed(x: Spec, indices: tuple[Spec | None, ...]) -> tuple[list[str], Sequence[str | None]]:
-    """The letters of x, and of what is taken from it; the indices and the indexed dims are whole."""
+    """The letters of x and of the elements taken from it; the indices and the indexed dims are whole."""
     given = [s for s in indices if s is not None]
     unsummed(*given)
     if any(s.dtype in (torch.bool, torch.uint8) for s in given):

@@ -37,7 +37,7 @@ def _grad(
     outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False,
     allow_unused: Any = None, **options: Any,
 ) -> tuple[ShardedTensor | None, ...]:  # fmt: skip
-    """The gradients are in the dual layouts of the inputs."""
+    """Returns gradients in the dual layouts of the inputs."""
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     ends, seeds = _seeds(outputs, grad_outputs)
     with _local():
@@ -46,13 +46,13 @@ def _grad(
 
 
 def _register_hook(x: ShardedTensor, hook: Any) -> Any:
-    """The hook sees this rank's piece of the gradient, plain."""
+    """Registers a hook that sees this rank's piece of the gradient, plain."""
     with _local():
         return Tensor.register_hook(x, hook)
 
 
 def _refusing(enter: Any) -> Any:
-    """An entrance of torch.func, which asks no class of a tensor: it would take this rank's piece for the whole."""
+    """Makes a function of torch.func refuse ShardedTensors: it would take this rank's piece for the whole."""
 
     @wraps(enter)
     def enter_plain(tensor: Tensor, *rest: Any) -> Any:
@@ -68,7 +68,7 @@ for module, name in (
     (eager_transforms, "_wrap_functional_tensor"),
     (vmap, "_add_batch_dim"),
 ):
-    if hasattr(module, name):  # torch's own names, which may move
+    if hasattr(module, name):  # torch's own names, which may change
         setattr(module, name, _refusing(getattr(module, name)))
 DIRECT[torch.autograd.backward] = _backward
 DIRECT[torch.autograd.grad] = _grad

@@ -127,7 +127,7 @@ class _Noted(_Watched):
 
 
 def taken_apart(op: Any, args: Any, kwargs: Any) -> Any:
-    """An operator by its parts, as far as PyTorch has some; what works in place as the function and a copy of it."""
+    """Takes an operator apart as far as PyTorch can; an in-place one becomes the function and a copy."""
     name, schema = op._schema.name.partition("::")[2], op._schema
     if not schema.is_mutable:
         parts = decomposition_table.get(op)
@@ -140,7 +140,7 @@ def taken_apart(op: Any, args: Any, kwargs: Any) -> Any:
     given = {a.name: v for a, v in zip(schema.arguments, args, strict=False)}
     first = schema.arguments[0].name
     old = given[first]
-    given[first] = old.clone()  # which the gradient may need, when the tensor itself has changed
+    given[first] = old.clone()  # the gradient may need it after the tensor itself has changed
     new = functional(**given, **kwargs)
     fits(op, new.dtype, old.dtype)
     return old.copy_(new)
@@ -185,7 +185,7 @@ def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal
         trace = traced(func, args, kwargs, specs)
     except Refusal:
         raise
-    except Exception:  # torch asks for values, or refuses the call, which it will do again on whole operands
+    except Exception:  # torch asks for values, or refuses the call, and will do so again on whole operands
         trace = None
     if trace is None:
         return as_it_stands(func, specs, refusal), False
@@ -243,7 +243,7 @@ def used(operands: list[Tensor], noted: list[Call], result: Any) -> Trace | None
 
 
 def as_it_stands(func: Any, specs: list[Spec], refusal: Refusal) -> OpPlan:
-    """The function itself, where every rank has all operands; so its results are whole."""
+    """Runs the function itself, where every rank has all operands, so that its results are whole."""
     name = str(getattr(func, "__name__", ""))
     method = getattr(Tensor, name, None) is func
     if name == "__get__" or (method and not hasattr(operator, name) and not hasattr(torch.ops.aten, name)):

@@ -1,4 +1,4 @@
-"""From a call to what its rule decides: the slow way, taken once per function, layouts and arguments.
+"""From a call to its rule's decision: the slow way, taken once per function, layouts and arguments.
 
 args  --freeze-->  specs and values  --rule-->  OpPlan     kept with the first operand's spec
                                       \\------>  Refusal -> LayoutError, which names operator, layouts, way out
@@ -23,7 +23,7 @@ from plait.table.layout import Layout
 ATOMS = {
     int, float, bool, str, type(None), complex, type(...), torch.dtype, torch.device, torch.memory_format, torch.layout
 }  # fmt: skip
-"""Types of arguments that stand for themselves in the key of an ``OpPlan``."""
+"""Types of arguments that are their own key of an ``OpPlan``."""
 
 DIRECT: dict[Any, Callable[..., Any]] = {}
 """Functions that handle ShardedTensors themselves, such as ``torch.autograd.grad``."""
@@ -37,14 +37,14 @@ IN_TORCH_FUNC = (
 )
 
 ALSO = {"view": "reshape", "_unsafe_view": "reshape", "alias": "view_as"}
-"""Operators of torch's library that go by the rule of another function."""
+"""Operators of torch's library that use the rule of another function."""
 
 BY_TYPE = {Tensor.__getitem__, *named("std", "var")}
-"""Functions to which 1 and True, one key of a dict, are two things."""
+"""Functions that treat 1 and True differently, although these are one key of a dict."""
 
 
 class FrozenList(tuple[Any, ...]):
-    """A list among frozen arguments: as an index it means another thing than a tuple."""
+    """A list among frozen arguments: as an index it means something else than a tuple."""
 
     __slots__ = ()
 
@@ -52,7 +52,7 @@ class FrozenList(tuple[Any, ...]):
 class LayoutError(ValueError):
     """An operator that would have to communicate, or has no rule; the message names the way out.
 
-    ``fix`` has the layouts in which the operands would do, where there are some.
+    ``fix`` has layouts of the operands that would work, where there are some.
     """
 
     def __init__(self, message: str, fix: dict[Spec, Layout] | None = None) -> None:
@@ -66,7 +66,7 @@ def spec_of(value: Any) -> Spec | None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of an argument, lists and dicts looked into."""
+    """Yields the tensors of an argument, also those inside lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -78,7 +78,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def mapped(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
-    """A value with its tensors changed; lists, tuples of any kind and dicts are looked into."""
+    """A value with its tensors changed, also those inside lists, tuples of any kind and dicts."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, dict):
@@ -207,7 +207,7 @@ def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def no_copy_written(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Computes what changes its first operand, unless that is a copy in the place of torch's view."""
+    """Computes a call that changes its first operand, unless that is a copy in the place of torch's view."""
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         x: Any = args[0] if args else next(tensors_in(kwargs))
@@ -275,7 +275,7 @@ def rule_of(func: Any) -> tuple[Any, Rule] | None:
 
 
 def by_rule(func: Any, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
-    """Asks the rule of a function; specs stand in the place of tensors.
+    """Asks the rule of a function; specs take the place of tensors.
 
     Raises:
         Refusal: it does not know these arguments, or it cannot go on without communication.

@@ -1,4 +1,4 @@
-"""Rules of operators that act on each element by itself, with broadcasting, and of what is no function of values.
+"""Rules of operators that act on each element by itself, with broadcasting, and of calls that are no such function.
 
     kind       may meet a pending sum where                         examples
     LINEAR     always: the operator of a sum is the sum of it       neg, clone, to(float), x * 2, x / 2
@@ -57,7 +57,7 @@ def elementwise(*ops: Any) -> Rule | None:
 
 
 def _combined(func: Any, operands: list[Spec], pending: Iterable[str] = ()) -> Spec | OpPlan:
-    """The operator on operands sliced to a common cut; what works in place must leave its first operand as it is."""
+    """Applies the operator to operands sliced to a common cut; in place, it must keep its first operand's spec."""
     out, after = combine(operands, pending)
     name = str(getattr(func, "__name__", ""))
     in_place = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
@@ -77,13 +77,13 @@ def _tensors(args: Any, options: dict[str, Any]) -> list[Spec]:
 
 @rule(LINEAR, torch.ops.aten._to_copy)
 def linear_elementwise(func: Any, x: Spec, *args: Any, **options: Any) -> Spec:
-    """The layout stays."""
+    """Keeps the layout."""
     return x
 
 
 @rule(FRESH)
 def fresh(func: Any, x: Spec, *args: Any, **options: Any) -> Spec:
-    """New values in the cut of an old tensor, nothing pending."""
+    """Gives new values the cut of an old tensor, with nothing pending."""
     return x.with_layout(x.dims)
 
 
@@ -142,7 +142,7 @@ def quotient(func: Any, x: Any, y: Any, **options: Any) -> Spec | OpPlan:
 
 @rule(ELEMENTWISE)
 def any_elementwise(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
-    """Nothing may be pending."""
+    """Refuses pending operands."""
     operands = _tensors(args, options)
     unsummed(*operands)
     return _combined(func, operands)
@@ -178,7 +178,7 @@ def masked_fill(func: Any, x: Spec, mask: Spec, value: Any) -> Spec | OpPlan:
 
 @rule(AS_IT_IS, *(getattr(Tensor, name).__get__ for name in PROPERTIES.split()), SET_REQUIRES_GRAD)
 def as_it_is(func: Any, *args: Any) -> OpPlan:
-    """Answers that a piece and the whole share, and ``x.requires_grad = True``."""
+    """Answers questions that have one answer for a piece and the whole, and ``x.requires_grad = True``."""
     return OpPlan(None)
 
 
@@ -203,7 +203,7 @@ def set_data(func: Any, x: Spec, value: Spec) -> OpPlan:
 
 @rule("item tolist numpy __bool__ __float__ __int__ __index__ __array__ is_nonzero __format__")
 def to_python(func: Any, x: Spec, *args: Any, **options: Any) -> OpPlan:
-    """Numbers leave where every rank has them all."""
+    """Turns a tensor into Python numbers where every rank has all of it."""
     if x.layout.cut or x.pending:
         raise Refusal("not every rank has all values", [(x, Layout.replicated(len(x.dims)))], "Take .full(), or")
     return OpPlan(None)

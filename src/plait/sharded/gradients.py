@@ -1,4 +1,4 @@
-"""The ends of a backward: the seed at the loss, and what may be set at a leaf.
+"""The ends of a backward: the seed at the loss, and the gradients that a leaf accepts.
 
 loss            seed, as the dual table wants it
 pending         1 on every rank

@@ -1,4 +1,4 @@
-"""Rules of what networks add to algebra: embedding, cross-entropy, attention, norms, convolution.
+"""Rules of network operators: embedding, cross-entropy, attention, norms, convolution.
 
 embedding       table "rows/tensor width": each rank looks up the rows that it holds, the sum is pending
 cross_entropy   classes whole; over cut samples the sum is pending; the mean divides by the global count
@@ -102,7 +102,7 @@ def cross_entropy(
         x, t = slices(input, target)
         how = reduction if not over or reduction == "none" else "sum"
         if over and t.numel() == 0 and how != "none":
-            loss = x.sum()  # of nothing: 0, and still a function of the input
+            loss = x.sum()  # the sum of nothing is 0, and still a function of the input
         else:
             loss = func(x, t, weight, ignore_index=ignore_index, reduction=how, **smoothing)
         if how == reduction:

@@ -32,7 +32,7 @@ from plait.table.layout import Layout
 
 Axes = tuple[str, ...]
 Letters = Sequence[str | None]
-"""A letter for each dim; None for a dim of size 1 that is stretched, or a dim of the result that is whole."""
+"""A letter for each dim; None for a dim of size 1 that is stretched, or a whole dim of the result."""
 Rule = Callable[..., Spec | OpPlan]
 SomeRule = TypeVar("SomeRule", bound=Rule)
 
@@ -271,7 +271,7 @@ def on_slices(function: Callable[..., Any], before: Sequence[Spec], after: Seque
 
 
 def on_plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function on the pieces as plain tensors, for what is written in Python and reads sizes of its operands."""
+    """The function on the pieces as plain tensors, for Python code that reads the sizes of its operands."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map_only(Tensor, lambda t: t.as_subclass(Tensor), (args, kwargs))
@@ -304,9 +304,9 @@ def results_of(op: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
 
 
 def dims_of_result(func: Any, x: Spec, *args: Any, **options: Any) -> list[int]:
-    """For each dim of the result the dim of ``x`` that it is, -1 where it is a new one, or one that was reduced.
+    """For each dim of the result, the matching dim of ``x``; -1 for a new or reduced one.
 
-    The function is asked what it makes of dims of the sizes 2, 3, 4 ...
+    The function is tried on dims of the sizes 2, 3, 4 ...
     """
     probe = torch.empty([2 + d for d in range(len(x.shape))], dtype=x.dtype, device="meta")
     return [max(size - 2, -1) for size in results_of(func, probe, *args, **options)[0].shape]
@@ -318,7 +318,7 @@ def rearranged(x: Spec, order: Sequence[int], pending: Sequence[str]) -> Spec:
 
 
 def specs_in(args: Iterable[Any]) -> list[Spec]:
-    """The operands among arguments, in order; lists are looked into."""
+    """The operands among arguments, in order, also those inside lists."""
     specs: list[Spec] = []
     for a in args:
         specs += [a] if isinstance(a, Spec) else specs_in(a) if isinstance(a, tuple) else []

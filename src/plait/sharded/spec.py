@@ -77,7 +77,7 @@ class Spec:
 
     @property
     def pending(self) -> tuple[str, ...]:
-        """The axes over which a sum is due."""
+        """The axes over which a sum is pending."""
         return self.layout.pending
 
     @property
@@ -109,9 +109,9 @@ class Spec:
 
 
 class OpPlan(NamedTuple):
-    """``out``: the spec of the result, or of each tensor in it; ``run``: on local pieces.
+    """``out``: the spec of the result, or of each tensor in it; ``run``: computes on local pieces.
 
-    ``out`` is None for what is no tensor, or stays as it is, and the cache for results that are whole, of any shape.
+    ``out`` is None for a result that is no tensor, or stays as it is; it is the cache for whole results of any shape.
 
     Without ``run`` the function itself computes on the pieces.
     """
@@ -130,7 +130,7 @@ class Refusal(Exception):  # noqa: N818 - a rule's word to the dispatcher, which
         self.fix = {spec: layout for spec, layout in self.fix.items() if layout != spec.layout}
 
     def advice(self) -> str:
-        """The lines that the user may write."""
+        """The lines that the user may write to resolve it."""
         words = []
         for spec, layout in self.fix.items():
             steps = "; ".join(map(str, path(spec.layout, layout, spec.comm.mesh)))

@@ -8,9 +8,9 @@
 A block is pre-norm (RMSNorm), rotary attention with grouped key/value heads, then SwiGLU; it takes its number of heads
 from the tensors, so projections cut by heads need no change here.
 
-A module that owns parameters initialises them, for their full shapes, and nothing else, in its ``reset_parameters``.
-The head owns none: its weight *is* the embedding's.  The loss is a *sum* over tokens and comes with their *count*, for
-the reason in ``mlp``.
+A module that owns parameters initialises only them, at their full shapes, in its ``reset_parameters``.  The head owns
+none: its weight *is* the embedding's.  The loss is a *sum* over tokens and comes with their *count*, for the reason in
+``mlp``.
 
 Sources: RMSNorm arXiv:1910.07467, rotary embedding arXiv:2104.09864 (the half-split form of Llama), grouped heads
 arXiv:2305.13245, SwiGLU arXiv:2002.05202, scaled residual init as in GPT-2, tying arXiv:1608.05859.
@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from plait.run.models.documents import attention_mask, positions
 from plait.tensor import cross_entropy_sum
 
-IGNORED = -100  # the target of a position that has no loss (the default of ``F.cross_entropy``)
-INIT_STD = 0.02  # of initial weights; projections into the residual stream get it / sqrt(2 num_layers)
+IGNORED = -100  # the target of a position without a loss (the default of ``F.cross_entropy``)
+INIT_STD = 0.02  # for initial weights; projections into the residual stream use this / sqrt(2 num_layers)
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes of a GPT; raises ValueError where they don't fit together."""
+    """The sizes of a GPT.  Raises ValueError if they don't fit together."""
 
     vocabulary: int = 256
     num_layers: int = 4
@@ -43,7 +43,7 @@ class GPTConfig:
     hidden: int | None = None
     """Width inside SwiGLU; None is 8/3 of ``width``, rounded up to a multiple of 32."""
     max_length: int = 128  # tokens of the longest sequence
-    dropout: float = 0.1  # of embedding, attention and residuals alike
+    dropout: float = 0.1  # the same for embedding, attention and residuals
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
 
@@ -113,7 +113,7 @@ class TokenEmbedding(nn.Embedding):
         nn.init.normal_(self.weight, std=INIT_STD)
 
     def forward(self, input: Tensor) -> Tensor:
-        """tokens_BT int64 -> x_BTD; raises ValueError for sequences longer than ``max_length``, or another shape."""
+        """tokens_BT int64 -> x_BTD.  Raises ValueError for sequences longer than ``max_length``, or another shape."""
         if input.dim() != 2:
             raise ValueError(f"tokens have shape {tuple(input.shape)}: give [batch, time]")
         if input.shape[1] > self.max_length:
@@ -130,7 +130,7 @@ class TiedHead(nn.Linear):
 
     def __init__(self, weight: nn.Parameter) -> None:
         vocabulary, width = weight.shape
-        super().__init__(width, vocabulary, bias=False, device="meta")  # no storage for what is replaced immediately
+        super().__init__(width, vocabulary, bias=False, device="meta")  # no storage for a weight that is replaced at once
         self.weight = weight
 
     def reset_parameters(self) -> None:
@@ -138,9 +138,9 @@ class TiedHead(nn.Linear):
 
 
 def rotary_tables(length: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos_TC and sin_TC, fp32 [length, head_dim / 2]: pair c at place t turns by t / base^(2c/head_dim).
+    """cos_TC and sin_TC, fp32 [length, head_dim / 2]: pair c at position t turns by t / base^(2c/head_dim).
 
-    Functions are taken in fp64 and rounded: in fp32 the last bit is the kernel's, and two processes had different ones.
+    They are computed in fp64 and rounded: in fp32 the last bit depends on the kernel, and two processes differed.
     """
     exponent_C = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequency_C = (base ** -exponent_C.double()).float()
@@ -149,7 +149,7 @@ def rotary_tables(length: int, head_dim: int, base: float) -> tuple[Tensor, Tens
 
 
 def rotate(x_BHTK: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
-    """Turn each pair (c, c + K/2) of every head by its position's angle, in x's dtype."""
+    """Turns each pair (c, c + K/2) of every head by its position's angle, in x's dtype."""
     cos_TC, sin_TC = cos_TC.to(x_BHTK.dtype), sin_TC.to(x_BHTK.dtype)
     first, second = x_BHTK.chunk(2, dim=-1)
     return torch.cat((first * cos_TC - second * sin_TC, second * cos_TC + first * sin_TC), dim=-1)
@@ -175,7 +175,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, mask_B1TT: Tensor | None = None, position_BT: Tensor | None = None) -> Tensor:
         query_BHTK, key_BGTK = self._heads(self.query(x_BTD)), self._heads(self.key(x_BTD))
-        length = query_BHTK.shape[2]  # not x's: sequence parallelism cuts x in time, and its products are whole again
+        length = query_BHTK.shape[2]  # not x's: sequence parallelism cuts x in time, but its products are whole
         place = slice(length) if position_BT is None else position_BT[:, None]
         cos_TC, sin_TC = self.cos[place], self.sin[place]
         query_BHTK, key_BGTK = rotate(query_BHTK, cos_TC, sin_TC), rotate(key_BGTK, cos_TC, sin_TC)
@@ -189,7 +189,7 @@ class Attention(nn.Module):
         return out_BTD
 
     def _heads(self, x_BTE: Tensor) -> Tensor:
-        """[B, T, heads * K] -> [B, heads, T, K], for as many heads as there are."""
+        """[B, T, heads * K] -> [B, heads, T, K], for the heads on this rank."""
         batch, length, width = x_BTE.shape
         return x_BTE.view(batch, length, width // self.head_dim, self.head_dim).transpose(1, 2)
 
@@ -209,7 +209,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on what is added."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on the added term."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class GPT(nn.Module):
         self.head = TiedHead(self.embed.weight)
 
     def tensor_plan(self) -> dict[str, str]:
-        """How the modules are cut over a tensor axis: attention by heads, the rest of the block by features."""
+        """The cut of each module over a tensor axis: attention by heads, the rest of the block by features."""
         columns = ("attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up")
         stream = ("attention_norm", "attention_dropout", "mlp_norm", "mlp_dropout")
         return {
@@ -257,7 +257,7 @@ class GPT(nn.Module):
         return ["embed", "blocks", "norm", "head"]
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """tokens_BT int64 -> logits_BTV in the parameters' dtype; ``documents_BT`` are those of packed rows."""
+        """tokens_BT int64 -> logits_BTV in the parameters' dtype.  ``documents_BT`` is for packed rows."""
         mask_B1TT, position_BT = None, None
         if documents_BT is not None:
             mask_B1TT, position_BT = attention_mask(documents_BT), positions(documents_BT)
@@ -271,8 +271,8 @@ class GPT(nn.Module):
 def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Cross-entropy in nats, summed over the targets that are not ``IGNORED``: a scalar, never a mean.
 
-    ``batch`` has ``tokens`` and ``targets``, and ``documents`` where rows are packed, all int64 [batch, time].  Summed
-    in fp32, in fp64 if the logits are.
+    ``batch`` has ``tokens`` and ``targets``, and ``documents`` where rows are packed, all int64 [batch, time].  The sum
+    is in fp32, or in fp64 if the logits are.
     """
     packed = (batch["documents"],) if "documents" in batch else ()
     logits_BTV: Tensor = model(batch["tokens"], *packed)
@@ -280,5 +280,5 @@ def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def token_count(batch: Mapping[str, Tensor]) -> int:
-    """How many targets of a batch have a loss."""
+    """The number of targets in a batch that have a loss."""
     return int((batch["targets"] != IGNORED).sum())

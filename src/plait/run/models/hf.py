@@ -1,4 +1,4 @@
-"""Stock Hugging Face decoders with random weights, trained as they are: not a line of theirs is changed.
+"""Stock Hugging Face decoders with random weights, trained without changing a line of their code.
 
     tokens_BT -> model.embed_tokens -> model.layers.0 ... -> model.norm -> lm_head -> logits_BTV
 
@@ -24,17 +24,17 @@ from plait.tensor import cross_entropy_sum
 __all__ = ["HFConfig", "build", "check_installed", "loss_sum", "token_count"]
 
 BUILDING = threading.Lock()
-"""While it builds a model, transformers swaps the functions of torch.nn.init for the whole process."""
+"""Guards builds: while it builds a model, transformers swaps the functions of torch.nn.init in the whole process."""
 
 
 @dataclass(frozen=True)
 class HFConfig(GPTConfig):
-    """The sizes of a Hugging Face decoder; ``dropout`` is on the attention weights, the only dropout that it has."""
+    """The sizes of a Hugging Face decoder.  ``dropout`` acts on the attention weights, its only dropout."""
 
     kind: Literal["llama", "qwen2"] = "llama"
     """qwen2 is llama with biases on query, key and value."""
     tie: bool = False
-    """Whether the head's weight is the embedding's."""
+    """True if the head's weight is the embedding's."""
 
     @property
     def num_parameters(self) -> int:
@@ -44,13 +44,13 @@ class HFConfig(GPTConfig):
 
 
 def check_installed() -> None:
-    """Raises ValueError, with the command that helps, where transformers is not installed."""
+    """Raises ValueError, with the command that installs it, if transformers is missing."""
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("llama, qwen2 and hf:PATH need transformers, which is not installed: pip install 'plait[hf]'")
 
 
 def build(config: HFConfig) -> nn.Module:
-    """``LlamaForCausalLM`` or ``Qwen2ForCausalLM`` of these sizes, with random weights in fp32."""
+    """Builds a ``LlamaForCausalLM`` or ``Qwen2ForCausalLM`` of these sizes, with random weights in fp32."""
     check_installed()
     with BUILDING:
         transformers: Any = importlib.import_module("transformers")
@@ -77,7 +77,7 @@ def build(config: HFConfig) -> nn.Module:
 
 
 def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """``gpt.loss_sum`` of a Hugging Face model, which makes its masks from positions that start in each document."""
+    """``gpt.loss_sum`` for a Hugging Face model, which makes its masks from positions that restart in each document."""
     packed = {"position_ids": positions(batch["documents"])} if "documents" in batch else {}
     logits_BTV: Tensor = model(input_ids=batch["tokens"], use_cache=False, **packed).logits
     return cross_entropy_sum(logits_BTV, batch["targets"])

@@ -9,7 +9,7 @@ A ``Layer`` is one block, so wrapping by block finds 16 units, and a pipeline cu
 ``widths`` allows odd sizes, which no mesh divides evenly.
 
 The loss is a *sum* over the rows whose mask is 1 and comes with their *count*; the engine divides once, by the count of
-the whole step.  A mean of the microbatches' means would weigh a row by the size of its microbatch, so the gradient
+the whole step.  A mean of the microbatches' means would weight a row by the size of its microbatch, so the gradient
 would differ between layouts as soon as two counts differ.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class MLPConfig:
-    """The sizes of an MLP; raises ValueError where they don't fit together."""
+    """The sizes of an MLP.  Raises ValueError if they don't fit together."""
 
     num_layers: int = 16
     width: int = 64
@@ -78,7 +78,7 @@ class MLP(nn.Sequential):
         self.config = config
 
     def tensor_plan(self) -> dict[str, str]:
-        """How the layers are cut over a tensor axis: in pairs, column then row; the first and the last stay whole."""
+        """The cut of each layer over a tensor axis: in pairs, column then row.  The first and the last stay whole."""
         plan: dict[str, str] = {}
         for i in range(1, self.config.num_layers - 2, 2):
             plan |= {f"{i}.linear": "column", f"{i}.dropout": "hidden", f"{i + 1}.linear": "row"}
@@ -88,8 +88,8 @@ class MLP(nn.Sequential):
 def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Squared errors, summed over the elements of all rows whose mask is 1: a scalar, never a mean.
 
-    ``batch`` has ``x`` [batch, in], ``y`` [batch, out] and ``mask`` [batch] of 0 and 1.  Summed in fp32, in fp64 if the
-    prediction is.
+    ``batch`` has ``x`` [batch, in], ``y`` [batch, out] and ``mask`` [batch] of 0 and 1.  The sum is in fp32, or in fp64
+    if the prediction is.
     """
     return squared_error_sum(model(batch["x"]), batch)
 
@@ -102,5 +102,5 @@ def squared_error_sum(prediction_BD: Tensor, batch: Mapping[str, Tensor]) -> Ten
 
 
 def sample_count(batch: Mapping[str, Tensor]) -> int:
-    """How many rows of a batch have a loss."""
+    """The number of rows in a batch that have a loss."""
     return int((batch["mask"] != 0).sum())

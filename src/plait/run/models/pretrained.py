@@ -1,11 +1,11 @@
-"""A Hugging Face folder as a model: its config and its tokenizer.  The weights are read elsewhere, piece by piece.
+"""Makes a model from the config and the tokenizer of a Hugging Face folder.  Another module reads the weights.
 
     config.json ──► AutoModelForCausalLM.from_config ──► the stock class, parameters on meta
     tokenizer.json ──► text ──► tokens
     *.safetensors        see ``run.formats.huggingface``
 
-Nothing is downloaded and no code in the folder is run.  Whatever transformers raises about a folder, exceptions of many
-kinds, is reported as a fault of the folder.
+Nothing is downloaded, and no code in the folder runs.  Any exception that transformers raises about a folder is
+reported as a fault of the folder.
 """
 
 import importlib
@@ -25,17 +25,17 @@ from plait.checkpoint.files.reading import read_file
 from plait.run.models.hf import BUILDING
 
 LARGEST = 1 << 24
-"""Bytes of a config.json."""
+"""Largest config.json, in bytes."""
 OTHER_ROPES = ("default", "mrope", "su")
-"""Of which transformers makes one of its own."""
+"""Kinds of rope that transformers converts to its own kinds."""
 LARGEST_NUMBER = (1 << 31) - 1
 COUNTED, MOST = re.compile("layer|depth|expert|block"), 10_000
-"""What a model may have as modules of their own, and how many."""
+"""Config keys that count a model's modules, and the largest such count."""
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A folder with a causal language model; raises ValueError where there is none, or no config in it."""
+    """A folder with a causal language model.  Raises ValueError if there is no folder, or no config in it."""
 
     path: str
 
@@ -48,7 +48,7 @@ class Pretrained:
 
     @contextmanager
     def _blamed(self, fault: str) -> Iterator[Any]:
-        """transformers; what it raises inside becomes a ValueError that names the folder and the fault."""
+        """Yields transformers.  Turns its exceptions into a ValueError that names the folder and the fault."""
         transformers = importlib.import_module("transformers")
         try:
             yield transformers
@@ -57,7 +57,7 @@ class Pretrained:
             raise ValueError(f"model hf:{self.path}: transformers {fault}: {text}") from error
 
     def config(self) -> Any:
-        """The folder's config; raises ValueError if unreadable, quantised, or not of a causal language model."""
+        """The folder's config.  Raises ValueError if unreadable, quantised, or not for a causal language model."""
         with self._blamed("cannot read its config.json") as transformers:
             known = importlib.import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
             _check_values(Path(self.path) / "config.json", (*known, *OTHER_ROPES))
@@ -73,7 +73,7 @@ class Pretrained:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the model knows."""
+        """The number of tokens that the model knows."""
         return int(self.config().vocab_size)
 
     @property
@@ -83,16 +83,16 @@ class Pretrained:
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens of one sample; None: the model's positions have no end."""
+        """The largest number of tokens in a sample.  None: the model's positions have no end."""
         return getattr(self.config(), "max_position_embeddings", None)
 
     def outline(self) -> nn.Module:
-        """What ``build`` gives, with nothing allocated: parameters and buffers are on meta."""
+        """The model of ``build`` with nothing allocated: parameters and buffers are on meta."""
         with torch.device("meta"):
             return self.build()
 
     def build(self) -> nn.Module:
-        """The stock class of the folder's config, with whatever values it gives itself, in fp32."""
+        """Builds the stock class of the folder's config in fp32, with the values that the class itself sets."""
         config, options = self.config(), {"dtype": torch.float32, "attn_implementation": "sdpa"}
         with BUILDING, self._blamed("cannot build a model from its config.json") as transformers:
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **options)
@@ -100,21 +100,21 @@ class Pretrained:
 
     @property
     def from_scratch(self) -> bool:
-        """Whether the folder has no weights of any kind, so that the model's are drawn."""
+        """True if the folder has no weights of any kind, so that the model's weights are drawn."""
         return not self._has("*.safetensors*", "*.bin*", "*.pt", "*.pth", "*.msgpack", "*.h5", "*.gguf")
 
     @property
     def reads_bytes(self) -> bool:
-        """Whether each byte of a text is a token, because the folder has neither weights nor a tokenizer."""
+        """True if each byte of a text is a token, because the folder has neither weights nor a tokenizer."""
         return self.from_scratch and not self._has("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 
     def _has(self, *patterns: str) -> bool:
         return any(next(Path(self.path).glob(pattern), None) for pattern in patterns)
 
     def encoder(self) -> Callable[[bytes], Tensor]:
-        """From UTF-8 text to tokens of the folder's tokenizer, without special ones: int64 [count].
+        """Returns a function from UTF-8 text to the tokenizer's tokens, without special ones: int64 [count].
 
-        Raises ValueError for no tokenizer, or one of another vocabulary; when called, for a text that is not UTF-8.
+        Raises ValueError for no tokenizer, or one of another vocabulary.  The function raises it for other encodings.
         """
         options = {"local_files_only": True, "trust_remote_code": False}
         with self._blamed("finds no tokenizer in it") as transformers:
@@ -138,8 +138,8 @@ class Pretrained:
 
 
 def _check_values(file: Path, ropes: tuple[str, ...]) -> None:
-    """Raises ValueError for a kind of rope that is none, and for numbers that no model has, to which transformers would
-    count."""
+    """Raises ValueError for an unknown kind of rope, and for numbers that no model has but up to which transformers
+    would count."""
     text = read_file(file, "the config", LARGEST)
     try:
         found = [("", json.loads(text))]

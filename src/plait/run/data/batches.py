@@ -1,8 +1,8 @@
 """Batches as functions of their place in the run.
 
 Sample i of step s is entry s * global_batch + i of the run.  A rank, or the one-process reference, asks for any slice
-and gets the same bits; no iterator has a state that could drift, and the step is all there is to save.  How a global
-batch of 8 falls on 2 data ranks with 2 microbatches each:
+and gets the same bits; no iterator has a state that could drift, and the step is all there is to save.  A global batch
+of 8 on 2 data ranks with 2 microbatches each:
 
     sample              0 1 | 2 3 | 4 5 | 6 7
     global microbatch    0  |  1  |  2  |  3         = data_rank * num_microbatches + m
@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-IGNORED = -100  # the target of a position that has no loss (the default of ``torch.nn.functional.cross_entropy``)
+IGNORED = -100  # the target of a position without a loss (the default of ``torch.nn.functional.cross_entropy``)
 Batch = dict[str, Tensor]
 
 
@@ -36,12 +36,12 @@ def split_samples(global_batch: int, num_parts: int, *, empty: bool = False) -> 
 
 
 def on_device(batches: list[Any], device: str) -> list[Any]:
-    """The same, with every tensor of nested batches on a device."""
+    """Moves every tensor of nested batches to a device."""
     return [tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch) for batch in batches]
 
 
 class Batches(ABC):
-    """A source of batches.  A new one implements ``samples``; all are cut into microbatches alike."""
+    """A source of batches.  A new one implements ``samples``; all are cut into microbatches in the same way."""
 
     @abstractmethod
     def samples(self, step: int, first: int, count: int, global_batch: int) -> Batch:

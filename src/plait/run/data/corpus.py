@@ -1,11 +1,11 @@
-"""Finitely many samples, epoch after epoch: the order of an epoch, and where its steps end.
+"""A finite set of samples, epoch after epoch: the order of an epoch, and the ends of its steps.
 
     entry of the run     0  1  2  3  4  5  6 | 7  8  9 ...      7 samples: entry e is place e % 7 of epoch e // 7
     sample               3  0  6  1  5  2  4 | 2  5  0 ...      each epoch in its own order
-    steps of 3          [0  1  2][3  4  5][6   7  8][9 ...      a corpus asked directly: steps run on
-    Epochs              [0  1  2][3  4  5][6]|[7  8  9][...     the last step of an epoch has what is left
+    steps of 3          [0  1  2][3  4  5][6   7  8][9 ...      a corpus used directly: steps cross the epochs
+    Epochs              [0  1  2][3  4  5][6]|[7  8  9][...     the last step of an epoch has the remaining samples
 
-Both are functions of the step's number, so every rank knows them without asking.
+Both are functions of the step's number, so every rank knows them without communication.
 
 The last step of an epoch may have fewer samples than parts (data ranks x microbatches).  Every rank must still run
 every part, because the others wait for its messages, and many models cannot run on 0 samples: a part without samples
@@ -27,7 +27,7 @@ class Corpus(Batches):
 
     seed: int
     vocabulary: int | None = None
-    """How many tokens the model knows; None: it reads none, or any."""
+    """The number of tokens that the model knows; None: it reads none, or any."""
     _tokens: Any
     """All tokens, in a row that can be sliced."""
 
@@ -50,7 +50,7 @@ class Corpus(Batches):
 
     @abstractmethod
     def sample(self, number: int, entry: int) -> Batch:
-        """Sample ``number``, its tensors without a batch dim; ``entry``, its place in the run, says what is drawn."""
+        """Sample ``number``, its tensors without a batch dim.  ``entry``, its place in the run, seeds random draws."""
 
     @abstractmethod
     def blank(self) -> Batch:
@@ -74,7 +74,7 @@ class Corpus(Batches):
 
 
 class Epochs(Batches):
-    """The steps of a corpus, ended with each epoch; if not ``shuffled``, in the order of the samples' numbers."""
+    """The steps of a corpus, which end with each epoch.  If not ``shuffled``, samples are in the order of numbers."""
 
     def __init__(self, corpus: Corpus, *, shuffled: bool = True) -> None:
         self.corpus, self.shuffled = corpus, shuffled
@@ -96,7 +96,7 @@ class Epochs(Batches):
     def microbatches(
         self, step: int, data_rank: int, num_data_ranks: int, num_microbatches: int, global_batch: int
     ) -> list[Batch]:
-        """See ``Batches.microbatches``; those without samples are one blank sample each."""
+        """See ``Batches.microbatches``.  A microbatch without samples is one blank sample."""
         mine = super().microbatches(step, data_rank, num_data_ranks, num_microbatches, global_batch)
         blank = {name: tensor[None] for name, tensor in self.corpus.blank().items()}
         return [batch if len(next(iter(batch.values()))) else blank for batch in mine]

@@ -38,7 +38,7 @@ def mix(*words: int) -> int:
 
 
 def sample_at(seed: int, epoch: int, index: int, num_samples: int) -> int:
-    """Which sample comes index-th in this epoch: a permutation of 0 .. num_samples - 1 in ``index``.
+    """The number of the index-th sample in this epoch: a permutation of 0 .. num_samples - 1 in ``index``.
 
     Raises ValueError for no samples, an index outside the epoch, or a negative epoch.
     """

@@ -27,7 +27,7 @@ from plait.run.data.windows import as_tokens, keep_first_part
 
 
 def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Rows of indices into ``sizes`` (1 to ``length``), whose sums are at most ``length``; O(n log n) for n sizes."""
+    """Packs indices into ``sizes`` (1 to ``length``) in rows with sums of at most ``length``, in O(n log n)."""
     rows: list[list[int]] = []
     by_space: dict[int, list[int]] = {}
     spaces: list[int] = []  # the keys of by_space, ascending
@@ -53,10 +53,10 @@ class PackedBatches(Corpus):
     """Packed rows: int64 ``tokens``, ``targets`` and ``documents``, all [count, length].
 
     ``documents`` numbers the documents of a row from 0; a model's attention must not cross them, and positions start
-    anew in each (see ``models.documents``).  Documents are bytes, each a token, or rows of whole numbers; with
-    fewer than 2 tokens they have nothing to predict, and are left out.  ``ragged`` is that of ``TextBatches``.
+    again in each (see ``models.documents``).  Documents are bytes, each a token, or rows of whole numbers.  Those with
+    fewer than 2 tokens have nothing to predict, and are left out.  ``ragged`` is the same as in ``TextBatches``.
 
-    Raises ValueError where no document has 2 tokens, or one is not a row of whole numbers.
+    Raises ValueError if no document has 2 tokens, or one is not a row of whole numbers.
     """
 
     def __init__(self, documents: Iterable[bytes | Tensor], length: int, seed: int, ragged: bool = False) -> None:
@@ -76,7 +76,7 @@ class PackedBatches(Corpus):
             place += len(row)
         packed = best_fit(sizes, length)
         self._pieces = torch.tensor([(starts[i], sizes[i]) for row in packed for i in row])
-        self._rows = torch.tensor([0, *(len(row) for row in packed)]).cumsum(0)  # where each row's begin
+        self._rows = torch.tensor([0, *(len(row) for row in packed)]).cumsum(0)  # first piece of each row
         self.length, self.seed, self.ragged = length, seed, ragged
 
     @property
@@ -85,7 +85,7 @@ class PackedBatches(Corpus):
 
     @property
     def num_targets(self) -> int:
-        """Targets of one epoch; the rest of ``num_samples * length`` is padding."""
+        """The number of targets in one epoch.  The rest of ``num_samples * length`` is padding."""
         return int(self._pieces[:, 1].sum())
 
     def blank(self) -> Batch:

@@ -3,10 +3,10 @@
     10 samples in batches of 4, 2 data ranks    rank 0    0 1    4 5    8     a batch of fewer samples at the end
                                                 rank 1    2 3    6 7    9
      9 samples                                  rank 0    0 1    4 5 6        1 sample is too few for 2 ranks, so the
-                                                rank 1    2 3    7 8          batch before has it too
+                                                rank 1    2 3    7 8          batch before takes it too
 
-torch's DistributedSampler lets ranks repeat samples, or leaves some out, where they do not divide.  Here nothing counts
-twice, and no rank is left without a batch while others have one: ranks with more samples weigh more, as in the engine.
+torch's DistributedSampler lets ranks repeat samples, or leaves some out, where they do not divide.  Here no sample
+counts twice, and each rank has a batch if another has: ranks with more samples weigh more, as in the engine.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from plait.table.mesh import Mesh
 class RankBatches(Sampler[list[int]]):
     """The indices of this rank's samples, batch by batch: ``DataLoader(dataset, batch_sampler=...)``.
 
-    Ranks that differ along pipe and tensor only have the same batches.  The order is that of torch's
+    Ranks that differ only along pipe and tensor have the same batches.  The order is the same as in torch's
     DistributedSampler: with one seed a single process has the same global batches.
 
     Args:
@@ -61,11 +61,11 @@ class RankBatches(Sampler[list[int]]):
             self.ends.append(size)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Before each epoch: the order of this one, of which the first ``start`` batches were trained on already.
+        """Sets the epoch's order; call it before each epoch.  Skips the first ``start`` batches, already trained on.
 
-        That number is the whole cursor of a run that is resumed: it is the same on every rank and under every mesh, and
-        batches that workers had read ahead are read again.  Save it with the epoch; torch's own iterators would count
-        what was read.
+        That number is the whole cursor of a resumed run: it is the same on every rank and under every mesh, and batches
+        that workers had read ahead are read again.  Save it with the epoch; torch's iterators would count the batches
+        that were read.
 
         Raises:
             ValueError: an epoch has no such batch.

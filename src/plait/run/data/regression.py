@@ -1,8 +1,8 @@
 """Regression data from a hash: element j of sample i is a function of (seed, i, j) alone.
 
-The hash is integer arithmetic and what follows is one rounding per operation, so the bits depend neither on the cut of
-the batch nor on vector widths, threads or the machine.  A generator would have to be seeded per sample, and torch's CPU
-generator keeps only 32 bits of its seed.
+The hash is integer arithmetic, and later operations round once each, so the bits depend neither on the cut of the batch
+nor on vector widths, threads or the machine.  A generator would have to be seeded per sample, and torch's CPU generator
+keeps only 32 bits of its seed.
 """
 
 import torch
@@ -20,7 +20,7 @@ def _signed(word: int) -> int:
 
 
 def _shift(word: Tensor, places: int) -> Tensor:
-    """Shift to the right, filling with zeros (``>>`` of int64 fills with the sign)."""
+    """Shifts to the right and fills with zeros (``>>`` of int64 fills with the sign)."""
     return (word >> places) & ((1 << 64 - places) - 1)
 
 
@@ -34,9 +34,9 @@ def scramble_tensor(word: Tensor) -> Tensor:
 class SyntheticRegression(Batches):
     """``x`` [count, width], ``y`` [count, output_width] and ``mask`` [count] of 0 and 1, all of ``dtype``.
 
-    x is uniform with mean 0 and variance 1; y is a fixed function of its own row, with products of neighbours in it, so
-    there is something to learn.  ``ragged`` clears the mask of a quarter of the rows, at random, but never that of a
-    step's first.  Every dtype sees the same numbers, rounded once.
+    x is uniform with mean 0 and variance 1.  y is a fixed function of x's row, with products of neighbours, so there is
+    something to learn.  ``ragged`` clears the mask of a quarter of the rows, at random, but never that of a step's
+    first row.  Every dtype sees the same numbers, rounded once.
 
     Raises ValueError for a width below 1, or a dtype that is not floating point.
     """

@@ -8,7 +8,7 @@ The same files are one text (``load_text``) or documents (``load_documents``):
 
     *.jsonl                 the "text" of each line is a document
     a folder                every other file in it is a document
-    a file alone            paragraphs are documents: blank lines lie between them
+    a file alone            paragraphs are documents, separated by blank lines
     the standard library    every module is a document
 """
 
@@ -34,8 +34,8 @@ Text = TypeVar("Text", bytes, Tensor, Tokens)
 def load_text(path: str | None = None) -> bytes:
     """The bytes of a file, of a folder's text files in sequence, or (None) of the standard library.
 
-    A folder is read recursively in the order of its relative paths.  Files with a NUL byte are taken for binary and
-    skipped, and so are hidden files and folders.  Of ``.jsonl`` files only the texts count, blank lines between them.
+    A folder is read recursively in the order of its relative paths.  Files with a NUL byte count as binary and are
+    skipped, and so are hidden files and folders.  Of ``.jsonl`` files only the texts count, joined by blank lines.
 
     Raises ValueError for nothing at ``path``, no text in it, a single file that is binary, or a line of a ``.jsonl``
     file without a text.
@@ -47,7 +47,7 @@ def load_text(path: str | None = None) -> bytes:
 
 
 def load_documents(path: str | None = None) -> list[bytes]:
-    """The same text in documents, none of them empty, in the order of the text; raises as ``load_text``."""
+    """Loads the same text as documents, none of them empty, in the order of the text.  Raises like ``load_text``."""
     files = _files(path)
     if path is not None and os.path.isfile(path) and not path.endswith(".jsonl"):
         (_, text), *_ = files
@@ -56,7 +56,7 @@ def load_documents(path: str | None = None) -> list[bytes]:
 
 
 def split_text(text: Text, length: int) -> tuple[Text, Text]:
-    """(train, held out): the last 5 % are held out, at least one sample (``length`` + 1 tokens).
+    """Splits into (train, held out): the last 5 % are held out, at least one sample (``length`` + 1 tokens).
 
     ``text`` is bytes, each a token, or a row of tokens.  Raises ValueError for fewer than a sample for each part.
     """
@@ -75,7 +75,8 @@ def split_text(text: Text, length: int) -> tuple[Text, Text]:
 
 
 def split_documents(documents: Sequence[Text]) -> tuple[Sequence[Text], Sequence[Text]]:
-    """(train, held out): the last documents, with 5 % of the tokens, one at least; raises ValueError for under 2."""
+    """Splits into (train, held out): the last documents with 5 % of the tokens, at least one, are held out.  Raises
+    ValueError for fewer than 2 documents."""
     usable = [document for document in documents if len(document) > 1]
     if len(usable) < 2:
         raise ValueError(
@@ -106,10 +107,10 @@ def _files(path: str | None) -> list[tuple[str, bytes]]:
 
 
 def standard_library(max_bytes: int = STANDARD_LIBRARY_BYTES) -> list[tuple[str, bytes]]:
-    """(name, source) of the modules at the top of Python's standard library, by name, cut after ``max_bytes`` bytes.
+    """(name, source) of the top-level modules in Python's standard library, by name, cut after ``max_bytes`` bytes.
 
-    Names that begin with an underscore are skipped, since some are generated for one machine, and so are subfolders
-    (tests, site-packages, idlelib).  Raises ValueError where Python has no source files, as in some embedded builds.
+    Names with a leading underscore are skipped, since some are generated for one machine, and so are subfolders (tests,
+    site-packages, idlelib).  Raises ValueError if Python has no source files, as in some embedded builds.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     parts: list[tuple[str, bytes]] = []
@@ -125,7 +126,7 @@ def standard_library(max_bytes: int = STANDARD_LIBRARY_BYTES) -> list[tuple[str,
 
 
 def size_of(path: str) -> int:
-    """Bytes of the file, or of the files in the folder, that would be read; ValueError where that cannot be."""
+    """Bytes to read from the file, or from the files in the folder.  Raises ValueError if they cannot be read."""
     if os.path.isdir(path):
         return sum(size for _, size in _shown(path))
     if not os.path.isfile(path):
@@ -136,7 +137,7 @@ def size_of(path: str) -> int:
 
 
 def _shown(path: str) -> Iterator[tuple[Path, int]]:
-    """The plain files in a folder and below, none of them hidden, with their sizes."""
+    """The plain files in a folder and its subfolders that are not hidden, with their sizes."""
     count = total = 0
     for folder, folders, names in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -170,7 +171,7 @@ def _folder(root: Path) -> list[tuple[str, bytes]]:
 
 
 def _texts(name: str, content: bytes) -> list[bytes]:
-    """The texts of a ``.jsonl`` file, which has a JSON object on each line; of another file, its content."""
+    """The texts of a ``.jsonl`` file, which has a JSON object on each line, or the content of any other file."""
     if not name.endswith(".jsonl"):
         return [content]
     texts = []

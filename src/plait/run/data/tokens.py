@@ -1,7 +1,7 @@
-"""Text that is tokens already: files of token numbers, mapped into memory and never read whole.
+"""Text as files of token numbers, mapped into memory and never read whole.
 
 *.npy            one row of uint16, uint32, int32 or int64
-*.bin            nothing but the numbers: uint16, or uint32 where the vocabulary has more than 65,536 tokens
+*.bin            only the numbers: uint16, or uint32 where the vocabulary has more than 65,536 tokens
 *.safetensors    rows of whole numbers, by name
 a folder         its files of these kinds, by path
 
@@ -24,11 +24,11 @@ from plait.checkpoint.files.reading import shown
 KINDS = (".npy", ".bin", ".safetensors")
 DIGITS = re.compile(r"(\d+)")
 SAMPLED = 1 << 20
-"""Tokens of each end of a shard by which another text is told."""
+"""Number of tokens at each end of a shard that identify its text."""
 
 
 class Tokens:
-    """Shards end to end, as one row; a slice is again one, and ``long()`` reads it."""
+    """Shards end to end, as one row.  A slice is also a ``Tokens``, and ``long()`` reads it."""
 
     def __init__(self, shards: Sequence[Tensor]) -> None:
         self.shards = [shard for shard in shards if len(shard)]
@@ -45,14 +45,14 @@ class Tokens:
         return type(self)(found)
 
     def long(self) -> Tensor:
-        """The tokens, int64 [count]; ValueError for a negative number, which a target may be to be ignored."""
+        """Reads the tokens, int64 [count].  Raises ValueError for a negative number, which marks an ignored target."""
         found = torch.cat([shard.long() for shard in self.shards] or [torch.empty(0, dtype=torch.int64)])
         if len(found) and (least := int(found.min())) < 0:
             raise ValueError(f"the data has token {least}, which is negative: give the tokenizer's numbers, from 0")
         return found
 
     def sampled(self) -> Iterator[Tensor]:
-        """Parts that differ where the text does, most likely: the length and the ends of each shard."""
+        """The parts that most likely differ if the text does: the length and the ends of each shard."""
         for shard in self.shards:
             yield torch.tensor([len(shard)])
             yield shard[:SAMPLED].long()
@@ -60,7 +60,7 @@ class Tokens:
 
 
 def token_files(path: str | None) -> list[Path]:
-    """The files of tokens at a path; none where it is a text."""
+    """The files of tokens at a path.  Empty if it is a text."""
     if path is None or not os.path.isdir(path):
         return [Path(path)] if path is not None and path.endswith(KINDS) else []
     files = (Path(folder) / name for folder, _, names in os.walk(path) for name in names)
@@ -68,10 +68,10 @@ def token_files(path: str | None) -> list[Path]:
 
 
 def load_tokens(files: Sequence[Path], vocabulary: int) -> Tokens:
-    """The tokens of all files, mapped.
+    """Maps the tokens of all files.
 
     Raises:
-        ValueError: a file that is missing, or has something else in it; the message names it.
+        ValueError: a file that is missing, or contains something else. The message names it.
     """
     found: list[Tensor] = []
     for file in files:
@@ -90,7 +90,7 @@ def _rows(file: Path, vocabulary: int) -> Iterator[Tensor]:
     elif file.suffix == ".npy":
         yield _checked(torch.from_numpy(np.load(file, mmap_mode="c", allow_pickle=False)))
     else:
-        with safe_open(file, "pt") as opened:  # maps what it gives
+        with safe_open(file, "pt") as opened:  # maps its tensors
             for name in sorted(
                 opened.keys(), key=lambda name: [int(n) if n.isdecimal() else n for n in DIGITS.split(name)]
             ):

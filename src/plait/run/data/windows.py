@@ -20,7 +20,7 @@ WHOLE_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def as_tokens(text: bytes | Tensor) -> Tensor:
-    """A row of tokens; each byte is one.  Raises ValueError for a tensor that is not a row of whole numbers."""
+    """Makes a row of tokens, one for each byte.  Raises ValueError for a tensor that is not a row of whole numbers."""
     if not isinstance(text, Tensor):
         return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
     if text.dim() != 1 or text.dtype not in WHOLE_NUMBERS:
@@ -29,7 +29,7 @@ def as_tokens(text: bytes | Tensor) -> Tensor:
 
 
 def keep_first_part(targets_T: Tensor, seed: int, entry: int) -> None:
-    """Ignore, in place, all targets but the first few: 1 to T of them, drawn from (seed, place in the run)."""
+    """Ignores, in place, all targets but the first few: 1 to T of them, drawn from (seed, place in the run)."""
     targets_T[1 + mix(seed, _LENGTHS, entry) % len(targets_T) :] = IGNORED
 
 

@@ -1,16 +1,16 @@
-"""The microbatches of the coming steps, made ahead in worker processes.
+"""Makes the microbatches of the next steps ahead, in worker processes.
 
     step            0   1   2   3   4   5 ...
     worker 0        0       2       4              a worker makes whole steps of this rank, two ahead
     worker 1            1       3       5
-    the rank        0   1   2   3                  and gets them in order
+    the rank        0   1   2   3                  and the rank gets them in order
 
 Batches are functions of the step (``data.batches``), so workers share nothing with each other or with the rank, and
 bits and order do not depend on their number.
 
 A rank has threads, locks and devices that a copy of it could not use, so workers are copies of another process, which
-has imported this module and done nothing else ("forkserver").  They are closed with the stream, and end on their own,
-within seconds, when the rank that started them is gone.
+has only imported this module ("forkserver").  They close with the stream, and end by themselves, within seconds, when
+the rank that started them is gone.
 """
 
 import multiprocessing
@@ -35,14 +35,14 @@ from plait.messages.ended import EndedError
 from plait.run.data.batches import Batch, Batches, on_device
 
 SETTLE_SECONDS = 1.0
-"""From a broken pipe of a worker to the kernel's word that it has ended."""
+"""Wait between a worker's broken pipe and the kernel's report that it has ended."""
 
 _BUILDING = threading.Lock()  # warnings are filtered for the whole process, and ranks may be threads of it
 
 
 @dataclass(frozen=True)
 class StepDataset(Dataset[list[Batch]]):
-    """A data rank's microbatches by step: the map-style dataset of which workers get a copy."""
+    """A data rank's microbatches by step: the map-style dataset that is copied to the workers."""
 
     batches: Batches
     data_rank: int
@@ -62,7 +62,7 @@ class WorkerError(EndedError):
 class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
     """One rank's microbatches, on ``device``, in the order of ``steps``; a context manager that closes its workers.
 
-    ``workers`` is the number of processes that make them ahead; 0 makes each when it is asked for.
+    ``workers`` is the number of processes that make them ahead; 0 makes each on request.
     """
 
     def __init__(self, dataset: StepDataset, steps: range, workers: int = 0, device: str = "cpu") -> None:
@@ -92,10 +92,10 @@ class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
         from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "torchdata.stateful_dataloader"])  # heard by the first only
+        context.set_forkserver_preload([__name__, "torchdata.stateful_dataloader"])  # only the first call has an effect
         with _BUILDING, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-            multiprocessing.util.get_temp_dir()  # made here, it is the workers' too
+            multiprocessing.util.get_temp_dir()  # made here, so that the workers share it
             loader = StatefulDataLoader(
                 self._dataset,
                 batch_size=None,
@@ -104,14 +104,14 @@ class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
                 collate_fn=list,  # the microbatches as they are
                 multiprocessing_context=context,
                 worker_init_fn=_watch_the_rank,
-                generator=torch.Generator(),  # it numbers the workers; torch's own generator stays as it is
+                generator=torch.Generator(),  # it seeds the workers and leaves torch's generator alone
             )
-        with told("/dev/shm", 0):  # where the names of locks are
+        with told("/dev/shm", 0):  # locks have their names there
             started: Iterator[list[Batch]] = iter(loader)
         return started
 
     def _ended(self, seconds: float) -> str:
-        """Says how a worker has ended, at once or within some seconds; "" while all live."""
+        """Describes how a worker has ended, now or within some seconds.  Returns "" while all are alive."""
         workers: Sequence[Any] = getattr(self._iterator, "_workers", ())
         multiprocessing.connection.wait([worker.sentinel for worker in workers], seconds)
         for number, worker in enumerate(workers):
@@ -122,16 +122,16 @@ class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
         return ""
 
     def state_dict(self) -> dict[str, int]:
-        """How many steps the stream has given out, whatever has been made ahead."""
+        """The number of steps that the stream has returned, not counting those made ahead."""
         return {"given": self._next}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from there; the number of workers may differ."""
+        """Continues from a state.  The number of workers may differ."""
         self.close()
         self._next = state["given"]
 
     def close(self) -> None:
-        """End the workers; the stream can continue, with new ones."""
+        """Ends the workers.  The stream can continue with new ones."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None and self._workers:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
@@ -141,18 +141,18 @@ class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
 
 
 def _watch_the_rank(worker: int) -> None:
-    """In a worker: leave when the rank is gone, for whatever reason."""
+    """Ends this worker when the rank is gone, for any reason."""
     rank, server = multiprocessing.parent_process(), os.getppid()
     assert rank is not None
 
     def leave() -> None:
         multiprocessing.connection.wait([rank.sentinel])
-        if os.getppid() == server:  # what it was copied from is the rank's own, and would end more slowly
+        if os.getppid() == server:  # the fork server is the rank's, and would end more slowly
             os.kill(server, signal.SIGKILL)
         shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
         os._exit(1)
 
-    def lose(error: Exception, batch: object) -> None:  # Python would go on without it, and the rank wait for ever
+    def lose(error: Exception, batch: object) -> None:  # Python would continue without it, and the rank would wait forever
         os._exit(1)
 
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(lose)  # type: ignore[attr-defined]

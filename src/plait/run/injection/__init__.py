@@ -1,7 +1,7 @@
-"""Faults on purpose: a rank is killed, stopped, slowed, fed NaN, ... at a step of a real run.
+"""Injects faults: kills, stops or slows a rank, feeds it NaN, ... at a step of a real run.
 
-faults.py     what may be injected, as one table; "kill@rank=2,step=20" as a value    start here
-injected.py   the observer that does it, and ``inject(engine, ...)``
+faults.py     the faults as one table; parses "kill@rank=2,step=20"    start here
+injected.py   the observer that injects them, and ``inject(engine, ...)``
 """
 
 from plait.run.injection.faults import FAULTS, Fault, parse_fault

@@ -2,10 +2,10 @@
 
     kill@rank=2,step=20                  kill -9 of rank 2 at its second operation in step 20
     stop@rank=1,step=7,at=backward       SIGSTOP at the first operation of the phase "backward"
-    slow=2x@rank=0,step=5                from step 5 on, everything takes rank 0 twice as long
-    exception@rank=2,step=4,always       also in the attempts that follow a restart
+    slow=2x@rank=0,step=5                from step 5 on, rank 0 takes twice as long for everything
+    exception@rank=2,step=4,always       also in the attempts after a restart
 
-Steps are counted from 1, as in ``metrics.jsonl``.  A restarted run is not hit again, unless the fault says ``always``.
+Steps are counted from 1, as in ``metrics.jsonl``.  A restarted run is hit again only if the fault says ``always``.
 """
 
 import re
@@ -27,29 +27,29 @@ FAULTS = MappingProxyType(
         "exit": "the rank's process ends, with exit code 0",
     }
 )
-"""What may be injected, and what it means."""
+"""The faults, and their meanings."""
 
 OF_A_PROCESS = ("kill", "stop", "signal", "exit", "disk-full")
-"""Faults of a whole process: among threads they would be everybody's."""
+"""Faults of a whole process: with threads as ranks they would hit all ranks."""
 
 FORM = re.compile(r"(?P<kind>[a-z-]+)(=(?P<value>[^@]*))?@(?P<place>.+)")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, as all ranks read it; only the one that it names acts."""
+    """One fault.  All ranks read it, but only the rank that it names acts."""
 
     kind: str
     rank: int
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     value: float = 2.0
     """The factor of ``slow``, the number of a ``signal``."""
     operation: int = 2
-    """At which operation of the step, from 1 (of ``skip-collective``, at which that may be left out); later than a
-    step's last one: at its end, when the next begins."""
+    """Number of the operation in the step, from 1 (for ``skip-collective``, among those that may be left out).  If the
+    step has fewer operations, the fault happens at its end, when the next step begins."""
     at: str = ""
-    """The phase at whose first operation it happens, instead."""
+    """If set, the fault happens at the first operation of this phase instead."""
     always: bool = False
 
     def __str__(self) -> str:
@@ -59,14 +59,14 @@ class Fault:
 
 
 def parse_fault(text: str, ranks: int, *, threads: bool = False) -> Fault:
-    """The fault that a text describes.
+    """Parses the fault that a text describes.
 
     Args:
-        ranks: of the run.
+        ranks: number of ranks in the run.
         threads: the ranks are threads of one process.
 
     Raises:
-        ValueError: another form, an unknown kind or key, a rank or step that cannot be.
+        ValueError: another form, an unknown kind or key, an impossible rank or step.
     """
     form = "give KIND@rank=R,step=N, as in kill@rank=2,step=20"
     match = FORM.fullmatch(text.strip())

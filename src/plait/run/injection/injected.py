@@ -1,8 +1,8 @@
-"""A fault as an observer of the rank that it names: it counts steps and operations, says what it does, and does it.
+"""A fault as an observer of the rank that it names: it counts steps and operations, prints the fault, and causes it.
 
     begin_step(19)  asked(count)  asked(all_gather ...) ──► here      "plait: injected kill on rank 2 in step 20, ..."
 
-What is said goes to the standard error before anything happens, so that whoever measures knows the moment.
+The message goes to the standard error before the fault happens, so that a measurement knows the moment.
 """
 
 import os
@@ -24,24 +24,24 @@ from plait.run.injection.faults import Fault, parse_fault
 from plait.step import Engine
 
 LARGEST_FILE = 4096
-"""Bytes that a file may have once the disk is full."""
+"""Largest size of a file, in bytes, once the disk is full."""
 
 SKIPPED = ("all_gather", "reduce_scatter", "all_reduce")
 
 NOTHING = "could not be injected: there is nothing to take hold of on this rank"
 
 OF_OTHERS = ("skip-collective", "nan")
-"""Faults of a collective or of the loss, which happen where that is made."""
+"""Faults of a collective or of the loss, which happen where those are made."""
 
 
 def inject(engine: Engine, faults: Sequence[str | Fault]) -> None:
-    """Lets faults happen in a run; call it on every rank, behind the making (and loading) of the engine.
+    """Injects faults into a run.  Call it on every rank, after making (and loading) the engine.
 
     Args:
-        faults: as ``plait train --inject`` takes them: ``"kill@rank=2,step=20"``.
+        faults: as in ``plait train --inject``: ``"kill@rank=2,step=20"``.
 
     Raises:
-        ValueError: a fault that cannot be, on every rank; one of a whole process where ranks are threads.
+        ValueError: an impossible fault, on every rank; a fault of a whole process where ranks are threads.
     """
     comm, again = engine.comm, engine.comm.attempt > 0
     threads = isinstance(comm, ThreadComm)
@@ -82,18 +82,18 @@ class Injected(Observer):
 
     @property
     def now(self) -> bool:
-        """Whether the step is the one, and it has not happened."""
+        """True in the fault's step, until the fault has happened."""
         return self._now
 
     def due(self, operation: Operation) -> bool:
-        """Whether this operation is the one."""
+        """True if the fault happens at this operation."""
         if not self._now:
             return False
         self._asked += 1
         return operation.note.phase == self.fault.at if self.fault.at else self._asked >= self.fault.operation
 
     def say(self, operation: Operation | None) -> None:
-        """Tells that it happens now, and once."""
+        """Prints that the fault happens now, and marks it as done."""
         self._now, self._over = False, True
         where = f", in {operation}" if operation else ""
         say(f"plait: injected {self.fault} (process {os.getpid()}){where}\n")
@@ -115,13 +115,13 @@ class Injected(Observer):
             case "flip":
                 _flip(self.engine)
             case "disk-full":
-                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing then fails, and does not kill
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing then fails instead of killing the process
                 _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, most))
 
 
 class Slowed(Observer):
-    """A rank that takes ``factor`` times as long for all that it computes itself."""
+    """Makes a rank take ``factor`` times as long for its own computation."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault, self._last = fault, 0.0
@@ -149,7 +149,7 @@ class Slowed(Observer):
 
 
 def _leave_out(comm: Comm, injected: Injected) -> None:
-    """One collective of this rank returns at once, and its tensors are left as they are."""
+    """Makes one collective of this rank return at once, without changing its tensors."""
     begin = comm.begin
 
     def left_out(prepared: Prepared) -> Work:
@@ -163,7 +163,7 @@ def _leave_out(comm: Comm, injected: Injected) -> None:
 
 
 def _poison(engine: Engine, injected: Injected) -> None:
-    """The first loss of this rank in the step is NaN."""
+    """Makes this rank's first loss in the step NaN."""
     loss_fn, backward = engine.loss_fn, engine.backward
 
     def poisoned(loss: Any) -> Any:
@@ -178,7 +178,7 @@ def _poison(engine: Engine, injected: Injected) -> None:
 
 
 def _flip(engine: Engine) -> None:
-    """A high bit of the mantissa of this rank's first number."""
+    """Flips a high bit in the mantissa of this rank's first number."""
     views = [owned.view.detach() for owned in engine.placed.owned if owned.view.numel()]
     if not views:
         say(f"plait: the bit {NOTHING}\n")

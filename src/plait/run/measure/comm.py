@@ -1,11 +1,11 @@
-"""What the links of a mesh carry: ping-pong between two ranks, and every collective over all of them.
+"""Measures the links of a mesh: ping-pong between two ranks, and every collective over all ranks.
 
 Each repetition is: barrier, clock, call, wait, synchronise, clock.  Its time is that of the slowest rank; the median
 over repetitions is reported.  Before a collective is timed, its result is compared with the known one: a wrong sum is
 an error.
 
     algbw = S / seconds                  S: bytes of the whole array, for reduce-scatter and all-gather too
-    busbw = algbw * factor(kind, n)      what a link carried; comparable between kinds and rank counts
+    busbw = algbw * factor(kind, n)      the rate of a link; comparable between kinds and rank counts
 
 Source: the definitions of nccl-tests (its PERFORMANCE page).
 """
@@ -30,7 +30,7 @@ from plait.table.collectives import bus_factor
 from plait.table.mesh import AXES
 
 WRITTEN = ("comm.json", "comm.svg")
-"""What goes into the folder ``out``."""
+"""Files in the folder ``out``."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZE = re.compile(r"([0-9]{1,12})\s*(|K|M|G)(?:I?B)?", re.IGNORECASE)
 
@@ -88,7 +88,7 @@ def parse_size(text: str) -> int:
 
 
 def validate(config: BenchConfig) -> None:
-    """Refuses what is known to be impossible, by a ValueError with the numbers and the fix."""
+    """Raises ValueError, with the numbers and the fix, for a benchmark that is known to be impossible."""
     check_values(config)
     check_machine(config)
     mesh = config.parsed_mesh
@@ -138,7 +138,7 @@ def ping_pong(comm: Comm, size: int, config: BenchConfig) -> Measurement:
 def _timed(
     comm: Comm, config: BenchConfig, work: Callable[[], None], kind: str, ranks: int, size: int, messages: int = 1
 ) -> Measurement:
-    """``work`` repeated after its warm-up, in seconds for each of its ``messages``."""
+    """Repeats ``work`` after its warm-up, and measures seconds for each of its ``messages``."""
     for _ in range(config.warmup):
         work()
     synchronise(comm.device.type)

@@ -1,4 +1,4 @@
-"""How busy a GPU is during a run, according to its driver (NVML, through the package nvidia-ml-py).
+"""Samples a GPU's utilisation during a run from its driver (NVML, through the package nvidia-ml-py).
 
 The busy share of ``timeline`` is the host's view: the time in which a rank does not wait for others.  On a GPU kernels
 keep running after their call has returned; the driver counts the share of time in which any kernel ran.
@@ -12,7 +12,7 @@ from typing import Any, Self
 
 
 class GpuUtilisation:
-    """Samples the driver of device ``index`` (as CUDA numbers it) in a thread of its own, from entering to leaving."""
+    """Samples the driver of device ``index`` (as CUDA numbers it) in a thread, from entering to leaving."""
 
     def __init__(self, index: int, interval: float = 0.1) -> None:  # seconds; the driver averages over about as long
         self.index, self.interval = index, interval
@@ -22,7 +22,7 @@ class GpuUtilisation:
 
     @property
     def share(self) -> float | None:
-        """The mean share of time in which a kernel ran; None where there is no driver to ask."""
+        """The mean share of time in which a kernel ran.  None if there is no driver to ask."""
         return fmean(self.samples) if self.samples else None
 
     def __enter__(self) -> Self:
@@ -45,4 +45,4 @@ class GpuUtilisation:
                 self.samples.append(nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100)
             nvml.nvmlShutdown()
         except nvml.NVMLError:
-            return  # a driver that does not say: the share stays unknown
+            return  # the driver does not report it: the share stays unknown

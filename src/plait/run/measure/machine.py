@@ -1,4 +1,4 @@
-"""What one machine does: memory bandwidth, matrix products, and copies that overlap with them.
+"""Measures one machine: memory bandwidth, matrix products, and copies that overlap with them.
 
 Overlap is measured with three clocks: the products alone, the copies alone, both on two CUDA streams.
 
@@ -27,7 +27,7 @@ NO_GPU = (
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much of a host-to-device copy matrix products hide; times are medians."""
+    """The overlap of a host-to-device copy with matrix products.  Times are medians."""
 
     compute_seconds: float
     copy_seconds: float
@@ -35,7 +35,7 @@ class Overlap:
 
     @property
     def hidden(self) -> float:
-        """The share of the shorter one that costs nothing, from 0 to 1."""
+        """The share of the shorter of the two that costs nothing, from 0 to 1."""
         gained = self.compute_seconds + self.copy_seconds - self.together_seconds
         return max(0.0, min(1.0, gained / min(self.compute_seconds, self.copy_seconds)))
 
@@ -54,13 +54,13 @@ def copy_rate(budget: float = 0.5, size: int = 64 << 20, device: str = "cpu") ->
 
 
 def product_rate(budget: float = 0.5, width: int = 1024, device: str = "cpu", gemm: Gemm = TORCH) -> float:
-    """Floating-point operations per second of a square fp32 matrix product, with torch's own threads."""
+    """Floating-point operations per second of a square fp32 matrix product, with torch's default threads."""
     a, b = torch.ones(width, width, device=device), torch.ones(width, width, device=device)
     return 2 * width**3 / _median_seconds(lambda: gemm.product(a, b), budget, device)
 
 
 def overlap(width: int = 4096, size: int = 256 << 20) -> Overlap | None:
-    """A copy from pinned memory at the same time as products; None without a GPU (``NO_GPU`` says why)."""
+    """Measures a copy from pinned memory during matrix products.  None without a GPU (``NO_GPU`` says why)."""
     if not torch.cuda.is_available():
         return None
     a, out = torch.ones(width, width, device="cuda"), torch.empty(width, width, device="cuda")
@@ -83,9 +83,9 @@ def overlap(width: int = 4096, size: int = 256 << 20) -> Overlap | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes so far: on a CUDA device what torch has allocated, otherwise the process's resident memory.
+    """Peak bytes so far: torch's allocations on a CUDA device, otherwise the process's resident memory.
 
-    Ranks that are threads share a process, and each reads the whole of it.
+    Ranks that are threads share a process, and each reads the memory of all.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -94,7 +94,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def _median_seconds(work: Callable[[], object], budget: float, device: str) -> float:
-    """The median time of ``work`` over as many calls as fit into ``budget`` seconds (3 at least)."""
+    """The median time of ``work`` over as many calls as fit into ``budget`` seconds (at least 3)."""
     work()
     synchronise(device)
     times: list[float] = []

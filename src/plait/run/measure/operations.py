@@ -1,7 +1,7 @@
-"""Every collective, ready to be called repeatedly, with its known result.
+"""Sets up every collective for repeated calls, with its known result.
 
-Rank r brings ``(r + 1) * pattern``, or its own piece of the pattern: integers so small that any order of additions is
-exact, and the check is equality of whole tensors.  Sizes are those of the whole array, as nccl-tests counts.
+Rank r contributes ``(r + 1) * pattern``, or its own piece of the pattern: integers so small that any order of additions
+is exact, and the check is equality of whole tensors.  Sizes are those of the whole array, as in nccl-tests.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class BenchOperation:
     """Size of the whole array, rounded up to equal pieces."""
     call: Callable[[], Work]
     result: Tensor | None
-    """Where this rank's result appears; None where it gets none."""
+    """The tensor that receives this rank's result.  None if the rank gets none."""
     expected: Tensor
 
     def run(self) -> None:
@@ -37,7 +37,7 @@ class BenchOperation:
         self.call().wait()
 
     def check(self) -> None:
-        """Runs it once and compares all of the result; RuntimeError if this world computes something else."""
+        """Runs it once and compares the whole result.  Raises RuntimeError if this world computes something else."""
         self.run()
         if self.result is None or torch.equal(self.result, self.expected):
             return
@@ -49,7 +49,7 @@ class BenchOperation:
 
 
 def build(kind: str, comm: Comm, size: int) -> BenchOperation:
-    """The collective ``kind`` over all ranks, on a whole array of at least ``size`` bytes of float32."""
+    """Sets up the collective ``kind`` over all ranks, on a whole array of at least ``size`` bytes of float32."""
     group = comm.mesh.group(comm.rank, AXES)
     n, k = len(group), group.index(comm.rank)
     piece, root = max(1, -(-size // (4 * n))), k == 0

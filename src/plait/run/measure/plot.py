@@ -1,4 +1,4 @@
-"""Curves over sizes on logarithmic axes, as one SVG file without any library.
+"""Draws curves over sizes on logarithmic axes, as one SVG file without any library.
 
 Panel("seconds", "s", {"all_reduce": ((4096, 1e-4), (1 << 20, 2e-3))})
 """
@@ -21,12 +21,12 @@ class Panel:
 
     title: str
     unit: str
-    """Of the values, as in "s" or "B/s"."""
+    """Unit of the values, as in "s" or "B/s"."""
     curves: Mapping[str, Sequence[tuple[float, float]]]
 
 
 def svg(title: str, panels: Sequence[Panel]) -> str:
-    """The panels side by side over one axis of bytes, with a legend below."""
+    """Draws the panels side by side over one axis of bytes, with a legend below."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
     colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     width, columns = WIDTH * len(panels), 5
@@ -81,7 +81,7 @@ def _panel(panel: Panel, colour: Mapping[str, str]) -> Iterator[str]:
 
 
 def _range(values: Sequence[float]) -> tuple[int, int]:
-    """Whole powers around all values, at least one apart."""
+    """The whole powers that enclose all values, at least one apart."""
     low, high = math.floor(min(values)), math.ceil(max(values))
     return low, max(high, low + 1)
 
@@ -92,6 +92,6 @@ def _bytes(power: int) -> str:
 
 
 def _engineering(power: int) -> str:
-    """``100 m`` for -1, ``10 k`` for 4."""
+    """Formats a power of ten: ``100 m`` for -1, ``10 k`` for 4."""
     prefix = 3 * (power // 3)
     return f"{10 ** (power - prefix)} {PREFIXES[prefix]}"

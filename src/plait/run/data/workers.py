@@ -152,7 +152,7 @@ def _watch_the_rank(worker: int) -> None:
         shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
         os._exit(1)
 
-    def lose(error: Exception, batch: object) -> None:  # Python would continue without it, and the rank would wait forever
+    def lose(error: Exception, batch: object) -> None:  # Python would go on, and the rank wait forever
         os._exit(1)
 
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(lose)  # type: ignore[attr-defined]

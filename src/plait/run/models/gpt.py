@@ -130,7 +130,7 @@ class TiedHead(nn.Linear):
 
     def __init__(self, weight: nn.Parameter) -> None:
         vocabulary, width = weight.shape
-        super().__init__(width, vocabulary, bias=False, device="meta")  # no storage for a weight that is replaced at once
+        super().__init__(width, vocabulary, bias=False, device="meta")  # no storage: it is replaced at once
         self.weight = weight
 
     def reset_parameters(self) -> None:

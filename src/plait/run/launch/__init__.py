@@ -3,7 +3,7 @@
 local.py         launch(config, body, command): the choice                  start here
 agent.py         starts ranks, monitors them, and starts them again
 rank_monitor.py  diagnoses ranks from the status page, exit codes and the kernel
-limits.py        how often ranks are started again, and how long they may take to end
+limits.py        bounds on restarts, and on the time that ranks may take to end
 fork_server.py   forks ranks from a process that has imported everything
 signals.py       signals that ask for the end
 failure.py       the text and the exit code of a rank that fails

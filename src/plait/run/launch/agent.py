@@ -1,7 +1,7 @@
 """Starts the ranks of one host, monitors them, and starts them again, without a network.
 
 attempt    a folder of its own, with the file in which its ranks meet, and a rank for each coordinate of the mesh
-look       a rank has ended, or stands still  ──►  told  ──►  all ended
+look       a rank has ended, or stands still  ──►  reported  ──►  all ended
                                                                 └──►  the next attempt, as far as ``Limits`` allow
 """
 
@@ -26,17 +26,17 @@ from plait.run.watch.processes import look
 from plait.table.mesh import Mesh
 
 LOOK_SECONDS = 0.05
-"""Between two looks at the ranks."""
+"""Seconds between two looks at the ranks."""
 
 BURY_SECONDS = 20.0
-"""For which the end of ranks that were killed is waited for: the kernel may have much memory to free."""
+"""Seconds that the end of killed ranks is waited for: the kernel may have much memory to free."""
 
 
 class RankAgent:
     """Runs the ranks of a mesh.
 
     Args:
-        folder: a private one; each attempt has its own in it.
+        folder: a private one; each attempt has a folder inside it.
         deadline: seconds for which ranks may stand still.
     """
 
@@ -134,7 +134,7 @@ class RankAgent:
         return None
 
     def _ended(self) -> dict[int, int]:
-        """Exit codes by rank."""
+        """Returns exit codes by rank."""
         codes = self._server.ended() if self._ranks else {}
         return {rank: codes[process] for rank, process in self._ranks.items() if process in codes}
 
@@ -145,7 +145,7 @@ class RankAgent:
             self._monitor.page.ask_to_stop(number)
 
     def _lose_server(self, lost: LostError) -> bool:
-        """The server is gone: once its ranks are, the next attempt has another."""
+        """Handles the loss of the server: once its ranks are gone too, the next attempt has another."""
         ranks, self._ranks = self._ranks.values(), {}
         end = time.monotonic() + BURY_SECONDS
         while any(look(pid).state != "gone" for pid in ranks) and time.monotonic() < end:
@@ -154,7 +154,7 @@ class RankAgent:
         return self._end(0, f"plait: {lost}\n")
 
     def _end(self, rank: int, text: str, *, final: bool = False) -> bool:
-        """Tells what has ended the attempt, by ``rank``, and kills the ranks that are left; True if another attempt
+        """Reports why the attempt has ended, by ``rank``, and kills the ranks that are left; True if another attempt
         follows."""
         assert self._monitor is not None
         say(text)
@@ -175,7 +175,7 @@ class RankAgent:
         return False
 
     def _kill(self) -> None:
-        """Kills the ranks that are left: they have said what they know, or cannot.
+        """Kills the ranks that are left: they have reported all they know, or cannot.
 
         Raises:
             ConnectionError: the server does not say that they have ended.
@@ -199,5 +199,5 @@ def _listed(ranks: Iterable[int]) -> str:
 
 
 def note_of(attempt: Path, rank: int) -> Path:
-    """Where a rank writes the reason of its failure."""
+    """Returns the path at which a rank writes the reason of its failure."""
     return attempt / f"note-{rank}.json"

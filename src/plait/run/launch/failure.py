@@ -37,10 +37,10 @@ MISTAKE = 2
 """The exit code of bad input, the same as argparse's."""
 
 ERROR = "plait: error:"
-"""The beginning of a line that says everything."""
+"""The beginning of a line that is the whole report."""
 
 ONE_LINE = (DiskError, OtherRankError, EndedError, UnheardError)
-"""Errors that say all there is to say."""
+"""Errors whose message is the whole report."""
 
 LAUNCHER = "PLAIT_LAUNCHER"
 """Set for ranks that plait started: the launcher's process id."""
@@ -48,7 +48,7 @@ LAUNCHER = "PLAIT_LAUNCHER"
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's end, as the launcher learns of it."""
+    """The end of one rank, as the launcher sees it."""
 
     rank: int
     exit_code: int
@@ -57,7 +57,7 @@ class Failure:
     """The text to print; None where it left no note."""
     nanoseconds: int = 0
     final: bool = False
-    """Another attempt would come to the same end: an input that plait refuses, or the program's own exit code."""
+    """True if another attempt would end the same way: an input that plait refuses, or the program's own exit code."""
 
 
 def is_mistake(error: BaseException, kinds: tuple[type[Exception], ...] = (ValueError,)) -> bool:
@@ -69,7 +69,7 @@ def is_mistake(error: BaseException, kinds: tuple[type[Exception], ...] = (Value
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Runs ``work`` and returns its exit code; what it raises is printed, and becomes one."""
+    """Runs ``work`` and returns its exit code; an error is printed, and becomes one."""
     try:
         return work()
     except KeyboardInterrupt:
@@ -81,8 +81,8 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def report(error: BaseException, environment: Mapping[str, str] = os.environ) -> int:
-    """Prints what went wrong, or records it for the launcher to print; returns the exit code.  What plait refuses is a
-    line, with a grid below it where there is one; anything else is its traceback."""
+    """Prints an error, or records it for the launcher to print; returns the exit code.  An input that plait refuses is
+    a line, with a grid below it where there is one; any other error is its traceback."""
     text = "".join(traceback.format_exception(error))
     if is_mistake(error, (ValueError, FloatingPointError, MemoryError)) or isinstance(error, ONE_LINE):
         reason, *grid = str(error).split("\n")
@@ -93,7 +93,7 @@ def report(error: BaseException, environment: Mapping[str, str] = os.environ) ->
 
 
 def _tell(text: str, environment: Mapping[str, str] = os.environ) -> None:
-    """To the launcher, where it is plait's, or on the screen."""
+    """Sends text to the launcher, if it is plait's, or to the screen."""
     if not leave_note(text, final=text.startswith(ERROR), environment=environment) or LAUNCHER not in environment:
         with suppress(UnheardError):
             _flush()
@@ -101,7 +101,7 @@ def _tell(text: str, environment: Mapping[str, str] = os.environ) -> None:
 
 
 def _flush() -> None:
-    """Writes what is left for the standard output; UnheardError where it cannot be."""
+    """Flushes the standard output; UnheardError if it cannot be written."""
     with heard(), suppress(ValueError):  # closed by the program
         for stream in filter(None, [sys.stdout]):  # None, where the parent process has closed it
             stream.flush()
@@ -119,7 +119,7 @@ def leave_note(text: str, *, final: bool, environment: Mapping[str, str] = os.en
 
 
 def recorded(rank: int, exit_code: int, note: Path) -> Failure:
-    """A rank's end, with the note that it may have left."""
+    """Returns a rank's end, with the note that it may have left."""
     try:
         message = json.loads(note.read_text(encoding="utf-8"))["message"]
         extra = message["extraInfo"]
@@ -129,16 +129,16 @@ def recorded(rank: int, exit_code: int, note: Path) -> Failure:
 
 
 def first_of(failures: list[Failure]) -> Failure:
-    """The one of which the others are echoes: a rank that a signal killed or that left with exit code 0, else the
+    """Returns the failure that the others echo: of a rank that a signal killed or that left with exit code 0, else the
     first that left a note."""
     return min(failures, key=lambda f: (f.exit_code > 0, f.text is None, f.nanoseconds))
 
 
 def explain(failure: Failure, mesh: str, found: str = "") -> tuple[str, int]:
-    """(what the launcher prints, its exit code) for an attempt that ended with this failure.
+    """Returns (text for the launcher to print, exit code) for an attempt that ended with this failure.
 
     Args:
-        found: what the status page told of it: it says more than the launcher alone knows.
+        found: the status page's report of it, which says more than the launcher alone knows.
     """
     who = f"plait: rank {failure.rank} of mesh {mesh}"
     code = failure.exit_code
@@ -156,8 +156,7 @@ def explain(failure: Failure, mesh: str, found: str = "") -> tuple[str, int]:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process now: what is said is written, and the interpreter's own end, a second or two with torch, is
-    left out."""
+    """Ends this process now: writes pending output, and skips the interpreter's own end, a second or two with torch."""
     try:
         _flush()
     except UnheardError as error:
@@ -173,8 +172,8 @@ def leave(code: int) -> NoReturn:
 
 
 def open_closed() -> None:
-    """Standard streams that are closed (``>&-``) lead nowhere from now on, here and in what this process starts: or the
-    next file that is opened would get their number."""
+    """Leads closed standard streams (``>&-``) nowhere from now on, here and in child processes: otherwise the next file
+    that is opened would get their number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)

@@ -1,4 +1,4 @@
-"""Ranks are copies of a process that has imported everything: each starts in milliseconds, the first time and again.
+"""Forks ranks from a process that has imported everything: each starts in milliseconds, the first time and again.
 
     launcher   ──►   fork server                     ──►   ranks
                      imports plait, computes nothing       run the command again
@@ -34,16 +34,16 @@ from plait.run.watch.diagnose import signal_name
 from plait.run.watch.processes import hear_of_parents_death, look, out_of_memory_kills, ran_out_of_memory, readable
 
 LARGEST = 1 << 20
-"""Bytes of a message."""
+"""Most bytes of a message."""
 
 ANSWER_SECONDS = 120.0
-"""For which the launcher waits for an answer, unless the deadline is longer; the first comes when all is imported."""
+"""Seconds that the launcher waits for an answer, unless the deadline is longer; the first comes after all imports."""
 
 LATE = ("torch._dynamo", "tyro._backends._tyro_backend")
 """Modules that torch and tyro import at their first use, in a second or more."""
 
 BETWEEN_SECONDS = 0.5
-"""Between two looks at a server that has not answered yet."""
+"""Seconds between two checks of a server that has not answered yet."""
 
 NO_PROCESS = "no process can be started ({}): raise `ulimit -u` or the pids.max of the cgroup, or use fewer ranks"
 
@@ -58,7 +58,7 @@ SERVER = "import sys; from plait.run.launch.fork_server import serve; serve(*map
 
 
 class LostError(ConnectionError):
-    """The server is gone, and its ranks with it: the kernel ends them.
+    """Raised when the server is gone, and its ranks with it: the kernel ends them.
 
     Args:
         code: its exit code; minus the signal that killed it.
@@ -70,11 +70,11 @@ class LostError(ConnectionError):
 
 
 class ForkServer:
-    """The launcher's side.  A server that was lost is followed by another as soon as a rank is to be started.
+    """The launcher's side.  A lost server is replaced by another as soon as a rank is to be started.
 
     Args:
-        command: what follows ``python`` on the command line of a rank: ``-m module words...`` or ``script words...``
-        environment: all variables of the ranks, but those that differ between them.
+        command: the words after ``python`` on the command line of a rank: ``-m module words...`` or ``script words...``
+        environment: all variables of the ranks, except those that differ between them.
         deadline: seconds for which the server may be stopped.
     """
 
@@ -102,7 +102,7 @@ class ForkServer:
         self._runs, self._kills, self._lost = time.monotonic(), out_of_memory_kills(), False
 
     def fork(self, variables: Mapping[str, str]) -> int:
-        """Starts a rank with these variables as well; its process id.
+        """Starts a rank with these variables as well; returns its process id.
 
         Raises:
             LostError: the server is gone, or does not answer.
@@ -126,7 +126,7 @@ class ForkServer:
         return message["started"]
 
     def ended(self) -> Mapping[int, int]:
-        """The exit codes of the ranks that have ended, by process id; below 0, the signal that killed one.
+        """Returns the exit codes of the ranks that have ended, by process id; below 0, the signal that killed one.
 
         Raises:
             LostError: the server is gone, or has been stopped for the deadline.
@@ -139,7 +139,7 @@ class ForkServer:
         return self._ended
 
     def _check_it_runs(self, end: float) -> None:
-        """TimeoutError: it is past the end of a wait, or the server has been stopped for the deadline."""
+        """Raises TimeoutError if a wait is past its end, or the server has been stopped for the deadline."""
         from plait.comm.deadline import awake_since  # with torch, which the launcher has by now
 
         now = time.monotonic()
@@ -179,21 +179,21 @@ class ForkServer:
 
 
 def die_with(parent: int) -> None:
-    """From now on the kernel kills this process as soon as ``parent`` is gone."""
+    """Makes the kernel kill this process as soon as ``parent`` is gone."""
     hear_of_parents_death(signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before
         os._exit(1)
 
 
 def serve(line_number: int, launcher: int, command: Sequence[str]) -> None:
-    """The server: a rank for each message, and a message for each rank that has ended."""
+    """Runs the server: starts a rank for each message, and sends a message for each rank that has ended."""
     die_with(launcher)
     open_closed()
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ASKING}  # whole groups of processes get them
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
     line = socket.socket(fileno=line_number)
     for name in (*RANKS_NEED, *json.loads(line.recv(LARGEST))):
-        importlib.import_module(name)  # what the launcher has, every rank will need
+        importlib.import_module(name)  # every rank will need the modules of the launcher
     for name in LATE:
         with suppress(ImportError):
             importlib.import_module(name)
@@ -228,7 +228,7 @@ def serve(line_number: int, launcher: int, command: Sequence[str]) -> None:
 
 
 def _ended() -> list[tuple[int, int]]:
-    """(process id, exit code) of those that have ended since."""
+    """Returns (process id, exit code) of the ranks that have ended since the last call."""
     found: list[tuple[int, int]] = []
     while True:
         try:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 LOOPS = 3
-"""So many faults of one rank in one step, without a new checkpoint, are a loop."""
+"""Number of faults of one rank in one step, without a new checkpoint, that make a loop."""
 
 LONGEST_PAUSE = 30.0
 
@@ -18,12 +18,12 @@ class Limits:
     """The restarts and the time that a launch allows."""
 
     restarts: int = 0
-    """Restarts of all ranks after faults; they must be able to go on by themselves."""
+    """Restarts of all ranks after faults; the ranks must be able to resume by themselves."""
     grace: float = 0.0
     """Seconds that ranks get to end after their step, from a signal on; 0: they are ended at once."""
     kept: Callable[[], str] = str
-    """Called before a restart: the newest state that the ranks can go on from, "" without any.  ValueError: it is the
-    end of the run, and the fault came after it."""
+    """Called before a restart: returns the newest state that the ranks can resume from, "" without any.  ValueError:
+    that state is the end of the run, and the fault came after it."""
 
 
 @dataclass
@@ -32,10 +32,10 @@ class Restarts:
 
     limits: Limits
     faults: list[tuple[int, int, str]] = field(default_factory=list)
-    """(rank, step that was reached, state that had been kept) of each."""
+    """(rank, step that was reached, state that had been kept) of each fault."""
 
     def refusal(self, rank: int, step: int, kept: str) -> str | None:
-        """Notes a fault of ``rank`` in ``step``; why the run is not started again, None where it is."""
+        """Notes a fault of ``rank`` in ``step``; returns why the run is not started again, None where it is."""
         self.faults.append((rank, step, kept))
         if len(self.faults) > self.limits.restarts:
             return f"not started again: {self.limits.restarts} restarts were allowed, and made"
@@ -46,7 +46,7 @@ class Restarts:
 
     @property
     def pause(self) -> float:
-        """Seconds to wait before the next attempt: more with each fault since the last new checkpoint."""
+        """Returns seconds to wait before the next attempt: more with each fault since the last new checkpoint."""
         kept = [kept for _, _, kept in self.faults]
         again = next((n for n, one in enumerate(reversed(kept)) if one != kept[-1]), len(kept)) - 1
         return min(LONGEST_PAUSE, 2.0 ** (again - 1)) if again > 0 else 0.0

@@ -4,8 +4,8 @@
     world=thread                        every rank is a thread of this process
     otherwise                           an agent starts ranks, each of which runs ``command`` again
 
-So the same command runs alone, under torchrun, and under whatever sets torchrun's variables.  On one host nothing
-listens on a port but the ranks' own connections on loopback.  Ranks never outlive their launcher: the kernel ends them.
+So the same command runs alone, under torchrun, and under any launcher that sets torchrun's variables.  On one host
+only the ranks' own connections on loopback listen on a port.  Ranks never outlive their launcher: the kernel ends them.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def launch(config: MachineConfig, body: Body, command: Sequence[str], limits: Li
     """Runs ``body`` on every rank and returns the exit code; rank 0's output is shown, and any rank's error.
 
     Args:
-        command: what follows ``python`` in the command that started this very process: run again, it must come here
+        command: the words after ``python`` in the command that started this very process: run again, it must come here
             again, now as a rank.
         limits: restarts after a fault, and the time that a signal leaves to ``body``, which then looks at the ``stop``
             of each step's result; None: no restart, no time.
@@ -73,7 +73,7 @@ def is_a_rank(config: MachineConfig) -> bool:
     """True if a launcher, plait's or torchrun's, has started this process as one of the ranks.
 
     Raises:
-        ValueError: half of what a rank must know is set, or Slurm or mpirun has started the command several times.
+        ValueError: half of the facts that a rank needs is set, or Slurm or mpirun has started the command several times.
     """
     return launched(
         ranks=config.parsed_mesh.size,
@@ -123,11 +123,11 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
 
 
 PLACES = {"config", "data", "out", "json", "export", "tensorboard", "wandb", "workers", "world"}
-"""Settings in which hosts may differ: where things lie, and what only one rank does."""
+"""Settings in which hosts may differ: places of files, and tasks of one rank only."""
 
 
 def shared_settings(config: MachineConfig) -> dict[str, str]:
-    """Settings that must be the same on all ranks, by flag, and the texts of a job's file and of plugins."""
+    """Returns settings that must be the same on all ranks, by flag, and the texts of a job's file and of plugins."""
     given = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in PLACES}
     facts = {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()}
     for name, files in {
@@ -144,7 +144,7 @@ def _digest(file: Path) -> str:
 
 
 def _ask(comms: Sequence[Comm], number: signal.Signals) -> None:
-    """The ranks agree on it at the end of their step."""
+    """Asks the ranks to end; they agree on it at the end of their step."""
     for comm in comms:
         comm.stop_signal = int(number)
 
@@ -169,8 +169,8 @@ def _be_all_ranks(config: MachineConfig, body: Body, limits: Limits) -> int:
 
 @contextlib.contextmanager
 def _left_at_once(asked: Asked) -> Iterator[None]:
-    """A signal that ends this process does so without the interpreter's own exit, in which a thread that is still
-    inside torch would abort it."""
+    """Makes a signal end this process without the interpreter's own exit, in which a thread that is still inside torch
+    would abort it."""
     with heard(asked):
         try:
             yield
@@ -204,7 +204,7 @@ def _start_ranks(config: MachineConfig, command: Sequence[str], limits: Limits) 
 
 
 def rank_environment(config: MachineConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that ranks get besides the launcher's; what the user has set is left alone.
+    """Returns the variables that ranks get besides the launcher's; the user's own settings stay as they are.
 
     - All ranks are on this host, so they talk over loopback, whatever the hostname resolves to.
     - glibc returns large freed blocks to the kernel, to be faulted in again at the next use.  A unit's storage is freed

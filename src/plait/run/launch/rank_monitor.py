@@ -1,6 +1,6 @@
 """Monitors ranks for the launcher without asking them: by their last records, and by the kernel.
 
-page, /proc, exit codes  ──►  diagnose  ──►  told once, with the stacks of those that stand still
+page, /proc, exit codes  ──►  diagnose  ──►  reported once, with the stacks of those that stand still
                                         └──►  too long: the attempt is over
 """
 
@@ -19,17 +19,17 @@ from plait.run.watch.stacks import with_stacks
 from plait.table.mesh import Mesh
 
 SETTLE_SECONDS = 0.1
-"""Between the end of a rank and the report: the others come to where they wait for it."""
+"""Seconds between the end of a rank and the report: the others begin their waits for it."""
 
 BETWEEN_SECONDS = 0.5
-"""Between two diagnoses of ranks that all live."""
+"""Seconds between two diagnoses of ranks that all live."""
 
 
 class RankMonitor:
-    """One attempt's ranks.
+    """Monitors the ranks of one attempt.
 
     Args:
-        folder: the attempt's; the page is made in it.
+        folder: the attempt's folder; the page is made in it.
         deadline: seconds for which ranks may stand still.
     """
 
@@ -43,29 +43,29 @@ class RankMonitor:
 
     @property
     def reached(self) -> int:
-        """The last step that any rank began; -1 before the first."""
+        """Returns the last step that any rank began; -1 before the first."""
         return max(status.step for status in self.page.read_all())
 
     def is_done(self, rank: int) -> bool:
-        """True if a rank has said that its part is done: one that ends with exit code 0 may have not."""
+        """True if a rank has said that its part is done; a rank may end with exit code 0 before that."""
         return self.page.read(rank).state == "done"
 
     def of_the_end(self, ended: Mapping[int, int]) -> str:
-        """The text for ranks that ended with these codes; "" where none of them has said anything."""
+        """Returns the text for ranks that ended with these codes; "" where none of them has left a report."""
         time.sleep(SETTLE_SECONDS)
         return block([one for one in self._found(ended) if one.kind in ENDED])
 
     def tell_signals(self) -> None:
-        """Tells which ranks were asked to end.  All may have ended after their step within a moment."""
+        """Reports the ranks that were asked to end.  All may have ended after their step within a moment."""
         for status in [] if self.page.stop else self.page.read_all():
             if status.signal > 0 and self._is_new("signal", status.rank, time.monotonic()):
                 say(f"plait: rank {status.rank} got {signal_name(status.signal)}: all ranks end after their step\n")
 
     def tell(self, ended: Mapping[int, int], ranks: Mapping[int, int]) -> Diagnosis | None:
-        """Tells what is new; the finding that has lasted for the deadline, if there is one.
+        """Reports new findings; returns the finding that has lasted for the deadline, if there is one.
 
         Args:
-            ended: exit codes of those that have ended, by rank.
+            ended: exit codes of ranks that have ended, by rank.
             ranks: process ids by rank.
         """
         clock()

@@ -17,12 +17,12 @@ ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a run to end."""
 
 LAST_SECONDS = 30.0
-"""For which a process that ends at once may still clear up."""
+"""Seconds in which a process that ends at once may still clean up."""
 
 
 @contextmanager
 def heard(asked: "Asked") -> Iterator[None]:
-    """Within the block ``asked`` is called with each of these signals; one that is ignored (``nohup``) stays so.
+    """Calls ``asked`` with each of these signals within the block; one that is ignored (``nohup``) stays so.
     Python hears signals in its main thread alone: in another one nothing is changed."""
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -42,16 +42,16 @@ class Asked:
     """The first signal that asked for the end, and the time that it leaves; for ``heard``.
 
     Args:
-        tell: passes it on to the ranks.
-        grace: seconds that they have to end after their step; 0: this process ends at once, by SystemExit.
+        tell: passes the signal on to the ranks.
+        grace: seconds that the ranks have to end after their step; 0: this process ends at once, by SystemExit.
     """
 
     def __init__(self, tell: Callable[[signal.Signals], None], *, grace: float) -> None:
         self.number: signal.Signals | None = None
         self.ended = False
-        """This process is past all that it was asked to end."""
+        """True if this process is past all that it was asked to end."""
         self.late = False
-        """The time is over."""
+        """True once the time is over."""
         self._tell, self._grace = tell, grace
 
     def __call__(self, number: signal.Signals) -> None:
@@ -66,11 +66,11 @@ class Asked:
 
     @property
     def when(self) -> str:
-        """Why this process ends at once, if it is for the time."""
+        """The reason why this process ends at once, if the time is over."""
         return f", {self._grace:g} s ago (--grace)" if self.late else ""
 
     def _limit(self, number: signal.Signals) -> None:
-        """When the time is over the signal comes again; the main thread may be where it cannot hear it."""
+        """Sends the signal again when the time is over; the main thread may be where it cannot hear it."""
         time.sleep(self._grace)
         if not self.ended:
             self.late = True
@@ -81,7 +81,7 @@ class Asked:
 
 
 def announced(number: signal.Signals, grace: float) -> str:
-    """The text at the first signal."""
+    """Returns the text to show at the first signal."""
     return (
         f"plait: {number.name}: all ranks end after their step, within {grace:g} s (--grace); a second SIGINT ends "
         f"them at once\n"

@@ -1,12 +1,12 @@
-"""Watches the ranks of a run outside of the collectives, and diagnoses them when they stand still.
+"""Watches the ranks of a run outside of the collectives, and diagnoses them when they stop making progress.
 
 page.py        the status page: one record per rank, in a mapped file          start here
 rank.py        the rank's side: its record, its heartbeat, signals to it
-stacks.py      where a rank's threads stand, asked from outside
-processes.py   what the kernel says of a process
-diagnose.py    from both, who is the cause; as text for the screen
-straggler.py   who computes longer than its peers
+stacks.py      the stacks of a rank's threads, requested from outside
+processes.py   the kernel's facts about a process
+diagnose.py    finds the cause from both; as text for the screen
+straggler.py   finds ranks that compute longer than their peers
 folder.py      the private folder in which a host's ranks meet; it goes with the last of them
-joined.py      under torchrun: ranks that look after each other
-host_reports.py   ranks of other hosts, and hosts that are not heard
+joined.py      under torchrun: ranks that monitor each other
+host_reports.py   ranks of other hosts, and hosts that have gone silent
 """

@@ -38,13 +38,13 @@ ENDED: frozenset[Kind] = frozenset({"killed", "failed", "left"})
 """Diagnoses after which no step follows."""
 
 STANDING: frozenset[Kind] = frozenset({"stands still", "crossed"})
-"""Diagnoses of which the stacks of the rank say more."""
+"""Diagnoses that the stacks of the rank explain further."""
 
 LONG = 10.0
-"""Seconds of waiting after which those waited for are looked at."""
+"""Seconds of waiting after which the ranks that are waited for are checked."""
 
 MOMENT = 1.0
-"""Seconds of waiting for a rank that has left, after which it is known that it left too early."""
+"""Seconds of waiting for a rank that has left, after which it clearly left too early."""
 
 ECHOES = ("ConnectionError", "TimeoutError", "AbortedError")
 """Errors that a rank has because of another one."""
@@ -63,7 +63,7 @@ class Diagnosis:
     others: tuple[str, ...] = ()
     """A line for each of the other ranks."""
     stack: str = ""
-    """Where its threads stand, if it was asked."""
+    """The stacks of its threads, if it was asked."""
     step: int = -1
 
 
@@ -75,16 +75,16 @@ def diagnose(
     long: float = LONG,
     awake: float = 0.0,
 ) -> list[Diagnosis]:
-    """Finds the faults of a run, the cause first; none where all is well.
+    """Finds the faults of a run, the cause first; empty if there are none.
 
     Args:
-        statuses: of the ranks on this host; one that has never written is left out.
+        statuses: of the ranks on this host, without those that have never written.
         processes: of the same ranks, in the same order.
         now: ``time.monotonic()`` of the host whose page it is.
         mesh: the ranks whose computing time is compared; without it there are no stragglers.
-        long: seconds of waiting after which those waited for are looked at.
-        awake: since when this process runs without a pause: the ranks may have been stopped with it, and before that
-            nobody waited.
+        long: seconds of waiting after which the ranks that are waited for are checked.
+        awake: since when this process runs without a pause: the ranks may have been stopped with it, so no wait counts
+            before that.
     """
     statuses = [s if s.state in ("failed", "done") else replace(s, since=max(s.since, awake)) for s in statuses]
     ranks = {s.rank: (s, p) for s, p in zip(statuses, processes, strict=True) if s.pid}
@@ -118,7 +118,7 @@ def diagnose(
 
 
 def block(diagnoses: Sequence[Diagnosis]) -> str:
-    """The diagnoses as text for a screen; empty without any."""
+    """Returns the diagnoses as text for a screen; empty without any."""
     lines = []
     for diagnosis in diagnoses:
         lines += [f"plait: rank {diagnosis.rank} {diagnosis.what}", f"  {diagnosis.where}"]
@@ -133,7 +133,7 @@ _SIGNAL, _ERROR, _GONE, _LEFT, _ECHO = range(5)
 
 
 def _end(s: Status, p: ProcessState, wanted: bool) -> tuple[int, float, Kind, int, str] | None:
-    """(how far from the cause, when, what) of a rank that ended before its time."""
+    """Returns (distance from the cause, when, what) of a rank that ended before its time."""
     code = p.exit_code
     if s.state == "failed" or (p.state == "gone" and code is not None and code > 0):
         echo = s.error.startswith(ECHOES)
@@ -156,7 +156,7 @@ def _end(s: Status, p: ProcessState, wanted: bool) -> tuple[int, float, Kind, in
 
 
 def _standing(alive: dict[int, Status], now: float, long: float) -> list[tuple[Kind, int, str]]:
-    """The ranks for which others have waited for long: one that computes, or several that wait for each other."""
+    """Finds the ranks for which others have waited for long: one that computes, or several that wait for each other."""
     waiting = {rank: s for rank, s in alive.items() if s.state == "waiting" and now - s.since >= long}
     wanted = {rank for s in waiting.values() for rank in s.peers if rank in alive}
     busy = [rank for rank in sorted(wanted) if alive[rank].state != "waiting"]
@@ -192,7 +192,7 @@ def _since(s: Status, now: float) -> str:
 
 
 def _does(s: Status, p: ProcessState, now: float) -> str:
-    """One of the other ranks, in a line."""
+    """Describes one of the other ranks, in a line."""
     if s.state == "failed":
         return f"failed: {s.error}" if s.error else "failed"
     if p.state == "gone":

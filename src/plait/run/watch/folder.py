@@ -1,11 +1,11 @@
-"""The private folder in which the ranks of a host meet and say what they do.  It goes with the last who needs it.
+"""The private folder in which the ranks of a host meet and write their status.  It goes with its last user.
 
     a launcher, or each rank under torchrun    ──►  a shared lock on its folder
     the maker of the next one                  ──►  removes those without a lock
 
-All who need a folder may be killed at once, and then it stays until the next one is made.  Whether anybody still needs
-it is told by the lock, which the kernel takes away from a dead process: no process id, which another process, container
-or host may have by now.  Where the file system has no such locks nothing is removed.
+All users of a folder may be killed at once, and then it stays until the next one is made.  The lock shows whether a
+process still needs it, because the kernel takes the lock from a dead process; another process, container or host may
+have a dead one's process id by now.  Where the file system has no such locks nothing is removed.
 """
 
 import fcntl
@@ -34,7 +34,7 @@ TRIES = 100
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A new folder, which is removed after the block.
+    """Makes a new folder, which is removed after the block.
 
     Raises:
         ValueError, OSError: as ``locked_folder``.
@@ -48,7 +48,7 @@ def private_folder() -> Iterator[Path]:
 
 
 def make_again(folder: Path) -> None:
-    """Makes a folder of ``private_folder`` again that was removed; it keeps its lock as long as this process lives.
+    """Makes a folder of ``private_folder`` again after it was removed; keeps its lock as long as this process lives.
 
     Raises:
         ValueError, OSError: as ``locked_folder``.
@@ -57,7 +57,7 @@ def make_again(folder: Path) -> None:
 
 
 def locked_folder(name: str) -> tuple[Path, int]:
-    """The folder of this name, which only this user may enter, made where it is not there, and the descriptor of its
+    """Opens or makes the folder of this name, which only this user may enter, and returns it with the descriptor of its
     lock: it is not swept before that is closed, or this process is gone.
 
     Raises:

@@ -1,12 +1,12 @@
 """Reports between the hosts of a run, through the store in which all ranks met.
 
-    host b, its lowest rank    once a second      "report of b"   what each of its ranks does, and whether it leaves
+    host b, its lowest rank    once a second      "report of b"   the state of each of its ranks, and whether it leaves
     host b, any rank           on a finding       "found"         the text on its screen, for the host of rank 0
     rank 0                     once a second      reads both
 
-Two silences are told.  Rank 0 names a host whose report has not changed for ``SILENT`` seconds.  The lowest rank of a
-host says that the store does not answer.  One thread asks the store, and may be held by it; the heartbeat thread looks
-at how long ago it answered.
+Two silences are reported.  Rank 0 names a host whose report has not changed for ``SILENT`` seconds.  The lowest rank of
+a host reports that the store does not answer.  One thread asks the store, and may be held by it; the heartbeat thread
+checks how long ago it answered.
 
 Times travel as ages, because clocks differ.  The store is not authenticated, as gloo and NCCL are not.  So a report is
 JSON of a fixed form, its text is cut and escaped, and nothing in it is called.
@@ -34,7 +34,7 @@ from plait.run.watch.page import STATES, Page, Status
 EVERY = 1.0
 """Seconds between two reports of a host."""
 SILENT = 5.0
-"""Seconds after which a silence is told."""
+"""Seconds after which a silence is reported."""
 LEAVE_SECONDS = 2.0
 """Time that the last report may take."""
 LONGEST, LONGEST_LINE, MOST_TEXT = 300, 400, 5_000
@@ -51,7 +51,7 @@ NOT_A_REPORT = (ValueError, KeyError, TypeError, AttributeError, OverflowError, 
 
 @dataclass(frozen=True)
 class LostHost:
-    """A host that is not heard, with the last status of each of its ranks."""
+    """A host that has gone silent, with the last status of each of its ranks."""
 
     host: str
     seconds: float
@@ -89,13 +89,13 @@ class HostBoard:
         self._statuses: dict[int, Status] = {}
         self._left = set[str]()
         self.found = dict[tuple[Kind, int], int]()
-        """The step of each host's last finding, by kind and rank: it is not told twice."""
+        """The step of each host's last finding, by kind and rank: it is not reported twice."""
 
     def take(self, host: str, data: bytes) -> None:
-        """Reads the report of a host.  One that is read again proves nothing.
+        """Reads the report of a host.  A report that was read before proves nothing.
 
         Raises:
-            ValueError, and what else ``NOT_A_REPORT`` lists: no host of this run wrote it.
+            ValueError, and the other errors of ``NOT_A_REPORT``: no host of this run wrote it.
         """
         report, now = json.loads(data[:MOST_BYTES]), self._clock()
         beat, leaves = int(report["beat"]), report["leaves"] is True
@@ -108,7 +108,7 @@ class HostBoard:
                 self._left = self._left | {host} if leaves else self._left - {host}
 
     def take_found(self, data: bytes) -> None:
-        """Shows what a rank of another host has found, and remembers it; raises as ``take`` does."""
+        """Shows a finding of another host's rank, and remembers it; raises as ``take`` does."""
         report = json.loads(data[:MOST_BYTES])
         host = str(report["host"])
         found = {(_kind(kind), int(rank)): int(step) for kind, rank, step in report["found"]}
@@ -124,13 +124,13 @@ class HostBoard:
             raise ValueError(f"host {one_line(host, 80)} has no {named(strange)}")
 
     def statuses(self) -> list[Status]:
-        """The ranks of other hosts that are heard, with times of this host's clock."""
+        """Returns the ranks of other hosts that are not silent, with times of this host's clock."""
         with self._lock:
             heard = {rank for host, ranks in self.ranks.items() if self._is_heard(host) for rank in ranks}
             return [self._statuses[rank] for rank in sorted(self._statuses) if rank in heard]
 
     def has_told(self, diagnosis: Diagnosis) -> bool:
-        """True if its host has told it, or has accused the rank in the same step; a straggler is told once."""
+        """True if its host has reported it, or has accused the rank in the same step; a straggler is reported once."""
         with self._lock:
             if diagnosis.kind == "straggler":
                 return ("straggler", diagnosis.rank) in self.found
@@ -140,7 +140,7 @@ class HostBoard:
         return self._clock() - max(self._heard[host], self._awake()) <= SILENT
 
     def lost(self) -> list[LostHost]:
-        """The silent hosts, the longest silent first, without those that left or whose ranks are all done."""
+        """Returns the silent hosts, the longest silent first, without those that left or whose ranks are all done."""
         now = self._clock()
         with self._lock:
             silent = []
@@ -153,7 +153,7 @@ class HostBoard:
 
 
 def report_of(statuses: Sequence[Status], now: float, beat: int, leaves: bool = False) -> bytes:
-    """The ``beat``-th report of a host; ``leaves``: it is the last one."""
+    """Returns the ``beat``-th report of a host; ``leaves`` marks the last one."""
     rows = [
         {name: getattr(s, name) for name in (*NUMBERS, *TEXTS, "state", "waited", "peers")}
         | {"since": now - s.since, "heartbeat": now - s.heartbeat}
@@ -170,7 +170,7 @@ def _kind(word: object) -> Kind:
 
 
 def _status(host: str, row: Mapping[str, Any], now: float) -> Status:
-    """A row of a report, with times of this host's clock."""
+    """Reads a row of a report, with times of this host's clock."""
     if row["state"] not in STATES:
         raise ValueError(f"a rank is never '{one_line(str(row['state']), 40)}'")
     numbers: dict[str, Any] = {name: int(row[name]) for name in NUMBERS}
@@ -192,7 +192,7 @@ class HostReports:
     """One rank's part in the reports between hosts; the lowest rank of a host speaks for it.
 
     Args:
-        store: answers now; it is asked over a connection of its own.
+        store: a store that answers now; it is asked over a separate connection.
 
     Raises:
         RuntimeError: the store does not answer.
@@ -218,7 +218,7 @@ class HostReports:
             self._thread.join(LEAVE_SECONDS)
 
     def look(self) -> None:
-        """Tells once that a host is silent, and that it is heard again; never waits."""
+        """Reports once that a host is silent, and that it is heard again; never waits."""
         if not self._speaks:
             return
         silent, seconds = dict.fromkeys(self._told, ""), clock() - self._answered
@@ -234,7 +234,7 @@ class HostReports:
         self._told = set(silent)
 
     def send_found(self, text: str, diagnoses: Sequence[Diagnosis]) -> None:
-        """Sends what this rank has told on its own screen to the host of rank 0."""
+        """Sends the findings that this rank has shown on its own screen to the host of rank 0."""
         found = [(d.kind, d.rank, d.step) for d in diagnoses]
         with suppress(RuntimeError):
             if 0 not in self._ranks:
@@ -244,7 +244,7 @@ class HostReports:
         leaves = False
         while not leaves:
             leaves = self._stop.wait(EVERY)
-            with suppress(RuntimeError):  # the connection broke: the silence will be told
+            with suppress(RuntimeError):  # the connection broke: the silence will be reported
                 if self.board is None:
                     self._speak(leaves)
                 else:

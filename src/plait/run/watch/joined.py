@@ -1,15 +1,15 @@
-"""The watch without a launcher of plait: under a user's torchrun the ranks of a host look after each other.
+"""The watch without a launcher of plait: under a user's torchrun the ranks of a host monitor each other.
 
     plait.join ──► a private folder of this user, host and run
                      page             made by the first rank that comes, opened by the others
                      stack-<rank>.txt
-                     told-...         one file per diagnosis, so that one rank alone tells it
+                     told-...         one file per diagnosis, so that one rank alone reports it
 
-The lowest rank that lives looks at the others once in a second, and at once when one of them ends, which the kernel
-tells (a pidfd, opened when the first step begins at the latest).  What it finds it writes to stderr, before torchrun's
-agent can end it: SIGTERM waits for the report.
-Where there are several hosts (``host_reports.py``) it is told on the host of rank 0 too, and rank 0 looks at the ranks
-of other hosts for what none of them can see alone: that they are waited for.
+The lowest rank that lives checks the others once a second, and at once when one of them ends, which the kernel reports
+(a pidfd, opened when the first step begins at the latest).  It writes its findings to stderr, before torchrun's agent
+can end it: SIGTERM waits for the report.
+Where there are several hosts (``host_reports.py``) the host of rank 0 shows them too, and rank 0 checks the ranks of
+other hosts for the fault that none of them can see alone: that others wait for them.
 
 The last rank that leaves removes the folder.
 """
@@ -46,11 +46,11 @@ LATER = 3.0
 """Seconds by which rank 0 waits longer for a rank of another host, whose own ranks know more of it."""
 
 SETTLE = 0.15
-"""Seconds between the end of a rank and the report, in which the others come to their waits."""
+"""Seconds between the end of a rank and the report, in which the others begin their waits."""
 
 
 def watch_joined(comm: Comm) -> None:
-    """Starts the rank's side until ``comm.close()`` or the end of the program; where it cannot, a line says so."""
+    """Starts the rank's side until ``comm.close()`` or the end of the program; prints a line where it cannot."""
     given, lacks = os.environ.get(WATCH), "a status page"
     try:
         folder, lock = (Path(given), -1) if given else locked_folder(_name(comm))
@@ -65,7 +65,7 @@ def watch_joined(comm: Comm) -> None:
 
 
 def _name(comm: Comm) -> str:
-    """The same for all ranks that one agent started in one round; in the next one rank 0 is another process."""
+    """The name shared by all ranks that one agent started in one round; in the next rank 0 is another process."""
     agent = processes.launcher() or (os.getppid(), processes.born(os.getppid()))
     given = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
     return hashlib.sha256(repr((agent, given, [peer.token for peer in comm.peers[:1]])).encode()).hexdigest()[:16]
@@ -82,7 +82,7 @@ def _page(path: Path, ranks: int) -> Page:
 
 
 class Neighbours:
-    """One rank's look at the others of its host.
+    """One rank's watch over the others of its host.
 
     Args:
         lock: the descriptor of this rank's lock on the folder.
@@ -138,7 +138,7 @@ class Neighbours:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _meet(self) -> list[Status]:
-        """The ranks that have written on the page; for new ones it opens a descriptor that shows their end."""
+        """Returns the ranks that have written on the page; for new ones it opens a descriptor that shows their end."""
         statuses = [s for s in self.page.read_all() if s.pid]
         for s in statuses:
             if s.rank not in self._open and s.rank not in self._ended and s.rank != self.comm.rank:
@@ -170,19 +170,19 @@ class Neighbours:
         return fresh
 
     def _place(self, statuses: Sequence[Status], now: float) -> int:
-        """The number of lower ranks that live and could tell the same."""
+        """Counts the lower ranks that live and could report the same."""
         lower = [s for s in statuses if s.rank < self.comm.rank and s.rank not in self._ended]
         return sum(s.state not in ("done", "failed") and now - s.heartbeat < 4 * BEAT for s in lower)
 
     def _tell(self, kinds: frozenset[str], but: int = -1) -> None:
-        """Writes the diagnoses of these kinds that no rank has told."""
+        """Writes the diagnoses of these kinds that no rank has reported."""
         statuses = [s for s in self.page.read_all() if s.pid]
         states = [self._ended.get(s.rank) or processes.look(s.pid, s.born) for s in statuses]
         found = self._diagnosed(statuses, states, time.monotonic())
         found = [f for f in found if f.kind in kinds and f.rank != but]
         ended = [f for f in found if f.kind in ENDED]
         fresh = ended if ended and self._claim("ended") else []
-        steps = {f.rank: "" if f.kind == "straggler" else f"-{f.step}" for f in found}  # a straggler is told once
+        steps = {f.rank: "" if f.kind == "straggler" else f"-{f.step}" for f in found}  # a straggler is reported once
         fresh += [f for f in found if f not in ended and self._claim(f"{f.kind}-{f.rank}{steps[f.rank]}")]
         if not fresh:
             return
@@ -194,7 +194,7 @@ class Neighbours:
             self.hosts.send_found(text, fresh)
 
     def _diagnosed(self, statuses: list[Status], states: list[ProcessState], now: float) -> list[Diagnosis]:
-        """Faults of this host, and those of other hosts that they have not told themselves."""
+        """Finds faults of this host, and those of other hosts that they have not reported themselves."""
         awake = awake_since()
         near = diagnose(statuses, states, now, self.comm.mesh, awake=awake)
         board = self.hosts.board if self.hosts is not None else None
@@ -211,7 +211,7 @@ class Neighbours:
         return near
 
     def _claim(self, what: str) -> bool:
-        """True if this rank is the first to tell it."""
+        """True if this rank is the first to report it."""
         if what in self._told:
             return False
         self._told.add(what)

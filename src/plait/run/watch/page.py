@@ -1,4 +1,4 @@
-"""The status page: a file that the ranks of a host write and anybody who may open it reads, without a message.
+"""The status page: a file that the ranks of a host write and any process that may open it reads, without a message.
 
     header   | magic | ranks | stop: a signal that all ranks shall heed |
     rank 0   | number | pid, state, step, ... | what it does, with whom | host, error | the last steps |
@@ -6,9 +6,9 @@
 
 Each rank writes its own record only.  A sequence lock keeps readers off half a write: the number is odd while the rank
 writes, and a reader that finds it odd, or another one after its copy, reads again.  No writer waits for a reader.
-A rank that was killed within a write leaves an odd number; its record is then given as it stands, and says so.
+A rank that was killed within a write leaves an odd number; its record is then returned as it is, and says so.
 
-The page is data, never code: numbers, and text that is decoded, cut and escaped.  It lies in a folder that only its
+The page is data, never code: numbers, and text that is decoded, cut and escaped.  It is in a folder that only its
 owner may enter.  (On processors that reorder a process's stores a copy may, rarely, mix two writes.)
 """
 
@@ -43,7 +43,7 @@ RECENT, FIRST_STEP = 256, 1024 // 8
 """The number of steps that are kept, each as (seconds computed, seconds waited), and the word where they begin."""
 
 TRIES = 1000
-"""Looks at a record that is being written: the writer needs a microsecond, unless it was killed."""
+"""Most looks at a record that is being written: the writer needs a microsecond, unless it was killed."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Status:
     """The step in progress; -1 before the first."""
     phase: str = ""
     operation: str = ""
-    """The operation that it asked for last, or waits for."""
+    """The operation that it requested last, or waits for."""
     since: float = 0.0
-    """When state, step or operation last changed."""
+    """The time of the last change of state, step or operation."""
     heartbeat: float = 0.0
     count: int = 0
     """Operations so far."""
@@ -75,11 +75,11 @@ class Status:
     peers: tuple[int, ...] = ()
     """The ranks of the operation; the first 63 of them."""
     born: int = 0
-    """When the process was started, in ticks of the kernel: with ``pid``, which process it is."""
+    """The start of the process, in ticks of the kernel: with ``pid`` it identifies the process."""
     signal: int = 0
-    """The last signal that came to it and asks it to end; its negative once it ends of it."""
+    """The last signal that asked it to end; its negative once it ends because of it."""
     error: str = ""
-    """With what it failed, in one line."""
+    """The error with which it failed, in one line."""
     whole: bool = True
     """False: it was killed while it wrote, and this may be half of two records."""
 
@@ -94,7 +94,7 @@ class Page:
 
     @classmethod
     def create(cls, path: Path, ranks: int) -> Page:
-        """Makes the file, which is there whole or not at all.
+        """Makes the file, complete or not at all.
 
         Raises:
             FileExistsError: it is there already.
@@ -148,7 +148,7 @@ class Page:
         return _decoded(rank, bytes(record), whole=False)
 
     def read_all(self) -> list[Status]:
-        """Every rank's, also of those that have not written here (``pid`` 0)."""
+        """Reads the records of all ranks, also of those that have not written here (``pid`` 0)."""
         return [self.read(rank) for rank in range(self.ranks)]
 
     def failed(self, rank: int) -> bool:
@@ -156,12 +156,12 @@ class Page:
         return bool(self.record(rank)[8 * STATE : 8 * STATE + 8].cast("q")[0] == STATES.index("failed"))
 
     def ask_to_stop(self, signal_number: int) -> None:
-        """Wishes that all ranks end as after this signal; they see it at their next heartbeat."""
+        """Asks all ranks to end as after this signal; they see it at their next heartbeat."""
         self._stop[0] = signal_number
 
     @property
     def stop(self) -> int:
-        """The signal that all ranks shall heed; 0 without."""
+        """The signal that all ranks must heed; 0 without."""
         return int(self._stop[0])
 
 
@@ -176,7 +176,7 @@ class StatusRecord:
         self._steps = self._bytes[FIRST_STEP * 8 :].cast("d")
         self._about = self._bytes[ABOUT]
         self._number = self._words[NUMBER] | 1
-        """That of the record, odd within a write; as ``_count`` and ``_waited``, which are not read back from there."""
+        """The record's number, odd within a write; like ``_count`` and ``_waited``, it is not read back from there."""
         self._count, self._waited = 0, 0.0
         self._words[NUMBER] = self._number
         self._bytes[8:] = bytes(RECORD - 8)
@@ -194,7 +194,7 @@ class StatusRecord:
         self._words[NUMBER] = self._number
 
     def asks(self, about: bytes) -> None:
-        """It asks for another operation: ``about`` says which."""
+        """It requests another operation: ``about`` says which."""
         words, number = self._words, self._number + 1
         words[NUMBER] = number
         self._about[:] = about
@@ -205,7 +205,7 @@ class StatusRecord:
         self._number = words[NUMBER] = number + 1
 
     def waits(self, about: bytes | None = None) -> None:
-        """It waits for an operation: the one that it asked for last, or ``about``."""
+        """It waits for an operation: the one that it requested last, or ``about``."""
         if about is not None:
             self._begin()
             self._about[:] = about
@@ -222,7 +222,7 @@ class StatusRecord:
         self._words[STATE] = 1
 
     def begins(self, step: int, before: tuple[float, float] | None) -> None:
-        """Step ``step`` begins; ``before`` is what the one before cost: seconds computed, seconds waited."""
+        """Step ``step`` begins; ``before`` is the cost of the one before: seconds computed, seconds waited."""
         words = self._words
         self._begin()
         if before is not None:
@@ -242,16 +242,16 @@ class StatusRecord:
         self._end()
 
     def beats(self) -> None:
-        """It is alive; of the heartbeat thread, which never takes the lock."""
+        """It is alive; called by the heartbeat thread, which never takes the lock."""
         self._times[HEARTBEAT] = monotonic()
 
     def heard(self, signal_number: int) -> None:
-        """A signal came that asks it to end, or ends it (negative); as ``beats``."""
+        """A signal came that asks it to end, or ends it (negative); called like ``beats``."""
         self._words[SIGNAL] = signal_number
 
 
 def about(phase: str, operation: str, peers: Sequence[int]) -> bytes:
-    """An operation and its members, as the bytes of a record."""
+    """Encodes an operation and its members as the bytes of a record."""
     ranks = [len(peers[:PEERS]), *peers[:PEERS]]
     numbers = b"".join(rank.to_bytes(4, "little") for rank in ranks)
     return _field(phase, PHASE) + _field(operation, OPERATION) + numbers.ljust(4 * (1 + PEERS), b"\0")

@@ -4,8 +4,8 @@
     <cgroup>/memory.events          oom_kill 1                 /dev/kmsg    Killed process 4711
     a pidfd                         the exit code of one that is buried, from Linux 6.15 on
 
-A process is its id and when it was started, because ids are given away again.  Where there is no ``/proc``, all that is
-known is whether a process of that id exists.
+A process is identified by its id and its start time, because ids are used again.  Without ``/proc`` it is only known
+whether a process of that id exists.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ProcessState:
     pid: int
     state: Condition
     exit_code: int | None = None
-    """The exit code of one that is gone; minus the signal that killed it; None where it is not known."""
+    """The exit code of a process that is gone; minus the signal that killed it; None where it is not known."""
     out_of_memory: bool = False
     """The kernel says that it killed this process for its memory."""
 
@@ -50,7 +50,7 @@ _PIDFD_INFO_EXIT, _PIDFD_GET_INFO = 1 << 3, 3 << 30 | _PIDFD_INFO.size << 16 | 0
 
 
 def look(pid: int, born: int = 0, root: Path = Path("/proc")) -> ProcessState:
-    """The state of the process ``pid`` that was started at ``born`` (0: at any time)."""
+    """Returns the state of the process ``pid`` that was started at ``born`` (0: at any time)."""
     if not (root / "self").exists():
         return ProcessState(pid, "running" if _exists(pid) else "gone")
     fields = _stat(pid, root)
@@ -65,7 +65,7 @@ def look(pid: int, born: int = 0, root: Path = Path("/proc")) -> ProcessState:
 
 
 def exit_code(descriptor: int) -> int | None:
-    """The exit code of a process whose parent has already asked, by a pidfd that was opened before; from Linux 6.15 on.
+    """Returns the exit code of a process whose parent has already asked, by a pidfd opened before; from Linux 6.15 on.
 
     None where the kernel does not say: it is older, or the process lives or has not been asked for yet.
     """
@@ -80,25 +80,25 @@ def exit_code(descriptor: int) -> int | None:
 
 
 def _exit_code(status: int) -> int:
-    """The exit code in a status as wait gives it; minus the signal, if one killed it."""
+    """Returns the exit code in a status from wait; minus the signal, if one killed it."""
     return -(status & 0x7F) or status >> 8
 
 
 def born(pid: int, root: Path = Path("/proc")) -> int:
-    """When a process was started, in ticks of the kernel; 0 where that is not known."""
+    """Returns the start of a process, in ticks of the kernel; 0 where it is not known."""
     fields = _stat(pid, root)
     return int(fields[19]) if fields else 0
 
 
 def started(pid: int) -> float:
-    """The same in seconds, of ``time.time``; 0 where that is not known."""
+    """Returns the start of a process in seconds, of ``time.time``; 0 where it is not known."""
     ticks = born(pid)
     return ticks and time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(pid: int, root: Path) -> list[str] | None:
-    """The fields after the name, which may itself hold spaces and parentheses; none where it is gone, None where they
-    cannot be read: this process may have no descriptor left for it."""
+    """Returns the fields after the name, which may itself hold spaces and parentheses; empty where the process is gone,
+    None where they cannot be read: this process may have no descriptor left for it."""
     try:
         return (root / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -118,15 +118,15 @@ def _exists(pid: int) -> bool:
 
 
 def hear_of_parents_death(number: signal.Signals) -> None:
-    """From now on this process gets this signal from the kernel as soon as its parent is gone; on Linux."""
+    """Makes the kernel send this process this signal as soon as its parent is gone; on Linux."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
 def launcher() -> tuple[int, int] | None:
-    """The process that this rank must not outlive, as (pid, born): plait's launcher, or torchrun's agent, which is the
-    nearest ancestor without the variables that it gives its ranks.  None where neither started it, or where it cannot
-    be seen from here: it is outside of this container, say."""
+    """Returns the process that this rank must not outlive, as (pid, born): plait's launcher, or torchrun's agent, which
+    is the nearest ancestor without the variables that it gives its ranks.  None where neither started it, or where it
+    is out of sight, for example outside of this container."""
     for name in ("PLAIT_LAUNCHER", "TORCHELASTIC_RUN_ID"):
         if name in os.environ:
             pid = os.getppid()
@@ -172,8 +172,8 @@ def ran_out_of_memory(pid: int, kills: int, since: float, root: Path = Path("/")
 
 
 def _in_the_log(since: float, root: Path) -> set[int]:
-    """The victims that ``/dev/kmsg`` names: ``6,339,5140900,-;Out of memory: Killed process 4711 (python)``, with
-    microseconds since the start."""
+    """Returns the victims that ``/dev/kmsg`` names: ``6,339,5140900,-;Out of memory: Killed process 4711 (python)``,
+    with microseconds since the start."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
         log = os.open(root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
@@ -190,7 +190,7 @@ def _in_the_log(since: float, root: Path) -> set[int]:
 
 
 def readable(descriptors: Sequence[int], seconds: float) -> bool:
-    """Waits until one of them is, for so many seconds at most; their numbers may be of any size."""
+    """Waits until a descriptor is readable, at most so many seconds; their numbers may be of any size."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

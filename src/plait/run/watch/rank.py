@@ -1,4 +1,4 @@
-"""The rank's side: it tells the page what it does, shows that it lives, and hears what it is asked.
+"""The rank's side: it writes its state on the page, shows that it lives, and obeys requests.
 
     main thread                             heartbeat thread, every 0.25 s and when something happens
     asks, waits, goes on ──► its record     its heartbeat ──► the record
@@ -6,8 +6,8 @@
       the user's own                        the launcher is gone ──► so is every rank of this host
 
 A signal reaches the heartbeat thread by Python's wakeup descriptor, also while the main thread is inside torch.
-SIGUSR2 writes the stacks of all threads into ``stack-<rank>.txt`` from within C, so a rank that stands still tells
-where.
+SIGUSR2 writes the stacks of all threads into ``stack-<rank>.txt`` from within C, so a rank that makes no progress
+shows where it is.
 
 SIGTERM, SIGUSR1 and SIGHUP ask the run to end after a step (``StepResult.stop``).  They still end this process where
 that cannot be: before its first step, the second time, when other ranks are gone, and when the program makes another
@@ -45,11 +45,11 @@ BEAT = 0.25
 ASK_TO_END = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 MOST_TEXTS = 4096
-"""Texts of operations that are kept ready."""
+"""Most texts of operations that are kept ready."""
 
 
 class Reporter(Protocol):
-    """Tells of faults where no launcher does: the ranks themselves (``joined.py``)."""
+    """Reports faults where no launcher does: the ranks themselves (``joined.py``)."""
 
     def descriptors(self) -> list[int]:
         """Descriptors that become readable when something happened."""
@@ -116,7 +116,7 @@ class RankObserver(Observer):
 
 
 class RankSide:
-    """All that is started for one rank, and ended by ``close``."""
+    """The observers and threads of one rank; ``close`` ends them."""
 
     def __init__(self, comm: Comm, page: Page, folder: Path, reporter: Reporter | None = None) -> None:
         self.comm, self.page, self.folder, self.reporter = comm, page, folder, reporter
@@ -134,7 +134,7 @@ class RankSide:
         self._thread.start()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Ends it all; the record stays, and says how this rank left.  A second time, and in a fork, nothing."""
+        """Ends all of it; the record says how this rank left.  A second call, or one in a fork, does nothing."""
         if self._closing or os.getpid() != self._pid:
             return
         error = error or sys.exc_info()[1] or getattr(sys, "last_value", None)
@@ -151,7 +151,7 @@ class RankSide:
         stacks.hush(self._stacks, self.folder, self.comm.rank)
 
     def goes_on(self, step: int) -> None:
-        """The program begins a step.  Where it was to stop before, it does not look: then a signal does as always."""
+        """The program begins a step.  If it was to stop before and goes on, the signal acts as by default."""
         if self.reporter is not None and not self._steps:
             self._steps = True
             self.reporter.all_came()
@@ -192,7 +192,7 @@ class RankSide:
         self._signals.obey(number)
 
     def _end_all(self) -> None:
-        """The launcher is gone: no rank of this host stays, a stopped one neither, and no folder."""
+        """Ends all ranks of this host, stopped ones too, and removes the folder, because the launcher is gone."""
         assert self._launcher is not None
         for other in self.page.read_all():
             if other.pid not in (0, self._pid) and processes.look(other.pid, other.born).state != "gone":
@@ -205,10 +205,10 @@ class RankSide:
 
 @contextlib.contextmanager
 def watch(comm: Comm, page: Page, folder: Path, reporter: Reporter | None = None) -> Iterator[None]:
-    """Inside, this rank writes its record of ``page``, and its stacks into ``folder`` when it is asked by SIGUSR2.
+    """Inside, this rank writes its record of ``page``, and its stacks into ``folder`` when SIGUSR2 asks for them.
 
     Args:
-        reporter: what looks after the others, where no launcher does.
+        reporter: looks after the others, where no launcher does.
     """
     side = RankSide(comm, page, folder, reporter)
     try:
@@ -258,7 +258,7 @@ class _Signals:
         self._write.send(b"\0")
 
     def obey(self, number: int) -> None:
-        """Ends this process as the signal does by default, from whichever thread."""
+        """Ends this process as the signal does by default, from any thread."""
         sys.stderr.flush()
         ctypes.CDLL(None).signal(number, None)
         os.kill(os.getpid(), number)
@@ -287,13 +287,13 @@ class _Signals:
             before(number, frame)
 
     def _forked(self) -> None:
-        """In a worker of a data loader, say: its signals are its own."""
+        """Gives a forked process, such as a worker of a data loader, its own signals."""
         self.close()
 
 
 def _wake_when_parent_dies(launcher: tuple[int, int] | None) -> None:
-    """A rank that was stopped goes on when its parent dies, so that its heartbeat thread can end it.  The kernel ends
-    those of plait's own launcher by itself."""
+    """Makes a stopped rank go on when its parent dies, so that its heartbeat thread can end it.  The kernel ends the
+    ranks of plait's own launcher by itself."""
     if "PLAIT_LAUNCHER" not in os.environ and launcher is not None:
         processes.hear_of_parents_death(signal.SIGCONT)
 

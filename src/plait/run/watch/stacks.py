@@ -1,4 +1,4 @@
-"""Where a rank's threads stand: it is asked by a signal, and writes its stacks from within C, whatever it is doing.
+"""The stacks of a rank's threads: a signal asks for them, and the rank writes them from within C, whatever it is doing.
 
 asker    SIGUSR2 ──► the rank    faulthandler ──► folder/stack-<rank>.txt ──► the asker reads what is new
 """
@@ -19,10 +19,10 @@ from plait.run.watch import processes
 from plait.run.watch.diagnose import STANDING, Diagnosis
 
 STACKS = signal.SIGUSR2
-"""Ends a process that does not listen: only one that has its file is asked."""
+"""A signal that ends a process that does not listen: only a rank that has its file is asked."""
 
 MOST = 20_000
-"""Characters that are read."""
+"""Most characters that are read."""
 
 
 def file_of(folder: Path, rank: int) -> Path:
@@ -30,8 +30,8 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def listen(folder: Path, rank: int) -> TextIO | None:
-    """From now on this process writes its stacks when it is asked; None where the user has a handler of their own, or
-    the folder no room."""
+    """Makes this process write its stacks on request; returns None where the user has set a handler, or the folder has
+    no room."""
     if signal.getsignal(STACKS) != signal.SIG_DFL:
         return None
     draft = folder / f".stack-{rank}"
@@ -44,7 +44,7 @@ def listen(folder: Path, rank: int) -> TextIO | None:
 
 
 def hush(file: TextIO | None, folder: Path, rank: int) -> None:
-    """The end of ``listen``."""
+    """Reverses ``listen``."""
     if file is not None:
         with contextlib.suppress(OSError):
             file_of(folder, rank).unlink()
@@ -53,7 +53,7 @@ def hush(file: TextIO | None, folder: Path, rank: int) -> None:
 
 
 def with_stacks(found: Iterable[Diagnosis], folder: Path, pids: Mapping[int, int]) -> list[Diagnosis]:
-    """These diagnoses, with the stacks of those that stand still, of which ``pids`` has the process ids by rank."""
+    """Adds the stacks of ranks that stand still to their diagnoses; ``pids`` has process ids by rank."""
     return [
         replace(one, stack=ask(folder, one.rank, pids[one.rank])) if one.kind in STANDING and one.rank in pids else one
         for one in found
@@ -61,7 +61,7 @@ def with_stacks(found: Iterable[Diagnosis], folder: Path, pids: Mapping[int, int
 
 
 def ask(folder: Path, rank: int, pid: int) -> str:
-    """The stacks of a rank, now; "" of one that is stopped, gone, or does not listen."""
+    """Returns the stacks of a rank, now; "" if it is stopped, gone, or does not listen."""
     file = file_of(folder, rank)
     with contextlib.suppress(OSError):
         size, end = file.stat().st_size, time.monotonic() + 1

@@ -1,8 +1,8 @@
 """Finds slow ranks: a rank whose steps take longer to compute than those of its peers, step by step.
 
-Waiting hides who is slow: all ranks of a run need the same time for a step, and the fast ones wait in it.  What differs
-is the time that a rank did *not* wait.  A rank is compared with the ranks of the same pipe coordinate, since stages may
-differ in size, in each of the last steps that all of them finished:
+Waiting hides slow ranks: all ranks of a run need the same time for a step, and the fast ones wait in it.  The
+difference is in the time that a rank did *not* wait.  A rank is compared with the ranks of the same pipe coordinate,
+since stages may differ in size, in each of the last steps that all of them finished:
 
     ratio of a step  =  seconds computed / median of the others' seconds
 
@@ -23,7 +23,7 @@ from plait.table.mesh import Mesh
 WINDOW, SPAN = 16, 2.0
 """The least number of steps to compare, and the seconds that they span: no step counts for more than its share."""
 SLOW, ABOVE, MOST_BELOW = 1.5, 1.35, 1 / 8
-"""The median ratio of a straggler; what all but this share of its ratios exceed."""
+"""The median ratio of a straggler; the ratio that all but this share of its ratios exceed."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Straggler:
     seconds: float
     peers: float
     steps: int
-    """Over which they are the median."""
+    """The number of steps over which they are the median."""
 
     @property
     def text(self) -> str:
@@ -46,8 +46,8 @@ class Straggler:
 
 
 def stragglers(statuses: Sequence[Status], mesh: Mesh) -> list[Straggler]:
-    """The slow ranks; a rank is looked at once it and its peers have finished ``WINDOW`` steps, and more of them where
-    these do not span ``SPAN`` seconds."""
+    """Finds the slow ranks; a rank is checked once it and its peers have finished ``WINDOW`` steps, and more of them
+    where these do not span ``SPAN`` seconds."""
     found = []
     for peers in mesh.groups(("replica", "shard", "tensor")):
         group = [s for s in statuses if s.rank in peers and s.finished]

@@ -4,7 +4,7 @@ Bytes are *logical*: what the mathematics of the collective needs, not what one 
 the size of the whole array (as nccl-tests counts it), ``sent`` the bytes that one rank must send when every byte goes
 straight to its destination; for equal pieces a ring sends the same.
 
-        kind            whole array S               sent per rank, group of n
+    kind            whole array S               sent per rank, group of n
     all_gather      a piece on each -> S        (n-1) S/n
     reduce_scatter  S pending -> a piece        (n-1) S/n
     all_reduce      S pending -> S              2 (n-1) S/n

@@ -1,7 +1,7 @@
 """Places to write to: tried before a run.  A later error names the place, the bytes to write and the free bytes.
 
 before the run    check_file, check_folder     a file is made there, and is gone again
-                                   check_free                   no other process adds lines to a file
+                  check_free                   no other process adds lines to a file
 during it         Lines                        one write for a line: it is there as a whole, or not at all
 at its end        write_text                   beside it first, then renamed: never half of a file
 

@@ -73,7 +73,7 @@ def is_a_rank(config: MachineConfig) -> bool:
     """True if a launcher, plait's or torchrun's, has started this process as one of the ranks.
 
     Raises:
-        ValueError: half of the facts that a rank needs is set, or Slurm or mpirun has started the command several times.
+        ValueError: half of the facts that a rank needs is set, or Slurm or mpirun has started the command repeatedly.
     """
     return launched(
         ranks=config.parsed_mesh.size,

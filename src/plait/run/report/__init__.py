@@ -1,11 +1,11 @@
-"""What a run looks like to a person: tables, lines and pictures made from plain data.
+"""Shows a run to a person: makes tables, lines and pictures from plain data.
 
-training.py   a training run as it goes on, and at its end: its curve, bytes predicted and measured
+training.py   a training run in progress, and at its end: its curve, bytes predicted and measured
 schedule.py   a schedule over time: characters, a table, an SVG drawing
-measured.py   the log of a step as a timeline, and as costs
+measured.py   turns the log of a step into a timeline, and into costs
 idle.py       the causes of the time in which a rank does not compute
-timeline.py   a step as it happened under the step that was predicted
-trace.py      the same as a trace file for Perfetto
-screen.py     the console, on which nothing that is printed is obeyed
+timeline.py   draws a measured step below the predicted one
+trace.py      writes both steps as a trace file for Perfetto
+screen.py     the console, which escapes control characters in all text
 drawing.py    colours and boxes that the drawings share
 """

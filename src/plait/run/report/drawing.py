@@ -1,4 +1,4 @@
-"""What drawings share: the file, boxes and their texts, the colours of the passes.
+"""Shared parts of the drawings: the file, boxes and their texts, the colours of the passes.
 
     |F0 |F1 |.......|B0     |        blue forward, orange backward, yellow its input part, green its weight part
 
@@ -14,7 +14,7 @@ from plait.schedule.actions import Action, Kind
 COLOURS = {Kind.FORWARD: "#7fb2e5", Kind.BACKWARD: "#e8a35c", Kind.INPUT: "#efc27b", Kind.WEIGHT: "#9ccc8f"}
 NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "input part", Kind.WEIGHT: "weight part"}
 TEXT = "#1f2328"
-"""Of text on a colour."""
+"""Colour of text on a coloured box."""
 
 
 def label(action: Action, several: bool) -> str:
@@ -23,7 +23,7 @@ def label(action: Action, several: bool) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Three digits with a unit: ``12.3 ms``."""
+    """Formats seconds in three digits with a unit: ``12.3 ms``."""
     if seconds >= 999.5:
         return f"{seconds:.0f} s"
     for factor, unit in ((1.0, "s"), (1e-3, "ms")):
@@ -33,13 +33,13 @@ def seconds_text(seconds: float) -> str:
 
 
 def paler(colour: str, share: float) -> str:
-    """A colour mixed with white; 0 leaves ``#rrggbb`` as it is, 1 is white."""
+    """Mixes a colour with white: 0 keeps ``#rrggbb``, 1 is white."""
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
 
 def in_xml(text: str) -> str:
-    """A text as it may stand in a picture: shown, and nothing else."""
+    """Escapes a text for a picture, so that it is only shown."""
     return escape(printable(text))
 
 
@@ -50,13 +50,13 @@ def svg_file(width: float, height: float, lines: Iterable[str], letters: int = 1
 
 
 def rect(x: float, y: float, width: float, height: float, fill: str, title: str, more: str = "") -> str:
-    """A box that shows its title where the pointer rests; ``more`` are other attributes."""
+    """Draws a box that shows its title under the pointer.  ``more`` are other attributes."""
     shape = f'x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{fill}"{more}'
     return f"<rect {shape}><title>{in_xml(title)}</title></rect>"
 
 
 def text_in(x: float, y: float, width: float, height: float, *texts: str) -> Iterator[str]:
-    """The first of the texts that fits into a box with a margin, if one does, in its middle."""
+    """Draws the first text that fits into a box with a margin, if any does, in its middle."""
     for text in texts:
         if 7 * len(text) + 6 <= width:
             middle = f'x="{x + width / 2:.2f}" y="{y + height / 2 + 4:g}" text-anchor="middle"'
@@ -67,7 +67,7 @@ def text_in(x: float, y: float, width: float, height: float, *texts: str) -> Ite
 def box_of(
     action: Action, x: float, y: float, width: float, height: float, stages: Sequence[int], title: str = ""
 ) -> Iterator[str]:
-    """A pass with its name where that fits, or its microbatch alone if its rank has one of ``stages``; the later ones
+    """Draws a pass with its name if that fits, or only its microbatch if its rank has one of ``stages``.  Later stages
     are paler."""
     colour = paler(COLOURS.get(action.kind, "#bbbbbb"), 0.5 * stages.index(action.stage) / len(stages))
     yield rect(x, y, width, height, colour, title or str(action), ' stroke="white" stroke-width="0.5"')

@@ -33,11 +33,11 @@ from plait.schedule.simulate import COLLECTIVES, Costs, Timeline, play
 
 @dataclass(frozen=True)
 class Idle:
-    """One rank's seconds of a step, by what it spent them on.
+    """One rank's seconds of a step, by cause.
 
-    The order's own waiting is ``warm_up`` before the rank's first pass, ``bubble`` between its first and its last, and
-    ``cool_down`` after its last.  ``communication`` (messages and collectives), ``update`` and ``other`` (say, Python
-    between two actions) are this rank's, or those of a rank that it waits for.
+    The order itself requires the waits ``warm_up`` before the rank's first pass, ``bubble`` between its first and last,
+    and ``cool_down`` after its last.  ``communication`` (messages and collectives), ``update`` and ``other`` (say,
+    Python between two actions) are this rank's, or those of a rank that it waits for.
     """
 
     busy: float
@@ -62,25 +62,25 @@ class Idle:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return sum(self.parts.values())
 
     @property
     def shares(self) -> dict[str, float]:
-        """Each part over the whole step."""
+        """Each part divided by the whole step."""
         return {name: part / (self.seconds or 1.0) for name, part in self.parts.items()}
 
 
 ORDERS_OWN = ("warm_up", "bubble", "cool_down")
-"""The waiting of the order itself, in the three parts of a rank's line."""
+"""The waiting that the order itself requires, in the three parts of a rank's line."""
 
 _Piece = tuple[float, float, str | int]
-"""From, until, and what a rank does, as the part of ``Idle`` that it counts to; a number is the rank it waits for."""
+"""Start, end, and the part of ``Idle`` to which a piece counts, or the number of the rank that it waits for."""
 
 
 def idle_times(log: Log) -> tuple[Idle, ...]:
-    """The seconds of each rank's step by cause; a ValueError if the log is not of a whole one.  The waiting of a rank
-    without passes is cool-down."""
+    """The seconds of each rank's step by cause.  The waiting of a rank without passes is cool-down.  Raises ValueError
+    if the log is not of a whole step."""
     timeline = measured_timeline(log)
     lines = _pieces(log, timeline.makespan)
     even, measured = map(_waits_of_passes, (even_passes(timeline), measured_passes(timeline)))
@@ -88,7 +88,7 @@ def idle_times(log: Log) -> tuple[Idle, ...]:
     for rank, line in enumerate(lines):
         ends = [event.end for event in log[rank] if event.action.kind in PASSES] or [0.0]
         seconds = dict.fromkeys((field.name for field in fields(Idle)), 0.0)
-        waited = [0.0, 0.0, 0.0]  # for passes of others: before the first pass, until the last, after it
+        waited = [0.0, 0.0, 0.0]  # for other ranks' passes: before the first pass, until the last, after it
         for start, end, does in line:
             if isinstance(does, str):
                 seconds[does] += end - start
@@ -117,8 +117,8 @@ def mean_idle(ranks: Sequence[Idle]) -> Idle:
 
 
 def measured_passes(timeline: Timeline, *, even: bool = False) -> Timeline:
-    """A step's passes in their order, each as long as it was, as if nothing else took time; a ValueError if one waits
-    for what the timeline lacks."""
+    """A step's passes in their order and with their times, as if nothing else took time.  Raises ValueError if one
+    waits for an action that the timeline lacks."""
     passes = tuple(tuple(action for action in line if action.kind in PASSES) for line in timeline.schedule)
     lines = map(timeline.line, range(len(passes)))
     seconds = {action: end - start for line in lines for action, start, end in line if action.kind in PASSES}
@@ -135,7 +135,7 @@ def measured_passes(timeline: Timeline, *, even: bool = False) -> Timeline:
 
 
 def even_passes(timeline: Timeline) -> Timeline:
-    """The same with equal passes: each takes the mean of its kind over the whole step, so all work stays the same."""
+    """A step's passes with equal times: each takes the mean of its kind, so the total work stays the same."""
     return measured_passes(timeline, even=True)
 
 
@@ -148,7 +148,7 @@ def _waits_of_passes(timeline: Timeline) -> list[tuple[float, float, float]]:
     ]
 
 
-# ---- who does what, and who waits for whom -----------------------------------------------------------------
+# ---- actions and waits of the ranks ------------------------------------------------------------------------
 
 _DOES = dict.fromkeys(PASSES, "busy") | dict.fromkeys(COLLECTIVES | MESSAGES, "communication") | {Kind.UPDATE: "update"}
 
@@ -168,7 +168,7 @@ def _pieces(log: Log, makespan: float) -> list[list[_Piece]]:
         now = 0.0
         for event in line:
             value = awaits(event.action, 1 + max(owner))
-            other, until = rank, 0.0  # for which rank it waits, and until when; after that, a message is on its way
+            other, until = rank, 0.0  # the rank that it waits for, and until when; after that, a message is on its way
             if event.action.kind is Kind.UPDATE:
                 other, until = last_to_update, reached[last_to_update]
             elif value in made:
@@ -194,8 +194,8 @@ def _event_pieces(event: Event, rank: int, other: int, until: float) -> Iterator
 
 
 def _causes(lines: list[list[_Piece]], rank: int, start: float, end: float) -> Iterator[tuple[float, float, str]]:
-    """Why one who waits for a rank from start to end does so, piece by piece.  It ends: a rank waits only for what
-    comes before its own action."""
+    """The causes of a wait for a rank from start to end, piece by piece.  The recursion ends, because a rank waits only
+    for actions before its own."""
     line = lines[rank]
     index = bisect_right(line, start, key=lambda piece: piece[0]) - 1
     while index < len(line) and line[index][0] < end:

@@ -1,4 +1,4 @@
-"""The log of a step in the simulator's words: a timeline, and the costs that predict it.
+"""Turns the log of a step into the simulator's terms: a timeline, and the costs that predict it.
 
     log                                  measured_timeline            measured_costs
     rank 1  |.....0.3 s.....|#0.2 s#|    1F0 from 0.3 to 0.5          forward of stage 1: the median of such 0.2 s
@@ -31,7 +31,7 @@ from plait.schedule.simulate import COLLECTIVES, COSTED, Costs, Timeline
 
 
 def schedule_of(log: Log) -> Schedule:
-    """The actions that a log is of; a ValueError if there are none."""
+    """The actions in a log.  Raises ValueError if there are none."""
     schedule = tuple(tuple(event.action for event in line) for line in log)
     if not any(schedule):
         raise ValueError(f"the log of {len(log)} ranks holds no event: record a whole step")
@@ -39,10 +39,10 @@ def schedule_of(log: Log) -> Schedule:
 
 
 def measured_timeline(log: Log) -> Timeline:
-    """When each action of a log started and ended, in seconds from the start of the step.
+    """Start and end of each action in a log, in seconds from the start of the step.
 
-    A pass starts when all its waiting is over, so it is as long as what it computed, and ``work`` and ``idle_share``
-    count computing.  (A wait in the midst of a pass is moved before it; ``run/report/timeline.py`` draws it in place.)
+    A pass starts when all its waiting is over, so its length is its computation, and ``work`` and ``idle_share`` count
+    computing.  (A wait inside a pass is moved before it; ``run/report/timeline.py`` draws it in place.)
     """
     return Timeline(
         schedule_of(log),
@@ -62,8 +62,8 @@ def measured_costs(logs: Sequence[Log]) -> Costs:
 
     Passes and updates count without their waits.  Gathers and reductions count whole, because waiting for the same
     stage in other pipelines is their cost, plus what passes waited for collectives (``collectives_inside``).  Of a
-    stage that has only full backwards, each part costs half of one.  What a log does not say (messages, activations,
-    overlap) is as in ``Costs()``.
+    stage that has only full backwards, each part costs half of one.  Costs that a log lacks (messages, activations,
+    overlap) are as in ``Costs()``.
 
     Args:
         logs: steps of one schedule; leave out the first ones, in which caches fill.
@@ -101,7 +101,7 @@ def measured_costs(logs: Sequence[Log]) -> Costs:
 
 
 def collectives_inside(log: Log) -> dict[tuple[Kind, int], float]:
-    """Seconds that passes of a step waited for collectives, by the (kind, stage) of the action that answers for them.
+    """Seconds that passes of a step waited for collectives, by the (kind, stage) of the action that they count to.
 
     A stage's units are gathered and reduced while its passes run, so their actions may take no time at all.  What a
     forward or an input part waited counts to the stage's UNSHARD, what a backward or a weight part waited to its
@@ -127,10 +127,10 @@ def collectives_inside(log: Log) -> dict[tuple[Kind, int], float]:
 
 
 def as_log(timeline: Timeline) -> Log:
-    """A simulated step as the log that its ranks would have written.
+    """Turns a simulated step into the log that its ranks would have written.
 
-    A rank begins an action when it is done with the one before, and waits in it until it starts.  What overlaps
-    computation (``Costs.overlap``) takes no more of the line than the time for which it delays it.
+    A rank begins an action when the previous one is done, and waits in it until it starts.  An action that overlaps
+    computation (``Costs.overlap``) takes only as much of the line as it delays it.
     """
     log = []
     for rank, starts in enumerate(timeline.starts):

@@ -1,6 +1,6 @@
-"""A timeline to look at: a grid of characters over time, a table beside the closed forms, and an SVG drawing.
+"""Shows a timeline: a grid of characters over time, a table next to the closed forms, and an SVG drawing.
 
-    rank 0 | F0 F1 .  .  B0 -- .  B1 --        F0: forward of microbatch 0; --: the same pass goes on; . : idle
+    rank 0 | F0 F1 .  .  B0 -- .  B1 --        F0: forward of microbatch 0; --: the same pass continues; . : idle
     rank 1 | .  F0 B0 -- F1 B1 --
 
 One column is the greatest common divisor of all starts and ends.
@@ -19,11 +19,11 @@ from plait.schedule.check import Proof
 from plait.schedule.simulate import Costs, Timeline
 
 MOST_CELLS = 40_000
-"""A grid of more cells than this is not printed."""
+"""Largest number of cells in a printed grid."""
 
 
 def time_grid(timeline: Timeline, width: int) -> str:
-    """The timeline in characters, in blocks of at most ``width``; or a line that says why not."""
+    """Draws the timeline in characters, in blocks of at most ``width``, or returns a line that says why not."""
     lines = map(timeline.line, range(len(timeline.schedule)))
     spans = [[(action, _rational(a), _rational(b)) for action, a, b in line if action.kind in PASSES] for line in lines]
     moments = {t for line in spans for _, start, end in line for t in (start, end)} - {Fraction(0)}
@@ -56,7 +56,7 @@ def _rational(time: float) -> Fraction:
 
 
 def bubble_table(timeline: Timeline, proof: Proof, formula: Bubbles) -> Table:
-    """Per rank: work, waits and peak activations, beside what the closed form says."""
+    """A table of each rank's work, waits and peak activations, next to the closed form."""
     table = Table(box=box.SIMPLE_HEAD, title_justify="left")
     for heading in ("rank", "stages", "work", "waits", "formula", "idle share", "peak activations", "formula"):
         table.add_column(heading, justify="right")
@@ -75,7 +75,7 @@ def bubble_table(timeline: Timeline, proof: Proof, formula: Bubbles) -> Table:
 
 
 def share_line(timeline: Timeline, formula: Bubbles) -> str:
-    """The step's time, and rank 0's idle share against the closed form."""
+    """A line with the step's time, and rank 0's idle share against the closed form."""
     span = timeline.work(0) + timeline.waits(0)
     share = timeline.waits(0) / span if span else 0.0
     closed = "no closed form here" if formula.idle_share is None else f"formula {formula.idle_share:.4f}"
@@ -88,7 +88,7 @@ WIDTH = LEFT + PLOT + 20
 
 
 def svg(timeline: Timeline, costs: Costs, title: str) -> str:
-    """One row of boxes per rank, and under each the activation bytes it holds, on one scale for all ranks."""
+    """Draws one row of boxes per rank, and below it the activation bytes that it holds, on one scale for all ranks."""
     ranks, end = len(timeline.schedule), timeline.makespan or 1.0
     scale = PLOT / end
     height = TOP + ranks * (ROW + CURVE + GAP) + 48

@@ -1,9 +1,9 @@
-"""The console on which tables, lines and bars are shown: nothing that is printed on it is obeyed.
+"""The console for tables, lines and bars.  It escapes control characters in all text.
 
     name from a file ──► Table, Text, f"..." ──► rich lays it out ──► segments ──► escaped ──► terminal
                                                                       colours and cursor moves are rich's own
 
-Text is no markup, so ``[red]`` in a name stays ``[red]``; colours are given by ``style`` and ``rich.text.Text``.
+Text is not markup, so ``[red]`` in a name stays ``[red]``.  Colours come from ``style`` and ``rich.text.Text``.
 """
 
 import errno
@@ -20,11 +20,10 @@ from plait.messages.progress import shown_by
 
 
 def screen(*, outlived: bool = False, **options: Any) -> Console:
-    """A console of rich with these options.
+    """Makes a rich console with these options.
 
     Args:
-        outlived: when whoever read it has gone, this is said once, and nothing more is shown; otherwise it is an
-            UnheardError.
+        outlived: when its reader has gone, say so once and show nothing more; otherwise raise UnheardError.
     """
     console = (_OutlivedConsole if outlived else _EscapingConsole)(
         **{"highlight": False, "markup": False, "emoji": False, **options}
@@ -35,7 +34,7 @@ def screen(*, outlived: bool = False, **options: Any) -> Console:
 
 @contextmanager
 def working(here: bool = True) -> Iterator[None]:
-    """A bar for what ``core.progress.counted`` counts inside, where the standard error is a terminal.
+    """Shows a bar for the items that ``core.progress.counted`` counts inside, if the standard error is a terminal.
 
     Args:
         here: False shows nothing, as on all ranks but one.
@@ -57,7 +56,7 @@ def working(here: bool = True) -> Iterator[None]:
 
 class _EscapingConsole(Console):
     def push_render_hook(self, hook: RenderHook) -> None:
-        """Bars come by a hook of theirs, so what any hook gives is escaped."""
+        """Escapes the output of every hook, because bars are drawn by hooks."""
         super().push_render_hook(_EscapingHook(hook))
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -65,7 +64,7 @@ class _EscapingConsole(Console):
             super().print(*objects, **options)
 
     def _write_buffer(self) -> None:
-        """rich knows the end of a pipe's reader, but not of a terminal, which is EIO."""
+        """Handles EIO, the end of a terminal.  rich handles only the end of a pipe's reader."""
         try:
             super()._write_buffer()
         except OSError as error:
@@ -74,7 +73,7 @@ class _EscapingConsole(Console):
             raise
 
     def on_broken_pipe(self) -> None:
-        """rich would end the program without a word."""
+        """Replaces rich's handler, which would end the program silently."""
         raise BrokenPipeError
 
 

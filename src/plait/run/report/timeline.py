@@ -1,4 +1,4 @@
-"""A step as it happened, the step that was predicted, and where the time went.
+"""Draws a measured step, the predicted step, and the causes of the time.
 
     rank 0  simulated  |0F0|0F1|       |0B0  |   |0B1  |            one pair of lanes per rank, on one time scale;
             measured   |0F0|0F1|///////|0B0   |//|0B1   |           waits are hatched, what is not computing is a strip
@@ -36,13 +36,13 @@ CAUSES = {
 
 
 def summary(log: Log, simulated: Timeline | None = None) -> str:
-    """How long the step took, and the share of it in which ranks did not compute, with the prediction."""
+    """A line with the step's time and the share in which ranks did not compute, measured and predicted."""
     steps = {"measured": measured_timeline(log)} | ({} if simulated is None else {"simulated": simulated})
     return "; ".join(f"{n} {seconds_text(s.makespan)}, idle {s.idle_share():.1%}" for n, s in steps.items())
 
 
 def timeline_rows(log: Log, simulated: Timeline | None = None) -> list[tuple[str, ...]]:
-    """A head, and rows of the shares of the step: each rank's, their means, and the means of the simulated step."""
+    """A header, and rows with shares of the step: each rank's, their means, and the means of the simulated step."""
     rows = [("rank", "stages", *(name for name, _ in CAUSES.values()), "idle")]
     for rank, idle in enumerate(idle_times(log)):
         stages = sorted({event.action.stage for event in log[rank]})
@@ -52,7 +52,7 @@ def timeline_rows(log: Log, simulated: Timeline | None = None) -> list[tuple[str
 
 
 def _shares(idle: Idle) -> list[str]:
-    """Each part over the step, and what is idle in all."""
+    """Each part divided by the step, and the idle total."""
     return [f"{share:.1%}" for share in (*(idle.shares[part] for part in CAUSES), 1 - idle.shares["busy"])]
 
 
@@ -89,7 +89,7 @@ STYLE = """<style>
 
 
 def timeline_svg(log: Log, simulated: Timeline | None = None, title: str = "") -> str:
-    """The picture of a step; the simulated step is that of the same schedule, in seconds as well."""
+    """Draws a step.  The simulated step has the same schedule, and is in seconds as well."""
     steps = {"measured": log} if simulated is None else {"simulated": as_log(simulated), "measured": log}
     ends = {name: measured_timeline(step).makespan for name, step in steps.items()}
     idle = {name: idle_times(step) for name, step in steps.items()}
@@ -132,7 +132,7 @@ def timeline_svg(log: Log, simulated: Timeline | None = None, title: str = "") -
 
 
 def _lane_head(y: float, height: float, rank: int, name: str, share: str, *, first: bool) -> Iterator[str]:
-    """The labels left and right of a lane; the first of a rank has its number."""
+    """Draws the labels left and right of a lane.  A rank's first lane has its number."""
     base = y + height / 2 + 4
     if first:
         yield f'<text class="ink" x="8" y="{base:g}" font-weight="bold">rank {rank}</text>'
@@ -142,7 +142,7 @@ def _lane_head(y: float, height: float, rank: int, name: str, share: str, *, fir
 
 
 def _event(event: Event, y: float, scale: float, stages: list[int]) -> Iterator[str]:
-    """An action: its waits hatched, and the rest as boxes, or as strips at the foot of the lane."""
+    """Draws an action: its waits hatched, and the rest as boxes, or as strips at the foot of the lane."""
     action, now = event.action, event.start
     cause = {Kind.UPDATE: "update", Kind.RESHARD: "other"}.get(action.kind, "communication")
     for span in (*event.waits, Span(event.end, event.end, "nothing")):
@@ -159,7 +159,7 @@ def _event(event: Event, y: float, scale: float, stages: list[int]) -> Iterator[
 
 
 def _bar(idle: Idle, y: float, scale: float) -> Iterator[str]:
-    """What a rank's step was spent on, with shares where they fit."""
+    """Draws a rank's step by cause, with shares where they fit."""
     x = float(LEFT)
     for part, (name, colour) in CAUSES.items():
         width, share = idle.parts[part] * scale, f"{idle.shares[part]:.1%}"
@@ -170,7 +170,7 @@ def _bar(idle: Idle, y: float, scale: float) -> Iterator[str]:
 
 
 def _legend(y: float, entries: list[tuple[str, str]], note: str = "") -> Iterator[str]:
-    """Names with their colours, in one line."""
+    """Draws names with their colours, in one line."""
     x = float(LEFT)
     for name, fill in entries:
         yield f'<rect x="{x:g}" y="{y - 11:g}" width="14" height="14" fill="{fill}"/>'
@@ -181,7 +181,7 @@ def _legend(y: float, entries: list[tuple[str, str]], note: str = "") -> Iterato
 
 
 def _ticks(end: float, scale: float, bottom: float) -> Iterator[str]:
-    """Lines through all lanes at round times, at most ten."""
+    """Draws lines through all lanes at round times, at most ten."""
     if not end:
         return
     power = 10.0 ** math.floor(math.log10(end / 10))

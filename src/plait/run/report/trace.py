@@ -1,4 +1,4 @@
-"""A step as a trace file that chrome://tracing and Perfetto (ui.perfetto.dev) open.
+"""Writes a step as a trace file that chrome://tracing and Perfetto (ui.perfetto.dev) open.
 
     rank 0                one process per rank
       compute             0F0 0F1 ...  0B0       passes without their waits, and updates
@@ -29,13 +29,13 @@ CATEGORIES = {
     Kind.UPDATE: "update",
     Kind.RESHARD: "reshard",
 }
-"""What a reader can filter by; waits have their own."""
+"""Categories for filters in the reader; waits have a separate one."""
 
 Json = dict[str, object]
 
 
 def trace_json(log: Log, simulated: Timeline | None = None) -> str:
-    """The text of the file; the simulated step is that of the same schedule, in seconds as well."""
+    """The text of the file.  The simulated step has the same schedule, and is in seconds as well."""
     processes = {f"rank {rank}": line for rank, line in enumerate(log)}
     if simulated is not None:
         ranks = zip(simulated.schedule, simulated.starts, simulated.ends, strict=True)
@@ -58,7 +58,7 @@ def _names(process: int, name: str) -> Iterator[Json]:
 
 
 def _slices(process: int, event: Event) -> Iterator[Json]:
-    """An action, in as many parts as its waits leave of it, and the waits.  A collective stays in one part."""
+    """An action, cut into parts by its waits, and the waits.  A collective stays in one part."""
     action, now = event.action, event.start
     for span in event.waits:
         if action.kind not in COLLECTIVES:

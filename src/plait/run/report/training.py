@@ -1,4 +1,4 @@
-"""A training run as it is shown: lines, on a terminal a bar below them, and at its end a table of bytes.
+"""Shows a training run: lines, on a terminal a bar below them, and at its end a table of bytes.
 
     step 30/60  loss   2.6693  grad norm   0.329       3301 tokens/s     19 s left
     step 40/60  loss   2.6512  grad norm   0.298       3350 tokens/s     13 s left
@@ -26,15 +26,16 @@ from plait.predict.memory import Held
 
 
 class ProgressView:
-    """Shows the steps of a run, from number ``first`` to ``steps``, as they are done; entered and left like a file.
+    """Shows the finished steps of a run, from number ``first`` to ``steps``.  A context manager, like a file.
 
-    Each ``log_every``-th step has a line, the first, the last, and every evaluation; ``unit`` is as in "tokens".
+    Each ``log_every``-th step has a line, and so have the first, the last, and every evaluation.  ``unit`` is as in
+    "tokens".
     """
 
     def __init__(self, console: Console, first: int, steps: int, log_every: int, unit: str) -> None:
         self._console, self._first, self._steps = console, first, steps
         self._log_every, self._unit = log_every, unit
-        self._seconds: deque[float] = deque(maxlen=20)  # of the last steps: their median is the speed
+        self._seconds: deque[float] = deque(maxlen=20)  # seconds of the last steps, whose median is the speed
         self._bar: Progress | None = None
         if console.is_terminal and not console.quiet:
             columns = ("{task.completed}/{task.total}", "{task.fields[words]}")
@@ -51,13 +52,13 @@ class ProgressView:
             self._bar.stop()
 
     def show(self, line: Mapping[str, Any]) -> None:
-        """A step is done: its line of metrics, with ``step``, ``loss``, ``tokens``, ``seconds``, ``peak_memory``."""
+        """Shows a finished step's metrics: ``step``, ``loss``, ``tokens``, ``seconds`` and ``peak_memory``."""
         self._seconds.append(line["seconds"])
         step, steps, loss, norm = line["step"], self._steps, line["loss"], line["grad_norm"]
         typical = median(self._seconds)
         rate, left = line["tokens"] / typical, typical * (steps - step)
         due = step in (self._first, steps) or step % self._log_every == 0
-        if self._bar is not None:  # before the lines, which show it anew below them
+        if self._bar is not None:  # before the lines, which redraw it below them
             speed, memory = f"{rate:,.0f} {self._unit}/s", human(line["peak_memory"])
             words = f"loss {loss:.4f}  {speed}  {memory}  {timedelta(seconds=round(left))} left"
             self._bar.update(self._task, completed=step, words=words, refresh=due or "eval_loss" in line)
@@ -76,7 +77,7 @@ class ProgressView:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """One rank's bytes: what it holds between steps and what it sends per step, as predicted and as measured."""
+    """One rank's bytes, held between steps and sent per step, as predicted and as measured."""
 
     rank: int
     predicted: Held
@@ -84,16 +85,16 @@ class RankBytes:
     sent_predicted: int
     sent_measured: int
     crossing_predicted: int
-    """Of what is sent, over axes that cross hosts."""
+    """Bytes sent over axes that cross hosts."""
     crossing_measured: int
     gathered_peak: int
-    """The most that gathered parameters took on top of what is held."""
+    """Peak bytes of gathered parameters, in addition to the bytes held."""
     peak_open: int
-    """The most units unsharded at once, not counting the ancestors of the running one."""
+    """Peak number of units unsharded at once, not counting the ancestors of the running one."""
 
 
 def bytes_table(ranks: Sequence[RankBytes]) -> Table:
-    """Predicted and measured, by kind of state; ranks with the same numbers share their lines."""
+    """A table of predicted and measured bytes, by kind of state.  Ranks with the same numbers share lines."""
     table = Table(title="bytes per rank", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for heading in ("rank", "", "predicted", "measured", "agree"):
         table.add_column(heading, justify="left" if heading in ("rank", "") else "right")
@@ -120,11 +121,11 @@ def bytes_table(ranks: Sequence[RankBytes]) -> Table:
 
 
 LEVELS = ("▁▂▃▄▅▆▇█", "_.-~=+*#")
-"""Low to high; the second for an encoding that lacks the first."""
+"""Characters from low to high.  The second is for an encoding that lacks the first."""
 
 
 def spark(values: Sequence[float], width: int = 60, encoding: str = "utf-8") -> str:
-    """A curve in one line of characters, low to high; each column is a mean of what is finite."""
+    """Draws a curve in one line of characters, low to high.  Each column is the mean of its finite values."""
     levels = next(one for one in LEVELS if one.encode(encoding, "ignore").decode(encoding) == one)
     values = [value for value in values if math.isfinite(value)]
     if not values:

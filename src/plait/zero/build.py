@@ -71,7 +71,7 @@ def build_units(
     parallelism: Parallelism,
     parallel: Parallel,
 ) -> BuiltUnits:
-    """Cut a stage into units whose flat buffers have this rank's pieces of what has values.
+    """Cuts a stage into units whose flat buffers have this rank's pieces of the parameters with values.
 
     Args:
         origin: by ``id`` of a parameter of the stage, the whole model's.
@@ -128,7 +128,7 @@ def build_units(
 def _shapes(
     group: Sequence[tuple[str, nn.Parameter]], cuts: Sequence[TensorCut | None], index: int
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of what tensor rank ``index`` holds."""
+    """Names and shapes of the tensors that tensor rank ``index`` holds."""
     pairs = zip(group, cuts, strict=True)
     return [(name, tuple(p.shape) if cut is None else cut.local_shape(index)) for (name, p), cut in pairs]
 

@@ -32,9 +32,8 @@ def transfers(moves: Sequence[Move], layout: FlatLayout, comm: Comm) -> tuple[Tr
 
 
 def move_by_move(moves: Sequence[Move], layout: FlatLayout, comm: Comm) -> list[tuple[Transfer, ...]]:
-    """The same messages, one tuple per move; each move starts from the result of the move before.
-
-    Uneven pieces may be empty here and not elsewhere: a move is one on all ranks."""
+    """The same messages, one tuple per move; each move starts from the result of the move before.  Uneven pieces may be
+    empty here and not elsewhere: a move is one on all ranks."""
     return [transfers([move], layout, comm) for move in moves if move.sends(comm.mesh)]
 
 

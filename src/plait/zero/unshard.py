@@ -131,9 +131,8 @@ class Unsharding(StaysHere):
         return next(u for u in self.units for flat in u.flats if any(p is parameter for p in flat.parameters))
 
     def _found(self, unit: Unit, parameter: Tensor) -> None:
-        """Notes that a unit reads a gathered parameter in its forward.
-
-        While the schedule holds the stage, its backward may be the first to read the parameter: it borrows it."""
+        """Lets a unit borrow a gathered parameter that its forward reads while the schedule holds the stage: the unit's
+        backward may be the first to read it."""
         if self.held and self._owner_of(parameter) not in (*unit.needs, *unit.ancestors):
             self._borrow(unit, parameter)
 

@@ -116,9 +116,8 @@ def expected(
 
 @dataclass(frozen=True)
 class OneFlat:
-    """The operations of the ranks that share a flat buffer, in two parts.
-
-    The parts only meet in ``update``, and in that a backward comes before its gradient, which ``of`` checks."""
+    """The operations of the ranks that share a flat buffer, in two parts, which only meet in ``update``, and in that a
+    backward comes before its gradient, which ``of`` checks."""
 
     values: Tokens
     """The operations on parameters.  Consecutive reads are one."""

@@ -134,8 +134,8 @@ class Flat:
         self.round(slot_index)
 
     def at_rest(self, slot_index: int) -> Iterator[tuple[Run, Tensor]]:
-        """Yields the runs of a parameter on this rank, none twice, with their memory: the master weights where there are
-        any, since ``round`` derives the values at rest from them."""
+        """Yields the runs of a parameter on this rank, none twice, with their memory: the master weights where there
+        are any, since ``round`` derives the values at rest from them."""
         (begin, end), (start, stop) = self.held, self.optim_place
         parts = [(self.rest, self.held)]
         if self.master is not None:

@@ -53,8 +53,8 @@ def bucketed(wrapped: Sequence[Wrapped], most: int) -> tuple[Wrapped, ...]:
 
 
 def automatic(model: nn.Module) -> tuple[str, ...]:
-    """The names of the modules that automatic wrapping makes units, the root (``""``) first; a module with several names
-    goes by its first."""
+    """The names of the modules that automatic wrapping makes units, the root (``""``) first; a module with several
+    names goes by its first."""
     names: list[str] = []
     first = {id(module): name for name, module in model.named_modules()}
     for name, module in model.named_modules():

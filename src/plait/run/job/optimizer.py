@@ -40,7 +40,7 @@ class OptimizerConfig:
     min_lr: float = 0.1
     """The end of linear and cosine, as a fraction of lr."""
     weight_decay: float | None = None
-    """Decay of matrices and embeddings, but not of norms and biases; None: the default of torch's, for all."""
+    """Decay of matrices and embeddings, but not of norms and biases; None: torch's default, for all."""
     clip: float | None = 1.0
     """The largest global gradient norm; None does not clip."""
     loss_scale: float | None = None

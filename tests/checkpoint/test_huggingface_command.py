@@ -159,7 +159,7 @@ def test_a_wrong_folder_is_refused_before_any_rank_starts(
         (TEXT, ("--length", "65"), "length is 65, but the model in"),
         (b"caf\xe9 " * 200, (), "the text is not UTF-8"),
         (TEXT, ("--mesh", "tensor=5"), "6 heads of 4 cannot be shared by tensor=5 ranks"),
-        (TEXT, ("--mesh", "pipe=9"), "links are model.embed_tokens"),
+        (TEXT, ("--mesh", "pipe=9"), "blocks are model.embed_tokens"),
         (TEXT, ("--export", "."), "there is something at export '.' already"),
     ],
 )

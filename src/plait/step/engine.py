@@ -378,10 +378,13 @@ class Engine(StaysHere):
 
         ``optimizer.zero_grad()`` calls it.
         """
-        if self._open is not None and not self._open.reduced and self._open.losses:
-            self._discarded += 1
-            self._close()
-            self._tell("discarded")
+        if self._open is None or self._open.reduced:
+            return
+        forwards = 0 if self._open.losses else self._forwards  # a forward that was called has drawn its masks
+        self._discarded += bool(self._open.losses)
+        self._close()
+        self._forwards = forwards
+        self._tell("discarded")
 
     def _close(self) -> None:
         self._open, self._forwards = None, 0
@@ -394,7 +397,8 @@ class Engine(StaysHere):
         if self._open is None:
             for stage in self.placed.stages.values():
                 stage.begin_sums()
-            self._close()
+            for hooks in self.optimizer_hooks:
+                hooks.depth = 0  # an update that raised may have left it
             self.comm.begin_step(self.steps)
             self._open = OpenStep(own_loop=True)
             self._tell("begun")

@@ -235,7 +235,7 @@ def test_a_command_says_that_gpus_are_idle(monkeypatch: pytest.MonkeyPatch, caps
             ["ranks", "sta"],
         ),
         (["checkpoint", "verify", "{}"], ["files read"]),
-        (["checkpoint", "reshard", "{}", "{}/../two"], ["files read", "pieces of "]),
+        (["checkpoint", "reshard", "{}", "{}/../two"], ["files read", "pieces written"]),
         (["checkpoint", "diff", "{}", "{}"], ["tensors"]),
     ],
 )

@@ -81,7 +81,7 @@ def assembled(dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[tuple[
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Parameters and buffers by name; an ``engine.state.weights.Weights``."""
+    """Parameters and buffers by name; an ``zero.state.weights.Weights``."""
 
     tensors: Mapping[str, Stored]
 

@@ -9,7 +9,7 @@ order, and the sum is deferred too, so nothing has to be known of who else uses 
 deferred gradient computes it and goes on with its value.
 
 The formulas are those of torch's own backward, to the bit: which operand is transposed, and in which layout a product
-is made, decides the order in which a BLAS adds (``tensor_parallel.gemm`` says which BLAS).  ``linear``, ``embedding``
+is made, decides the order in which a BLAS adds (``tensor.gemm`` says which BLAS).  ``linear``, ``embedding``
 and ``convolution`` return None for cases that they leave to torch, weight gradient and all.
 """
 

@@ -64,7 +64,7 @@ class Products(Handler):
         with torch._C.DisableTorchFunction(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             for key in list(stand_ins):
                 stand_in: Any = stand_ins.pop(key)
-                if isinstance(stand_in, list):  # of a cut weight (see ``tensor_parallel.linear``)
+                if isinstance(stand_in, list):  # of a cut weight (see ``tensor.linear``)
                     waiting = stand_in
                 else:
                     waiting = [] if stand_in.grad is None else [partial(value, stand_in.grad)]

@@ -1,6 +1,6 @@
 """Where tensor parallelism meets the engine: the axis of a stage, hooks on its model, and the slices of dropout masks.
 
-Cut weights carry out their products themselves (see ``tensor_parallel.cut_weight``).  The state of a microbatch that
+Cut weights carry out their products themselves (see ``tensor.cut_weight``).  The state of a microbatch that
 they need is in the forward's context, so recomputations and several microbatches under way find their own.
 """
 

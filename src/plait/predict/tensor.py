@@ -11,7 +11,7 @@
     share     backward  all_reduce [.., width]      the same
     loss      forward   all_gather [ranks, 3, ..]   the same
 
-Inside a block that is recomputed (``engine.forward.recompute``) every forward message is sent twice.
+Inside a block that is recomputed (``forward.recompute``) every forward message is sent twice.
 
 A transformer layer has two of each of the first: two all-reduces forward and two backward of batch * time * width
 elements, or the same volume as reduce-scatters and all-gathers (Megatron-LM, Korthikanti et al. 2022).
@@ -39,7 +39,7 @@ def predict_tensor(
 
     Args:
         passings: the activations at the sites of a plan, for each microbatch: the same ``everywhere``, or as a forward
-        of     the plain model shows it (``tensor_parallel.passing``).
+        of     the plain model shows it (``anymodel.tensor.passing``).
         itemsize: bytes per element of the activations; losses are summed in 4 bytes at least.
         sequence: the stream is cut in time; time that the ranks cannot share evenly travels padded.
         twice: the modules whose forward runs again in the backward.

@@ -1,4 +1,4 @@
-"""The agreements of the ranks before a step's first forward and after its last backward (see ``core.agreement``)."""
+"""The agreements of the ranks before a step's first forward and after its last backward (see ``table.agreement``)."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -109,7 +109,7 @@ class Exchange:
         Args:
             losses: of this data rank's microbatches; only those of ranks with the last stage count.
             touched: the parameters that got a gradient on this rank.
-            marks: ``MARKS`` other numbers that the ranks compare (see ``engine.update``).
+            marks: ``MARKS`` other numbers that the ranks compare (see ``reduce``).
 
         Raises:
             ValueError: the ranks of a tensor group, which compute the same losses, have different ones.

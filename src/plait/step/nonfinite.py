@@ -1,6 +1,6 @@
 """Finds the rank whose loss or gradient is not finite: all ranks agree on it in the step's report, before the update.
 
-a unit's gradient of a microbatch ──► one number, before it is reduced (``data_parallel.gradient_watch``)
+a unit's gradient of a microbatch ──► one number, before it is reduced (``zero.gradient_watch``)
 the report                        ──► each rank's first that is inf or NaN, with its losses
 every rank                        ──► raises, or skips the step; both name the rank
 """

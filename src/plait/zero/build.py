@@ -3,7 +3,7 @@
     model ── wrap ──► units ── by dtype, training, sums ──► flat layouts ──► buffers, pieces of what has values
                                                                               └─ what is on meta comes later
 
-Parameters on the meta device get their values afterwards (see ``engine.state.init``), so that a rank never has more
+Parameters on the meta device get their values afterwards (see ``zero.state.init``), so that a rank never has more
 than its pieces and one module.
 """
 

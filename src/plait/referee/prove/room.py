@@ -5,7 +5,7 @@ gathered      whole parameters at once, at most, one unit ahead, and copies kept
 gradients     whole gradients of a microbatch that are being reduced: two units of each stage     an upper bound
 activations   of the microbatches in flight on each stage, and of the block that is recomputed    an estimate
 
-Activations are those of ``plan.activations``: a norm and a loss as plait's own decoder writes them, which keep more
+Activations are those of ``predict.activations``: a norm and a loss as plait's own decoder writes them, which keep more
 than fused ones.
 """
 
@@ -44,7 +44,7 @@ class Room:
 
 RECOMPUTE = ("selective", "full")
 AROUND = {"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"}
-"""The links that are no blocks, in the words of ``plan.activations``."""
+"""The links that are no blocks, in the words of ``predict.activations``."""
 
 
 def room_of(run: PaperRun, schedule: Schedule, laid: Laid) -> Room:

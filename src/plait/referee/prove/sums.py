@@ -3,7 +3,7 @@
     leaf (d, t, m)     the samples of data rank d in microbatch m (t: the tensor rank's share, where there are shares)
     a + b              a number for each pair of terms; equal sums have equal numbers
 
-``core.additions.fold`` makes the sum that a row promises, by the very function that the reference run of ``plait
+``table.additions.fold`` makes the sum that a row promises, by the very function that the reference run of ``plait
 verify`` replays; the machine makes the one that the messages bring about.  Both are numbers of one ``Sums``, so one
 comparison shows that every sample is in it once, and in this order.
 """

@@ -2,7 +2,7 @@
 
 They belong to the process: their values depend on everything drawn before, on the rank, in the thread.  torch's random
 functions are seen as they are called; these cannot be, so the generators' states are compared around the passes of a
-step.  Steps 0, 1, 2, 4, 8, ... are looked at: a state is some kilobytes.
+step.  A state is some kilobytes.
 
 Another thread may have drawn in the meantime (a loader, another rank), or the loop itself.  Where there are any, the
 code of the model decides: a function of its classes, or one that these call, must mention the generator.

@@ -83,7 +83,7 @@ class InFolder:
 
 @dataclass(frozen=True)
 class FolderWeights:
-    """A folder's weights by the names of a model that they fit; an ``engine.state.weights.Weights``."""
+    """A folder's weights by the names of a model that they fit; an ``zero.state.weights.Weights``."""
 
     places: Mapping[str, InFolder]
 

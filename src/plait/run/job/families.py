@@ -115,7 +115,7 @@ class Family:
     transformers: bool = False
     """True for a transformers model, which can be exported as one."""
     predicted: bool = False
-    """True if ``plan.activations`` predicts the activations that its blocks keep."""
+    """True if ``predict.activations`` predicts the activations that its blocks keep."""
     heading: str | None = None
     """Name in help texts; None: the key of its row."""
     valued: bool = False

@@ -34,7 +34,7 @@ def screen(*, outlived: bool = False, **options: Any) -> Console:
 
 @contextmanager
 def working(here: bool = True) -> Iterator[None]:
-    """Shows a bar for the items that ``core.progress.counted`` counts inside, if the standard error is a terminal.
+    """Shows a bar for the items that ``messages.progress.counted`` counts inside, if the standard error is a terminal.
 
     Args:
         here: False shows nothing, as on all ranks but one.

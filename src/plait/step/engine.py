@@ -154,11 +154,7 @@ class Engine(StaysHere):
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The only optimizer, None where there is none.
-
-        Raises:
-            ValueError: there are several.
-        """
+        """The only optimizer; None where there is none, ValueError where there are several."""
         if len(self.optimizers) > 1:
             raise ValueError(f"the engine has {len(self.optimizers)} optimizers: see engine.optimizers")
         return self.optimizers[0] if self.optimizers else None

@@ -42,7 +42,7 @@ class Parallelism:
     """Most bytes of neighbouring units that share one buffer, and so one message, where parameters are whole at rest;
     0: every unit has its own."""
     tensor_plan: Mapping[str, str | Style] | None = None
-    """The plan for a mesh with a tensor axis (see ``table.tensor_plan``); None takes the plan that the model carries."""
+    """The plan for a mesh with a tensor axis (see ``table.tensor_plan``); None takes the model's own plan."""
     sequence_parallel: bool = False
     """Cut the activations between the tensor-parallel products in time."""
     schedule: str | tuple[tuple[Any, ...], ...] | None = None

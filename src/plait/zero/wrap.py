@@ -43,7 +43,7 @@ def bucketed(wrapped: Sequence[Wrapped], most: int) -> tuple[Wrapped, ...]:
     sizes = [[(p.numel(), p.element_size()) for _, p in w.parameters] for w in wrapped]
     return tuple(
         Wrapped(
-            f"{run[0].name or 'root'} .. {run[-1].name}" if run[1:] else run[0].name,  # as ``referee.prove.decoder`` has it
+            f"{run[0].name or 'root'} .. {run[-1].name}" if run[1:] else run[0].name,  # as ``prove.decoder`` has it
             run[0].module,
             tuple(parameter for one in run for parameter in one.parameters),
             (),

@@ -8,7 +8,7 @@
     0REDUCE        all_reduce        all_reduce of sum
     0UPDATE        all_gather        update of rest by sum, all_gather of rest
 
-A buffer's messages are those of ``table.flat.lower``, which the engine sends, in the places where ``predict.cost`` counts
+A buffer's messages are those of ``flat.lower``, which the engine sends, in the places where ``predict.cost`` counts
 them.  The other operations describe the numbers in between:
 
     open, close       ``full`` is filled from the values at rest, or kept ones; freed

@@ -36,6 +36,7 @@ class WrittenParameters:
     def __call__(self, event: str, engine: Engine) -> None:
         if event in ("begun", "reducing"):
             self._check_replaced()
+            self._check_copies(between=event == "begun")
         if event in ("begun", "reducing") and self._before and self._allowed == engine.placed.modified:
             self._check(between=event == "begun")
         if event in ("begun", "updated"):
@@ -54,15 +55,30 @@ class WrittenParameters:
                 f"old ones. Write in place (p.copy_(...)), and make changes of dtype, shape or device before the Engine"
             )
 
+    def _check_copies(self, *, between: bool) -> None:
+        """Compares values with the optimizer's copy: a write through ``p.data`` leaves no version."""
+        for flat in self._whole:
+            if flat.master is None:
+                continue
+            here, copy = flat.updated_at_rest, flat.master.to(flat.updated_at_rest)
+            differs = (here != copy) & ~(here.isnan() & copy.isnan())
+            for run in flat.layout.runs(*flat.optim_place):
+                if differs[run.offset : run.offset + run.numel].any():
+                    raise self._refusal(run.slot.name, between=between, split=False)
+
     def _check(self, *, between: bool) -> None:
         for (name, _, split), old, new in zip(self._watched, self._before, self._versions(), strict=True):
             if old != new:
-                when = "between two steps" if between else "in a forward, or between forward and backward"
-                why = "goes when its unit is resharded" if split else "is rounded from the optimizer's own copy"
-                raise ValueError(
-                    f"parameter {name!r} was written to {when}: this rank's copy {why}. Write between steps, on "
-                    f"every rank the same, inside `with engine.gathered({name!r}, modify=True)`"
-                )
+                raise self._refusal(name, between=between, split=split)
+
+    @staticmethod
+    def _refusal(name: str, *, between: bool, split: bool) -> ValueError:
+        when = "between two steps" if between else "in a forward, or between forward and backward"
+        why = "goes when its unit is resharded" if split else "is rounded from the optimizer's own copy"
+        return ValueError(
+            f"parameter {name!r} was written to {when}: this rank's copy {why}. Write between steps, on "
+            f"every rank the same, inside `with engine.gathered({name!r}, modify=True)`"
+        )
 
 
 class OptimizerWrites:

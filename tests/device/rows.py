@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
+from plait.referee.sanitize.drift import DriftCheck
 
 WIDTH, WORDS, LENGTH, MICROBATCHES = 12, 31, 7, 4
 
@@ -83,11 +85,13 @@ def model_on(device: torch.device, template: Decoder) -> Decoder:
 
 
 def train(comm: plait.Comm, template: Decoder, waits: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    settings = {**settings}
     own = settings.pop("own_loop", False)
     loss_fn = penalised if settings.pop("penalised", False) else plain
     model, rank = model_on(comm.device, template), comm.mesh.data_rank(comm.rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    common: dict[str, Any] = {"optimizer": optimizer, "check_drift": settings.pop("check_drift", 1)}
+    comm.engine_watchers += (partial(DriftCheck, every=settings.pop("check_drift", 1)),)
+    common: dict[str, Any] = {"optimizer": optimizer}
     if not own:
         common |= {"loss_fn": loss_fn, "count_fn": lambda batch: batch[1].numel(), "clip": 0.5}
     engine = plait.Engine(model, comm, **common, **settings)
@@ -142,7 +146,9 @@ def main() -> None:
 
     def first_rank(mesh: str, place: str, template: Decoder, settings: dict[str, Any]) -> dict[str, Any]:
         waits = device.host_waits
-        return plait.run_threads(mesh, lambda c: train(c, template, waits, {**settings}), device=place, deadline=20)[0]
+        return plait.run_threads(
+            mesh, lambda c: train(c, template, waits, {**settings}), device=place, deadline=20, sanitize=False
+        )[0]
 
     for name, (mesh, settings) in CASES.items():
         ours, right = (first_rank(mesh, place, template, settings) for place in (stand_in.NAME, "cpu"))

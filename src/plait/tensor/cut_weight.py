@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +36,22 @@ from plait.tensor.vocabulary import CutLogits, embedding
 Function = Callable[..., Any]
 
 
-@dataclass(frozen=True)
 class Siblings:
-    """Columns that read one tensor, under the name at which it enters."""
+    """Columns that read one tensor, under the name at which it enters.
 
-    site: str
-    pairs: list[Pair]
+    References to the parameters are weak: Python's collector does not see through autograd's nodes, so a parameter that
+    reached itself by its siblings would stay.
+    """
+
+    def __init__(self, site: str, pairs: Sequence[Pair]) -> None:
+        self.site = site
+        self._pairs = [(ref(weight), None if bias is None else ref(bias)) for weight, bias in pairs]
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """Weights and biases, in the order of the modules."""
+        found = [(weight(), None if bias is None else bias()) for weight, bias in self._pairs]
+        return cast(list[Pair], found)
 
 
 @dataclass(frozen=True)

@@ -74,17 +74,16 @@ def join(
         how["shared_memory"] = shared_memory
         comm = ProcessComm.from_env(shape, **how, facts={"check_collectives": str(check_collectives)})
         watch_joined(comm)
-        return sanitized(checked(comm) if check_collectives else comm, sanitize)
-    return sanitized(ThreadWorld(shape, deadline, deterministic, own_device(device)).comm(0), sanitize)
+        return _sanitized(checked(comm) if check_collectives else comm, sanitize)
+    return _sanitized(ThreadWorld(shape, deadline, deterministic, own_device(device)).comm(0), sanitize)
 
 
-def sanitized(comm: Comm, on: bool = True) -> Comm:
-    """The same world, on which engines look for mistakes of the program (unless ``on`` is False)."""
-    if on:
-        from plait.referee.sanitize import Sanitizers
+def _sanitized(comm: Comm, on: bool) -> Comm:
+    if not on:
+        return comm
+    from plait.referee.sanitize import sanitized
 
-        comm.engine_watchers += (Sanitizers,)
-    return comm
+    return sanitized(comm)
 
 
 def run_threads(
@@ -118,7 +117,7 @@ def run_threads(
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
 
     def ranks(comm: Comm) -> Result:
-        return body(sanitized(checked(comm) if check_collectives else comm, sanitize))
+        return body(_sanitized(checked(comm) if check_collectives else comm, sanitize))
 
     return run(shape, ranks, device=device, deadline=deadline, deterministic=deterministic)
 

@@ -10,12 +10,7 @@
         the optimizer     updates the pieces that this rank owns
         post-hook         publish: new values go to where the row keeps them         as the row says
 
-A program's own loop calls the same parts itself:
-
-    loss = loss_fn(model(x), y)
-    engine.backward(loss, count)       once for each microbatch
-    engine.reduce(clip=1.0)            optional: ``optimizer.step()`` does it otherwise
-    optimizer.step()
+A program's own loop calls ``engine.backward(loss, count)`` for each microbatch, and ``optimizer.step()``.
 
 Gradients are sums: the loss is a sum, or a mean times its count, and the step divides once, by the global count of
 targets.  So ragged microbatches and uneven ranks agree with a single process.
@@ -45,7 +40,7 @@ from plait.step.nonfinite import NonFinite
 from plait.step.optimizer_hooks import OptimizerHooks, Optimizers, several
 from plait.step.placed_model import PlacedModel
 from plait.step.reduce import Reduce
-from plait.step.reduction import Reduction, as_sum, returning_sums
+from plait.step.reduction import Reduction, as_sum, returning_sums, terms_of
 from plait.step.run_position import RunPosition
 from plait.step.step import OpenStep, StepResult, num_samples, samples_of, whole_count
 from plait.step.watcher import Event, Watcher
@@ -126,7 +121,7 @@ class Engine(StaysHere):
         self.last = StepResult(-1, math.nan, 0, (), None)
         """The numbers of the last step."""
         self._discarded = self._blocks = self._forwards = 0
-        self._broken = False
+        self._broken = self._gave_pieces = False
         self._open: OpenStep | None = None
         """The step under way."""
         self._stepped: list[Optimizer] = []
@@ -146,10 +141,17 @@ class Engine(StaysHere):
     # ---- optimizers -------------------------------------------------------------------------------------------------
 
     def parameters(self) -> list[nn.Parameter]:
-        """The pieces that this rank owns, for an optimizer that the program passes to ``use``.
+        """The pieces that this rank owns, for an optimizer that is given to ``use``, or that the program steps by hand
+        between ``reduce`` and ``publish``.
 
         Each has a ``piece``: its parameter's ``name``, and in ``piece.place`` the whole ``shape`` and the regions.
+
+        Raises:
+            ValueError: this rank owns none.
         """
+        if not self.placed.owned:
+            raise ValueError("this rank owns no piece: build the optimizer on model.parameters(), for engine.use(...)")
+        self._gave_pieces = True
         return [owned.view for owned in self.placed.owned]
 
     @property
@@ -191,6 +193,11 @@ class Engine(StaysHere):
         if not torch.is_grad_enabled():
             raise ValueError("engine.step under torch.no_grad(): there would be no gradient; call it outside")
         self._check_optimizers()
+        if self._gave_pieces and not self.optimizers:
+            raise ValueError(
+                "engine.step calls the optimizer itself: call engine.use(optimizer) with the one that was built on "
+                "engine.parameters(), or make the step by engine.backward, reduce and publish"
+            )
         num = len(microbatches)
         if not num:
             raise ValueError("no microbatch: a step needs at least one, an empty one included")
@@ -259,16 +266,7 @@ class Engine(StaysHere):
         Raises:
             ValueError: no count, no optimizer, a loss that is no scalar, a mean given as a sum, a negative count.
         """
-        if count is None:
-            raise ValueError(
-                "engine.backward(loss) lacks the number of terms of the loss, by which ranks are weighed: write "
-                'engine.backward(loss, count, reduction="mean"), as with count = y.numel()'
-            )
-        if retain_graph:
-            raise ValueError(
-                "retain_graph=True is for a second backward of one forward, whose gradients the engine would sum "
-                "twice: add the losses up and call engine.backward once, or run the forward again"
-            )
+        terms = terms_of(loss, count, retain_graph)
         engines = (self, *also)
         for engine in engines:
             if engine.placed.pipeline.num_stages > 1:
@@ -278,23 +276,23 @@ class Engine(StaysHere):
                     "a backward of several engines, one of which scales the loss: build it without a scale"
                 )
             engine._check_optimizers()
-        if loss.dim() != 0:
-            raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
-        if count < 0:
-            raise ValueError(f"a count of {count}: it is the number of terms of the loss, 0 or more")
-        count = whole_count(count)
-        loss = as_sum(loss, count, reduction, self.gradients.weighted)
+        loss = as_sum(loss, terms, reduction, self.gradients.weighted)
         opened = [engine._begin_step() for engine in engines]
         with ExitStack() as stack:
             for step, engine in zip(opened, engines, strict=True):
                 if step.reduced:
                     raise ValueError("engine.backward after engine.reduce: reduce after the last backward of the step")
-                step.local_count += count
                 engine._tell("differentiating")
                 if engine is not self:
                     stack.enter_context(engine.placed.stages[0].taking_part())
-            self.placed.stages[0].backward_from(loss, self.gradients.scale)
+            try:
+                self.placed.stages[0].backward_from(loss, self.gradients.scale)
+            except BaseException:  # some gradients were added, others were not
+                for engine in engines:
+                    engine._throw_away(summed=True)
+                raise
         for step, engine in zip(opened, engines, strict=True):
+            step.local_count += terms
             step.losses.append(loss.detach())
             engine._tell("backward")
 
@@ -315,7 +313,9 @@ class Engine(StaysHere):
         """
         now = self._open
         if now is None or not now.losses:
-            raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
+            raise ValueError(
+                "engine.reduce() or optimizer.step() without a backward before it: there is no gradient to step with"
+            )
         if now.reduced:
             raise ValueError("engine.reduce a second time in one step: call it once, after the last backward")
         self._tell("reducing")
@@ -370,31 +370,30 @@ class Engine(StaysHere):
             self.comm.wrote_common()
 
     def discard(self) -> None:
-        """Throws away the sums of the step under way; does nothing before a backward or after ``reduce``.
+        """Throws away the sums of the step under way; does nothing before a backward or after an update.
 
         ``optimizer.zero_grad()`` calls it.
         """
-        if self._open is None or self._open.reduced:
+        if self._open is None or self._stepped:
             return
-        forwards = 0 if self._open.losses else self._forwards  # a forward that was called has drawn its masks
-        self._discarded += bool(self._open.losses)
-        self._close()
+        forwards = 0 if self._open.losses else self._forwards  # of forwards that have drawn their masks
+        self._throw_away(summed=bool(self._open.losses))
         self._forwards = forwards
+
+    def _throw_away(self, *, summed: bool) -> None:
+        self._discarded += summed  # the ranks compare it
+        self._close()
         self._tell("discarded")
 
     def _close(self) -> None:
         self._open, self._forwards = None, 0
         self._stepped.clear()
-        for hooks in self.optimizer_hooks:
-            hooks.depth = 0  # a step that raised may have left it
         self.gradients.weighted.begin_step()
 
     def _begin_step(self) -> OpenStep:
         if self._open is None:
             for stage in self.placed.stages.values():
                 stage.begin_sums()
-            for hooks in self.optimizer_hooks:
-                hooks.depth = 0  # an update that raised may have left it
             self.comm.begin_step(self.steps)
             self._open = OpenStep(own_loop=True)
             self._tell("begun")
@@ -478,7 +477,7 @@ class Engine(StaysHere):
                 "the optimizer comes from an earlier run, and the engine begins at step 0, whose dropout masks that "
                 "run has used: call engine.load_step_state(saved), saved by engine.step_state() with the rest"
             )
-        if not self.optimizers and self.listener is None and self.placed.exchange.names:
+        if not (self.optimizers or self._gave_pieces or self.listener) and self.placed.exchange.names:
             raise ValueError(
                 "the engine has no optimizer, so no step would change anything: give Engine(optimizer=...), or, where "
                 "it is built after the engine, call engine.use(optimizer) before the first step"

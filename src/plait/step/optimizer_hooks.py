@@ -10,7 +10,9 @@ optimizer.zero_grad()                 between backward and step: the sums so far
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.optim import Optimizer
@@ -25,7 +27,11 @@ class OptimizerHooks:
     """The hooks of one optimizer.  A ``step`` that calls ``super().step()`` runs them twice; the outer call counts."""
 
     def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
-        self.optimizer, self.engine, self.depth = optimizer, engine, 0
+        self.optimizer, self.engine = optimizer, engine
+        self._outer: FrameType | None = None
+        """The call of ``step`` whose update is under way, or that raised in it."""
+        self._inner = 0
+        """Calls of ``step`` inside of it."""
         first = optimizer.register_step_pre_hook(self._before)
         optimizer._optimizer_step_pre_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
         self.handles = {first.id, optimizer.register_step_post_hook(self._after).id}
@@ -34,24 +40,23 @@ class OptimizerHooks:
         optimizer.zero_grad = self._discard  # type: ignore[method-assign]
 
     def _before(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.depth += 1
-        if self.depth == 1:
-            if any(map(callable, (*args, *kwargs.values()))):
-                self.depth = 0
-                raise ValueError(
-                    "optimizer.step(closure): the gradients are summed over the ranks before the update, so the "
-                    "closure's backward would come too late. Run it first: loss = closure(); optimizer.step()"
-                )
-            try:
-                self.engine.before_update(self.optimizer)
-            except BaseException:
-                self.depth = 0
-                raise
+        if self._outer is not None and _is_running(self._outer):
+            self._inner += 1
+            return
+        if any(map(callable, (*args, *kwargs.values()))):
+            raise ValueError(
+                "optimizer.step(closure): the gradients are summed over the ranks before the update, so the "
+                "closure's backward would come too late. Run it first: loss = closure(); optimizer.step()"
+            )
+        self.engine.before_update(self.optimizer)
+        self._outer, self._inner = sys._getframe(1), 0
 
     def _after(self, *_: Any) -> None:
-        self.depth -= 1
-        if self.depth == 0:
-            self.engine.after_update(self.optimizer)
+        if self._inner:
+            self._inner -= 1
+            return
+        self._outer = None
+        self.engine.after_update(self.optimizer)
 
     def _discard(self, *args: Any, **kwargs: Any) -> None:
         self.engine.discard()
@@ -61,6 +66,14 @@ class OptimizerHooks:
         """All hooks on the optimizer's step by id: those before it (False), and those after it (True)."""
         one: Any = self.optimizer
         return (one._optimizer_step_pre_hooks, False), (one._optimizer_step_post_hooks, True)
+
+
+def _is_running(frame: FrameType) -> bool:
+    """True if this call is on the stack of the thread."""
+    now: FrameType | None = sys._getframe(1)
+    while now is not None and now is not frame:
+        now = now.f_back
+    return now is frame
 
 
 def several(optimizers: Optimizers | None) -> tuple[Optimizer, ...]:

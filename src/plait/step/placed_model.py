@@ -7,6 +7,7 @@ model ── check ──► stages of this rank ──► units, flat storage, 
                         └── owned          the runs that this rank's optimizer updates
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.comm import Comm
+from plait.comm.agree import gather_ints, gather_texts
 from plait.forward.stays import StaysHere
 from plait.pipeline.build_stages import build_stages
 from plait.pipeline.p2p import PipelineP2P
@@ -24,8 +26,9 @@ from plait.schedule.pipeline import Pipeline, RankProgram
 from plait.step.batch_norm import synchronise
 from plait.step.exchange import Exchange
 from plait.step.norm import Norm
+from plait.table.collectives import Note
 from plait.table.flat import UnitLayout
-from plait.table.mesh import DATA_AXES
+from plait.table.mesh import AXES, DATA_AXES
 from plait.table.parallelism import Parallelism
 from plait.zero.optim import OwnedOptimizer, owned_runs
 from plait.zero.state.checks import check_model, check_settings
@@ -106,9 +109,23 @@ class PlacedModel(StaysHere):
         """Takes optimizers that were built after the model was placed."""
         names = {id(p): n for n, p in self.model.named_parameters()}
         check_settings(self.comm, {}, optimizer_fields(optimizers, names))
+        on_pieces = any(
+            hasattr(p, "piece") for one in optimizers for group in one.param_groups for p in group["params"]
+        )
         self.owned_optimizer = self._owner_of(optimizers, names)
+        if any(row[0] for row in gather_ints(self.comm, [on_pieces], AXES, Note("setup"))):
+            self._unite_groups(self.owned_optimizer)
         self.optimizers = tuple(optimizers)
         self.optimizer_state = self._state_of_optimizers()
+
+    def _unite_groups(self, owner: OwnedOptimizer) -> None:
+        """Gives the groups of optimizers that were built on pieces the names of the pieces of all ranks."""
+        mine = json.dumps([owner.groups[one] for one in owner.optimizers])
+        rows = [json.loads(text) for text in gather_texts(self.comm, mine, Note("setup"))]
+        for number, one in enumerate(owner.optimizers):
+            groups = range(len(owner.groups[one]))
+            names = [{name for row in rows for name in row[number][group]} for group in groups]
+            owner.groups[one] = [[name for name in self.shapes if name in here] for here in names]
 
     def _state_of_optimizers(self) -> OptimizerState | None:
         if self.owned_optimizer is None:

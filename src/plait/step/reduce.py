@@ -21,6 +21,7 @@ from plait.step.step import OpenStep, StepResult
 from plait.step.watcher import Event
 from plait.table.precision import LossScale
 from plait.zero.gradient_watch import GradientWatch
+from plait.zero.optim import give_gradients
 from plait.zero.unit import parameters_of
 
 
@@ -112,8 +113,8 @@ class Reduce:
             if factor < 1:
                 scale(gradients, factor)
         if placed.owned_optimizer is not None:
-            given = self.have_gradient if self.made else dict.fromkeys(self.have_gradient, False)
-            placed.owned_optimizer.give_gradients(given)
+            placed.owned_optimizer.wait_for_reader()
+        give_gradients(placed.owned, self.have_gradient if self.made else dict.fromkeys(self.have_gradient, False))
         summed = math.fsum(loss for of_rank in losses_by_rank for loss in of_rank)
         stop = next(((rank, int(row[1])) for rank, row in enumerate(report.marks) if row[1]), None)
         return StepResult(position.step, summed / now.count, now.count, losses, grad_norm, self.made, stop)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.pipeline.stage import LossFn
+from plait.step.step import whole_count
 
 Reduction = Literal["mean", "sum"]
 
@@ -81,6 +82,29 @@ class Weighted:
                     f"the loss is a mean, whose weight is {first[1]:.6g} for each term of its count on rank {first[0]} "
                     f"and {ratio:.6g} on rank {rank}: added up they are the mean of nothing. {ADVICE}"
                 )
+
+
+def terms_of(loss: Tensor, count: int | None, retain_graph: bool | None) -> int:
+    """The number of terms of a loss, checked before its backward in a program's own loop.
+
+    Raises:
+        ValueError: no count, a negative one or a fraction, a loss that is no scalar, a graph that is to be kept.
+    """
+    if count is None:
+        raise ValueError(
+            "engine.backward(loss) lacks the number of terms of the loss, by which ranks are weighed: write "
+            'engine.backward(loss, count, reduction="mean"), as with count = y.numel()'
+        )
+    if retain_graph:
+        raise ValueError(
+            "retain_graph=True is for a second backward of one forward, whose gradients the engine would sum "
+            "twice: add the losses up and call engine.backward once, or run the forward again"
+        )
+    if loss.dim() != 0:
+        raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
+    if count < 0:
+        raise ValueError(f"a count of {count}: it is the number of terms of the loss, 0 or more")
+    return whole_count(count)
 
 
 ADVICE = (

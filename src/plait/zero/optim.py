@@ -71,6 +71,13 @@ def owned_runs(gradients: Iterable[FlatGradient]) -> list[Owned]:
     return owned
 
 
+def give_gradients(owned: Iterable[Owned], touched: Mapping[str, bool]) -> None:
+    """Gives each piece its gradient, or None where no rank has one for the parameter; an update comes next."""
+    for piece in owned:
+        gradient = piece.gradient.to(piece.view) if piece.converts else piece.gradient
+        piece.view.grad = gradient if touched[piece.name] else None
+
+
 def has_stepped(optimizer: Optimizer) -> bool:
     """True if the optimizer has made steps, itself or in the run that its state was loaded from."""
     for state in optimizer.state.values():
@@ -168,13 +175,6 @@ class OwnedOptimizer:
     def views(self, names: Iterable[str]) -> list[nn.Parameter]:
         """The pieces of these parameters that this rank updates."""
         return [piece.view for name in names for piece in self.by_name.get(name, ())]
-
-    def give_gradients(self, touched: Mapping[str, bool]) -> None:
-        """Points each piece at its gradient, or at None where no rank has one; an update comes next."""
-        self.wait_for_reader()
-        for piece in self.owned:
-            gradient = piece.gradient.to(piece.view) if piece.converts else piece.gradient
-            piece.view.grad = gradient if touched[piece.name] else None
 
     def wait_for_reader(self) -> None:
         """Waits until the optimizers' state may be written."""

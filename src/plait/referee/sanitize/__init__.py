@@ -7,14 +7,13 @@ probe.py         optimizers that depend on more than an element, or than a tenso
 unreduced.py     gradients that are read before they are summed
 written.py       writes to parameters, pieces and gradients that would be lost
 
-    comm.engine_watchers += (Sanitizers,)      before an engine is built on this world
-
 They work in steps 0, 1, 2, 100, 200, ...: at most 1 % of a run's time.  ``plait.join``, ``plait.run_threads``, ``plait
 train`` and ``plait verify`` put them on; ``sanitize=False`` leaves them off.
 """
 
 from collections.abc import Callable
 
+from plait.comm import Comm
 from plait.referee.sanitize.host_random import HostRandomness
 from plait.referee.sanitize.probe import check_optimizers
 from plait.referee.sanitize.unreduced import UnreducedGradients
@@ -25,6 +24,13 @@ FIRST, EVERY = 3, 100
 """The sanitizers work in an engine's first ``FIRST`` steps, and then once in ``EVERY`` steps."""
 
 
+def sanitized(comm: Comm) -> Comm:
+    """The same world, on which engines look for mistakes of the program."""
+    if Sanitizers not in comm.engine_watchers:
+        comm.engine_watchers += (Sanitizers,)
+    return comm
+
+
 class Sanitizers:
     """All sanitizers of one engine, by their schedule; a factory of watchers for ``Comm.engine_watchers``."""
 
@@ -32,7 +38,7 @@ class Sanitizers:
         self._seen, self._on = 0, False
         self._optimizers = engine.optimizers
         check_optimizers(engine.placed)
-        self._all: list[Callable[[str, Engine], None]] = [
+        self._all: list[Callable[[str, Engine], None]] = [  # each gets "off" when it stops to work
             HostRandomness(engine.model, engine.loss_fn),
             UnreducedGradients(),
             WrittenParameters(engine),
@@ -43,8 +49,11 @@ class Sanitizers:
     def __call__(self, event: str, engine: Engine) -> None:
         """Passes an event to all of them, in the steps in which they work."""
         if event == "begun":
-            self._on = self._seen < FIRST or self._seen % EVERY == 0
+            before, self._on = self._on, self._seen < FIRST or self._seen % EVERY == 0
             self._seen += 1
+            if before and not self._on:
+                for one in self._all:
+                    one("off", engine)
             if self._optimizers is not engine.optimizers:  # given by ``engine.use``
                 self._optimizers = engine.optimizers
                 check_optimizers(engine.placed)

@@ -32,23 +32,19 @@ class HostRandomness:
         loss_fn: the program's loss, which belongs to the forward.
     """
 
-    def __call__(self, event: str, engine: Engine) -> None:
-        """Follows a step."""
-        if event == "begun":
-            self.begin(engine.steps)
-        elif event == "backward":
-            self.check(alone=not engine.in_own_loop)
-
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.model, self.loss_fn = model, loss_fn
         self._before: dict[str, object] = {}
 
-    def begin(self, step: int) -> None:
-        """Runs before the first forward of a step, or before each one of a program's own loop."""
-        self._before = _states()
+    def __call__(self, event: str, engine: Engine) -> None:
+        """Follows a step."""
+        if event == "begun":
+            self._before = _states()
+        elif event == "backward":
+            self.check(alone=not engine.in_own_loop)
 
     def check(self, *, alone: bool) -> None:
-        """Runs after the last backward, or before each one of a program's own loop.
+        """Looks after the last backward of ``engine.step``, or the first one of a program's own loop.
 
         Args:
             alone: nothing but the passes has run in this thread since ``begin``.

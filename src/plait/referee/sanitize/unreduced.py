@@ -67,7 +67,7 @@ class UnreducedGradients:
             groups = () if engine.placed.owned_optimizer is None else engine.placed.owned_optimizer.groups.values()
             known = {name for of_one in groups for group in of_one for name in group}
             self.hide(but=set(engine.placed.exchange.names) - known)
-        elif event in ("begun", "discarded"):
+        elif event in ("begun", "discarded", "off"):
             self.hide()
 
     def __bool__(self) -> bool:

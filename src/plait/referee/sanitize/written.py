@@ -41,7 +41,7 @@ class WrittenParameters:
             self._check(between=event == "begun")
         if event in ("begun", "updated"):
             self._before, self._allowed = self._versions(), engine.placed.modified
-        elif event in ("reducing", "discarded"):
+        elif event in ("reducing", "discarded", "off"):
             self._before = []
 
     def _versions(self) -> list[int]:
@@ -124,8 +124,11 @@ class WatchedHook:
 
     def __init__(self, hook: Callable[..., Any], written: Callable[[], int], *, after: bool) -> None:
         self._hook, self._written, self._after = hook, written, after
+        self.on = True
 
     def __call__(self, optimizer: Optimizer, *call: Any) -> Any:
+        if not self.on:
+            return self._hook(optimizer, *call)
         before, count = self._seen(optimizer), self._written()
         result = self._hook(optimizer, *call)
         if self._written() == count and before != self._seen(optimizer):
@@ -154,15 +157,17 @@ class HookWrites:
 
     def __init__(self, engine: Engine) -> None:
         self._needed = engine.placed.gives_pieces
-        self._watch(engine)
+        self._watch(engine, on=True)
 
     def __call__(self, event: str, engine: Engine) -> None:
-        if event == "reducing":
-            self._watch(engine)
+        if event in ("reducing", "off"):
+            self._watch(engine, on=event != "off")
 
-    def _watch(self, engine: Engine) -> None:
+    def _watch(self, engine: Engine, *, on: bool) -> None:
         for own in engine.optimizer_hooks if self._needed else ():
             for hooks, after in own.of_step():
                 for key, hook in hooks.items():
                     if key not in own.handles and not isinstance(hook, WatchedHook):
-                        hooks[key] = WatchedHook(hook, lambda: engine.placed.modified, after=after)
+                        hook = hooks[key] = WatchedHook(hook, lambda: engine.placed.modified, after=after)
+                    if isinstance(hook, WatchedHook):
+                        hook.on = on

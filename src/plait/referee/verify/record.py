@@ -26,7 +26,7 @@ from plait.messages.progress import counted
 from plait.pipeline.stage import Stage
 from plait.predict.cost import StageTraffic, TiedTraffic, differences, predict_line
 from plait.predict.tensor import predict_tensor
-from plait.referee.sanitize import Sanitizers
+from plait.referee.sanitize import sanitized
 from plait.referee.tape import Tape
 from plait.referee.values import restored, storable
 from plait.referee.verify.observed import OneStep, Piece, RankRecord
@@ -141,7 +141,7 @@ def record_layout(
 ) -> RankRecord:  # fmt: skip
     """Train a job under a layout on this rank; its record has the gradients of every step."""
     recorder = Recorder(comm, window=window)
-    comm.engine_watchers += (Sanitizers,)
+    sanitized(comm)
     engine, scheduler = job.engine(comm, parallelism, clip=clip, listener=recorder)
     recorder.attach(engine)
     place = recorder.record.data_rank, comm.mesh.data_size, num_microbatches, str(comm.device)

@@ -31,7 +31,7 @@ from plait.messages.escape import say
 from plait.messages.wording import human
 from plait.predict.activations import decoder
 from plait.predict.memory import Held, held
-from plait.referee.sanitize import Sanitizers
+from plait.referee.sanitize import sanitized
 from plait.referee.sanitize.drift import DriftCheck
 from plait.referee.verify.compare import BITWISE, against_tree, asked
 from plait.referee.verify.record import Recorder, collect_records, irregular, left_out, predict
@@ -98,7 +98,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     job = make_job(config)
     config = replace(config, steps=job.steps)  # epochs have become steps
     of_step: dict[str, Any] = {name: getattr(config, name) for name in ("clip", "nonfinite")}
-    comm.engine_watchers += (Sanitizers, partial(DriftCheck, every=config.check_drift))
+    sanitized(comm).engine_watchers += (partial(DriftCheck, every=config.check_drift),)
     engine, scheduler = job.engine(comm, config.measured(job, comm), **of_step)
     training = Training(config, job, comm, engine, scheduler, Recorder(comm, gradients=False))
     _show_header(training, console)

@@ -61,7 +61,8 @@ def optimizer_fields(optimizers: Sequence[Optimizer], names: Mapping[int, str]) 
         for place, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key == "params":
-                    value = [names.get(id(p), "not the model's") for p in value]
+                    pieces = all(hasattr(p, "piece") for p in value)  # each rank has others
+                    value = "pieces" if pieces else [names.get(id(p), "not the model's") for p in value]
                 fields[f"{which} group {place} {key}"] = text_of(value)
     return fields
 

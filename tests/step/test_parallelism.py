@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -127,3 +128,18 @@ def test_an_engine_and_its_units_say_what_they_are() -> None:
     text = run(Mesh(), shown)[0]
     assert text.startswith("Engine(zero3 on shard=1, rank 0: ") and "units of 26 parameters)" in text
     assert "Unit(1, 2 parameters, " in text and " object at " not in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"cut": "rows"}, "cut='rows': it is 'element' or 'tensor'"),
+        ({"recompute": "some"}, "recompute='some': it is 'full' or 'selective'"),
+        ({"clip": -1.0}, r"clip=-1\.0: it is the largest norm"),
+        ({"clip": math.nan}, "clip=nan: it is the largest norm"),
+        ({"nonfinite": "ignore"}, "nonfinite='ignore': it is 'raise' or 'skip'"),
+    ],
+)
+def test_a_value_that_means_nothing_is_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        run(Mesh(), lambda comm: Engine(nn.Linear(2, 2), comm, **settings))

@@ -37,6 +37,7 @@ from plait.step.evaluation import Evaluation, Evaluator
 from plait.step.gathered import gathered, units_of
 from plait.step.metrics import gathered_rows, summed
 from plait.step.nonfinite import NonFinite
+from plait.step.norm import check_limit
 from plait.step.optimizer_hooks import OptimizerHooks, Optimizers, several
 from plait.step.placed_model import PlacedModel
 from plait.step.reduce import Reduce
@@ -101,6 +102,7 @@ class Engine(StaysHere):
                 f"parallelism together with {', '.join(settings)}, which it has a field for: give one of them, as in "
                 f"dataclasses.replace(parallelism, ...)"
             )
+        check_limit(clip)
         self.placed = PlacedModel(
             model,
             comm,
@@ -130,9 +132,8 @@ class Engine(StaysHere):
         if self.placed.pipeline.num_stages == 1:  # else a program calls no forward
             model.register_forward_hook(self._after_forward)
             self.placed.stages[0].interceptor.remember()  # the engine's own hook does not count as the program's
-        made = [make(self) for make in comm.engine_watchers]
         self.listener = listener
-        self._watchers: list[Watcher] = [*made, *([listener] if listener else [])]
+        self._watchers: list[Watcher] = [*(make(self) for make in comm.engine_watchers), *filter(None, [listener])]
 
     def __repr__(self) -> str:
         where = f"{self.placed.strategy.name} on {self.comm.mesh}, rank {self.comm.rank}"
@@ -311,6 +312,7 @@ class Engine(StaysHere):
             ValueError: no backward before it, a second call in one step, ranks at different places of the run.
             FloatingPointError: a loss or gradient that is not finite, on any rank (see ``nonfinite``).
         """
+        check_limit(clip)
         now = self._open
         if now is None or not now.losses:
             raise ValueError(
@@ -322,8 +324,8 @@ class Engine(StaysHere):
         now.reduced = True
         try:
             position = RunPosition.of(self.steps, self._discarded, self.optimizers)
-            limit = self.clip if clip is None else clip
-            self.last = self.gradients.reduce(now, self.placed.guard.frozen(), position, limit, self._tell)
+            limit, frozen = self.clip if clip is None else clip, self.placed.guard.frozen()
+            self.last = self.gradients.reduce(now, frozen, position, limit, self._tell)
         except BaseException:
             self._close()  # the sums are used up
             raise

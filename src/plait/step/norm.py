@@ -93,6 +93,12 @@ def scale(runs: Iterable[Tensor], factor: float) -> None:
         run.mul_(factor)
 
 
+def check_limit(limit: float | None) -> None:
+    """Raises ValueError for a norm that no gradient can be clipped to."""
+    if limit is not None and not limit > 0:
+        raise ValueError(f"clip={limit}: it is the largest norm of the gradients, above 0 (math.inf only measures)")
+
+
 def clip_factor(norm: float, limit: float) -> float:
     """The factor that clips gradients of this norm, as ``torch.nn.utils.clip_grad_norm_`` computes it."""
     return min(1.0, limit / (norm + 1e-6))

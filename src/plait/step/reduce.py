@@ -10,6 +10,7 @@ parameters nor its state change.  With a loss scale such a step is always skippe
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import get_args
 
 from plait.step.exchange import Report
 from plait.step.nonfinite import NonFinite, described, encoded
@@ -29,6 +30,8 @@ class Reduce:
     """Computes the sums of a placed model's gradients, the norm, and the gradients that the optimizer gets."""
 
     def __init__(self, placed: PlacedModel, loss_scale: LossScale | None, nonfinite: NonFinite) -> None:
+        if nonfinite not in (known := get_args(NonFinite)):
+            raise ValueError(f"nonfinite={nonfinite!r}: it is {' or '.join(map(repr, known))}")
         self.placed, self.nonfinite = placed, nonfinite
         self.loss_scale = None if loss_scale is None else replace(loss_scale)
         whole = [n for n, _, f, i in parameters_of(placed.units) if f.trainable and f.cuts[i] is None]

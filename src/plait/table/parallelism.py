@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from plait.messages.wording import did_you_mean
 from plait.table.cells import TABLE, Strategy, find_strategy
@@ -27,7 +27,7 @@ class Parallelism:
     A strategy may be given by its name or text, ``units`` in any order, and lists where the fields are tuples.
 
     Raises:
-        ValueError: no such strategy, or a negative ``prefetch`` or ``bucket``.
+        ValueError: no such strategy, ``cut`` or ``recompute``, or a negative ``prefetch`` or ``bucket``.
     """
 
     strategy: Strategy = TABLE["zero3"]
@@ -63,6 +63,10 @@ class Parallelism:
     """Compiles the forward of every unit that has no other unit inside."""
 
     def __post_init__(self) -> None:
+        for name, kind in (("cut", Cut), ("recompute", Recompute)):
+            value, known = getattr(self, name), get_args(kind)
+            if value not in known and (value is not None or name == "cut"):
+                raise ValueError(f"{name}={value!r}: it is {' or '.join(map(repr, known))}")
         if self.prefetch < 0:
             raise ValueError(f"prefetch={self.prefetch}: it is a number of units, from 0")
         if self.bucket < 0:

@@ -195,10 +195,7 @@ class Engine(StaysHere):
             raise ValueError("engine.step under torch.no_grad(): there would be no gradient; call it outside")
         self._check_optimizers()
         if self._gave_pieces and not self.optimizers:
-            raise ValueError(
-                "engine.step calls the optimizer itself: call engine.use(optimizer) with the one that was built on "
-                "engine.parameters(), or make the step by engine.backward, reduce and publish"
-            )
+            raise ValueError("engine.step makes the update itself: call engine.use(optimizer), or keep to a loop")
         num = len(microbatches)
         if not num:
             raise ValueError("no microbatch: a step needs at least one, an empty one included")

@@ -149,13 +149,6 @@ class PlacedModel(StaysHere):
             raise ValueError("the engine has no optimizer: give Engine(optimizer=...) or call engine.use(optimizer)")
         return self.optimizer_state
 
-    @property
-    def gives_pieces(self) -> bool:
-        """True if an optimizer has parts of parameters, or values are copied to where forwards read them."""
-        mesh, flats = self.comm.mesh, [flat for unit in self.units for flat in unit.flats if flat.trainable]
-        apart = mesh.count(self.strategy.optim.split) > 1 or mesh.pipe * mesh.tensor > 1
-        return apart or any(flat.published for flat in flats)
-
     def program(self, num_microbatches: int, *, backward: bool = True) -> RankProgram:
         """This rank's actions in a step of so many microbatches, or an evaluation; proved at the first call."""
         key = num_microbatches, backward

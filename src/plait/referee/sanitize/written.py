@@ -156,7 +156,10 @@ class HookWrites:
     """Puts a ``WatchedHook`` in the place of each hook of a program on ``optimizer.step``, where ranks own pieces."""
 
     def __init__(self, engine: Engine) -> None:
-        self._needed = engine.placed.gives_pieces
+        mesh, flats = engine.comm.mesh, [flat for unit in engine.placed.units for flat in unit.flats if flat.trainable]
+        apart = mesh.count(engine.placed.strategy.optim.split) > 1 or mesh.pipe * mesh.tensor > 1
+        self._needed = apart or any(flat.published for flat in flats)
+        """Ranks own pieces, or forwards read copies."""
         self._watch(engine, on=True)
 
     def __call__(self, event: str, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""A wing: runs any unmodified model in a pipeline, behind the library's ``StageProgram``, and under tensor plans.
+"""A wing: runs any unmodified model in a pipeline, as a ``StageProgram`` of the library, and under tensor plans.
 
 split_points.py     between which modules a model may be cut, and where everything else runs     start here
 stage_model.py      the part of a model that one stage has
@@ -6,7 +6,7 @@ boundary.py         the program of a stage: where a forward enters it and leaves
 boundary_state.py   one microbatch on its way over these boundaries
 not_here.py         stands in for values that another stage has
 stage_io.py         values as text, for the next stage
-attribute_sync.py   settings of the user's modules, and writes of forwards, on every stage
+attribute_sync.py   settings of the program's modules, and writes of forwards, on every stage
 
 tensor/             tensor plans for code that works on pieces, plans of Hugging Face models, and their checks
 """

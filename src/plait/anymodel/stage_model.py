@@ -76,7 +76,7 @@ class ForeignLayer(OwnLayer):
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_") or name in ("training", "at_call", "at_look"):
             super().__setattr__(name, value)
-        else:  # somebody clears what the forward left
+        else:  # the program clears what the forward left
             self._plain[name] = value
 
     def __getattr__(self, name: str) -> Any:
@@ -105,7 +105,7 @@ def _refuse_call(kind: str, *call: Any) -> Any:
 
 
 def placed_elsewhere(parameter: Tensor, device: torch.device) -> Tensor:
-    """What stands for a parameter of another stage; it takes no memory."""
+    """A stand-in for a parameter of another stage; it takes no memory."""
     return not_here((), parameter.dtype, device).expand(parameter.shape)
 
 

@@ -87,8 +87,8 @@ class Comm(ABC):
         self.peers: tuple[Peer, ...] = ()
         self.store: Store | None = None
         """The ranks as processes, by rank, and the store in which they met; empty and None where they are threads."""
-        self.attempt = 0  # how often these ranks were started before, the same on all of them
-        self.stop_signal = 0  # of a signal that asks this rank to end; the ranks agree on it at a step's end
+        self.attempt = 0  # number of earlier starts of these ranks, the same on all of them
+        self.stop_signal = 0  # the number of a signal that asks this rank to end; the ranks agree on it at a step's end
         self.check: OperationCheck | None = None
         """Compares operations with the other ranks before they run."""
         self._groups: dict[tuple[str, ...], Group] = {}

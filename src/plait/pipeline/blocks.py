@@ -141,7 +141,7 @@ def _keeps_promise(model: nn.Module, names: Sequence[str]) -> bool:
 
 
 class SkippedBlock(OwnLayer):
-    """Stands in for a block of another stage.  It has the plain attributes of the block."""
+    """Replaces a block of another stage.  It has the plain attributes of the block."""
 
     at_call: Callable[[nn.Module], Any]
 
@@ -229,7 +229,7 @@ class BlockProgram(StageProgram):
         return self._nothing
 
     def _unknown(self, received: Tensor) -> Tensor:
-        """Stands for a carry that another stage has, whole in time where the stream is cut."""
+        """Replaces a carry that another stage has, whole in time where the stream is cut."""
         shape, length = list(received.shape), self.current.context.length
         if length and len(shape) > 1:
             shape[1] = length
@@ -265,6 +265,6 @@ class BlockProgram(StageProgram):
 
 
 def _carry(received: Handed) -> Any:
-    """What the stage before handed over, in the containers that it had."""
+    """The carry of the stage before, in the containers that it had there."""
     told = received.form.told
     return tree_unflatten(received.tensors, treespec_loads(json.loads(told))) if told else received.tensors[0]

@@ -52,7 +52,7 @@ class Built:
     split: tuple[int, ...]
     parallel: Parallel
     writes: Callable[[], Writes]
-    """What forwards have written to the stages' models, for the report of a step."""
+    """The writes of forwards to the stages' models, for the report of a step."""
 
     def gradients(self) -> dict[tuple[str, int], FlatGradient]:
         """This rank's copies of tied weights, by name and stage."""

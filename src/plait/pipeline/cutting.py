@@ -1,7 +1,7 @@
 """Takes a part out of a model: the modules of one stage, in copies of the containers around them.
 
     model          embed  blocks(0 1 2 3)  norm  head
-    stage 1 of 2     ·    blocks(· · 2 3)  norm  head       ·  stands in for a module of another stage
+    stage 1 of 2     ·    blocks(· · 2 3)  norm  head       ·  a stand-in for a module of another stage
 
 Module and parameter names stay as they are, so dropout sites, tensor plans and state dicts know nothing of stages.
 A weight that two stages use is two parameters, whose gradients are summed once per step (see ``tied_weights``); where
@@ -21,19 +21,19 @@ from plait.zero.storage import placeholder
 
 @dataclass(frozen=True)
 class Cutting:
-    """What was taken out of a model."""
+    """A part that was taken out of a model."""
 
     model: nn.Module
     origin: Mapping[int, nn.Parameter]
-    """By ``id`` of a parameter of the part, the whole model's."""
+    """The whole model's parameters, by ``id`` of the part's."""
     containers: Sequence[tuple[nn.Module, nn.Module]]
     """The model's containers of blocks, each with the part's copy."""
     made: Sequence[tuple[nn.Module, nn.Module]]
     """The model's modules that this stage has, each with the part's: itself, or a copy."""
     foreign: Mapping[int, nn.Module]
-    """By ``id`` of a module of other stages, what stands in for it."""
+    """Stand-ins by ``id`` of the modules of other stages."""
     outside: Mapping[str, nn.Module]
-    """Modules that are in no block and have parameters, or what stands in for them."""
+    """Modules that are in no block and have parameters, or their stand-ins."""
 
 
 def containers_of(names: Sequence[str]) -> frozenset[str]:
@@ -54,7 +54,7 @@ def cut_out(
     Args:
         taken: modules and parameters, by ``id``, that an earlier stage of this rank has: the part gets copies of these
             (parameters share the values), and adds its own.
-        elsewhere, missing: make what stands in for a module, and for a parameter, of another stage.
+        elsewhere, missing: make stand-ins for a module and for a parameter of another stage.
     """
     own, around = blocks.on_stage(here), containers_of((*blocks.names, *blocks.outside))
     origin: dict[int, nn.Parameter] = {}

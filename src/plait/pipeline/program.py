@@ -41,7 +41,7 @@ class StageProgram:
 
 
 class Writes:
-    """What forwards have written to the model, for the ranks to agree on.  This class has nothing to report."""
+    """The writes of forwards to the model, on which the ranks agree.  This class has nothing to report."""
 
     def number(self) -> float:
         """A digest for the report of the step; 0 where nothing was written."""

@@ -99,7 +99,7 @@ class Runtime:
         self.losses: dict[int, Tensor] = {}
         """The losses of the microbatches, where the last stage is here."""
         self.num_microbatches = 0
-        """Of the step under way."""
+        """Number of microbatches of the step under way."""
 
     def evaluate(self, program: RankProgram, batches: Sequence[Any], loss_fn: LossFn) -> None:
         """The forwards of an evaluation, which are all that the program has; see ``losses``."""

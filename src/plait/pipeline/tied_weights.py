@@ -93,6 +93,6 @@ class FollowingParameter:
             self._version = self._user._version
 
     def _alike(self) -> bool:
-        """Whether some elements are the same, for a write to ``.data`` has no version; not asked of an accelerator."""
+        """True if some elements are the same: a write to ``.data`` has no version.  An accelerator is not asked."""
         one, other = some_elements(self._copied), some_elements(self._user)
         return one.device.type != "cpu" or torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""How much two honest computations of one number may differ: the one measure of rounding.
+"""Measures rounding, in this one place: the largest difference between two honest computations of one number.
 
 A fixed share of the tensor's largest element is the floor.  Honest runs may widen it, by ``MARGIN`` times what they
 differ by; nothing else does.
@@ -15,7 +15,7 @@ SMALL = 1e-2
 
 
 def tolerance(dtype: torch.dtype, largest: float = 0.0, overall: float = 0.0) -> float:
-    """How much two honest computations of one tensor may differ, in absolute numbers.
+    """Returns the largest difference of two honest computations of one tensor, in absolute numbers.
 
     Args:
         largest: the tensor's largest absolute element.

@@ -99,7 +99,7 @@ class PlacedModel(StaysHere):
         self.optimizer_state = self._state_of_optimizers()
         """Reads and writes the optimizers' state; None without optimizers."""
         self._programs: dict[tuple[int, bool], RankProgram] = {}
-        self.guard = ModelFingerprint(model)  # what a stage has was taken from it once
+        self.guard = ModelFingerprint(model)  # stages have taken their parts of it once
 
     def _owner_of(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> OwnedOptimizer:
         cuts = self.comm.mesh.count(self.strategy.optim.split) > 1 and self.parallelism.cut == "element"
@@ -211,7 +211,7 @@ class PlacedModel(StaysHere):
     def load_weights(self, weights: Weights) -> None:
         """Takes the values of parameters and buffers from a source that has all of them; nothing is sent.
 
-        Of each parameter this rank reads the rows that cover its pieces; a tied one is read by its first name.
+        This rank reads the rows of each parameter that cover its pieces; a tied one is read by its first name.
         """
         self._put_away("engine.load_weights")
         for part in self.parts():

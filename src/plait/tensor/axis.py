@@ -33,7 +33,7 @@ first_order = no_double_backward("a tensor-parallel layer", "train such a model 
 
 
 class Watch(Protocol):
-    """What sees the products of cut weights (see ``anymodel``)."""
+    """Sees the products of cut weights (see ``anymodel``)."""
 
     def carry(self, site: Any, x: Tensor, product: Callable[[], Tensor]) -> Tensor:
         """Returns the product, by a cut weight at ``site``, of an activation."""

@@ -56,21 +56,21 @@ class Siblings:
 
 @dataclass(frozen=True)
 class CutSite:
-    """What a function does with a cut weight: by the module that the plan names, and its style."""
+    """The place of a cut weight: the module that the plan names, and its style."""
 
     name: str
     style: Style
     axis: TensorAxis
     cut: TensorCut
     siblings: Siblings | None = None
-    """Of a column."""
+    """The columns that read the same tensor; None for other styles."""
     index: int = 0
     """Its place among them."""
     whole_stream: bool = False
     """An embedding leaves its stream whole, though sequence parallelism cuts it later."""
 
     def sizes(self) -> tuple[int, ...]:
-        """How much of each part of the weight this rank has."""
+        """Size of each part of the weight on this rank."""
         return tuple(stop - start for start, stop in self.cut.ranges(self.axis.index))
 
 
@@ -274,7 +274,7 @@ PASSED = {torch.autograd.grad, torch.autograd.backward}
 
 
 def enter(input: Tensor, axis: TensorAxis, siblings: Siblings) -> Entered:
-    """What siblings read: it enters once, when the first of them is called."""
+    """The tensor that siblings read.  It enters once, when the first of them is called."""
     entered: Entered | None = axis.entered
     if entered is None or not entered.is_of(input, siblings.site):
         axis.entered = entered = Entered(input, axis, siblings.site, siblings.pairs)

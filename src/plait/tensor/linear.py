@@ -108,12 +108,12 @@ class SharedInput:
         self.spent = False
         """Its backward has run."""
         self.waiting: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        """Of each sibling, by index, the output gradients and inputs of its weight products."""
+        """Output gradients and inputs of each sibling's weight products, by its index."""
         self.finish: Finishing | None = None
-        """Of the reduction that is under way."""
+        """The reduction that is under way."""
 
     def hold(self, index: int) -> Tensor | None:
-        """What a column takes as input in the place of its weight and bias."""
+        """The inputs of a column in the place of its weight and bias."""
         weight, bias = self.pairs[index]
         if not torch.is_grad_enabled() or not any(p is not None and p.requires_grad for p in (weight, bias)):
             return None
@@ -145,8 +145,8 @@ class Entered:
 
 
 def _state(source: Tensor) -> tuple[bool, int, object]:
-    """What changes when a tensor has to enter anew: recording began or ended, it was written to, or a checkpoint (or
-    another saver of tensors) began or ended around some of the siblings."""
+    """A key that changes when a tensor has to enter anew: recording began or ended, it was written to, or a checkpoint
+    (or another saver of tensors) began or ended around some of the siblings."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return torch.is_grad_enabled(), _version(source), hooks and hooks[0]
 
@@ -227,7 +227,7 @@ class Column(torch.autograd.Function):
         ctx.save_for_backward(None if hold is None else x)
         b = None if bias is None or not with_bias else values(bias)
         y = entry.axis.gemm.linear(x, values(weight), b)
-        # A product of more than two dims is a view of one of two, and autograd lets nobody write to such a view.
+        # A product of more than two dims is a view of one of two, and autograd refuses writes to such a view.
         unviewed: Tensor = torch.ops.aten._unsafe_view.default(y, y.shape) if y._is_view() else y
         return unviewed
 

@@ -24,6 +24,6 @@ def only_metadata(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Ma
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """How a message calls a torch function; of a property, the property's name."""
+    """The name of a torch function in a message; the property's name for a property."""
     name = getattr(func, "__name__", str(func))
     return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name

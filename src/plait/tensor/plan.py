@@ -49,7 +49,7 @@ class Parallel:
         return any(style.kind == "split" for style in self.styles.values())
 
     def kind(self, style: Style) -> StyleKind:
-        """What is special about a style."""
+        """The special properties of a style."""
         return self.plan.kinds[style.kind]
 
     def siblings(self, name: str) -> list[str]:

@@ -41,7 +41,7 @@ def ends_of(model: Any) -> list[str]:
 def names_in(model: nn.Module, pattern: str, ends: Iterable[str]) -> list[str]:
     """The modules and parameters that a pattern names, apart from the ends.
 
-    What a pattern does not find is left out: one plan serves all variants of an architecture.
+    A pattern that finds nothing is left out: one plan serves all variants of an architecture.
     """
     names = (*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False)))
     return [name for name in names if fnmatchcase(name, pattern) and name not in ends]

@@ -24,7 +24,7 @@ from plait.tensor.axis import AXES, Gather, Leave, TensorAxis, first_order
 from plait.tensor.linear import put_off, token, values
 
 LOSS = Note(FORWARD, "loss")
-"""How the ledger calls the messages of a cross-entropy."""
+"""The ledger's name for the messages of a cross-entropy."""
 
 aten = torch.ops.aten
 

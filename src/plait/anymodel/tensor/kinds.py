@@ -82,7 +82,7 @@ def _split(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module) -
 
 
 def _unsplit(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module) -> None:
-    """Its stream becomes whole, and is cut again behind it."""
+    """Its stream becomes whole, and is cut again after it."""
     if not axis.sequence:
         return
 

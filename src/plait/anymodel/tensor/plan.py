@@ -1,7 +1,7 @@
 """Tensor plans of models as they come: more styles, the plans of Hugging Face models, and a check of the first forward.
 
     plait.Engine(model, comm, tensor_plan=plait.anymodel.plan_of(model))         the plan that a model carries
-    plait.Engine(model, comm, tensor_plan=plait.anymodel.ModelPlan({...}))      a plan of the user's
+    plait.Engine(model, comm, tensor_plan=plait.anymodel.ModelPlan({...}))      a plan of the program
 
 A Hugging Face plan knows nothing of sequence parallelism.  Under it the first block cuts the stream in time, attention
 enters as a whole (its code shapes the heads by the length of its input), and norms work on the cut stream.  A child of

@@ -101,7 +101,7 @@ def _known_values(traces: Traces, wrong: Wrong) -> bool:
 
 
 def _of_sum(traces: Traces, wrong: Sequence[Wrong]) -> str:
-    """What a gradient holds instead of every microbatch's contribution once, in words."""
+    """Says what a gradient holds instead of every microbatch's contribution once, in words."""
     first, step = wrong[0].pair, wrong[0].pair.where.step
     if first.piece is None:
         return "no rank owns it, or none was given its gradient"

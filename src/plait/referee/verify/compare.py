@@ -74,13 +74,13 @@ BITWISE = Measures()
 
 
 def asked(config: RunConfig, *, one_layout: bool = True) -> Measures:
-    """What the replay is held to: the same bits, unless the mesh has a tensor axis, or the run began in another layout
-    and was resumed in this one."""
+    """The requirement of the replay: the same bits, unless the mesh has a tensor axis, or the run began in
+    another layout and was resumed in this one."""
     return BITWISE if config.parsed_mesh.tensor == 1 and one_layout else full_batch(config).of_split_products()
 
 
 def full_batch(config: RunConfig) -> Measures:
-    """What plain full-batch steps are held to."""
+    """The requirement of plain full-batch steps."""
     amplifies = config.optimizer_row.amplifies
     return Measures.full_batch(config.torch_dtype, config.lr, config.steps, amplifies=amplifies)
 
@@ -101,7 +101,7 @@ class Finding:
     measure: str = "relative"
     measured: float = 0.0
     spread: float = 0.0
-    """Of honest runs, where the tolerance did not hold: the difference may be ``MARGIN`` times that."""
+    """The difference of honest runs, where the tolerance did not hold; ``MARGIN`` times that is allowed."""
     step: int = -1
     """From 0; -1 where it belongs to none."""
     tensor: str = ""
@@ -120,7 +120,7 @@ class Finding:
 
     @property
     def asked(self) -> str:
-        """What is required of it, in words."""
+        """The requirement, in words."""
         unit = "" if self.measure == "relative" else " lr*k"
         if self.excused:
             return f"{MARGIN:g} spreads"
@@ -151,7 +151,7 @@ def number(kind: str, name: str, ours: float | None, theirs: float | None, toler
 
 
 def incomparable(kind: str, name: str, step: int = -1, tensor: str = "") -> Finding:
-    """What has no counterpart, or one of another shape, is never equal."""
+    """False for a value without a counterpart, or with one of another shape."""
     return Finding(kind, name, math.inf, math.inf, False, 0.0, measured=math.inf, step=step, tensor=tensor)
 
 
@@ -164,13 +164,13 @@ KINDS: Mapping[Phase, str] = {
     "publish": "parameter",
     "state": "optimizer",
 }
-"""What findings call a phase; the others are of traces alone."""
+"""The names of phases in findings; the other phases are of traces alone."""
 HEARD = ("parameter", "forward", "backward", "contribution")
 IN_PIECES = ("sum", "clip", "update", "state")
 
 
 class Pair(NamedTuple):
-    """What a rank has at a place, beside what the single process has there; None on a side that has nothing.
+    """A value of a rank beside the single process's at the same place; None on a side that has none.
 
     ``rank`` is -1 where no rank has it, or not all of it; ``whole`` is the tensor of which ``theirs`` is a piece.
     """
@@ -200,7 +200,7 @@ def pairs(ranks: Sequence[RankRecord], reference: Record) -> Iterator[Pair]:
 
 
 def missing(ranks: Sequence[RankRecord], reference: Record) -> Iterator[Pair]:
-    """What the single process has and the ranks together do not."""
+    """The values of the single process that no rank has."""
     seen: defaultdict[Where, list[tuple[RankRecord, Piece | None]]] = defaultdict(list)
     for record in ranks:
         for where, _, piece in observed(record):
@@ -264,7 +264,7 @@ def against_plain(
 
 
 def of_plain(ranks: Sequence[RankRecord], plain: Record) -> Iterator[Pair]:
-    """What is compared with plain steps: the first step's gradients on all ranks, and what all ranks have alike."""
+    """True for values that plain steps have too: the first step's gradients, and values that all ranks share."""
     for pair in pairs(ranks, plain):
         where, alike = pair.where, pair.rank == ranks[0].rank and pair.where.microbatch is None
         if (where.phase == "sum" and not where.step) or (where.phase in ("loss", "norm", "publish") and alike):
@@ -286,7 +286,7 @@ def finding(
 
 
 def label_of(pair: Pair, *, of_rank: bool = True) -> str:
-    """What a finding calls the tensor."""
+    """The tensor's name in a finding."""
     where, (name, start, stop) = pair.where, pair.piece or (pair.where.name, 0, 0)
     tensor = f"{where.key} of {name}" if where.key else name
     parts = [f"{tensor}[{start}:{stop}]" if pair.piece else tensor] if tensor else []

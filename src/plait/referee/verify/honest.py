@@ -1,4 +1,4 @@
-"""How far honest runs are from one another, tensor by tensor.
+"""Measures the distance of honest runs from one another, tensor by tensor.
 
 A gradient that is zero by symmetry (that of a key's bias, which softmax cancels) is made of rounding alone: two right
 runs differ by all of it.  So what a tolerance relative to the tensor calls different is held to the spread of honest

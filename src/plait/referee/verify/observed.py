@@ -1,4 +1,4 @@
-"""What a rank does and what the single process does, in one form, so that they can be laid beside each other.
+"""The steps of a rank and of the single process in one form, so that they can be compared.
 
     Where(step 1, "sum", "head.weight")       on a rank: elements 40 to 80, flat      in the single process: all of it
     Where(step 1, "forward", "head", m=2)     on a rank: what the tape has            in the single process: the same
@@ -30,7 +30,7 @@ PHASES: Mapping[str, Phase] = {
     "gradient": "backward",
     "contribution": "contribution",
 }
-"""Of the events of a tape."""
+"""Phases of the events of a tape."""
 
 
 class Where(NamedTuple):
@@ -61,19 +61,19 @@ class OneStep:
     made: bool = True
     """False where it was skipped."""
     losses: dict[int, float] = field(default_factory=dict)
-    """By global microbatch."""
+    """Losses by global microbatch."""
     summed: dict[Any, Tensor] = field(default_factory=dict)
     marks: dict[Mark, Tensor] = field(default_factory=dict)
     clipped: dict[Any, Tensor] = field(default_factory=dict)
     updated: dict[Any, Tensor] = field(default_factory=dict)
     scale: float = 1.0
-    """Of the loss, so of the contributions."""
+    """The factor of the loss, and so of the contributions."""
     counts: dict[int, float] = field(default_factory=dict)
-    """How many terms the loss of each global microbatch is the sum of."""
+    """Number of terms in the loss of each global microbatch."""
 
 
 class Steps:
-    """What a run was, step by step, as lists."""
+    """A run, step by step, as lists."""
 
     steps: list[OneStep]
 
@@ -100,7 +100,7 @@ class Record(Steps):
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     first: int = 0
     initial: dict[str, Tensor] = field(default_factory=dict)
-    """What the optimizer updates, before the first step."""
+    """The values that the optimizer updates, before the first step."""
 
     def since(self, step: int) -> "Record":
         """The same run from a step on: what a run that is resumed there records."""
@@ -144,7 +144,7 @@ class RankRecord(Steps):
         return [step.made for step in self.steps]
 
     def cut(self, name: str) -> TensorCut | None:
-        """How a parameter is cut over the tensor axis."""
+        """The cut of a parameter over the tensor axis."""
         return TensorCut(*self.cuts[name]) if name in self.cuts else None
 
     def take(self, whole: Tensor, piece: Piece) -> Tensor:

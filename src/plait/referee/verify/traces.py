@@ -29,7 +29,7 @@ class Wrong(NamedTuple):
 
 @dataclass(frozen=True)
 class Traces:
-    """What every rank did in some steps, and what the single process ``one`` did."""
+    """Some steps of every rank, and the same steps of the single process ``one``."""
 
     ranks: Sequence[RankRecord]
     one: Record
@@ -55,7 +55,7 @@ class Traces:
         return max(bound, 1e-3) if moved else bound
 
     def discrepancy(self, pair: Pair) -> Discrepancy | None:
-        """How a pair differs; None where it is equal, or cannot be compared."""
+        """Describes the difference of a pair; None where it is equal, or cannot be compared."""
         where, ours, theirs = pair.where, pair.ours, pair.theirs
         if where.name in self.excused and where.phase in ("contribution", "sum", "clip", "update", "publish"):
             return None
@@ -76,7 +76,7 @@ class Traces:
         return None if found is None or found.pattern == "equal" else found
 
     def compared(self, trace: RankRecord, where: Where, ours: Tensor, theirs: Tensor) -> Discrepancy | None:
-        """How a value of a rank differs from the single process's; None where they cannot be compared."""
+        """Describes how a rank's value differs from the single process's; None where they cannot be compared."""
         within = self.within(where)
         if where.phase in ("parameter", "contribution") and (cut := trace.cut(where.name)) is not None:
             theirs = piece_of(theirs.view(cut.shape), cut, trace.tensor_rank)
@@ -99,7 +99,7 @@ class Traces:
 def pieces_of(
     whole: Tensor, ours: Tensor, ranges: Sequence[tuple[tuple[int, int], ...]], of: tuple[int, int]
 ) -> Iterator[Tensor]:
-    """What a tensor rank may hold of a whole activation: all of it, or a part of one dim.
+    """The parts of a whole activation that a tensor rank may hold: all of it, or a part of one dim.
 
     Args:
         ranges: how the parameters of the model are cut, on this rank.

@@ -1,4 +1,4 @@
-"""What of a program is witnessed: a model under anybody's engine, or plait's own.
+"""The sources of a witness: a model under any engine, or plait's own.
 
     model     its parameters, wrapped, sharded by DTensor, or cut by hand
     engine    the runs that this rank's optimizer updates, in the coordinates of the flattened parameters

@@ -49,7 +49,7 @@ def measure(comm: Comm, config: TrainConfig, steps: int, rounds: int) -> int:
             comm.barrier(AXES)
             comm.check = check if turn == "collectives" else None
             comm.observers = watched if turn == "watched" else observers
-            engine._drift = DriftCheck(engine, 1 if turn == "drift" else 0)
+            engine._watchers = [DriftCheck(engine, 1)] if turn == "drift" else []
             for _ in range(steps):
                 comm.ledger.clear()
                 start = time.perf_counter()

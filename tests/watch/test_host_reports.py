@@ -223,6 +223,7 @@ def test_two_hosts_tell_each_other_and_each_notices_the_other_ones_silence(
 ) -> None:
     monkeypatch.setattr(host_reports, "EVERY", 0.01)
     monkeypatch.setattr(host_reports, "SILENT", 0.5)
+    monkeypatch.setattr(host_reports, "LEAVE_SECONDS", 0.1)
     store, pages, told = dist.HashStore(), {}, {"a": list[str](), "b": list[str]()}  # type: ignore[attr-defined]
     for host in "ab":
         (tmp_path / host).mkdir()
@@ -249,7 +250,9 @@ def test_two_hosts_tell_each_other_and_each_notices_the_other_ones_silence(
     line.cut = "cut"
     until(looked("plait: host b (ranks 2, 3) was last heard ", "a"))
     until(looked("plait: the store on the host of rank 0 has not been reached from host b for ", "b"))
+    second.send_found("plait: comes late", [stopped])  # in its heartbeat thread, or in front of its end
     line.cut = ""
+    until(looked("plait: comes late\n", "a"))
     until(looked("plait: host b is heard again\n", "a"))
     until(looked("plait: host of rank 0 is heard again\n", "b"))
     store.queue_push("found", b"\x80\x04cos\nsystem\n.\x1b[2J")

@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from plait.comm.agree import named
-from plait.comm.deadline import awake_since, clock
+from plait.comm.deadline import awake_since, clock, within
 from plait.comm.process_identity import Peer, hosts_of, shown
 from plait.messages.escape import one_line, say
 from plait.run.watch.diagnose import KINDS, Diagnosis, Kind
@@ -36,7 +36,7 @@ EVERY = 1.0
 SILENT = 5.0
 """Seconds after which a silence is reported."""
 LEAVE_SECONDS = 2.0
-"""Time that the last report may take."""
+"""Time that the last report and a finding may take."""
 LONGEST, LONGEST_LINE, MOST_TEXT = 300, 400, 5_000
 """Characters of one text, of one line for the screen, and of all that a rank found."""
 MOST_BYTES, MOST_FOUND = 2**22, 64
@@ -236,9 +236,10 @@ class HostReports:
     def send_found(self, text: str, diagnoses: Sequence[Diagnosis]) -> None:
         """Sends the findings that this rank has shown on its own screen to the host of rank 0."""
         found = [(d.kind, d.rank, d.step) for d in diagnoses]
-        with suppress(RuntimeError):
+        report = json.dumps({"host": self._host, "text": text, "found": found})
+        with suppress(RuntimeError, TimeoutError):  # a silent store holds the asking thread, and the connection with it
             if 0 not in self._ranks:
-                self._store.queue_push("found", json.dumps({"host": self._host, "text": text, "found": found}))
+                within(LEAVE_SECONDS, lambda: self._store.queue_push("found", report))
 
     def _run(self) -> None:
         leaves = False

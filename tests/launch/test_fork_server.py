@@ -102,6 +102,18 @@ def test_after_one_that_was_lost_another_starts_ranks(serve: Serve) -> None:
     assert server.fork({}) == 7 and server._process.pid != pid
 
 
+def test_an_answer_that_a_signal_kept_from_being_read_is_no_end_of_a_rank(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the second of several ranks is forked: the first is still to be ended."""
+    server, _ = serve(ANSWERS.format(answers=[{"started": 7}]) + 'line.send(b\'{"ended": 6, "code": -9}\'); line.recv(1)')
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(fork_server, "readable", lambda *_: sys.exit(130))  # as the handler of the signal does
+        server.fork({})
+    while server.ended() != {6: -9}:
+        time.sleep(0.01)
+
+
 def test_a_process_that_cannot_be_started_is_one_line(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     says = r"no process can be started \(Resource temporarily unavailable\): raise `ulimit -u`"
     server, _ = serve(ANSWERS.format(answers=[{"failed": errno.EAGAIN}]))

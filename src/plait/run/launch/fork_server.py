@@ -117,10 +117,8 @@ class ForkServer:
             while True:
                 while not readable([self._line.fileno()], BETWEEN_SECONDS):
                     self._check_it_runs(end)
-                message = self._receive()
-                if "ended" not in message:
+                if "ended" not in (message := self._receive()):
                     break
-                self._ended[message["ended"]] = message["code"]
         if "failed" in message:
             raise ValueError(NO_PROCESS.format(os.strerror(message["failed"])))
         return message["started"]
@@ -133,8 +131,7 @@ class ForkServer:
         """
         with self._in_one_line():
             while readable([self._line.fileno()], 0):
-                message = self._receive()
-                self._ended[message["ended"]] = message["code"]
+                self._receive()  # also the answer that an interrupted ``fork`` has not taken
             self._check_it_runs(math.inf)
         return self._ended
 
@@ -155,10 +152,13 @@ class ForkServer:
         self._process.wait()
 
     def _receive(self) -> dict[str, int]:
+        """Returns the next message, and keeps the exit code that it may have."""
         data = self._line.recv(LARGEST)
         if not data:
             raise ConnectionResetError
         message: dict[str, int] = json.loads(data)
+        if "ended" in message:
+            self._ended[message["ended"]] = message["code"]
         return message
 
     @contextmanager

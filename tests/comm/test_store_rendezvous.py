@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from plait.comm import deadline, init_process
+from plait.comm import deadline, init_process, store_rendezvous
 from plait.comm.deadline import clock, within
 from plait.comm.environment import WorldVariables
 from plait.comm.init_process import PING, VALIDATE, file_store, open_store, probe
@@ -122,6 +122,29 @@ def test_another_number_of_ranks_is_told_to_all_or_to_the_one_beyond() -> None:
     assert not any(isinstance(outcome, Exception) for outcome in good)
     [beyond] = met([peer(2, size="3")], 3, seconds=1, store=store)
     assert "rank 2 (host a, process 102) has WORLD_SIZE=3, rank 0 (host a, process 100) has 2" in str(beyond)
+    _, within_it = met([peer(0), peer(1)], [3, 2], seconds=1)
+    assert "rank 1 (host a, process 101) has WORLD_SIZE=2, rank 0 (host a, process 100) has 3" in str(within_it)
+
+
+def test_rank_0_stays_until_the_others_know_why_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their store may end with it."""
+    monkeypatch.setattr(store_rendezvous, "OTHERS_SECONDS", 30.0)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(met, [peer(0, mesh="pipe=2")], 2, 30, store)
+        pool.submit(met, [peer(1)], 2, 30, store)
+        [outcome] = first.result()
+        assert isinstance(outcome, ValueError) and store.check(["plait/world 1/read/1"])
+
+
+def test_two_jobs_in_one_store_do_not_meet(tmp_path: Path) -> None:
+    def one(job: str, rank: int) -> Met:
+        given = {"RANK": str(rank), "WORLD_SIZE": "2", "PLAIT_STORE": str(tmp_path / "store")}
+        place = WorldVariables.read(given | {"TORCHELASTIC_RUN_ID": job})
+        return init_process.init_process(place, lambda peers: "", 30, {"job": job})
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(isinstance(outcome, Met) for outcome in pool.map(one, "abab", (0, 0, 1, 1)))
 
 
 def test_who_has_no_place_in_a_world_does_not_enter_it() -> None:

@@ -106,7 +106,8 @@ def test_an_answer_that_a_signal_kept_from_being_read_is_no_end_of_a_rank(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while the second of several ranks is forked: the first is still to be ended."""
-    server, _ = serve(ANSWERS.format(answers=[{"started": 7}]) + 'line.send(b\'{"ended": 6, "code": -9}\'); line.recv(1)')
+    ends = """line.send(b'{"ended": 6, "code": -9}'); line.recv(1)"""
+    server, _ = serve(ANSWERS.format(answers=[{"started": 7}]) + ends)
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(fork_server, "readable", lambda *_: sys.exit(130))  # as the handler of the signal does
         server.fork({})

@@ -14,14 +14,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from plait.comm import deadline, init_process, store_rendezvous
-from plait.comm.deadline import clock, within
+from plait.comm import init_process, store_rendezvous
+from plait.comm.deadline import clock
 from plait.comm.environment import WorldVariables
 from plait.comm.init_process import PING, VALIDATE, file_store, open_store, probe
 from plait.comm.process_identity import Peer
@@ -388,25 +387,6 @@ def test_a_holder_that_closes_may_be_followed_by_a_store() -> None:
 def test_torchs_store_still_greets_as_the_probe_expects() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=30), wait_for_workers=False)  # type: ignore[attr-defined]
     probe("127.0.0.1", store.port, clock() + 30)
-
-
-def test_a_call_that_never_returns_is_left_behind() -> None:
-    held = threading.Event()
-    with pytest.raises(TimeoutError):
-        within(0.05, held.wait)
-    held.set()
-    assert within(30, lambda: 3) == 3
-    with pytest.raises(KeyError):
-        within(30, lambda: {}["x"])
-
-
-def test_the_clock_of_deadlines_leaves_out_what_nobody_could_wait_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    clock = deadline.WaitClock()
-    for seconds, counted, awake in ((0.5, 0.5, 0.0), (2.0, 2.5, 0.0), (3600.0, 4.5, 4602.5), (1.0, 5.5, 4602.5)):
-        now[0] += seconds
-        assert (clock(), clock.awake_since()) == (counted, awake)
 
 
 def test_a_file_to_meet_in_has_the_deadline_and_where_it_cannot_be_that_is_said_at_once(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_block_that_runs_more_than_once_and_draws_is_refused() -> None:
 
 
 def test_what_cannot_be_recomputed_is_refused() -> None:
-    refused(model_of(cases.Block()), "recompute='half': give 'full', 'selective' or None", "half")
+    refused(model_of(cases.Block()), "recompute='half': it is 'full' or 'selective'", "half")
     refused(model_of(cases.Block()), "runs F.scaled_dot_product_attention again, which Net does not call", "selective")
     refused(model_of(), "no unit of this model is inside of one")
     refused(model_of(Drops()), "no unit of this model is inside of one", units=["first", "head"])

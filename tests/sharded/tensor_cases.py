@@ -144,6 +144,10 @@ OPERATORS = table(
         ((3, 2, 5, 2), (3, 2, 6, 2), (3, 2, 6, 4)),
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=MASK.double()),
     ),
+    attention_learned_mask=(
+        ((3, 1, 5, 2), (3, 1, 6, 2), (3, 1, 6, 4), (1, 1, 6)),
+        lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
+    ),
     attention_grouped=(
         ((2, 6, 5, 2), (2, 3, 5, 2), (2, 3, 5, 2)),
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),

@@ -100,6 +100,15 @@ def test_whole_numbers_have_no_mean() -> None:
     run_threads("tensor=2", body)
 
 
+def test_a_mean_of_halves_is_finite_where_their_sum_is_not() -> None:
+    def body(comm: Comm) -> None:
+        x = ShardedTensor.from_full(torch.full((40000, 2), 8.0).half(), "a/tensor b", comm)
+        assert x.mean().full() == 8
+        assert x.mean(0).full().tolist() == [8, 8]
+
+    run_threads("tensor=2", body)
+
+
 def test_a_plan_that_proved_wrong_is_not_kept() -> None:
     from plait.sharded.rules import RULES, rule
 

@@ -125,12 +125,14 @@ def sum_(func: Any, input: Spec, *args: Any, **options: Any) -> Spec:
 
 @rule("mean")
 def mean(func: Any, input: Spec, *args: Any, **options: Any) -> Spec | OpPlan:
-    """Divides the sum by the global count."""
+    """Divides the sum by the global count; sums of 16 bits are taken in 32, where they do not overflow."""
     out = sum_(func, input, *args, **options)
     if out.pending == input.pending:
         return out
     count = input.shape.numel() / max(1, out.shape.numel())
-    return OpPlan(out, lambda input, *args, **options: torch.sum(input, *args, **options) / count)
+    dtype = options.get("dtype") or input.dtype
+    wide = torch.float32 if dtype.itemsize < 4 else dtype
+    return OpPlan(out, lambda x, *args, **more: (torch.sum(x, *args, **more | {"dtype": wide}) / count).to(dtype))
 
 
 # ---- views --------------------------------------------------------------------------------------------------

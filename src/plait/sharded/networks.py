@@ -26,6 +26,7 @@ from plait.sharded.rules import (
     specs_in,
     unsummed,
     whole,
+    zeros_of,
 )
 from plait.sharded.spec import OpPlan, Refusal, Spec
 from plait.table.layout import Layout
@@ -148,6 +149,8 @@ def attention(
             )
         shape, dims = (*shape, query.shape[-3]), [*dims, over]
     out = query.new((*shape, query.shape[-2], value.shape[-1]), [*dims, (), ()])
+    if not out.local_shape.numel():  # torch's attention of nothing is no function of the mask
+        return OpPlan(out, lambda *args, **options: zeros_of([out])(*args, **options)[0])
     return OpPlan(out, on_slices(func, given, after))
 
 

@@ -230,9 +230,14 @@ def by_letters(
 
 
 def _or_nothing(after: Sequence[Spec], out: Sequence[Spec]) -> Callable[..., Any] | None:
-    """Makes zeros where this rank has nothing of an operand; they are still a function of it."""
+    """Makes zeros where this rank has nothing of an operand."""
     if all(s.local_shape.numel() or not s.shape.numel() for s in after):
         return None
+    return zeros_of(out)
+
+
+def zeros_of(out: Sequence[Spec]) -> Callable[..., list[Any]]:
+    """Makes zeros that are still a function of all operands."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]

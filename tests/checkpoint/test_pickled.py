@@ -119,6 +119,18 @@ def test_nothing_that_a_pickle_says_is_run_or_allocated(
     assert not hasattr(Metadata, "size") and not hasattr(_layout, "cache")
 
 
+@pytest.mark.parametrize("field", ["relative_path", "offset", "length", "offsets", "sizes", "size", "chunks"])
+def test_an_object_that_has_lost_a_field_is_damage(field: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    path = tmp_path / ".metadata"
+    data, said = path.read_bytes(), bytes([len(field)]) + field.encode()  # a short text, after its length
+    assert said in data
+    path.write_bytes(data.replace(said, said[:-1] + b"?"))
+    with pytest.raises(ValueError, match=f"{str(tmp_path)!r} cannot be read"):
+        read_folder(tmp_path)
+
+
 def test_a_far_memo_is_no_array() -> None:
     tracemalloc.start()
     assert unpickled(b"Nr" + struct.pack("<I", (1 << 32) - 1) + b".") is None

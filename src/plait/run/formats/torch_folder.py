@@ -59,7 +59,7 @@ def read_folder(path: Path) -> dict[Keys, Any]:
         raise ValueError(f"{str(path)!r} is no folder of torch.distributed.checkpoint: it has no {METADATA}")
     try:
         return _Entries(path, unpickled(contents(Folder(path / METADATA), LARGEST))).all()
-    except ValueError as error:
+    except (ValueError, AttributeError) as error:  # a damaged pickle may leave an object without its fields
         raise ValueError(f"{str(path)!r} cannot be read: {error}") from error
 
 

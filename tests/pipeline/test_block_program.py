@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import WIDTH, batches, distinct
+from engine_cases import WIDTH, batches, distinct, loss_sum
 from pipeline_cases import Chain, chain, engine_on, linear, on, refused, same, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -61,6 +61,54 @@ def together(model: Chain, x: Tensor, *, reentrant: bool) -> Tensor:
     x = model.links[0](x)
     x = checkpoint(lambda y: in_turn(model, y, 1, 2), x, use_reentrant=reentrant)
     return in_turn(model, x, 3)
+
+
+class Keeps(nn.Linear):
+    """Leaves a number of its forward on itself."""
+
+    aux: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = x.detach().square().mean()
+        return super().forward(x)
+
+
+def all_in_turn(model: Chain, x: Any) -> list[Any]:
+    """The carry after each of the blocks."""
+    return [x := link(x) for link in model.links]
+
+
+BROKEN: dict[str, tuple[str, type[nn.Module], Callable[[Any], Tensor]]] = {
+    "sum": ("the loss reads", nn.Linear, lambda run: run[-1] + run[0]),
+    "where": ("the loss reads", nn.Linear, lambda run: torch.where(run[0] > 0, run[-1], 0)),
+    "whole number": ("the loss reads", Pairs, lambda run: run[-1][0] * run[0][1]["count"]),
+    "item": ("'item' reads", nn.Linear, lambda run: run[-1] * float(run[0].abs().max().item() > 1)),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_what_another_stage_has_never_gets_into_the_loss(how: str) -> None:
+    words, kind, made = BROKEN[how]
+    links = [Pairs() if kind is Pairs else linear() for _ in range(3)]
+    broken = type("Broken", (Running,), {"run": staticmethod(lambda m, x: made(all_in_turn(m, x)))})
+    refused(f"{words} what another stage has", distinct(broken(*links)), "pipe=3")
+
+
+def test_what_a_skipped_block_leaves_on_itself_is_refused_and_not_stale() -> None:
+    model = distinct(Chain(*(Keeps(WIDTH, WIDTH) for _ in range(2))))
+
+    def loss(stage: Any, batch: Any) -> Tensor:
+        return loss_sum(stage, batch) * (1 + sum(link.aux for link in stage.links))
+
+    refused("'aux' of a block that has run is what another stage has", model, loss=loss)
+
+
+def test_what_is_made_of_the_form_of_a_carry_alone_is_known() -> None:
+    def form(m: Chain, x: Tensor) -> Tensor:
+        made = all_in_turn(m, x)
+        return made[-1] + torch.ones_like(made[0]) * made[0].new_ones(made[0].shape[1])
+
+    same(running(form), "pipe=3")
 
 
 @pytest.mark.parametrize(

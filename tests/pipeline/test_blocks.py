@@ -134,6 +134,10 @@ def test_a_decoder_that_hands_its_layers_more_than_the_batch_is_left_to_the_wing
     model.config.output_router_logits = True  # type: ignore[union-attr]
     assert declared_blocks(model) is None
     model.config.output_router_logits = False  # type: ignore[union-attr]
+    part, tokens = part_of(model, range(3, 5)), torch.arange(6).view(2, 3)
+    program, came = part.program(0, CurrentForward()), Handed([x := torch.ones(2, 3, 16)], MessageForm((shape_of(x),)))
+    with pytest.raises(ValueError, match="output has 'hidden_states' of all layers, of which a stage has some"):
+        program.forward(came, None, lambda: part.model(tokens, output_hidden_states=True))
     layer = type(model.get_submodule("model.layers.0"))
 
     def forward(self: nn.Module, hidden_states: Tensor, first_hidden_states: Tensor) -> Tensor:
@@ -152,9 +156,10 @@ class Leaking(Told):
         return out_BC
 
 
-def test_a_broken_promise_makes_the_loss_nan() -> None:
+def test_a_broken_promise_is_refused() -> None:
     model = Leaking(["first", "second.0", "second.1"])
-    assert run_part(part_of(model, range(2, 3)), torch.ones(3, 5)).isnan().all()
+    with pytest.raises(ValueError, match="the loss reads what another stage has"):
+        run_part(part_of(model, range(2, 3)), torch.ones(3, 5))
 
 
 # ---- the copy that a stage runs -----------------------------------------------------------------------------------
@@ -235,6 +240,8 @@ def test_what_stands_in_for_a_block_has_its_attributes_and_no_parameter() -> Non
     stands_in = part_of(model, range(1, 2)).model[0]
     assert isinstance(stands_in, SkippedBlock) and not [*stands_in.parameters()]
     assert (stands_in.kind, stands_in.in_features) == ("full attention", 5)
+    with pytest.raises(AttributeError, match="'weight' of a block is what another stage has"):
+        _ = stands_in.weight
 
 
 def test_frozen_parameters_marks_and_meta_come_along() -> None:

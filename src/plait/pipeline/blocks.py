@@ -10,9 +10,9 @@ A model promises two things by naming its blocks.  Its forward runs them in this
 positions) it makes of its own inputs, without parameters.  An ``nn.Sequential`` keeps this by construction.  So does a
 decoder of Hugging Face whose plan has all of its parameters, and whose layers take and return the hidden states.
 
-Each stage runs the model's own forward.  A block before the stage's first one returns NaN, which a broken promise
-brings into the loss; the last of them returns what came from the stage before.  After the stage's last block the
-forward ends.
+Each stage runs the model's own forward.  A block before the stage's first one returns NaN, marked ``Unknown``: a broken
+promise brings it into the carry or the loss, which are refused.  The last of these blocks returns what came from the
+stage before.  After the stage's last block the forward ends.
 """
 
 import importlib
@@ -32,6 +32,7 @@ from plait.forward.random_ops import OwnLayer
 from plait.pipeline.cutting import Cutting, cut_out, release
 from plait.pipeline.message import Handed, MessageForm, shape_of
 from plait.pipeline.program import Blocks, ModelCut, StageDone, StagePart, StageProgram
+from plait.tensor.metadata import name_of, only_metadata
 
 WING = "plait.anymodel"
 """Cuts models that name no blocks, where it is installed: its ``cut(model)`` returns a ``ModelCut``."""
@@ -129,28 +130,64 @@ OF_THE_BATCH = {
 """Arguments of a decoder's layer: the hidden states, and what is made of the batch."""
 
 
+COLLECTED = ("hidden_states", "attentions", "router_logits")
+"""What a Hugging Face model returns of all its layers, where it is asked to."""
+
+
 def _keeps_promise(model: nn.Module, names: Sequence[str]) -> bool:
     """True for a Hugging Face decoder whose layers say that they take and return the hidden states alone, and which
     collects nothing from them."""
     config: Any = getattr(model, "config", None)
-    if any(getattr(config, f"output_{one}", False) for one in ("hidden_states", "attentions", "router_logits")):
+    if any(getattr(config, f"output_{one}", False) for one in COLLECTED):
         return False
     layers = (model.get_submodule(name) for name in names[1:] if name.rpartition(".")[2].isdigit())
     told = [inspect.signature(type(layer).forward) for layer in layers]
     return bool(told) and all(s.return_annotation is Tensor and s.parameters.keys() <= OF_THE_BATCH for s in told)
 
 
-class SkippedBlock(OwnLayer):
-    """Replaces a block of another stage.  It has the plain attributes of the block."""
+class Unknown(Tensor):
+    """Replaces a carry that another stage has.  What is computed from it is unknown too."""
 
-    at_call: Callable[[nn.Module], Any]
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if name_of(func) in TO_PYTHON:
+            raise ValueError(f"{name_of(func)!r} reads {ELSEWHERE}")
+        if only_metadata(func, args, kwargs):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+TO_PYTHON = ("__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__", "item", "tolist", "numpy")
+"""Functions whose results are no tensors."""
+
+ELSEWHERE = (
+    "what another stage has: a pipeline's block takes the carry of the one before, and nothing else of other blocks; "
+    "hand it on in the carry"
+)
+
+
+class SkippedBlock(OwnLayer):
+    """Replaces a block of another stage.  Until that has run in a forward, it has the block's plain attributes."""
+
+    program: "BlockProgram | None" = None
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        vars(self).update({key: value for key, value in attributes_of(block).items() if not key.startswith("_")})
+        self.told = {key: value for key, value in attributes_of(block).items() if not key.startswith("_")}
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and self.program is not None and self.program.is_over(self):
+            raise ValueError(f"{name!r} of a block that has run is {ELSEWHERE}")
+        if name not in (told := vars(self).get("told", {})):
+            raise AttributeError(f"{name!r} of a block is {ELSEWHERE}")
+        return told[name]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.at_call(self)
+        assert self.program is not None
+        return self.program.pass_by(self)
 
 
 def part_of(model: nn.Module, blocks: Blocks, here: range, taken: set[int], device: torch.device) -> StagePart:
@@ -179,9 +216,10 @@ class BlockProgram(StageProgram):
         modules = [cutting.model.get_submodule(name) for name in self.names]
         for index, module in enumerate(modules):
             self._places.setdefault(id(module), []).append(index)
+        cutting.model.register_forward_hook(_check_collected)
         for module in dict.fromkeys(modules):
             if isinstance(module, SkippedBlock):
-                module.at_call = self._pass_by
+                vars(module)["program"] = self
             else:  # around all of its hooks, also those that come later
                 vars(module)["_call_impl"] = partial(self._run, module._call_impl, module)
 
@@ -194,7 +232,10 @@ class BlockProgram(StageProgram):
     def forward(self, received: Handed | None, batch: Any, call: Callable[[], Any]) -> Any:
         self._received, self._nothing, self._next = received, None, 0
         try:
-            return call()
+            output = call()
+            if isinstance(output, Unknown):
+                raise ValueError(f"the loss reads {ELSEWHERE}")
+            return output
         except StageDone as done:
             return self._handed(done.args[0])
         finally:
@@ -219,7 +260,12 @@ class BlockProgram(StageProgram):
         self._next = index + 1
         return index
 
-    def _pass_by(self, module: nn.Module) -> Any:
+    def is_over(self, module: nn.Module) -> bool:
+        """Returns True for a block that has run in the forward that is under way."""
+        return self._next is not None and self._next > self._places[id(module)][-1]
+
+    def pass_by(self, module: nn.Module) -> Any:
+        """Returns what a block of an earlier stage does here."""
         index = self._reached(module)
         assert self._received is not None
         if index + 1 == self.here.start:
@@ -233,8 +279,9 @@ class BlockProgram(StageProgram):
         shape, length = list(received.shape), self.current.context.length
         if length and len(shape) > 1:
             shape[1] = length
+        number = float("nan") if received.is_floating_point() or received.is_complex() else 0
         with torch.no_grad():
-            return received.new_full(shape, float("nan") if received.is_floating_point() else 0)
+            return received.new_full(shape, number).as_subclass(Unknown)
 
     def _run(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._next is None or in_backward():
@@ -258,10 +305,21 @@ class BlockProgram(StageProgram):
                 f"stage {self.number} ends with {name!r}, which returns a {wrong[0]}: a carry is a tensor, or a tuple, "
                 f"list or dict of tensors"
             )
+        if any(isinstance(one, Unknown) for one in tensors):
+            raise ValueError(f"{name!r}, the last block of stage {self.number}, reads {ELSEWHERE}")
         if not tensors:
             raise ValueError(f"stage {self.number} ends with {name!r}, which returns no tensor: return one")
         told = "" if carry is tensors[0] else json.dumps(treespec_dumps(spec))
         return Handed(tensors, MessageForm(tuple(map(shape_of, tensors)), told))
+
+
+def _check_collected(model: nn.Module, args: Any, output: Any) -> None:
+    """ValueError where a Hugging Face model has collected what its layers make: here, it has some of them."""
+    if found := [one for one in COLLECTED if isinstance(getattr(output, one, None), tuple)]:
+        raise ValueError(
+            f"the model's output has {found[0]!r} of all layers, of which a stage has some: leave output_{found[0]} "
+            f"out, or the pipe axis"
+        )
 
 
 def _carry(received: Handed) -> Any:

@@ -105,8 +105,6 @@ class SharedInput:
     def __init__(self, axis: TensorAxis, site: str, pairs: Sequence[Pair], *, wants_input: bool) -> None:
         self.axis, self.site, self.pairs, self.wants_input = axis, site, pairs, wants_input
         self.length = axis.length if axis.sequence else 0
-        self.spent = False
-        """Its backward has run."""
         self.waiting: dict[int, list[tuple[Tensor, Tensor]]] = {}
         """Output gradients and inputs of each sibling's weight products, by its index."""
         self.finish: Finishing | None = None
@@ -141,14 +139,12 @@ class Entered:
     def is_of(self, source: Tensor, site: str) -> bool:
         """Returns True for the tensor that entered here, unchanged since, and for what it became."""
         known = source is self.tensor or (self._source() is source and self._state == _state(source))
-        return known and self.entry.site == site and not self.entry.spent
+        return known and self.entry.site == site
 
 
-def _state(source: Tensor) -> tuple[bool, int, object]:
-    """A key that changes when a tensor has to enter anew: recording began or ended, it was written to, or a checkpoint
-    (or another saver of tensors) began or ended around some of the siblings."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return torch.is_grad_enabled(), _version(source), hooks and hooks[0]
+def _state(source: Tensor) -> tuple[bool, int]:
+    """A key that changes when a tensor has to enter anew: recording began or ended, or it was written to."""
+    return torch.is_grad_enabled(), _version(source)
 
 
 class Finish(torch.autograd.Function):
@@ -184,7 +180,7 @@ class Start(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
         entry: SharedInput = ctx.entry
-        axis, entry.spent = entry.axis, True
+        axis = entry.axis
         if gradient is not None:
             start = axis.start_scatter if entry.length else axis.start_sum
             entry.finish = start(gradient, axis.note(BACKWARD, entry.site))

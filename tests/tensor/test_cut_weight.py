@@ -98,6 +98,8 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "mT": lambda w: w.mT,
     "embedding": lambda w: F.embedding(torch.tensor([0]), w),
     "functional_call": lambda w: torch.mul(2, w),
+    "linear": lambda w: F.linear(w, w),
+    "linear of another bias": lambda w: F.linear(X, w, values(7)),
 }
 
 
@@ -125,6 +127,81 @@ def test_a_linear_of_a_cut_weight_beside_its_module_is_the_product() -> None:
     model = net()
     for found in on_ranks(body):
         is_close(found, F.linear(model.up(X), model.down.weight).detach())
+
+
+def test_a_linear_of_another_modules_bias_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"reads a parameter that is cut over the tensor axis, 'up\.weight'"):
+        on_ranks(lambda comm, model: F.linear(X, model.up.weight, model.gate.bias))
+
+
+class Tied(Net):
+    """One weight in two siblings and in another module, each with a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Sequential(nn.Linear(5, 7))
+        self.gate.weight = self.other[0].weight = self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x + self.down(self.other(x)))
+        return out
+
+
+TIED = {**PLAN, "other.0": "column"}
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_a_weight_of_several_modules_has_the_bias_of_each(row: str) -> None:
+    def body(comm: Comm, plan: Any) -> dict[str, Tensor]:
+        model = cases.distinct(Tied())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer, tensor_plan=plan)
+        for _ in range(2):
+            engine.backward(plait.cross_entropy_sum(model(X), torch.tensor([0, 8, 2, 3])), count=4)
+            optimizer.step()
+        return engine.full_state_dict()
+
+    wanted = plait.run_threads("replica=1", lambda comm: body(comm, None))[0]
+    for state in plait.run_threads("tensor=2", lambda comm: body(comm, TIED)):
+        for name, value in wanted.items():
+            is_close(state[name], value, name)
+
+
+def test_a_tensor_that_enters_again_after_its_backward_has_the_same_gradients() -> None:
+    def gradients(weight: Tensor) -> list[list[Tensor]]:
+        x = X.clone().requires_grad_()
+        again = range(2)
+        return [[*torch.autograd.grad(F.linear(x, weight).square().sum(), [x, weight])] for _ in again]
+
+    wanted = gradients(net().up.weight)
+    ranks = on_ranks(lambda comm, model: gradients(model.up.weight))
+    for found, (dx, dw) in zip(zip(*ranks, strict=True), wanted, strict=True):
+        for dx_here, _ in found:
+            is_close(dx_here, dx)
+        is_close(torch.cat([dw_here for _, dw_here in found]), dw)
+
+
+LOOKS: dict[str, Callable[[Tensor], Tensor]] = {"norm": torch.norm, "data": lambda w: w.data.norm()}
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("how", LOOKS)
+def test_a_loss_function_takes_no_piece_for_the_whole_even_without_gradients(how: str, evaluates: bool) -> None:
+    def loss_fn(model: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = LOOKS[how](model.up.weight)
+        loss: Tensor = model(x).full().sum() / scale
+        return loss
+
+    def body(comm: Comm) -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings: Any = {"loss_fn": loss_fn, "count_fn": len, "tensor_plan": PLAN, "optimizer": optimizer}
+        engine = Engine(model, comm, strategy="ddp", **settings)
+        (engine.evaluate if evaluates else engine.step)([X])
+
+    with pytest.raises(ValueError, match=rf"'{how}' reads a parameter that is cut over the tensor axis, 'up\.weight'"):
+        plait.run_threads("tensor=2", body, deadline=30)
 
 
 @pytest.mark.parametrize("take", [copy.deepcopy, pickle.dumps])
@@ -209,6 +286,10 @@ def test_cross_entropy_takes_cut_logits(how: str, reduction: str) -> None:
         lambda y: y.softmax(-1),
         lambda y: y[:, :3],
         lambda y: y[..., 0],
+        lambda y: y[:3][:, 0, ...],
+        lambda y: y.data.argmax(-1),
+        lambda y: y.T,
+        lambda y: torch.cat([y, y]),
         lambda y: y.sum(),
         lambda y: y + torch.ones(9),
         lambda y: F.cross_entropy(y, torch.zeros(4, dtype=torch.int64), label_smoothing=0.1),

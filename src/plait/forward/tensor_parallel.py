@@ -37,6 +37,7 @@ class StageAxis(TensorAxis):
 
     microbatch, length, entered = map(_in_context, ("microbatch", "length", "column_input"))
     whole_logits, unsplit = map(_in_context, ("whole_logits", "unsplit"))
+    in_loss_fn = False
 
     def __init__(self, comm: Comm, current: CurrentForward, *, sequence: bool, gemm: Gemm = TORCH) -> None:
         self.current = current
@@ -52,8 +53,7 @@ class StageAxis(TensorAxis):
 
     @property
     def running(self) -> bool:  # type: ignore[override]
-        context = self.current.context
-        return context.module.outer is not None or context.boundary is not None
+        return self.in_loss_fn or self.current.context.module.outer is not None
 
     @property
     def module(self) -> str:

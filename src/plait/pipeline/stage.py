@@ -238,12 +238,15 @@ class Stage:
             with self.interceptor.on():
                 return loss_fn(self.model, batch)
 
+        self.axis.in_loss_fn = True
         try:
             output = call() if self.count == 1 else self.program.forward(self._enter(entry, batch), batch, call)
         except RuntimeError as error:
             if (explained := self._explained(error)) is not None:
                 raise explained from error
             raise
+        finally:
+            self.axis.in_loss_fn = False
         if isinstance(output, Handed):
             self.unsharding.unwind(output.tensors)
             return output

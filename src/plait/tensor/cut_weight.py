@@ -10,11 +10,11 @@ Torch asks a parameter's own class in each function that takes it, so no mode is
 cut weight costs nothing.  A weight is laid in its unit, gathered and resharded like any other parameter; the class of a
 parameter at rest comes before this one.
 
-Outside a forward, this rank's piece may be read and written under ``torch.no_grad()``.
+Outside of forwards and ``loss_fn``, this rank's piece may be read and written under ``torch.no_grad()``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 from weakref import ref
@@ -44,8 +44,14 @@ class Siblings:
     """
 
     def __init__(self, site: str, pairs: Sequence[Pair]) -> None:
-        self.site = site
-        self._pairs = [(ref(weight), None if bias is None else ref(bias)) for weight, bias in pairs]
+        self.site, self._pairs = site, list[Any]()
+        for weight, bias in pairs:
+            self.add(weight, bias)
+
+    def add(self, weight: Tensor, bias: Tensor | None) -> int:
+        """Adds a pair; returns its index."""
+        self._pairs.append((ref(weight), None if bias is None else ref(bias)))
+        return len(self._pairs) - 1
 
     @property
     def pairs(self) -> list[Pair]:
@@ -77,13 +83,14 @@ class CutSite:
 class CutWeight(nn.Parameter):
     """This rank's piece of a weight, or of a column's bias.
 
-    ``home`` is where it works; ``sites`` says what ``F.linear`` and ``F.embedding`` are, by function.
+    ``home`` is where it works; ``sites`` says what ``F.linear`` and ``F.embedding`` are, by function, and by the ``id``
+    of a cut bias.
     """
 
     cut: TensorCut
     label: str
     home: CutSite
-    sites: dict[Function, CutSite]
+    sites: dict[tuple[Function, int | None], CutSite]
 
     @classmethod
     def adopt(cls, parameter: nn.Parameter, cut: TensorCut) -> None:
@@ -162,7 +169,7 @@ def place(model: nn.Module, parallel: Parallel, axis: TensorAxis) -> None:
                 if "sites" not in vars(parameter):
                     parameter.sites = {}
                 if parameter is module.weight:
-                    parameter.sites.setdefault(F.embedding if embeds else F.linear, site)
+                    _add_site(parameter, F.embedding if embeds else F.linear, site, getattr(module, "bias", None))
     for name, style in parallel.styles.items():
         if style.kind == "enter" and axis.sequence and name in modules:
             inside = [n for n, s in parallel.styles.items() if s.enters and n.rpartition(".")[0] == name]
@@ -170,6 +177,14 @@ def place(model: nn.Module, parallel: Parallel, axis: TensorAxis) -> None:
             changes_stream(modules[name], name, "enter", axis, partial(_entered, axis, group))
         elif name in modules and (install := parallel.kind(style).install) is not None:
             install(axis, parallel, name, modules[name])
+
+
+def _add_site(weight: CutWeight, function: Function, site: CutSite, bias: Tensor | None) -> None:
+    """A weight of several modules sends under the first one's name; each may have a bias of its own."""
+    first = weight.sites.setdefault((function, None), site)
+    if isinstance(bias, CutWeight) and first.siblings is not None:
+        index = site.index if site.siblings is first.siblings else first.siblings.add(weight, bias)
+        weight.sites.setdefault((function, id(bias)), replace(first, index=index))
 
 
 def changes_stream(
@@ -223,8 +238,10 @@ class GatherWhole(torch.autograd.Function):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    site = weight.sites.get(F.linear) if isinstance(weight, CutWeight) else None
-    if site is None:
+    site = None
+    if isinstance(weight, CutWeight) and not isinstance(input, CutWeight):
+        site = weight.sites.get((F.linear, id(bias) if isinstance(bias, CutWeight) else None))
+    if site is None or (site.siblings is not None and bias is not None and not isinstance(bias, CutWeight)):
         raise _refusal(F.linear, next(_weights((input, weight, bias))))
     if input.size(-1) != (site.cut.shape[1] if site.style.kind == "divided" else weight.shape[1]):
         raise ValueError(
@@ -249,7 +266,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    site = weight.sites.get(F.embedding) if isinstance(weight, CutWeight) else None
+    site = weight.sites.get((F.embedding, None)) if isinstance(weight, CutWeight) else None
     if site is None:
         raise _refusal(F.embedding, weight)
     if max_norm is not None or scale_grad_by_freq or sparse:

@@ -15,6 +15,7 @@ from typing import Any, Self, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm
 from plait.table.collectives import Note
@@ -22,6 +23,7 @@ from plait.table.layout import part
 from plait.table.tensor_plan import FORWARD
 from plait.tensor.axis import AXES, Gather, Leave, TensorAxis, first_order
 from plait.tensor.linear import put_off, token, values
+from plait.tensor.metadata import name_of, only_metadata
 
 LOSS = Note(FORWARD, "loss")
 """The ledger's name for the messages of a cross-entropy."""
@@ -107,10 +109,11 @@ class CutLogits(Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        logits = next(x for x in (*args, *kwargs.values()) if isinstance(x, CutLogits))
+        logits = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, CutLogits))
         if func is F.cross_entropy:
             return _cross_entropy(*args, **kwargs)
-        if name in ("__get__", "dim", "ndimension", "is_floating_point", "__hash__", "backward", "register_hook"):
+        reads = name in ("dim", "ndimension", "is_floating_point", "__hash__", "backward", "register_hook")
+        if reads or (name == "__get__" and only_metadata(func)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         others = [x for x in args if x is not logits and isinstance(x, Tensor) and x.dim()]
@@ -119,7 +122,7 @@ class CutLogits(Tensor):
         cuts = not _keeps_classes(args[1], logits) if name == "__getitem__" else bool(others)
         if cuts or name not in CLASSWISE | RESHAPES:
             raise ValueError(
-                f"{name!r} on logits of which each of {logits.axis.ways} tensor ranks has a part of the "
+                f"{name_of(func)!r} on logits of which each of {logits.axis.ways} tensor ranks has a part of the "
                 f"{logits.classes} classes would take a part for the whole: compute the loss by F.cross_entropy or "
                 f"plait.cross_entropy_sum, which take them as they are, or gather them first (logits.full())"
             )
@@ -144,9 +147,10 @@ RESHAPES = {"view", "reshape"}
 
 def _keeps_classes(index: Any, logits: CutLogits) -> bool:
     """Returns True for an index that takes all classes of what it takes."""
-    items = index if isinstance(index, tuple) else (index,)
-    if items[-1] is Ellipsis or (isinstance(items[-1], slice) and items[-1] == slice(None)):
+    *before, last = index if isinstance(index, tuple) else (index,)
+    if isinstance(last, slice) and last == slice(None):
         return True
+    items = before if last is Ellipsis else [*before, last]
     taken = [i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else 1 for i in items if i is not None]
     return not any(i is Ellipsis for i in items) and sum(taken) < logits.dim()
 

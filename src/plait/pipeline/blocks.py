@@ -131,7 +131,7 @@ OF_THE_BATCH = {
 
 
 COLLECTED = ("hidden_states", "attentions", "router_logits")
-"""What a Hugging Face model returns of all its layers, where it is asked to."""
+"""Outputs that a Hugging Face model collects from all its layers on request."""
 
 
 def _keeps_promise(model: nn.Module, names: Sequence[str]) -> bool:

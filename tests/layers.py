@@ -65,7 +65,6 @@ SHARES: dict[str, Share] = {
     "checkpoint/test_own_loop.py::test_three_stops_in_an_epoch_each_under_another_mesh": PROCESSES,
     "checkpoint/test_save_load.py::test_any_layout_loads_it_to_the_bit": Share("few", "values"),
     "checkpoint/test_save_kills.py": PROCESSES,
-    "checkpoint/test_save_kills.py::test_two_hundred_kills": NIGHTLY,
     "checkpoint/test_saver.py::test_what_is_saved_is_the_run_at_that_moment": Share("few", "all"),
     "checkpoint/test_smollm2.py": NIGHTLY,
     "checkpoint/test_stateful.py::test_any_layout_reads_any_other_to_the_bit_and_fsdp2_reads_all": Share("none", "few"),
@@ -112,7 +111,7 @@ SHARES: dict[str, Share] = {
     "referee/test_faults.py": Share("few", "all"),
     "referee/test_faults.py::test_a_wrong_loop_is_named": Share("values", "all"),
     "schedule/test_simulate.py::test_256_stages_and_1024_microbatches_in_ten_seconds": FULL,
-    "sharded/test_dtensor_oracle.py": ORACLES,
+    "sharded/test_dtensor.py": ORACLES,
     "sharded/test_op_database.py::test_every_operator": NIGHTLY,
     "anymodel/tensor/test_types_oracle.py": ORACLES,
     "train/test_places.py::test_a_disk_that_fills_up": FULL,
@@ -184,7 +183,7 @@ LONG = (
     "verify/test_written_pipelines.py",
     "verify/test_recompute.py",
     "comm/test_process_world.py",
-    "sharded/test_dtensor_oracle.py",
+    "sharded/test_dtensor.py",
 )
 """The files that a worker is longest with, which therefore come first: the last file should be a short one."""
 

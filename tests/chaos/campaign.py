@@ -9,7 +9,7 @@ and watches it from outside.  A row meets its goal where every trial is right an
 its limit.
 
 trials.py         faults that end, stop and slow ranks, and signals
-refusals.py       faults that must be refused or reported: places, settings, collectives, strangers
+refusals.py       faults that must be refused or reported: ranks, a full disk, strangers
 between_hosts.py  faults of another host's ranks, and of the link
 two_hosts.py      two hosts on one machine, made of the kernel's namespaces
 ground.py         the folder of a campaign: the run that is disturbed, and the one that is not
@@ -128,16 +128,7 @@ ROWS = (
         {"refused": refusals.SHORT + 5},
     ),
     CampaignRow("disk", "a rank whose disk is full", "all end; the checkpoint before loads", refusals.full_disk),
-    CampaignRow("settings", "a rank with other settings", "setting and rank named on all", refusals.other_settings),
     CampaignRow("nan", "NaN on a rank", "all stop, or all leave the step out; never saved", trials.not_a_number),
-    CampaignRow(
-        "collective",
-        "a collective left out, in the debug mode",
-        "rank, operation and line named in that step",
-        refusals.left_out,
-        {"told": 5.0},
-    ),
-    CampaignRow("sizes", "sizes that cannot be", "exit code 2, one line", refusals.impossible, {"refused": 5.0}, 12, 3),
     CampaignRow("exception", "an exception in a stage", "its traceback first", trials.raised, {"ended": 1.0}),
     CampaignRow("stranger", "garbage at every port", "loopback only; the run to the bit", refusals.strangers),
 )

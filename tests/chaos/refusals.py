@@ -1,4 +1,4 @@
-"""What must be refused or told: places to write, settings, ranks that do not fit together, collectives, strangers."""
+"""Faults that must be refused or reported: ranks that do not fit together, a full disk, strangers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import time
 from contextlib import closing, suppress
 
-from ground import EVERY, PATIENCE, RANKS, Ground, lines_of, wait_for_step
+from ground import EVERY, PATIENCE, RANKS, Ground, wait_for_step
 from observed import LOOPBACK, Observed, listening
 from trials import Result, injected, outcome
 
@@ -20,10 +20,8 @@ SHORT = 5.0
 """The deadline of runs whose ranks do not find each other."""
 
 
-def _ranks(
-    ground: Ground, changes: dict[int, dict[str, str]], more: dict[int, tuple[str, ...]] | None = None
-) -> list[Observed]:
-    """Three ranks, started by hand, some with other variables or words."""
+def _ranks(ground: Ground, changes: dict[int, dict[str, str]]) -> list[Observed]:
+    """Starts three ranks by hand, some with other variables."""
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -32,7 +30,7 @@ def _ranks(
         given = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         given |= {"LOCAL_RANK": str(rank), **changes.get(rank, {})}
         if given.pop("absent", None) is None:
-            words = ground.words(out, "--deadline", f"{SHORT:g}", *(more or {}).get(rank, ()))
+            words = ground.words(out, "--deadline", f"{SHORT:g}")
             children.append(ground.start(words, given))
     return children
 
@@ -86,21 +84,6 @@ def port_taken(ground: Ground, number: int) -> Result:
     return Result("" if right else f"exit code {code}: {child.text()[-800:]}", {"refused": seconds})
 
 
-def other_settings(ground: Ground, number: int) -> Result:
-    """A rank with another learning rate, seed or width."""
-    rank, words = number % RANKS, (("--lr", "0.5"), ("--seed", "9"), ("--width", "64"))[number % 3]
-    children = _ranks(ground, {}, {rank: words})
-    codes = [child.finish(PATIENCE) for child in children]
-    name = words[0][2:]
-    for child, code in zip(children, codes, strict=True):
-        if code not in (1, 2) or "Traceback" in child.text():
-            return Result(f"exit code {code}: {child.text()[-800:]}")
-    told = [child for child in children if f"--{name}" in child.text() and re.search(rf"rank {rank}\b", child.text())]
-    return Result(
-        "" if len(told) == RANKS else f"{len(told)} of {RANKS} name {name} of rank {rank}: {children[0].text()}"
-    )
-
-
 def full_disk(ground: Ground, number: int) -> Result:
     """A rank cannot write: all end together, and the checkpoint before it loads."""
     rank, out, step = number % RANKS, ground.new(), 2 * EVERY + 1 + number % EVERY
@@ -116,47 +99,6 @@ def full_disk(ground: Ground, number: int) -> Result:
     if done.returncode or not kept or int(kept[-1][5:]) >= step:
         return Result(f"there are {kept}, of which not all verify: {done.stdout} {done.stderr}", {"ended": seconds})
     return Result("", {"ended": seconds})
-
-
-def left_out(ground: Ground, number: int) -> Result:
-    """A rank leaves a collective out, in the debug mode: told at that step, with both places in the code."""
-    rank, step = number % RANKS, ground.random.randrange(3, 12)
-    fault = f"skip-collective@rank={rank},step={step},operation={ground.random.randrange(2, 6)}"
-    out = ground.new()
-    child = ground.start(ground.words(out, "--check-collectives", "--inject", fault))
-    moment = injected(child)
-    code, seconds = child.finish(PATIENCE), time.monotonic() - moment.at
-    said = "\n".join(line.text for line in child.lines if line.at > moment.at)
-    made = int(str(lines_of(out / "metrics.jsonl")[-1]["step"]))
-    sites = set(re.findall(rf"rank {rank}: .* at ([\w/.-]+\.py:\d+)", said))
-    right = code == 1 and "mean different collectives" in said and sites and made == step - 1
-    return Result("" if right else f"exit code {code}, {made} steps made: {said[-1200:]}", {"told": seconds})
-
-
-IMPOSSIBLE: tuple[tuple[str, ...], ...] = (
-    ("--heads", "3"),
-    ("--mesh", "shard=3 tensor=4"),
-    ("--mesh", "pipe=9"),
-    ("--batch", "2"),
-    ("--microbatches", "99"),
-    ("--mesh", ""),
-    ("--mesh", "shard=0"),
-    ("--mesh", "depth=3"),
-    ("--threads", "100000"),
-    ("--chunks", "2"),
-    ("--split", "1 2"),
-    ("--width", "-4"),
-)
-
-
-def impossible(ground: Ground, number: int) -> Result:
-    """Sizes that do not fit together: refused before any process starts, with the numbers."""
-    words = IMPOSSIBLE[number % len(IMPOSSIBLE)]
-    child = ground.start([*ground.words(ground.new()), *words])
-    code, seconds = child.finish(PATIENCE), time.monotonic() - child.began
-    lines = [line for line in child.text().splitlines() if line.startswith("plait: error:")]
-    right = code == 2 and len(lines) == 1 and "Traceback" not in child.text()
-    return Result("" if right else f"{words}: exit code {code}: {child.text()[-500:]}", {"refused": seconds})
 
 
 GARBAGE = (

@@ -226,7 +226,7 @@ def digest(content: bytes) -> str:
     def read(start: int, into: memoryview) -> None:
         into[:] = content[start : start + len(into)]
 
-    return digest_of(len(content), 1 << 20, 1, read)
+    return digest_of(len(content), 1 << 20, read)
 
 
 OPENED: list[str] = []

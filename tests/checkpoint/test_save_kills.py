@@ -1,42 +1,80 @@
-"""Ranks that are killed in the middle of a save, synchronous or not, leave checkpoints that load to the bit."""
+"""A process that is killed before any of its operations on files in a save leaves checkpoints that load to the bit."""
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
-import subprocess
+import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_cases import differences
+from small_runs import build, go, names, ranks, state
 
-LAUNCHER = Path(__file__).with_name("kill_ranks.py")
+import plait
+from plait.checkpoint.places import checkpoints
+from plait.checkpoint.stored import Checkpoint
+from plait.comm import Comm
 
-
-def play(path: Path, kills: int, seed: int, timeout: float) -> list[dict[str, Any]]:
-    """What was found after each kill; where a checkpoint is damaged, lost or not what was saved, it fails."""
-    command = [sys.executable, "-W", "ignore", str(LAUNCHER), str(path / "run"), str(kills), str(seed)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir"}
 
 
-def test_a_few_kills(tmp_path: Path) -> None:
-    found = play(tmp_path, 8, 1, 200)
-    assert len(found) == 8 and found[-1]["after"] > 8
-    odd = [trial for trial in found if -9 not in trial["statuses"] or not 1 <= trial["whole"] <= 3]
-    assert not odd, odd
-    assert {trial["background"] for trial in found} == {True, False}
-    assert any(trial["left"] for trial in found), "some were killed in the middle of a save"
+def saved(folder: Path, background: bool, operation: int | None = None) -> Any:
+    """Goes on from the newest checkpoint for a step and saves it; the process dies before the n-th operation."""
+
+    def body(comm: Comm) -> Any:
+        engine = build(comm)
+        if checkpoints(folder):
+            plait.load(folder, engine)
+        go(engine)
+        saver = plait.Saver(folder, engine, keep=2, background=background)
+        if operation is not None and not comm.rank:
+            arm(operation)
+        saver.save()
+        saver.wait()
+        return state(engine)
+
+    return ranks(body, 2)[0]
 
 
-@pytest.mark.timeout(2400)
-def test_two_hundred_kills(tmp_path: Path) -> None:
-    found = play(tmp_path, 200, 7, 2300)
-    assert len(found) == 200
-    for background in (True, False):
-        mine = [trial for trial in found if trial["background"] is background]
-        assert sum(trial["left"] > 0 for trial in mine) > 20
-        assert {trial["operation"] is None for trial in mine} == {True, False}
+def arm(operation: int) -> None:
+    """Kills this process before its n-th operation on files from now on."""
+    left = itertools.count(operation, -1)
+
+    def hook(event: str, arguments: Any) -> None:
+        if event in OPERATIONS and next(left) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_kill_before_any_operation_loses_no_checkpoint(background: bool, tmp_path: Path) -> None:
+    states = [saved(tmp_path / "good", background) for _ in range(4)]
+    good = tmp_path / "good"
+    shutil.rmtree(good)
+    for _ in range(2):
+        saved(good, background)
+    ends, left = set[int](), 0
+    for operation in itertools.count():
+        folder = Path(shutil.copytree(good, tmp_path / f"{operation}"))
+        if not (child := os.fork()):
+            saved(folder, background, operation)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        for there in checkpoints(folder):
+            Checkpoint.find(there).check()
+        newest = Checkpoint.find(folder).manifest.step
+        ends.add(newest)
+        left += any(name.startswith(".step") for name in names(folder))
+        again = saved(folder, background)
+        assert not differences(again, states[newest]), (operation, newest)
+        assert names(folder) == ["latest", f"step-{newest:06}", f"step-{newest + 1:06}"]
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        shutil.rmtree(folder)
+    assert operation > 20 and ends == {2, 3} and left > 5

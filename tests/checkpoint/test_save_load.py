@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from run_cases import LAYOUTS, Training, differences
 from torch import nn
 
 import plait
-from plait.checkpoint.snapshot import LateCopy
 from plait.comm import Comm, run
 from plait.comm.thread import ThreadWorld
 from plait.step import Engine
@@ -166,31 +163,6 @@ def test_a_number_of_numpys_is_refused_when_it_is_saved(value: str, tmp_path: Pa
 
     with pytest.raises((ValueError, RuntimeError), match="float64 cannot be saved"):
         run(mesh("ddp"), body, deadline=30)
-
-
-def test_two_savers_of_one_engine_save_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What optimizers keep is copied late for the first, while the second is done and an update wants to write."""
-    make, first = LateCopy.make, list[int]()
-
-    def late(self: LateCopy) -> None:
-        first.append(threading.get_ident())
-        time.sleep(0.1 * (first[-1] == first[0]))
-        make(self)
-
-    monkeypatch.setattr(LateCopy, "make", late)
-
-    def body(comm: Comm) -> None:
-        training = Training.begin(comm, "ddp")
-        training.go(0, 1)
-        savers = [plait.Saver(tmp_path / name, training.engine) for name in ("disk", "store")]
-        for saver in savers:
-            saver.save()
-        training.go(1, 2)
-        for saver in savers:
-            saver.wait()
-
-    run(Mesh(), body, deadline=30)
-    assert [len(list((tmp_path / name).glob("step-*"))) for name in ("disk", "store")] == [1, 1]
 
 
 def test_a_saver_stays_with_its_folder_when_the_program_goes_to_another(

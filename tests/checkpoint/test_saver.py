@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from run_cases import LAYOUTS, Training, differences
-from small_runs import build, go, names, raised_together, ranks, state
+from small_runs import build, go, names, raised_together, ranks
 
 import plait
 from plait.checkpoint import writing
-from plait.checkpoint.snapshot import LateCopy
 from plait.comm import Comm, run
 from plait.table.mesh import AXES, Mesh
 
@@ -93,53 +92,6 @@ def test_a_second_save_waits_for_the_first_and_uses_its_memory(tmp_path: Path, m
         engine = build(comm, change=1)
         plait.load(tmp_path, engine)
         return engine.full_state_dict()
-
-    assert not differences(ranks(load), saved)
-
-
-@pytest.mark.parametrize("writer", ["an update", "a load", "the program"])
-def test_what_an_optimizer_keeps_is_copied_while_the_program_goes_on(
-    writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights are free at once; whoever writes to the moments by way of the engine waits, and anybody else is told."""
-    make, copying = LateCopy.make, threading.Event()
-
-    def slow(self: LateCopy) -> None:
-        copying.set()
-        time.sleep(0.1)
-        make(self)
-
-    monkeypatch.setattr(LateCopy, "make", slow)
-
-    def body(comm: Comm) -> Any:
-        engine = build(comm)
-        go(engine)
-        at = state(engine)
-        saver = plait.Saver(tmp_path, engine)
-        saver.save()
-        assert copying.wait(20)
-        for piece in engine.placed.pieces():
-            if not piece.key:
-                piece.tensor.mul_(-1)  # a weight may change at once
-            elif writer == "the program":
-                piece.tensor.mul_(-1)
-        if writer == "an update":
-            go(engine)
-        if writer == "a load":
-            zero = {n: {key: 0 * value for key, value in kept.items()} for n, kept in at[1]["state"].items()}
-            engine.load_optimizer_state_dict({**at[1], "state": zero})
-        saver.wait()
-        return at
-
-    if writer == "the program":
-        raised_together(body, "was written to while it was saved")
-        assert names(tmp_path) == []
-        return
-    saved = ranks(body)
-
-    def load(comm: Comm) -> Any:
-        plait.load(tmp_path, engine := build(comm, change=1))
-        return state(engine)
 
     assert not differences(ranks(load), saved)
 

@@ -1,23 +1,13 @@
-"""What tensor parallelism sends: the papers' volumes, and the ledger of a real step, byte for byte."""
+"""The messages of tensor parallelism, against the papers' volumes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
-from typing import Any
 
 import pytest
 
-import plait
-from plait.anymodel import plan_of
-from plait.comm import Comm
-from plait.predict.cost import differences
 from plait.predict.tensor import predict_tensor
-from plait.referee.verify.record import predict
-from plait.run.config import VerifyConfig
-from plait.run.job.job import make_job
 from plait.run.models.gpt import GPT, GPTConfig
-from plait.step import Engine
 from plait.table.collectives import Entry, Note
 from plait.table.mesh import Mesh
 from plait.table.tensor_plan import BACKWARD, FORWARD, Site, everywhere
@@ -115,49 +105,3 @@ def test_other_axes_change_nothing() -> None:
         assert predict_tensor([everywhere(sites, (3, 7))], mesh, 4, sequence=False) == predict_tensor(
             [everywhere(sites, (3, 7))], Mesh(tensor=2), 4, sequence=False
         )
-
-
-# ---- a real step -------------------------------------------------------------------------------------------------
-
-GPT_RUN = VerifyConfig(model="gpt", layers=2, width=24, heads=6, kv_heads=6, batch=13, length=7)
-RUNS = {
-    "gpt": (GPT_RUN, False),
-    "gpt sequence": (GPT_RUN, True),
-    "gpt fp64": (replace(GPT_RUN, dtype="fp64"), True),
-    "gpt bf16": (replace(GPT_RUN, dtype="bf16"), False),
-    "llama": (replace(GPT_RUN, model="llama"), False),
-    "llama sequence": (replace(GPT_RUN, model="llama"), True),
-    "mlp": (VerifyConfig(model="mlp", layers=8, width=7, batch=13), False),
-}
-
-
-@pytest.mark.parametrize("mesh", ["tensor=2", "tensor=3", "shard=2 tensor=2"])
-@pytest.mark.parametrize("name", RUNS)
-def test_the_ledger_of_a_step_is_the_prediction(name: str, mesh: str) -> None:
-    config, sequence = RUNS[name]
-    if config.model == "llama":
-        pytest.importorskip("transformers")
-    job = make_job(config)
-
-    def body(comm: Comm) -> tuple[list[str], set[str]]:
-        model = job.build()
-        optimizer = job.optimizer(model.parameters())
-        engine = Engine(
-            model, comm, strategy="zero2", optimizer=optimizer, loss_fn=job.loss_fn, count_fn=job.count_fn, clip=1.0,
-            sequence_parallel=sequence, tensor_plan=plan_of(model, sequence=sequence),
-        )  # fmt: skip
-        rank, ranks = comm.mesh.data_rank(comm.rank), comm.mesh.data_size
-        found: list[str] = []
-        for step in range(2):
-            batches: list[Any] = job.microbatches(step, rank, ranks, 2)
-            predicted, mark = predict(engine, job, batches), len(comm.ledger.entries)
-            engine.step(batches)
-            measured = comm.ledger.entries[mark:]
-            if step == 0:  # the check that whole parameters are whole comes before the first update
-                measured = [e for e in measured if e.note.phase != "setup"]
-            found += differences(predicted, measured)
-        return found, {e.note.phase for e in comm.ledger.entries}
-
-    for found, phases in plait.run_threads(mesh, body):
-        assert not found, found[:3]
-        assert {FORWARD, BACKWARD, "count", "report"} <= phases

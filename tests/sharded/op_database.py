@@ -227,7 +227,7 @@ def tried(call: Call, mesh: str, seed: int, auto: bool, values: bool = True) -> 
         except Exception as error:
             words[comm.rank] = ("unclear", f"{type(error).__name__}: {error}")
             raise
-        said = compared(call, results, leaves, same, values)
+        said = compared(call, results, leaves, same, values, None if auto else comm)
         if said:
             words[comm.rank] = ("wrong", said)
 
@@ -245,8 +245,18 @@ def tried(call: Call, mesh: str, seed: int, auto: bool, values: bool = True) -> 
     return cut, "unclear" if worst[0] != "wrong" else "wrong", f"ranks disagree, {sorted(kinds)}: {worst[1]}"
 
 
-def compared(call: Call, results: list[Any], leaves: list[Tensor], same: list[Any], values: bool) -> str:
-    """What differs from the whole tensors."""
+def compared(
+    call: Call, results: list[Any], leaves: list[Tensor], same: list[Any], values: bool, silent: Comm | None
+) -> str:
+    """What differs from the whole tensors, or was sent by a backward on a comm that is to be silent."""
+    able = all(
+        isinstance(y, Tensor) and y.requires_grad for y, s in zip(results, call.seeds, strict=False) if s is not None
+    )
+    found = (
+        gradients_of(results, call.seeds, leaves) if call.gradients and able and len(results) == len(call.seeds) else []
+    )
+    if silent is not None and silent.ledger.entries:
+        return "its backward sent something"
     if not all(same):
         return "in place, it returned another tensor"
     if len(results) != len(call.results):
@@ -262,10 +272,9 @@ def compared(call: Call, results: list[Any], leaves: list[Tensor], same: list[An
             return said
     if not call.gradients:
         return ""
-    if not all(y.requires_grad for y, s in zip(results, call.seeds, strict=True) if s is not None):
+    if not able:
         lost = any(g is not None and g.any() for g in call.gradients)
         return "a result has no gradient" if lost else ""
-    found = gradients_of(results, call.seeds, leaves)
     for got, want in zip(found, call.gradients, strict=True):
         if got is None or want is None:
             other = want if got is None else got.full()

@@ -10,9 +10,14 @@ pytest.importorskip("expecttest", reason="torch's database of operators imports 
 from op_database import NAMES, Outcome, named, outcomes, verdict
 
 FEW = (
-    "add", "cat", "cumsum", "div.no_rounding_mode", "fft.rfft", "gather", "index_put", "linalg.solve", "masked.sum",
-    "masked_fill", "mean", "nn.functional.batch_norm", "nn.functional.conv2d", "nn.functional.group_norm",
-    "nn.functional.relu", "scatter_add", "sort", "var_mean", "view_as_real", "where",
+    "add", "amax", "bmm", "cat", "chunk", "clamp", "cumsum", "div.no_rounding_mode", "expand", "fft.rfft", "gather",
+    "index_put", "index_select", "linalg.solve", "log_softmax", "logsumexp", "masked.sum",
+    "masked_fill", "matmul", "mean", "movedim", "mul", "narrow", "nn.functional.batch_norm", "nn.functional.conv2d",
+    "nn.functional.cross_entropy", "nn.functional.embedding", "nn.functional.gelu", "nn.functional.group_norm",
+    "nn.functional.layer_norm", "nn.functional.linear", "nn.functional.mse_loss", "nn.functional.relu",
+    "nn.functional.scaled_dot_product_attention", "permute", "reshape", "scatter_add", "select", "softmax",
+    "sort", "split", "squeeze", "stack", "sum", "transpose", "tril", "unbind", "unflatten", "unsqueeze", "var",
+    "var_mean", "view_as_real", "where",
 )  # fmt: skip
 """What the fast layer tries: each way in which an operator comes to its plan."""
 

@@ -96,7 +96,7 @@ def situations(draw: Any) -> tuple[str, str, list[Layout]]:
     return mesh, name, [draw(layouts(Mesh.parse(mesh), len(s))) for s in OPERATORS[name][0]]
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(situations())
 def test_any_operator_in_any_layout(situation: tuple[str, str, list[Layout]]) -> None:
     mesh, name, cuts = situation

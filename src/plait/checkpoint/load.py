@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from plait.checkpoint.fits import check_fits, weights_of
-from plait.checkpoint.hashing import threads_for
 from plait.checkpoint.manifest import LARGEST, NAME
 from plait.checkpoint.places import Storage, checkpoints, contents, find, parse_manifest, place, removed
 from plait.checkpoint.stored import Checkpoint, StoredWeights
@@ -64,7 +63,7 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
     saved = read_together(path, comm)
     with _together(comm), _offering_another(saved.folder):
         for name in sorted(saved.manifest.files)[comm.rank :: comm.world_size]:
-            saved.check_file(name, threads_for(comm.local_world_size))
+            saved.check_file(name)
     with _together(comm):
         with _offering_another(saved.folder):
             state = saved.values()

@@ -1,8 +1,8 @@
 """``plait.save`` and ``plait.Saver``: each rank writes the pieces that no earlier rank has, so nothing is gathered.
 
-    save        all ranks    contents checked, weights copied if the program goes on
+    save        all ranks    contents checked, and copied if the program goes on
                 rank 0       a hidden folder                                    an error? agreed
-    meanwhile   each rank    moments copied ──► its file ──► a note about it    a thread, which sends nothing
+    meanwhile   each rank    its file ──► a note about it                      a thread, which sends nothing
                 rank 0       all notes ──► manifest ──► renamed ──► latest      its thread
     wait        all ranks    all written, and rank 0 renamed? agreed
 
@@ -20,7 +20,7 @@ from plait.checkpoint.folder import Folder
 from plait.checkpoint.places import Storage, place, step_name
 from plait.checkpoint.retention import remove_left_over
 from plait.checkpoint.same_folder import check_same_folder
-from plait.checkpoint.snapshot import HostMemory, LateCopy, taken, values_of
+from plait.checkpoint.snapshot import HostMemory, taken, values_of
 from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing, disk_errors
 from plait.comm.agree import broadcast_text, check_together, gather_ints
 from plait.step import EMA, Engine
@@ -66,9 +66,8 @@ class Saver:
         ema: an average of the weights to save too.
         keep: the number of checkpoints to keep; None removes none.  The newest is read back and verified before any
             other goes.  One with a file ``pinned`` in its folder stays.
-        background: ``save`` copies the weights to host memory and returns; a thread copies the optimizer's state, for
-            which the next update waits, and writes.  With False ``save`` returns when the checkpoint exists, and copies
-            nothing.
+        background: ``save`` copies weights and optimizer state to host memory and returns; a thread writes.  With False
+            ``save`` returns when the checkpoint exists, and copies nothing.
         deadline: seconds until every rank has to have written.
 
     Raises:
@@ -104,7 +103,7 @@ class Saver:
     def save(self, extra: Any = None) -> None:
         """Saves the run in its present state; all ranks call it together, between two steps.
 
-        The weights may change once it returns.  It first waits for the save before it (``waited`` seconds), and raises
+        The run may go on once it returns.  It first waits for the save before it (``waited`` seconds), and raises
         that one's error without beginning another.  Arguments and errors are those of ``plait.save``.
         """
         self.engine.check_between_steps("a save")
@@ -141,7 +140,7 @@ class Saver:
         return self._published
 
     def _begin(self, extra: Any) -> Writing:
-        """Does the part that needs the program's thread; the weights may change afterwards."""
+        """Does the part that needs the program's thread; the run may go on afterwards."""
         engine, comm = self.engine, self.engine.comm
         values = values_of(engine, self.ema, extra)
         if not self._own:
@@ -151,9 +150,9 @@ class Saver:
         partial = self.place.partial(step_name(engine.steps), own)
         error: Exception | None = None
         try:
-            (pieces, state), late = taken(engine, self.ema, values), list[LateCopy]()
+            pieces, state = taken(engine, self.ema, values)
             if self.background or comm.device.type != "cpu":  # one transfer for both hashing and writing
-                pieces, late = self._memory.copies(pieces)
+                pieces = self._memory.copies(pieces)
             if not comm.rank:
                 with disk_errors(self.place, sum(piece.tensor.nbytes for piece in pieces)):
                     if self.keep is not None and first:
@@ -165,11 +164,7 @@ class Saver:
         if first and isinstance(folder := self.place.given(), Path):
             check_same_folder(folder, comm)
         about = Save(partial, own, engine.steps, comm.world_size, self.keep, self.deadline, comm.deadline)
-        writing = Writing(about, comm.rank, pieces, late, state)
-        if engine.placed.owned_optimizer is not None:
-            engine.placed.owned_optimizer.wait_for_reader()  # another Saver's
-            engine.placed.owned_optimizer.reader = writing.copied
-        return writing
+        return Writing(about, comm.rank, pieces, state)
 
     def _check_together(self, error: Exception | None, partial: Storage) -> None:
         """Raises any rank's error on all ranks, and removes the unfinished save."""

@@ -5,11 +5,7 @@
     ema/blocks.0.weight                  an average of the weights
     value/3                              any other tensor, from rank 0
 
-The tensors are the engine's own memory until they are copied.  If a thread writes them while the program goes on, it
-copies the optimizer's state too: only an update writes to that, and an update waits.
-
-    program    weights copied │ forward, backward ...      │ update
-    thread                    │ moments copied ──► update may go on ──► hashed, written
+The tensors are the engine's own memory until they are copied, before the program goes on.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +37,7 @@ class RankPiece:
     region: Region
     tensor: Tensor
     kind: str = ""
-    """``weight``, ``optimizer`` (only an update writes to it), or empty for buffers and values."""
+    """``weight``, ``optimizer``, or empty for buffers and values."""
     first: bool = True
     """True if no earlier rank holds the region."""
 
@@ -54,49 +50,23 @@ class RankPiece:
             )
 
 
-@dataclass(frozen=True)
-class LateCopy:
-    """A copy that a thread makes while the program goes on."""
-
-    name: str
-    source: Tensor
-    into: Tensor
-    version: int
-    """The source's version when the save began."""
-
-    def make(self) -> None:
-        """Copies; ValueError if the source has been written to since."""
-        self.into.copy_(self.source)
-        if self.source._version != self.version:
-            raise ValueError(
-                f"{self.name!r} was written to while it was saved, and not by optimizer.step(): call wait() on the "
-                f"Saver before you change an optimizer's state, or give it background=False"
-            )
-
-
 @dataclass
 class HostMemory:
     """Memory of the host for copies, reused by each save."""
 
     buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
-    def copies(self, pieces: Sequence[RankPiece]) -> tuple[list[RankPiece], list[LateCopy]]:
-        """The same pieces in this memory, and the copies still to make; earlier copies are overwritten."""
+    def copies(self, pieces: Sequence[RankPiece]) -> list[RankPiece]:
+        """Copies the pieces into this memory; earlier copies are overwritten."""
         starts = list(accumulate((-(-one.tensor.nbytes // ALIGNED) * ALIGNED for one in pieces), initial=0))
         if len(self.buffer) < starts[-1]:
             self.buffer = self.buffer.new_empty(0)  # frees the smaller one first
             self.buffer = self.buffer.new_empty(starts[-1])
-        copied, late = list[RankPiece](), list[LateCopy]()
+        copied = []
         for one, start in zip(pieces, starts, strict=False):
             place = self.buffer[start : start + one.tensor.nbytes].view(one.tensor.dtype).view(one.tensor.shape)
-            copied.append(replace(one, tensor=place))
-            if (
-                one.kind == OPTIMIZER and one.tensor.device.type == "cpu"
-            ):  # an accelerator's copy would wait in its queue
-                late.append(LateCopy(one.name, one.tensor, place, one.tensor._version))
-            else:
-                place.copy_(one.tensor)
-        return copied, late
+            copied.append(replace(one, tensor=place.copy_(one.tensor)))
+        return copied
 
 
 def values_of(engine: Engine, ema: EMA | None, extra: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.hashing import HASH, digest_of, threads_for
+from plait.checkpoint.hashing import HASH, digest_of
 from plait.checkpoint.manifest import Manifest, in_file
 from plait.checkpoint.places import Storage, find, read_manifest
 from plait.checkpoint.tensor_file import TensorFile
@@ -144,14 +144,14 @@ class Checkpoint:
         (given,) = [value for name, value in self.manifest.values["dict"] if name == key][-1:]
         return decoded(given, lambda name: self.tensors[name].read())
 
-    def check_file(self, name: str, threads: int = 1) -> None:
+    def check_file(self, name: str) -> None:
         """Raises ValueError if a file has other bytes than were written, or other tensors than the manifest says."""
         path, stored, pieces = self.folder / name, self.manifest.files[name], self.manifest.contents[name]
         try:
             with path.opened() as file:
                 if file.size != stored.bytes:
                     raise ValueError(f"{str(path)!r} has {file.size} bytes, and {stored.bytes} were written")
-                if digest_of(file.size, path.chunk, threads, file.read) != stored.digest:
+                if digest_of(file.size, path.chunk, file.read) != stored.digest:
                     raise ValueError(f"{str(path)!r} is not what was written: its digest ({HASH}) is another")
         except ValueError as error:
             names = list(dict.fromkeys(tensor for tensor, _ in pieces))
@@ -170,7 +170,7 @@ class Checkpoint:
         found = {}
         for name in counted("files read", sorted(self.manifest.files)):
             try:
-                self.check_file(name, threads_for(1))
+                self.check_file(name)
             except (ValueError, OSError) as error:
                 found[name] = str(error)
         return found

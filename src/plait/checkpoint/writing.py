@@ -21,7 +21,7 @@ from plait.checkpoint.files.writing import DiskError
 from plait.checkpoint.manifest import LARGEST, NAME, entries_of, manifest_text
 from plait.checkpoint.places import Storage, contents
 from plait.checkpoint.retention import remove_older
-from plait.checkpoint.snapshot import OPTIMIZER, LateCopy, RankPiece
+from plait.checkpoint.snapshot import OPTIMIZER, RankPiece
 from plait.checkpoint.tensor_file import write_tensor_file
 from plait.comm.agree import named
 from plait.comm.deadline import clock
@@ -49,16 +49,13 @@ class Writing:
     """This rank's part of a save, in progress.
 
     Args:
-        late: copies to make first.
         state: the manifest's values, on rank 0.
     """
 
-    def __init__(
-        self, save: Save, rank: int, pieces: Sequence[RankPiece], late: Sequence[LateCopy], state: Any
-    ) -> None:
-        self.save, self.rank, self.pieces, self.late, self.state = save, rank, pieces, late, state
+    def __init__(self, save: Save, rank: int, pieces: Sequence[RankPiece], state: Any) -> None:
+        self.save, self.rank, self.pieces, self.state = save, rank, pieces, state
         self.error: Exception | None = None
-        self.copied, self.done, self.stop = threading.Event(), threading.Event(), threading.Event()
+        self.done, self.stop = threading.Event(), threading.Event()
         self._begun = clock()
         self._end = self._begun + save.deadline
         self._program = threading.current_thread()
@@ -78,11 +75,6 @@ class Writing:
     def _write(self) -> None:
         time.sleep(0)  # lets the program go on at once
         try:
-            try:
-                for copy in self.late:
-                    copy.make()
-            finally:
-                self.copied.set()
             write_part(self.save.partial, self.rank, self.pieces)
             if not self.rank and (notes := self._notes()) is not None:
                 published = publish(self.save, notes, self.state)

@@ -115,8 +115,6 @@ class Reduce:
             factor = clip_factor(grad_norm, clip)
             if factor < 1:
                 scale(gradients, factor)
-        if placed.owned_optimizer is not None:
-            placed.owned_optimizer.wait_for_reader()
         give_gradients(placed.owned, self.have_gradient if self.made else dict.fromkeys(self.have_gradient, False))
         summed = math.fsum(loss for of_rank in losses_by_rank for loss in of_rank)
         stop = next(((rank, int(row[1])) for rank, row in enumerate(report.marks) if row[1]), None)

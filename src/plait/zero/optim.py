@@ -11,7 +11,6 @@ the first step, so those of elements that a rank does not own never exist.  Upda
 storage, and learning-rate schedules that hold the optimizer go on working.
 """
 
-import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,8 +112,6 @@ class OwnedOptimizer:
         self.optimizers, self.owned = tuple(optimizers), list(owned)
         self.groups: dict[Optimizer, list[list[str]]] = {}
         """Names of the parameters in each group, by optimizer, in the order in which they were given."""
-        self.reader: threading.Event | None = None
-        """Set when a save has read the optimizers' state; until then the state must not be written."""
         self.by_name: dict[str, list[Owned]] = {}
         for piece in self.owned:
             self.by_name.setdefault(piece.name, []).append(piece)
@@ -175,12 +172,6 @@ class OwnedOptimizer:
     def views(self, names: Iterable[str]) -> list[nn.Parameter]:
         """The pieces of these parameters that this rank updates."""
         return [piece.view for name in names for piece in self.by_name.get(name, ())]
-
-    def wait_for_reader(self) -> None:
-        """Waits until the optimizers' state may be written."""
-        if self.reader is not None:
-            self.reader.wait()
-            self.reader = None
 
     def state_bytes(self) -> int:
         """Bytes of this rank's optimizer state, step counters and master weights left out."""

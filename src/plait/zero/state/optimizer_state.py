@@ -259,7 +259,6 @@ class OptimizerState:
         """
         groups, values = self._named(optimizer, state)
         saved = self._fitting(optimizer, groups)
-        self.owner.wait_for_reader()
         for view in (view for group in optimizer.param_groups for view in group["params"]):
             for key, value in values.get((piece := self._by_view[id(view)]).name, {}).items():
                 _check_cut(piece, key, value)  # all of them, before any is written

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import engine_cases as cases
 import pytest
 import torch
 from engine_cases import SPLIT_ROWS, agree, batches, distinct, plain, train
 from torch import Tensor, nn
 
+from plait import run_threads as run
 from plait.forward.recompute import blocks_of
+from plait.step import Engine
+from plait.table.mesh import Mesh
 from plait.zero.wrap import Wrapped, automatic, wrap
 
 
@@ -186,3 +191,12 @@ def test_named_and_nested_units_train(units: tuple[str, ...], row: str) -> None:
     template = cases.net()
     ranks = train(template, "shard=3", row, batches(), units=units, microbatches=2)
     agree(ranks, plain(template, batches()))
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [(cases.net, {"prefetch": -1}, "prefetch=-1"), (nn.ReLU, {}, "no parameters")],
+)
+def test_models_and_settings_that_cannot_be_are_refused(model: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(Mesh(), lambda comm: Engine(model(), comm, **settings))

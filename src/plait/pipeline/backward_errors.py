@@ -1,12 +1,11 @@
-"""What a backward is told that fails, or that reaches further than the stage's model.
+"""Explains a backward that fails, and refuses one that reaches further than the stage's model.
 
 loss ──► the model's parameters        taken by hooks, reduced, divided
      └─► another engine's              taken by its hooks (``also``), or refused there
      └─► a criterion's, a loss weight  nobody would reduce or divide what comes: refused, after the first backward
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,46 +15,31 @@ from torch.utils.checkpoint import CheckpointError
 from plait.forward.recompute import WRITTEN
 
 
-@contextmanager
-def writes_explained(flights: Mapping[int, object]) -> Iterator[None]:
-    """Says what autograd cannot know of a tensor that was written to: forwards of other microbatches came between, or
-    the forward that is run again has written to it."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise ValueError(f"a forward that was run again in the backward made other tensors: {WRITTEN}") from error
-    except RuntimeError as error:
-        if not flights or "modified by an inplace operation" not in str(error):
-            raise
+def explained(error: RuntimeError, flights: Mapping[int, object]) -> ValueError | None:
+    """The cause of an error of a backward that a write in place has made: forwards of other microbatches (``flights``)
+    came between, or the forward that ran again has written to its tensors.  None for any other error."""
+    if isinstance(error, CheckpointError):
+        return ValueError(f"a forward that was run again in the backward made other tensors: {WRITTEN}")
+    if not flights or "modified by an inplace operation" not in str(error):
+        return None
+    return ValueError(
+        f"a forward writes in place to a tensor that an earlier microbatch's backward still reads (a buffer?); "
+        f"in a pipeline several are under way at once, here with {sorted(flights)}: let the forward read a copy, "
+        f"as in x * self.scale.clone(). PyTorch says: {error}"
+    )
+
+
+def refuse_outside(reached: Sequence[nn.Parameter]) -> None:
+    """Raises ValueError where one of the parameters that a backward reached has a gradient: no engine has taken it."""
+    if kept := [parameter for parameter in reached if parameter.grad is not None]:
+        for parameter in kept:
+            parameter.grad = None
         raise ValueError(
-            f"a forward writes in place to a tensor that an earlier microbatch's backward still reads (a buffer?); "
-            f"in a pipeline several are under way at once, here with {sorted(flights)}: let the forward read a copy, "
-            f"as in x * self.scale.clone(). PyTorch says: {error}"
-        ) from error
-
-
-class OutsideParameters:
-    """Looks for trainable parameters that no engine has, until a backward has met none."""
-
-    def __init__(self) -> None:
-        self._looked = False
-
-    @contextmanager
-    def refused(self, outputs: Sequence[Tensor | GradientEdge]) -> Iterator[None]:
-        """Around a backward from these: ValueError where a parameter keeps the gradient that it got."""
-        reached = [] if self._looked else [p for p in reached_by(outputs) if p.grad is None]
-        yield
-        kept = [parameter for parameter in reached if parameter.grad is not None]
-        self._looked = not kept
-        if kept:
-            for parameter in kept:
-                parameter.grad = None
-            raise ValueError(
-                f"the loss goes through a trainable parameter of shape {tuple(kept[0].shape)} that is not the engine's "
-                f"model's (of a criterion, a weight of a loss): its gradient would be this rank's alone, and not "
-                f"divided by the count. Make it part of the model, as in a module that has both; give the module that "
-                f"has it an engine of its own and name that (also=[engine]); or freeze it"
-            )
+            f"the loss goes through a trainable parameter of shape {tuple(kept[0].shape)} that is not the engine's "
+            f"model's (of a criterion, a weight of a loss): its gradient would be this rank's alone, and not "
+            f"divided by the count. Make it part of the model, as in a module that has both; give the module that "
+            f"has it an engine of its own and name that (also=[engine]); or freeze it"
+        )
 
 
 def reached_by(outputs: Sequence[Tensor | GradientEdge]) -> list[nn.Parameter]:

@@ -144,7 +144,8 @@ class Runtime:
             nonlocal updates
             updates -= 1
             if updates == 0:
-                p2p.wait_all()
+                if self.num_stages > 1:
+                    p2p.wait_all()
                 update()
 
         handlers: Handlers = {

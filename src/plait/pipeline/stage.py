@@ -33,7 +33,7 @@ from plait.forward.products import Products
 from plait.forward.recompute import AttentionRecompute, blocks_of, run_twice
 from plait.forward.sites import Sites
 from plait.forward.tensor_parallel import StageAxis, StageTensor
-from plait.pipeline.backward_errors import OutsideParameters, writes_explained
+from plait.pipeline.backward_errors import explained, reached_by, refuse_outside
 from plait.pipeline.message import Handed
 from plait.pipeline.p2p import Signature, signature_of
 from plait.pipeline.program import StageInput, StagePart
@@ -44,8 +44,8 @@ from plait.table.parallelism import Parallelism
 from plait.tensor import Parallel
 from plait.tensor.gemm import TORCH, Gemm
 from plait.zero.build import BuiltUnits, SourceModel
+from plait.zero.frozen import FrozenParameters
 from plait.zero.gradients import Gradients
-from plait.zero.state.fingerprint import ModelFingerprint
 from plait.zero.unit import Unit, parameters_of
 from plait.zero.unshard import Unsharding
 
@@ -111,9 +111,10 @@ class Stage:
         for name in self.blocks:
             run_twice(self.model, name, self.interceptor, parallel, sequence=self.axis.sequence)
         self.gradients = Gradients(self.unsharding, self.comm)
-        self.guard = ModelFingerprint(self.model)
+        self.frozen = FrozenParameters(self.model)
         self.flights: dict[int, Flight] = {}
-        self._outside = OutsideParameters()
+        self._is_clean = False
+        """True once a backward has reached no trainable parameter outside any engine."""
         self._lengths: dict[Signature, int] = {}
         users = dict(settings.whole.model.named_parameters())
         copied = [(p, users[name], flat) for name, p, flat, _ in parameters_of(self.units) if users[name] is not p]
@@ -150,8 +151,9 @@ class Stage:
         self.unsharding.runs.clear()
         self.unsharding.found.clear()
         self.flights.clear()
-        self.program.follow()
-        self.program.watch_writes()
+        if self.count > 1:
+            self.program.follow()
+            self.program.watch_writes()
         self.look_at_model()
         self.begin_sums()
 
@@ -160,10 +162,10 @@ class Stage:
         self.gradients.begin_step()
 
     def look_at_model(self) -> None:
-        """Before a forward: notice what was frozen or thawed; ValueError for any other change."""
+        """Before a forward: notice what was frozen or thawed."""
         for parameter in self._copies:
             parameter.follow()
-        if self.guard.check():
+        if self.frozen.changed():
             for unit in self.units:
                 unit.look_at_frozen()
 
@@ -332,12 +334,17 @@ class Stage:
         made = [(out, gradient) for out, gradient in zip(flight.outputs, gradients, strict=True) if out is not None]
         if made:
             flight.outputs, (outputs, seeds) = (), zip(*made, strict=True)
-            with (
-                self._outside.refused(outputs),
-                torch.autograd.set_multithreading_enabled(False),
-                writes_explained(self.flights),
-            ):
-                torch.autograd.backward(outputs, seeds)
+            reached = [] if self._is_clean else [p for p in reached_by(outputs) if p.grad is None]
+            try:
+                with torch.autograd.set_multithreading_enabled(False):
+                    torch.autograd.backward(outputs, seeds)
+            except RuntimeError as error:
+                if (why := explained(error, self.flights)) is not None:
+                    raise why from error
+                raise
+            if reached:
+                refuse_outside(reached)
+            self._is_clean = True
         if not split:
             self.gradients.end_microbatch()
         self.unsharding.end_backward()

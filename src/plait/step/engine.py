@@ -129,7 +129,7 @@ class Engine(StaysHere):
         self._stepped: list[Optimizer] = []
         self.optimizer_hooks = [OptimizerHooks(one, self) for one in self.placed.optimizers]
         self._evaluator = Evaluator(self.placed)
-        if self.placed.pipeline.num_stages == 1:  # else a program calls no forward
+        if self.placed.num_stages == 1:  # else a program calls no forward
             model.register_forward_hook(self._after_forward)
             self.placed.stages[0].interceptor.remember()  # the engine's own hook does not count as the program's
         self.listener = listener
@@ -207,9 +207,7 @@ class Engine(StaysHere):
             counts = [min(counts)]
         samples = [num_samples(batch) for batch in microbatches]
         shared = microbatches if comm.mesh.pipe * comm.mesh.tensor > 1 else ()
-        first, total = placed.exchange.counts(num, sum(counts), sum(samples), placed.guard.frozen(), shared)
-        if placed.pipeline.num_stages > 1:
-            placed.guard.check()
+        first, total = placed.exchange.counts(num, sum(counts), sum(samples), placed.frozen.names(), shared)
         placed.exchange.check_batches(microbatches)
         # Phase 2: every microbatch gets its place in the run.
         self._close()  # drops the rest of an earlier step that raised
@@ -267,7 +265,7 @@ class Engine(StaysHere):
         terms = terms_of(loss, count, retain_graph)
         engines = (self, *also)
         for engine in engines:
-            if engine.placed.pipeline.num_stages > 1:
+            if engine.placed.num_stages > 1:
                 raise ValueError("engine.backward is for one stage: a pipeline's schedule decides; use engine.step")
             if also and engine.gradients.loss_scale is not None:
                 raise ValueError(
@@ -321,7 +319,7 @@ class Engine(StaysHere):
         now.reduced = True
         try:
             position = RunPosition.of(self.steps, self._discarded, self.optimizers)
-            limit, frozen = self.clip if clip is None else clip, self.placed.guard.frozen()
+            limit, frozen = self.clip if clip is None else clip, self.placed.frozen.names()
             self.last = self.gradients.reduce(now, frozen, position, limit, self._tell)
         except BaseException:
             self._close()  # the sums are used up
@@ -387,7 +385,7 @@ class Engine(StaysHere):
     def _close(self) -> None:
         self._open, self._forwards = None, 0
         self._stepped.clear()
-        self.gradients.weighted.begin_step()
+        self.gradients.weighted.ratio = 0.0
 
     def _begin_step(self) -> OpenStep:
         if self._open is None:
@@ -410,7 +408,7 @@ class Engine(StaysHere):
         if self._gathers:
             self.comm.wrote_common(later=True)  # a program may have written to this rank's pieces
         now = self._open
-        if (now is not None and now.count is not None and not now.reduced) or self.placed.pipeline.num_stages > 1:
+        if (now is not None and now.count is not None and not now.reduced) or self.placed.num_stages > 1:
             return  # engine.step has set the position
         stage = self.placed.stages[0]
         if torch.is_grad_enabled():
@@ -504,8 +502,7 @@ class Engine(StaysHere):
         loss_fn, count_fn = self._functions()
         if self._open is not None and (self._open.count is None or self._open.reduced):
             raise ValueError("engine.evaluate in the middle of a step: call it after optimizer.step() or zero_grad()")
-        self.placed.guard.check()
-        for stage in self.placed.stages.values():
+        for stage in self.placed.stages.values() if self.placed.num_stages > 1 else ():
             stage.program.follow()
         return self._evaluator.evaluate(microbatches, loss_fn, count_fn)
 
@@ -550,7 +547,7 @@ class Engine(StaysHere):
             ValueError: unknown names; a pipeline; ``modify`` in the middle of a step; at the end of the block,
                 parameters that were written to without ``modify``, or differently on different ranks.
         """
-        if self.placed.pipeline.num_stages > 1:
+        if self.placed.num_stages > 1:
             raise ValueError("engine.gathered is for one stage: under a pipeline use engine.full_state_dict()")
         if modify and self._open is not None:
             raise ValueError(

@@ -44,7 +44,7 @@ class Exchange:
     def __init__(self, comm: Comm, names: Sequence[str], losses_at: int = 0) -> None:
         self.comm, self.names = comm, list(names)
         self.ranks, self.tensor = comm.mesh.count(AGREEING), comm.mesh.tensor
-        self.in_stage = comm.mesh.count(IN_STAGE)
+        self.in_stage, self.counted = comm.mesh.count(IN_STAGE), counted(comm.mesh)
         self.losses_at = losses_at
         self._same_batches = False
 
@@ -75,7 +75,7 @@ class Exchange:
                 f"ranks bring different numbers of microbatches ({', '.join(str(row[0]) for row in table)}): "
                 f"every rank must bring the same number, empty ones included"
             )
-        data = [table[rank] for rank in counted(self.comm.mesh)]
+        data = [table[rank] for rank in self.counted]
         if any(table[i] != data[i % self.in_stage // self.tensor] for i in range(self.ranks)):
             axes = " or ".join(a for a in ("tensor", "pipe") if self.comm.mesh.axis(a) > 1)
             raise ValueError(

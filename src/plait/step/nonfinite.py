@@ -16,9 +16,9 @@ NAMED = 4
 """Most places that an error names."""
 
 
-def encoded(place: tuple[int, str] | None, names: Sequence[str]) -> int:
-    """A place as one number of the report; 0 is none."""
-    return 0 if place is None else 1 + place[0] * len(names) + names.index(place[1])
+def encoded(place: tuple[int, str], names: Sequence[str]) -> int:
+    """A place as one number of the report, where 0 is none."""
+    return 1 + place[0] * len(names) + names.index(place[1])
 
 
 def described(losses: Sequence[tuple[int, Sequence[float]]], places: Sequence[float], names: Sequence[str]) -> str:

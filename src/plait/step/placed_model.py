@@ -30,9 +30,9 @@ from plait.table.collectives import Note
 from plait.table.flat import UnitLayout
 from plait.table.mesh import AXES, DATA_AXES
 from plait.table.parallelism import Parallelism
+from plait.zero.frozen import FrozenParameters
 from plait.zero.optim import OwnedOptimizer, owned_runs
 from plait.zero.state.checks import check_model, check_settings
-from plait.zero.state.fingerprint import ModelFingerprint
 from plait.zero.state.full import Part, buffers_of, full_state_dict, load_full_state_dict
 from plait.zero.state.identity import optimizer_fields
 from plait.zero.state.optimizer_state import OptimizerState
@@ -76,6 +76,8 @@ class PlacedModel(StaysHere):
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
         dtypes = {dtype_in(self.strategy.grads, dtype_in(self.strategy.params, p.dtype)) for p in model.parameters()}
         self.pipeline = Pipeline.of(parallelism, comm.mesh.pipe)
+        self.num_stages = self.pipeline.num_stages
+        """Number of stages, on all ranks."""
         built = build_stages(model, comm, parallelism, self.pipeline, seed, before_forward, weights)
         self.stages, self.directory, self.writes = built.stages, built.directory, built.writes
         synchronise((m for stage in self.stages.values() for m in stage.model.modules()), comm)
@@ -88,7 +90,7 @@ class PlacedModel(StaysHere):
         self.log = EventLog(comm)
         """When each action of the last steps began and ended."""
         self.runtime = Runtime(self.stages, p2p, self.log)
-        self.exchange = Exchange(comm, trainable, self.pipeline.owner[self.pipeline.num_stages - 1])
+        self.exchange = Exchange(comm, trainable, self.pipeline.owner[self.num_stages - 1])
         self.owned = owned_runs(g for stage in self.stages.values() for g in stage.gradients.flats)
         """The runs of parameters that this rank's optimizers update."""
         self.owned_optimizer = self._owner_of(self.optimizers, names) if self.optimizers else None
@@ -99,7 +101,7 @@ class PlacedModel(StaysHere):
         self.optimizer_state = self._state_of_optimizers()
         """Reads and writes the optimizers' state; None without optimizers."""
         self._programs: dict[tuple[int, bool], RankProgram] = {}
-        self.guard = ModelFingerprint(model)  # stages have taken their parts of it once
+        self.frozen = FrozenParameters(model)
 
     def _owner_of(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> OwnedOptimizer:
         cuts = self.comm.mesh.count(self.strategy.optim.split) > 1 and self.parallelism.cut == "element"

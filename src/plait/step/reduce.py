@@ -76,7 +76,8 @@ class Reduce:
         placed, exchange, owned, norm = self.placed, self.placed.exchange, self.placed.owned, self.placed.norm
         for stage in placed.stages.values():
             stage.gradients.reduce()
-        placed.ties.reduce()
+        if placed.ties.edges:
+            placed.ties.reduce()
         gradients = [o.gradient for o in owned]  # run by run, so that vector tails fall where a whole tensor's do
         factor = 1 / self.scale
         if now.count is None:
@@ -90,18 +91,20 @@ class Reduce:
         squares = square_sum(o.gradient for o in owned if norm.counts(o)) if measured else 0.0
         touched = {name for stage in placed.stages.values() for name in stage.gradients.touched()}
         signal = float(placed.comm.stop_signal)
-        written = placed.writes()
+        written, first = placed.writes() if placed.num_stages > 1 else None, self.watch.first()
         marks = [
-            float(encoded(self.watch.first(), exchange.names)),
+            0.0 if first is None else float(encoded(first, exchange.names)),
             signal,
             self.weighted.ratio,
             *position.numbers(),
-            written.number(),
+            0.0 if written is None else written.number(),
         ]
         report = exchange.report(squares, losses, touched, marks)
         position.check(placed.comm, [row[3:-1] for row in report.marks])
-        self.weighted.agree([row[2] for row in report.marks])
-        written.agree(placed.comm, [row[-1] for row in report.marks], exchange.in_stage)
+        if any(ratios := [row[2] for row in report.marks]):
+            self.weighted.agree(ratios)
+        if written is not None:
+            written.agree(placed.comm, [row[-1] for row in report.marks], exchange.in_stage)
         total, losses_by_rank, self.have_gradient = report.squares, report.losses, report.have_gradient
         self.made = self._finite(report, position.step)
         losses = tuple(losses_by_rank[placed.comm.mesh.data_rank(placed.comm.rank)])
@@ -127,10 +130,10 @@ class Reduce:
             self.loss_scale.update(finite=finite)
             return finite
         exchange = self.placed.exchange
-        losses = zip(exchange.ranks_with_losses(), report.losses, strict=True)
-        problem = described(list(losses), [row[0] for row in report.marks], exchange.names)
-        if not problem and math.isfinite(report.squares):
+        places, losses = [row[0] for row in report.marks], report.losses
+        if not any(places) and math.isfinite(report.squares + sum(map(sum, losses))):
             return True
+        problem = described(list(zip(exchange.ranks_with_losses(), losses, strict=True)), places, exchange.names)
         for stage in self.placed.stages.values():
             stage.gradients.wipe()
         if self.nonfinite == "raise":

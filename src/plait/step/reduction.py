@@ -39,10 +39,6 @@ class Weighted:
         """The weight of a term in this step; negative where all targets weigh the same so far, 0 before any mean."""
         self._looks = 0
 
-    def begin_step(self) -> None:
-        """Begins a step: means of earlier steps are not added to its own."""
-        self.ratio = 0.0
-
     def check(self, loss: Tensor, count: int) -> None:
         """Raises ValueError for a mean whose weight is not in the proportion to its count that others were in.
 
@@ -73,8 +69,7 @@ class Weighted:
             self.ratio = ratio if uneven else -ratio
 
     def agree(self, ratios: Sequence[float]) -> None:
-        """Ends the step; raises ValueError, on all ranks, where their weights differ."""
-        self.begin_step()
+        """Raises ValueError, on all ranks, where their weights differ."""
         first, *others = [(rank, abs(ratio)) for rank, ratio in enumerate(ratios) if ratio] or [(0, 0.0)]
         for rank, ratio in others if max(ratios) > 0 else ():
             if _differ(ratio, first[1]):

@@ -7,15 +7,15 @@ then on.  Three numbers in the step's report show it; only where they differ do 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.comm import Comm
 from plait.comm.agree import differences
 from plait.table.collectives import Note
-from plait.zero.state.identity import options_of
 
 
 @dataclass(frozen=True)
@@ -45,3 +45,14 @@ class RunPosition:
             f"the ranks are not at the same place of the run: {reasons}. Every rank makes every step, with the same "
             f"options; leave a bad batch out on all of them together"
         )
+
+
+def options_of(optimizers: Iterable[Optimizer]) -> dict[str, str]:
+    """The options of each group, which schedules change."""
+    return {
+        f"optimizer {number} group {place} {key}": str(float(value)) if isinstance(value, Tensor) else repr(value)
+        for number, optimizer in enumerate(optimizers)
+        for place, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key != "params" and isinstance(value, (int, float, tuple, Tensor))
+    }

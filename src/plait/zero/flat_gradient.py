@@ -91,6 +91,7 @@ class FlatGradient:
 
     def __init__(self, flat: Flat, moves: Moves, comm: Comm, buffers: Buffers) -> None:
         self.flat, self.buffers = flat, buffers
+        self.numel = flat.layout.numel
         start, stop = flat.grads_place
         self.direct = not flat.grads_split
         """True if the accumulator has every element."""
@@ -136,7 +137,7 @@ class FlatGradient:
 
     def make_transient(self) -> Tensor:
         """Takes a buffer for the whole gradient of a microbatch."""
-        self.transient = self.buffers.take(self.flat.layout.numel, self.flat.sum_dtype)
+        self.transient = self.buffers.take(self.numel, self.flat.sum_dtype)
         made = self.buffers.made_on(self.transient)
         if (self, "views") not in made:
             made[self, "views"] = self.flat.views(self.transient)

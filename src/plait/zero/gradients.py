@@ -58,11 +58,14 @@ class UnitGradients:
         summed = [gradient for gradient in self.flats if gradient.flat.summed]
         path = [(move, summed) for move in unit.moves.summed] + [(move, self.flats) for move in unit.moves.step]
         self.step_messages = [
-            (move, [(g, m) for g in flats for m in transfers([move], g.flat.layout, comm)])
+            (travels(move, comm), [(g, m) for g in flats for m in transfers([move], g.flat.layout, comm)])
             for move, flats in path
             if flats and move.sends(comm.mesh)
         ]
-        """The step's messages, move by move: each move starts from the result of the one before."""
+        """The step's messages, move by move, and True if they travel during computation: each move starts from the
+        result of the one before."""
+        self.microbatch_travels = [travels(move, comm) for move in unit.moves.microbatch]
+        """The same of each move of a microbatch."""
 
 
 class GradientHook:
@@ -230,11 +233,11 @@ class Gradients:
         """Reduces a unit's transient gradients over the axes that the gradient cell splits, and adds the pieces."""
         note, last = Note("microbatch", unit.unit.name, self.unsharding.microbatch), self._last
         arriving = [(gradient, gradient.hand_over()) for gradient in unit.flats if not gradient.direct]
-        for number, move in enumerate(unit.unit.moves.microbatch):
+        for number, travels in enumerate(unit.microbatch_travels):
             works = [
                 work for gradient, (whole, piece) in arriving for work in gradient.reduce(number, whole, piece, note)
             ]
-            if self._travels(move):
+            if travels:
                 yield
             for work in works:
                 work.wait()
@@ -243,11 +246,6 @@ class Gradients:
             self.buffers.give(whole)
         if last:
             self._has_sum(unit)
-
-    def _travels(self, move: Move) -> bool:
-        """True if a move proceeds during computation: not inside a host, so that moves across hosts start early."""
-        mesh = self.comm.mesh
-        return move.sends(mesh) and (mesh.hosts == 1 or any(map(mesh.crosses, move.axes)))
 
     def _start(self, flow: Flow) -> None:
         """Issues a flow's first messages and finishes the flows before it, so that only one unit's are under way."""
@@ -280,9 +278,9 @@ class Gradients:
     def _step_flow(self, unit: UnitGradients) -> Flow:
         """Runs the moves from the gradients' cell to the optimizer's."""
         note = Note("step", unit.unit.name)
-        for move, messages in unit.step_messages:
+        for travels, messages in unit.step_messages:
             works = [send(self.comm, m, g.accumulated, g.flat.grads_place[0], note) for g, m in messages]
-            if self._travels(move):
+            if travels:
                 yield
             for work in works:
                 work.wait()
@@ -308,3 +306,9 @@ class Gradients:
             unit.summed = True
         self._start_steps()
         self._drain(0)
+
+
+def travels(move: Move, comm: Comm) -> bool:
+    """True if a move proceeds during computation: not inside a host, so that moves across hosts start early."""
+    mesh = comm.mesh
+    return move.sends(mesh) and (mesh.hosts == 1 or any(map(mesh.crosses, move.axes)))

@@ -1,5 +1,6 @@
 """Sanitizers: watchers of an engine that detect what a program does wrong and the engine itself does not look for.
 
+changed.py       modules and parameters that were added or replaced
 collectives.py   ranks that mean different operations, before any of them runs
 drift.py         state that ranks hold together and that is not the same any more
 host_random.py   numbers from the generators of Python and numpy in a forward
@@ -14,6 +15,7 @@ train`` and ``plait verify`` put them on; ``sanitize=False`` leaves them off.
 from collections.abc import Callable
 
 from plait.comm import Comm
+from plait.referee.sanitize.changed import ChangedModel
 from plait.referee.sanitize.host_random import HostRandomness
 from plait.referee.sanitize.probe import check_optimizers
 from plait.referee.sanitize.unreduced import UnreducedGradients
@@ -39,6 +41,7 @@ class Sanitizers:
         self._optimizers = engine.optimizers
         check_optimizers(engine.placed)
         self._all: list[Callable[[str, Engine], None]] = [  # each gets "off" when it stops to work
+            ChangedModel(engine),
             HostRandomness(engine.model, engine.loss_fn),
             UnreducedGradients(),
             WrittenParameters(engine),

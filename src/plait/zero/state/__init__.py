@@ -7,5 +7,4 @@ weights.py          values that are read from files, row by row
 full.py             whole tensors in and out, by the model's own names
 optimizer_state.py  the optimizers' state in and out, whole and by name
 pieces.py           all of it region by region, as this rank has it
-fingerprint.py      a model must stay the one that was wrapped
 """

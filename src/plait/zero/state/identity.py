@@ -17,7 +17,7 @@ import functools
 import hashlib
 import inspect
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,17 +65,6 @@ def optimizer_fields(optimizers: Sequence[Optimizer], names: Mapping[int, str]) 
                     value = "pieces" if pieces else [names.get(id(p), "not the model's") for p in value]
                 fields[f"{which} group {place} {key}"] = text_of(value)
     return fields
-
-
-def options_of(optimizers: Iterable[Optimizer]) -> dict[str, str]:
-    """The options of each group, which schedules change."""
-    return {
-        f"optimizer {number} group {place} {key}": str(float(value)) if isinstance(value, Tensor) else repr(value)
-        for number, optimizer in enumerate(optimizers)
-        for place, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if key != "params" and isinstance(value, (int, float, tuple, Tensor))
-    }
 
 
 def text_of(value: Any, depth: int = 0) -> str:

@@ -102,7 +102,7 @@ def test_the_same_in_bytes_sent() -> None:
         ACTIVATION: (M, sum(HANDED)),
         GRADIENT: (M, 0),
         "count": (1, 8 * 4 * 3),
-        "report": (1, 8 * (1 + M + 1 + 7) * 3),
+        "report": (1, 8 * (1 + M + 1 + 6) * 3),
     }
 
 

@@ -15,6 +15,7 @@ SIGNED: list[tuple[str, str, str]] = [
         r"order, line \d+: all_gather tensor .* tensor forward .* -> all_gather tensor .* tensor backward",
         "a frozen row saves no weight: its gradient is gathered before its block runs again",
     ),
+    ("", r"all_gather \S+ .* report", "a report no longer has a digest of what forwards have written to modules"),
     ("save_and_load", r"ledger save .* check ", "ranks ask whether files are written: it depends on time"),
     ("clip_in_two_ways", "only the frozen side raises", "engine.reduce(clip=...) overrides Engine(clip=...)"),
 ]

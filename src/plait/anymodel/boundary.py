@@ -62,7 +62,7 @@ class UnmodifiedProgram(StageProgram):
 
     def __init__(self, part: UnmodifiedPart, blocks: Blocks, number: int, current: CurrentForward) -> None:
         self.number, self.current, self.last = number, current, part.here.stop == len(blocks)
-        self._part, model, last = part, part.cutting.model, part.here.stop == len(blocks)
+        self._copies, model, last = part.cutting.copies(), part.cutting.model, part.here.stop == len(blocks)
         self.model, self.links, self.names = model, part.here, blocks.names
         self._forms: dict[tuple[Signature, bool], HandOverForm] = {}
         """Of the messages to the next stage, for the shapes of a batch that it has seen, and the mode (training or
@@ -93,14 +93,8 @@ class UnmodifiedProgram(StageProgram):
             model.register_forward_hook(self._after_model, prepend=True)  # before its units are left
 
     def follow(self) -> None:
-        for layer, module in self._part.layers:
-            layer.follow(module)
-        for one in self._part.copies:
-            one.follow()
-
-    def watch_writes(self) -> None:
-        for one in self._part.copies:
-            one.begin_step()
+        for copy in self._copies:
+            copy.follow()
 
     def forward(self, received: Handed | None, batch: Any, call: Callable[[], Any]) -> Any:
         key = signature_of(batch), self.model.training

@@ -8,16 +8,11 @@
 Its values are NaN, or 0 where the dtype has none: should one get by, the loss is refused as not finite.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
-
-from plait.forward.interceptor import Function
-from plait.forward.parameter import Elsewhere
-from plait.tensor.metadata import name_of
 
 NUMBERS = {
     *("item", "tolist", "numpy", "equal"),
@@ -58,39 +53,3 @@ def not_here(shape: Sequence[int], dtype: torch.dtype, device: torch.device | No
     """A tensor with memory of its own, so that code may write to it."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full(tuple(shape), value, dtype=dtype, device=device).as_subclass(NotHere)
-
-
-class BufferElsewhere(Elsewhere, Tensor):
-    """A buffer of a module that only other ranks have.  Between steps a program may write to it, as to all buffers of
-    the model, and the write is dropped; a read raises."""
-
-    buffer_name: str
-
-    @classmethod
-    def of(cls, buffer: Tensor, name: str) -> Tensor:
-        """Stands for a buffer of this shape; it takes no memory."""
-        stand_in = torch.zeros((), dtype=buffer.dtype, device=buffer.device).expand(buffer.shape).as_subclass(cls)
-        stand_in.buffer_name = name
-        return stand_in
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        word, others = name_of(func), tree_leaves((args[1:], kwargs))
-        in_place = word.startswith("__i") or (word.endswith("_") and not word.startswith("__"))
-        if in_place and isinstance(args[0], cls) and not any(isinstance(value, cls) for value in others):
-            return args[0]
-        return super().__torch_function__(func, types, args, kwargs)
-
-    @classmethod
-    def refusal(cls, func: Function, values: Sequence[Any]) -> ValueError:
-        name = next(value.buffer_name for value in values if isinstance(value, cls))
-        return ValueError(
-            f"buffer {name!r} is read by {name_of(func)!r}, and another stage of the pipeline has its module: here it "
-            f"has no values. engine.full_state_dict() has those of persistent buffers; what is made of them can be "
-            f"made in the module's own forward"
-        )
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"buffer {self.buffer_name!r} of shape {tuple(self.shape)}, which another stage of the pipeline has"

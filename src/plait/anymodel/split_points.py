@@ -25,7 +25,7 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from plait.pipeline.blocks import decoder_blocks
+from plait.pipeline.blocks import buffer_of_two, decoder_blocks
 from plait.pipeline.cutting import containers_of
 from plait.pipeline.program import Blocks
 
@@ -59,6 +59,8 @@ def split_points(model: nn.Module) -> Blocks:
                 f"{changing[0]!r} belongs to no link of the pipeline ({', '.join(links[:3])}, ...), and {name!r} runs "
                 f"in several places: each stage would change it for itself; put it into a module of the chain"
             )
+    if why := buffer_of_two(model, links):
+        raise ValueError(f"{why}, and each stage would write its own: give each block a module of its own")
     return Blocks(links, outside)
 
 

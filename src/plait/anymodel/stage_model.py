@@ -4,18 +4,18 @@ embed ─► blocks.0 ─► blocks.1 ─► norm ─► head            blocks:
 stage 1 is   ·  ─►   ·    ─► blocks.1 ─► norm ─► ·       the same model, foreign layers for the others' blocks
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from plait.anymodel.attribute_sync import CopiedModule, SharedModule, translated
-from plait.anymodel.not_here import BufferElsewhere, not_here
+from plait.anymodel.not_here import not_here
 from plait.forward.attributes import attributes_of
 from plait.forward.random_ops import OwnLayer
-from plait.pipeline.cutting import Cutting, containers_of, cut_out
+from plait.pipeline.cutting import Cutting, cut_out
 from plait.pipeline.program import Blocks
 
 CHILDREN = "the modules inside"
@@ -47,18 +47,8 @@ class ForeignLayer(OwnLayer):
         own |= {k: None for k, v in (*link._parameters.items(), *link._modules.items()) if v is None}
         inside = ((k, child) for k, child in link._modules.items() if child is not None)
         own |= {k: ForeignLayer(child, device, around or self) for k, child in inside}
-        self._plain, self._seen = own, dict[str, Any]()
-        self.follow(link)
-
-    def follow(self, link: nn.Module) -> None:
-        """Take over what a program has set on the link, and on the modules inside."""
-        self.training = link.training
-        for key, value in attributes_of(link).items():
-            if value is not self._seen.get(key, self) and not (key.startswith("_") or callable(value)):
-                self._plain[key] = self._seen[key] = value
-        for key, child in link._modules.items():
-            if child is not None and isinstance(inside := self._plain.get(key), ForeignLayer):
-                inside.follow(child)
+        told = ((k, value) for k, value in attributes_of(link).items() if not (k.startswith("_") or callable(value)))
+        self._plain, self.training = own | dict(told), link.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.at_call(self, args, kwargs)
@@ -118,16 +108,28 @@ def empty(model: nn.Module, filled: Container[int]) -> None:
                 held[key] = placed_elsewhere(value, value.device)
 
 
+def translated(value: Any, known: Mapping[int, nn.Module]) -> Any:
+    """A value in which modules of the model are those of the part; itself where there are none in it."""
+    if isinstance(value, nn.Module):
+        return known.get(id(value), value)
+    if isinstance(value, MethodType):
+        bound = known.get(id(value.__self__), value.__self__)
+        return value if bound is value.__self__ else MethodType(value.__func__, bound)
+    if type(value) in (list, tuple):
+        items = [translated(one, known) for one in value]
+        return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+    if type(value) is dict:
+        new = {key: translated(one, known) for key, one in value.items()}
+        return new if any(new[key] is not one for key, one in value.items()) else value
+    return value
+
+
 class UnmodifiedPart(NamedTuple):
     """The part of a model that one stage has."""
 
     cutting: Cutting
     here: range
     """Its blocks."""
-    copies: tuple[CopiedModule, ...]
-    """The user's modules of which the part has copies, and those that other stages run too."""
-    layers: tuple[tuple[ForeignLayer, nn.Module], ...]
-    """What stands in for modules of other stages, each with the user's."""
 
 
 def part_of(model: nn.Module, blocks: Blocks, here: range, taken: set[int], device: torch.device) -> UnmodifiedPart:
@@ -139,34 +141,4 @@ def part_of(model: nn.Module, blocks: Blocks, here: range, taken: set[int], devi
     for module, container in cutting.containers:
         new = {key: translated(value, known) for key, value in attributes_of(module).items()}
         vars(container).update({key: value for key, value in new.items() if key in vars(container)})
-    users = dict(model.named_modules(remove_duplicate=False))
-    layers = tuple((m, users[n]) for n, m in cutting.model.named_modules() if isinstance(m, ForeignLayer))
-    return UnmodifiedPart(cutting, here, _copies(model, cutting.model, blocks, here, known), layers)
-
-
-def _copies(
-    model: nn.Module, part: nn.Module, blocks: Blocks, here: range, known: Mapping[int, nn.Module]
-) -> tuple[CopiedModule, ...]:
-    """See ``UnmodifiedPart.copies``."""
-    users, around = dict(model.named_modules(remove_duplicate=False)), containers_of((*blocks.names, *blocks.outside))
-    found = [
-        CopiedModule(f"{name}." if name else "", users[name], module, known, everywhere=name in around)
-        for name, module in part.named_modules()
-        if users.get(name, module) is not module and not isinstance(module, ForeignLayer)
-    ]
-    elsewhere = {id(model.get_submodule(link)) for i, link in enumerate(blocks.names) if i not in here}
-    for link in (blocks.names[i] for i in here if id(model.get_submodule(blocks.names[i])) in elsewhere):
-        for name, module in part.get_submodule(link).named_modules(prefix=link):
-            if any(b is not None for b in module._buffers.values()):
-                found.append(SharedModule(f"{name}.", module, here.start))
-    return tuple(found)
-
-
-def release_buffers(model: nn.Module, parts: Sequence[UnmodifiedPart]) -> None:
-    """Puts what answers for them in the place of the buffers that only other ranks have."""
-    modules = [m for p in parts for m in (*p.cutting.model.modules(), *(copied.user for copied in p.copies))]
-    kept = {id(one) for module in modules for one in (module, *module._buffers.values())}
-    for name, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and not {id(module), id(buffer)} & kept:
-                module._buffers[key] = BufferElsewhere.of(buffer, f"{name}.{key}".removeprefix("."))
+    return UnmodifiedPart(cutting, here)

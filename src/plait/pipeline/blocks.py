@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
 
-from plait.forward.attributes import PLAIN, attributes_of
+from plait.forward.attributes import attributes_of
 from plait.forward.context import CurrentForward, in_backward
 from plait.forward.random_ops import OwnLayer
 from plait.pipeline.cutting import Cutting, cut_out, release
@@ -98,14 +98,20 @@ def check_names(model: nn.Module, names: Sequence[str], told: str) -> None:
 
 
 def _unfit(model: nn.Module, names: Sequence[str]) -> str:
-    """Says which parameter or buffer of the model's state is in no block, or which buffer is in several, where each
-    stage would write its own; '' where there is none."""
-    state, found = model.state_dict(keep_vars=True), dict[int, str]()
-    for key, value in state.items():
-        block = next((name for name in names if key.startswith(f"{name}.")), None)
-        if block is None:
+    """Says which parameter or buffer of the model's state is in no block, or which buffer is in several; '' where there
+    is none."""
+    for key in model.state_dict():
+        if not any(key.startswith(f"{name}.") for name in names):
             return f"{key!r} is in no block"
-        if not isinstance(value, nn.Parameter) and found.setdefault(id(value), block) != block:
+    return buffer_of_two(model, names)
+
+
+def buffer_of_two(model: nn.Module, names: Sequence[str]) -> str:
+    """Says which buffer is in several blocks, where each stage would write its own; '' where there is none."""
+    found: dict[int, str] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        block = next((name for name in names if key.startswith(f"{name}.")), None)
+        if block and not isinstance(value, nn.Parameter) and found.setdefault(id(value), block) != block:
             return f"buffer {key!r} is in the blocks {found[id(value)]!r} and {block!r}"
     return ""
 
@@ -203,10 +209,7 @@ class BlockProgram(StageProgram):
     def __init__(self, cutting: Cutting, blocks: Blocks, here: range, number: int, current: CurrentForward) -> None:
         self.names, self.here, self.number, self.current = blocks.names, here, number, current
         self.last = here.stop == len(blocks)
-        self._containers = cutting.containers
-        copied = [pair for pair in cutting.made if pair[0] is not pair[1]]
-        self._modes = [*cutting.containers, *(p for a, b in copied for p in zip(a.modules(), b.modules(), strict=True))]
-        """The user's modules, each with the part's copy, which is in the same mode."""
+        self._copies = cutting.copies()
         self._received: Handed | None = None
         self._nothing: Any = None
         self._next: int | None = None
@@ -224,10 +227,8 @@ class BlockProgram(StageProgram):
                 vars(module)["_call_impl"] = partial(self._run, module._call_impl, module)
 
     def follow(self) -> None:
-        for user, copied in self._modes:
-            copied.training = user.training
-        for user, copied in self._containers:
-            vars(copied).update((key, value) for key, value in attributes_of(user).items() if type(value) in PLAIN)
+        for copy in self._copies:
+            copy.follow()
 
     def forward(self, received: Handed | None, batch: Any, call: Callable[[], Any]) -> Any:
         self._received, self._nothing, self._next = received, None, 0

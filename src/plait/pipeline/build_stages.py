@@ -6,7 +6,7 @@
 Without a pipeline there is one stage, and its part is the model itself.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import SupportsIndex
 
@@ -19,7 +19,7 @@ from plait.forward.random_ops import OwnLayer
 from plait.forward.recompute import check_recompute
 from plait.forward.sites import Sites
 from plait.pipeline.blocks import cut
-from plait.pipeline.program import Blocks, StagePart, Writes, whole
+from plait.pipeline.program import Blocks, StagePart, whole
 from plait.pipeline.stage import BeforeForward, Stage, StageSettings
 from plait.pipeline.tied_weights import TiedWeight
 from plait.schedule.partition import by_sizes, even
@@ -51,8 +51,6 @@ class Built:
     links: tuple[str, ...]
     split: tuple[int, ...]
     parallel: Parallel
-    writes: Callable[[], Writes]
-    """The writes of forwards to the stages' models, for the report of a step."""
 
     def gradients(self) -> dict[tuple[str, int], FlatGradient]:
         """This rank's copies of tied weights, by name and stage."""
@@ -121,7 +119,7 @@ def build_stages(
     if count > 1:
         cutter.release(list(parts.values()))
     sizes = tuple(map(len, split)) if count > 1 else (1,)
-    return Built(stages, edges, directory, blocks.names, sizes, parallel, cutter.writes)
+    return Built(stages, edges, directory, blocks.names, sizes, parallel)
 
 
 def lay_stages(

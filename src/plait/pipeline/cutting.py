@@ -11,10 +11,12 @@ both stages are on one rank, the second gets a copy.
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
+from plait.forward.attributes import PLAIN, attributes_of
 from plait.pipeline.program import Blocks, StagePart
 from plait.zero.storage import placeholder
 
@@ -34,6 +36,37 @@ class Cutting:
     """Stand-ins by ``id`` of the modules of other stages."""
     outside: Mapping[str, nn.Module]
     """Modules that are in no block and have parameters, or their stand-ins."""
+
+    def copies(self) -> "list[ModuleCopy]":
+        """The copies of modules in the part."""
+        inside = (zip(a.modules(), b.modules(), strict=True) for a, b in self.made if a is not b)
+        return [ModuleCopy(*pair) for pair in chain(self.containers, *inside)]
+
+
+class ModuleCopy:
+    """A part's copy of a user's module.  It follows the mode, the numbers and text, and the buffers that a program sets
+    between steps."""
+
+    def __init__(self, user: nn.Module, copied: nn.Module) -> None:
+        self.user, self.copied = user, copied
+        self._seen, self._buffers = attributes_of(user), self._versions()
+
+    def follow(self) -> None:
+        """Takes over the changes since the last call."""
+        self.copied.training = self.user.training
+        user, buffers = attributes_of(self.user), self._versions()
+        for key, value in user.items():
+            if value is not self._seen.get(key, self) and type(value) in PLAIN:
+                vars(self.copied)[key] = value
+        for key, (buffer, version) in buffers.items():
+            mine, known = self.copied._buffers.get(key), self._buffers.get(key)
+            changed = known is None or known[0] is not buffer or known[1] != version
+            if changed and mine is not buffer:  # the engine may have moved the copy's to a device
+                self.copied._buffers[key] = buffer.to(buffer.device if mine is None else mine.device, copy=True)
+        self._seen, self._buffers = user, buffers
+
+    def _versions(self) -> dict[str, tuple[Tensor, int]]:
+        return {key: (b, b._version) for key, b in self.user._buffers.items() if b is not None}
 
 
 def containers_of(names: Sequence[str]) -> frozenset[str]:

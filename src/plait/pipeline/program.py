@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Comm
 from plait.forward.context import CurrentForward
 from plait.pipeline.message import Handed, shape_of
 
@@ -35,20 +34,6 @@ class StageProgram:
 
     def follow(self) -> None:
         """Takes over what the user's program has set on the user's modules since the last step."""
-
-    def watch_writes(self) -> None:
-        """From here on, a forward writes to the model."""
-
-
-class Writes:
-    """The writes of forwards to the model, on which the ranks agree.  This class has nothing to report."""
-
-    def number(self) -> float:
-        """A digest for the report of the step; 0 where nothing was written."""
-        return 0.0
-
-    def agree(self, comm: Comm, numbers: Sequence[float], in_stage: int) -> None:
-        """All ranks have reported these ``numbers``; those ``in_stage`` apart work on the same samples."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +88,6 @@ class ModelCut:
     have: the part gets copies of these, and adds its own."""
     release: Callable[[Sequence[StagePart]], None] = lambda parts: None
     """Frees the values that only other ranks need."""
-    writes: Callable[[], Writes] = Writes
 
 
 def whole(model: nn.Module) -> ModelCut:

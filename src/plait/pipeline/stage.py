@@ -153,7 +153,6 @@ class Stage:
         self.flights.clear()
         if self.count > 1:
             self.program.follow()
-            self.program.watch_writes()
         self.look_at_model()
         self.begin_sums()
 

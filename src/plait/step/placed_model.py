@@ -79,7 +79,7 @@ class PlacedModel(StaysHere):
         self.num_stages = self.pipeline.num_stages
         """Number of stages, on all ranks."""
         built = build_stages(model, comm, parallelism, self.pipeline, seed, before_forward, weights)
-        self.stages, self.directory, self.writes = built.stages, built.directory, built.writes
+        self.stages, self.directory = built.stages, built.directory
         synchronise((m for stage in self.stages.values() for m in stage.model.modules()), comm)
         self.modified = 0
         """Times that a program has written to whole parameters in ``engine.gathered(modify=True)``."""

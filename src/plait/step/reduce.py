@@ -91,20 +91,17 @@ class Reduce:
         squares = square_sum(o.gradient for o in owned if norm.counts(o)) if measured else 0.0
         touched = {name for stage in placed.stages.values() for name in stage.gradients.touched()}
         signal = float(placed.comm.stop_signal)
-        written, first = placed.writes() if placed.num_stages > 1 else None, self.watch.first()
+        first = self.watch.first()
         marks = [
             0.0 if first is None else float(encoded(first, exchange.names)),
             signal,
             self.weighted.ratio,
             *position.numbers(),
-            0.0 if written is None else written.number(),
         ]
         report = exchange.report(squares, losses, touched, marks)
-        position.check(placed.comm, [row[3:-1] for row in report.marks])
+        position.check(placed.comm, [row[3:] for row in report.marks])
         if any(ratios := [row[2] for row in report.marks]):
             self.weighted.agree(ratios)
-        if written is not None:
-            written.agree(placed.comm, [row[-1] for row in report.marks], exchange.in_stage)
         total, losses_by_rank, self.have_gradient = report.squares, report.losses, report.have_gradient
         self.made = self._finite(report, position.step)
         losses = tuple(losses_by_rank[placed.comm.mesh.data_rank(placed.comm.rank)])

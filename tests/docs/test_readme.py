@@ -21,10 +21,14 @@ from plait.predict.memory import formula
 from plait.run.commands.main import main
 from plait.table.cells import TABLE, Cell
 from plait.table.flat import UnitLayout, lay
+from plait.table.layout import Layout, region
 from plait.table.mesh import Mesh
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CLAIMS, COSTS_PAGE = (
+    (ROOT / "docs" / "guide" / name).read_text(encoding="utf-8") for name in ("claims.md", "prediction.md")
+)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CELL = re.compile(r"(?<!\\)\|")
@@ -35,15 +39,15 @@ def blocks(text: str, language: str) -> list[str]:
     return [body for kind, body in FENCE.findall(text) if kind == language]
 
 
-def table(heading: str) -> list[list[str]]:
-    """The lines of the README's table whose headings begin so; backticks off."""
-    start = README.index(f"| {heading}")
-    lines = README[start:].split("\n\n")[0].splitlines()[2:]
+def table(page: str, heading: str) -> list[list[str]]:
+    """The lines of the page's table whose headings begin so; backticks off."""
+    start = page.index(f"| {heading}")
+    lines = page[start:].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in CELL.split(line)[1:-1]] for line in lines]
 
 
 def numbers(expression: str, **values: float) -> float:
-    """A formula of the README; what does not parse is a fault of the page."""
+    """A formula of a page; what does not parse is a fault of the page."""
     return float(eval(expression.strip("`"), {"__builtins__": {}}, values))
 
 
@@ -65,11 +69,24 @@ def start(*words: str) -> str:
 
 
 def test_the_table_of_rows_is_the_table() -> None:
-    written = {row[0].strip("`"): tuple(map(Cell.parse, row[1:])) for row in table("row | params at rest")}
+    written = {row[0].strip("`"): tuple(map(Cell.parse, row[1:])) for row in table(README, "row | params at rest")}
     assert written == {s.name: (s.params, s.kept, s.grads, s.optim) for s in TABLE.values()}
 
 
-COSTS = {row[0].strip("`"): row[1:] for row in table("row | sent per rank and step")}
+def test_the_picture_shows_what_each_rank_keeps() -> None:
+    lines = re.findall(r"^(\w+)( 2 x 2)? +([█·]{4}.*)$", README, re.MULTILINE)
+    assert len(lines) == 5
+    for name, two_axes, bars in lines:
+        mesh, row = Mesh.parse("replica=2 shard=2" if two_axes else "shard=4"), TABLE[name]
+        kept = [
+            region(Layout((cell.split,)), (4,), mesh, rank)[0]
+            for cell in (row.params, row.grads, row.optim)
+            for rank in range(4)
+        ]
+        assert bars.split() == ["·" * start + "█" * (stop - start) + "·" * (4 - stop) for start, stop in kept]
+
+
+COSTS = {row[0].strip("`"): row[1:] for row in table(COSTS_PAGE, "row | sent per rank and step")}
 
 
 @pytest.mark.parametrize("mesh", ["shard=2", "replica=2", "replica=2 shard=4", "replica=3 shard=2"], ids=str)
@@ -144,7 +161,7 @@ def test_every_lesson_is_run() -> None:
 VERIFY = sorted(
     {
         words.replace("\\|", "|")
-        for words in re.findall(r"`(plait verify [^`]+)`", README)
+        for words in re.findall(r"`(plait verify [^`]+)`", README + CLAIMS)
         + [line for block in blocks(README, "") for line in block.splitlines() if line.startswith("plait verify")]
         if "--matrix" not in words
     }
@@ -153,7 +170,7 @@ VERIFY = sorted(
 
 
 @pytest.mark.parametrize("command", VERIFY)
-def test_the_commands_of_the_readme_give_a_verdict(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_of_readme_and_claims_give_a_verdict(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command)[1:]
     assert main([*words, "--steps", "1", "--batch", "12"]) == 0
 

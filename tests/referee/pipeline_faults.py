@@ -118,17 +118,12 @@ def drop_the_last_weight_part(patch: Patch) -> None:
 
 def drop_the_last_use_of_a_weight(patch: Patch) -> None:
     """Of a sum of pending products only the first is made."""
-    import plait.forward.products as deferred
-    from plait.forward.deferred_products import DeferredGrad
+    original = WeightGradNode.forward
 
-    original = deferred.value
+    def forward(ctx: Any, parameter: Tensor, waiting: list[Any]) -> Tensor:
+        return original(ctx, parameter, waiting[:1])
 
-    def first(gradient: Any) -> Any:
-        while isinstance(gradient, DeferredGrad) and gradient.make is torch.ops.aten.add.Tensor:
-            gradient = gradient.operands[0]
-        return original(gradient)
-
-    patch.setattr(deferred, "value", first)
+    patch.setattr(WeightGradNode, "forward", staticmethod(forward))
 
 
 def like(handed: Handed, tensors: list[Tensor]) -> Handed:

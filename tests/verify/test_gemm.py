@@ -10,7 +10,7 @@ import torch
 from pipe_cases import CHAIN, DECODER, is_bitwise, runs
 from verify_cases import GPT, job_of, record
 
-from plait.forward import deferred_products
+from plait.forward import products
 from plait.referee.verify.run import judge, references
 from plait.run.config import VerifyConfig, validate
 from plait.tensor import gemm
@@ -93,8 +93,8 @@ def test_the_setting_reaches_both(ours: str, theirs: str) -> None:
 
 def test_a_fault_that_layout_and_replay_share_shows_beside_torchs_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both run the same ``Linear``: the plain full-batch step, whose products are torch's, does not."""
-    original = deferred_products._weight_gradient
-    monkeypatch.setattr(deferred_products, "_weight_gradient", lambda *given: original(*given) * 1.001)
+    original = products._weight_gradient
+    monkeypatch.setattr(products, "_weight_gradient", lambda *given: original(*given) * 1.001)
     config = replace(WIDE, mesh="shard=2")
     job, ranks = job_of(config), record(config)
     verdict = judge(job, config, ranks, *references(job, config, ranks))

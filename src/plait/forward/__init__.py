@@ -17,7 +17,6 @@ compiled.py            units whose forward is compiled, between the engine's hoo
 graph_dropout.py       the dropout of a compiled unit: keys as an input of its graph
 random_streams.py      what else draws: noise, stochastic depth, jitter
 
-deferred_products.py   products whose weight gradient waits
 parameter.py           what a parameter answers while its values or its gradient are elsewhere
 stays.py               what is neither copied nor pickled
 masks.py               dropout masks and stream keys, a pure function of keys and element indices

@@ -1,25 +1,28 @@
 """Who multiplies, and when, a handler: by another ``Gemm`` than torch's own, and a backward in two parts.
 
-``F.linear`` is carried out by ``deferred_products`` with the run's ``Gemm``.  Where the schedule says so, the gradient
-of a stage's input is made now, and those of its weights later:
+``F.linear`` is carried out with the run's ``Gemm``.  Where the schedule says so, the gradient of a stage's input is
+made now, and those of its weights later:
 
     F    forward, on *stand-ins*: one leaf per microbatch and parameter, which shares the parameter's memory
-    I    the caller's backward: the input's gradient; a weight's lands on its stand-in, the large products deferred
-    W    deferred products are made, and each parameter receives its gradient as in a plain backward, hooks and all
+    I    the caller's backward: the input's gradient; what makes a linear weight's waits with its stand-in
+    W    each parameter receives its gradient as in a plain backward, hooks and all
 
 Between F, I and W of a microbatch those of others may run, in any order: F0 F1 F2 I0 F3 I1 W0 I2 W1 ...
 
-Deferred are the products of ``deferred_products`` with a parameter as weight.  Every other gradient (norms,
-``weight.t()``, recurrent kernels, the inside of a multi-head attention) is made by autograd in I and waits on its
-stand-in.  Left to torch, forward and all, is what autocast computes, which adds up the gradients of a weight's uses in
-the lower precision; subclasses of tensors; and what is recomputed unseen (a checkpoint around a function that is no
-module's call), where torch would save other tensors than these products do.
+The weight products of ``F.linear`` wait.  Every other gradient (norms, embeddings, convolutions) is made by autograd in
+I and waits on its stand-in.  Three kinds of calls are left to torch: those under autocast, which adds up the gradients
+of a weight's uses in the lower precision; those with subclasses of tensors; and those that are recomputed unseen (in a
+checkpoint around a function that is no module's call), where torch would save other tensors.
+
+The formulas are those of torch's own backward, to the bit: which operand is transposed, and in which layout a product
+is made, decides the order in which a BLAS adds (``tensor.gemm`` says which BLAS).
 
 It does not see ``apply`` of an autograd.Function: whoever passes a parameter to one asks for its ``stand_in``.
 
 Source: zero bubble pipeline parallelism (Qi et al. 2023, arXiv:2401.10241).
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
@@ -30,13 +33,18 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from plait.forward.context import CurrentForward
-from plait.forward.deferred_products import DEFERRED, linear, value
 from plait.forward.interceptor import Function, Handler
 from plait.tensor import CutWeight
 from plait.tensor.gemm import TORCH, Gemm
+from plait.tensor.no_double_backward import no_double_backward
 
-Product = Callable[..., Tensor | None]
 DENSE = (Tensor, nn.Parameter)
+Later = list[Callable[[], Tensor]]
+"""Gradients of a weight's uses, to be made and added in this order."""
+
+first_order = no_double_backward(
+    "gemm='onednn', or a schedule that splits backwards,", "leave gemm out, and choose another order (1f1b)"
+)
 
 
 class Products(Handler):
@@ -47,14 +55,11 @@ class Products(Handler):
     """
 
     def __init__(self, current: CurrentForward, gemm: Gemm, parameters: Iterable[nn.Parameter] = ()) -> None:
-        self.current = current
-        self._deferred: Mapping[Any, Product] = {**DEFERRED, F.linear: partial(linear, gemm=gemm)}
-        now = partial(linear, gemm=gemm, later=False)
-        self._now: Mapping[Any, Product] = {} if gemm is TORCH else {F.linear: now}
+        self.current, self.gemm = current, gemm
         self.parameters: Mapping[int, nn.Parameter] = {id(p): p for p in parameters if p.requires_grad}
 
     def sees(self, func: Function) -> bool:
-        return func in self._now
+        return func is F.linear and self.gemm is not TORCH
 
     def weigh(self, stand_ins: dict[int, Tensor]) -> None:
         """The weight part: make the gradients and give them to the parameters, those used last first.  It empties
@@ -64,10 +69,9 @@ class Products(Handler):
         with torch._C.DisableTorchFunction(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             for key in list(stand_ins):
                 stand_in: Any = stand_ins.pop(key)
-                if isinstance(stand_in, list):  # of a cut weight (see ``tensor.linear``)
-                    waiting = stand_in
-                else:
-                    waiting = [] if stand_in.grad is None else [partial(value, stand_in.grad)]
+                waiting = stand_in if isinstance(stand_in, list) else stand_in.waiting  # a list: of a cut weight
+                if waiting is not stand_in and stand_in.grad is not None:
+                    waiting.append(partial(_itself, stand_in.grad))
                     stand_in.grad = None
                 if waiting:
                     nodes.append(cast(Any, WeightGradNode).apply(self.parameters[key], waiting))
@@ -82,23 +86,24 @@ class Products(Handler):
             return parameter
         if key not in stand_ins:
             with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():  # under vmap too a whole one
-                stand_ins[key] = parameter.detach().requires_grad_(parameter.requires_grad)
+                leaf: Any = parameter.detach().requires_grad_(parameter.requires_grad)
+                leaf.waiting = Later()
+                stand_ins[key] = leaf
         return stand_ins[key]
 
     def idle(self) -> bool:
-        return not self._now and self.current.context.stand_ins is None
+        return self.gemm is TORCH and self.current.context.stand_ins is None
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
-        products = self._now
+        waits = False
         if self.current.context.stand_ins is not None and torch.is_grad_enabled():
-            weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
-            if func in self._deferred and id(weight) in self.parameters:
-                products = self._deferred
+            waits = id(kwargs.get("weight", args[1] if len(args) > 1 else None)) in self.parameters
             args = self._replaced(args)
             kwargs = {name: self._replaced(argument) for name, argument in kwargs.items()}
-        if func in products and self.current.comes_back and plain(*args, **kwargs):
+        ours = func is F.linear and (waits or self.gemm is not TORCH)
+        if ours and self.current.comes_back and plain(*args, **kwargs):
             with torch._C.DisableTorchFunction():
-                if (result := products[func](*args, **kwargs)) is not None:
+                if (result := linear(*args, **kwargs, gemm=self.gemm)) is not None:
                     return result
         return call_next(*args, **kwargs)
 
@@ -125,7 +130,7 @@ class WeightGradNode(torch.autograd.Function):
     """The node of W that gives a parameter its gradient: the sum of what ``waiting`` makes, in order."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, waiting: list[Callable[[], Tensor]]) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, waiting: Later) -> Tensor:
         ctx.waiting = waiting
         return torch.zeros((), device=parameter.device)
 
@@ -135,3 +140,92 @@ class WeightGradNode(torch.autograd.Function):
         while ctx.waiting:
             gradient = gradient + ctx.waiting.pop(0)()
         return gradient, None
+
+
+def _itself(gradient: Tensor) -> Tensor:
+    return gradient
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, gemm: Gemm = TORCH) -> Tensor | None:
+    """``F.linear``, [..., in] -> [..., out], in the steps that torch takes; None where it is left to torch.
+
+    Gradients of a stand-in wait with it; others are made in backward.
+    """
+    x = input
+    if not x.dim() or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        return None
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return None
+    apply: Callable[..., Tensor] = Linear.apply
+    if x.dim() == 2:
+        return apply(x, weight, bias, gemm, _waiting(weight), _waiting(bias))
+    fused = bias if x.is_contiguous() else None
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y = apply(rows, weight, fused, gemm, _waiting(weight), _waiting(fused)).view(*x.shape[:-1], weight.shape[0])
+    return y if bias is fused or bias is None else y + bias
+
+
+def _waiting(parameter: Tensor | None) -> Later | None:
+    found: Later | None = getattr(parameter, "waiting", None)
+    return found
+
+
+class Linear(torch.autograd.Function):
+    """y = x W^T + b of matrices; the gradients of W and b are made now, or by what is left in ``later``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, *later: Later | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        ctx.gemm, ctx.later, ctx.by_rows = gemm, later, weight.stride() == (weight.shape[1], 1)
+        ctx.x_by_columns = x.stride() == (1, x.shape[0])
+        return gemm.linear(x, weight, bias)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
+        if g is None:
+            return (None,) * 6
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        product = ctx.gemm.product
+        dx = dw = db = None
+        if wants_x:
+            dx = product(weight.t(), g.t()).t() if ctx.x_by_columns else product(g, weight)
+        if wants_weight:
+            dw = _made(ctx, 0, partial(_weight_gradient, product, ctx.by_rows), g, x)
+        if wants_bias:
+            db = _made(ctx, 1, partial(torch.sum, dim=0), g)
+        return dx, dw, db, None, None, None
+
+
+def _made(ctx: Any, place: int, make: Callable[..., Tensor], *operands: Tensor) -> Tensor | None:
+    """A gradient, made now, or in W by what is left in ``later``; operands must not be written to meanwhile."""
+    later: Later | None = ctx.later[place]
+    if later is None or not _reaches(ctx.next_functions[1 + place][0]):
+        return make(*operands)
+    kept = [(operand.detach(), operand._version) for operand in operands]
+
+    def make_later() -> Tensor:
+        if any(operand._version != version for operand, version in kept):
+            raise ValueError(
+                f"what a weight gradient is made of (tensors of shapes {', '.join(str([*x.shape]) for x, _ in kept)}) "
+                f"was written to between the input part and the weight part of a microbatch's backward: activations "
+                f"and their gradients are read until the weight part is over; copy a tensor before you write to it"
+            )
+        return make(*(operand for operand, _ in kept))
+
+    later.append(make_later)
+    return None
+
+
+def _reaches(node: Any) -> bool:
+    """True if the backward that runs gives a stand-in its gradient, and is no ``torch.autograd.grad`` of a program."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # its gradient is asked for by name
+        return False
+
+
+def _weight_gradient(product: Callable[[Tensor, Tensor], Tensor], by_rows: bool, g: Tensor, x: Tensor) -> Tensor:
+    return product(g.t(), x) if by_rows else product(x.t(), g).t()

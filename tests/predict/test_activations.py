@@ -8,13 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from plait.comm import Comm, run
-from plait.predict.activations import DecoderSizes, block, decoder, per_layer
+from plait.predict.activations import DecoderSizes, block, decoder
 from plait.run.models.gpt import GPT, GPTConfig, loss_sum, token_count
 from plait.step import Engine, empty_parameters
 from plait.table.mesh import Mesh
@@ -123,75 +121,3 @@ def test_what_tensor_ranks_keep_beside_the_blocks(sequence: bool) -> None:
     softmax = sizes.tokens * 6 * 8  # 6 of 11 classes on the first rank
     own = 16 * int((tokens_of(sizes) < 6).sum())
     assert measured(sizes, 1, None, torch.float64, sequence)[0] == decoder(sizes, links) - softmax + own
-
-
-# ---- the textbook -----------------------------------------------------------------------------------------------
-
-
-class Textbook(nn.Module):
-    """The layer that the textbook counts: written out, in 16 bits, masks of one byte."""
-
-    def __init__(self, width: int, heads: int, recompute: str | None) -> None:
-        super().__init__()
-        self.heads, self.recompute = heads, recompute
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.query, self.key, self.value, self.output = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        if self.recompute == "full":
-            out: Tensor = checkpoint(self.layer, x_BTD, use_reentrant=False)
-            return out
-        return self.layer(x_BTD)
-
-    def layer(self, x_BTD: Tensor) -> Tensor:
-        y = self.norms[0](x_BTD)
-        q, k, v = (self.split(p(y)) for p in (self.query, self.key, self.value))
-        again = self.recompute == "selective"
-        mixed = checkpoint(core, q, k, v, use_reentrant=False) if again else core(q, k, v)
-        x_BTD = x_BTD + drop(self.output(mixed.transpose(1, 2).flatten(2)))
-        out_BTD: Tensor = x_BTD + drop(self.down(F.gelu(self.up(self.norms[1](x_BTD)))))
-        return out_BTD
-
-    def split(self, x_BTD: Tensor) -> Tensor:
-        heads: Tensor = x_BTD.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return heads
-
-
-def drop(x: Tensor) -> Tensor:
-    return torch.native_dropout(x, 0.1, True)[0]
-
-
-def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = q @ k.transpose(-2, -1) * q.size(-1) ** -0.5
-    return drop(scores.softmax(-1)) @ v
-
-
-@pytest.mark.parametrize("recompute", MODES)
-@pytest.mark.parametrize(("s", "b", "h", "a"), [(5, 3, 24, 2), (16, 2, 32, 4), (9, 1, 48, 6)])
-def test_the_textbooks_layer_keeps_what_the_textbook_says(
-    s: int, b: int, h: int, a: int, recompute: str | None
-) -> None:
-    """To the byte, beside the mean and deviation of each row of its two norms, which the textbook leaves out."""
-    layer = Textbook(h, a, recompute).bfloat16()
-    x = torch.randn(b, s, h, dtype=torch.bfloat16, requires_grad=True)
-    with saving(layer.parameters()) as seen:
-        layer(x)
-    statistics = 0 if recompute == "full" else 2 * 2 * s * b * 2
-    assert seen.bytes - statistics == per_layer(s, b, h, a, recompute=recompute)
-
-
-def test_the_textbooks_formulas_agree_where_they_meet() -> None:
-    """With one rank all rows are the same; a published size, by hand."""
-    s, b, h, a = 2048, 4, 6144, 64
-    for mode in MODES:
-        one = per_layer(s, b, h, a, recompute=mode)
-        assert one == per_layer(s, b, h, a, sequence=True, recompute=mode)
-        assert per_layer(s, b, h, a, t=8, sequence=True, recompute=mode) == one / 8
-    assert per_layer(s, b, h, a) == s * b * h * 34 + 5 * a * s * s * b
-    assert per_layer(s, b, h, a, t=8) == pytest.approx(s * b * h * (10 + 24 / 8) + 5 * a * s * s * b / 8)
-    assert per_layer(s, b, h, a, recompute="selective") == 34 * s * b * h
-    assert per_layer(s, b, h, a, t=8, recompute="full") == 2 * s * b * h
-    assert per_layer(2048, 1, 12288, 96) / per_layer(2048, 1, 12288, 96, recompute="selective") == pytest.approx(
-        1 + 5 * 96 * 2048 / 12288 / 34
-    )

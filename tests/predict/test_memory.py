@@ -46,69 +46,12 @@ def mixed(num_parameters: float, mesh: Mesh, row: str) -> Held:
     return formula(num_parameters, mesh, TABLE[row], param_bytes=2, grad_bytes=2, optimizer_bytes=12)
 
 
-def test_the_table_has_54_numbers() -> None:
-    assert len(published()) == 6 * 3 * 3
-
-
 @pytest.mark.parametrize(("n", "model", "row", "text"), published())
 def test_the_published_zero_table(n: int, model: str, row: str, text: str) -> None:
     num_decimals = len(text.partition(".")[2])
     half_a_digit = 0.5 * 10**-num_decimals
     for mesh in (Mesh(shard=n), Mesh(replica=n), Mesh(replica=2, shard=n // 2) if n > 1 else Mesh()):
         assert abs(mixed(SIZES[model], mesh, row).total / GB - float(text)) <= half_a_digit * (1 + 1e-9)
-
-
-# ---- the formulas ----------------------------------------------------------------------------------------
-
-# bytes per parameter, as (held by all, divided by N)
-FORMULAS = """
-             16-bit, K=12    16-bit, fp32 grads   fp32, Adam
-ddp          16 + 0/N        18 + 0/N             16 + 0/N
-zero1        4 + 12/N        6 + 12/N             8 + 8/N
-zero2        2 + 14/N        2 + 16/N             4 + 12/N
-zero3        0 + 16/N        0 + 18/N             0 + 16/N
-zero3_keep   0 + 16/N        0 + 18/N             0 + 16/N
-hpz          0 + 16/N        0 + 18/N             0 + 16/N
-"""
-BYTES = ((2, 2, 12), (2, 4, 12), (4, 4, 8))
-
-
-@pytest.mark.parametrize("line", FORMULAS.strip("\n").splitlines()[1:])
-@pytest.mark.parametrize(("replica", "shard"), [(1, 1), (1, 8), (8, 1), (4, 2), (3, 5)])
-def test_bytes_per_parameter(line: str, replica: int, shard: int) -> None:
-    row, *terms = line.replace(" + ", "+").split()
-    mesh, num = Mesh(replica=replica, shard=shard), 120_000
-    for (params, grads, optimizer), term in zip(BYTES, terms, strict=True):
-        fixed, shared = term.removesuffix("/N").split("+")
-        found = formula(num, mesh, TABLE[row], param_bytes=params, grad_bytes=grads, optimizer_bytes=optimizer)
-        assert found.total == int(fixed) * num + int(shared) * num // mesh.data_size
-
-
-@pytest.mark.parametrize(("replicas", "p"), [(1, 4), (2, 2), (4, 8)])
-def test_hybrid_rows_divide_by_their_group(replicas: int, p: int) -> None:
-    """hsdp: all of it by p.  psdp: the optimizer state is R times smaller still."""
-    mesh, num = Mesh(replica=replicas, shard=p), 2**20
-    assert formula(num, mesh, TABLE["hsdp"]) == Held(4 * num // p, 4 * num // p, 8 * num // p)
-    assert formula(num, mesh, TABLE["psdp"]) == Held(4 * num // p, 4 * num // p, 8 * num // (p * replicas))
-    assert formula(num, mesh, TABLE["hpz"]) == formula(num, mesh, TABLE["zero3"])
-
-
-def test_the_memory_wall() -> None:
-    """10 billion parameters are 40 GB in fp32, and 160 GB with gradients and Adam: no device holds that."""
-    found = formula(10 * B, Mesh(), TABLE["ddp"])
-    assert (found.params, found.grads, found.optimizer) == (40 * GB, 40 * GB, 80 * GB)
-    assert found.total == 160 * GB
-    assert formula(10 * B, Mesh(shard=64), TABLE["ddp"]).total == 160 * GB  # more devices do not help ...
-    assert formula(10 * B, Mesh(shard=64), TABLE["zero3"]).total == 2.5 * GB  # ... unless they share
-
-
-def test_a_trillion_parameters_on_256_devices() -> None:
-    assert mixed(T, Mesh(replica=32, shard=8), "zero3").total == 62.5 * GB
-
-
-def test_tensor_and_pipe_axes_divide_no_cell() -> None:
-    """They cut the model before it is laid; ``num_parameters`` is what is left."""
-    assert formula(1e6, Mesh(pipe=4, shard=2, tensor=8), TABLE["zero3"]) == formula(1e6, Mesh(shard=2), TABLE["zero3"])
 
 
 # ---- what the buffers hold -------------------------------------------------------------------------------

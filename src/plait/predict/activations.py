@@ -8,16 +8,9 @@
 several operators; parameters, buffers and storage that another operator has saved already are not counted.  The count
 is exact, and tested against ``saved_tensors_hooks``; a GPU's fused norm and attention keep less.
 
-``per_layer`` is the textbook's count for another layer (LayerNorm, GELU, as many key and value heads as heads, softmax
-and dropout written out, masks of one byte, 16 bits):
-
-    recompute    one rank                       tensor = t                          with sequence parallelism
-    none         sbh (34 + 5as/h)               sbh (10 + 24/t + 5as/(ht))          sbh (34 + 5as/h) / t
-    selective    34 sbh                         sbh (10 + 24/t)                     34 sbh / t
-    full         2 sbh                          2 sbh                               2 sbh / t
-
-Source: Korthikanti et al. 2022 (arXiv:2205.05198), table 2.  There a column-cut product keeps its part of the stream
-and gathers it again in the backward; here it keeps the whole, so sequence parallelism does not divide ``y``.
+The textbook's count for another layer is table 2 of Korthikanti et al. 2022 (arXiv:2205.05198).  There a column-cut
+product keeps its part of the stream and gathers it again in the backward; here it keeps the whole, so sequence
+parallelism does not divide ``y``.
 """
 
 from collections.abc import Sequence
@@ -155,14 +148,3 @@ def decoder(s: DecoderSizes, links: Sequence[str], recompute: str | None = None)
     """Bytes that a microbatch's forward keeps in links: ``embed``, ``blocks.0``, ..., ``norm``, ``head``."""
     parts = {"embed": embedding(s), "blocks": block(s, recompute), "norm": last_norm(s), "head": head(s)}
     return sum(kept.bytes for link in links for kept in parts[link.partition(".")[0]])
-
-
-def per_layer(
-    s: int, b: int, h: int, a: int, *, t: int = 1, sequence: bool = False, recompute: str | None = None
-) -> float:
-    """The textbook's bytes per layer, by the table above: ``s`` tokens of a sample, ``b`` samples of a microbatch,
-    width ``h``, ``a`` heads, ``t`` tensor ranks."""
-    if recompute == "full":
-        return 2 * s * b * h / (t if sequence else 1)
-    core = 0 if recompute == "selective" else 5 * a * s * s * b
-    return (34 * s * b * h + core) / t if sequence else 10 * s * b * h + (24 * s * b * h + core) / t

@@ -60,7 +60,6 @@ SHARES: dict[str, Share] = {
     "chaos/test_chaos.py::test_a_short_campaign": PROCESSES,
     "checkpoint/test_dcp_oracle.py": ORACLES,
     "checkpoint/test_dropped_keys.py": FULL,
-    "checkpoint/test_hostile.py::test_long_harm": NIGHTLY,
     "checkpoint/test_huggingface_read.py::test_every_layout_has_the_values_of_the_folder": Share("few", "all"),
     "checkpoint/test_own_loop.py::test_three_stops_in_an_epoch_each_under_another_mesh": PROCESSES,
     "checkpoint/test_save_load.py::test_any_layout_loads_it_to_the_bit": Share("few", "values"),

@@ -1,9 +1,4 @@
-"""Checkpoints that somebody has made to do harm: ``python hostile.py <seconds> <first seed>``.
-
-A manifest, a header or a file of a good checkpoint is changed at random, and signed anew so that every hash is right.
-``plait.load`` then loads it, or raises ValueError with nothing changed.  It opens nothing outside the run's folder; it
-has 512 MiB of memory, where the checkpoint has 20 kB, and seconds.  It prints a line of JSON at the end.
-"""
+"""Checkpoints that somebody has made to do harm: changed at random, and signed anew so that every hash is right."""
 
 from __future__ import annotations
 
@@ -11,94 +6,39 @@ import copy
 import json
 import os
 import random
-import resource
-import shutil
-import sys
-import tempfile
-import time
-import traceback
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-from run_cases import differences
+from small_runs import build, go, ranks
 
 import plait
-from plait.checkpoint.hashing import HASH, digest_of
+from plait.checkpoint.hashing import HASH, Hasher
 from plait.checkpoint.manifest import signed
-from plait.comm import Comm, run
-from plait.step import Engine
-from plait.table.mesh import Mesh
+from plait.comm import Comm
 
-MEMORY = 512 << 20
-SECONDS = 20.0
 VALUES: list[Any] = [
-    *(None, True, False, 0, 1, 2, 7, -1, 1 << 31, 1 << 62, 1 << 63, 1 << 64, 10**400, 1.5, -0.0, 1e308, "", "0", "nan"),
-    *(
-        "../rank-00000.safetensors",
-        "/etc/passwd",
-        "rank-00001.safetensors",
-        "manifest.json",
-        ".",
-        "..",
-        "a\0b",
-        "\ud800",
-    ),
-    *(
-        "model/0.weight",
-        "value/0",
-        "float32",
-        "F64",
-        "int8",
-        "bool",
-        "x" * 10_000,
-        "\x1b[31m",
-        "rank-00000.9f.safetensors",
-    ),
-    *([], {}, [[]], [0, 0], [[0, 1 << 62]], [1 << 40, 1 << 40], [0] * 70, [1] * 5000, [2] * 64, [10**300] * 2000),
-    *({"tensor": "model/0.weight"}, {"tensor": "value/0"}, {"float": "inf"}, {"tuple": [{"tensor": "value/0"}] * 50}),
-    *(
-        {"number": 10**30, "dtype": "int8"},
-        {"number": {"float": "nan"}, "dtype": "int64"},
-        {"dict": [[{"dict": []}, 1]]},
-    ),
-    *(
-        [1],
-        10**4298,
-        {"number": 1.0, "dtype": "complex64"},
-        {"number": 1.0, "dtype": "float64"},
-        {"dict": [["step", 1]]},
-    ),
-    *({"number": -1, "dtype": "uint8"}, {"counter": [["a", "b"]]}, {"number": 1e300, "dtype": "float16"}),
+    *(None, True, False, 0, 1, 2, 7, -1, 1 << 31, 1 << 62, 1 << 63, 1 << 64, 10**400, 10**4298, 1.5, -0.0, 1e308),
+    *("", "0", "nan", "../rank-00000.safetensors", "/etc/passwd", "rank-00001.safetensors", "manifest.json", "a\0b"),
+    *("\ud800", "model/0.weight", "value/0", "float32", "F64", "int8", "x" * 10_000, "\x1b[31m", [], {}, [[]], [0, 0]),
+    *([[0, 1 << 62]], [1 << 40, 1 << 40], [0] * 70, [1] * 5000, [2] * 64, [10**300] * 2000, [1], {"float": "inf"}),
+    *({"tensor": "model/0.weight"}, {"tensor": "value/0"}, {"tuple": [{"tensor": "value/0"}] * 50}),
+    *({"number": value, "dtype": "int8"} for value in (10**30, 1.0, -1, {"float": "nan"})),
+    *({"dict": [[{"dict": []}, 1]]}, {"dict": [["step", 1]]}, {"counter": [["a", "b"]]}),
 ]
-
-
-def build(comm: Comm) -> tuple[Engine, plait.EMA]:
-    model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 3))
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.linspace(-1, number / 9, parameter.numel()).view(parameter.shape))
-    engine = Engine(model, comm, strategy="zero3", optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
-    return engine, plait.EMA(engine, 0.9)
 
 
 def write(path: Path) -> None:
     """A good one, of two ranks."""
 
     def body(comm: Comm) -> None:
-        engine, ema = build(comm)
-        engine.backward(engine.model(torch.ones(2, 3)).square().sum(), 2)
-        assert engine.optimizer is not None
-        engine.optimizer.step()
+        engine = build(comm, sizes=(3, 7))
+        ema = plait.EMA(engine, 0.9)
+        go(engine)
         plait.save(path, engine, ema=ema, extra={"numbers": torch.arange(4), "at": (1, None, 0.5, {"a": [1]})})
 
-    run(Mesh(shard=2), body, deadline=60)
+    ranks(body, 2)
 
 
 def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -177,7 +117,7 @@ def spoil(folder: Path, draw: random.Random) -> str:
     path = folder / "manifest.json"
     data = json.loads(path.read_text())
     file = folder / draw.choice(sorted(data["files"]))
-    kind = draw.choice(["manifest"] * 5 + ["manifest text", "header", "header", "header text", "bytes", "no file"])
+    kind = draw.choice(["manifest"] * 5 + ["manifest text", "header", "header", "header text", "bytes"])
     content = file.read_bytes()
     match kind:
         case "manifest":
@@ -196,20 +136,6 @@ def spoil(folder: Path, draw: random.Random) -> str:
             content = with_header(text, rest, draw)
             file.write_bytes(content)
             data["files"][file.name] = {"bytes": len(content), HASH: digest(content)}
-        case "no file":
-            victim = draw.choice([file, path, folder])
-            outside = folder.parent.parent / "outside"
-            victim.rename(outside)
-            match draw.choice(["link", "pipe", "folder", "gone", "loop"]):
-                case "link" if victim is not folder:  # a folder of checkpoints may have links to them
-                    victim.symlink_to(outside)
-                case "pipe":
-                    os.mkfifo(victim)
-                case "folder":
-                    victim.mkdir()
-                case "loop":
-                    victim.symlink_to(victim)
-            return kind
     text = json.dumps(data)
     if kind == "manifest text":
         text = changed_text(text, draw)
@@ -222,107 +148,6 @@ def spoil(folder: Path, draw: random.Random) -> str:
 
 def digest(content: bytes) -> str:
     """As a manifest has it."""
-
-    def read(start: int, into: memoryview) -> None:
-        into[:] = content[start : start + len(into)]
-
-    return digest_of(len(content), 1 << 20, read)
-
-
-OPENED: list[str] = []
-WATCHED = [False]
-
-
-def watch() -> None:
-    """Note whatever this process opens from now on."""
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if WATCHED[0] and event in ("open", "os.listdir", "os.scandir") and isinstance(arguments[0], str | os.PathLike):
-            path = os.fspath(arguments[0])
-            followed = event != "open" or not arguments[2] & os.O_NOFOLLOW
-            OPENED.append(os.path.realpath(path if followed else os.path.dirname(path)))
-
-    sys.addaudithook(hook)
-
-
-@contextmanager
-def watched(run_folder: Path) -> Iterator[None]:
-    """Nothing outside of a folder may be opened; Python's own modules aside."""
-    OPENED.clear()
-    WATCHED[0] = True
-    try:
-        yield
-    finally:
-        WATCHED[0] = False
-    allowed = (str(run_folder), sys.prefix, sys.base_prefix, str(Path(plait.__file__).parents[1]))
-    strange = [path for path in OPENED if not path.startswith(allowed)]
-    assert not strange, f"opened {strange[:3]}"
-
-
-def attempt(path: Path) -> str:
-    """ "loaded", or what was refused; anything else is raised."""
-
-    def body(comm: Comm) -> str:
-        engine, ema = build(comm)
-
-        def state() -> Any:
-            whole = engine.full_state_dict(), engine.optimizer_state_dict(), engine.step_state()
-            return *whole, ema.full_state_dict(), ema.decay
-
-        before = copy.deepcopy(state())
-        try:
-            plait.load(path, engine, ema=ema)
-        except ValueError as error:
-            assert len(str(error)) < 2000 and str(error).isprintable(), f"unclear: {str(error)[:3000]!r}"
-            assert not (changes := differences(state(), before)), f"changed: {changes[:3]}, by {error}"
-            return "refused"
-        return "loaded"
-
-    found: str = run(Mesh(shard=1), body, deadline=60)[0]
-    return found
-
-
-def play(good: Path, work: Path, seed: int) -> tuple[str, str]:
-    """What was changed, and what became of it."""
-    shutil.rmtree(work, ignore_errors=True)
-    shutil.copytree(good, work / "run")
-    kind = spoil(work / "run" / "step-000001", random.Random(seed))
-    start = time.process_time()  # other work on the machine is not its own
-    with watched(work / "run"):
-        found = attempt(work / "run")
-    assert (seconds := time.process_time() - start) < SECONDS, f"{seconds:.1f} s"
-    return kind, found
-
-
-def main(seconds: float, first: int) -> int:
-    work = Path(tempfile.mkdtemp()).resolve()
-    counts: Counter[tuple[str, str]] = Counter()
-    wrong, slowest, begin, seed = [], 0.0, time.monotonic(), first
-    watch()
-    write(work / "good")
-    play(work / "good", work / "case", first)  # what is imported late is imported now
-    with open("/proc/self/statm") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
-    while seed == first or time.monotonic() < begin + seconds:
-        start = time.monotonic()
-        try:
-            counts[play(work / "good", work / "case", seed)] += 1
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            wrong.append(f"{seed}: {type(error).__name__}: {str(error)[:300]}")
-            traceback.print_exc()
-        slowest = max(slowest, time.monotonic() - start)
-        seed += 1
-    shutil.rmtree(work)
-    counted = {" ".join(key): count for key, count in sorted(counts.items())}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-    print(
-        json.dumps({"cases": seed - first, "slowest": slowest, "MiB": peak, **counted, "wrong": wrong[:20]}, indent=1)
-    )
-    return len(wrong)
-
-
-if __name__ == "__main__":
-    sys.exit(bool(main(float(sys.argv[1]), int(sys.argv[2]))))
+    hasher = Hasher()
+    hasher.update(content)
+    return hasher.hexdigest()

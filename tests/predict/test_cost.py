@@ -45,16 +45,6 @@ def state_sent(units: list[UnitLayout], mesh: Mesh, row: str, num_microbatches: 
 
 # ---- volumes ---------------------------------------------------------------------------------------------
 
-ONE_MICROBATCH = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3}
-
-
-@pytest.mark.parametrize(("row", "volumes"), ONE_MICROBATCH.items())
-@pytest.mark.parametrize("mesh", [Mesh(shard=4), Mesh(replica=4), Mesh(replica=2, shard=2)], ids=str)
-def test_one_microbatch_costs_2_2_2_3_volumes(row: str, volumes: int, mesh: Mesh) -> None:
-    units = units_for(mesh)
-    assert state_sent(units, mesh, row, 1) == volumes * volume(units) * 3 // 4  # (N-1)/N
-
-
 # row: bytes(P, M, N, p, R), all divisions exact
 VOLUMES: dict[str, Callable[[int, int, int, int, int], int]] = {
     "ddp": lambda P, M, N, p, R: 2 * P * (N - 1) // N,
@@ -100,19 +90,6 @@ def test_any_number_of_microbatches_is_one_reduction_across_replicas(row: str, m
     assert reductions == [(kind, ("replica",), Note("step", name)) for name in m_units]
     gathers = [(e.kind, e.note) for e in across if e.kind == "all_gather"]
     assert gathers == ([("all_gather", Note("publish", name)) for name in m_units] if row == "psdp" else [])
-
-
-def test_the_messages_of_hsdp_one_by_one() -> None:
-    mesh = Mesh(replica=2, shard=2)
-    unit = units_for(mesh)[0]
-    size = volume([unit])
-    entries = [e for e in predict_step([unit], mesh, TABLE["hsdp"], 2, 0) if e.note.phase in STATE]
-    inside = (("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "microbatch"))
-    expected = [
-        *(Entry(kind, ("shard",), size, size // 2, Note(phase, "a", m)) for m in (0, 1) for kind, phase in inside),
-        Entry("all_reduce", ("replica",), size // 2, size // 2, Note("step", "a")),
-    ]
-    assert differences(entries, expected) == []
 
 
 # ---- tied, frozen, owned whole ---------------------------------------------------------------------------
@@ -186,23 +163,6 @@ def test_a_step_has_two_small_agreements(row: str, m: int, words: int) -> None:
 
 def test_gradient_bits_travel_32_to_a_number() -> None:
     assert [num_reported(1, n) - 8 for n in (0, 1, 32, 33, 64, 65)] == [0, 1, 1, 2, 2, 3]
-
-
-# ---- by phase, and differences ---------------------------------------------------------------------------
-
-
-def test_by_phase_counts_messages_and_bytes() -> None:
-    mesh = Mesh(shard=2)
-    units = units_for(mesh)
-    half = volume(units) // 2
-    assert by_phase(predict_step(units, mesh, TABLE["zero3"], 3, 0)) == {
-        "forward": (6, 3 * half),
-        "backward": (6, 3 * half),
-        "microbatch": (6, 3 * half),
-        "count": (1, 32),
-        "report": (1, 8 * (1 + 3 + 1 + 6)),
-    }
-    assert by_phase(()) == {}
 
 
 LEDGER = predict_step(units_for(Mesh(shard=2)), Mesh(shard=2), TABLE["zero2"], 2, 0)

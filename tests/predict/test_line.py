@@ -92,20 +92,6 @@ def test_1f1b_on_two_stages_under_zero3_message_by_message(rank: int) -> None:
     assert Counter(found) == Counter(expected)
 
 
-def test_the_same_in_bytes_sent() -> None:
-    mesh = Mesh(pipe=2, shard=2)
-    phases = by_phase(predict("1f1b", "zero3", {0: "ab"}, 1, mesh))
-    half = (256 + 512) // 2
-    assert phases == {
-        "unshard": (2, half),
-        "microbatch": (2 * M, M * half),
-        ACTIVATION: (M, sum(HANDED)),
-        GRADIENT: (M, 0),
-        "count": (1, 8 * 4 * 3),
-        "report": (1, 8 * (1 + M + 1 + 6) * 3),
-    }
-
-
 def test_rows_that_split_less_send_less() -> None:
     mesh = Mesh(pipe=2, shard=2)
     of_row = {row: by_phase(predict("1f1b", row, {1: "c"}, 2, mesh)) for row in TABLE}
@@ -199,11 +185,6 @@ def test_uses_of_a_tied_weight_cross_once(owners: tuple[int, ...], rank: int, se
     tied = [entry for entry in found if entry.note.phase == TIED]
     assert all((e.axes, e.bytes, e.note.unit) == (("pipe",), 72, "w") for e in tied)
     assert Counter((e.kind, e.sent) for e in tied) == Counter({("send", 72): sends, ("recv", 0): receives})
-
-
-def test_a_rank_that_owns_nothing_of_a_tied_weight_sends_nothing() -> None:
-    found = predict_line((), {}, Mesh(pipe=2), find_strategy("ddp"), M, 6, 0, [TiedTraffic("w", (0, 1), 0)])
-    assert not [entry for entry in found if entry.note.phase == TIED]
 
 
 # ---- no pipeline --------------------------------------------------------------------------------------------------

@@ -63,26 +63,6 @@ def test_rows_of_ones_own_have_the_order_of_their_cells() -> None:
     assert additions(other) == ("replica", MICROBATCH, "shard")
 
 
-@pytest.mark.parametrize(
-    ("rows", "text"),
-    [
-        (["ddp", "zero1"], "(((000+001)+(010+011))+((100+101)+(110+111)))"),
-        (["hsdp", "psdp"], "(((000+010)+(001+011))+((100+110)+(101+111)))"),
-        (["zero2", "zero3", "zero3_keep", "hpz"], "(((000+010)+(100+110))+((001+011)+(101+111)))"),
-    ],
-)
-def test_the_trees_of_two_replicas_two_shards_two_microbatches(rows: list[str], text: str) -> None:
-    sizes = {"replica": 2, "shard": 2, MICROBATCH: 2}
-    for row in rows:
-        assert written(additions(TABLE[row]), sizes, ("replica", "shard", MICROBATCH)) == text
-
-
-def test_with_one_microbatch_all_rows_have_one_tree() -> None:
-    sizes = {"replica": 3, "shard": 2, MICROBATCH: 1}
-    trees = {written(additions(row), sizes, ("replica", "shard")) for row in TABLE.values()}
-    assert trees == {"(((00+01)+(10+11))+(20+21))"}
-
-
 # ---- how a sum is folded ---------------------------------------------------------------------------------
 
 
@@ -103,18 +83,6 @@ def test_with_one_microbatch_all_rows_have_one_tree() -> None:
 def test_a_sum_is_a_left_fold_and_the_first_named_is_innermost(order: str, sizes: str, text: str) -> None:
     names = tuple(sorted(order))
     assert written(tuple(order), dict(zip(names, map(int, sizes), strict=True)), names) == text
-
-
-def test_leaves_are_asked_for_once_each_in_the_order_of_the_additions() -> None:
-    asked = []
-
-    def leaf(at: dict[str, int]) -> str:
-        asked.append("{x}{y}".format(**at))
-        return asked[-1]
-
-    text = fold(("x", "y"), {"x": 2, "y": 3}, leaf, lambda a, b: f"({a}+{b})")
-    assert asked == text.replace("(", "").replace(")", "").split("+")
-    assert asked == ["00", "10", "01", "11", "02", "12"]
 
 
 def test_add_may_reuse_its_first_term() -> None:

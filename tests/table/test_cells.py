@@ -232,55 +232,6 @@ def test_an_unknown_name_gives_the_nearest(wrong: str, says: str) -> None:
         find_strategy(wrong)
 
 
-# ---- rows of one's own -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("row", "sends"),
-    [
-        # shards inside a host, kept from forward to backward, optimizer over all
-        (
-            "psdp_keep: shard | full | shard, pending(replica) | shard/replica",
-            {
-                "forward": "all_gather(shard)",
-                "microbatch": "reduce_scatter(shard)",
-                "step": "reduce_scatter(replica) inside shard",
-                "publish": "all_gather(replica) inside shard",
-            },
-        ),
-        # replicas outermost: the same thing with the axes' roles exchanged
-        (
-            "turned: replica | replica | replica, pending(shard) | replica/shard",
-            {
-                "forward": "all_gather(replica)",
-                "keep": "slice(replica)",
-                "backward": "all_gather(replica)",
-                "microbatch": "reduce_scatter(replica)",
-                "step": "reduce_scatter(shard) inside replica",
-                "publish": "all_gather(shard) inside replica",
-            },
-        ),
-        # optimizer over one axis only
-        (
-            "zero1_local: full | full | full, pending(shard, replica) | shard",
-            {"step": "reduce_scatter(shard), then all_reduce(replica) inside shard", "publish": "all_gather(shard)"},
-        ),
-        # params cut finer than the gradients
-        (
-            "lazy: shard/replica | shard | full, pending(replica, shard) | shard/replica",
-            {
-                "forward": "all_gather(shard, replica)",
-                "keep": "slice(shard)",
-                "backward": "all_gather(shard)",
-                "step": "reduce_scatter(shard, replica)",
-            },
-        ),
-    ],
-)
-def test_a_row_of_ones_own_works_like_the_built_in_ones(row: str, sends: dict[str, str]) -> None:
-    assert phases_of(parse_strategy(row)) == sends
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from itertools import combinations_with_replacement, product
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.table.flat import Cut, FlatLayout, Run, Slot, lay, regions
+from plait.table.flat import Cut, Run, lay, regions
 from plait.table.layout import extent
 
 ITEMSIZES = (1, 2, 4, 8)
@@ -47,17 +46,6 @@ def test_tensors_go_where_least_lies_already() -> None:
     assert lay(named(shapes), 4, 2, "tensor", loads=[4 * 64, 0]).bounds == (0, 0, 48)
     assert lay(named(shapes), 4, 2, "tensor", loads=[0, 4 * 64]).bounds == (0, 48, 48)
     assert lay(named(shapes), 4, 3, "tensor", loads=[400, 0, 400]).bounds == (0, 0, 48, 48)
-
-
-def test_pieces_of_a_coarser_cut_are_runs_of_finer_pieces() -> None:
-    layout = lay([("w", (100, 10))], 4, 6)
-    assert layout.piece(6, 5) == layout.bounds[5:7]
-    assert layout.piece(3, 1) == (layout.bounds[2], layout.bounds[4])
-    assert layout.piece(2, 1) == (layout.bounds[3], layout.bounds[6])
-    assert layout.piece(1, 0) == (0, layout.numel)
-    for count, index in ((4, 0), (12, 0), (3, 3), (3, -1)):
-        with pytest.raises(ValueError, match=f"no piece {index} of {count} in a layout of 6 pieces"):
-            layout.piece(count, index)
 
 
 def test_a_unit_without_elements() -> None:
@@ -129,12 +117,6 @@ def test_the_tensor_cut_is_the_best_there_is(sizes: list[int], loads: list[int],
 
     every = ((0, *inner, starts[-1]) for inner in combinations_with_replacement(starts, len(loads) - 1))
     assert fullest(layout.bounds) == min(map(fullest, every))
-
-
-def test_a_scalar_is_one_element() -> None:
-    slot = Slot("scale", (), 16)
-    assert (slot.numel, slot.end) == (1, 17)
-    assert FlatLayout((slot,), 4, (0, 32)).runs(0, 32) == (Run(slot, 0, 1, 16),)
 
 
 # ---- runs as regions -------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from plait.table.collectives import Note
-from plait.table.layout import FREE, Layout, entries, extent, part, path, region, sizes
+from plait.table.layout import Layout, entries, extent, part, path, region
 from plait.table.mesh import Mesh
 
 MESH = Mesh.parse("replica=2 shard=3 tensor=2")
@@ -68,14 +68,6 @@ def test_five_rows_on_four_ranks() -> None:
     held = [region(parse("row/tensor column"), (5, 3), Mesh(tensor=4), r) for r in range(4)]
     assert held == [((a, b), (0, 3)) for a, b in ((0, 2), (2, 4), (4, 5), (5, 5))]
     assert [extent(h) for h in held] == [(2, 3), (2, 3), (1, 3), (0, 3)]
-
-
-def test_a_piece_is_cut_again_by_the_next_axis() -> None:
-    mesh = Mesh.parse("replica=2 tensor=2")
-    spans = [region(parse("row/replica/tensor"), (5,), mesh, r) for r in range(4)]
-    assert [span for (span,) in spans] == [(0, 2), (2, 3), (3, 4), (4, 5)]
-    spans = [region(parse("row/tensor/replica"), (5,), mesh, r) for r in range(4)]
-    assert [span for (span,) in spans] == [(0, 2), (3, 4), (2, 3), (4, 5)]
 
 
 @pytest.mark.parametrize("shape", [(5, 4), (0, 3), (1, 1), (7, 2)])
@@ -178,14 +170,6 @@ def test_what_is_free_and_what_is_empty_is_no_line() -> None:
     assert lines("a b", "a b, pending(tensor)", (5, 3), Mesh(tensor=4)) == []
     assert lines("a/tensor b", "a b", (5, 0), Mesh(tensor=4)) == []
     assert lines("a/tensor b", "a b", (5, 3), Mesh(shard=4)) == []
-
-
-def test_ranks_of_one_group_agree_on_the_size() -> None:
-    for a, b in itertools.product(everything(2, ("shard", "tensor")), repeat=2):
-        for step in path(a, b, MESH):
-            if step.kind not in FREE:
-                for group in MESH.groups(step.axes):
-                    assert len({sizes(step, (5, 3), MESH, r).whole for r in group}) == 1
 
 
 def test_part_is_torch_chunk() -> None:

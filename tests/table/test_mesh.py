@@ -90,22 +90,12 @@ def test_an_axis_crosses_hosts_where_a_group_has_ranks_of_two(mesh: Mesh) -> Non
 # ---- places ----------------------------------------------------------------------------------------------
 
 
-def test_the_last_axis_runs_fastest() -> None:
-    mesh = Mesh(pipe=2, replica=2, shard=2, tensor=2)
-    assert mesh.coordinates(0b1101) == {"pipe": 1, "replica": 1, "shard": 0, "tensor": 1}
-    assert list(mesh.coordinates(0)) == list(AXES)
-
-
 @given(mesh=MESHES)
 def test_ranks_and_coordinates_are_two_names_of_one_place(mesh: Mesh) -> None:
     places = [mesh.coordinates(rank) for rank in range(mesh.size)]
     assert [mesh.rank(**at) for at in places] == list(range(mesh.size))
     # outermost first, so counting ranks up is counting coordinates up
     assert [tuple(at.values()) for at in places] == list(product(*(range(mesh.axis(a)) for a in AXES)))
-
-
-def test_axes_that_are_not_named_are_at_0() -> None:
-    assert Mesh(replica=2, shard=3).rank(replica=1) == 3
 
 
 def test_places_outside_the_mesh_are_refused_with_the_numbers() -> None:
@@ -141,15 +131,6 @@ def test_the_examples_of_the_docstring() -> None:
     assert len(examples) == 3
     for rank, axes, ranks in examples:
         assert mesh.group(int(rank), ast.literal_eval(axes)) == ast.literal_eval(ranks)
-
-
-def test_the_first_axis_named_is_outermost_in_a_group() -> None:
-    mesh = Mesh(replica=2, shard=3)
-    assert mesh.group(4, ("shard", "replica")) == (0, 3, 1, 4, 2, 5)
-    assert mesh.group(4, ("replica", "shard")) == (0, 1, 2, 3, 4, 5)
-    assert mesh.groups(("replica",)) == ((0, 3), (1, 4), (2, 5))
-    assert mesh.groups(("shard",)) == ((0, 1, 2), (3, 4, 5))
-    assert mesh.groups(()) == ((0,), (1,), (2,), (3,), (4,), (5,))
 
 
 @settings(deadline=None)

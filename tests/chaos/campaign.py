@@ -128,7 +128,6 @@ ROWS = (
         {"refused": refusals.SHORT + 5},
     ),
     CampaignRow("disk", "a rank whose disk is full", "all end; the checkpoint before loads", refusals.full_disk),
-    CampaignRow("nan", "NaN on a rank", "all stop, or all leave the step out; never saved", trials.not_a_number),
     CampaignRow("exception", "an exception in a stage", "its traceback first", trials.raised, {"ended": 1.0}),
     CampaignRow("stranger", "garbage at every port", "loopback only; the run to the bit", refusals.strangers),
 )

@@ -197,23 +197,3 @@ def raised(ground: Ground, number: int) -> Result:
     tracebacks = sum(line.startswith("Traceback") for line in said)
     named = any(re.search(rf"rank {rank}\b", line) for line in said)
     return Result("" if tracebacks == 1 and named else f"{tracebacks} tracebacks: {child.text()[-800:]}", seen)
-
-
-def not_a_number(ground: Ground, number: int) -> Result:
-    """NaN on one rank: all stop, or all leave the step out, and no checkpoint has it."""
-    rank, skip, out = number % RANKS, number % 2, ground.new()
-    step = ground.random.randrange(EVERY + 1, ground.steps - 5)
-    how = ("--nonfinite", "skip") if skip else ()
-    child = ground.start(ground.words(out, *how, "--inject", f"nan@rank={rank},step={step}"))
-    moment = injected(child)
-    result = outcome(child, "", {}, code=0 if skip else 1)
-    lines = lines_of(out / "metrics.jsonl")
-    if result.wrong:
-        return result
-    if skip:
-        left = [line["step"] for line in lines if line["loss"] is None]
-        return Result("" if left == [step] else f"the steps {left} are not finite, where {step} was due")
-    told = child.first(rf"rank {rank}\b", moment.at)
-    later = [f for f in (out / CHECKPOINTS).glob("step-*") if int(f.name[5:]) >= step]
-    wrong = "" if told and "Traceback" not in child.text() else f"rank {rank} was not named: {child.text()[-500:]}"
-    return Result(wrong or (f"{later[0].name} was saved behind it" if later else ""))

@@ -101,6 +101,7 @@ def test_verify_takes_a_folder_too(tmp_path: Path, text: str, capsys: pytest.Cap
         ),
         (lambda f: folders.change_config(f, quantization_config={"quant_method": "gptq", "bits": 4}), "are quantised"),
         (lambda f: folders.change_config(f, num_attention_heads=5), "(24) is not a multiple of the number"),
+        (lambda f: folders.change_config(f, num_hidden_layers=4), "missing 9 tensors ('model.layers.3.self_attn"),
         (lambda f: folders.write_tokenizer(f, 300), "tokens up to 299, but the model's vocabulary ends at 258"),
         (lambda f: [(f / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")], "no tokenizer in it"),
     ],
@@ -111,6 +112,25 @@ def test_a_wrong_folder_is_refused_before_any_rank_starts(
     folder = folders.write(tmp_path / "model")
     wrong(folder)
     assert main(command(folder, text)) == 2
+    assert_one_line(capsys, says)
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "says"),
+    [
+        (b"", (), "is empty (0 bytes)"),
+        (b"caf\xe9 " * 200, (), "the text is not UTF-8"),
+        (TEXT, ("--length", "65"), "length is 65, but the model in"),
+        (TEXT, ("--export", "."), "there is something at export '.' already"),
+        (TEXT, ("--model", "."), "for the folder write hf:."),
+        (TEXT, ("--model", "gpt", "--export", "new"), "export writes models of transformers, which gpt is not"),
+    ],
+)
+def test_a_wrong_text_or_name_is_refused_before_any_rank_starts(
+    tmp_path: Path, text: str, content: bytes, more: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(text).write_bytes(content)
+    assert main(command(folders.write(tmp_path / "model"), text, *more)) == 2
     assert_one_line(capsys, says)
 
 

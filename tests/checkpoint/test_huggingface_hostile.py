@@ -199,6 +199,16 @@ def test_a_config_of_giant_sizes_is_refused_before_anything_is_built(sizes: str,
         open_folder(folder, Pretrained(str(folder)).outline())
 
 
+@pytest.mark.parametrize("kind", ["\x1b[31mnope", ["linear"], None])
+def test_a_kind_of_rope_that_is_none_is_named(kind: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "rope_scaling": {"rope_type": kind, "factor": 2.0}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"rope_type is .*: give one of linear, dynamic, yarn") as caught:
+        Pretrained(str(tmp_path)).config()
+    assert str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_not_finite_are_refused_by_all_ranks_with_their_name(value: float, tmp_path: Path) -> None:
     """Where only one rank has them, and would be alone with its error."""

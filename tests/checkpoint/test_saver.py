@@ -289,22 +289,3 @@ def test_a_folder_that_was_emptied_is_saved_to_again(tmp_path: Path) -> None:
 
     ranks(body)
     assert names(tmp_path / "run") == ["latest", "step-000003"]
-
-
-def test_kills_between_a_save_and_a_removal_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each run here is ended behind its first save, before anything older is removed."""
-    monkeypatch.setattr(writing, "remove_older", lambda *_: None)
-
-    def body(comm: Comm) -> list[int]:
-        engine, left = build(comm), list[int]()
-        for _ in range(6):
-            go(engine)
-            with plait.Saver(tmp_path, engine, keep=2) as saver:
-                saver.save()
-            comm.barrier(AXES)
-            left.append(len([name for name in names(tmp_path) if name.startswith("step-")]))
-            comm.barrier(AXES)
-        return left
-
-    assert ranks(body, size=2)[0] == [1, 2, 3, 4, 4, 4]
-    assert [name for name in names(tmp_path) if name.startswith("step-")] == [f"step-{n:06}" for n in (3, 4, 5, 6)]

@@ -15,7 +15,7 @@ from typing import Any
 
 from plait.checkpoint.fits import check_fits, weights_of
 from plait.checkpoint.manifest import LARGEST, NAME
-from plait.checkpoint.places import Storage, checkpoints, contents, find, parse_manifest, place, removed
+from plait.checkpoint.places import Storage, checkpoints, contents, find, parse_manifest, place
 from plait.checkpoint.stored import Checkpoint, StoredWeights
 from plait.comm import Comm
 from plait.comm.agree import broadcast_bytes, check_together
@@ -119,8 +119,6 @@ def _offering_another(folder: Storage) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if gone := removed(folder):
-            raise ValueError(gone) from error
         home, name = folder.home()
         others = checkpoints(home)
         names = [other.name for other in others]

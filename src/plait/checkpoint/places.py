@@ -64,15 +64,6 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def removed(folder: Storage) -> str:
-    """A sentence if retention has removed this checkpoint, so that only later ones exist; else an empty one."""
-    home, name = folder.home()
-    others = checkpoints(home) if STEP.fullmatch(name) else []
-    if not others or name in (other.name for other in others) or step_of(others[-1]) < step_of(home / name):
-        return ""
-    return f"{str(folder)!r} was removed by retention (keep) while it was read: the newest is {str(others[-1])!r}"
-
-
 def contents(path: Storage, largest: int) -> bytes:
     """Reads a small file; ValueError for more than ``largest`` bytes."""
     with path.opened() as file:

@@ -6,10 +6,8 @@
 A checkpoint is renamed to a hidden name first, so a kill leaves it complete or absent.
 """
 
-from contextlib import suppress
-
 from plait.checkpoint.manifest import NAME
-from plait.checkpoint.places import Storage, checkpoints, step_of
+from plait.checkpoint.places import Storage, checkpoints
 from plait.checkpoint.stored import Checkpoint
 
 PINNED = "pinned"
@@ -36,18 +34,6 @@ def remove_older(newest: Storage, keep: int) -> None:
         raise ValueError(f"{str(newest)!r} has been saved, but {error}; no older checkpoint was removed") from error
     for folder in going:
         folder.discard()
-
-
-def remove_left_over(place: Storage, step: int, keep: int) -> None:
-    """Removes the checkpoints that several killed runs have left, before a run's first save, of ``step``.
-
-    One more than ``keep`` stays, because the newest may still be lost, so kills never leave more than two too many.
-    Nothing goes if the newest is damaged.
-    """
-    earlier = [folder for folder in checkpoints(place) if step_of(folder) < step]
-    if earlier:
-        with suppress(ValueError):
-            remove_older(earlier[-1], keep + 1)
 
 
 def _may_go(folder: Storage) -> bool:

@@ -18,7 +18,6 @@ from typing import Any
 
 from plait.checkpoint.folder import Folder
 from plait.checkpoint.places import Storage, place, step_name
-from plait.checkpoint.retention import remove_left_over
 from plait.checkpoint.same_folder import check_same_folder
 from plait.checkpoint.snapshot import HostMemory, taken, values_of
 from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing, disk_errors
@@ -155,8 +154,6 @@ class Saver:
                 pieces = self._memory.copies(pieces)
             if not comm.rank:
                 with disk_errors(self.place, sum(piece.tensor.nbytes for piece in pieces)):
-                    if self.keep is not None and first:
-                        remove_left_over(self.place, engine.steps, self.keep)
                     partial.begin(first=first)
         except Exception as problem:
             error = problem

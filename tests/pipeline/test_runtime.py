@@ -326,7 +326,7 @@ def test_a_receive_is_posted_a_pass_before_the_one_that_needs_it(order: str) -> 
     def body(comm: Comm) -> list[Any]:
         engine = build(six(), comm, schedule=order)
         step(engine, batches(1)[0])
-        return [part for event in engine.placed.log.steps[-1] for part in event.action.parts]
+        return [event.action for event in engine.placed.log.steps[-1]]
 
     receives = 0
     for line in on("pipe=2", body):

@@ -13,7 +13,7 @@ from plait.run.report.idle import Idle, even_passes, idle_times, mean_idle, meas
 from plait.run.report.measured import as_log, measured_timeline
 from plait.schedule.actions import PASSES, Action, Event, Kind, Log, Schedule, Span, owners, parse_action
 from plait.schedule.orders import ORDERS, gpipe, one_f_one_b, write_order
-from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages
+from plait.schedule.passes import add_messages, add_sharding, add_step
 from plait.schedule.simulate import Costs, simulate
 from plait.table.cells import TABLE
 
@@ -218,12 +218,11 @@ few = st.integers(1, 6)
 
 
 @settings(deadline=None)
-@given(names, few, few, st.integers(0, 2**32), st.sampled_from(["none", "zero1", "zero3"]), st.booleans())
-def test_the_parts_of_a_real_step_add_up(name: str, stages: int, m: int, seed: int, row: str, merged: bool) -> None:
+@given(names, few, few, st.integers(0, 2**32), st.sampled_from(["none", "zero1", "zero3"]))
+def test_the_parts_of_a_real_step_add_up(name: str, stages: int, m: int, seed: int, row: str) -> None:
     schedule = write_order(name, stages, m)
     if row != "none":
         schedule = add_messages(add_step(add_sharding(schedule, TABLE[row])))
-        schedule = merge_messages(schedule) if merged else schedule
     dice = random.Random(seed)
     spread = dice.choice((0.0, 0.1, 1.0))
     holds(

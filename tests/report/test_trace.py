@@ -14,7 +14,7 @@ from plait.run.report.measured import as_log
 from plait.run.report.trace import trace_json
 from plait.schedule.actions import Event, Log, Span, parse_action
 from plait.schedule.orders import ORDERS, one_f_one_b, write_order
-from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages
+from plait.schedule.passes import add_messages, add_sharding, add_step
 from plait.schedule.simulate import Costs, simulate
 from plait.table.cells import TABLE
 
@@ -101,7 +101,7 @@ def test_slices_of_a_track_do_not_overlap(
     """To the nanosecond, whatever the times round to."""
     schedule = write_order(name, stages, m)
     if sends:
-        schedule = merge_messages(add_messages(add_step(add_sharding(schedule, TABLE["zero3"]))))
+        schedule = add_messages(add_step(add_sharding(schedule, TABLE["zero3"])))
     costs = Costs(unit, unit / 3, unit / 7, unit / 11, unshard=unit / 13, reduce=unit / 17, overlap=overlap)
     step = simulate(schedule, costs)
     slices, _ = read(trace_json(as_log(step), step))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plait.schedule.actions import Action, Kind, Schedule, format_schedule, parse_schedule
 from plait.schedule.check import Proof, check, peaks
 from plait.schedule.orders import ORDERS, gpipe, interleaved, one_f_one_b, one_stage, write_order, zb_h1
-from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages
+from plait.schedule.passes import add_messages, add_sharding, add_step
 from plait.schedule.simulate import Costs, simulate
 from plait.table.cells import TABLE
 
@@ -100,7 +100,7 @@ messages
 0SEND_F0 ~ 0SEND_F0 0SEND_F0                : 0SEND_F0 is doubled. it stands twice on rank 0 : 0SEND_F0 0SEND_F0
 1B0 1SEND_B0 ~ 1B0 1SEND_B0 1SEND_F0        : 1SEND_F0 has nobody on the other side.* : 1SEND_F0
 0F0 0SEND_F0 0F1 0SEND_F1 ~ 0F0 0F1 0SEND_F1 0SEND_F0 : CROSSED : 0SEND_F1 1RECV_F0
-1B0 1SEND_B0 1B1 1SEND_B1 ~ 1B0 1B1 1SEND_B1+1SEND_B0 : CROSSED BACK : 0RECV_B0 1SEND_B1+1SEND_B0
+1B0 1SEND_B0 1B1 1SEND_B1 ~ 1B0 1B1 1SEND_B1 1SEND_B0 : CROSSED BACK : 0RECV_B0 1SEND_B1
 0SEND_F1 0RECV_B0 0B0 ~ 0RECV_B0 0B0 0SEND_F1 : TOO LATE : 0B0 1F1
 
 sharding
@@ -215,7 +215,7 @@ def test_what_passes_the_check_ends_and_what_hangs_does_not_pass(
             assert "out of order" in str(error)
     else:
         simulate(schedule, Costs())
-        check(merge_messages(add_messages(schedule)))  # and no messages can make it hang
+        check(add_messages(schedule))  # and no messages can make it hang
 
 
 def test_peaks_are_counted_along_a_line() -> None:

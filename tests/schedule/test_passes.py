@@ -11,7 +11,6 @@ from plait.schedule.actions import (
     Kind,
     format_schedule,
     owners,
-    parse_action,
     parse_schedule,
 )
 from plait.schedule.check import check
@@ -22,7 +21,6 @@ from plait.schedule.passes import (
     add_step,
     complete,
     join_backward,
-    merge_messages,
     split_backward,
 )
 from plait.schedule.pipeline import Pipeline
@@ -54,15 +52,6 @@ DRAWN = {
         """
         0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
         1RECV_F0 1RECV_F1 1F1 1F0 1B0 1SEND_B0 1B1 1SEND_B1
-        """,
-    ),
-    "neighbours with one partner are one exchange": (
-        merge_messages(add_messages(one_f_one_b(3, 3))),
-        """
-        0F0 0SEND_F0 0F1 0SEND_F1+0RECV_B0 0F2 0SEND_F2+0RECV_B1 0B0 0RECV_B2 0B1 0B2
-        1RECV_F0+1RECV_F1 1F0 1SEND_F0+1RECV_B0 1F1 1SEND_F1 1RECV_F2 1B0 1SEND_B0 1RECV_B1 1F2 1SEND_F2+1RECV_B2 1B1 \
-1SEND_B1 1B2 1SEND_B2
-        2RECV_F0 2F0 2RECV_F1 2B0 2SEND_B0 2F1 2RECV_F2 2B1 2SEND_B1 2F2 2B2 2SEND_B2
         """,
     ),
     "ddp": (add_sharding(one_f_one_b(2, 2), TABLE["ddp"]), "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"),
@@ -123,18 +112,6 @@ def test_a_schedule_with_a_hole_is_sent_back() -> None:
         add_messages(parse_schedule("0F0 0F1 0B0 0B1\n1F0 1B0"))
 
 
-def test_only_messages_can_be_joined() -> None:
-    joined = parse_action("1SEND_F1+1RECV_B0")
-    assert [str(part) for part in joined.parts] == ["1SEND_F1", "1RECV_B0"]
-    for text in ("1F1+1RECV_B0", "1SEND_F1+1B0"):
-        with pytest.raises(ValueError, match="only messages can be joined"):
-            parse_action(text)
-    with pytest.raises(ValueError, match="only messages"):
-        Action(Kind.SEND_F, 0, 0, (joined,))
-    with pytest.raises(ValueError, match=r"cannot read the action '1SEND_F1\+'"):
-        parse_action("1SEND_F1+")
-
-
 # ---- data parallelism -------------------------------------------------------------------------------------
 
 
@@ -175,7 +152,7 @@ def test_a_schedule_that_says_a_part_of_the_end_of_a_step_gets_the_other(said: s
 @pytest.mark.parametrize("name", ORDERS)
 def test_passes_only_add(name: str) -> None:
     order = write_order(name, 6, 5)
-    completed = merge_messages(add_messages(add_step(add_sharding(order, TABLE["zero3"]))))
+    completed = add_messages(add_step(add_sharding(order, TABLE["zero3"])))
     assert tuple(tuple(a for a in line if a.kind in PASSES) for line in completed) == order
 
 

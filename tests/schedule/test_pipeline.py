@@ -165,7 +165,7 @@ def test_the_forwards_of_every_order_are_proved_under_every_row(name: str, row: 
         passes = [[a for a in line if a.kind is Kind.FORWARD] for line in schedule]
         order = [[a for a in line if a.kind is Kind.FORWARD] for line in pipeline.written(num)]
         assert passes == order, "the order's own"
-        kinds = {part.kind for line in schedule for action in line for part in action.parts}
+        kinds = {action.kind for line in schedule for action in line}
         gathers = {Kind.UNSHARD, Kind.RESHARD} if TABLE[row].params.split and hold is not None else set()
         messages = {Kind.SEND_F, Kind.RECV_F} if pipe > 1 else set()
         wanted = {Kind.FORWARD} | messages | (gathers if pipeline.num_stages > 1 else set())

@@ -22,7 +22,7 @@ from plait.schedule.orders import (
     zb_h2,
     zbv,
 )
-from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages, split_backward
+from plait.schedule.passes import add_messages, add_sharding, add_step, split_backward
 from plait.schedule.simulate import Costs, Timeline, simulate
 from plait.table.cells import TABLE
 
@@ -67,7 +67,7 @@ def test_stages_that_cost_differently() -> None:
 )
 def test_a_message_takes_its_latency_and_its_bytes(costs: Costs, arrival: float) -> None:
     order = parse_schedule("0F0 0B0\n1F0 1B0")
-    for schedule in (order, add_messages(order), merge_messages(add_messages(order))):
+    for schedule in (order, add_messages(order)):
         timeline = simulate(schedule, costs)
         first = next(i for i, a in enumerate(schedule[1]) if str(a) == "1F0")
         assert timeline.starts[1][first] == arrival
@@ -161,7 +161,7 @@ def test_a_lane_never_makes_a_step_longer(name: str) -> None:
 def test_messages_that_take_no_time_change_nothing(name: str) -> None:
     for stages, m in ((1, 3), (4, 2), (6, 7)):
         order = write_order(name, stages, m)
-        sent = simulate(merge_messages(add_messages(order)), Costs(2, 3, 1))
+        sent = simulate(add_messages(order), Costs(2, 3, 1))
         assert waits(sent) == waits(simulate(order, Costs(2, 3, 1)))
 
 

@@ -109,21 +109,20 @@ class PipelineP2P:
         self._made[way, target, microbatch] = handed
 
     def start(self, action: Action) -> None:
-        """Start a message, and those joined with it."""
-        for part in action.parts:
-            source, target = ends(part)
-            way, sends = ("F" if source < target else "B"), part.kind in (Kind.SEND_F, Kind.SEND_B)
-            message = _Message(
-                (way, target, part.microbatch),
-                (min(source, target), self.signatures[part.microbatch]),
-                self.rank_of[target if sends else source],
-                Note(ACTIVATION if way == "F" else GRADIENT, f"stage {source}", part.microbatch),
-            )
-            if sends:
-                self._send(message)
-            else:
-                self._unposted[message.peer].append(message)
-                self._post(message.peer)
+        """Starts a message."""
+        (source, target), m = ends(action), action.microbatch
+        way, sends = ("F" if source < target else "B"), action.kind in (Kind.SEND_F, Kind.SEND_B)
+        message = _Message(
+            (way, target, m),
+            (min(source, target), self.signatures[m]),
+            self.rank_of[target if sends else source],
+            Note(ACTIVATION if way == "F" else GRADIENT, f"stage {source}", m),
+        )
+        if sends:
+            self._send(message)
+        else:
+            self._unposted[message.peer].append(message)
+            self._post(message.peer)
 
     def _send(self, message: _Message) -> None:
         tensor, works = pack(self._made.pop(message.key).tensors), []

@@ -106,32 +106,31 @@ def predict_line(
     flying: Counter[int] = Counter()
     kept: set[int] = set()
     for action in line:
-        for part in action.parts:
-            s, m = part.stage, part.microbatch
-            match part.kind:
-                case Kind.UNSHARD:
-                    add("unshard", s, path.backward if s in kept else path.forward)
-                case Kind.RESHARD:
-                    (kept.add if flying[s] else kept.discard)(s)
-                case Kind.FORWARD:
-                    if not holds:  # once a use has left what the row keeps, gathers start from there
-                        add("forward", s, path.backward if flying[s] else path.forward, m, later=path.backward)
-                case Kind.BACKWARD | Kind.INPUT:
-                    if not holds:
-                        add("backward", s, path.backward, m, later=path.backward, waits=part.kind is Kind.BACKWARD)
-                case Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B as message:
-                    value, is_send = carries(part), message in (Kind.SEND_F, Kind.SEND_B)
-                    note = Note(ACTIVATION if value.way == "F" else GRADIENT, f"stage {value.stage}", m)
-                    sizes = stages[s].handed_bytes if is_send == (value.way == "F") else stages[s].received_bytes
-                    entries.append(between_stages("send" if is_send else "recv", sizes[m], note))
-                case Kind.REDUCE:
-                    add("step", s, path.summed, trained=True, summed=True)
-                    add("step", s, path.step, trained=True)
-                case Kind.UPDATE:
-                    add("publish", s, path.publish, trained=True)
-            flying[s] += in_flight(part)
-            if part.kind in ADDS_GRADIENTS:
-                add("microbatch", s, path.microbatch, m, trained=True)
+        s, m = action.stage, action.microbatch
+        match action.kind:
+            case Kind.UNSHARD:
+                add("unshard", s, path.backward if s in kept else path.forward)
+            case Kind.RESHARD:
+                (kept.add if flying[s] else kept.discard)(s)
+            case Kind.FORWARD:
+                if not holds:  # once a use has left what the row keeps, gathers start from there
+                    add("forward", s, path.backward if flying[s] else path.forward, m, later=path.backward)
+            case Kind.BACKWARD | Kind.INPUT:
+                if not holds:
+                    add("backward", s, path.backward, m, later=path.backward, waits=action.kind is Kind.BACKWARD)
+            case Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B as message:
+                value, is_send = carries(action), message in (Kind.SEND_F, Kind.SEND_B)
+                note = Note(ACTIVATION if value.way == "F" else GRADIENT, f"stage {value.stage}", m)
+                sizes = stages[s].handed_bytes if is_send == (value.way == "F") else stages[s].received_bytes
+                entries.append(between_stages("send" if is_send else "recv", sizes[m], note))
+            case Kind.REDUCE:
+                add("step", s, path.summed, trained=True, summed=True)
+                add("step", s, path.step, trained=True)
+            case Kind.UPDATE:
+                add("publish", s, path.publish, trained=True)
+        flying[s] += in_flight(action)
+        if action.kind in ADDS_GRADIENTS:
+            add("microbatch", s, path.microbatch, m, trained=True)
     here = mesh.coordinates(rank)["pipe"]
     for edge in tied:
         others = [owner for owner in edge.owners if owner != here]

@@ -21,8 +21,7 @@ waits) and a weight part (W: the gradients of its weights).  What passes need an
     W      the gradient that I made                                                     one less
 
 Messages are *started* by their action and never waited for: a receive is posted, and the pass that needs it waits.
-Between two ranks each direction is a channel of its own, first in, first out.  Messages joined by ``+``
-(``0SEND_F1+0RECV_B0``) start together, as one exchange with one rank.
+Between two ranks each direction is a channel of its own, first in, first out.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
@@ -82,25 +81,15 @@ class Action:
     kind: Kind
     stage: int
     microbatch: int = -1
-    also: tuple[Action, ...] = ()
-    """Messages that start together with this one, which is a message as well."""
 
     def __post_init__(self) -> None:
         if self.stage < 0 or self.microbatch < -1:
             raise ValueError(f"{self.kind.name} of stage {self.stage}, microbatch {self.microbatch}: count from 0")
         if (self.microbatch >= 0) != (self.kind in _NEEDS_MICROBATCH):
             raise ValueError(f"action {self.kind.name} of stage {self.stage} with microbatch {self.microbatch}")
-        if self.also and any(part.kind not in MESSAGES or part.also for part in (*self.also, replace(self, also=()))):
-            raise ValueError(f"'{self}': only messages can be joined by '+'")
-
-    @property
-    def parts(self) -> tuple[Action, ...]:
-        """The single actions of this one."""
-        return (replace(self, also=()), *self.also) if self.also else (self,)
 
     def __str__(self) -> str:
-        own = f"{self.stage}{self.kind.value}" + (str(self.microbatch) if self.microbatch >= 0 else "")
-        return "+".join([own, *map(str, self.also)])
+        return f"{self.stage}{self.kind.value}" + (str(self.microbatch) if self.microbatch >= 0 else "")
 
 
 Line = tuple[Action, ...]
@@ -108,17 +97,14 @@ Schedule = tuple[Line, ...]
 
 
 def parse_action(text: str) -> Action:
-    """``"0F3"``, ``"0UPDATE"`` or ``"0SEND_F3+0RECV_B1"`` as an action."""
+    """``"0F3"``, ``"0UPDATE"`` or ``"0SEND_F3"`` as an action."""
     known = {kind.value: kind for kind in Kind}
-    parts = []
-    for part in text.split("+"):
-        match = re.fullmatch(r"(\d+)([A-Z_]+)(\d+)?", part)
-        if match is None or match[2] not in known:
-            raise ValueError(
-                f"cannot read the action {text!r}: write stage, kind ({', '.join(known)}) and microbatch, as in 0F3"
-            )
-        parts.append(Action(known[match[2]], int(match[1]), int(match[3]) if match[3] else -1))
-    return replace(parts[0], also=tuple(parts[1:]))
+    match = re.fullmatch(r"(\d+)([A-Z_]+)(\d+)?", text)
+    if match is None or match[2] not in known:
+        raise ValueError(
+            f"cannot read the action {text!r}: write stage, kind ({', '.join(known)}) and microbatch, as in 0F3"
+        )
+    return Action(known[match[2]], int(match[1]), int(match[3]) if match[3] else -1)
 
 
 def format_schedule(schedule: Schedule) -> str:
@@ -245,11 +231,10 @@ def in_flight(action: Action) -> int:
 
 
 def placed(schedule: Schedule) -> Iterator[tuple[Action, tuple[int, int]]]:
-    """Yields a schedule's single actions, line by line, each with its place: the rank and the index in its line."""
+    """Yields a schedule's actions, line by line, each with its place: the rank and the index in its line."""
     for rank, line in enumerate(schedule):
         for index, action in enumerate(line):
-            for part in action.parts:
-                yield part, (rank, index)
+            yield action, (rank, index)
 
 
 def owners(schedule: Schedule) -> dict[int, int]:

@@ -232,7 +232,7 @@ def _check_deadlock(schedule: Schedule, places: Places, owner: dict[int, int]) -
             if wanted not in there:
                 return wanted, []
         made = makes(action)
-        new = [(made, False)] if made is not None else [(carries(a), True) for a in action.parts if a.kind in SENDS]
+        new = [(made, False)] if made is not None else [(carries(action), True)] if action.kind in SENDS else []
         there.update(new)
         return None, new
 

@@ -6,16 +6,15 @@
     add_sharding(zero3)          0UNSHARD 0F0 0F1 0B0 0REDUCE_GRAD0 ... 0RESHARD
     add_step                     ... 0REDUCE 0UPDATE
     add_messages                 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 ...
-    merge_messages               0F0 0SEND_F0 0F1 0SEND_F1+0RECV_B0 0B0 ...
 
-``add_messages`` comes after the passes that add work to a line, ``merge_messages`` last.  No order of messages can
-deadlock: they are started and never waited for, so a rank only ever waits in a pass, for what that pass needs.
+``add_messages`` comes last, after the passes that add work to a line.  No order of messages can deadlock: they are
+started and never waited for, so a rank only ever waits in a pass, for what that pass needs.
 """
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 from plait.schedule.actions import (
     ADDS_GRADIENTS,
@@ -28,7 +27,6 @@ from plait.schedule.actions import (
     Value,
     awaits,
     count_stages,
-    ends,
     in_flight,
     makes,
     owners,
@@ -191,22 +189,4 @@ def add_messages(schedule: Schedule, ahead: int = 1) -> Schedule:
                 index += 1
                 added += [*([sends[action]] if action in sends else []), *posts[rank][index]]
         lines.append(tuple(added))
-    return tuple(lines)
-
-
-def merge_messages(schedule: Schedule) -> Schedule:
-    """Merges successive messages with the same rank into one exchange, which starts as a whole."""
-    owner = owners(schedule)
-    lines = []
-    for rank, line in enumerate(schedule):
-        merged: list[Action] = []
-        for are_messages, actions in groupby(line, lambda action: action.kind in MESSAGES):
-            if not are_messages:
-                merged += actions
-                continue
-            exchanges: dict[int, list[Action]] = defaultdict(list)
-            for part in (part for action in actions for part in action.parts):
-                exchanges[next(owner[stage] for stage in ends(part) if owner[stage] != rank)].append(part)
-            merged += [replace(first, also=tuple(others)) for first, *others in exchanges.values()]
-        lines.append(tuple(merged))
     return tuple(lines)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from plait.schedule.actions import (
     ADDS_GRADIENTS,
-    MESSAGES,
     SENDS,
     Kind,
     Line,
@@ -174,9 +173,7 @@ def acks(schedule: Schedule, rank: int) -> dict[Key, tuple[Key, ...]]:
         for action in line if other != rank else ():
             if (needed := awaits(action, num_stages)) and owner.get(needed.stage) == rank:
                 used.append((needed.way, needed.target, needed.microbatch))
-            for message in action.parts if action.kind in MESSAGES else ():
-                sent = carries(message)
-                if message.kind in SENDS and owner[sent.target] == rank:
-                    arrived[sent.way, sent.target, sent.microbatch] = tuple(used)
-                    used = []
+            if action.kind in SENDS and owner[(sent := carries(action)).target] == rank:
+                arrived[sent.way, sent.target, sent.microbatch] = tuple(used)
+                used = []
     return arrived

@@ -213,13 +213,13 @@ class _Messages:
                 self.arrived[value] = now
                 return (value,)
             return () if self.written else (self._transfer(value, now),)
-        sent = []
-        for value in map(carries, action.parts) if action.kind in MESSAGES else ():
-            if value in self.half:
-                sent.append(self._transfer(value, max(now, self.half.pop(value))))
-            else:
-                self.half[value] = now
-        return sent
+        if action.kind not in MESSAGES:
+            return ()
+        value = carries(action)
+        if value in self.half:
+            return (self._transfer(value, max(now, self.half.pop(value))),)
+        self.half[value] = now
+        return ()
 
     def _transfer(self, value: Value, start: float) -> Value:
         if self.occupied:

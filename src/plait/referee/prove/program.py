@@ -195,13 +195,12 @@ def write_tokens(line: Line, flats: Buffered, mesh: Mesh) -> Tokens:
     tokens: list[Token | Op] = [Op("count", rows=(rows.start, rows.stop, rows.step))]
     tokens += [Token("clear", flat.key, buffer="sum") for s in flats for flat in flats[s] if flat.trains]
     for action in line:
-        for part in action.parts:
-            updates -= part.kind is Kind.UPDATE
-            if part.kind is Kind.UPDATE and not updates:
-                tokens.append(Op("report"))
-                tokens += [token for s in flats for token in writer.update(s)]
-            elif part.stage in flats and part.kind is not Kind.UPDATE:
-                tokens += writer.action(part)
+        updates -= action.kind is Kind.UPDATE
+        if action.kind is Kind.UPDATE and not updates:
+            tokens.append(Op("report"))
+            tokens += [token for s in flats for token in writer.update(s)]
+        elif action.stage in flats and action.kind is not Kind.UPDATE:
+            tokens += writer.action(action)
     return tuple(tokens)
 
 

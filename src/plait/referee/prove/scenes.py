@@ -148,7 +148,7 @@ class OneFlat:
 
 def one_flat(line: Line, stage: int, unit: UnitLayout, index: int, mesh: Mesh, strategy: Strategy) -> OneFlat:
     """The operations on one buffer of a unit, as the line of its pipeline rank has them."""
-    own = tuple(part for action in line for part in action.parts if part.stage == stage)
+    own = tuple(action for action in line if action.stage == stage)
     return OneFlat.of(write_tokens(own, settle_all({stage: (alone(unit, index),)}, mesh, strategy, 0), mesh))
 
 

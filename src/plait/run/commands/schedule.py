@@ -25,7 +25,7 @@ from plait.schedule.actions import MOST_PASSES, MOST_STAGES, Schedule, format_sc
 from plait.schedule.bubbles import Bubbles, bubbles
 from plait.schedule.check import Proof, check
 from plait.schedule.orders import describe_chunks, describe_orders, find_order, stages_per_rank, write_order
-from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages
+from plait.schedule.passes import add_messages, add_sharding, add_step
 from plait.schedule.simulate import Costs, simulate
 from plait.table.cells import find_strategy
 
@@ -137,7 +137,7 @@ class Text(Source):
         if self.strategy is not None:
             schedule = add_step(add_sharding(schedule, find_strategy(self.strategy)))
         if self.messages:
-            schedule = merge_messages(add_messages(schedule))
+            schedule = add_messages(schedule)
         check(schedule)
         _tell(format_schedule(schedule))
 

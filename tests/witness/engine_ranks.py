@@ -18,7 +18,7 @@ from torch import nn
 import plait
 from plait.comm import Comm
 from plait.comm.process import ProcessComm
-from plait.referee.witness.engines import ENGINES, Driven, ddp
+from plait.referee.witness.engines import Driven, ddp
 from plait.referee.witness.run import run_engine, with_engine
 from plait.run.config import VerifyConfig, validate, with_job
 from plait.run.job.job import Job
@@ -28,12 +28,13 @@ MLP = {"model": "mlp", "layers": 4, "width": 7}
 GPT = {"model": "gpt", "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "length": 6}
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WRONG = f"{__file__}:forgetful"
+ENGINES = f"{EXAMPLES}/engines.py"
 PIPELINE = f"{Path(__file__).with_name('deepspeed_pipe.py')}:pipeline"
 
 CASES: dict[str, dict[str, Any]] = {
     **{
-        f"{engine} {name} of {ranks}": {"engine": engine, "mesh": f"shard={ranks}", **model}
-        for engine in ("plait", "ddp", "fsdp2", "zero-redundancy")
+        f"{engine.rpartition(':')[2]} {name} of {ranks}": {"engine": engine, "mesh": f"shard={ranks}", **model}
+        for engine in ("plait", "ddp", "fsdp2", f"{ENGINES}:zero_redundancy")
         for name, model in (("mlp", MLP), ("gpt", GPT))
         for ranks in (2, 3)
     },
@@ -41,11 +42,11 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp2 on layers that are blocks": {"engine": "fsdp2", "mesh": "shard=2", "job": SEQUENTIAL},
     "plait hybrid": {"engine": "plait", "mesh": "replica=2", **MLP},
     "fsdp2 hybrid": {"engine": "fsdp2", "mesh": "replica=2", **MLP},
-    "dtensor": {"engine": "dtensor", "mesh": "tensor=2", **GPT, "kv_heads": 2},
+    "dtensor": {"engine": f"{ENGINES}:dtensor", "mesh": "tensor=2", **GPT, "kv_heads": 2},
     "torch-pipelining": {"engine": "torch-pipelining", "mesh": "pipe=2", "clip": None, **MLP},
-    "accelerate": {"engine": "accelerate", "mesh": "shard=2", **MLP},
-    "deepspeed": {"engine": "deepspeed", "mesh": "shard=2", **MLP},
-    "deepspeed gpt": {"engine": "deepspeed", "mesh": "shard=3", **GPT},
+    "accelerate": {"engine": f"{ENGINES}:accelerate", "mesh": "shard=2", **MLP},
+    "deepspeed": {"engine": f"{ENGINES}:deepspeed", "mesh": "shard=2", **MLP},
+    "deepspeed gpt": {"engine": f"{ENGINES}:deepspeed", "mesh": "shard=3", **GPT},
     "deepspeed pipeline": {"engine": PIPELINE, "mesh": "pipe=2", "clip": None, **MLP},
     "by hand": {"engine": f"{EXAMPLES}/my_engine.py:by_hand", "mesh": "shard=3", **MLP},
     "wrong": {"engine": WRONG, "mesh": "shard=3", **MLP},
@@ -60,11 +61,9 @@ sequential = plait.UserJob(
 
 
 def installed(case: dict[str, Any]) -> bool:
-    """Whether the package of an engine that is not torch's is there."""
-    if case["engine"] == PIPELINE:
-        return find_spec("deepspeed") is not None
-    row = ENGINES.get(case["engine"])
-    return row is None or all(find_spec(package) for package in row.packages)
+    """True if there is the package of an engine that is not torch's."""
+    needed = {PIPELINE: "deepspeed", **{f"{ENGINES}:{name}": name for name in ("accelerate", "deepspeed")}}
+    return case["engine"] not in needed or find_spec(needed[case["engine"]]) is not None
 
 
 def config_of(case: dict[str, Any]) -> VerifyConfig:
@@ -79,16 +78,6 @@ def forgetful(job: Job, model: nn.Module, comm: Comm) -> Driven:
     def step(*given: Any) -> None:
         with made.model.no_sync():  # type: ignore[operator]
             made.step(*given)
-
-    return made._replace(step=step)
-
-
-def summing(job: Job, model: nn.Module, comm: Comm) -> Driven:
-    """DDP whose loss is not divided by what its mean is multiplied with."""
-    made = ddp(job, model, comm)
-
-    def step(batches: Any, count: int, clip: float | None) -> None:
-        made.step(batches, count / comm.mesh.size, clip)  # type: ignore[arg-type]
 
     return made._replace(step=step)
 

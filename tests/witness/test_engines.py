@@ -68,9 +68,3 @@ def test_what_does_not_fit_is_refused(words: list[str], says: str, capsys: pytes
     assert main(["verify", *sizes, "--engine", *words]) == 2
     shown = capsys.readouterr().err
     assert says in shown and shown.count("\n") == 1, shown
-
-
-def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["verify", "--model", "mlp", "--width", "8", "--dropout", "0", "--engine", "accelerate"]) == 2
-    assert "needs accelerate, which is not installed: pip install accelerate" in capsys.readouterr().err

@@ -27,7 +27,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
 
 
 def refused(engine: str, model: str) -> str:
-    case = {"engine": engine, "mesh": "tensor=2", **verdict_ranks.MODELS[model]}
+    case = {"engine": verdict_ranks.ENGINES[engine], "mesh": "tensor=2", **verdict_ranks.MODELS[model]}
     with pytest.raises(ValueError, match="carries no tensor plan"):
         with_engine(config_of(case))
     return "refused"

@@ -14,13 +14,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "ResNet, frozen": {"job": f"{JOBS}:with_frozen"},
     "ResNet, GroupNorm": {"job": f"{JOBS}:with_groups"},
 }
-ENGINES = ("ddp", "fsdp2", "zero-redundancy", "accelerate", "trainer", "dtensor")
+EXAMPLES = Path(__file__).parents[2] / "examples/engines.py"
+OTHERS = ("zero_redundancy", "accelerate", "trainer", "dtensor")
+ENGINES = {"ddp": "ddp", "fsdp2": "fsdp2", **{name: f"{EXAMPLES}:{name}" for name in OTHERS}}
 BY_HAND, NO_SUM = f"{JOBS}:by_hand", f"{JOBS}:no_sum"
 
 CASES: dict[str, dict[str, Any]] = {
     **{
         f"{engine}, {name}, {ranks} ranks": {
-            "engine": engine, "mesh": f"{'tensor' if engine == 'dtensor' else 'shard'}={ranks}", **model
+            "engine": ENGINES[engine], "mesh": f"{'tensor' if engine == 'dtensor' else 'shard'}={ranks}", **model
         }
         for engine in ENGINES
         for name, model in MODELS.items()

@@ -18,9 +18,6 @@ update.py    what the optimizer made of it
 unseen.py    what could not be judged, in words
 judgement.py  the words of a judgement, and tolerances
 engines.py   engines of others on a job of ours, a screenful each
-trainer.py   transformers' Trainer, which has its own loop
-deepspeed_engine.py  DeepSpeed, on CPUs and without ZeRO
-grid.py      the same on smaller layouts: how a factor grows
 run.py       ``plait verify --engine``
 """
 

@@ -5,11 +5,10 @@
         return wrapped, optimizer, step              step(batches, count, clip): the rank's microbatches, the terms of
                                                      the whole step's loss, the global norm to clip to (None: none)
 
-``plait verify --engine NAME`` runs one under a witness.  One of your own is ``--engine FILE.py:NAME``.
+``plait verify --engine NAME`` runs one under a witness.  One of your own is ``--engine FILE.py:NAME``, as those
+of other libraries in examples/engines.py.
 """
 
-import importlib.util
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,7 +27,6 @@ from plait.schedule.partition import even
 from plait.step import Engine
 from plait.step.step import num_samples
 from plait.table.mesh import AXES, Mesh
-from plait.tensor.plan import plan_of
 from plait.zero.wrap import automatic
 
 Step: TypeAlias = Callable[[Sequence[Any], int, float | None], object]
@@ -56,8 +54,6 @@ class EngineRow:
     adapter: Adapter
     axes: tuple[str, ...]
     """Of the mesh, those that it has a meaning for."""
-    packages: tuple[str, ...] = ()
-    """What has to be installed, besides torch."""
     refuses: Callable[[nn.Module, Mesh, int], str] = field(default=lambda model, mesh, batch: "")
     """Why it cannot train a model on a mesh, with so many samples in a microbatch; empty where it can."""
 
@@ -98,19 +94,6 @@ def ddp(job: Job, model: nn.Module, comm: Comm) -> Driven:
     return Driven(wrapped, optimizer, loop(job, wrapped, optimizer, comm.mesh.size, wrapped.no_sync))
 
 
-def zero_redundancy(job: Job, model: nn.Module, comm: Comm) -> Driven:
-    """The same, with an optimizer whose state is cut over the ranks."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.nn.parallel import DistributedDataParallel
-
-    plain = job.optimizer(model.parameters())
-    known = inspect.signature(type(plain)).parameters
-    groups: Any = [{k: v for k, v in group.items() if k == "params" or k in known} for group in plain.param_groups]
-    options = {name: value for name, value in plain.defaults.items() if name in known}
-    wrapped, optimizer = DistributedDataParallel(model), ZeroRedundancyOptimizer(groups, type(plain), **options)
-    return Driven(wrapped, optimizer, loop(job, wrapped, optimizer, comm.mesh.size, wrapped.no_sync))
-
-
 def fsdp2(job: Job, model: nn.Module, comm: Comm) -> Driven:
     """torch's fully_shard, on every block and on the rest; with a replica axis, hybrid."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -119,26 +102,9 @@ def fsdp2(job: Job, model: nn.Module, comm: Comm) -> Driven:
     device_mesh = init_device_mesh("cpu", tuple(comm.mesh.axis(axis) for axis in axes), mesh_dim_names=tuple(axes))
     if axes == ["replica"]:
         device_mesh = init_device_mesh("cpu", (comm.mesh.size, 1), mesh_dim_names=("replica", "shard"))
-    _shard(model, device_mesh)
+    shard(model, device_mesh)
     optimizer = job.optimizer(model.parameters())
-    return Driven(model, optimizer, loop(job, model, optimizer, comm.mesh.data_size, lambda: _held(model)))
-
-
-def dtensor(job: Job, model: nn.Module, comm: Comm) -> Driven:
-    """torch's parallelize_module along the model's tensor plan: columns and rows; a data axis is fully_shard's."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    styles = {"column": ColwiseParallel, "row": RowwiseParallel}
-    plan = {name: styles[kind]() for name, kind in plan_of(model).items() if kind in styles}
-    sizes = comm.mesh.data_size, comm.mesh.axis("tensor")
-    device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
-    parallelize_module(model, device_mesh["tensor"], plan)
-    if sizes[0] > 1:
-        _shard(model, device_mesh["data"])
-    optimizer = job.optimizer(model.parameters())
-    hold = (lambda: _held(model)) if sizes[0] > 1 else nullcontext
-    return Driven(model, optimizer, loop(job, model, optimizer, sizes[0], hold))
+    return Driven(model, optimizer, loop(job, model, optimizer, comm.mesh.data_size, lambda: held(model)))
 
 
 def torch_pipelining(job: Job, model: nn.Module, comm: Comm) -> Driven:
@@ -177,25 +143,6 @@ def torch_pipelining(job: Job, model: nn.Module, comm: Comm) -> Driven:
     return Driven(stage, optimizer, step, {"names": names, "inputs": rank == 0})
 
 
-def accelerate(job: Job, model: nn.Module, comm: Comm) -> Driven:
-    """Hugging Face's Accelerator around model and optimizer."""
-    from accelerate import Accelerator  # type: ignore[import-untyped]
-
-    accelerator = Accelerator(cpu=True)
-    wrapped, optimizer = accelerator.prepare(model, job.optimizer(model.parameters()))
-
-    def step(batches: Sequence[Any], count: int, clip: float | None) -> None:
-        optimizer.zero_grad()
-        for number, batch in enumerate(batches):
-            with accelerator.no_sync(wrapped) if number < len(batches) - 1 else nullcontext():
-                accelerator.backward(job.loss_fn(wrapped, batch) * comm.mesh.size / count)
-        if clip is not None:
-            accelerator.clip_grad_norm_(wrapped.parameters(), clip)
-        optimizer.step()
-
-    return Driven(wrapped, optimizer, step)
-
-
 def plait_engine(job: Job, model: nn.Module, comm: Comm) -> Driven:
     """Ours, under the witness that everybody has: zero3, and hsdp where there is a replica axis."""
     row = "zero3" if comm.mesh.replica == 1 else "hsdp"
@@ -210,18 +157,6 @@ def plait_engine(job: Job, model: nn.Module, comm: Comm) -> Driven:
     return Driven(engine, engine.optimizer, step)
 
 
-def _trainer(job: Job, model: nn.Module, comm: Comm) -> Driven:
-    from plait.referee.witness.trainer import trainer
-
-    return trainer(job, model, comm)
-
-
-def _deepspeed(job: Job, model: nn.Module, comm: Comm) -> Driven:
-    from plait.referee.witness.deepspeed_engine import deepspeed_engine
-
-    return deepspeed_engine(job, model, comm)
-
-
 def _stages_alone(model: nn.Module, mesh: Mesh, batch: int) -> str:
     shared = len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
     if shared:
@@ -233,25 +168,13 @@ def _stages_alone(model: nn.Module, mesh: Mesh, batch: int) -> str:
     return ""
 
 
-def _has_plan(model: nn.Module, mesh: Mesh, batch: int) -> str:
-    try:
-        return "" if plan_of(model) else "the model's tensor plan is empty"
-    except ValueError as error:
-        return str(error)
-
-
 DATA = ("replica", "shard")
 
 ENGINES: dict[str, EngineRow] = {
     "plait": EngineRow(plait_engine, DATA),
     "ddp": EngineRow(ddp, DATA),
     "fsdp2": EngineRow(fsdp2, DATA),
-    "zero-redundancy": EngineRow(zero_redundancy, DATA),
-    "dtensor": EngineRow(dtensor, (*DATA, "tensor"), refuses=_has_plan),
     "torch-pipelining": EngineRow(torch_pipelining, ("pipe",), refuses=_stages_alone),
-    "accelerate": EngineRow(accelerate, DATA, packages=("accelerate",)),
-    "trainer": EngineRow(_trainer, DATA, packages=("transformers", "accelerate")),
-    "deepspeed": EngineRow(_deepspeed, DATA, packages=("deepspeed",)),
 }
 """A new one is a row."""
 
@@ -263,9 +186,6 @@ def check_engine(name: str, model: nn.Module, mesh: Mesh, batch: int, microbatch
     if name not in ENGINES:
         raise ValueError(f"unknown engine {name!r}: choose one of {', '.join(ENGINES)}, or write FILE.py:NAME")
     row = ENGINES[name]
-    for package in row.packages:
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"engine {name} needs {package}, which is not installed: pip install {package}")
     if strange := [axis for axis in AXES if mesh.axis(axis) > 1 and axis not in row.axes]:
         raise ValueError(f"engine {name} has no {strange[0]} axis: give --mesh with {' and '.join(row.axes)} alone")
     if reason := row.refuses(model, mesh, batch):
@@ -293,7 +213,8 @@ def find_adapter(name: str) -> Adapter:
     return adapter
 
 
-def _shard(model: nn.Module, device_mesh: Any) -> None:
+def shard(model: nn.Module, device_mesh: Any) -> None:
+    """Calls fully_shard on every block and on the rest."""
     from torch.distributed.fsdp import fully_shard
 
     for name in list(dict.fromkeys(automatic(model)))[:0:-1]:
@@ -303,7 +224,7 @@ def _shard(model: nn.Module, device_mesh: Any) -> None:
 
 
 @contextmanager
-def _held(model: Any) -> Iterator[None]:
+def held(model: Any) -> Iterator[None]:
     """A backward of FSDP2 that sends nothing."""
     model.set_requires_gradient_sync(False)
     yield

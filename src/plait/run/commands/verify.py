@@ -7,15 +7,13 @@ from plait.comm.base import Comm
 from plait.referee.verify import run_verify
 from plait.referee.verify.matrix import run_matrix
 from plait.referee.witness.run import with_engine
-from plait.run.commands.judge import run_grid, run_verify_engine
+from plait.run.commands.judge import run_verify_engine
 from plait.run.config import VerifyConfig, validate, with_job
 from plait.run.launch.local import launch
 
 
 def run(config: VerifyConfig, argv: Sequence[str]) -> int:
     """Verifies what the settings name and returns the exit code."""
-    if config.grid:
-        return run_grid(with_job(config), list(argv))
     if config.matrix is not None and config.engine is None:
         return run_matrix(config)
     config = with_job(config)

@@ -145,10 +145,8 @@ class ComparisonConfig:
     matrix: Literal["small", "full"] | None = None
     """Go through many layouts instead of one: every two settings together, on up to 8 ranks (small) or 16 (full)."""
     engine: str | None = None
-    """Compare another engine with the single process: ddp, fsdp2, zero-redundancy, dtensor, torch-pipelining,
-    accelerate, or your own adapter as FILE.py:NAME."""
-    grid: bool = False
-    """With engine: verify all smaller layouts as well, and show how a factor grows with their sizes."""
+    """Compare another engine with the single process: plait, ddp, fsdp2, torch-pipelining, or an adapter as
+    FILE.py:NAME (examples/engines.py)."""
     tensors: bool = False
     """Print a line for every compared tensor, not only one per kind."""
     locate: bool = True

@@ -1,245 +1,116 @@
-"""The thin face: a user's own forward, backward and step drive the same units to the same numbers."""
+"""A program's own loop: ways to make a step, masks, the weights of means, what is left behind."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import engine_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_cases import ROWS, adamw, batches, count, deal, loss_sum, net, plain, train
+from engine_cases import adamw, batches, count, loss_sum
+from programs import World, alike, net, on_ranks, refused, step
+from test_together import critic
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from plait import run_threads as run
 from plait.comm import Comm
-from plait.step import Engine
+from plait.step import Engine, empty_parameters
 from plait.table.mesh import Mesh
 
-Loop = Callable[[nn.Module, torch.optim.Optimizer, Engine, Comm], Any]
+ROWS = ["ddp", "zero1", "zero3"]
 
 
-def looped(mesh: str, row: str, loop: Loop, template: nn.Module | None = None, **settings: Any) -> list[Any]:
-    """Run a loop of the user's own on every rank; gives (what it returned, the full state)."""
-    whole = template or net()
-
-    def body(comm: Comm) -> Any:
-        model = copy.deepcopy(whole)
-        optimizer = adamw(model.parameters())
-        engine = Engine(model, comm, strategy=row, optimizer=optimizer, **settings)
-        return loop(model, optimizer, engine, comm), engine.full_state_dict()
-
-    return run(Mesh.parse(mesh), body, deadline=20)
-
-
-def script(num_microbatches: int) -> Loop:
-    """What a DDP script looks like with plait."""
-
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> list[float]:
-        losses = []
-        for batch in batches(3):
-            for part in deal(batch, comm.mesh, comm.rank, num_microbatches):
-                engine.backward(loss_sum(model, part), count(part))
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(engine.last.loss)
-        return losses
-
-    return loop
+def stepped(way: str, world: World) -> Any:
+    """Three steps; the update is made in one of the ways that there are."""
+    engine = world.engine(net(), adamw if way in ("hooked", "reduced before") else None, clip=1e9)
+    optimizer = engine.optimizer or adamw(engine.model.parameters() if way == "given later" else engine.parameters())
+    if way in ("given later", "on pieces"):
+        engine.use(optimizer)
+    for batch in batches(3):
+        for part in world.parts(batch, 2):
+            engine.backward(loss_sum(engine.model, part), count(part))
+        if way in ("by hand", "reduced before"):
+            engine.reduce(clip=1e9)
+        optimizer.step()
+        if way == "by hand":
+            engine.publish()
+    assert engine.steps == 3
+    return engine.full_state_dict(), None if way == "by hand" else engine.optimizer_state_dict()
 
 
-@pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_zero_grad_between_a_forward_and_its_backward_changes_nothing(row: str) -> None:
+@pytest.mark.parametrize("where", ROWS)
+@pytest.mark.parametrize("way", ["on pieces", "given later", "by hand", "reduced before"])
+def test_every_way_to_make_a_step_has_the_same_bits(way: str, where: str) -> None:
+    for found, wanted in zip(*(on_ranks(partial(stepped, one), where) for one in (way, "hooked")), strict=True):
+        alike(found[0], wanted[0])
+        if found[1]:
+            alike(found[1], wanted[1])
+
+
+def test_a_model_from_meta_takes_an_optimizer_later() -> None:
+    def body(comm: Comm, late: bool) -> Any:
+        with empty_parameters():
+            model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+        early = None if late else adamw(model.parameters())
+        engine = Engine(model, comm, strategy="zero3", optimizer=early)
+        optimizer = early or adamw(model.parameters())
+        if late:
+            engine.use(optimizer)
+        engine.backward(model(torch.ones(2, 5)).sum(), 2)
+        optimizer.step()
+        return engine.full_state_dict()
+
+    alike(*(run(Mesh(shard=2), lambda comm, late=late: body(comm, late)) for late in (True, False)))
+
+
+@pytest.mark.parametrize("where", ROWS)
+def test_parameters_without_an_optimizer_stay_for_as_many_steps_as_there_are(where: str) -> None:
+    """Sanitizers work in the first steps only, and leave nothing behind."""
+
+    def program(world: World) -> dict[str, Tensor]:
+        engine = world.engine(net(), lambda parameters: adamw(parameters[-2:]))
+        for batch in batches(6):
+            step(engine, world.part(batch))
+        return engine.full_state_dict()  # type: ignore[no-any-return]
+
+    for state in on_ranks(program, where):
+        stay = [name for name, value in net().state_dict().items() if torch.equal(state[name], value)]
+        assert stay == [name for name in state if not name.startswith("head")]
+
+
+@pytest.mark.parametrize("where", ["ddp", "zero3"])
+def test_a_step_of_the_engine_drops_a_backward_before_it(where: str) -> None:
+    def program(world: World, begun: bool) -> Any:
+        engine = world.engine(net())
+        first, second = map(world.part, batches(2))
+        if begun:
+            engine.backward(loss_sum(engine.model, first), count(first))
+        engine.step([second])
+        return engine.full_state_dict()
+
+    alike(*(on_ranks(partial(program, begun=begun), where) for begun in (True, False)))
+
+
+@pytest.mark.parametrize("where", ["ddp", "zero3"])
+def test_zero_grad_between_a_forward_and_its_backward_changes_nothing(where: str) -> None:
     """Where most loops have it; the masks of the microbatches that follow are not those of the first."""
+    template = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.5), nn.Linear(7, 3)).double()
 
-    def loop(zero_grad: bool) -> Loop:
-        def body(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> list[Tensor]:
-            outputs = []
-            for number in range(4):
-                outputs.append(model(torch.ones(2, 5, dtype=torch.float64)))
-                if zero_grad and number % 2 == 0:
-                    optimizer.zero_grad()
-                engine.backward(outputs[-1].square().sum(), 2)
-                if number % 2:
-                    optimizer.step()
-            return [output.detach() for output in outputs]
+    def program(world: World, zero_grad: bool) -> Any:
+        engine, outputs = world.engine(template), []
+        for number in range(4):
+            outputs.append(engine.model(torch.ones(2, 5, dtype=torch.float64)))
+            if zero_grad and number % 2 == 0:
+                engine.optimizers[0].zero_grad()
+            engine.backward(outputs[-1].square().sum(), 2)
+            if number % 2:
+                engine.optimizers[0].step()
+        assert not torch.equal(outputs[0], outputs[1])
+        return [output.detach() for output in outputs], engine.full_state_dict()
 
-        return body
-
-    model = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.5), nn.Linear(7, 3)).double()
-    without, zeroed = (looped("shard=2", row, loop(zero_grad), model) for zero_grad in (False, True))
-    for (outputs, state), (expected, expected_state) in zip(zeroed, without, strict=True):
-        assert all(map(torch.equal, outputs, expected)) and not torch.equal(outputs[0], outputs[1])
-        assert all(torch.equal(state[name], value) for name, value in expected_state.items())
-
-
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("mesh", ["shard=1", "shard=3", "replica=2 shard=2"])
-def test_equals_the_single_process(mesh: str, row: str) -> None:
-    truth = plain(net(), batches(3))
-    for losses, state in looped(mesh, row, script(2)):
-        assert cases.close(torch.tensor(losses), torch.tensor(truth.losses), 1e-7)
-        assert all(cases.close(state[name], value) for name, value in truth.state.items())
-
-
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_equals_engine_step(row: str, microbatches: int) -> None:
-    """Up to one rounding: the loop divides the sum, the step divides at birth."""
-    steps = train(net(), "replica=2 shard=2", row, batches(3), microbatches=microbatches)
-    for (losses, state), record in zip(looped("replica=2 shard=2", row, script(microbatches)), steps, strict=True):
-        assert losses == record.losses[:1] + losses[1:], "the first losses come from equal weights"
-        assert all(cases.close(state[name], value) for name, value in record.state.items())
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero1", "zero3", "hsdp"])
-def test_a_rank_with_nothing_to_count_takes_part(row: str) -> None:
-    data = batches(3)
-    for batch in data:
-        batch["mask"][6:] = 0  # rank 1 of 2 has samples 7 to 12
-    truth = plain(net(), data)
-
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> list[float]:
-        losses = []
-        for batch in data:
-            (part,) = deal(batch, comm.mesh, comm.rank, 1)
-            engine.backward(loss_sum(model, part), count(part))
-            optimizer.step()
-            losses.append(engine.last.loss)
-        return losses
-
-    for _, state in looped("shard=2", row, loop):
-        assert all(cases.close(state[name], value) for name, value in truth.state.items())
-
-
-def test_clipping_and_last_are_there_in_a_loop_too() -> None:
-    truth = plain(net(), batches(1), clip=0.1)
-
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> Any:
-        (part,) = deal(batches(1)[0], comm.mesh, comm.rank, 1)
-        engine.backward(loss_sum(model, part), count(part))
-        optimizer.step()
-        return engine.last
-
-    for last, state in looped("shard=2", "zero3", loop, clip=0.1):
-        assert (last.step, last.count) == (0, count(batches(1)[0]))
-        assert last.grad_norm == pytest.approx(truth.norms[0], rel=1e-12)
-        assert all(cases.close(state[name], value) for name, value in truth.state.items())
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero1", "zero3", "hsdp"])
-def test_zero_grad_discards_what_a_loop_does_not_want(row: str) -> None:
-    """A bad batch is skipped: backward, zero_grad, and on with the next; as in PyTorch nothing of it is left."""
-
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> None:
-        bad, good = batches(2)
-        for batch in (bad, good):
-            if batch is good:
-                optimizer.zero_grad()
-            (part,) = deal(batch, comm.mesh, comm.rank, 1)
-            engine.backward(loss_sum(model, part), count(part))
-        optimizer.step()
-
-    truth = plain(net(), batches(2)[1:])
-    for _, state in looped("shard=2", row, loop):
-        assert all(cases.close(state[name], value) for name, value in truth.state.items())
-
-
-def test_a_step_without_a_backward_is_refused() -> None:
-    with pytest.raises(ValueError, match="without a backward"):
-        looped("shard=2", "zero3", lambda model, optimizer, engine, comm: optimizer.step())
-
-
-def test_a_second_step_without_a_new_backward_is_refused() -> None:
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> None:
-        engine.backward(loss_sum(model, batches(1)[0]), count(batches(1)[0]))
-        optimizer.step()
-        optimizer.step()
-
-    with pytest.raises(ValueError, match="without a backward"):
-        looped("shard=2", "ddp", loop)
-
-
-def test_torchs_own_backward_is_refused() -> None:
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> None:
-        loss_sum(model, batches(1)[0]).backward()
-
-    with pytest.raises(ValueError, match=r"engine\.backward"):
-        looped("shard=2", "ddp", loop)
-
-
-def test_a_graph_is_not_kept_for_a_second_backward() -> None:
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> None:
-        engine.backward(loss_sum(model, batches(1)[0]), 13, retain_graph=True)
-
-    with pytest.raises(ValueError, match=r"call engine\.backward once"):
-        looped("shard=2", "ddp", loop)
-
-
-def test_engine_step_without_loss_and_count_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"loss_fn and count_fn"):
-        looped("shard=2", "ddp", lambda model, optimizer, engine, comm: engine.step([batches(1)[0]]))
-
-
-def test_a_loss_that_is_no_scalar_is_refused() -> None:
-    def per_sample(model: nn.Module, batch: cases.Batch) -> Tensor:
-        out: Tensor = model(batch["x"]).sum(1)
-        return out
-
-    with pytest.raises(ValueError, match=r"shape \(7,\)|shape \(6,\)"):
-        train(net(), "shard=2", "ddp", batches(1), loss=per_sample)
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_ranks_with_different_numbers_of_microbatches_are_told_at_once(row: str) -> None:
-    def body(comm: Comm) -> None:
-        model = net()
-        engine = Engine(
-            model, comm, strategy=row, optimizer=adamw(model.parameters()), loss_fn=loss_sum, count_fn=count
-        )
-        engine.step([batches(1)[0]] * (1 + comm.rank))
-
-    with pytest.raises(ValueError, match=r"different numbers of microbatches \(1, 2\)"):
-        run(Mesh(shard=2), body, deadline=20)
-
-
-def test_a_step_with_nothing_to_count_is_refused() -> None:
-    data = batches(1)
-    data[0]["mask"].zero_()
-    with pytest.raises(ValueError, match="no target"):
-        train(net(), "shard=2", "zero3", data)
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_an_empty_microbatch_is_as_good_as_any(row: str) -> None:
-    """3 samples on 2 ranks with 2 microbatches: one of the four holds none."""
-    data = batches(2, samples=3)
-    for batch in data:
-        batch["mask"][:] = 1
-    cases.agree(train(net(), "shard=2", row, data, microbatches=2), plain(net(), data))
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero3"])
-@pytest.mark.parametrize("how", ["detached", "without a graph"])
-def test_a_loss_that_needs_no_gradient_is_refused(row: str, how: str) -> None:
-    def lost(model: nn.Module, batch: Any) -> Tensor:
-        if how == "detached":
-            return loss_sum(model, batch).detach()
-        with torch.no_grad():
-            return loss_sum(model, batch)
-
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> None:
-        part = deal(batches(1)[0], comm.mesh, comm.rank, 1)[0]
-        with pytest.raises(ValueError, match="the loss needs no gradient"):
-            engine.backward(lost(model, part), count(part))
-
-    looped("shard=2", row, loop)
-    for mesh in ("shard=2", "pipe=2"):
-        with pytest.raises(ValueError, match="the loss needs no gradient"):
-            template = cases.distinct(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
-            train(template, mesh, row, batches(1), loss=lost)
+    alike(*(on_ranks(partial(program, zero_grad=zeroed), where) for zeroed in (True, False)))
 
 
 class Temperature(nn.Module):
@@ -253,21 +124,88 @@ class Temperature(nn.Module):
         return F.dropout(self.log.exp(), 0.5)
 
 
-@pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_a_model_that_is_called_without_a_tensor(row: str) -> None:
+@pytest.mark.parametrize("where", ["ddp", "zero3"])
+def test_a_model_that_is_called_without_a_tensor(where: str) -> None:
     """It has no samples to number: its masks belong to the microbatch, each rank's and each forward's its own."""
 
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> list[Tensor]:
-        outputs = [model() for _ in range(2)]
+    def program(world: World) -> Any:
+        engine = world.engine(Temperature(), bucket=0)
+        outputs = [engine.model() for _ in range(2)]
         for output in outputs:
             engine.backward(output.sum(), count=1)
-        optimizer.step()
-        return [output.detach() for output in outputs]
+        engine.optimizers[0].step()
+        return [output.detach() for output in outputs], engine.full_state_dict()
 
-    ranks, again = (looped("shard=2", row, loop, Temperature(), bucket=0) for _ in range(2))
+    ranks, again = on_ranks(program, where), on_ranks(program, where)
     masks = {tuple((output != 0).tolist()) for outputs, _ in ranks for output in outputs}
-    assert len(masks) == 4
-    assert torch.equal(ranks[0][1]["log"], ranks[1][1]["log"]) and not (ranks[0][1]["log"] == 1).all()
-    assert all(
-        torch.equal(*pair) for (a, _), (b, _) in zip(ranks, again, strict=True) for pair in zip(a, b, strict=True)
-    )
+    assert len(masks) == 2 * len(ranks) and not (ranks[0][1]["log"] == 1).all()
+    alike(ranks, again)
+
+
+def test_hooks_on_what_is_gone_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a frozen model no backward ends, so nothing says when a forward of it is over."""
+    monkeypatch.setattr("plait.zero.activation_hooks.MANY", 8)
+
+    def program(world: World) -> int:
+        engine = world.engine(critic().requires_grad_(False), None)
+        for _ in range(50):
+            engine.model(torch.ones(2, 5, dtype=torch.float64, requires_grad=True)).sum().backward()
+        return sum(map(len, engine.placed.stages[0].unsharding._hooks._handles.values()))
+
+    assert max(on_ranks(program, "zero3")) <= 16
+
+
+# ---- means whose weights are not their counts -----------------------------------------------------------------------
+
+LABELS = torch.tensor([[[0, 1, -100, 2], [1, 0, 2, 2]], [[1, -100, -100, 0], [2, 1, 0, 1]]])
+"""By microbatch, then by rank."""
+EVEN = torch.cat((LABELS[:1, :1], LABELS[:1, :1].roll(1, -1)))
+LONG = torch.zeros(2, 1, 515, dtype=torch.int64)
+LONG[0, 0, :1] = LONG[1, 0, :3] = -100
+CLASSES = {"weight": torch.tensor([0.1, 2.0, 0.5])}
+
+
+def kept(labels: Tensor) -> int:
+    return int((labels != -100).sum())
+
+
+def one(labels: Tensor) -> int:
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("counted", "labels", "settings", "words"),
+    [
+        (kept, LABELS, {}, ""),
+        (len, LABELS, {}, r"of 4 targets are ignored.*Count the targets that the loss counts"),
+        (len, LABELS, CLASSES, r'classes have weights.*take reduction="sum"'),
+        (len, LABELS[:1], {}, r"0\.75 for each term of its count on rank 0 and 1 on rank 1"),
+        (len, LABELS[:1, :1], CLASSES, ""),  # no step adds it to another
+        (len, LABELS[:1, :1], {"then": LABELS[1:, :1]}, ""),
+        (one, LABELS, {}, ""),  # averages means
+        (len, EVEN, {}, ""),
+        (kept, LONG, {"dtype": torch.bfloat16}, ""),
+        (len, LABELS, {"packed": True}, ""),  # in a checkpoint, it would be made anew for each look
+    ],
+)
+def test_the_weight_of_a_mean_is_its_count(counted: Any, labels: Tensor, settings: dict[str, Any], words: str) -> None:
+    """Two steps of some microbatches, dealt to as many ranks as there are labels for; ``then``: the second step's."""
+    how = dict(settings)
+    later, packed, dtype = how.pop("then", labels), how.pop("packed", False), how.pop("dtype", None)
+
+    def loss_of(model: nn.Module, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(torch.ones(len(y), 4, dtype=dtype)), y, **how)
+
+    template = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.1)).to(dtype)
+
+    def program(world: World) -> None:
+        engine = world.engine(template)
+        for of_step in (labels, later):
+            for y in of_step[:, world.rank % labels.shape[1]]:
+                model = engine.model
+                loss = checkpoint(loss_of, model, y, use_reentrant=False) if packed else loss_of(model, y)
+                engine.backward(loss, counted(y), "mean")
+            engine.optimizers[0].step()
+
+    where = "none" if labels.shape[1] == 1 else "ddp"
+    refused(words, program, where) if words else on_ranks(program, where)

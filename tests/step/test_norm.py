@@ -1,28 +1,40 @@
-"""The global norm under a tensor axis counts every element once; and whole parameters are seen to be whole."""
+"""The norm is global: every element counts once, on however many ranks it is, cut or whole."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import engine_cases as cases
 import pytest
-from engine_cases import batches, net, sgd, train
+import torch
+from engine_cases import batches, distinct, net, sgd, train
+from programs import World, alike, check, on_ranks, step
 from tensor_models import alone, model, same_run, token_batches
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.step import Engine
+from plait.step.norm import clip_factor
 
 PLAN = {"blocks.*.up": "column", "blocks.*.down": "row"}
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3", "hsdp", "psdp"])
-@pytest.mark.parametrize("mesh", ["tensor=3", "tensor=4", "shard=2 tensor=3", "replica=2 shard=2 tensor=2"])
-def test_the_norm_is_the_single_processs_whatever_is_cut_and_whatever_is_whole(mesh: str, row: str) -> None:
-    """11 features in the blocks are cut in 4, 4, 3; norms, biases, first and head lie whole on every rank."""
-    data = batches()
-    ranks = train(net(), mesh, row, data, sgd, tensor_plan=PLAN, clip=0.1)
-    single = alone(net(), data, clip=0.1)
+@pytest.mark.parametrize("mesh", ["tensor=3", "shard=2 tensor=3", "replica=2 shard=2 tensor=2"])
+def test_under_a_tensor_axis(mesh: str, row: str) -> None:
+    """11 features in the blocks are cut in 4, 4, 3; norms, biases, first and head are whole on every rank."""
+    single = alone(net(), batches(), clip=0.1)
     assert min(norm for norm in single.norms if norm is not None) > 0.1
-    same_run(ranks, single)
+    same_run(train(net(), mesh, row, batches(), sgd, tensor_plan=PLAN, clip=0.1), single)
+    ranks = train(net(), mesh, row, batches(1), sgd, tensor_plan=PLAN, clip=1.0, look=counted)
+    total: dict[str, int] = {}
+    for name, numel in (one for rank in ranks for one in rank.seen):
+        total[name] = total.get(name, 0) + numel
+    assert total == {name: value.numel() for name, value in net().named_parameters()}
+
+
+def counted(engine: Engine) -> list[tuple[str, int]]:
+    return [(owned.name, owned.run.numel) for owned in engine.placed.owned if engine.placed.norm.counts(owned)]
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -32,16 +44,84 @@ def test_summed_parameters_are_counted_once_too(sequence: bool) -> None:
     same_run(ranks, alone(model(), data, clip=math.inf))
 
 
-@pytest.mark.parametrize("mesh", ["tensor=3", "shard=2 tensor=2", "replica=2 tensor=2"])
-def test_what_the_ranks_count_together_is_every_element_once(mesh: str) -> None:
-    def counted(engine: Engine) -> list[tuple[str, int]]:
-        return [(o.name, o.run.numel) for o in engine.placed.owned if engine.placed.norm.counts(o)]
+@pytest.mark.parametrize("where", ["ddp", "zero2", "hsdp"])
+@pytest.mark.parametrize("cut", ["element", "tensor"])
+def test_a_limit_above_the_norm_changes_no_bit(where: str, cut: str) -> None:
+    def program(world: World) -> Any:
+        engine = world.engine(net())
+        engine.step(world.parts(batches(1)[0]))
+        return engine.full_state_dict(), engine.last.grad_norm
 
-    for row in ("ddp", "zero1", "hsdp"):
-        ranks = train(net(), mesh, row, batches(1), sgd, tensor_plan=PLAN, clip=1.0, look=counted)
-        total: dict[str, int] = {}
-        for run in ranks:
-            for name, numel in run.seen:
-                total[name] = total.get(name, 0) + numel
-        sizes: dict[str, Tensor] = dict(net().named_parameters())
-        assert total == {name: value.numel() for name, value in sizes.items()}
+    free, loose, endless = (on_ranks(program, where, cut=cut, clip=clip) for clip in (None, 1e6, math.inf))
+    alike(loose, endless)
+    assert free[0][1] is None and loose[0][1] > 0
+    alike([state for state, _ in free], [state for state, _ in loose])
+
+
+@pytest.mark.parametrize("where", ["ddp", "zero3"])
+def test_frozen_and_unused_parameters_are_not_in_the_norm(where: str) -> None:
+    template: Any = net()
+    template.first.requires_grad_(False)
+    template.register_parameter("unused", nn.Parameter(torch.ones(50, dtype=torch.float64)))
+
+    def program(world: World) -> Any:
+        engine = world.engine(template, sgd, clip=0.5)
+        return [(step(engine, world.part(batch)), engine.last.grad_norm) for batch in batches()]
+
+    check(program, where)
+
+
+@pytest.mark.parametrize("where", ["ddp", "zero3", "hsdp"])
+def test_what_a_listener_changes_is_in_the_norm(where: str) -> None:
+    def louder(event: str, engine: Engine) -> None:
+        for piece in engine.placed.owned if event == "reduced" else ():
+            if piece.name == "head.weight":
+                piece.gradient.mul_(20)
+
+    def program(world: World) -> Any:
+        engine = world.engine(net(), sgd, clip=0.5, **({"listener": louder} if world.comm else {}))
+        if not world.comm:
+            engine.model.head.weight.register_hook(lambda gradient: gradient * 20)
+        return step(engine, world.part(batches(1)[0])), engine.last.grad_norm, engine.full_state_dict()
+
+    check(program, where)
+
+
+def test_the_factor_is_torchs() -> None:
+    for norm in (0.0, 1e-9, 0.3, 1.0, 7.0):
+        parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        parameter.grad = torch.tensor([norm], dtype=torch.float64)
+        nn.utils.clip_grad_norm_([parameter], 0.5)
+        assert math.isclose(parameter.grad.item(), norm * clip_factor(norm, 0.5), rel_tol=1e-15)
+
+
+def test_the_norm_is_summed_in_fp64_and_rounded_once() -> None:
+    """A million small squares beside a large one vanish in an fp32 sum, not in this one."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small, self.large = nn.Parameter(torch.zeros(1 << 20)), nn.Parameter(torch.zeros(1))
+
+        def forward(self, x_BC: Tensor) -> Tensor:
+            return 0.5 + x_BC[:, :1] * 0 + self.small.sum() * 0.001 + self.large * 4096
+
+    def loss(model: nn.Module, batch: cases.Batch) -> Tensor:
+        return model(batch["x"].float()).sum() * batch["mask"].sum().float() / batch["mask"].numel()
+
+    (norm,) = train(Wide(), "shard=1", "ddp", batches(1), loss=loss, clip=math.inf)[0].norms
+    exact = math.sqrt((1 << 20) * torch.tensor(0.001).double().item() ** 2 + 4096.0**2)
+    assert norm == pytest.approx(exact, rel=1e-6) and norm != 4096.0
+    assert torch.tensor(norm).item() == norm, "a number that fp32 can hold"
+
+
+def test_weights_of_tied_stages_are_counted_once() -> None:
+    """Two stages have a weight; its gradient is the sum of theirs."""
+    links = [nn.Linear(5, 5) for _ in range(4)]
+    links[3].weight = links[0].weight
+
+    def program(world: World) -> Any:
+        engine = world.engine(distinct(nn.Sequential(*links)), sgd, clip=0.1)
+        return engine.step(world.parts(batches(1)[0], 2)).grad_norm, engine.full_state_dict()
+
+    check(program, "pipe")

@@ -34,14 +34,11 @@ from derivative_cases import (
     third,
     told,
 )
-from edge_cases import alone, on_ranks, same
-from engine_cases import ROWS, SPLIT_ROWS, Batch, agree, batches, close, count, distinct, plain, sgd, train
+from engine_cases import ROWS, SPLIT_ROWS, Batch, agree, batches, count, distinct, plain, sgd, train
+from programs import COPIES, SPLIT, World, check, update
 from torch import Tensor, nn
 
-from plait import run_threads as run
-from plait.comm import Comm
 from plait.step import Engine
-from plait.table.mesh import Mesh
 
 PROGRAMS: dict[str, tuple[type[nn.Module], Callable[..., Tensor]]] = {
     "score": (Energy, score),
@@ -53,10 +50,11 @@ PROGRAMS: dict[str, tuple[type[nn.Module], Callable[..., Tensor]]] = {
     "forces": (Forces, plainly),
     "descent": (Descent, plainly),
     "score of a descent": (Descent, score),
+    "attributes": (Tellers, told),
 }
 
 
-PROGRAMS["attributes"] = Tellers, told
+ROWS_THAT_SPLIT = [where for where in SPLIT if where not in COPIES]
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -98,67 +96,52 @@ def test_units_of_every_kind(kind: str, row: str) -> None:
     )
 
 
-def in_two_backwards(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
+def in_two_backwards(engine: Any, batch: Any, number: int) -> None:
     """Either comes first."""
-    for step, batch in enumerate(map(part, batches(2))):
-        losses = [(masked(model(batch["x"]), batch), count(batch)), (score(model, batch), 0)]
-        optimizer.zero_grad()
-        for loss, number in losses[:: -1 if step else 1]:
-            engine.backward(loss, number)
-        optimizer.step()
+    losses = [(masked(engine.model(batch["x"]), batch), count(batch)), (score(engine.model, batch), 0)]
+    for loss, terms in losses[:: -1 if number else 1]:
+        engine.backward(loss, terms)
 
 
-def with_gradients_of_parameters(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
-    for batch in map(part, batches(2)):
-        loss = masked(model(batch["x"]), batch)
-        with engine.gathered():
-            gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-            loss = loss + sum((g * p.detach()).sum() for g, p in zip(gradients, model.parameters(), strict=True))
-        engine.backward(loss, count(batch))
-        optimizer.step()
+def with_gradients_of_parameters(engine: Any, batch: Any, number: int) -> None:
+    loss = masked(engine.model(batch["x"]), batch)
+    with engine.gathered():
+        parameters = list(engine.model.parameters())
+        gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+        loss = loss + sum((g * p.detach()).sum() for g, p in zip(gradients, parameters, strict=True))
+    engine.backward(loss, count(batch))
 
 
-def with_functional_transforms(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
-    slopes = torch.func.vmap(torch.func.grad(lambda x: model(x[None]).sum()))
-    for batch in map(part, batches(2)):
-        with engine.gathered():
-            loss = masked(slopes(batch["x"]).square(), batch)
-        engine.backward(loss, count(batch))
-        optimizer.step()
+def with_functional_transforms(engine: Any, batch: Any, number: int) -> None:
+    slopes = torch.func.vmap(torch.func.grad(lambda x: engine.model(x[None]).sum()))
+    with engine.gathered():
+        loss = masked(slopes(batch["x"]).square(), batch)
+    engine.backward(loss, count(batch))
 
 
-def beside_an_evaluation(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
-    for batch in map(part, batches(2)):
-        engine.backward(penalty(model, batch), count(batch))
-        optimizer.step()
-        model.eval()
-        for create_graph in (False, True):
-            gradient(model(x := leaf(batch)).sum(), x, create_graph=create_graph)
-        with torch.no_grad():
-            model(batch["x"])
-        model.train()
+def beside_an_evaluation(engine: Any, batch: Any, number: int) -> None:
+    engine.model.eval()
+    for create_graph in (False, True):
+        gradient(engine.model(x := leaf(batch)).sum(), x, create_graph=create_graph)
+    with torch.no_grad():
+        engine.model(batch["x"])
+    engine.backward(penalty(engine.model.train(), batch), count(batch))
 
 
 LOOPS = [in_two_backwards, with_gradients_of_parameters, with_functional_transforms, beside_an_evaluation]
 
 
-@pytest.mark.parametrize("row", ["zero2", *SPLIT_ROWS])
+@pytest.mark.parametrize("where", ["zero2", *ROWS_THAT_SPLIT])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_of_ones_own(loop: Any, row: str) -> None:
-    template = distinct(Energy())
-    _, truth = alone(loop, template)
-    for _, state in on_ranks(loop, template, "replica=2 shard=2", row):
-        assert same(state, truth, row)
+def test_in_a_loop_of_a_program(loop: Any, where: str) -> None:
+    def program(world: World) -> Any:
+        engine = world.engine(distinct(Energy()))
+        for number, batch in enumerate(batches(2)):
+            loop(engine, world.part(batch), number)
+            update(engine)
+        return engine.full_state_dict()
 
-
-def generator() -> nn.Module:
-    return distinct(nn.Sequential(Layer(), nn.Linear(WIDTH, WIDTH)), seed=1)
-
-
-def critic_loss(d: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
-    middle = (0.3 * real + 0.7 * fake).requires_grad_()
-    slope = gradient(d(middle).sum(), middle)
-    return (d(fake) - d(real)).sum() + 10 * (slope.norm(dim=1) - 1).square().sum()
+    check(program, where)
 
 
 def path_loss(g: nn.Module, x: Tensor) -> Tensor:
@@ -166,36 +149,26 @@ def path_loss(g: nn.Module, x: Tensor) -> Tensor:
     return gradient(g(noise).sum(), noise).square().sum()
 
 
-@pytest.mark.parametrize("row", ["ddp", "zero2", *SPLIT_ROWS])
-def test_a_generator_and_a_critic_with_penalties(row: str) -> None:
+@pytest.mark.parametrize("where", ["ddp", "zero2", *ROWS_THAT_SPLIT])
+def test_a_generator_and_a_critic_with_penalties(where: str) -> None:
     """WGAN-GP, and a penalty on the generator's slope."""
-    data = [batch["x"] for batch in batches(3)]
 
-    def body(comm: Comm) -> Any:
-        g, d = generator(), distinct(Energy(), seed=2)
-        opt_g, opt_d = sgd(g.parameters()), sgd(d.parameters())
-        engine_g = Engine(g, comm, strategy=row, optimizer=opt_g)
-        engine_d = Engine(d, comm, strategy=row, optimizer=opt_d)
-        for whole in data:
-            x = whole.tensor_split(comm.mesh.data_size)[comm.mesh.data_rank(comm.rank)]
-            engine_d.backward(critic_loss(d, x, g(x).detach()), len(x))
-            opt_d.step()
-            opt_g.zero_grad()
-            engine_g.backward(path_loss(g, x) - d(g(x)).sum(), len(x), also=[engine_d])
-            opt_g.step()
-            opt_d.zero_grad()
-        return engine_g.full_state_dict(), engine_d.full_state_dict()
+    def program(world: World) -> Any:
+        g = world.engine(distinct(nn.Sequential(Layer(), nn.Linear(WIDTH, WIDTH)), seed=1), sgd)
+        d = world.engine(distinct(Energy(), seed=2), sgd)
+        for x in (world.part(batch)["x"] for batch in batches(3)):
+            fake = g.model(x).detach()
+            middle = (0.3 * x + 0.7 * fake).requires_grad_()
+            slope = gradient(d.model(middle).sum(), middle)
+            loss = (d.model(fake) - d.model(x)).sum() + 10 * (slope.norm(dim=1) - 1).square().sum()
+            d.backward(loss, len(x))
+            update(d)
+            g.backward(path_loss(g.model, x) - d.model(g.model(x)).sum(), len(x), also=[d])
+            update(g)
+            d.optimizers[0].zero_grad()
+        return g.full_state_dict(), d.full_state_dict()
 
-    g, d = generator(), distinct(Energy(), seed=2)
-    opt_g, opt_d = sgd(g.parameters()), sgd(d.parameters())
-    for x in data:
-        for optimizer, loss in ((opt_d, critic_loss), (opt_g, lambda d, x, _: path_loss(g, x) - d(g(x)).sum())):
-            optimizer.zero_grad()
-            (loss(d, x, g(x).detach()) / len(x)).backward()
-            optimizer.step()
-    for states in run(Mesh.parse("replica=2 shard=2"), body, deadline=20):
-        for state, wanted in zip(states, (g.state_dict(), d.state_dict()), strict=True):
-            assert all(close(state[name], value) for name, value in wanted.items())
+    check(program, where)
 
 
 def test_a_gradient_inside_of_a_block_gathers_nothing_and_keeps_nothing_whole() -> None:

@@ -1,0 +1,384 @@
+"""Programs that are right: under every row each of them is the run of plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import engine_cases as cases
+import torch
+import torch.nn.functional as F
+from engine_cases import batches, count, distinct, loss_sum
+from programs import ALONE, COPIES, EVERY, SPLIT, STAGES, WHOLE, Claims, World, chain, net, step, update
+from torch import Tensor, nn
+
+import plait
+
+claim = Claims()
+WRITABLE = [where for where in WHOLE if where not in COPIES]
+
+
+# ---- loops ----------------------------------------------------------------------------------------------------------
+
+
+@claim(EVERY, 1, 3)
+def script(num: int, world: World) -> Any:
+    engine = world.engine(net())
+    losses = []
+    for batch in batches(3):
+        losses.append(step(engine, *world.parts(batch, num)))
+        engine.optimizers[0].zero_grad()
+    return losses, engine.full_state_dict()
+
+
+@claim(STAGES, math.inf, 0.5)
+def steps_of_the_engine(clip: float, world: World) -> Any:
+    engine = world.engine(chain(), cases.sgd, clip=clip)
+    results = [engine.step(world.parts(batch, 2)) for batch in batches(3)]
+    return [(result.loss, result.grad_norm) for result in results], engine.full_state_dict()
+
+
+@claim(EVERY)
+def clipping_by_hand(world: World) -> Any:
+    engine, norms = world.engine(net()), []
+    for batch in batches(3):
+        for part in world.parts(batch, 2):
+            engine.backward(loss_sum(engine.model, part), count(part))
+        norms.append(engine.reduce(clip=0.1).grad_norm)
+        update(engine)
+    return norms, engine.full_state_dict()
+
+
+@claim(EVERY, "a rank has no target", "a microbatch has no sample")
+def little_data(kind: str, world: World) -> Any:
+    engine, losses = world.engine(net()), []
+    for batch in batches(2, 3 if "sample" in kind else 13):
+        batch["mask"][:] = 1
+        batch["mask"][6:] = 0
+        losses.append(step(engine, *world.parts(batch, 2)))
+    return losses, engine.full_state_dict()
+
+
+@claim(EVERY)
+def a_batch_that_zero_grad_discards(world: World) -> Any:
+    engine = world.engine(net())
+    for number, batch in enumerate(batches(3)):
+        part = world.part(batch)
+        engine.backward(loss_sum(engine.model, part), count(part))
+        if number == 1:
+            engine.optimizers[0].zero_grad()
+        else:
+            update(engine)
+    return engine.full_state_dict()
+
+
+@claim(ALONE, False, True)
+def means_of_ragged_microbatches(none_here: bool, world: World) -> Any:
+    """Where a microbatch has no term its mean is NaN."""
+    engine, losses = world.engine(net()), []
+    for batch in batches(3):
+        batch["mask"][-7:] *= not none_here
+        for part in world.parts(batch, 2):
+            terms = (engine.model(part["x"]) - 0.5).square().sum(1)[part["mask"] == 1]
+            engine.backward(terms.mean(), count(part), reduction="mean")
+        update(engine)
+        losses.append(engine.last.loss)
+    return losses, engine.full_state_dict()
+
+
+@claim(STAGES)
+def a_loss_function_that_is_a_mean(world: World) -> Any:
+    def mean(model: nn.Module, batch: Any) -> Any:
+        return (model(batch["x"]) - 0.5).square().sum(1).mean()
+
+    engine = world.engine(chain(), loss_fn=plait.sum_of_mean(mean, count))
+    data = [batch | {"mask": torch.ones_like(batch["mask"])} for batch in batches(2)]
+    return [engine.step(world.parts(batch, 2)).loss for batch in data], engine.full_state_dict()
+
+
+# ---- parameters that are read and written ---------------------------------------------------------------------------
+
+
+@claim(EVERY, "before", "after")
+def a_penalty_on_parameters(place: str, world: World) -> Any:
+    engine, seen = world.engine(net()), []
+    for batch in map(world.part, batches(3)):
+        loss = loss_sum(engine.model, batch) if place == "after" else torch.zeros(())
+        with engine.gathered():
+            penalty = sum(p.square().sum() for p in engine.model.parameters())
+        seen.append(penalty.item())
+        loss = loss + (loss_sum(engine.model, batch) if place == "before" else 0) + 3 / world.ranks * penalty
+        engine.backward(loss, count(batch))
+        update(engine)
+    return seen, engine.full_state_dict()
+
+
+@claim(EVERY)
+def a_norm_that_no_backward_follows(world: World) -> Any:
+    engine, norms = world.engine(net()), []
+    for batch in map(world.part, batches(3)):
+        engine.backward(loss_sum(engine.model, batch), count(batch))
+        for then in (update, id):
+            with engine.gathered():
+                norms.append(sum(p.square().sum() for p in engine.model.parameters()).item())
+            then(engine)
+    return norms, engine.full_state_dict()
+
+
+@claim(EVERY)
+def a_model_that_runs_where_it_is_gathered(world: World) -> Any:
+    engine = world.engine(net())
+    for batch in map(world.part, batches(3)):
+        with engine.gathered("blocks.0", "head.weight"):
+            with torch.no_grad():
+                loss_sum(engine.model, batch)
+            loss = loss_sum(engine.model, batch) + engine.model.blocks[0].up.weight.abs().sum() / world.ranks
+            engine.backward(loss, count(batch))
+        update(engine)
+    return engine.full_state_dict()
+
+
+@claim(SPLIT, "a layer", "the model")
+def calls_of_a_different_number_on_each_rank(called: str, world: World) -> Any:
+    engine = world.engine(net())
+    for number, batch in enumerate(map(world.part, batches(4))):
+        with engine.gathered(), torch.no_grad():
+            for _ in range((world.rank + number) % 3):
+                (engine.model if called == "the model" else engine.model.blocks[1])(batch["x"])
+        step(engine, batch)
+    return engine.full_state_dict()
+
+
+def write(model: nn.Module, how: str) -> None:
+    """Clamps the parameters."""
+    if how == "as one vector":
+        vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        torch.nn.utils.vector_to_parameters(vector.clamp(-0.2, 0.2), model.parameters())
+    for parameter in model.parameters():
+        if how == "in place":
+            with torch.no_grad():
+                parameter.clamp_(-0.2, 0.2)
+        elif how == "p.data in place":
+            parameter.data.clamp_(-0.2, 0.2)
+        elif how == "p.data replaced":
+            parameter.data = parameter.data.clamp(-0.2, 0.2)
+        elif how == "loaded":
+            model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+@claim(EVERY, "in place", "p.data in place", "p.data replaced", "as one vector")
+def written_inside_of_gathered(how: str, world: World) -> Any:
+    engine = world.engine(net())
+    for batch in map(world.part, batches(3)):
+        step(engine, batch)
+        with engine.gathered(modify=True):
+            write(engine.model, how)
+    return engine.full_state_dict()
+
+
+@claim(WRITABLE, "in place", "p.data in place", "loaded", "swapped for an evaluation")
+def written_between_steps(how: str, world: World) -> Any:
+    engine, losses = world.engine(net()), []
+    average = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+    for batch in map(world.part, batches(3)):
+        step(engine, batch)
+        own = {name: p.data for name, p in engine.model.named_parameters()}
+        if how.startswith("swapped"):
+            for name, p in engine.model.named_parameters():
+                p.data = average[name].lerp_(p.detach(), 0.1)
+        else:
+            write(engine.model, how)
+        with torch.no_grad():
+            losses.append(loss_sum(engine.model, batches(1)[0]).item())
+        for name, p in engine.model.named_parameters() if how.startswith("swapped") else ():
+            p.data = own[name]
+    return losses, engine.full_state_dict()
+
+
+class Clamped(nn.Linear):
+    """Keeps its weights small itself."""
+
+    how = "in place"
+
+    def forward(self, x: Tensor) -> Tensor:
+        write(self, self.how)
+        return super().forward(x)
+
+
+class Router(nn.Linear):
+    """Casts a module to the dtype that it has, in every forward, as the routers of Switch and NLLB do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.to(x.dtype)
+        return super().forward(x)
+
+
+class Routed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner = self.inner.to(x.dtype)
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def with_class(kind: type[nn.Module]) -> nn.Module:
+    model: Any = net()
+    for block in model.blocks:
+        block.up.__class__ = kind
+        if kind is Router:
+            block.down = Routed(block.down)
+    return model  # type: ignore[no-any-return]
+
+
+class Masking(nn.Module):
+    """Writes to an output: ``nn.Linear`` returns a view where its input has three dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x[:, None].repeat(1, 3, 1))
+        hidden[:, 0] = 0
+        return self.second(torch.tanh(hidden)).sum(1)
+
+
+RETURNED: dict[str, Callable[[Tensor], Any]] = {
+    "itself": lambda p: p,
+    "expanded": lambda p: p.expand(13, -1, -1)[0],
+    "detached": lambda p: p.detach(),
+    "transposed": lambda p: p.t().t(),
+    "in a dict": lambda p: {"queries": (p[None], 3)},
+}
+
+
+class Latents(nn.Module):
+    """Learned queries, as in Perceiver: the unit's output is its own parameter."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.queries, self.how = nn.Parameter(torch.zeros(3, 5)), how
+
+    def forward(self) -> Any:
+        return RETURNED[self.how](self.queries)
+
+
+class Perceiver(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.latents, self.first, self.second = Latents(how), nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.latents()
+        queries = out["queries"][0] if isinstance(out, dict) else out
+        return self.second((torch.tanh(self.first(x)[:, None] * queries) + queries.square()).sum(1))  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, tuple[list[str], Callable[[], nn.Module]]] = {
+    "writes its parameters": (WRITABLE, lambda: with_class(Clamped)),
+    "is cast to its own dtype": (EVERY, lambda: with_class(Router)),
+    "writes to an output": (EVERY, lambda: distinct(Masking())),
+} | {f"returns its parameter {how}": (EVERY, partial(lambda how: distinct(Perceiver(how)), how)) for how in RETURNED}
+
+
+class Layer(nn.Module):
+    """Looks at the relative positions that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        out: Tensor = x + self.out(torch.tanh(self.mix(x) @ positions.t()) @ positions)
+        return out
+
+
+class Deberta(nn.Module):
+    """The blocks get a table's weight itself; the head is a product with the embedding's (no root parameters)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Linear(5, 5), nn.Embedding(3, 5)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x, self.positions.weight)
+        return F.linear(x, self.embed.weight)
+
+
+class Detr(nn.Module):
+    """The model's own forward reads a table that is never called, and goes on with a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.scale = nn.Embedding(7, 5), nn.Parameter(torch.ones(()))
+        self.layers, self.head = nn.ModuleList(Layer() for _ in range(2)), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.queries.weight[2:].unsqueeze(0)
+        for layer in self.layers:
+            x = layer(x, queries[0] * self.scale)
+        out: Tensor = self.head(x + queries[0, 0])
+        return out
+
+
+BORROWING: dict[str, tuple[type[nn.Module], tuple[str, ...], dict[str, Any]]] = {
+    "given to blocks": (Deberta, (), {}),
+    "given to blocks, frozen": (Deberta, ("positions", "layers.1"), {}),
+    "given to blocks, recomputed": (Deberta, (), {"recompute": "full"}),
+    "given to blocks, nothing ahead": (Deberta, (), {"prefetch": 0}),
+    "never called": (Detr, (), {}),
+    "never called, frozen": (Detr, ("queries",), {}),
+    "nested units": (Detr, (), {"units": ["queries", "layers.0.mix", "layers.1", "layers.1.out", "head"]}),
+}
+
+
+@claim(ALONE, *BORROWING)
+def borrowed_parameters(kind: str, world: World) -> Any:
+    model, frozen, settings = BORROWING[kind]
+    template = distinct(model())
+    for name, parameter in template.named_parameters():
+        parameter.requires_grad_(not (frozen and name.startswith(frozen)))
+    engine = world.engine(template, **{"bucket": 0, **settings})
+    return [engine.step(world.parts(batch, 2)).loss for batch in batches(3)], engine.full_state_dict()
+
+
+def of_a_model(name: str, world: World) -> Any:
+    engine = world.engine(MODELS[name][1]())
+    losses = [step(engine, world.part(batch), loss=lambda m, b: 0.01 * loss_sum(m, b)) for batch in batches(3)]
+    return losses, engine.full_state_dict()
+
+
+for name, (layouts, _) in MODELS.items():
+    claim[f"a model that {name}"] = layouts, partial(of_a_model, name)
+
+
+@claim.under(EVERY)
+def test_under_every_row(name: str, where: str) -> None:
+    claim.check(name, where)
+
+
+@claim.under(ALONE)
+def test_in_full_precision(name: str, where: str) -> None:
+    claim.check(name, where)
+
+
+@claim.under(STAGES)
+def test_under_pipelines_too(name: str, where: str) -> None:
+    claim.check(name, where)
+
+
+@claim.under(SPLIT)
+def test_where_parameters_are_split(name: str, where: str) -> None:
+    claim.check(name, where)
+
+
+@claim.under(WRITABLE)
+def test_where_parameters_may_be_written(name: str, where: str) -> None:
+    claim.check(name, where)

@@ -1,0 +1,427 @@
+"""What a loop must not do: each row of the table is a program, the words that refuse it, and where it is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_cases import adamw, batches, count, distinct, loss_sum
+from programs import ALONE, PIPES, STAGES, World, alike, chain, net, on_ranks, refused, step, update
+from test_together import TERMS, Expert, critic, generator, score, two
+from torch import Tensor, nn
+
+import plait
+from plait.step import elementwise
+
+TABLE: dict[str, tuple[str, list[str], Callable[[World], Any]]] = {}
+
+
+def refuses(words: str, layouts: list[str], *values: Any) -> Callable[[Any], Any]:
+    """The program, with each of the values, raises a ValueError of these words."""
+
+    def note(program: Any) -> Any:
+        for value in values or (None,):
+            name = program.__name__ + ("" if value is None else f" {getattr(value, '__name__', value)}")
+            TABLE[name] = words, layouts, program if value is None else partial(program, value)
+        return program
+
+    return note
+
+
+def backward(engine: Any, part: Any, **how: Any) -> None:
+    engine.backward(loss_sum(engine.model, part), count(part), **how)
+
+
+# ---- the order of calls ---------------------------------------------------------------------------------------------
+
+
+@refuses("without a backward before it", ALONE, "reduce", "step", "step twice", "step after zero_grad")
+def no_backward(how: str, world: World) -> None:
+    engine = world.engine(net())
+    if how == "step twice":
+        step(engine, world.part(batches(1)[0]))
+    elif how == "step after zero_grad":
+        backward(engine, world.part(batches(1)[0]))
+        engine.reduce()
+        engine.optimizers[0].zero_grad()
+    engine.reduce() if how == "reduce" else update(engine)
+
+
+@refuses(r"without engine\.reduce\(\)", ALONE, 0, 1, 2)
+def published_too_early(backwards: int, world: World) -> None:
+    engine = world.engine(net())
+    if backwards:
+        backward(engine, world.part(batches(1)[0]))
+    if backwards == 2:
+        update(engine)
+    engine.publish()
+
+
+@refuses("a second time in one step", ALONE)
+def reduced_twice(world: World) -> None:
+    engine = world.engine(net())
+    backward(engine, world.part(batches(1)[0]))
+    engine.reduce(clip=1.0)
+    engine.reduce()
+
+
+@refuses(r"engine\.backward after engine\.reduce", ALONE)
+def a_backward_after_reduce(world: World) -> None:
+    engine = world.engine(net())
+    backward(engine, world.part(batches(1)[0]))
+    engine.reduce()
+    backward(engine, world.part(batches(1)[0]))
+
+
+@refuses(r"call engine\.backward\(loss, count\) instead of loss.backward", ALONE)
+def torchs_own_backward(world: World) -> None:
+    loss_sum(world.engine(net()).model, batches(1)[0]).backward()
+
+
+@refuses(r"came outside of its engine's backward: .*also=\[engine\]", ALONE, 0, 1)
+def an_engine_that_is_not_named(at: int, world: World) -> None:
+    g, d = world.engine(generator()), world.engine(critic())
+    for number, batch in enumerate(map(world.part, batches(2))):
+        d.backward(score(d.model(batch["x"]), 1), 3)
+        update(d)
+        g.backward(score(d.model(g.model(batch["x"])), 1), 3, also=() if number == at else [d])
+        update(g)
+        d.optimizers[0].zero_grad()
+
+
+@refuses(r"call engine\.backward once", ALONE)
+def a_graph_that_is_kept(world: World) -> None:
+    backward(world.engine(net()), batches(1)[0], retain_graph=True)
+
+
+@refuses(r"step\(closure\).*Run it first: loss = closure\(\); optimizer", ALONE, "positional", "keyword", "after one")
+def a_closure(how: str, world: World) -> None:
+    engine = world.engine(net())
+    if how == "after one":
+        backward(engine, world.part(batches(1)[0]))
+    closure = lambda: torch.zeros(())  # noqa: E731
+    given = {"closure": closure} if how == "keyword" else {}
+    engine.optimizers[0].step(*() if given else (closure,), **given)
+
+
+@refuses("leave the block first", ALONE)
+def a_step_where_parameters_are_gathered(world: World) -> None:
+    engine = world.engine(net())
+    backward(engine, batches(1)[0])
+    with engine.gathered():
+        update(engine)
+
+
+@refuses(r"AdamW has not stepped since the last backward", ALONE, "forgotten", "twice", "looked between")
+def one_of_two_optimizers(wrong: str, world: World) -> None:
+    engine = world.engine(net(), two)
+    first, _ = engine.optimizers
+    for _ in range(2):
+        backward(engine, batches(1)[0])
+        first.step()
+        if wrong == "twice":
+            first.step()
+        if wrong == "looked between":
+            with torch.no_grad():
+                loss_sum(engine.model.eval(), batches(1)[0])
+
+
+# ---- losses and counts ----------------------------------------------------------------------------------------------
+
+
+def per_sample(model: nn.Module, batch: cases.Batch) -> Tensor:
+    return model(batch["x"]).sum(1)  # type: ignore[no-any-return]
+
+
+@refuses(r"shape \(\d+,\)", STAGES)
+def a_loss_that_is_no_scalar(world: World) -> None:
+    engine = world.engine(chain(), loss_fn=per_sample)
+    engine.step(world.parts(batches(1)[0], 2))
+
+
+@refuses("the loss needs no gradient", STAGES, "detached", "without a graph", "in a loop")
+def a_loss_without_a_graph(how: str, world: World) -> None:
+    def lost(model: nn.Module, batch: Any) -> Tensor:
+        with torch.set_grad_enabled(how == "detached"):
+            return loss_sum(model, batch).detach()
+
+    engine = world.engine(chain(), loss_fn=lost)
+    part = world.part(batches(1)[0])
+    if how == "in a loop" and world.mesh.pipe == 1:
+        engine.backward(lost(engine.model, part), count(part))
+    engine.step([part])
+
+
+@refuses(r"loss_fn and count_fn", STAGES, "loss_fn", "count_fn")
+def a_step_without_functions(missing: str, world: World) -> None:
+    world.engine(chain(), **{missing: None}).step(batches(1))
+
+
+@refuses("no microbatch", STAGES)
+def no_microbatch(world: World) -> None:
+    world.engine(chain()).step([])
+
+
+@refuses(r"different numbers of microbatches \(1, 2", ["ddp", "zero3", "pipe"])
+def different_numbers_of_microbatches(world: World) -> None:
+    world.engine(chain()).step(world.parts(batches(1)[0], 1 + world.rank))
+
+
+@refuses("no target", STAGES)
+def nothing_to_count(world: World) -> None:
+    batch = batches(1)[0]
+    world.engine(chain()).step(world.parts(batch | {"mask": batch["mask"] * 0}, 2))
+
+
+@refuses(r"-3 targets|count of -3", STAGES)
+def a_negative_count(world: World) -> None:
+    """On one rank: all of them say so."""
+    engine = world.engine(chain(), count_fn=lambda batch: -3 if batch["mask"][0] < 0 else count(batch))
+    parts = world.parts(batches(1)[0], 2)
+    parts[1]["mask"][:] = -1 if world.place == world.ranks - 1 else 1
+    engine.step(parts)
+
+
+@refuses("count of -2|lacks the number of terms of the loss", ALONE, "negative", "missing")
+def a_count_in_a_loop(kind: str, world: World) -> None:
+    engine = world.engine(net())
+    engine.backward(loss_sum(engine.model, batches(1)[0]), *[-2] * (kind == "negative"))
+
+
+MEANS = {
+    "mean": lambda out: out.square().mean(),
+    "mse": lambda out: F.mse_loss(out, torch.zeros_like(out)),
+    "cross entropy": lambda out: F.cross_entropy(out, torch.zeros(len(out), dtype=torch.long)),
+    "bce": lambda out: F.binary_cross_entropy_with_logits(out, torch.zeros_like(out)),
+}
+SUMS = {
+    "sum": lambda out: out.square().sum(),
+    "cross entropy": lambda out: F.cross_entropy(out, torch.zeros(len(out), dtype=torch.long), reduction="sum"),
+    "made a sum": lambda out: out.square().mean() * out.numel(),
+    "zero": lambda out: out.sum() * 0.0,
+}
+
+
+def once(kind: Any, num: int, world: World, **how: Any) -> float:
+    engine = world.engine(net())
+    engine.backward(kind(engine.model(torch.ones(4, 5, dtype=torch.float64))), num, **how)
+    update(engine)
+    return engine.last.loss  # type: ignore[no-any-return]
+
+
+@refuses(r'is a mean \(\w+\), and is taken as a sum of 4 terms.*reduction="mean"', ALONE, *MEANS)
+def a_mean_given_as_a_sum(kind: str, world: World) -> None:
+    once(MEANS[kind], 4, world)
+
+
+@refuses("reduction='none'", ALONE)
+def another_reduction(world: World) -> None:
+    once(SUMS["sum"], 4, world, reduction="none")
+
+
+@refuses(r"the loss is a mean \(MeanBackward0\).*plait\.sum_of_mean", STAGES)
+def a_loss_function_that_is_a_mean(world: World) -> None:
+    world.engine(chain(), loss_fn=lambda model, batch: per_sample(model, batch).mean()).step(
+        world.parts(batches(1)[0], 2)
+    )
+
+
+def test_a_mean_and_a_sum_may_be_said_to_be_so() -> None:
+    """Each microbatch weighs the same: its mean is one term. Or it is said to be a sum."""
+
+    def program(world: World) -> None:
+        for kind in MEANS.values():
+            said = [once(kind, 4, world, reduction=how) for how in ("sum", "mean")]
+            assert once(kind, 1, world) == pytest.approx(4 * said[0]) == pytest.approx(said[1])
+        for kind in SUMS.values():
+            assert once(kind, 4, world) == once(kind, 4, world, reduction="sum")
+
+    on_ranks(program, "zero1")
+    with pytest.raises(TypeError, match=r'two functions.*reduction="mean"'):
+        plait.sum_of_mean(torch.ones(()), 4)  # type: ignore[arg-type]
+
+
+# ---- models, optimizers ---------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Sequential):
+    """A model that is no list of blocks."""
+
+    def pipeline_links(self) -> list[str]:
+        return ["0", "1", "2", "3"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = block(x)
+        return x
+
+
+@refuses(r"of '0' belongs to another stage", PIPES, *TERMS)
+def terms_of_another_stage(way: Any, world: World) -> None:
+    engine = world.engine(
+        distinct(Experts(*(Expert() for _ in range(4)))),
+        loss_fn=lambda model, batch: loss_sum(model, batch) + way(model),
+    )
+    engine.step(world.parts(batches(1)[0], 2))
+
+
+class WithWeight(nn.Module):
+    """A criterion that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, loss: Tensor) -> Tensor:
+        return loss * torch.exp(-self.weight) + self.weight
+
+
+@refuses(r"a trainable parameter of shape \(\) that is not the engine's", STAGES)
+def a_parameter_that_no_engine_has(world: World) -> None:
+    """A program that catches it, and goes on, is told again."""
+    criterion = WithWeight()
+    engine = world.engine(chain(), loss_fn=lambda model, batch: criterion(loss_sum(model, batch)))
+    if world.mesh.pipe == 1:
+        with pytest.raises(ValueError, match="that is not the engine's"):
+            engine.step(batches(1))
+    engine.step(batches(1))
+
+
+@refuses(r"group was added to AdamW after its Engine.*build all groups first", STAGES)
+def a_group_that_is_added_later(world: World) -> None:
+    engine = world.engine(chain(), lambda parameters: adamw(parameters[-6:]))
+    engine.optimizers[0].add_param_group({"params": list(engine.model[2].parameters()), "lr": 0.003})
+    engine.step(world.parts(batches(1)[0]))
+
+
+@refuses(r"parameter 'weight' of 1\.norm was thawed.*freeze it afterwards", STAGES)
+def thawed_though_it_was_frozen_at_first(world: World) -> None:
+    model = chain()
+    model[1].requires_grad_(False)  # type: ignore[index]
+    engine = world.engine(model)
+    for _ in range(2):
+        engine.step(world.parts(batches(1)[0], 2))
+        engine.model.requires_grad_(True)
+
+
+@refuses(r"train different parameters: .* is none on rank.*, 2\.norm\.weight, ", ["ddp", "zero1", "zero2"], True, False)
+def frozen_on_one_rank(in_a_loop: bool, world: World) -> None:
+    engine = world.engine(chain())
+    if world.rank == 1:
+        engine.model[2].requires_grad_(False)
+    part = world.part(batches(1)[0])
+    step(engine, part) if in_a_loop else engine.step([part])
+
+
+@refuses("no optimizer, so no step would change anything", STAGES, "step", "backward")
+def no_optimizer(how: str, world: World) -> None:
+    engine = world.engine(chain(), None)
+    adamw(engine.model.parameters())  # as FSDP2's users do
+    engine.step(batches(1)) if world.mesh.pipe > 1 or how == "step" else backward(engine, batches(1)[0])
+
+
+@refuses(r"call engine\.use\(optimizer\)", ["zero3", "ddp"])
+def engine_step_with_pieces_alone(world: World) -> None:
+    engine = world.engine(net(), None)
+    adamw(engine.parameters())
+    engine.step(world.parts(batches(1)[0]))
+
+
+@refuses("has an optimizer already", ALONE)
+def a_second_optimizer(world: World) -> None:
+    engine = world.engine(net())
+    engine.use(adamw(engine.model.parameters()))
+
+
+@refuses(r"'head.weight' is in two optimizers, AdamW and AdamW", ALONE)
+def a_parameter_in_two_optimizers(world: World) -> None:
+    world.engine(net(), lambda parameters: [adamw(parameters), adamw(parameters[-2:])])
+
+
+@refuses(r"LBFGS computes losses and gradients inside of its step\(closure\)", ALONE)
+def an_optimizer_that_needs_a_closure(world: World) -> None:
+    world.engine(chain(), torch.optim.LBFGS)
+
+
+@refuses(r"reads p\.grad, but after engine\.backward|while its unit is at rest", ALONE)
+def an_optimizer_that_the_engine_was_not_given(world: World) -> None:
+    engine = world.engine(chain(), lambda parameters: adamw(parameters[:6]))
+    backward(engine, batches(1)[0])
+    adamw(engine.model[2].parameters()).step()
+
+
+@pytest.mark.parametrize("given", [[object()], 3, {"a": "adamw"}])
+def test_what_is_no_optimizer_is_refused(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"is no torch\.optim\.Optimizer"):
+        on_ranks(lambda world: plait.Engine(net(), world.comm, optimizer=given), "none")  # type: ignore[arg-type]
+
+
+@refuses("1 values per channel on all ranks together", ["ddp"])
+def one_value_for_a_norm(world: World) -> None:
+    engine = world.engine(nn.SyncBatchNorm.convert_sync_batchnorm(distinct(nn.Sequential(nn.BatchNorm1d(5)))))
+    engine.model(batches(1)[0]["x"][: 1 - world.rank])
+
+
+CASES = [(name, where) for n, (name, row) in enumerate(TABLE.items()) for where in {*row[1][n % 3 :: 5], row[1][-1]}]
+"""Some layouts of each, others for the next one."""
+
+
+@pytest.mark.parametrize(("name", "where"), sorted(CASES))
+def test_it_is_refused(name: str, where: str) -> None:
+    words, _, program = TABLE[name]
+    refused(words, program, where)
+
+
+# ---- after something that raised ------------------------------------------------------------------------------------
+
+
+class CallsItsBase(torch.optim.SGD):
+    """Its ``step`` is its base's, whose hooks torch runs too where there has been an optimizer of the base."""
+
+    fails = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.fails -= 1
+        if not self.fails:
+            raise MemoryError("a bad day")
+        return super().step(closure)
+
+
+def rescued(kind: str, world: World) -> Any:
+    """Three steps, in the second of which something raises first, where ``kind`` says so."""
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    make = CallsItsBase if kind else torch.optim.SGD
+    engine = world.engine(net(), lambda p: [elementwise(make(half, lr=0.1)) for half in (p[:5], p[5:])])
+    for number, batch in enumerate(batches(3)):
+        parts = world.parts(batch, 2)
+        for part in parts:
+            backward(engine, part)
+        if number == 1 and kind == "backward":
+            loss = loss_sum(engine.model, parts[0])
+            loss.register_hook(lambda gradient: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.backward(loss, 3)
+        elif number == 1 and kind:
+            engine.optimizers[0].fails = 1
+            with pytest.raises(MemoryError):
+                update(engine)
+        if number == 1 and kind in ("backward", "zero_grad"):
+            if kind == "zero_grad":
+                engine.optimizers[0].zero_grad()
+            for part in parts:
+                backward(engine, part)
+        update(engine)
+    assert engine.steps == 3
+    return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("where", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("kind", ["again", "zero_grad", "backward", "nothing"])
+def test_a_step_after_one_that_raised_is_as_if_nothing_had_been(kind: str, where: str) -> None:
+    kind = kind if kind != "nothing" else "a step inside of a step"
+    alike(on_ranks(partial(rescued, kind), where), on_ranks(partial(rescued, ""), where))

@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_cases import adamw, batches, count, distinct, loss_sum
-from programs import ALONE, PIPES, STAGES, World, alike, chain, net, on_ranks, refused, step, update
+from programs import ALONE, PIPES, STAGES, World, chain, net, on_ranks, refused, step, update
 from test_together import TERMS, Expert, critic, generator, score, two
 from torch import Tensor, nn
 
 import plait
-from plait.step import elementwise
 
 TABLE: dict[str, tuple[str, list[str], Callable[[World], Any]]] = {}
 
@@ -299,7 +298,7 @@ def a_group_that_is_added_later(world: World) -> None:
     engine.step(world.parts(batches(1)[0]))
 
 
-@refuses(r"parameter 'weight' of 1\.norm was thawed.*freeze it afterwards", STAGES)
+@refuses(r"parameter '1\.norm\.weight' was thawed.*freeze it afterwards", STAGES)
 def thawed_though_it_was_frozen_at_first(world: World) -> None:
     model = chain()
     model[1].requires_grad_(False)  # type: ignore[index]
@@ -375,53 +374,3 @@ CASES = [(name, where) for n, (name, row) in enumerate(TABLE.items()) for where 
 def test_it_is_refused(name: str, where: str) -> None:
     words, _, program = TABLE[name]
     refused(words, program, where)
-
-
-# ---- after something that raised ------------------------------------------------------------------------------------
-
-
-class CallsItsBase(torch.optim.SGD):
-    """Its ``step`` is its base's, whose hooks torch runs too where there has been an optimizer of the base."""
-
-    fails = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.fails -= 1
-        if not self.fails:
-            raise MemoryError("a bad day")
-        return super().step(closure)
-
-
-def rescued(kind: str, world: World) -> Any:
-    """Three steps, in the second of which something raises first, where ``kind`` says so."""
-    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    make = CallsItsBase if kind else torch.optim.SGD
-    engine = world.engine(net(), lambda p: [elementwise(make(half, lr=0.1)) for half in (p[:5], p[5:])])
-    for number, batch in enumerate(batches(3)):
-        parts = world.parts(batch, 2)
-        for part in parts:
-            backward(engine, part)
-        if number == 1 and kind == "backward":
-            loss = loss_sum(engine.model, parts[0])
-            loss.register_hook(lambda gradient: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                engine.backward(loss, 3)
-        elif number == 1 and kind:
-            engine.optimizers[0].fails = 1
-            with pytest.raises(MemoryError):
-                update(engine)
-        if number == 1 and kind in ("backward", "zero_grad"):
-            if kind == "zero_grad":
-                engine.optimizers[0].zero_grad()
-            for part in parts:
-                backward(engine, part)
-        update(engine)
-    assert engine.steps == 3
-    return engine.full_state_dict()
-
-
-@pytest.mark.parametrize("where", ["ddp", "zero1", "zero3"])
-@pytest.mark.parametrize("kind", ["again", "zero_grad", "backward", "nothing"])
-def test_a_step_after_one_that_raised_is_as_if_nothing_had_been(kind: str, where: str) -> None:
-    kind = kind if kind != "nothing" else "a step inside of a step"
-    alike(on_ranks(partial(rescued, kind), where), on_ranks(partial(rescued, ""), where))

@@ -101,36 +101,6 @@ def test_the_module(bias: bool, onednn_nudged: None, onednn_calls: list[tuple[in
     assert not torch.equal(F.linear(x, model.weight, model.bias).detach(), y)
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "every second": lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
-    "by columns": lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0),
-    "expanded": lambda x: x[:1].expand(x.shape),
-    "windows": lambda x: x.flatten()[:19].unfold(0, 5, 2),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("bias", [False, True])
-def test_inputs_of_every_layout(bias: bool, layout: str) -> None:
-    more = [draws(torch.empty(6), 2)] if bias else []
-    for shape in ((7, 5), (3, 7, 5)):
-        model = Apply(lambda x, *p: F.linear(LAYOUTS[layout](x), *p), draws(torch.empty(6, 5), 1), *more)
-        x = draws(torch.empty(shape), 0)
-        got = trained(model, [x], multiplying(ONEDNN))
-        assert_equal(got, deferred(model, x))
-        close(got, trained(model, [x], torch.enable_grad()))
-
-
-def test_a_weight_that_is_used_twice(onednn_calls: list[tuple[int, ...]]) -> None:
-    """Uses add up, over microbatches too, in the order of autograd."""
-    model = Apply(lambda x, w: F.linear(F.linear(x, w).tanh(), w), draws(torch.empty(9, 9), 1) / 3)
-    xs = [draws(torch.empty(17, 9), m) for m in range(3)]
-    got = trained(model, xs, multiplying(ONEDNN))
-    assert len(onednn_calls) == 3 * 6
-    assert_equal(trained(model, xs[:1], multiplying(ONEDNN)), deferred(model, xs[0]))
-    close(got, trained(model, xs, torch.enable_grad()))
-
-
 @pytest.mark.parametrize("shape", [(7, 5), (3, 7, 5)])
 def test_no_product_is_made_that_nobody_wants(shape: tuple[int, ...], onednn_calls: list[tuple[int, ...]]) -> None:
     x, model = draws(torch.empty(shape), 0), nn.Linear(5, 6)
@@ -149,28 +119,6 @@ def test_no_product_is_made_that_nobody_wants(shape: tuple[int, ...], onednn_cal
 
 
 # ---- what is left to torch ------------------------------------------------------------------------------------------
-
-
-class Ours(Tensor):
-    """A subclass without a torch function of its own."""
-
-
-def test_subclasses_are_left_alone(onednn_calls: list[tuple[int, ...]]) -> None:
-    weight, x = draws(torch.empty(6, 5), 1), draws(torch.empty(7, 5), 0)
-    for odd, w in ((x.as_subclass(Ours), weight), (x, weight.as_subclass(Ours))):
-        with multiplying(ONEDNN):
-            y = F.linear(odd, w)
-        assert type(y) is Ours and torch.equal(y.as_subclass(Tensor), F.linear(x, weight))
-    assert not onednn_calls
-
-
-def test_autocast_is_left_alone(onednn_calls: list[tuple[int, ...]]) -> None:
-    model, x = nn.Linear(5, 6), draws(torch.empty(7, 5), 0)
-    with torch.autocast("cpu", torch.bfloat16):
-        got, want = trained(model, [x], multiplying(ONEDNN)), trained(model, [x], torch.enable_grad())
-    assert got[0] is not None and got[0].dtype == torch.bfloat16
-    assert_equal(got, want)
-    assert not onednn_calls
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -102,9 +102,15 @@ def test_nor_can_those_of_a_backward_in_two_parts() -> None:
         penalised(layer)
 
 
+class Ours(Tensor):
+    """A subclass without a torch function of its own."""
+
+
 FOREIGN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "sparse": lambda layer, x: layer(x.to_sparse()),
     "nested": lambda layer, x: layer(torch.nested.nested_tensor([x[:1], x])).to_padded_tensor(0.0),
+    "subclass": lambda layer, x: layer(x.as_subclass(Ours)),
+    "autocast": lambda layer, x: torch.autocast("cpu", torch.bfloat16)(layer)(x),
     "vmap": lambda layer, x: torch.func.vmap(layer)(x),
     "grad": lambda layer, x: torch.func.grad(lambda z: layer(z).tanh().sum())(x),
 }

@@ -9,7 +9,6 @@ exit     compared over the ranks, if they may have been written to; back to rest
 """
 
 import difflib
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +24,7 @@ from plait.table.agreement import DATA_ORDER
 from plait.table.collectives import Note
 from plait.tensor.metadata import name_of
 from plait.zero.pins import Pins
+from plait.zero.state.identity import fingerprint
 from plait.zero.storage import Flat
 from plait.zero.unit import Unit
 from plait.zero.unshard import Unsharding
@@ -131,7 +131,7 @@ def check_alike(flats: Sequence[Flat], comm: Comm) -> None:
     digests, whole = [], []
     for flat in flats:
         for slot, parameter, cut in zip(flat.layout.slots, flat.parameters, flat.cuts, strict=True):
-            digests.append((slot.name, _digest(parameter)))
+            digests.append((slot.name, fingerprint(parameter)))
             whole += [] if cut is not None else digests[-1:]
     differing = []
     for axes, rows in ((DATA_ORDER, digests), (("tensor",), whole)):
@@ -143,9 +143,3 @@ def check_alike(flats: Sequence[Flat], comm: Comm) -> None:
             f"{len(differing)} parameters ({', '.join(differing[:3])}): write the same on every rank (draw from a "
             f"generator of one seed, take what depends on a rank's samples from all of them)"
         )
-
-
-def _digest(values: Tensor) -> int:
-    """63 bits of the values."""
-    whole = values.detach().to("cpu", copy=True).contiguous().view(-1).view(torch.uint8)
-    return int.from_bytes(hashlib.blake2b(bytes(whole.numpy().data), digest_size=8).digest(), "little") >> 1

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -107,28 +106,17 @@ class Gradients:
         self._last = False
         self._active = False
         self._flying: deque[Flow] = deque()
-        self._hooks: list[tuple[dict[int, Any], int, str]] = []
-        """Per parameter: all hooks that follow its gradient, the id of ours, and the parameter's name."""
         with torch._C.DisableTorchFunctionSubclass():  # they may be at rest
             for unit in self.order:  # a hook on each parameter of the user: see docs/guide/your-own-loop.md
                 for gradient in unit.flats:
                     for index, parameter in enumerate(gradient.flat.parameters):
-                        handle = parameter.register_post_accumulate_grad_hook(GradientHook(unit, gradient, index))
-                        hooks = cast(Any, parameter)._post_accumulate_grad_hooks
-                        self._hooks.append((hooks, handle.id, gradient.name(index)))
+                        parameter.register_post_accumulate_grad_hook(GradientHook(unit, gradient, index))
 
     # ---- one microbatch -----------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Forgets the last step's sums (the buffers stay), after any reduction of it that would still write to them."""
         self.finish()
-        for hooks, ours, name in self._hooks:
-            if next(reversed(hooks)) != ours:
-                raise ValueError(
-                    f"a hook was put on {name!r} by register_post_accumulate_grad_hook after its Engine was built: it "
-                    f"would run when the engine has taken the gradient, and see None. Register it before, for the "
-                    f"gradient of a rank's microbatch, or look at the sums with a listener"
-                )
         for unit in self.order:
             unit.summed = False
         for gradient in self.flats:

@@ -1,9 +1,17 @@
-"""Modules and parameters that were added, removed or replaced after the engine was built: they would not train."""
+"""Changes of a model after its engine was built, which plain PyTorch would allow.
+
+A module or parameter that was added, removed or replaced would not train.  A hook that was put on a parameter's
+gradient would see None.
+"""
+
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from plait.step.engine import Engine
+from plait.zero.gradients import GradientHook
+from plait.zero.unit import parameters_of
 
 
 class ChangedModel:
@@ -13,7 +21,15 @@ class ChangedModel:
         self._parts = _parts(engine.model)
 
     def __call__(self, event: str, engine: Engine) -> None:
-        if event != "begun" or (now := _parts(engine.model)) == self._parts:
+        if event != "begun":
+            return
+        if late := _late_hook(engine):
+            raise ValueError(
+                f"a hook was put on {late!r} by register_post_accumulate_grad_hook after its Engine was built: it "
+                f"would run when the engine has taken the gradient, and see None. Register it before, for the "
+                f"gradient of a rank's microbatch, or look at the sums with a listener"
+            )
+        if (now := _parts(engine.model)) == self._parts:
             return
         changed = [name for name in {**now, **self._parts} if now.get(name) != self._parts.get(name)]
         raise ValueError(
@@ -28,3 +44,13 @@ def _parts(model: nn.Module) -> dict[str, tuple[int, int]]:
         modules = {name: (id(module), 0) for name, module in model.named_modules(remove_duplicate=False)}
         parameters = model.named_parameters(remove_duplicate=False)
         return modules | {name: (id(parameter), parameter._cdata) for name, parameter in parameters}
+
+
+def _late_hook(engine: Engine) -> str | None:
+    """The name of a parameter with a hook that runs after the engine's."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for name, parameter, _, _ in parameters_of(engine.placed.units):
+            hooks = list((cast(Any, parameter)._post_accumulate_grad_hooks or {}).values())
+            if hooks and not isinstance(hooks[-1], GradientHook):
+                return name
+    return None

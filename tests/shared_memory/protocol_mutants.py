@@ -1,4 +1,4 @@
-"""Faults of the protocol, each in the code; its model has the same under the same name."""
+"""Faults of the protocol, each as a patch of the code."""
 
 from __future__ import annotations
 

@@ -73,8 +73,6 @@ SHARES: dict[str, Share] = {
     "comm/test_elastic.py": PROCESSES,
     "comm/test_elastic.py::test_ranks_meet_again_when_an_agent_is_killed_and_another_is_started": NIGHTLY,
     "comm/test_process_world.py": PROCESSES,
-    "shared_memory/test_protocol.py::test_three_ranks_add_in_every_order": FULL,
-    "shared_memory/test_protocol.py::test_who_leaves_is_missed_only_when_all_it_sent_was_looked_at": FULL,
     "comm/test_thread_world.py::test_does_what_every_world_does": Share("values", "all"),
     "commands/test_start.py::test_no_command_imports_a_module_of_the_current_folder": PROCESSES,
     "commands/test_start.py::test_plait_itself_imports_no_torch_and_has_all_its_names": PROCESSES,

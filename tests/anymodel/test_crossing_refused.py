@@ -224,17 +224,6 @@ class SparseBias(Tower):
         return out
 
 
-class Inferring(Tower):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.inference_mode():
-            x = self.blocks[0](self.embed(x))
-        x = x.clone()
-        for block in self.blocks[1:]:  # type: ignore[union-attr]
-            x = block(x)
-        out: Tensor = self.head(self.norm(x))
-        return out
-
-
 @pytest.mark.parametrize(
     "kind, words",
     [
@@ -244,16 +233,18 @@ class Inferring(Tower):
         (Hidden, "stage 0 ends with 'blocks.2', which returns object"),
         (
             Counting,
-            r"'embed' returns 0\.2?5 where it returned 0\.2?5 for an earlier batch .*, or return .* as a tensor",
+            r"'embed' returns .*0\.2?5.* where it returned .* for an earlier batch .*, or return .* as a tensor",
         ),
-        (Deep, r"'embed' returns (None|'text') where it returned (None|'text') for"),
+        (Deep, r"'embed' returns .*(None|'text').* where it returned .*(None|'text').* for"),
         (Once, "'embed', of which later stages know what it returned before, returns Numbers: from stage to stage go"),
-        (Kept, r"'embed' returns float64 \[\d, 5\], .* where it returned float64 \[\d, 5\], .* pad what varies"),
-        (Longer, r"'embed' returns float64 \[\d, \d, 5\] where it returned float64 \[\d, \d, 5\] for an earlier batch"),
-        (Largest, r"'blocks\.0' returns \d\.\d+ where it returned \d\.\d+ for"),
+        (Kept, r"'embed' returns .*float64 \[\d, 5\].* where it returned .*float64 \[\d, 5\].* pad what varies"),
+        (
+            Longer,
+            r"'embed' returns .*float64 \[\d, \d, 5\].* where it returned .* for an earlier batch",
+        ),
+        (Largest, r"'blocks\.0' returns .*\d\.\d+.* where it returned .*\d\.\d+.* for"),
         (Sparse, "stage 0 ends with 'blocks.2', which returns a sparse_coo tensor: .* to_dense"),
         (SparseBias, r"what 'blocks\.\d' is given is read behind .*, and is a sparse_coo tensor"),
-        (Inferring, r"under torch.inference_mode\(\), .*: use torch.no_grad\(\)"),
         (Overwriting, "loss_fn, or the model behind its links, uses what another stage has"),
         (
             Elsewhere,

@@ -1,9 +1,8 @@
-"""Values as text: trees of tensors, numbers and containers, and the first place in which two differ."""
+"""Values as text: trees of tensors, numbers and containers."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.anymodel.stage_io import HandOverForm, Key, difference, tree_of, value_of, words_for
+from plait.anymodel.stage_io import HandOverForm, Key, tree_of, value_of
 from plait.pipeline.message import shape_of
 
 
@@ -72,27 +71,6 @@ def test_what_is_not_dense_does_not_go() -> None:
     for tensor, kind in ((torch.eye(2).to_sparse(), "sparse_coo"), (nested, "nested")):
         with pytest.raises(ValueError, match=f"a {kind} tensor: from stage to stage go dense ones"):
             tree_of([tensor], [])
-
-
-@pytest.mark.parametrize(
-    "before, now, found",
-    [
-        ((1, [2.0, None]), (1, [2.0, None]), None),
-        (math.nan, -math.nan, None),
-        ((1, [2.0, None]), (1, [2.5, None]), ("2.0", "2.5")),
-        ({"a": True}, {"a": False}, ("True", "False")),
-        ({"a": 1}, {"b": 1}, ("'a'", "'b'")),
-        ([1, 2], [1, 2, 3], ("2 values", "3 values")),
-        ([1, 2], (1, 2), ("a list of 2", "a tuple of 2")),
-        (Point(1, 2), None, ("a Point", "None")),
-        (Point(1, 2), Point(1, 3), ("2", "3")),
-        (Closed(1), Closed(2), ("2", "3")),
-        (torch.ones(1), 1, ("tensor 0", "1")),
-    ],
-)
-def test_the_first_place_in_which_values_differ(before: Any, now: Any, found: tuple[str, str] | None) -> None:
-    first = difference(json.loads(json.dumps(tree_of(before, []))), tree_of(now, []))
-    assert (first and tuple(map(words_for, first))) == found
 
 
 def test_values_become_trees_and_values_again() -> None:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from plait.anymodel.boundary_state import NOTHING, BoundaryState, version_of
+from plait.anymodel.boundary_state import NOTHING, BoundaryState
 from plait.anymodel.not_here import NotHere
 from plait.anymodel.stage_io import HandOver, HandOverForm, Key, tree_of, value_of
 from plait.anymodel.stage_model import CHILDREN, ForeignLayer, UnmodifiedPart, empty, kind_of
@@ -224,7 +224,7 @@ class UnmodifiedProgram(StageProgram):
         name = self.names[boundary.next_link - 1]
         boundary.shared = [(one, _inside(one)) for one in (*args, *kwargs.values()) if isinstance(one, SHARED)]
         beside = (one for one in (*args[1:], *kwargs.values()) if isinstance(one, Tensor))
-        boundary.beside = [(one, version_of(one)) for one in beside if not isinstance(one, NotHere)]
+        boundary.beside = [(one, one._version) for one in beside if not isinstance(one, NotHere)]
         leaves, spec = tree_flatten((args, kwargs))
         if ends_here:
             for place, leaf in enumerate(leaves):

@@ -28,11 +28,9 @@ from plait.anymodel.stage_io import (
     HandOverForm,
     Key,
     Tree,
-    difference,
     number_of,
     tree_of,
     value_of,
-    words_for,
 )
 from plait.comm.header import Shape
 from plait.forward.interceptor import EngineMode
@@ -74,31 +72,15 @@ class Search(EngineMode):
         return out
 
 
-def version_of(tensor: Tensor) -> int:
-    """Counts what is written to a tensor in place."""
-    if tensor.is_inference():
-        raise ValueError(
-            "a link or module of the pipeline is given or returns a tensor that was made under torch.inference_mode(), "
-            "and of such ones nobody can tell when they are written to: use torch.no_grad() instead"
-        )
-    return tensor._version
-
-
 def _check_same(name: str, before: tuple[Tree, list[Shape]], now: tuple[Tree, list[Shape]]) -> None:
     """ValueError if a module returned something else than later stages have been told."""
-    if before == now:
-        return
-    if found := difference(before[0], now[0]):
-        old, new = map(words_for, found)
-    elif before[1] != now[1]:
-        old, new = map(shapes_in_words, (before[1], now[1]))
-    else:  # NaN and NaN
-        return
-    raise ValueError(
-        f"{name!r} returns {new} where it returned {old} for an earlier batch of the same shapes, which is what later "
-        f"stages go by: let numbers, text and shapes in it depend on the shapes of the batch only, or return a number "
-        f"as a tensor, and pad what varies"
-    )
+    old, new = (repr(value_of(tree, [shapes_in_words([s]) for s in shapes])) for tree, shapes in (before, now))
+    if old != new:
+        raise ValueError(
+            f"{name!r} returns {new:.200} where it returned {old:.200} for an earlier batch of the same shapes, which "
+            f"is what later stages go by: let numbers, text and shapes in it depend on the shapes of the batch only, "
+            f"or return a number as a tensor, and pad what varies"
+        )
 
 
 class BoundaryState:
@@ -199,7 +181,7 @@ class BoundaryState:
         parameter = isinstance(tensor, nn.Parameter)
         goes_on = self._copy(tensor) if parameter else tensor  # it is read now, for behind the links it may be at rest
         if self.search is not None:
-            version = version_of(tensor)
+            version = tensor._version
             if self.search.known.get(id(tensor), (key, -1))[1] != version:  # new, or written to since
                 self.search.known[id(tensor)] = key, version
         else:
@@ -246,7 +228,7 @@ class BoundaryState:
     def read_behind(self, tensor: Tensor) -> bool:
         """A tensor is read behind the stage's last link; whether it goes on under a key of its own."""
         key, version = cast(Search, self.search).known.get(id(tensor), (None, 0))
-        if key is not None and version_of(tensor) == version:  # else it is not what the module returned
+        if key is not None and tensor._version == version:  # else it is not what the module returned
             self.values.setdefault(key, (self._copy(tensor), 0))
         return key is not None
 
@@ -267,7 +249,7 @@ class BoundaryState:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """One for each version, because code behind may write to it."""
-        kept = self._copies.setdefault((id(tensor), version_of(tensor)), (tensor, tensor.clone()))
+        kept = self._copies.setdefault((id(tensor), tensor._version), (tensor, tensor.clone()))
         return kept[1]
 
     def hand_over(self) -> HandOver:

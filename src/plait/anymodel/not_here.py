@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NUMBERS = {
-    *("item", "tolist", "numpy", "equal"),
-    *("__bool__", "__float__", "__int__", "__index__", "__array__", "__complex__"),
-}
+from plait.pipeline.blocks import TO_PYTHON
+
+NUMBERS = {*TO_PYTHON, "equal"}
 """Functions that make numbers, or a decision, of a tensor's values."""
 
 

@@ -128,7 +128,7 @@ def number_of(tensor: Tensor, tensors: list[Tensor]) -> int:
     return len(tensors) - 1
 
 
-def value_of(tree: Tree, tensors: Sequence[Tensor]) -> Any:
+def value_of(tree: Tree, tensors: Sequence[Any]) -> Any:
     """The value of a tree."""
     if not isinstance(tree, dict):
         return tree
@@ -152,31 +152,6 @@ def value_of(tree: Tree, tensors: Sequence[Tensor]) -> Any:
     for key, one in tree["entries"]:
         made[value_of(key, tensors)] = value_of(one, tensors)
     return made
-
-
-def difference(before: Tree, now: Tree) -> tuple[Tree, Tree] | None:
-    """The first place in which two trees differ: what stands there in each."""
-    if isinstance(before, dict) and isinstance(now, dict) and before.keys() == now.keys() != {"tensor"}:
-        before, now = list(before.values()), list(now.values())
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        return next((found for pair in zip(before, now, strict=True) if (found := difference(*pair))), None)
-    same = before == now or (before != before and now != now)  # a NaN and a NaN are the same
-    return None if same else (before, now)
-
-
-def words_for(tree: Tree) -> str:
-    """A tree in a message."""
-    if isinstance(tree, list):
-        return f"{len(tree)} values"
-    if not isinstance(tree, dict):
-        return repr(tree)
-    ((kind, content), *_) = tree.items()
-    match kind:
-        case "tensor":
-            return f"tensor {content}"
-        case "class":
-            return f"a {content.partition(':')[2]}"
-    return f"a {kind} of {len(content)}"
 
 
 def _place_of(kind: type) -> str:

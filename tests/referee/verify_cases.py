@@ -1,8 +1,4 @@
-"""What the verification's tests share: small jobs, layouts recorded once, references replayed once per tree.
-
-Rows with the same tree of additions have the same reference when the squares of the norm are summed in the same
-runs too, so a reference is kept by (job, mesh, microbatches, tree, runs of the norm).
-"""
+"""The small jobs of the verification's tests, and verdicts on their layouts; references are kept as in the matrix."""
 
 from __future__ import annotations
 
@@ -14,17 +10,13 @@ import pytest
 
 from plait.comm import run
 from plait.comm.prepared import Alone
+from plait.referee.verify.matrix import References
 from plait.referee.verify.observed import RankRecord, Record
-from plait.referee.verify.plain import run_plain
 from plait.referee.verify.record import record_run
-from plait.referee.verify.reference import run_reference
-from plait.referee.verify.run import Verdict, judge
-from plait.run.config import VerifyConfig, section
-from plait.run.job.config import JobConfig
-from plait.run.job.job import Job, make_job
-from plait.table.additions import additions
+from plait.referee.verify.run import Verdict, judge, replay
+from plait.run.config import VerifyConfig
+from plait.run.job.job import Job
 from plait.table.collectives import Note
-from plait.table.precision import Precision
 from plait.zero import flat_gradient, gradients
 
 MLP = VerifyConfig(model="mlp", layers=16, width=17, batch=13, steps=5, clip=0.3, bucket=0)
@@ -35,17 +27,12 @@ GPT = VerifyConfig(
 TINY = replace(MLP, layers=3, width=5)
 MODELS = {"mlp": MLP, "gpt": GPT}
 
-_JOBS: dict[tuple[JobConfig, Precision], Job] = {}
-_PLAIN: dict[str, Record] = {}
-_TREES: dict[Any, Record] = {}
+KEPT = References()
 
 
 def job_of(config: VerifyConfig) -> Job:
     """The config's job, made once for all layouts."""
-    key = section(config, JobConfig), config.precision
-    if key not in _JOBS:
-        _JOBS[key] = make_job(config)
-    return _JOBS[key]
+    return KEPT.job(config)
 
 
 @dataclass
@@ -76,18 +63,9 @@ def verify(config: VerifyConfig, **changes: Any) -> Verified:
 
 
 def judged(config: VerifyConfig, ranks: list[RankRecord]) -> Verified:
-    job, row, mesh = job_of(config), config.row, config.parsed_mesh
-    pieces = None if mesh.tensor > 1 else [r.norm_pieces for r in sorted(ranks, key=lambda r: r.rank)]
-    mesh = replace(mesh, tensor=1, pipe=1)  # a reference does not depend on them
-    order = additions(row)
-    key = (id(job), mesh, config.microbatches, order, config.clip, repr(pieces), repr(ranks[0].ties))
-    if key not in _TREES:
-        settings: dict[str, Any] = {"clip": config.clip, "norm_pieces": pieces, "ties": ranks[0].ties}
-        _TREES[key] = run_reference(job, mesh, config.microbatches, order, config.steps, **settings)
-    plain_key = f"{id(job)} {config.clip}"
-    if plain_key not in _PLAIN:
-        _PLAIN[plain_key] = run_plain(job, config)
-    return Verified(ranks, _TREES[key], judge(job, config, ranks, _TREES[key], _PLAIN[plain_key]))
+    job = job_of(config)
+    tree = replay(job, config, ranks, KEPT.run)
+    return Verified(ranks, tree, judge(job, config, ranks, tree, KEPT.plain(job, config)))
 
 
 def not_sent(patch: pytest.MonkeyPatch, lost: Callable[[Any, Note], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Jobs unlike most: complex weights, draws of all kinds, forwards that share an autocast, packed sequences."""
+"""Jobs unlike most: complex weights, draws of all kinds, forwards that share an autocast."""
 
 from __future__ import annotations
 
@@ -80,31 +80,3 @@ def test_two_forwards_under_one_autocast_are_bitwise_though_threads_share_its_ca
         verdict = plait.verify(job, mesh="shard=4", strategy=strategy, microbatches=2, steps=2, locate=False)
         assert verdict.word == "bitwise", verdict
     assert torch.is_autocast_cache_enabled()
-
-
-class Packed(nn.Module):
-    """Means over sequences that are packed into one row of tokens; ``ends`` are where each begins, and the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.out = nn.Embedding(11, 8), nn.Linear(8, 3)
-
-    def forward(self, tokens: Tensor, ends: Tensor) -> Tensor:
-        sequence = torch.bucketize(torch.arange(len(tokens)), ends, right=True)
-        same = (sequence[:, None] == sequence[None, :]).float()
-        out: Tensor = self.out(same @ self.embed(tokens) / same.sum(1, keepdim=True))
-        return out
-
-
-def test_packed_sequences_that_are_cut_as_samples_are_named() -> None:
-    def packed(step: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(step)
-        tokens, labels = (torch.randint(3, (24,), generator=generator) for _ in range(2))
-        return {"tokens": tokens, "cu_seqlens": torch.tensor([0, 5, 11, 17, 24]), "labels": labels}
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch["tokens"], batch["cu_seqlens"]), batch["labels"], reduction="sum")
-
-    verdict = plait.verify(replace(JOB, build=Packed, loss_fn=loss, batches=packed), mesh="shard=2", microbatches=2)
-    assert verdict.word == "different"
-    assert "['cu_seqlens'] of the batch has the offsets of packed sequences" in str(verdict.first), verdict

@@ -14,9 +14,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
-
 from plait.referee.contributions import over_samples
 from plait.referee.difference import Discrepancy, describe
 from plait.referee.values import rounding
@@ -41,7 +38,6 @@ from plait.referee.verify.traces import Traces, Wrong
 from plait.referee.wrong import FirstWrong, Phase, cause_of_norm, said
 from plait.run.config import RunConfig
 from plait.run.job.job import Job
-from plait.step.step import num_samples
 from plait.table.additions import additions
 
 
@@ -201,29 +197,13 @@ def not_a_sum(job: Job, num_parts: int) -> str:
     whole, parts = loss_in_parts(job, num_parts)
     if not math.isfinite(whole) or abs(whole - parts) <= rounding(job.dtype) * abs(whole):
         return ""
-    offsets = packed_by(job.microbatches(0, 0, 1, 1)[0])
     norms = over_samples(job.build())
     why = (
         f"{norms[0]!r} normalises over the samples of a microbatch (nn.SyncBatchNorm over all ranks' samples of it)"
         if norms
         else "does it compare samples with one another, as contrastive losses do, or take a mean?"
     )
-    if offsets:
-        why = (
-            f"{offsets} of the batch has the offsets of packed sequences, and the batch is cut between its rows, which "
-            f"are tokens: give each sequence a row of its own, padded"
-        )
     return (
         f"the loss of a batch is not the sum of its parts' in plain PyTorch either, without dropout: {whole:.6g} at "
         f"once, {parts:.6g} in {num_parts} parts: {why}"
     )
-
-
-def packed_by(batch: Any) -> str:
-    """The place in a batch of a tensor such as ``cu_seqlens`` [sequences + 1]: offsets from 0 to the number of rows."""
-    rows = num_samples(batch)
-    for path, leaf in tree_flatten_with_path(batch)[0]:
-        whole = isinstance(leaf, Tensor) and leaf.dim() == 1 and len(leaf) > 1 and not leaf.is_floating_point()
-        if whole and (int(leaf[0]), int(leaf[-1])) == (0, rows) and bool((leaf.diff() >= 0).all()):
-            return keystr(path)
-    return ""

@@ -1,0 +1,107 @@
+"""NaN and inf: one rank's is everybody's, before anything is updated, and everybody can say whose it is."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import batches, count
+from programs import ALONE, STAGES, World, alike, chain, on_ranks, update
+from torch import Tensor, nn
+
+
+class Spoil(torch.autograd.Function):
+    """The identity, whose gradient is not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: float) -> Tensor:
+        ctx.value = value
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.value, None
+
+
+def spoiled(model: nn.Module, batch: cases.Batch) -> Tensor:
+    """``batch["kind"]`` holds 0, or 1 for a bad loss, 2 for a bad gradient of a finite loss; then its value."""
+    kind, value = batch["kind"][0].tolist()
+    out = model(batch["x"])
+    loss = ((Spoil.apply(out, value) if kind == 2 else out) - 0.5).square().sum()
+    return loss * value if kind == 1 else loss
+
+
+def trained(kind: int, value: float, how: str, bad: int | None, own: bool, world: World) -> Any:
+    """Three steps, of which one is bad on the last data rank, in microbatch 1, or left out where there is no world."""
+    engine, raised = world.engine(chain(), loss_fn=spoiled, clip=0.5, **{"nonfinite": how} if world.comm else {}), ""
+    for number, batch in enumerate(batches(3)):
+        batch["mask"][:] = 1
+        parts = world.parts(batch, 2)
+        for m, part in enumerate(parts):
+            here = (number, m, world.place) == (bad, 1, world.ranks - 1)
+            part["kind"] = torch.tensor([[kind, value] if here else [0.0, 0.0]] * len(part["x"]), dtype=torch.float64)
+        if number == bad and not world.comm:
+            continue
+        before = engine.full_state_dict()
+        try:
+            if own:
+                for part in parts:
+                    engine.backward(spoiled(engine.model, part), count(part))
+                update(engine)
+            else:
+                engine.step(parts)
+        except FloatingPointError as error:
+            raised = str(error)
+        if number == bad:
+            alike(engine.full_state_dict(), before)
+            assert {float(one["step"]) for one in engine.optimizers[0].state.values()} <= {float(number)}
+            assert raised or not engine.last.made
+    return raised, engine.full_state_dict(), getattr(engine, "steps", None)
+
+
+@pytest.mark.parametrize("where", STAGES)
+@pytest.mark.parametrize("kind", [1, 2])
+@pytest.mark.parametrize("how", ["raise", "skip", "raise in a loop", "skip in a loop"])
+def test_nothing_has_changed_and_every_rank_can_say_whose_it_is(kind: int, how: str, where: str) -> None:
+    value, own, what = (math.nan, math.inf)[kind - 1], "loop" in how and where in ALONE, how.split()[0]
+    program = partial(trained, kind, value, what, 1, own)
+    _, wanted, _ = program(World("none"))
+    ranks = on_ranks(program, where)
+    for raised, state, steps in ranks:
+        alike(state, wanted, 1e-11)
+        assert steps == (2 if what == "raise" else 3), "a skipped step's number is used up, as its batch is"
+        assert raised.startswith("step 1 (counted from 0) is not finite: " if what == "raise" else "")
+        assert bool(raised) == (what == "raise") and "microbatch 0" not in raised
+        if raised and kind == 1:
+            assert f"the loss of microbatch 1 on rank {len(ranks) - 1} is {value}" in raised
+        elif raised:
+            assert f"in microbatch 1 on rank {len(ranks) - 1}" in raised and "a gradient in the unit of '" in raised
+
+
+class Either(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
+
+    def forward(self, x: Tensor, b: bool) -> Tensor:
+        return self.b(x) if b else self.a(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("where", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_parameter_without_gradient_after_a_bad_step_is_still_good(where: str) -> None:
+    """Its place in the buffer holds the bad step's number, which nobody may read again."""
+
+    def program(world: World) -> list[bool]:
+        engine, made = world.engine(cases.distinct(Either()), units=[], nonfinite="skip"), []
+        for number in range(3):
+            loss = engine.model(torch.ones(2, 5, dtype=torch.float64), b=number == 0).sum()
+            engine.backward(loss * (1.0 if number else math.nan), 2)
+            update(engine)
+            made.append(engine.last.made)
+        return made
+
+    assert all(made == [False, True, True] for made in on_ranks(program, where))

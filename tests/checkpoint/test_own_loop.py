@@ -74,12 +74,3 @@ def test_three_stops_in_an_epoch_each_under_another_mesh(workers: int, tmp_path:
         seen, losses = seen + own, losses + more
     assert sorted(seen) == sorted(whole_seen) and losses == pytest.approx(whole_losses, rel=1e-4)
     assert all(torch.allclose(end[name], value, atol=1e-4) for name, value in whole.items())
-
-
-def test_in_the_same_layout_it_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    whole = plait.run_threads("shard=3", lambda comm: trained(comm, tmp_path / "none", None))
-    first = plait.run_threads("shard=3", lambda comm: trained(comm, tmp_path / "run", 3))
-    second = plait.run_threads("shard=3", lambda comm: trained(comm, tmp_path / "run", None))
-    for one, begun, other in zip(whole, first, second, strict=True):
-        assert one[0] == begun[0] + other[0] and one[1] == begun[1] + other[1]
-        assert all(torch.equal(other[2][name], value) for name, value in one[2].items())

@@ -129,11 +129,6 @@ def embedding(s: DecoderSizes) -> tuple[Kept, ...]:
     )
 
 
-def last_norm(s: DecoderSizes) -> tuple[Kept, ...]:
-    """Lists the values that the norm before the head keeps."""
-    return _norm(s)
-
-
 def head(s: DecoderSizes) -> tuple[Kept, ...]:
     """Lists the values that the head and the cross-entropy keep.  Where classes are cut, the places of a rank's own
     targets (16 bytes each) depend on the data and are left out."""
@@ -146,5 +141,5 @@ def head(s: DecoderSizes) -> tuple[Kept, ...]:
 
 def decoder(s: DecoderSizes, links: Sequence[str], recompute: str | None = None) -> int:
     """Bytes that a microbatch's forward keeps in links: ``embed``, ``blocks.0``, ..., ``norm``, ``head``."""
-    parts = {"embed": embedding(s), "blocks": block(s, recompute), "norm": last_norm(s), "head": head(s)}
+    parts = {"embed": embedding(s), "blocks": block(s, recompute), "norm": _norm(s), "head": head(s)}
     return sum(kept.bytes for link in links for kept in parts[link.partition(".")[0]])

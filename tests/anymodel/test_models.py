@@ -142,37 +142,12 @@ def test_frozen_stages(row: str, mesh: str, frozen: tuple[int, ...], order: str)
     same(model, mesh, row, schedule=order, clip=0.1)
 
 
-@BOTH
-def test_only_small_additions_train(order: str) -> None:
-    """Everything is frozen but a low-rank addition on the last stage, and one on the first."""
-
-    class Added(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base, self.a, self.b = linear().requires_grad_(False), nn.Linear(5, 2), nn.Linear(2, 5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.base(x) + self.b(self.a(x))
-            return out
-
-    same(chain(Added(), linear().requires_grad_(False), Added()), "pipe=3", schedule=order)
-    same(chain(linear().requires_grad_(False), linear().requires_grad_(False), Added()), "pipe=3", schedule=order)
-
-
 @ROWS
 @pytest.mark.parametrize("kind", ["relu", "tanh", "linear"])
 def test_a_module_that_stands_twice_in_a_sequential(kind: str, row: str, mesh: str) -> None:
     module = {"relu": nn.ReLU(), "tanh": nn.Tanh(), "linear": linear()}[kind]
     same(shared(module, linear(), linear(), linear()), mesh, row)
     same(shared(module, linear(), linear(), linear()), mesh, row, schedule="interleaved")
-
-
-@ROWS
-@BOTH
-def test_convolutions(order: str, row: str, mesh: str) -> None:
-    layers = (nn.Conv2d(2, 3, 3), nn.ReLU(inplace=True), nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 3))
-    for split in ((1, 4), (3, 2)):
-        same(distinct(nn.Sequential(*layers)), mesh, row, data=images(), schedule=order, split=split)
 
 
 @pytest.mark.parametrize("order", ["1f1b", "zb_h1", "zbv", "gpipe"])
@@ -215,11 +190,6 @@ def test_buffers_of_each_data_rank_and_the_state_has_the_first_ones() -> None:
 
 
 # ---- batches and calls --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", ["1f1b", "zb_h1", "zbv"])
-def test_integer_inputs(order: str) -> None:
-    same(chain(nn.Embedding(11, 5), linear(), nn.Tanh(), linear()), data=tokens(), schedule=order)
 
 
 class Keywords(Chain):

@@ -218,17 +218,6 @@ def test_a_link_that_writes_beside_its_stream_is_refused() -> None:
     refused("'l0' writes in place to a tensor that it is given beside the stream", distinct(WritesBeside()))
 
 
-def test_other_samples_are_noticed_in_any_step() -> None:
-    def body(comm: Comm) -> None:
-        engine = engine_on(chain(), comm)
-        for number, batch in enumerate(batches(2)):
-            other = number == 1 and comm.rank == 1
-            step(engine, {**batch, "x": batch["x"].flip(0)} if other else batch)
-
-    with pytest.raises(ValueError, match="ranks that differ in pipe only bring different batches"):
-        on("pipe=2", body)
-
-
 class Reaches(Chain):
     """Comes to its links by way of an attribute: a list of its own, or a method that is bound to it."""
 

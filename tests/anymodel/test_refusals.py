@@ -266,8 +266,6 @@ GOOD = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
 @pytest.mark.parametrize(
     "words, settings",
     [
-        ("did you mean 1f1b", {"schedule": "1fb1"}),
-        ("only interleaved takes chunks", {"chunks": 2}),
         ("8 stages, but the model has 4 links", {"schedule": "interleaved", "chunks": 4}),
         ("1 \\+ 2 = 3 links, but the model has 4", {"split": (1, 2)}),
         ("at least one", {"split": (4, 0)}),
@@ -275,14 +273,8 @@ GOOD = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
         (r"a split with 2\.0: give whole numbers, .* as in \(5, 4\)", {"split": (2.0, 2.0)}),
         ("a split with '2': give whole numbers", {"split": ["2", "2"]}),
         ("for 3 stages, but the pipeline has 2", {"split": (1, 2, 1)}),
-        ("1B1 is missing", {"schedule": GOOD.removesuffix(" 1B1")}),
-        ("1B1 is doubled", {"schedule": GOOD + " 1B1"}),
-        ("1B0 is out of order", {"schedule": "0F0 0F1 0B0 0B1\n1B0 1F0 1F1 1B1"}),
         ("deadlock: rank 0 waits at 0B0", {"schedule": "0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"}),
-        ("1 lines", {"schedule": "0F0 0B0 0F1 0B1"}),
-        ("written for 1 microbatches, but the step brings 2", {"schedule": "0F0 0B0\n1F0 1B0"}),
         ("rank 1", {"schedule": "0F0 0B0 0F1 0B1\n-"}),
-        ("rank 1", {"schedule": "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1\n-"}),
     ],
 )
 def test_schedules_and_splits_that_do_not_fit(words: str, settings: dict[str, Any]) -> None:
@@ -301,9 +293,6 @@ def test_schedules_and_splits_that_do_not_fit(words: str, settings: dict[str, An
         ("schedule", ("interleaved", "1f1b")),
         ("split", ((1, 3), (2, 2))),
         ("split", ((3, 1), (2, 2))),
-        ("strategy", ("ddp", "zero3")),
-        ("clip", (None, 0.1)),
-        ("seed", (0, 1)),
     ],
 )
 def test_ranks_that_were_built_differently_are_told(name: str, values: tuple[Any, Any]) -> None:

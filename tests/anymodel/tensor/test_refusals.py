@@ -65,21 +65,6 @@ PAIR = {"up": "column", "down": "row"}
 
 
 @pytest.mark.parametrize(
-    "between",
-    [
-        lambda x: x.softmax(-1),
-        lambda x: F.layer_norm(x, x.shape[-1:]),
-        lambda x: x - x.mean(dim=-1, keepdim=True),
-        lambda x: F.normalize(x, dim=-1),
-        lambda x: x / x.amax(1, keepdim=True),
-    ],
-)
-def test_what_mixes_features_between_column_and_row_is_refused(between: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(ValueError, match="4 of the 8 features"):
-        norm("tensor=2", PAIR, between)
-
-
-@pytest.mark.parametrize(
     ("plan", "between", "says"),
     [
         (PAIR, lambda x: F.softmin(x, -1), "mixes 4 of the 8 features that 'up'"),

@@ -7,11 +7,11 @@ or one without values yet, fake tensors have the shapes, and cost neither memory
     plain model ── hooks on what the plan names ──►  {Site: (Passing(shape, trains), ...)}  ──►  plan.predict_tensor
 
 What siblings read enters once, so a site has as many activations as its siblings read different ones.  An activation
-*trains* if it wants a gradient and the loss depends on what was made of it: a module that only ranks tokens, say, makes
-what the graph of the loss does not hold.
+*trains* if the backward brings a gradient to it by the modules that read it at the site: a module that only ranks
+tokens, say, brings none.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.hooks import RemovableHandle
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from plait.table.tensor_plan import Passing, Passings, Site
 from plait.tensor.plan import Parallel, site_of
@@ -111,49 +109,35 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def passings(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, parallel: Parallel) -> Passings:
-    """What passes the sites of ``parallel`` when the plain ``model`` runs a batch once."""
+    """What passes the sites of ``parallel`` when the plain ``model`` runs a batch once, forward and backward."""
     seen: Seen = {site: [] for site in parallel.sites}
-    with torch.enable_grad(), _hooked(model, parallel, seen):
-        loss = loss_fn(model, batch)
-    graph = _graph(loss)
-    return {site: tuple(each.passing(graph) for each in found) for site, found in seen.items()}
+    with torch.enable_grad():
+        with _hooked(model, parallel, seen):
+            loss = loss_fn(model, batch)
+        if loss.requires_grad:
+            loss.backward()
+    return {site: tuple(Passing(each.shape, each.trains) for each in found) for site, found in seen.items()}
 
 
-@dataclass(eq=False)
+@dataclass
 class SeenActivation:
-    """What passed a site, and what was made of it."""
+    """What passed a site."""
 
     shape: tuple[int, ...]
-    wants_gradient: bool
-    made: list[Node] | None = None
-    """The nodes of what the modules that read it have returned, or its own; None where nobody looked."""
+    trains: bool = False
+    """A backward has brought its gradient."""
 
-    def passing(self, graph: Set[Node]) -> Passing:
-        """``graph``: what the loss depends on."""
-        reached = self.made is None or not graph.isdisjoint(self.made)
-        return Passing(self.shape, self.wants_gradient and reached)
+    def notice(self, gradient: Tensor) -> None:
+        self.trains = True
 
 
 Seen = dict[Site, list[SeenActivation]]
 
 
-def _graph(loss: Tensor) -> set[Node]:
-    """The nodes of autograd that the backward of a loss goes through."""
-    found: set[Node] = set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return found
-
-
 @contextmanager
 def _hooked(model: nn.Module, parallel: Parallel, seen: Seen) -> Iterator[None]:
     """Hooks on the modules of a plan that fill ``seen``; they are gone afterwards."""
-    reading = _Reading()
-    entering = _Entering(parallel, seen, reading)
+    entering = _Entering(parallel, seen)
     losses = _Losses(model, parallel, seen)
     handles = [model.register_forward_pre_hook(losses.begins, with_kwargs=True)]
     for name in losses.heads:
@@ -165,11 +149,11 @@ def _hooked(model: nn.Module, parallel: Parallel, seen: Seen) -> Iterator[None]:
                 handles.append(module.register_forward_hook(partial(_after, site, seen)))
             else:
                 number = [s for s in parallel.sites if (s.kind, s.name) == (site.kind, site.name)].index(site)
-                hook = partial(_before, site, number, seen, reading)
-                handles += [module.register_forward_pre_hook(hook, with_kwargs=True), reading.until_end_of(module)]
+                hook = partial(_before, site, number, seen)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     for name, sites in entering.sites.items():
         module, enters = model.get_submodule(name), partial(entering, sites)
-        handles += [module.register_forward_pre_hook(enters, with_kwargs=True), reading.until_end_of(module)]
+        handles.append(module.register_forward_pre_hook(enters, with_kwargs=True))
     try:
         with losses:
             yield
@@ -178,43 +162,29 @@ def _hooked(model: nn.Module, parallel: Parallel, seen: Seen) -> Iterator[None]:
             handle.remove()
 
 
-class _Reading:
-    """Notes what the modules that run have made of what they were given."""
-
-    def __init__(self) -> None:
-        self._given: dict[nn.Module, list[SeenActivation]] = {}
-
-    def __call__(self, module: nn.Module, activation: SeenActivation) -> None:
-        """The module is given it now."""
-        self._given.setdefault(module, []).append(activation)
-
-    def until_end_of(self, module: nn.Module) -> RemovableHandle:
-        return module.register_forward_hook(self._ends)
-
-    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        outputs = _floats(output)
-        for activation in self._given.pop(module, ()):
-            if outputs:  # none: it returned an object of a class that hooks cannot look into
-                activation.made = [*(activation.made or ()), *_nodes(outputs)]
-
-
-def _nodes(outputs: Sequence[Tensor]) -> list[Node]:
-    """Those of outputs, and of what they are views of: an output that is written to becomes a view of something new."""
-    bases = [x._base for x in outputs if x._is_view() and x._base is not None]
-    return [x.grad_fn for x in (*outputs, *bases) if x.grad_fn is not None]
-
-
-def _before(site: Site, number: int, seen: Seen, reading: _Reading, module: nn.Module, args: Any, kwargs: Any) -> None:
+def _before(site: Site, number: int, seen: Seen, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The ``number``-th floating-point tensor that a module is given."""
     if number < len(given := _floats((args, kwargs))):
         seen[site].append(_seen(given[number], site.width if site.kind == "share" else 0))
-        reading(module, seen[site][-1])
+        return _watched(args, kwargs, number, seen[site][-1])
+    return None
 
 
 def _after(site: Site, seen: Seen, module: nn.Module, args: Any, output: Any) -> None:
     for x in _floats(output)[:1]:
         seen[site].append(_seen(x, site.width if site.kind == "sum" else 0))
-        seen[site][-1].made = _nodes([x])
+        if x.requires_grad:
+            x.register_hook(seen[site][-1].notice)
+
+
+def _watched(args: Any, kwargs: Any, number: int, activation: SeenActivation) -> Any:
+    """The arguments of a module, with an alias of its ``number``-th floating-point tensor: others may read it too."""
+    leaves, spec = tree_flatten((args, kwargs))
+    place = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()][number]
+    if leaves[place].requires_grad:
+        leaves[place] = leaves[place].view_as(leaves[place])
+        leaves[place].register_hook(activation.notice)
+    return tree_unflatten(leaves, spec)
 
 
 def _floats(values: Any) -> list[Tensor]:
@@ -223,7 +193,7 @@ def _floats(values: Any) -> list[Tensor]:
 
 def _seen(x: Tensor, width: int = 0) -> SeenActivation:
     """With ``width``, of that many numbers in a row: experts may read one activation for each of them."""
-    return SeenActivation((x.numel() // width,) if width else tuple(x.shape[:-1]), x.requires_grad)
+    return SeenActivation((x.numel() // width,) if width else tuple(x.shape[:-1]))
 
 
 class _Entering:
@@ -232,7 +202,7 @@ class _Entering:
     Siblings may read activations of several widths, and then there is a site for each.
     """
 
-    def __init__(self, parallel: Parallel, seen: Seen, reading: _Reading) -> None:
+    def __init__(self, parallel: Parallel, seen: Seen) -> None:
         of: dict[str, dict[int, Site]] = {}
         for site in parallel.sites:
             if site.kind == "enter":
@@ -240,16 +210,16 @@ class _Entering:
         head = {name for name, style in parallel.styles.items() if style.kind == "vocabulary"}
         names = [n for n, style in parallel.styles.items() if style.enters or n in head]
         self.sites = {name: of[site_of(name, parallel)] for name in names if site_of(name, parallel) in of}
-        self._seen, self._reading = seen, reading
+        self._seen = seen
         self._last: tuple[Site, Tensor, int] | None = None
 
-    def __call__(self, sites: Mapping[int, Site], module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, sites: Mapping[int, Site], module: nn.Module, args: Any, kwargs: Any) -> Any:
         (x,) = _floats((args, kwargs))[:1]
         site, last = sites[x.size(-1)], self._last
         if last is None or last[0] != site or last[1] is not x or last[2] != x._version:
             self._last = site, x, x._version
             self._seen[site].append(_seen(x))
-        self._reading(module, self._seen[site][-1])
+        return _watched(args, kwargs, 0, self._seen[site][-1])
 
 
 class _Losses(TorchFunctionMode):
@@ -269,7 +239,7 @@ class _Losses(TorchFunctionMode):
     def after_head(self, name: str, module: nn.Module, args: Any, logits: Tensor) -> None:
         if self._whole:
             gathers = Site("gather", name, self.heads[name])
-            self._seen.setdefault(gathers, []).append(_seen(logits))
+            self._seen.setdefault(gathers, []).append(SeenActivation(tuple(logits.shape[:-1]), logits.requires_grad))
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -278,5 +248,5 @@ class _Losses(TorchFunctionMode):
         if func is F.cross_entropy and self._site is not None:
             logits = args[0] if args else kwargs["input"]
             if not self._whole and logits.size(-1) in self.heads.values():
-                self._seen[self._site].append(_seen(logits))
+                self._seen[self._site].append(SeenActivation(tuple(logits.shape[:-1]), logits.requires_grad))
         return func(*args, **kwargs)

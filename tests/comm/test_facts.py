@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import cProfile
-import os
 import py_compile
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import plait
-from plait.comm import init_process
-from plait.comm.init_process import STARTED, code_facts, users_own
+from plait.comm.init_process import code_facts, users_own
 from plait.comm.process import ProcessComm
 from plait.comm.store_rendezvous import UNKNOWN
 
@@ -28,7 +25,6 @@ def facts_of(file: Path | str | None, monkeypatch: pytest.MonkeyPatch) -> dict[s
 
 
 def test_a_program_is_what_its_file_holds_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(init_process, "STARTED", time.time() + 60)
     files = [tmp_path / name for name in ("a.py", "b.py", "c.py")]
     for file, text in zip(files, ("print(1)", "print(1)", "print(2)"), strict=True):
         file.write_text(text)
@@ -37,7 +33,6 @@ def test_a_program_is_what_its_file_holds_wherever_it_lies(tmp_path: Path, monke
 
 
 def test_what_is_no_source_of_the_users_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(init_process, "STARTED", time.time() + 60)
     script = tmp_path / "a.py"
     script.write_text("print(1)")
     compiled = py_compile.compile(str(script), str(tmp_path / "a.pyc"))
@@ -46,16 +41,6 @@ def test_what_is_no_source_of_the_users_is_not_known(tmp_path: Path, monkeypatch
     for file in (None, compiled, cProfile.__file__, command, module, pytest.__file__, archive, gone):
         assert facts_of(file, monkeypatch)[PROGRAM] == UNKNOWN, file
     assert users_own(SimpleNamespace(__file__=str(script))) == [script]
-
-
-def test_a_file_that_was_written_since_this_process_began_is_not_what_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "a.py"
-    script.write_text("print(1)")
-    os.utime(script, (0, 0))  # as rsync leaves it
-    assert facts_of(script, monkeypatch)[PROGRAM] == UNKNOWN
-    assert time.time() - 24 * 3600 < STARTED <= time.time()
 
 
 def test_whether_collectives_are_checked_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:

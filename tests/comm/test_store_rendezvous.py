@@ -24,7 +24,7 @@ from plait.comm.deadline import clock
 from plait.comm.environment import WorldVariables
 from plait.comm.init_process import PING, VALIDATE, file_store, open_store, probe
 from plait.comm.process_identity import Peer
-from plait.comm.store_rendezvous import UNKNOWN, Met, loopback_only, meet
+from plait.comm.store_rendezvous import UNKNOWN, Met, meet
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -44,9 +44,9 @@ def met(peers: list[Peer], sizes: list[int] | int, seconds: float = 30, store: A
         return list(pool.map(one, peers, sizes))
 
 
-def peer(rank: int, host: str = "a", pid: int = 0, loopback: bool = False, restarts: int = 0, **facts: str) -> Peer:
+def peer(rank: int, host: str = "a", pid: int = 0, restarts: int = 0, **facts: str) -> Peer:
     pid = pid or 100 + rank
-    return Peer(rank, host, pid, facts, loopback, restarts, token=f"{host} {pid}")
+    return Peer(rank, host, pid, facts, restarts, token=f"{host} {pid}")
 
 
 def until(what: Callable[[], object]) -> None:
@@ -203,25 +203,6 @@ def test_who_does_not_come_is_named_and_nobody_waits_longer() -> None:
     assert isinstance(alone, TimeoutError) and "for 3 ranks: rank 0 did not come" in str(alone)
 
 
-def unknown(*_: object) -> None:
-    raise socket.gaierror(-2, "Name or service not known")
-
-
-def test_a_host_whose_name_leads_to_itself_is_refused_where_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    for outcome in met([peer(0, "a"), peer(1, "b", loopback=True)], 2):
-        assert "the host of rank 1 (host b, process 101) leads to loopback" in str(outcome)
-    assert not isinstance(met([peer(0, loopback=True), peer(1, loopback=True)], 2)[0], Exception)
-    assert loopback_only("localhost") and loopback_only("127.0.1.1")
-    with monkeypatch.context() as patch:  # gloo takes loopback where the name leads nowhere
-        patch.setattr(socket, "getaddrinfo", unknown)
-        patch.setattr(init_process, "loopback_only", lambda name: loopback_only(name, socket.getaddrinfo))
-        patch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-        assert init_process._on_loopback()
-        patch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-        assert not init_process._on_loopback()
-    assert not loopback_only("x", lambda *_: [(2, 1, 6, "", ("127.0.1.1", 0)), (2, 1, 6, "", ("10.0.0.1", 0))])
-
-
 @pytest.mark.parametrize(
     "said",
     [
@@ -231,9 +212,7 @@ def test_a_host_whose_name_leads_to_itself_is_refused_where_there_are_others(mon
         b'{"rank": "0", "host": 3, "pid": null}',
         b"\x1b[2J",
         b"null",
-        json.dumps(
-            {"rank": 1, "host": "h", "pid": 1, "facts": {"a": 3}, "loopback": False, "restarts": 0, "token": ""}
-        ).encode(),
+        json.dumps({"rank": 1, "host": "h", "pid": 1, "facts": {"a": 3}, "restarts": 0, "token": ""}).encode(),
     ],
 )
 def test_what_a_stranger_wrote_in_the_store_is_refused_and_shown_escaped(said: bytes) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from plait.run.launch import fork_server
 from plait.run.launch.fork_server import ForkServer
-from plait.run.watch import processes
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -45,7 +44,7 @@ def test_one_line_says_that_it_is_gone(serve: Serve, number: signal.Signals, mon
         with pytest.raises(ConnectionError, match=rf"copies \(pid {pid}\) {what}; its ranks ended too"):
             while True:
                 server.ended()
-    monkeypatch.setattr(processes, "out_of_memory_kills", lambda root: 10**9)
+    monkeypatch.setattr(fork_server, "out_of_memory_kills", lambda: 10**9)
     memory = "" if "code" in what else ": the kernel says that memory ran out"
     with pytest.raises(ConnectionError, match=f"{what}{memory}; its ranks"):
         server.ended()

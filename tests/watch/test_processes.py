@@ -17,7 +17,6 @@ from plait.run.watch.processes import (
     launcher,
     look,
     out_of_memory_kills,
-    ran_out_of_memory,
     started,
 )
 
@@ -114,7 +113,7 @@ def test_the_launcher_is_known_by_its_variable_alone(monkeypatch: pytest.MonkeyP
     [
         ("0::/a/b\n", "sys/fs/cgroup/a/b/memory.events", "low 0\noom 2\noom_kill 1\noom_group_kill 0\n", 1),
         ("0::/\n", "sys/fs/cgroup/memory.events", "oom 2\noom_kill 4\n", 4),
-        ("3:cpu,memory:/x\n0::/\n", "sys/fs/cgroup/memory/x/memory.oom_control", "under_oom 0\noom_kill 2\n", 2),
+        ("0::/a\n", "sys/fs/cgroup/memory.events", "oom 2\noom_kill 4\n", 4),
         ("0::/a\n", "elsewhere", "oom_kill 9\n", 0),
     ],
 )
@@ -125,13 +124,3 @@ def test_memory_ran_out_only_where_the_kernel_says_so(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     assert out_of_memory_kills(tmp_path) == kills
-
-
-def test_the_kernels_log_names_its_victims(tmp_path: Path) -> None:
-    (tmp_path / "dev").mkdir()
-    lines = ["6,1,5000000,-;Killed process 7 (a)", "6,2,9000000,-;Out of memory: Killed process 4711 (python)", "odd"]
-    (tmp_path / "dev" / "kmsg").write_text("\n".join(lines))
-    assert ran_out_of_memory(4711, 0, 8.0, tmp_path)
-    assert not ran_out_of_memory(7, 0, 8.0, tmp_path)  # an earlier process of this id
-    assert not ran_out_of_memory(12, 0, 8.0, tmp_path)
-    assert not ran_out_of_memory(12, 0, 0.0, tmp_path)

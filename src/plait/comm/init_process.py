@@ -29,7 +29,7 @@ import torch.distributed as dist
 from plait.comm.deadline import clock, within
 from plait.comm.environment import WorldVariables
 from plait.comm.process_identity import Peer, shown
-from plait.comm.store_rendezvous import UNKNOWN, Met, loopback_only, meet
+from plait.comm.store_rendezvous import UNKNOWN, Met, meet
 from plait.messages.escape import one_line
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ _tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's stubs d
 _file_store: Any = dist.FileStore  # type: ignore[attr-defined]
 _prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]
 
-RESOLVE_SECONDS = 2.0
-"""Time to look up the name of this host; a name that takes longer is taken for a good one."""
 POLL_SECONDS = 0.05
 LATE_SECONDS = 1.0
 """Time that a call with a deadline gets beyond it, before it is abandoned."""
@@ -63,7 +61,7 @@ def init_process(
     """
     end, rank = clock() + deadline, place.rank
     alike = {"WORLD_SIZE": str(place.size), **facts}
-    mine = Peer(rank, socket.gethostname(), os.getpid(), alike, _on_loopback(), place.restarts)
+    mine = Peer(rank, socket.gethostname(), os.getpid(), alike, place.restarts)
     store = _prefix_store(f"job {place.job}", open_store(place, deadline))
     lost = f"rank {rank} lost the store at {place.where}"
     with _told(f"{lost}: its host is gone, stopped, or no store of torch", deadline, place.hint):
@@ -73,7 +71,10 @@ def init_process(
     if not chosen:
         return met
     left = max(1.0, end - clock())
-    with _told(f"rank {rank} met all {place.size} ranks but could not connect to them", deadline):
+    hint = ""
+    if len({peer.host for peer in met.peers}) > 1:
+        hint = ". If a host's name leads to loopback, set GLOO_SOCKET_IFNAME to its network interface"
+    with _told(f"rank {rank} met all {place.size} ranks but could not connect to them", deadline, hint):
         options: dict[str, Any] = {"store": met.store, "rank": rank, "world_size": place.size}
         within(left + LATE_SECONDS, lambda: dist.init_process_group(chosen, timeout=timedelta(seconds=left), **options))
     return met
@@ -128,8 +129,7 @@ def _unreached(place: WorldVariables, deadline: float, error: Exception, hosts: 
         return ConnectionError(f"{start} cannot listen on {place.where}: {fix} ({first})")
     found = f"{start} found no store at {place.where} within {deadline:g} s"
     if isinstance(error, ConnectionRefusedError):
-        here = f", and is {name}, which is this host, its address" if _is_here(place) else ""
-        return ConnectionError(f"{found}: is rank 0 running{here}? ({first})")
+        return ConnectionError(f"{found}: is rank 0 running, and this its address? ({first})")
     kind = TimeoutError if isinstance(error, TimeoutError) else ConnectionError
     return kind(f"{found}: {first}. Is rank 0 stopped, or is the port another program's?")
 
@@ -203,13 +203,6 @@ def _answer(address: str, port: int, end: float) -> bytes:
     return b"" if answer == number else answer
 
 
-def _is_here(place: WorldVariables) -> bool:
-    try:
-        return within(RESOLVE_SECONDS, lambda: loopback_only(place.address))
-    except (OSError, UnicodeError):
-        return False
-
-
 @contextmanager
 def _told(what: str, deadline: float, hint: str = "") -> Iterator[None]:
     """Turns errors of torch, and a call that did not return, into errors that name ``what``."""
@@ -218,32 +211,20 @@ def _told(what: str, deadline: float, hint: str = "") -> Iterator[None]:
     except TimeoutError as error:
         raise TimeoutError(f"{str(error) or f'{what} within {deadline:g} s'}{hint}") from error  # the meeting has words
     except RuntimeError as error:
-        raise ConnectionError(f"{what} ({_first(error)})") from error
+        raise ConnectionError(f"{what} ({_first(error)}){hint}") from error
 
 
 def _first(error: BaseException) -> str:
     return one_line(str(error).splitlines()[0] if str(error) else repr(error), 300)
 
 
-def _on_loopback() -> bool:
-    """True if gloo would listen on loopback, because this host's name leads there or nowhere."""
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return False
-    try:
-        return within(RESOLVE_SECONDS, lambda: loopback_only(socket.gethostname()))
-    except TimeoutError:
-        return False
-    except (OSError, UnicodeError):
-        return True
-
-
-def code_facts(read: Callable[[Path], bytes] = Path.read_bytes) -> dict[str, str]:
+def code_facts() -> dict[str, str]:
     """Facts about the code of this process that must be the same on all ranks: torch, plait, the program."""
     codes = {
         "the code of plait": sorted(PACKAGE.rglob("*.py")),
         "the code of the program": users_own(sys.modules.get("__main__")),
     }
-    return {"torch": str(torch.__version__), **{name: _digest(files, read) for name, files in codes.items()}}
+    return {"torch": str(torch.__version__), **{name: _digest(files) for name, files in codes.items()}}
 
 
 def users_own(main: object) -> list[Path]:
@@ -259,27 +240,10 @@ def users_own(main: object) -> list[Path]:
     return [] if any(name.is_relative_to(folder.absolute()) for name in names for folder in folders) else [names[0]]
 
 
-def _digest(files: Sequence[Path], read: Callable[[Path], bytes]) -> str:
-    """Returns a digest of these files; ``UNKNOWN`` if they are in an archive, gone, or newer than this process."""
-    digest = hashlib.blake2b(digest_size=6)
+def _digest(files: Sequence[Path]) -> str:
+    """Returns a digest of these files; ``UNKNOWN`` if they are in an archive or gone."""
     try:
-        for file in files:
-            digest.update(read(file))
-            if file.stat().st_ctime > STARTED:
-                return UNKNOWN
+        text = b"".join(map(Path.read_bytes, files))
     except OSError:
         return UNKNOWN
-    return digest.hexdigest() if files else UNKNOWN
-
-
-def _started() -> float:
-    """When this process began, by the clock of files; now, where the kernel does not say."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
-    except OSError:
-        return time.time()
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-
-
-STARTED = _started()
-"""The start of this process; read when this is imported: forks run the code of that time."""
+    return hashlib.blake2b(text, digest_size=6).hexdigest() if files else UNKNOWN

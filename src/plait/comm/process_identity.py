@@ -38,8 +38,6 @@ class Peer:
     pid: int
     facts: dict[str, str] = field(default_factory=dict)
     """Facts that must be the same on all ranks, by name."""
-    loopback: bool = False
-    """Its gloo would listen where no other host reaches it."""
     restarts: int = 0
     """Earlier starts of the ranks, as far as it knows; launchers of one world may count differently."""
     token: str = field(default_factory=lambda: token_of(os.getpid()))

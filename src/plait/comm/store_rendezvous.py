@@ -14,9 +14,8 @@ world notice it while they wait.  All text is read as JSON of a fixed form and e
 from __future__ import annotations
 
 import json
-import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -190,12 +189,6 @@ def _problem(peers: Collection[Peer]) -> str:
         told = "; ".join(one_line(line, 1000) for line in lines)
         some = ", ".join(map(str, [*peers][:8])) + (", ..." if len(peers) > 8 else "")
         return f"ranks differ: {told}. Start all of them alike: {some}"
-    alone = next((peer for peer in peers if peer.loopback), None)
-    if alone and len({peer.host for peer in peers}) > 1:
-        return (
-            f"the name of the host of {alone} leads to loopback there, or nowhere, so no other host can reach it: "
-            f"set GLOO_SOCKET_IFNAME to its network interface (ip -brief address shows them), or mend its /etc/hosts"
-        )
     return ""
 
 
@@ -216,9 +209,3 @@ def wait_for_keys(here: Store, keys: list[str], end: float) -> bool:
             return False
         time.sleep(POLL_SECONDS)
     return True
-
-
-def loopback_only(name: str, resolve: Callable[..., Any] = socket.getaddrinfo) -> bool:
-    """True if a host's name leads only to this host itself."""
-    found = {str(address[4][0]) for address in resolve(name, None)}
-    return all(address.startswith("127.") or address == "::1" for address in found)

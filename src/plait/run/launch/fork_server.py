@@ -31,7 +31,7 @@ from plait.messages.escape import say
 from plait.run.launch.failure import leave, open_closed
 from plait.run.launch.signals import ASKING
 from plait.run.watch.diagnose import signal_name
-from plait.run.watch.processes import hear_of_parents_death, look, out_of_memory_kills, ran_out_of_memory, readable
+from plait.run.watch.processes import hear_of_parents_death, look, out_of_memory_kills, readable
 
 LARGEST = 1 << 20
 """Most bytes of a message."""
@@ -168,7 +168,7 @@ class ForkServer:
             yield
         except ConnectionError:
             self._lost, code = True, self._process.wait()
-            memory = code == -signal.SIGKILL and ran_out_of_memory(self._process.pid, self._kills, self._runs)
+            memory = code == -signal.SIGKILL and out_of_memory_kills() > self._kills
             ended = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
             what = f"{ended}{': the kernel says that memory ran out' if memory else ''}"
             raise LostError(f"{who} {what}; its ranks ended too", code) from None

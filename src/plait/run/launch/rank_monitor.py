@@ -14,7 +14,7 @@ from plait.messages.escape import say
 from plait.run.watch.diagnose import ENDED, LONG, Diagnosis, block, diagnose, signal_name
 from plait.run.watch.folder import PAGE
 from plait.run.watch.page import HEADER, RECORD, Page
-from plait.run.watch.processes import ProcessState, look, out_of_memory_kills, ran_out_of_memory
+from plait.run.watch.processes import ProcessState, look, out_of_memory_kills
 from plait.run.watch.stacks import with_stacks
 from plait.table.mesh import Mesh
 
@@ -93,7 +93,7 @@ class RankMonitor:
     def _found(self, ended: Mapping[int, int]) -> list[Diagnosis]:
         statuses = self.page.read_all()
         states = [
-            ProcessState(s.pid, "gone", code, code == -9 and ran_out_of_memory(s.pid, self._memory, s.since))
+            ProcessState(s.pid, "gone", code, code == -9 and out_of_memory_kills() > self._memory)
             if (code := ended.get(s.rank)) is not None
             else look(s.pid, s.born)
             for s in statuses

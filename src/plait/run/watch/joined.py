@@ -35,7 +35,7 @@ from plait.run.watch.diagnose import ENDED, LONG, STANDING, Diagnosis, block, di
 from plait.run.watch.folder import PAGE, WATCH, locked_folder
 from plait.run.watch.host_reports import HostReports
 from plait.run.watch.page import Page, Status
-from plait.run.watch.processes import ProcessState, ran_out_of_memory, readable
+from plait.run.watch.processes import ProcessState, out_of_memory_kills, readable
 from plait.run.watch.rank import BEAT, RankSide
 from plait.run.watch.stacks import with_stacks
 
@@ -94,7 +94,7 @@ class Neighbours:
         self._ended: dict[int, ProcessState] = {}
         self._told: set[str] = set()
         self._at_once = False
-        self._looked, self._memory = time.monotonic(), processes.out_of_memory_kills()
+        self._looked, self._memory = time.monotonic(), out_of_memory_kills()
         self.hosts: HostReports | None = None
 
     def descriptors(self) -> list[int]:
@@ -162,7 +162,7 @@ class Neighbours:
             if state.state == "gone":
                 if state.exit_code is None and s.rank in self._open:  # the agent was the first to ask
                     state = replace(state, exit_code=processes.exit_code(self._open[s.rank]))
-                memory = state.exit_code == -9 and ran_out_of_memory(s.pid, self._memory, s.since)
+                memory = state.exit_code == -9 and out_of_memory_kills() > self._memory
                 self._ended[s.rank] = replace(state, out_of_memory=memory)
                 fresh.append(state)
                 if s.rank in self._open:

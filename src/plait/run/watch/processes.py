@@ -1,7 +1,7 @@
 """Asks the kernel about a process: it runs, is stopped, or ended with an exit code; and about memory that ran out.
 
     /proc/<pid>/stat                4711 (python) T 4242 ...  ... the exit code of one that is not buried yet
-    <cgroup>/memory.events          oom_kill 1                 /dev/kmsg    Killed process 4711
+    <cgroup>/memory.events          oom_kill 1
     a pidfd                         the exit code of one that is buried, from Linux 6.15 on
 
 A process is identified by its id and its start time, because ids are used again.  Without ``/proc`` it is only known
@@ -148,45 +148,12 @@ def _has(pid: int, name: str) -> bool:
 
 def out_of_memory_kills(root: Path = Path("/")) -> int:
     """Counts the processes of this control group that the kernel killed for their memory; 0 where it does not say."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            number, kinds, path = line.split(":", 2)
-            inside = path.lstrip("/")
-            files = []
-            if number == "0" and not kinds:
-                files = [root / "sys/fs/cgroup" / inside / "memory.events", root / "sys/fs/cgroup/memory.events"]
-            elif "memory" in kinds.split(","):
-                base = root / "sys/fs/cgroup/memory"
-                files = [base / inside / "memory.oom_control", base / "memory.oom_control"]
-            for file in filter(Path.exists, files):
-                words = file.read_text().split()
-                if "oom_kill" in words:
-                    return int(words[words.index("oom_kill") + 1])
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        (inside,) = re.findall(r"^0::/(.*)$", (root / "proc/self/cgroup").read_text(), re.MULTILINE)
+        files = (root / "sys/fs/cgroup" / folder / "memory.events" for folder in (inside.lstrip("/"), ""))
+        for file in filter(Path.exists, files):
+            return int(re.findall(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)[0])
     return 0
-
-
-def ran_out_of_memory(pid: int, kills: int, since: float, root: Path = Path("/")) -> bool:
-    """True if the kernel says that it killed ``pid`` for its memory: more kills in this control group than before, or a
-    line in its log later than ``since`` (of ``time.monotonic``), where this user may read it."""
-    return out_of_memory_kills(root) > kills or pid in _in_the_log(since, root)
-
-
-def _in_the_log(since: float, root: Path) -> set[int]:
-    """Returns the victims that ``/dev/kmsg`` names: ``6,339,5140900,-;Out of memory: Killed process 4711 (python)``,
-    with microseconds since the start."""
-    found: set[int] = set()
-    with contextlib.suppress(OSError):
-        log = os.open(root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            while lines := os.read(log, 8192):  # one line each; BlockingIOError after the last
-                for line in lines.decode(errors="replace").splitlines():
-                    head, _, text = line.partition(";")
-                    what = re.search(r"Killed process (\d+)", text)
-                    if what and float(head.split(",")[2]) / 1e6 >= since:
-                        found.add(int(what[1]))
-        finally:
-            os.close(log)
-    return found
 
 
 def readable(descriptors: Sequence[int], seconds: float) -> bool:

@@ -147,6 +147,33 @@ def test_frozen_and_shared_parameters_stay_until_they_were_read(model: str, row:
 
 
 @pytest.mark.parametrize("row", ["ddp", *SPLIT_ROWS])
+def test_what_is_frozen_between_steps_stays_until_it_was_read(row: str) -> None:
+    template, data = distinct(nn.Sequential(FrozenFirst(), FrozenFirst())).requires_grad_(True), batches()[0]
+
+    def loop(model: nn.Module, engine: Engine | None, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        for _ in range(2):
+            optimizer.zero_grad()
+            if engine is None:
+                (cases.loss_sum(model, data) / cases.count(data)).backward()
+            else:
+                engine.backward(cases.loss_sum(model, data), cases.count(data))
+            optimizer.step()
+            for block in model:  # type: ignore[union-attr]
+                frozen(block.base)
+        return model.state_dict() if engine is None else engine.full_state_dict()
+
+    def body(comm: Comm) -> dict[str, Tensor]:
+        model = copy.deepcopy(template)
+        optimizer = sgd(model.parameters())
+        return loop(model, Engine(model, comm, strategy=row, optimizer=optimizer), optimizer)
+
+    alone = copy.deepcopy(template)
+    truth = loop(alone, None, sgd(alone.parameters()))
+    for state in run(Mesh(shard=2), body):
+        assert all(cases.close(state[name], value) for name, value in truth.items())
+
+
+@pytest.mark.parametrize("row", ["ddp", *SPLIT_ROWS])
 def test_a_loss_of_a_units_own_beside_its_output(row: str) -> None:
     """An auxiliary loss, kept as an attribute; its backward may run before the unit's output is reached."""
 

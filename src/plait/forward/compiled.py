@@ -5,12 +5,11 @@
                      the activations, and the keys of the dropout (``graph_dropout``)
     hooks behind     the unit is left; its outputs will gather it in the backward     eager, as ever
 
-Compiled are the units that have no other unit inside; what a model does around them, and ``loss_fn``, stay as they are.
-Blocks of one class share their code, and each shape of a batch has its own: which code runs depends on the model and on
-shapes, on nothing else, so that every layout runs the code of the single process.
+Units that have no other unit inside are compiled.  Blocks of one class share their code, and each shape of a batch has
+its own, so every layout runs the code of the single process.
 
-What the handlers do in a forward is done around the graph: stand-ins take the places of parameters, keys are drawn for
-where the forward stands, and nodes of the backward gather the unit.  Nothing inside asks who runs it.
+The handlers' work is done around the graph: stand-ins take the places of parameters, keys are drawn for where the
+forward is, and nodes of the backward gather the unit.
 
 A unit that does not become one graph (it reads a tensor's value, say, or draws other noise) runs without a compiler,
 after a warning that says why.

@@ -1,14 +1,13 @@
 """One function mode that sees every torch function of a forward, and the handlers that it passes them to.
 
-    func ──► AttentionRecompute ─► AtRestCheck ─► Derivatives ─► TensorParallel ─► Products ─► DropoutRNG ──► torch
+    func ──► AttentionRecompute ─► AtRestCheck ─► Derivatives ─► Products ─► DropoutRNG ──► torch
 
 A handler gets ``(func, call_next, *args, **kwargs)`` and returns what the function returns: by ``call_next``, which is
 the function as the handlers after it see it, with these or other arguments, or in another way.  What a handler itself
 calls is not seen.
 
-The order matters: handlers on the left read parameters, those to the right of ``Products`` see their stand-ins; a
-cut parameter belongs to ``TensorParallel`` before anything multiplies by it; what is recomputed is recomputed with all
-that the others do to it; and dropout is drawn last.  A handler that has nothing to do in a run is not in the list.
+The order matters: handlers to the left of ``Products`` read parameters, those to the right see stand-ins; a
+recomputation does again all that the others do; dropout is drawn last.  A handler without work is not in the list.
 
 Which functions a handler sees, and of which parameters every read, is looked up once: a function that no handler sees
 costs a dictionary lookup and a glance at its arguments.  Where all are idle (dropout in eval mode) no mode is active.

@@ -7,15 +7,10 @@
     forward    F0 ── F1 ── F2 ── loss         kept under full:  x0  x1  x2
     backward        F0 B0 ◄── F1 B1 ◄── F2 B2 ◄── loss
 
-What runs again comes out the same to the bit: it begins where the first run began, with the same dropout masks, length
-of the stream and stand-ins for parameters, and with the unit's parameters gathered, once for the recomputation and for
-the backward after it.  Messages between tensor ranks inside a block are sent again; the core of attention sends none.
+A second run begins where the first one began, with the same dropout masks and stand-ins for parameters, so it gives the
+same bits.  The unit is gathered once for it and the backward after it.  Messages inside a block are sent again.
 
-The work is ``torch.utils.checkpoint``'s.  ``full`` wraps the forward of blocks; ``selective`` is a handler, which sees
-``F.scaled_dot_product_attention`` in a forward with gradients.
-
-Sources: full recomputation, Chen et al. 2016 (arXiv:1604.06174); selective, Korthikanti et al. 2022 (arXiv:2205.05198,
-section 5): the core of attention has most of a layer's activations (5as/h of 34 + 5as/h) and little of its products.
+Sources: full recomputation, Chen et al. 2016 (arXiv:1604.06174); selective, Korthikanti et al. 2022 (arXiv:2205.05198).
 """
 
 from collections import OrderedDict, defaultdict, deque

@@ -194,27 +194,17 @@ class PlacedModel(StaysHere):
         return max(stage.unsharding.open_units.peak for stage in self.stages.values())
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Every parameter whole and every buffer (data rank 0's), by the model's own names, on the CPU of every rank.
-
-        All ranks call it together; one unit is gathered at a time.
-        """
+        """See ``Engine.full_state_dict``."""
         self.comm.wrote_common(later=True)  # a program may have written to its pieces
         return full_state_dict(self.directory, self.parts(), self.comm)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes the values of whole tensors; each rank copies its pieces.
-
-        Raises:
-            ValueError: missing or surplus names, or shapes that differ; inside of ``with engine.gathered():``.
-        """
+        """See ``Engine.load_full_state_dict``."""
         self._put_away("engine.load_full_state_dict")
         load_full_state_dict(self.directory, self.parts(), state)
 
     def load_weights(self, weights: Weights) -> None:
-        """Takes the values of parameters and buffers from a source that has all of them; nothing is sent.
-
-        This rank reads the rows of each parameter that cover its pieces; a tied one is read by its first name.
-        """
+        """Takes all values from a source: rows that cover this rank's pieces; a tied parameter by its first name."""
         self._put_away("engine.load_weights")
         for part in self.parts():
             for name, _, flat, index in parameters_of(part.units):

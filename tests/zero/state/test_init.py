@@ -59,18 +59,19 @@ def single() -> dict[str, Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("mesh", ["shard=1", "shard=2", "shard=4", "replica=2 shard=2", "replica=3"])
-def test_every_layout_begins_with_the_single_process_bits(single: dict[str, Tensor], mesh: str, row: str) -> None:
-    for state in initial(mesh, row):
+LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
+    *((mesh, row, {}) for mesh in ("shard=1", "shard=2", "shard=4", "replica=2 shard=2", "replica=3") for row in ROWS),
+    *(("shard=3", "zero3", more) for more in ({"cut": "tensor"}, {"units": ()}, {"units": ("blocks.0.up",)})),
+]
+
+
+@pytest.mark.parametrize(("mesh", "row", "settings"), LAYOUTS)
+def test_every_layout_begins_with_the_single_process_bits(
+    single: dict[str, Tensor], mesh: str, row: str, settings: dict[str, Any]
+) -> None:
+    for state in initial(mesh, row, **settings):
         assert list(state) == list(single)
         assert all(torch.equal(state[name], value) for name, value in single.items())
-
-
-@pytest.mark.parametrize("settings", [{"cut": "tensor"}, {"units": ()}, {"units": ("blocks.0.up",)}, {"prefetch": 0}])
-def test_nor_do_units_and_cuts_change_them(single: dict[str, Tensor], settings: dict[str, Any]) -> None:
-    state = initial("shard=3", "zero3", **settings)[0]
-    assert all(torch.equal(state[name], value) for name, value in single.items())
 
 
 def test_every_layer_its_own_numbers(single: dict[str, Tensor]) -> None:
@@ -114,12 +115,6 @@ class Bare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3, 3))
-
-
-def test_a_module_without_initialiser_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'1'.*Bare.*weight.*reset_parameters"), empty_parameters():
-        model = nn.Sequential(nn.Linear(3, 3), Bare())
-        run(Mesh(), lambda comm: Engine(model, comm))
 
 
 class Scale(nn.Module):
@@ -197,10 +192,19 @@ class Forgetful(nn.Linear):
         nn.init.ones_(self.weight)
 
 
-def test_a_parameter_that_its_initialiser_leaves_out_is_named() -> None:
-    with empty_parameters():
-        model = nn.Sequential(Forgetful(3, 3))
-    with pytest.raises(ValueError, match=r"'0'.*Forgetful.*meta \(bias\)"):
+@pytest.mark.parametrize(
+    ("context", "build", "message"),
+    [
+        (empty_parameters(), lambda: [nn.Linear(3, 3), Bare()], r"'1'.*Bare.*weight.*reset_parameters"),
+        (empty_parameters(), lambda: [Forgetful(3, 3)], r"'0'.*Forgetful.*meta \(bias\)"),
+        (torch.device("meta"), lambda: [nn.BatchNorm1d(3)], r"0\.running_mean.*empty_parameters"),
+    ],
+    ids=["no initialiser", "left out by its initialiser", "a buffer without values"],
+)
+def test_what_gets_no_values_is_named(context: Any, build: Callable[[], list[nn.Module]], message: str) -> None:
+    with context:
+        model = nn.Sequential(*build())
+    with pytest.raises(ValueError, match=message):
         run(Mesh(), lambda comm: Engine(model, comm))
 
 
@@ -274,13 +278,6 @@ def test_a_cast_after_building_loses_no_note_of_what_was_written(build: Callable
         materialise(wrong, 0, torch.device("cpu"))
 
 
-def test_a_model_of_the_meta_device_is_looked_at_too() -> None:
-    with torch.device("meta"):
-        model = Written(LOST["zeros"])
-    with pytest.raises(ValueError, match=r"'out.weight' was written to after"):
-        materialise(model, 0, torch.device("cpu"))
-
-
 class TiedLikeGpt2(nn.Module):
     """Both modules that share the weight give it the same kind of values."""
 
@@ -302,13 +299,6 @@ def test_a_tied_weight_that_both_modules_initialise_is_drawn(context: Callable[[
     materialise(model, 0, torch.device("cpu"))
     assert model.head.weight is model.embed.weight
     assert 0 < model.head.weight.abs().max() < 0.2
-
-
-def test_a_buffer_without_values_is_named() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    with pytest.raises(ValueError, match=r"1\.running_mean.*empty_parameters"):
-        run(Mesh(), lambda comm: Engine(model, comm))
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -35,9 +35,9 @@ TIMES = 20
 
 def measure(comm: Comm, config: TrainConfig, steps: int, rounds: int) -> int:
     """Prints milliseconds of a step, the slowest rank's, and what each check adds."""
-    job = make_job(config)
+    job = make_job(config.task, config.dtypes)
     engine, _ = job.engine(comm, config.parallelism)
-    batches = job.microbatches(0, comm.mesh.data_rank(comm.rank), comm.mesh.data_size, config.microbatches)
+    batches = job.microbatches(0, comm.mesh.data_rank(comm.rank), comm.mesh.data_size, config.layout.microbatches)
     check, observers = CollectiveCheck(comm), comm.observers
     watched = observers + tuple(one for one in observers if isinstance(one, RankObserver)) * TIMES
     beat = next(thread for thread in threading.enumerate() if thread.name == "plait heartbeat")
@@ -84,7 +84,7 @@ def main(words: list[str]) -> int:
             words.pop(place)
     config = tyro.cli(TrainConfig, args=words)
     command = [__file__, *sys.argv[1:]]
-    return launch(config, lambda comm: measure(comm, config, *numbers.values()), command)
+    return launch(config.machine, lambda comm: measure(comm, config, *numbers.values()), command)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def test_a_usage_error_leads_to_the_help_of_its_command(words: str, capsys: pyte
     assert f"plait {words.split()[0]} --help" in capsys.readouterr().err
 
 
-SHARED = ["model", "data", "optimizer", "layout", "machine", "file"]
+SHARED = ["task.network", "task.samples", "task.update", "layout", "machine", "files"]
 GROUPS = {"train": [*SHARED, "course", "output"], "verify": [*SHARED, "comparison"]}
 
 
@@ -100,7 +100,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert left.value.code == 0
     shown = capsys.readouterr().out
     assert f"plait {command}" in shown
-    groups = re.findall(r"^\W*(\w+) options\b", shown, re.MULTILINE)
+    groups = re.findall(r"^\W*([\w.]+) options\b", shown, re.MULTILINE)
     assert groups == GROUPS.get(command, [])
 
 
@@ -125,14 +125,19 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     for words in (["--config", str(file)], [f"--config={file}"]):
         config = parse(["train", *words, "--steps", "9"])
         assert isinstance(config, TrainConfig)
-        assert (config.mesh, config.steps, config.microbatches, config.lr) == ("replica=2", 9, 3, 3e-3)
+        assert (config.machine.mesh, config.task.samples.steps, config.layout.microbatches, config.task.update.lr) == (
+            "replica=2",
+            9,
+            3,
+            3e-3,
+        )
 
 
 def test_verify_reads_the_file_that_a_run_has_written(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text(to_toml(TrainConfig(mesh="shard=3", out="runs/a", save_every=5, keep=2, log_every=3)))
     config = parse(["verify", "--config", str(file)])
-    assert isinstance(config, VerifyConfig) and config.mesh == "shard=3"
+    assert isinstance(config, VerifyConfig) and config.machine.mesh == "shard=3"
     file.write_text("spread = 3\n")
     with pytest.raises(ValueError, match="unknown key 'spread'"):
         parse(["train", "--config", str(file)])
@@ -147,11 +152,14 @@ def test_steps_beside_the_epochs_of_a_file_are_refused_unless_a_flag_takes_them_
     with pytest.raises(ValueError, match=r"--steps 9 beside epochs 3, which"):
         parse([*words, "--epochs=3", "--steps", "9"])
     by_steps, by_epochs = parse([*words, "--steps", "9", "--epochs", "None"]), parse([*words, "--epochs", "3"])
-    assert isinstance(by_steps, TrainConfig) and (by_steps.steps, by_steps.epochs) == (9, None)
-    assert isinstance(by_epochs, TrainConfig) and by_epochs.epochs == 3
+    assert isinstance(by_steps, TrainConfig) and (by_steps.task.samples.steps, by_steps.task.samples.epochs) == (
+        9,
+        None,
+    )
+    assert isinstance(by_epochs, TrainConfig) and by_epochs.task.samples.epochs == 3
     file.write_text("steps = 7\n")
     other = parse([*words, "--epochs", "3"])  # flags win over the file
-    assert isinstance(other, TrainConfig) and other.epochs == 3
+    assert isinstance(other, TrainConfig) and other.task.samples.epochs == 3
 
 
 def test_flags_reach_the_config() -> None:
@@ -197,7 +205,8 @@ def test_the_file_of_a_jobs_run_says_what_the_job_says(tmp_path: Path) -> None:
     for command in ("train", "verify"):
         again = parse([command, "--config", str(tmp_path / "run.toml")])
         assert isinstance(again, TrainConfig | VerifyConfig)
-        assert (with_job(again).batch, with_job(again).lr) == (4, first.lr)
+        task = with_job(again).task
+        assert (task.samples.batch, task.update.lr) == (4, first.task.update.lr)
         with pytest.raises(ValueError, match="batch 5 beside job"):
             with_job(replace(again, batch=5))
 

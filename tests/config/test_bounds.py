@@ -3,7 +3,7 @@
 import math
 import time
 from dataclasses import replace
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +13,14 @@ from plait.run.commands.main import COMMANDS, kind_of, main
 from plait.run.config import TrainConfig, VerifyConfig, validate
 from plait.run.config.bounds import BOUNDS, LONGEST, check_values
 from plait.run.config.room import check_room
+from plait.run.config.sections import flag_hints
 from plait.schedule.actions import MOST_PASSES, parse_schedule
 from plait.schedule.check import check
 
 
 def numbers(kind: Any, seen: set[str]) -> set[str]:
     """The names of all settings that are numbers, those of subcommands among them."""
-    for name, hint in get_type_hints(kind).items():
+    for name, hint in flag_hints(kind).items():
         kinds = getattr(hint, "__args__", (hint,))
         seen |= {name} if {int, float} & {*kinds} else set()
         for one in kinds if name == "what" else ():
@@ -34,10 +35,10 @@ def test_every_number_has_bounds_and_every_bound_a_number() -> None:
     assert found == {*BOUNDS}
 
 
-@pytest.mark.parametrize("name", sorted(set(BOUNDS) & {*TrainConfig.__dataclass_fields__}))
+@pytest.mark.parametrize("name", sorted(set(BOUNDS) & {*flag_hints(TrainConfig)}))
 def test_what_is_past_them_is_refused_with_the_number(name: str) -> None:
     least, most, above = BOUNDS[name]
-    hint = str(get_type_hints(TrainConfig)[name])
+    hint = str(flag_hints(TrainConfig)[name])
     past: list[Any] = [math.nan, -1e308, -math.inf] if "float" in hint else [-(2**63) - 1, 2**64, 10**400]
     past += [least] if above else []
     past += [math.inf, 1e308] if "float" in hint and most < 1e308 else []

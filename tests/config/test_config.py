@@ -1,6 +1,8 @@
 """What is refused before any process starts, and how files and flags make a config."""
 
 import inspect
+import re
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,13 @@ from plait.run.config import (
     VerifyConfig,
     from_toml,
     resolve_device,
-    section,
     validate,
 )
 from plait.run.config.file import FileConfig
 from plait.run.config.layout import LayoutConfig
 from plait.run.config.machine import idle_devices
+from plait.run.config.sections import is_section
+from plait.run.config.settings import ComparisonConfig, CourseConfig, OutputConfig
 from plait.run.job.config import DataConfig, JobConfig
 from plait.run.job.families import ModelConfig
 from plait.run.job.optimizer import OptimizerConfig
@@ -92,7 +95,7 @@ def test_a_mistake_is_refused_with_its_numbers(changes: dict[str, Any], says: li
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_device_that_is_not_here_is_refused() -> None:
-    assert resolve_device(TrainConfig()) == "cpu"
+    assert resolve_device(TrainConfig().machine) == "cpu"
     with pytest.raises(ValueError, match="sees no CUDA device"):
         validate(TrainConfig(device="cuda"))
 
@@ -108,10 +111,10 @@ def test_more_process_ranks_than_gpus_are_refused_or_compute_on_cpus(monkeypatch
     with pytest.raises(ValueError, match="4 ranks on 2 CUDA devices"):
         validate(TrainConfig(device="cuda", mesh="shard=4"))
     several, few, threads = (TrainConfig(mesh=m, world=w) for m, w in MACHINES)
-    assert [resolve_device(one) for one in (several, few, threads)] == ["cpu", "cuda", "cuda"]
-    assert "2 GPUs of this host are idle: 4 ranks need one each" in idle_devices(several)
-    assert not idle_devices(few) and not idle_devices(replace(several, device="cpu"))
-    assert resolve_device(VerifyConfig()) == "cpu"  # a proof is of the layout
+    assert [resolve_device(one.machine) for one in (several, few, threads)] == ["cpu", "cuda", "cuda"]
+    assert "2 GPUs of this host are idle: 4 ranks need one each" in idle_devices(several.machine)
+    assert not idle_devices(few.machine) and not idle_devices(replace(several.machine, device="cpu"))
+    assert resolve_device(VerifyConfig().machine) == "cpu"  # a proof is of the layout
 
 
 LAUNCHED = {"RANK": "9", "WORLD_SIZE": "16", "MASTER_ADDR": "n1", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "8"}
@@ -139,7 +142,7 @@ def test_a_host_has_gpus_for_its_own_ranks(monkeypatch: pytest.MonkeyPatch, vari
 SECTIONS = (FileConfig, MachineConfig, LayoutConfig, OptimizerConfig, DataConfig, ModelConfig)
 
 
-@pytest.mark.parametrize("kind", [*SECTIONS, RunConfig, TrainConfig, VerifyConfig, BenchConfig])
+@pytest.mark.parametrize("kind", [*SECTIONS, CourseConfig, OutputConfig, ComparisonConfig, BenchConfig])
 def test_every_field_says_what_it_is(kind: type) -> None:
     """A line below it, or one that is made of a table."""
     source = inspect.getsource(kind).splitlines()
@@ -153,22 +156,59 @@ def test_every_field_says_what_it_is(kind: type) -> None:
 
 def test_the_sections_are_values_and_make_the_whole() -> None:
     config = TrainConfig(mesh="pipe=2", layers=3, batch=9, lr=0.5, cut="tensor", deadline=7.0)
-    assert section(config, LayoutConfig) == LayoutConfig(cut="tensor")
-    assert section(config, ModelConfig) == ModelConfig(layers=3)
-    assert section(config, JobConfig) == JobConfig(layers=3, batch=9, lr=0.5)
-    assert section(config, JobConfig).precision == config.precision
-    names = [field.name for kind in SECTIONS for field in fields(kind)]
-    assert sorted(names) == sorted(set(names)), "two sections have the same flag"
-    assert [f.name for f in fields(RunConfig)] == names
+    assert config.layout == LayoutConfig(cut="tensor")
+    assert config.task == JobConfig(layers=3, batch=9, lr=0.5)
+    assert config.task.network == ModelConfig(layers=3)
+    assert replace(config, lr=0.5, mesh="pipe=2") == config != replace(config, lr=0.25)
+    assert config.with_flags(lr=0.25).task.update == OptimizerConfig(lr=0.25)
+    with pytest.raises(TypeError, match="TrainConfig has no setting mush"):
+        TrainConfig(mush="shard=2")
+    for kind in (TrainConfig, VerifyConfig):
+        names = [field.name for field in every_field(kind)]
+        assert sorted(names) == sorted(set(names)), "two sections or flags have the same name"
+
+
+def every_field(kind: Any) -> Iterator[Any]:
+    """All sections and flags of a config's class."""
+    for field in fields(kind):
+        yield field
+        if is_section(field):
+            yield from every_field(type(field.default))
+
+
+WHOLE = re.compile(
+    r"^\s*(?:def .*|\w+)?\w+: (?:Run|Train|Verify)Config\b|[(,] *\w+: (?:Run|Train|Verify)Config\b", re.MULTILINE
+)
+
+
+def test_few_files_are_passed_the_whole_config() -> None:
+    """Functions take the section that they read."""
+    source = Path(inspect.getfile(validate)).parents[2]
+    taking = [str(path.relative_to(source)) for path in source.rglob("*.py") if WHOLE.search(path.read_text())]
+    assert len(taking) <= 16, sorted(taking)
 
 
 def test_what_follows_from_a_config_is_computed_once(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text("0F0 0B0\n1F0 1B0\n")
     config = TrainConfig(mesh="pipe=2", schedule=str(path), width=64, split="3 4")
-    first = config.pipeline, config.parallelism, config.row, config.sizes, config.family, config.precision
+    first = (
+        config.pipeline,
+        config.parallelism,
+        config.row,
+        config.task.sizes,
+        config.task.family,
+        config.dtypes.precision,
+    )
     path.unlink()
-    again = config.pipeline, config.parallelism, config.row, config.sizes, config.family, config.precision
+    again = (
+        config.pipeline,
+        config.parallelism,
+        config.row,
+        config.task.sizes,
+        config.task.family,
+        config.dtypes.precision,
+    )
     assert all(a is b for a, b in zip(first, again, strict=True))
     assert config.parallelism.split == (3, 4) and config.parallelism.schedule == config.pipeline.order
     assert config == replace(config) and hash(config) == hash(replace(config)), "what is kept is no part of the value"
@@ -187,7 +227,7 @@ def test_a_file_gives_values_and_the_rest_keeps_its_defaults(tmp_path: Path) -> 
     config = from_toml(VerifyConfig, path)
     want = VerifyConfig(mesh="replica=2 shard=2", lr=1.0, layers=2, ragged=True, clip=0.5)
     assert config == want
-    assert type(config.lr) is float
+    assert type(config.task.update.lr) is float
 
 
 @pytest.mark.parametrize(
@@ -221,7 +261,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("steps = 7\n", encoding="utf-8-sig")
-    assert from_toml(TrainConfig, str(tmp_path / "run.toml")).steps == 7
+    assert from_toml(TrainConfig, str(tmp_path / "run.toml")).task.samples.steps == 7
 
 
 def test_a_key_of_earlier_versions_is_left_out(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from plait.run.commands.main import main
 from plait.run.config import TrainConfig, validate
 from plait.run.data import TextBatches
 from plait.run.data.tokens import Tokens, load_tokens, token_files
+from plait.run.job.config import JobConfig
 from plait.run.job.dataset import make_data
 
 ROW = [int(n) for n in np.random.default_rng(0).integers(0, 200, 400)]
@@ -36,11 +37,11 @@ def write(folder: Path, name: str, row: list[int] = ROW, dtype: str = "uint16") 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_every_kind_has_the_samples_of_the_same_text(tmp_path: Path, kind: str, dtype: str) -> None:
     vocab = 256 if dtype == "uint16" else 70_000
-    data = make_data(TrainConfig(data=write(tmp_path, f"a{kind}", dtype=dtype), length=8, vocab=vocab))
+    data = make_data(JobConfig(data=write(tmp_path, f"a{kind}", dtype=dtype), length=8, vocab=vocab))
     batch, text = data.batches.samples(3, 0, 16, 16), TextBatches(bytes(ROW[:-20]), 8, 0).samples(3, 0, 16, 16)
     assert all(batch[name].dtype == torch.int64 and torch.equal(batch[name], text[name]) for name in text)
     assert data.held_out is not None and data.held_out.samples(0, 0, 1, 1)["tokens"].tolist() == [ROW[-20:-12]]
-    assert data.digest() != make_data(TrainConfig(data=write(tmp_path, f"b{kind}", ROW[::-1]), length=8)).digest()
+    assert data.digest() != make_data(JobConfig(data=write(tmp_path, f"b{kind}", ROW[::-1]), length=8)).digest()
 
 
 def test_shards_are_one_row_across_their_ends(tmp_path: Path) -> None:

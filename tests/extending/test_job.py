@@ -64,7 +64,7 @@ def test_a_plugin_has_the_rows_in_every_command_and_in_the_file_of_a_run(
         main(["--plugin", mine, "verify", "--help"])
     assert "bigram" in capsys.readouterr().out
     assert main(["train", f"--plugin={mine}", *ROWS, "--world", "thread", "--length", "16", "--out", str(out)]) == 0
-    assert from_toml(TrainConfig, str(out / "config.toml")).plugin == (mine,)
+    assert from_toml(TrainConfig, str(out / "config.toml")).files.plugin == (mine,)
 
 
 @pytest.mark.parametrize(

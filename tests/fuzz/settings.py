@@ -19,7 +19,7 @@ import traceback
 import types
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 from unittest import mock
@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 
 from plait.run.commands import main as command
 from plait.run.config.bounds import BOUNDS
+from plait.run.config.sections import flag_hints, flags
 from plait.run.launch import local
 
 SECONDS = 25
@@ -106,7 +107,9 @@ class Leaf:
     kind: type
 
     def hints(self) -> dict[str, Any]:
-        return {k: v for k, v in get_type_hints(self.kind, include_extras=True).items() if k != "what"}
+        known = flag_hints(self.kind)
+        own = get_type_hints(self.kind, include_extras=True)  # they tell positional words
+        return {name: own.get(name, hint) for name, hint in known.items() if name != "what"}
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def leaves() -> list[Leaf]:
         members = [one for one in _members(below) if is_dataclass(_bare(one))] if below is not None else []
         words = (name, "comm") if name == "bench" else (name,)
         found += [Leaf((name, _subcommand(one)), _bare(one)) for one in members] or [Leaf(words, kind)] * (
-            1 + len(fields(kind)) // 6
+            1 + len(flag_hints(kind)) // 6
         )
     return found
 
@@ -269,12 +272,12 @@ job = plait.UserJob(
 
 def launched(config: Any, *rest: Any) -> int:
     """Ranks are started where the run is a tiny one."""
-    big = [n for n, most in SMALL.items() if (getattr(config, n, None) or 0) > most]
+    big = [n for n, most in SMALL.items() if (flags(config).get(n) or 0) > most]
     if (
         big
-        or config.parsed_mesh.size > 4
-        or config.world != "thread"
-        or getattr(config, "eval_every", None) is not None
+        or config.machine.parsed_mesh.size > 4
+        or config.machine.world != "thread"
+        or flags(config).get("eval_every") is not None
     ):
         return 0
     return int(LAUNCH(config, *rest))

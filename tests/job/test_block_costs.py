@@ -71,7 +71,7 @@ def test_a_run_measures_its_links_as_it_runs_them(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("plait.run.job.job.agreed_block_costs", costs)
     config = VerifyConfig(mesh="pipe=2", split="measured", layers=1, recompute="full", microbatches=2)
-    (layout,) = run(Mesh(), lambda comm: config.measured(make_job(config), comm))
+    (layout,) = run(Mesh(), lambda comm: config.measured(make_job(config.task, config.dtypes), comm))
     assert asked == {"recompute": "full", "gemm": TORCH} and sum(layout.split or ()) == 4
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.run.config import TrainConfig
 from plait.run.data import Epochs, PackedBatches, SyntheticRegression, TextBatches
 from plait.run.data.batches import IGNORED
+from plait.run.job.config import JobConfig
 from plait.run.job.dataset import make_data
 from plait.run.job.families import FAMILIES
 from plait.run.job.job import make_job
@@ -27,9 +27,9 @@ def path(tmp_path: Path) -> str:
     return str(tmp_path / "text")
 
 
-def config(path: str, **changes: object) -> TrainConfig:
+def config(path: str, **changes: object) -> JobConfig:
     settings = {"data": path, "length": 8, "batch": 16, "seed": 5, **changes}
-    return TrainConfig(**settings)  # type: ignore[arg-type]
+    return JobConfig(**settings)  # type: ignore[arg-type]
 
 
 def pairs(batch: dict[str, Tensor]) -> list[tuple[int, int]]:
@@ -47,10 +47,10 @@ def test_steps_run_on_and_epochs_end(path: str) -> None:
 
 
 def test_mlp_has_steps_and_nothing_held_out() -> None:
-    data = make_data(TrainConfig(model="mlp", steps=4))
+    data = make_data(JobConfig(model="mlp", steps=4))
     assert isinstance(data.batches, SyntheticRegression) and data.held_out is None and data.steps == 4
     with pytest.raises(ValueError, match="an evaluation needs held-out data"):
-        make_job(TrainConfig(model="mlp")).eval_batches(0, 1, 1)
+        make_job(JobConfig(model="mlp")).eval_batches(0, 1, 1)
 
 
 @pytest.mark.parametrize("pack", [False, True])

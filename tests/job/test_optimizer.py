@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LR
 
 from plait.comm.base import Comm
 from plait.comm.thread import run
-from plait.run.config import TrainConfig
+from plait.run.job.config import JobConfig
 from plait.run.job.job import build_model
 from plait.run.job.optimizer import lr_factor, make_optimizer, make_scheduler
 from plait.step import Engine
@@ -31,24 +31,26 @@ def rates(optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> list[floa
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 @pytest.mark.filterwarnings("ignore:The epoch parameter")  # torch's SequentialLR warns of itself
 def test_the_rates_are_those_of_torchs_chain_of_schedulers(schedule: str, warmup: int) -> None:
-    config = replace(TrainConfig(), lr=0.4, steps=13, lr_schedule=schedule, warmup=warmup, min_lr=0.25)
+    config = replace(JobConfig(), lr=0.4, steps=13, lr_schedule=schedule, warmup=warmup, min_lr=0.25)
     parameter = nn.Parameter(torch.zeros(3))
-    ours = SGD([parameter], lr=config.lr)
-    theirs = SGD([parameter], lr=config.lr)
-    long = config.steps - warmup
+    ours = SGD([parameter], lr=config.update.lr)
+    theirs = SGD([parameter], lr=config.update.lr)
+    long = config.samples.steps - warmup
     after: LRScheduler = {
         "constant": lambda: ConstantLR(theirs, factor=1.0),
-        "linear": lambda: LinearLR(theirs, 1.0, config.min_lr, long),
-        "cosine": lambda: CosineAnnealingLR(theirs, long, eta_min=config.lr * config.min_lr),
+        "linear": lambda: LinearLR(theirs, 1.0, config.update.min_lr, long),
+        "cosine": lambda: CosineAnnealingLR(theirs, long, eta_min=config.update.lr * config.update.min_lr),
     }[schedule]()
     if warmup > 1:
         grow = LinearLR(theirs, 1 / warmup, 1.0, warmup - 1)
         after = SequentialLR(theirs, [grow, after], [warmup])
     elif warmup == 1:  # one step at the full rate, and then the schedule from its beginning
         after = SequentialLR(theirs, [ConstantLR(theirs, factor=1.0), after], [1])
-    want = rates(theirs, after, config.steps)
-    assert rates(ours, make_scheduler(config, config.steps, ours), config.steps) == pytest.approx(want, rel=1e-12)
-    assert want[warmup] == pytest.approx(config.lr)
+    want = rates(theirs, after, config.samples.steps)
+    assert rates(
+        ours, make_scheduler(config.update, config.samples.steps, ours), config.samples.steps
+    ) == pytest.approx(want, rel=1e-12)
+    assert want[warmup] == pytest.approx(config.update.lr)
 
 
 def test_the_rates_in_numbers() -> None:
@@ -59,16 +61,16 @@ def test_the_rates_in_numbers() -> None:
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
-    config = TrainConfig(layers=2, width=32, heads=2, kv_heads=1, weight_decay=0.3)
+    config = JobConfig(layers=2, width=32, heads=2, kv_heads=1, weight_decay=0.3)
     model = build_model(config)
     names = {id(p): name for name, p in model.named_parameters()}
-    optimizer = make_optimizer(config, model.parameters())
+    optimizer = make_optimizer(config.update, model.parameters())
     decays, rest = optimizer.param_groups
     assert (decays["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
     assert {names[id(p)] for p in rest["params"]} == {n for n, p in model.named_parameters() if p.dim() == 1}
     assert len(decays["params"]) + len(rest["params"]) == len(names)
     assert any("embed" in names[id(p)] for p in decays["params"])
-    one = make_optimizer(replace(config, weight_decay=None), model.parameters())
+    one = make_optimizer(replace(config.update, weight_decay=None), model.parameters())
     assert [group["weight_decay"] for group in one.param_groups] == [0.01]  # torch's default, for all
 
 
@@ -86,10 +88,10 @@ def trained(before: bool, comm: Comm | None = None) -> dict[str, torch.Tensor]:
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = AdamW(groups, lr=0.05)
-    config = TrainConfig(steps=4, lr_schedule="cosine", warmup=2)
-    scheduler = make_scheduler(config, config.steps, optimizer) if before else None
+    config = JobConfig(steps=4, lr_schedule="cosine", warmup=2)
+    scheduler = make_scheduler(config.update, config.samples.steps, optimizer) if before else None
     engine = None if comm is None else Engine(model, comm, strategy="zero3", optimizer=optimizer)
-    scheduler = scheduler or make_scheduler(config, config.steps, optimizer)
+    scheduler = scheduler or make_scheduler(config.update, config.samples.steps, optimizer)
     for _ in range(3):
         loss = (model(x) - y).square().sum()
         if engine is None:

@@ -59,15 +59,17 @@ def single(kind: str, seed: int = 0, **changes: object) -> nn.Module:
 
 
 def verify(config: VerifyConfig) -> Verdict:
-    job = make_job(config)
-    ranks = run(config.parsed_mesh, lambda comm: record_run(job, config, comm), deadline=20)
+    job = make_job(config.task, config.dtypes)
+    ranks = run(config.machine.parsed_mesh, lambda comm: record_run(job, config, comm), deadline=20)
     return judge(job, config, ranks, *references(job, config, ranks))
 
 
 def alone(kind: str, **changes: object) -> Record:
     config = replace(TINY, model=kind, **changes)
-    order = additions(find_strategy(config.strategy))
-    return run_reference(make_job(config), Mesh(), 1, order, config.steps, clip=config.clip)
+    order = additions(find_strategy(config.layout.strategy))
+    return run_reference(
+        make_job(config.task, config.dtypes), Mesh(), 1, order, config.task.samples.steps, clip=config.task.update.clip
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,7 +162,7 @@ def test_ranks_in_threads_build_at_the_same_time_and_leave_torch_as_it_was() -> 
 
 
 def test_in_bf16_the_rotary_angles_stay_exact() -> None:
-    model = make_job(replace(TINY, model="llama", dtype="bf16")).build()
+    model = make_job(replace(TINY, model="llama", dtype="bf16").task).build()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert torch.equal(model.model.rotary_emb.inv_freq, empty("llama").model.rotary_emb.inv_freq)
     assert all(map(math.isfinite, alone("llama", dtype="bf16").losses))

@@ -33,15 +33,16 @@ CASES = [(fault, config) for fault in LAYOUTS for config in fault.layouts]
 
 
 def name_of(config: VerifyConfig) -> str:
-    sizes = f"{config.model}-{config.mesh}-{config.strategy}-{config.schedule}-{config.microbatches}"
-    return f"{sizes}-{config.dtype}{'-sequence' if config.sequence_parallel else ''}"
+    task, layout = config.task, config.layout
+    sizes = f"{task.network.model}-{config.machine.mesh}-{layout.strategy}-{layout.schedule}-{layout.microbatches}"
+    return f"{sizes}-{config.task.network.dtype}{'-sequence' if config.layout.sequence_parallel else ''}"
 
 
 def located(config: VerifyConfig, verified: cases.Verified, put: Callable[[Patch], None] | None) -> FirstWrong | None:
     """The first wrong tensor of a layout that runs with the fault; the references run without it."""
     job, ranks = cases.job_of(config), verified.ranks
     if all(finding.equal for finding in verified.verdict.tree) and put is not None:
-        return locate_in_plain(job, ranks, verified.tree, run_plain(job, config), verified.verdict.plain)
+        return locate_in_plain(job, ranks, verified.tree, run_plain(job, config.task), verified.verdict.plain)
     window = window_of(first_step(verified.verdict.tree))
     with pytest.MonkeyPatch.context() as broken:
         if put is not None:
@@ -87,7 +88,7 @@ def test_a_fault_that_layout_and_replay_share_is_placed(name: str | None, monkey
     config = replace(shared_faults.RICH, **changes)
     with monkeypatch.context() as patch:
         put(patch)
-        job = make_job(config)
+        job = make_job(config.task, config.dtypes)
         ranks = cases.record(config, job)
         tree, plain = references(job, config, ranks)
         verdict = judge(job, config, ranks, tree, plain)
@@ -174,7 +175,7 @@ def theirs(build: Callable[[], nn.Module]) -> VerifyConfig:
 @pytest.mark.parametrize("build", [Frozen, Again])
 def test_nothing_is_found_in_models_of_others_that_are_right(build: Callable[[], nn.Module]) -> None:
     config = theirs(build)
-    job = make_job(config)
+    job = make_job(config.task, config.dtypes)
     assert search(trace_layout(job, config, range(2)), job, config, range(2), {}) is None
 
 

@@ -53,7 +53,7 @@ class Verified:
 def record(config: VerifyConfig, job: Job | None = None) -> list[RankRecord]:
     """Train the config's layout on thread ranks."""
     made = job or job_of(config)
-    return run(config.parsed_mesh, lambda comm: record_run(made, config, comm), deadline=20)
+    return run(config.machine.parsed_mesh, lambda comm: record_run(made, config, comm), deadline=20)
 
 
 def verify(config: VerifyConfig, **changes: Any) -> Verified:

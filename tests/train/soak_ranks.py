@@ -56,11 +56,11 @@ def main(steps: int, words: list[str]) -> int:
         meter = Meter(steps)
         comm.observers += (meter,)
         code = run_train(config, comm)
-        if config.world == "process" or not comm.rank:  # threads are one process
+        if config.machine.world == "process" or not comm.rank:  # threads are one process
             print(json.dumps(meter.seen), file=sys.stderr, flush=True)
         return code
 
-    return launch(config, body, [__file__, *sys.argv[1:]])
+    return launch(config.machine, body, [__file__, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

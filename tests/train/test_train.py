@@ -112,9 +112,16 @@ def test_steps_that_are_not_finite_may_be_left_out(train: Any) -> None:
 
 def plain_held_out_loss(config: TrainConfig) -> tuple[float, int]:
     """What one process has at the end, on every held-out sample."""
-    job = make_job(config)
-    order = additions(find_strategy(config.strategy))
-    record = run_reference(job, config.parsed_mesh, config.microbatches, order, config.steps, clip=config.clip)
+    job = make_job(config.task, config.dtypes)
+    order = additions(find_strategy(config.layout.strategy))
+    record = run_reference(
+        job,
+        config.machine.parsed_mesh,
+        config.layout.microbatches,
+        order,
+        config.task.samples.steps,
+        clip=config.task.update.clip,
+    )
     model = job.build()
     materialise(model, job.seed, torch.device("cpu"))
     model.load_state_dict(record.parameters | record.buffers, strict=False)

@@ -36,8 +36,8 @@ def rank_main(rank: int, port: int, path: str) -> None:
     found = {}
     for config in of_four():
         validate(config)
-        comm = ProcessComm.from_env(config.parsed_mesh)
-        job = make_job(config)
+        comm = ProcessComm.from_env(config.machine.parsed_mesh)
+        job = make_job(config.task, config.dtypes)
         records = collect_records(comm, record_run(job, config, comm))
         if records is not None:
             verdict = judge(job, config, records, *references(job, config, records))

@@ -46,7 +46,7 @@ def runs(config: VerifyConfig, mesh: str, **changes: Any) -> Verified:
     """Threads that compile wait for each other longer than others do."""
     config = replace(config, mesh=mesh, **changes)
     job = job_of(config)
-    return judged(config, run(config.parsed_mesh, lambda comm: record_run(job, config, comm), deadline=300))
+    return judged(config, run(config.machine.parsed_mesh, lambda comm: record_run(job, config, comm), deadline=300))
 
 
 @pytest.mark.parametrize("mesh", ["shard=2", "shard=3"])
@@ -132,7 +132,7 @@ def test_a_layout_that_is_not_compiled_is_another_process(monkeypatch: pytest.Mo
 
 def verify_anew(config: VerifyConfig) -> Verified:
     """With a seed that no other test has, so without their references."""
-    return runs(config, config.mesh)
+    return runs(config, config.machine.mesh)
 
 
 # ---- the engine ----------------------------------------------------------------------------------------------------

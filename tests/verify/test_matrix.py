@@ -94,17 +94,17 @@ def test_every_two_settings_meet_unless_they_cannot(most: int) -> None:
 def test_full_has_every_row_on_every_mesh_and_grouped_heads(full: tuple[VerifyConfig, ...]) -> None:
     counts = [c for c in product((1, 2, 3, 4), repeat=4) if math.prod(c) <= 8]
     assert len(counts) == 47
-    twice = {(c.parsed_mesh, c.strategy) for c in full if c.microbatches == 2}
+    twice = {(c.machine.parsed_mesh, c.layout.strategy) for c in full if c.layout.microbatches == 2}
     assert {tuple(map(mesh.axis, AXES)) for mesh, _ in twice} >= set(counts)
     for row in TABLE:
         assert sum(1 for mesh, strategy in twice if strategy == row and mesh.size <= 8) == 47
-    assert {c.kv_heads for c in full if c.model == "gpt"} == {3, 4, 6, 12}
+    assert {c.task.network.kv_heads for c in full if c.task.network.model == "gpt"} == {3, 4, 6, 12}
     assert 47 * 8 < len(set(full)) == len(full) <= 540
 
 
 def test_dtypes_go_with_what_the_verdict_can_say(full: tuple[VerifyConfig, ...]) -> None:
     """16 bits only where bits are due, fp64 where products are split, unless oneDNN makes them."""
-    found = {(c.parsed_mesh.tensor > 1, c.dtype, c.gemm) for c in full}
+    found = {(c.machine.parsed_mesh.tensor > 1, c.task.network.dtype, c.task.network.gemm) for c in full}
     wanted = {(False, "fp32", "torch"), *((False, dtype, "torch") for dtype in MIXED), (True, "fp64", "torch")}
     assert found == wanted | {(tensor, "fp32", "onednn") for tensor in (False, True) if has_onednn()}
 
@@ -135,7 +135,9 @@ def test_the_command_of_a_cell_is_its_config(full: tuple[VerifyConfig, ...]) -> 
 def test_what_is_due() -> None:
     assert (due(SHARDED), due(PIPED), due(SPLIT)) == ("bitwise", "bitwise", "equal")
     failed = {
-        (config.mesh, word): Outcome(config, word, 1.0).failed for config in (SHARDED, SPLIT) for word in matrix.MARKS
+        (config.machine.mesh, word): Outcome(config, word, 1.0).failed
+        for config in (SHARDED, SPLIT)
+        for word in matrix.MARKS
     }
     assert [where for where, bad in failed.items() if not bad] == [
         *[("shard=3", "bitwise"), ("shard=2 tensor=2", "bitwise"), ("shard=2 tensor=2", "equal")]
@@ -152,7 +154,7 @@ def text(run: Any) -> str:
 def test_the_grid_counts_verdicts() -> None:
     outcomes = [Outcome(SHARDED, "bitwise", 1.0)] * 3 + [Outcome(replace(SHARDED, mesh="tensor=2"), "equal", 1.0)]
     outcomes += [Outcome(PIPED, "equal", 1.0), Outcome(PIPED, "error", 1.0), Outcome(PIPED, "DIFFERENT", 1.0)]
-    shown = text(lambda console: console.print(grid("", outcomes, lambda c: (0, c.schedule or "one"))))
+    shown = text(lambda console: console.print(grid("", outcomes, lambda c: (0, c.layout.schedule or "one"))))
     assert "3b 1e" in shown and "1D! 1X! 1e!" in shown
 
 

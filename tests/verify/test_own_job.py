@@ -200,7 +200,9 @@ def test_a_matrix(place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     """Every two settings meet; what is printed for a cell runs that cell."""
     config = VerifyConfig(job=f"{place}:job")
     cells = cells_of_job(config, "small")
-    assert {cell.strategy for cell in cells} == set(plait.TABLE) and any("pipe=2" in cell.mesh for cell in cells)
+    assert {cell.layout.strategy for cell in cells} == set(plait.TABLE) and any(
+        "pipe=2" in cell.machine.mesh for cell in cells
+    )
     some = cells[:: len(cells) // 4]
     monkeypatch.setattr("plait.referee.verify.matrix.cells_of_job", lambda *_: some)
     assert main(["verify", "--job", f"{place}:job", "--matrix", "small"]) == 0

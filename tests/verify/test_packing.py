@@ -31,9 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def verdict_of(config: VerifyConfig) -> Verdict:
     validate(config)
-    job = make_job(config)
+    job = make_job(config.task, config.dtypes)
     config = replace(config, steps=job.steps)
-    ranks = run(config.parsed_mesh, lambda comm: record_run(job, config, comm), deadline=20)
+    ranks = run(config.machine.parsed_mesh, lambda comm: record_run(job, config, comm), deadline=20)
     verdict = judge(job, config, ranks, *references(job, config, ranks))
     assert {f.kind for f in verdict.tree} >= {"loss", "gradient", "norm", "parameter"}
     return verdict
@@ -87,14 +87,14 @@ def test_epochs_that_end_with_too_few_samples(
     folder: str, model: VerifyConfig, mesh: str, row: str, microbatches: int
 ) -> None:
     """Two epochs of three steps; the last of each has fewer samples than parts, and the last part none."""
-    if model.model == "llama":
+    if model.task.network.model == "llama":
         pytest.importorskip("transformers")
     config = replace(model, data=folder, mesh=mesh, strategy=row, microbatches=microbatches, epochs=2)
-    samples = make_job(replace(config, batch=1)).steps // 2
+    samples = make_job(replace(config.task, batch=1)).steps // 2
     config = replace(config, batch=(samples - 2) // 2)
-    job, ranks = make_job(config), config.parsed_mesh.data_size
+    job, ranks = make_job(config.task, config.dtypes), config.machine.parsed_mesh.data_size
     assert job.steps == 6
-    assert [job.batches.size(step, job.global_batch) for step in (2, 5)] == [samples % config.batch] * 2
+    assert [job.batches.size(step, job.global_batch) for step in (2, 5)] == [samples % config.task.samples.batch] * 2
     assert job.count_fn(job.microbatches(5, ranks - 1, ranks, microbatches)[-1]) == 0
     verdict = verdict_of(config)
     assert verdict.word == "bitwise", failed(verdict)

@@ -48,7 +48,7 @@ def config_of(bug: Bug) -> VerifyConfig:
 
 def curve(config: VerifyConfig, parameters: Sequence[dict[str, Tensor]]) -> list[float]:
     """The mean loss of each step's batch at the parameters before it."""
-    replay, losses = Replay(make_job(config)), []
+    replay, losses = Replay(make_job(config.task, config.dtypes)), []
     with torch.no_grad():
         for step, values in enumerate(parameters):
             replay.set(values)
@@ -58,20 +58,20 @@ def curve(config: VerifyConfig, parameters: Sequence[dict[str, Tensor]]) -> list
 
 def right_curve(config: VerifyConfig, seed: int) -> list[float]:
     """The same of one process with one forward a step."""
-    replay, losses = Replay(make_job(replace(config, seed=seed, engine=None))), []
+    replay, losses = Replay(make_job(replace(config.task, seed=seed), config.dtypes)), []
     for step in range(STEPS):
         count = replay.count(step)
         part = replay.part(step, None, count)
         losses.append(part.loss / count)
         norm = torch.stack([g.norm() for g in part.gradients.values()]).norm().item()
-        factor = 1.0 if config.clip is None else min(1.0, config.clip / (norm + 1e-6))
+        factor = 1.0 if config.task.update.clip is None else min(1.0, config.task.update.clip / (norm + 1e-6))
         replay.update({name: g * factor for name, g in part.gradients.items()})
     return losses
 
 
 def witnessed_curve(config: VerifyConfig, folder: Path) -> list[float]:
     """That of the engine: its parameters after each update, those of the first rank where ranks differ."""
-    witnessed, shapes = read_witnessed(folder), Replay(make_job(config)).shapes
+    witnessed, shapes = read_witnessed(folder), Replay(make_job(config.task, config.dtypes)).shapes
     after = [{run.rank: run.start for run in witnessed.runs}]
     after += [{run.rank: run.step(n).of("after") for run in witnessed.runs} for n in range(STEPS - 1)]
     return curve(config, [witnessed.whole(pieces, shapes) for pieces in after])
@@ -85,12 +85,12 @@ def rank_main(rank: int, ranks: int, port: int, path: str) -> None:
         config = config_of(bug)
         validate(config)
         config = with_engine(config)
-        comm = ProcessComm.from_env(config.parsed_mesh)
+        comm = ProcessComm.from_env(config.machine.parsed_mesh)
         folder = Path(path) / bug.adapter.__name__
-        drive(make_job(config), config, comm, folder)
+        drive(make_job(config.task, config.dtypes), config, comm, folder)
         check_together(comm, None, AXES)
         if rank == 0:
-            seeds = [right_curve(config, config.seed + n) for n in range(SEEDS)]
+            seeds = [right_curve(config, config.task.samples.seed + n) for n in range(SEEDS)]
             found[bug.adapter.__name__] = {"curve": witnessed_curve(config, folder), "seeds": seeds}
         comm.close()
     if rank == 0:

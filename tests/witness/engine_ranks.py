@@ -96,11 +96,11 @@ def rank_main(rank: int, ranks: int, port: int, path: str, cases: dict[str, dict
     found = {}
     for name, case in cases.items():
         config = config_of(case)
-        if config.parsed_mesh.size != ranks or not installed(case):
+        if config.machine.parsed_mesh.size != ranks or not installed(case):
             continue
         validate(config)
         config = with_engine(config)
-        comm = ProcessComm.from_env(config.parsed_mesh)
+        comm = ProcessComm.from_env(config.machine.parsed_mesh)
         judgement = run_engine(config, comm)
         if judgement is not None:
             found[name] = {"equal": judgement.equal, "text": judgement.text, "residual": judgement.residual}

@@ -21,7 +21,7 @@ def rank_main(rank: int, ranks: int, port: int, path: str, elements: int | None 
     for bug in (*RIGHT, *BUGS):
         validate(bug.config)
         config = with_engine(bug.config)
-        comm = ProcessComm.from_env(config.parsed_mesh)
+        comm = ProcessComm.from_env(config.machine.parsed_mesh)
         judgement = run_engine(config, comm, elements)
         if judgement is not None:
             found[bug.adapter.__name__] = asdict(judgement)

@@ -29,8 +29,8 @@ def judged(config: VerifyConfig, folder: Path, put: Put | None = None, elements:
     job = cases.job_of(config)
 
     def body(comm: Comm) -> None:
-        engine, scheduler = job.engine(comm, config.measured(job, comm), clip=config.clip)
-        place = comm.mesh.data_rank(comm.rank), comm.mesh.data_size, config.microbatches
+        engine, scheduler = job.engine(comm, config.measured(job, comm), clip=config.task.update.clip)
+        place = comm.mesh.data_rank(comm.rank), comm.mesh.data_size, config.layout.microbatches
         with plait.witness(engine, list(engine.optimizers), folder, elements=elements):
             for step in range(STEPS):
                 engine.step(job.microbatches(step, *place))
@@ -40,8 +40,8 @@ def judged(config: VerifyConfig, folder: Path, put: Put | None = None, elements:
     with pytest.MonkeyPatch.context() as broken:
         if put is not None:
             put(broken)
-        thread.run(config.parsed_mesh, body, deadline=30)
-    return plait.judge(job, folder, clip=config.clip, steps=STEPS)
+        thread.run(config.machine.parsed_mesh, body, deadline=30)
+    return plait.judge(job, folder, clip=config.task.update.clip, steps=STEPS)
 
 
 RIGHT: list[tuple[VerifyConfig, dict[str, Any]]] = [

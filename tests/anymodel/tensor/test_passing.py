@@ -17,7 +17,7 @@ from plait.comm import Comm
 from plait.predict.cost import differences
 from plait.predict.tensor import predict_tensor
 from plait.referee.verify.record import predict
-from plait.run.config import VerifyConfig
+from plait.run.job.config import JobConfig
 from plait.run.job.job import Job, make_job
 from plait.step import Engine
 from plait.table.mesh import Mesh
@@ -196,7 +196,7 @@ def job_of(name: str, mesh: str) -> Job:
     build, loss_fn, batches = JOBS[name]
     if name == "labels":
         pytest.importorskip("transformers")
-    return make_job(VerifyConfig(job=plait.UserJob(build, loss_fn, batches), mesh=mesh, dtype="fp64"))
+    return make_job(JobConfig(job=plait.UserJob(build, loss_fn, batches), dtype="fp64"))
 
 
 @pytest.mark.filterwarnings("ignore:the model computes its own loss")
@@ -231,7 +231,7 @@ def test_a_forward_shows_what_our_own_families_say(model: str, sequence: bool) -
     if model == "llama":
         pytest.importorskip("transformers")
     sizes: dict[str, Any] = {"width": 24, "layers": 4, "heads": 4, "kv_heads": 2, "batch": 5, "length": 7}
-    job = make_job(VerifyConfig(model=model, mesh="tensor=2", **sizes))
+    job = make_job(JobConfig(model=model, **sizes))
     (batch,) = job.microbatches(0, 0, 1, 1)
     parallel = resolve_carried(job.build(), 2, sequence=sequence)
     seen, said = PassingOf(job.build, job.loss_fn)(batch, parallel), everywhere(parallel.sites, job.leading(batch))

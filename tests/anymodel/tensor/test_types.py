@@ -24,14 +24,14 @@ MLP = VerifyConfig(model="mlp", layers=5, width=9, batch=7, steps=1, dtype="fp64
 
 
 def types_of(config: VerifyConfig) -> dict[str, ModuleType]:
-    model = build_model(config)
-    parallel = resolve_carried(model, config.parsed_mesh.tensor, sequence=config.sequence_parallel)
-    return {one.name: one for one in module_types(model, parallel, sequence=config.sequence_parallel)}
+    model = build_model(config.task)
+    parallel = resolve_carried(model, config.machine.parsed_mesh.tensor, sequence=config.layout.sequence_parallel)
+    return {one.name: one for one in module_types(model, parallel, sequence=config.layout.sequence_parallel)}
 
 
 def seen(config: VerifyConfig, names: list[str]) -> list[dict[tuple[str, str], Tensor]]:
     """What each rank's modules leave, and the gradients of that and of parameters, by what it is and name."""
-    job = make_job(config)
+    job = make_job(config.task, config.dtypes)
 
     def train(comm: Comm) -> dict[tuple[str, str], Tensor]:
         engine, _ = job.engine(comm, config.parallelism)
@@ -59,7 +59,7 @@ def seen(config: VerifyConfig, names: list[str]) -> list[dict[tuple[str, str], T
         engine.step(job.microbatches(0, 0, 1, 1))
         return found
 
-    return run(config.parsed_mesh, train, deadline=20)
+    return run(config.machine.parsed_mesh, train, deadline=20)
 
 
 def equal_everywhere(values: list[Tensor]) -> bool:

@@ -23,15 +23,16 @@ LLAMA = replace(GPT, model="llama")
 MLP = VerifyConfig(model="mlp", layers=5, width=8, batch=7, steps=1, dropout=0.0)
 IN_TIME = [replace(config, sequence_parallel=True, mesh=f"tensor={WAYS}") for config in (GPT, LLAMA)]
 CASES = [GPT, LLAMA, MLP, *IN_TIME]
-IDS = [f"{case.model}{', in time' if case.sequence_parallel else ''}" for case in CASES]
+IDS = [f"{case.task.network.model}{', in time' if case.layout.sequence_parallel else ''}" for case in CASES]
 
 
 @pytest.mark.parametrize("config", CASES, ids=IDS)
 def test_every_module_reads_and_leaves_what_is_inferred(config: VerifyConfig) -> None:
-    model = build_model(config)
-    parallel = resolve_carried(model, WAYS, sequence=config.sequence_parallel)
+    model = build_model(config.task)
+    parallel = resolve_carried(model, WAYS, sequence=config.layout.sequence_parallel)
     told = {
-        one.name: (one.reads, one.leaves) for one in module_types(model, parallel, sequence=config.sequence_parallel)
+        one.name: (one.reads, one.leaves)
+        for one in module_types(model, parallel, sequence=config.layout.sequence_parallel)
     }
     seen = TypedModel(config).follow()
     assert seen == {name: tuple("cut" if t == "classes" else t for t in types) for name, types in told.items()}

@@ -47,9 +47,9 @@ class TypedModel:
     """
 
     def __init__(self, config: VerifyConfig, *, pending: bool = True, without: str = "") -> None:
-        self.sequence, self.without, self.seen = config.sequence_parallel, without, Seen()
-        job = make_job(config)
-        self.model = build_model(config)
+        self.sequence, self.without, self.seen = config.layout.sequence_parallel, without, Seen()
+        job = make_job(config.task, config.dtypes)
+        self.model = build_model(config.task)
         materialise(self.model, job.seed, torch.device("cpu"), job.weights)
         self.parallel: Parallel = resolve_carried(self.model, WAYS, sequence=self.sequence)
         (self.batch,) = job.microbatches(0, 0, 1, 1)

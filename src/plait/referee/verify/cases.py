@@ -13,13 +13,14 @@ a head cannot be parted.
 import math
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import cycle, product
 from typing import Any, Literal
 
 from plait.pipeline.blocks import blocks_of
 from plait.referee.verify.covering import Rule, covering
 from plait.run.config import VerifyConfig, with_job
+from plait.run.config.sections import flags
 from plait.run.job.job import build_model
 from plait.run.job.optimizer import OPTIMIZERS
 from plait.schedule.orders import ORDERS, stages_per_rank
@@ -34,8 +35,8 @@ LINKS = 9  # of either model
 OF_A_JOB = ("strategy", "replica", "shard", "hosts", "microbatches", "cut", "bucket", "offload")
 SIZES = VerifyConfig(steps=2, batch=67, length=7, clip=0.3)
 MODELS = {
-    "gpt": replace(SIZES, model="gpt", layers=LINKS - 3, width=24, heads=12, kv_heads=12),
-    "mlp": replace(SIZES, model="mlp", layers=LINKS, width=5),
+    "gpt": SIZES.with_flags(model="gpt", layers=LINKS - 3, width=24, heads=12, kv_heads=12),
+    "mlp": SIZES.with_flags(model="mlp", layers=LINKS, width=5),
 }
 COUNTS = (1, 2, 3, 4)
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
@@ -101,9 +102,9 @@ def points(most: int) -> list[dict[str, Any]]:
 
 def cells_of_job(config: VerifyConfig, size: Size) -> tuple[VerifyConfig, ...]:
     """The cells of a user's job: what can be varied without knowing the model; pipelines where it tells its chain."""
-    samples, most = with_job(config).batch, 8 if size == "small" else 16
+    samples, most = with_job(config).task.samples.batch, 8 if size == "small" else 16
     try:
-        links = len(blocks_of(build_model(config)))
+        links = len(blocks_of(build_model(config.task, config.dtypes)))
     except ValueError:
         links = 1
     dimensions = {name: values for name, values in DIMENSIONS.items() if name in OF_A_JOB}
@@ -131,7 +132,7 @@ def config_of(point: Mapping[str, Any], base: VerifyConfig | None = None) -> Ver
     if given.get("dtype", "full") == "full":
         given["dtype"] = "fp64" if mesh.tensor > 1 else "fp32"
     changes: dict[str, Any] = {"mesh": str(mesh), "split": split}
-    return replace(base or MODELS[given.pop("model")], **changes, **given)
+    return (base or MODELS[given.pop("model")]).with_flags(**changes, **given)
 
 
 def uneven(num_stages: int) -> str:
@@ -185,15 +186,16 @@ def products_of_onednn() -> Iterator[VerifyConfig]:
 
 def due(config: VerifyConfig) -> str:
     """The verdict that a cell must get: the same bits, unless a tensor axis splits products."""
-    return "equal" if config.parsed_mesh.tensor > 1 else "bitwise"
+    return "equal" if config.machine.parsed_mesh.tensor > 1 else "bitwise"
 
 
 def command(config: VerifyConfig) -> str:
     """The ``plait verify ...`` that runs this config alone."""
     words = ["plait", "verify"]
-    for field in fields(config):
-        if (value := getattr(config, field.name)) != field.default:
-            flag = field.name.replace("_", "-")
+    unsaid = flags(VerifyConfig())
+    for name, value in flags(config).items():
+        if value != unsaid[name]:
+            flag = name.replace("_", "-")
             if isinstance(value, bool):
                 words.append(f"--{flag}" if value else f"--no-{flag}")
             else:

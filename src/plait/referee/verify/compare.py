@@ -76,13 +76,15 @@ BITWISE = Measures()
 def asked(config: RunConfig, *, one_layout: bool = True) -> Measures:
     """The requirement of the replay: the same bits, unless the mesh has a tensor axis, or the run began in
     another layout and was resumed in this one."""
-    return BITWISE if config.parsed_mesh.tensor == 1 and one_layout else full_batch(config).of_split_products()
+    return BITWISE if config.machine.parsed_mesh.tensor == 1 and one_layout else full_batch(config).of_split_products()
 
 
 def full_batch(config: RunConfig) -> Measures:
     """The requirement of plain full-batch steps."""
-    amplifies = config.optimizer_row.amplifies
-    return Measures.full_batch(config.torch_dtype, config.lr, config.steps, amplifies=amplifies)
+    amplifies = config.task.optimizer_row.amplifies
+    return Measures.full_batch(
+        config.dtypes.computed, config.task.update.lr, config.task.samples.steps, amplifies=amplifies
+    )
 
 
 @dataclass(frozen=True)

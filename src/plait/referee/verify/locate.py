@@ -55,7 +55,7 @@ def locate(job: Job, config: RunConfig, ranks: Sequence[RankRecord], findings: S
     """
     excused = {finding.tensor for finding in findings if finding.kind == "gradient" and finding.excused}
     window = window_of(first_step(findings))
-    job, config = replace(job, compile=False), replace(config, compile=False)
+    job, config = replace(job, compile=False), config.with_flags(compile=False)
     return search(trace_layout(job, config, window), job, config, window, ranks[0].ties, excused)
 
 
@@ -93,9 +93,9 @@ def search(
     """Replay a layout of which these are the traces, and find the first difference."""
     within = asked(config)
     pieces = [t.norm_pieces for t in sorted(ranks, key=lambda t: t.rank)] if within == BITWISE else None
-    mesh, order = config.parsed_mesh, additions(config.row)
-    settings: dict[str, Any] = {"clip": config.clip, "norm_pieces": pieces, "ties": ties, "window": window}
-    one = run_reference(job, mesh, config.microbatches, order, window[-1] + 1, keep_gradients=False, **settings)
+    mesh, order = config.machine.parsed_mesh, additions(config.row)
+    settings: dict[str, Any] = {"clip": config.task.update.clip, "norm_pieces": pieces, "ties": ties, "window": window}
+    one = run_reference(job, mesh, config.layout.microbatches, order, window[-1] + 1, keep_gradients=False, **settings)
     traces = Traces(ranks, one, config, within, ties, excused)
     seen: dict[tuple[int, Phase], list[Pair]] = {}
     for pair in (*pairs(ranks, one), *missing(ranks, one)):
@@ -140,7 +140,7 @@ def _told(traces: Traces, wrong: Sequence[Wrong], order_of: Places, after: str) 
         earlier = [place for place, i in order_of.items() if i < first.order]
         after_loss = bool(earlier) and earlier[-1][0] == "loss"
         after = said(earlier[-1][0], earlier[-1][1]) if earlier else ""  # type: ignore[arg-type]
-    if where.phase == "clip" and traces.config.clip is None:
+    if where.phase == "clip" and traces.config.task.update.clip is None:
         after = "every sum of the gradients"
     microbatches = {w.pair.where.microbatch for w in same if not reads} - {None}
     return FirstWrong(

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ from plait.referee.verify.plain import run_plain
 from plait.referee.verify.record import record_run
 from plait.referee.verify.reference import run_reference
 from plait.referee.verify.run import Verdict, judge, line_of, replay
-from plait.run.config import VerifyConfig, section, validate, with_job
+from plait.run.config import VerifyConfig, validate, with_job
+from plait.run.config.sections import flags
 from plait.run.job.config import JobConfig
 from plait.run.job.job import Job, make_job
 from plait.run.report.screen import screen
@@ -75,9 +76,9 @@ class References:
 
     def job(self, config: VerifyConfig) -> Job:
         """The job that a config describes."""
-        key = section(config, JobConfig), config.precision
+        key = config.task, config.dtypes.precision
         if key not in self._jobs:
-            self._jobs[key] = make_job(config)
+            self._jobs[key] = make_job(config.task, config.dtypes)
         return self._jobs[key]
 
     def run(self, job: Job, mesh: Mesh, num_microbatches: int, *rest: Any, **settings: Any) -> Record:
@@ -87,7 +88,7 @@ class References:
 
     def plain(self, job: Job, config: VerifyConfig) -> Record:
         """``run_plain``, or what it gave for the same job and clip."""
-        return self._remembered(f"plain {id(job)} {config.clip}", lambda: run_plain(job, config))
+        return self._remembered(f"plain {id(job)} {config.task.update.clip}", lambda: run_plain(job, config.task))
 
     def _remembered(self, key: str, run: Callable[[], Record]) -> Record:
         if key not in self._records:
@@ -99,20 +100,28 @@ class References:
 
 def run_matrix(config: VerifyConfig) -> int:
     """Run the config's matrix and print the grid: the exit code, 0 if all is as due; ValueError for other flags."""
-    assert config.matrix is not None
-    for field in fields(config):
-        if field.name not in OF_THE_MATRIX and getattr(config, field.name) != field.default:
-            flag = field.name.replace("_", "-")
+    assert config.comparison.matrix is not None
+    unsaid = flags(VerifyConfig())
+    for name, value in flags(config).items():
+        if name not in OF_THE_MATRIX and value != unsaid[name]:
+            flag = name.replace("_", "-")
             raise ValueError(f"--{flag} with --matrix, which chooses its layouts itself: leave one of them out")
-    chosen = cells(config.matrix) if config.job is None else cells_of_job(replace(config, matrix=None), config.matrix)
-    configs = [replace(c, data=config.data, seed=config.seed, deadline=config.deadline) for c in chosen]
-    console = screen(soft_wrap=True, stderr=config.json == "-")
+    chosen = (
+        cells(config.comparison.matrix)
+        if config.task.network.job is None
+        else cells_of_job(config.with_flags(matrix=None), config.comparison.matrix)
+    )
+    configs = [
+        c.with_flags(data=config.task.samples.data, seed=config.task.samples.seed, deadline=config.machine.deadline)
+        for c in chosen
+    ]
+    console = screen(soft_wrap=True, stderr=config.files.json == "-")
     console.width = max(console.width, WIDTH)
     started = time.monotonic()
     outcomes = run_cells(configs, console)
     seconds = time.monotonic() - started
-    if config.json:
-        write_json(config.json, report(config.matrix, outcomes, seconds))
+    if config.files.json:
+        write_json(config.files.json, report(config.comparison.matrix, outcomes, seconds))
     show(outcomes, seconds, console)
     return 1 if any(outcome.failed for outcome in outcomes) else 0
 
@@ -158,7 +167,9 @@ def verdict_of(config: VerifyConfig, made_once: References) -> Verdict:
     config = with_job(config)
     validate(config)
     job = made_once.job(config)
-    ranks = thread.run(config.parsed_mesh, lambda comm: record_run(job, config, comm), deadline=config.deadline)
+    ranks = thread.run(
+        config.machine.parsed_mesh, lambda comm: record_run(job, config, comm), deadline=config.machine.deadline
+    )
     return judge(job, config, ranks, replay(job, config, ranks, made_once.run), made_once.plain(job, config))
 
 
@@ -177,8 +188,10 @@ def _where(verdict: Verdict) -> tuple[str, ...]:
 def show(outcomes: Sequence[Outcome], seconds: float, console: Console) -> None:
     """The grids, the failing cells, and a last line."""
     orders = [None, *ORDERS]
-    console.print(grid("schedule", outcomes, lambda c: (orders.index(c.schedule), c.schedule or "one stage")))
-    console.print(grid("mesh", outcomes, lambda c: (c.parsed_mesh.size, c.mesh)))
+    console.print(
+        grid("schedule", outcomes, lambda c: (orders.index(c.layout.schedule), c.layout.schedule or "one stage"))
+    )
+    console.print(grid("mesh", outcomes, lambda c: (c.machine.parsed_mesh.size, c.machine.mesh)))
     console.print("b bitwise, e equal within rounding (due with a tensor axis), D different, X error; ! is not as due")
     failed = [outcome for outcome in outcomes if outcome.failed]
     for outcome in failed:
@@ -204,7 +217,7 @@ def grid(title: str, outcomes: Sequence[Outcome], line: Callable[[VerifyConfig],
         table.add_column(heading, no_wrap=True)
     for key in sorted({line(outcome.config) for outcome in outcomes}):
         here = [outcome for outcome in outcomes if line(outcome.config) == key]
-        table.add_row(key[1], *(_marks([o for o in here if o.config.strategy == row]) for row in TABLE))
+        table.add_row(key[1], *(_marks([o for o in here if o.config.layout.strategy == row]) for row in TABLE))
     return table
 
 

@@ -36,7 +36,7 @@ from plait.forward.sites import Sites, Turns
 from plait.messages.progress import counted
 from plait.referee.verify.observed import OneStep, Record
 from plait.referee.verify.reference import uncached
-from plait.run.config import RunConfig
+from plait.run.job.config import JobConfig
 from plait.run.job.job import Job
 from plait.step.step import num_samples, whole_count
 from plait.table.cells import LONG
@@ -44,21 +44,21 @@ from plait.zero.state.init import materialise
 
 
 @uncached()
-def run_plain(job: Job, config: RunConfig) -> Record:
-    """Train the config's job on one full batch per step; only its mesh, strategy and microbatches do not matter."""
+def run_plain(job: Job, task: JobConfig) -> Record:
+    """Trains a job on one full batch per step, by the settings that it was made from."""
     model = job.build()
     materialise(model, job.seed, torch.device("cpu"), job.weights)
     parameters = dict(model.named_parameters())
     masters = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in parameters.items()}
     for p in parameters.values():
-        p.data = cast(p.data, config.torch_dtype)
-    optimizer = make(config, masters)
+        p.data = cast(p.data, job.dtype)
+    optimizer = make(task, masters)
     scale = job.precision.first_scale or 1.0
     sums = LONG.get(job.precision.sums.dtype or "", "")
     masks, record = Masks(model, job.seed), Record()
-    for step in counted("steps of plain PyTorch", range(config.steps)):
+    for step in counted("steps of plain PyTorch", range(task.samples.steps)):
         for group in optimizer.param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate(config, step)
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate(task, step)
         (batch,) = job.microbatches(step, 0, 1, 1)
         count = whole_count(job.count_fn(batch))
         model.zero_grad()
@@ -80,8 +80,8 @@ def run_plain(job: Job, config: RunConfig) -> Record:
             continue
         for name, master in masters.items():
             master.grad = gradients[name].to(master.dtype, copy=True) if name in gradients else None
-        if config.clip is not None:
-            made.norm = nn.utils.clip_grad_norm_(masters.values(), config.clip).item()
+        if task.update.clip is not None:
+            made.norm = nn.utils.clip_grad_norm_(masters.values(), task.update.clip).item()
         optimizer.step()
         with torch.no_grad():
             for name, p in parameters.items():
@@ -111,32 +111,35 @@ def loss_in_parts(job: Job, num_parts: int) -> tuple[float, float]:
     return whole if whole == again else math.nan, math.fsum(parts)
 
 
-def make(config: RunConfig, parameters: dict[str, nn.Parameter]) -> Optimizer:
+def make(task: JobConfig, parameters: dict[str, nn.Parameter]) -> Optimizer:
     """The optimizer that a config names; what has two dims or more decays, where a decay is given."""
-    if config.family.optimizer is not None:
-        return config.family.optimizer.make(parameters.values())
+    if task.family.optimizer is not None:
+        return task.family.optimizer.make(parameters.values())
     groups: Any = list(parameters.values())
-    if config.weight_decay is not None:
+    if task.update.weight_decay is not None:
         flat = [p for p in groups if p.ndim < 2]
         rest = [p for p in groups if p.ndim > 1]
-        groups = [{"params": flat, "weight_decay": 0.0}, {"params": rest, "weight_decay": config.weight_decay}]
-    if config.optimizer == "adamw":
-        return AdamW(groups, config.lr, (0.9, 0.999), 1e-8, 0.01)
-    if config.optimizer == "adam":
-        return Adam(groups, config.lr, (0.9, 0.999), 1e-8)
-    if config.optimizer == "sgd":
-        return SGD(groups, config.lr, 0.9)
-    return config.optimizer_row.make(groups, lr=config.lr)
+        groups = [
+            {"params": flat, "weight_decay": 0.0},
+            {"params": rest, "weight_decay": task.update.weight_decay},
+        ]
+    if task.update.optimizer == "adamw":
+        return AdamW(groups, task.update.lr, (0.9, 0.999), 1e-8, 0.01)
+    if task.update.optimizer == "adam":
+        return Adam(groups, task.update.lr, (0.9, 0.999), 1e-8)
+    if task.update.optimizer == "sgd":
+        return SGD(groups, task.update.lr, 0.9)
+    return task.optimizer_row.make(groups, lr=task.update.lr)
 
 
-def rate(config: RunConfig, step: int) -> float:
+def rate(task: JobConfig, step: int) -> float:
     """The share of ``lr`` that a step has: warmup, then constant, linear or cosine down to ``min_lr``."""
-    done, warmup, least = step + 1, config.warmup, config.min_lr
+    done, warmup, least = step + 1, task.update.warmup, task.update.min_lr
     if done <= warmup:
         return done / warmup
-    way = (step - warmup) / max(1, config.steps - warmup)
+    way = (step - warmup) / max(1, task.samples.steps - warmup)
     falls = {"constant": 0.0, "linear": way, "cosine": math.sin(math.pi * way / 2) ** 2}
-    return 1 - (1 - least) * falls[config.lr_schedule]
+    return 1 - (1 - least) * falls[task.update.lr_schedule]
 
 
 # ---- dropout ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -120,7 +120,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def record_run(job: Job, config: RunConfig, comm: Comm, window: Collection[int] = ()) -> RankRecord:
     """``record_layout`` with what a config says."""
-    layout = config.measured(job, comm), config.microbatches, config.steps, config.clip
+    layout = config.measured(job, comm), config.layout.microbatches, config.task.samples.steps, config.task.update.clip
     return record_layout(job, comm, *layout, window)
 
 
@@ -129,9 +129,9 @@ def trace_layout(job: Job, config: RunConfig, window: Sequence[int]) -> list[Ran
 
     The ranks are threads of this process, whatever world the run had: what differs among them is the layout's doing.
     """
-    config = replace(config, steps=window[-1] + 1)
-    mesh = config.parsed_mesh
-    return thread.run(mesh, lambda comm: record_run(job, config, comm, window), deadline=config.deadline)
+    config = config.with_flags(steps=window[-1] + 1)
+    mesh = config.machine.parsed_mesh
+    return thread.run(mesh, lambda comm: record_run(job, config, comm, window), deadline=config.machine.deadline)
 
 
 @uncached()

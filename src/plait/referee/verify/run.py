@@ -90,7 +90,7 @@ class Verdict:
 
 def references(job: Job, config: RunConfig, ranks: Sequence[RankRecord]) -> tuple[Record, Record]:
     """The two single-process runs: the layout's own tree of additions, and one plain full batch per step."""
-    return replay(job, config, ranks), run_plain(job, config)
+    return replay(job, config, ranks), run_plain(job, config.task)
 
 
 def replay(
@@ -98,21 +98,21 @@ def replay(
 ) -> Record:
     """The single process that adds in the order of the config's layout, of which these are the records."""
     pieces = [r.norm_pieces for r in sorted(ranks, key=lambda r: r.rank)] if asked(config) == BITWISE else None
-    layout = config.parsed_mesh, config.microbatches, additions(config.row), config.steps
-    return run(job, *layout, clip=config.clip, norm_pieces=pieces, ties=ranks[0].ties, **options)
+    layout = config.machine.parsed_mesh, config.layout.microbatches, additions(config.row), config.task.samples.steps
+    return run(job, *layout, clip=config.task.update.clip, norm_pieces=pieces, ties=ranks[0].ties, **options)
 
 
 def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Record, plain: Record) -> Verdict:
     """Compare the ranks' records with both references, and with honest runs where that is asked for or needed."""
-    needed = RUNS if config.parsed_mesh.tensor > 1 and job.dtype.itemsize == 2 else 0
-    runs = needed if config.spread is None else config.spread
+    needed = RUNS if config.machine.parsed_mesh.tensor > 1 and job.dtype.itemsize == 2 else 0
+    runs = needed if config.comparison.spread is None else config.comparison.spread
     honest = honest_runs(job, config, ranks, runs) if runs else None
     of_tree, of_plain = _findings(job, config, ranks, tree, plain, None)
     if _may_be_rounding(config, of_tree, of_plain):
         excusing = replace(honest or honest_runs(job, config, ranks), unit=0.0)  # by what was seen, and no more
         of_tree, of_plain = _findings(job, config, ranks, tree, plain, excusing)
     return Verdict(
-        f"{config.row.name} on {config.parsed_mesh}, microbatches per rank: {config.microbatches}",
+        f"{config.row.name} on {config.machine.parsed_mesh}, microbatches per rank: {config.layout.microbatches}",
         of_tree,
         of_plain,
         tuple(difference for r in ranks for difference in r.ledger_differences),
@@ -137,7 +137,7 @@ def _may_be_rounding(config: VerifyConfig, of_tree: Sequence[Finding], of_plain:
     unequal = [f for f in (*of_tree, *of_plain) if not f.equal]
     bits = asked(config) == BITWISE and not all(f.equal for f in of_tree)
     first = [f for findings in (of_tree, of_plain) for f in findings[:1]]
-    return bool(unequal) and config.spread != 0 and not bits and all(f.equal for f in first)
+    return bool(unequal) and config.comparison.spread != 0 and not bits and all(f.equal for f in first)
 
 
 def verify(job: UserJob, mesh: str = "shard=2", strategy: str = "zero3", **settings: Any) -> Verdict:
@@ -160,8 +160,10 @@ def verify(job: UserJob, mesh: str = "shard=2", strategy: str = "zero3", **setti
     """
     config = with_job(VerifyConfig(job=job, mesh=mesh, strategy=strategy, **settings))
     validate(config)
-    made = make_job(config)
-    ranks = thread.run(config.parsed_mesh, lambda comm: record_run(made, config, comm), deadline=config.deadline)
+    made = make_job(config.task, config.dtypes)
+    ranks = thread.run(
+        config.machine.parsed_mesh, lambda comm: record_run(made, config, comm), deadline=config.machine.deadline
+    )
     tree, plain = references(made, config, ranks)
     return placed(judge(made, config, ranks, tree, plain), made, config, ranks, (tree, plain))
 
@@ -181,12 +183,12 @@ def placed(
 ) -> Verdict:
     """The verdict with the first wrong tensor, where more than messages is different; the layout may run again."""
     tree, plain = references
-    if not config.locate or verdict.within:
+    if not config.comparison.locate or verdict.within:
         return verdict
     if all(f.equal for f in (*verdict.tree, *verdict.plain)):
         return replace(verdict, unplaced=WITHIN_TOLERANCE)
     only_plain = all(f.equal for f in verdict.tree)
-    if config.device != "cpu" and not only_plain:
+    if config.machine.device != "cpu" and not only_plain:
         return replace(verdict, unplaced="the first wrong tensor is looked for on CPUs only")
     try:
         if only_plain:
@@ -194,7 +196,7 @@ def placed(
         first = locate(job, config, ranks, verdict.tree)
     except Exception as error:  # the verdict stands, whatever comes of this
         return replace(verdict, unplaced=f"the first wrong tensor could not be looked for: {one_line(str(error))}")
-    right = "the layout is right where it is not compiled" if config.compile else RIGHT_THIS_TIME
+    right = "the layout is right where it is not compiled" if config.task.network.compile else RIGHT_THIS_TIME
     return replace(verdict, first=first, unplaced="" if first else right)
 
 
@@ -203,8 +205,8 @@ def run_verify(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> in
 
     ``argv`` asks for the same again.
     """
-    job = make_job(config)
-    config = replace(config, steps=job.steps)  # epochs have become steps
+    job = make_job(config.task, config.dtypes)
+    config = config.with_flags(steps=job.steps)  # epochs have become steps
     with working(comm.rank == 0):
         ranks = collect_records(comm, record_run(job, config, comm))
         if ranks is None:
@@ -212,15 +214,15 @@ def run_verify(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> in
         tree, plain = references(job, config, ranks)
     again = {"command": shlex.join(["plait", *argv])}
     verdict = judge(job, config, ranks, tree, plain)
-    if config.json != "-":
-        show(verdict, screen(), every_tensor=config.tensors)
-        if config.json:
-            write_json(config.json, report(verdict) | again)  # the search may not fit into memory
+    if config.files.json != "-":
+        show(verdict, screen(), every_tensor=config.comparison.tensors)
+        if config.files.json:
+            write_json(config.files.json, report(verdict) | again)  # the search may not fit into memory
     with working():
         verdict = placed(verdict, job, config, ranks, (tree, plain))
-    if config.json and (config.json == "-" or verdict.first or verdict.unplaced):
-        write_json(config.json, report(verdict) | again)
-    if config.json != "-" and (verdict.first or verdict.unplaced):
+    if config.files.json and (config.files.json == "-" or verdict.first or verdict.unplaced):
+        write_json(config.files.json, report(verdict) | again)
+    if config.files.json != "-" and (verdict.first or verdict.unplaced):
         screen().print(Text(str(verdict.first or verdict.unplaced)), soft_wrap=True)
     return 0 if verdict.equal else 1
 

@@ -126,8 +126,8 @@ def honest_runs(job: Job, config: RunConfig, ranks: Sequence[RankRecord], runs: 
     compiled: ``Jitter`` needs to see into the modules."""
     job = replace(job, compile=False)
     orders = list(permutations(additions(config.row)))
-    run = partial(run_reference, clip=config.clip, ties=ranks[0].ties)
-    mesh, num, steps = config.parsed_mesh, config.microbatches, config.steps
+    run = partial(run_reference, clip=config.task.update.clip, ties=ranks[0].ties)
+    mesh, num, steps = config.machine.parsed_mesh, config.layout.microbatches, config.task.samples.steps
     exact = run(job, mesh, num, additions(config.row), steps)
     made = [run(job, mesh, num, orders[i % len(orders)], steps, built=Jitter(i).follow) for i in range(runs)]
     return HonestRuns(exact, made, torch.finfo(job.dtype).eps)

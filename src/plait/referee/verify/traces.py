@@ -42,7 +42,7 @@ class Traces:
     @property
     def tensor(self) -> int:
         """The size of the tensor axis."""
-        return self.config.parsed_mesh.tensor
+        return self.config.machine.parsed_mesh.tensor
 
     def of(self, rank: int) -> RankRecord:
         """A rank's trace."""

@@ -6,7 +6,7 @@ rank 0         judge(job, folder)
 
 import shutil
 import tempfile
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from plait.referee.witness.record import witness
 from plait.referee.witness.replay import check_replayable
 from plait.run.config import VerifyConfig
 from plait.run.config.layout import LayoutConfig
+from plait.run.config.sections import flags
 from plait.run.job.job import Job, build_model, make_job
 from plait.step import Engine
 from plait.step.step import whole_count
@@ -30,19 +31,31 @@ from plait.zero.state.init import materialise
 
 def with_engine(config: VerifyConfig) -> VerifyConfig:
     """A config whose ranks are processes, as other engines need them; ValueError for what no engine can be held to."""
-    assert config.engine is not None
-    if config.matrix is not None:
-        raise ValueError(f"engine {config.engine!r} beside matrix, which is of plait's layouts: leave one of them out")
-    if config.dtype not in ("fp32", "fp64"):
-        raise ValueError(f"dtype {config.dtype} beside engine: give fp32 or fp64, in which a difference is no rounding")
+    assert config.comparison.engine is not None
+    if config.comparison.matrix is not None:
+        raise ValueError(
+            f"engine {config.comparison.engine!r} beside matrix, which is of plait's layouts: leave one of them out"
+        )
+    if config.task.network.dtype not in ("fp32", "fp64"):
+        raise ValueError(
+            f"dtype {config.task.network.dtype} beside engine: give fp32 or fp64, in which a difference is no rounding"
+        )
+    given, unsaid = flags(config), flags(VerifyConfig())
     for name in ours():
-        if (value := getattr(config, name)) != getattr(VerifyConfig, name):
-            raise ValueError(f"{name} {value!r} beside engine, which has its own ways: leave one of them out")
-    model = build_model(config)
+        if given[name] != unsaid[name]:
+            raise ValueError(f"{name} {given[name]!r} beside engine, which has its own ways: leave one of them out")
+    model = build_model(config.task, config.dtypes)
     check_replayable(model)
-    check_engine(config.engine, model, config.parsed_mesh, config.batch, config.microbatches, config.clip)
-    find_adapter(config.engine)
-    return replace(config, world="process", device="cpu")
+    check_engine(
+        config.comparison.engine,
+        model,
+        config.machine.parsed_mesh,
+        config.task.samples.batch,
+        config.layout.microbatches,
+        config.task.update.clip,
+    )
+    find_adapter(config.comparison.engine)
+    return config.with_flags(world="process", device="cpu")
 
 
 def ours() -> list[str]:
@@ -53,12 +66,12 @@ def ours() -> list[str]:
 
 def run_engine(config: VerifyConfig, comm: Comm, elements: int | None = None) -> Judgement | None:
     """This rank's part; the judgement on rank 0, None elsewhere.  ``elements`` as of ``plait.witness``."""
-    job = make_job(config)
+    job = make_job(config.task, config.dtypes)
     folder = Path(broadcast_text(comm, tempfile.mkdtemp(prefix="plait-witness-") if not comm.rank else "", NO_NOTE))
     try:
         drive(job, config, comm, folder, elements)
         check_together(comm, None, AXES)
-        return judge(job, folder, clip=config.clip, steps=job.steps) if not comm.rank else None
+        return judge(job, folder, clip=config.task.update.clip, steps=job.steps) if not comm.rank else None
     finally:
         if not comm.rank:
             shutil.rmtree(folder, ignore_errors=True)
@@ -79,20 +92,20 @@ def _driven(engine: str, made: Any) -> Driven:
 
 def drive(job: Job, config: VerifyConfig, comm: Comm, folder: Path, elements: int | None = None) -> None:
     """Train a job under an engine, witnessed in a folder."""
-    assert config.engine is not None
+    assert config.comparison.engine is not None
     model = job.build()
     materialise(model, job.seed, comm.device, job.weights)
-    made = _driven(config.engine, find_adapter(config.engine)(job, model, comm))
-    where, parts = comm.mesh.data_rank(comm.rank), config.microbatches
+    made = _driven(config.comparison.engine, find_adapter(config.comparison.engine)(job, model, comm))
+    where, parts = comm.mesh.data_rank(comm.rank), config.layout.microbatches
     steps = [job.microbatches(step, where, comm.mesh.data_size, parts) for step in range(job.steps)]
     schedule = job.scheduler(made.optimizer) if job.scheduler and not made.train else None
     given = {"steps": job.steps, "elements": elements, "rank": comm.rank, "ranks": comm.mesh.size, **made.told}
     with witness(made.model, made.optimizer, folder, **given):
         if made.train is not None:
-            made.train(steps, config.clip)
+            made.train(steps, config.task.update.clip)
         for step, batches in enumerate(steps if made.train is None else []):
             (whole,) = job.microbatches(step, 0, 1, 1)
             assert made.step is not None
-            made.step(batches, whole_count(job.count_fn(whole)), config.clip)
+            made.step(batches, whole_count(job.count_fn(whole)), config.task.update.clip)
             if schedule:
                 schedule.step()

@@ -14,14 +14,14 @@ from plait.anymodel.tensor import resolve_carried
 from plait.anymodel.tensor.types import ModuleType, module_types
 from plait.checkpoint.files.writing import write_json
 from plait.run.config import with_job
-from plait.run.job.config import JobConfig
+from plait.run.job.config import TaskConfig
 from plait.run.job.job import build_model
 from plait.run.report.screen import screen
 from plait.table.mesh import Mesh
 
 
-@dataclass(frozen=True)
-class ExplainConfig(JobConfig):
+@dataclass(frozen=True, init=False)
+class ExplainConfig(TaskConfig):
     """Show the types of activations and parameters under a model's tensor plan, and what each module sends."""
 
     mesh: str = "tensor=2"
@@ -38,13 +38,13 @@ def run(config: ExplainConfig, argv: Sequence[str] = ()) -> int:
     mesh = Mesh.parse(config.mesh)
     if mesh.tensor == 1:
         raise ValueError(f"mesh {config.mesh!r} has no tensor axis, so each module has whole tensors: give tensor=2")
-    model = build_model(config)
+    model = build_model(config.task)
     parallel = resolve_carried(model, mesh.tensor, sequence=config.sequence_parallel)
     types = list(module_types(model, parallel, sequence=config.sequence_parallel))
     if config.json:
         write_json(config.json, {"mesh": str(mesh), "modules": [asdict(one) for one in types]})
     if config.json != "-":
-        screen().print(_table(f"{config.title} on {mesh}", _together(types)))
+        screen().print(_table(f"{config.task.title} on {mesh}", _together(types)))
         screen().print(
             "whole: the same on every rank; time: cut in the dim of time; cut: in the last dim; pending: each rank "
             "has a term of the sum, which is made once per step. An activation's gradient lies as the activation does."

@@ -17,13 +17,13 @@ from plait.referee.witness.judge import judge
 from plait.referee.witness.judgement import Judgement
 from plait.referee.witness.run import run_engine
 from plait.run.config import VerifyConfig, with_job
-from plait.run.job.config import JobConfig
+from plait.run.job.config import JobConfig, TaskConfig
 from plait.run.job.job import make_job
 from plait.run.report.screen import screen, working
 
 
-@dataclass(frozen=True)
-class JudgeConfig(JobConfig):
+@dataclass(frozen=True, init=False)
+class JudgeConfig(TaskConfig):
     """Hold a run that was witnessed, of any engine, against the single process; name the first thing that is wrong.
 
     Exit code 0: equal, 1: different, 2: bad input.
@@ -31,10 +31,7 @@ class JudgeConfig(JobConfig):
 
     folder: tyro.conf.Positional[str] = ""
     """The folder that plait.witness wrote, with all ranks."""
-    dropout: float = 0.0
-    """The dropout probability of the loop; no engine can be replayed with dropout."""
-    clip: float | None = None
-    """The global gradient norm to which the loop clips; None: it does not."""
+    task: JobConfig = JobConfig(dropout=0.0, clip=None)
     rounding: Rounding | None = None
     """The precision of the loop's products or sums where the job has more: tf32 for products on a GPU, bf16 or fp16
     for autocast, an all-reduce or a DDP hook."""
@@ -47,12 +44,14 @@ class JudgeConfig(JobConfig):
 def run(config: JudgeConfig, argv: Sequence[str] = ()) -> int:
     """Judges, then shows and writes the judgement.  ``argv`` is the command that repeats it."""
     config = with_job(config)
-    if config.dtype.endswith("-mixed"):
-        raise ValueError(f"dtype {config.dtype}: a judgement is of one dtype, that of the loop's parameters")
+    if config.task.network.dtype.endswith("-mixed"):
+        raise ValueError(
+            f"dtype {config.task.network.dtype}: a judgement is of one dtype, that of the loop's parameters"
+        )
     if not config.folder:
         raise ValueError("folder is empty: give what plait.witness has written")
     with working():
-        judgement = judge(make_job(config), config.folder, clip=config.clip, rounding=config.rounding)
+        judgement = judge(make_job(config.task), config.folder, clip=config.task.update.clip, rounding=config.rounding)
     code = told(judgement, config.json, argv, config.floor)
     if config.json != "-":
         screen(soft_wrap=True).print(f"recording: {judgement.recording}", highlight=False)
@@ -63,7 +62,7 @@ def run_verify_engine(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()
     """Runs this rank's part of ``plait verify --engine``.  Rank 0 judges, prints and returns the exit code."""
     with working(comm.rank == 0):
         judgement = run_engine(config, comm)
-    return 0 if judgement is None else told(judgement, config.json, argv)
+    return 0 if judgement is None else told(judgement, config.files.json, argv)
 
 
 def told(judgement: Judgement, place: str | None, argv: Sequence[str], floor: float | None = None) -> int:

@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, make_dataclass, replace
+from dataclasses import is_dataclass, make_dataclass, replace
 from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
@@ -24,6 +24,8 @@ from plait.messages.escape import heard, one_line, say
 from plait.run import config as configs
 from plait.run.commands.interrupt import leave_at_once, raise_again
 from plait.run.config.bounds import check_values
+from plait.run.config.sections import flag_hints
+from plait.run.config.sections import flags as flags_of
 from plait.run.job.user_code import FLAG, load_installed, load_plugin, take_files
 from plait.run.launch.failure import guarded, leave, open_closed
 
@@ -78,12 +80,13 @@ def run(argv: list[str]) -> int:
         return 0
     load_installed()
     command = parse(argv)
-    for file in getattr(command, "plugin", ()):  # a settings file may name plugins
+    for file in flags_of(command).get("plugin", ()):  # a settings file may name plugins
         load_plugin(file)
     raise_again()
     with to_its_end():
         check_values(command)
-        if (place := getattr(getattr(command, "what", command), "json", None)) not in (None, "-"):
+        part = getattr(command, "what", command)
+        if (place := flags_of(part if is_dataclass(part) else command).get("json")) not in (None, "-"):
             check_file("json", place)
         return int(module_of(take_files(argv)[0][0]).run(command, argv))
 
@@ -102,7 +105,7 @@ def parse(argv: Sequence[str]) -> Any:
     """Parses the command line into one of the configs.  Usage errors exit with code 2, like argparse's."""
     import tyro
 
-    from plait.run.commands.flags import check_flags, parse_sections
+    from plait.run.commands.flags import check_flags
 
     argv, plugins = take_files(argv)
     for file in plugins:  # the help texts list its rows too
@@ -117,10 +120,9 @@ def parse(argv: Sequence[str]) -> Any:
         if name not in NESTED:
             check_flags(name, kind, words)
         with heard():  # a help text may be printed
-            if of_a_run:
-                command = parse_sections(_defaults(kind, words), prog, words)
-            else:
-                command = tyro.cli(kind, prog=prog, args=words)
+            default = {"default": _defaults(kind, words)} if of_a_run else {}
+            flat = () if name in NESTED else (tyro.conf.OmitArgPrefixes,)
+            command = tyro.cli(kind, prog=prog, args=words, config=flat, **default)
     else:
         named = ((name, tyro.conf.subcommand(name, description=text)) for name, text in COMMANDS.items())
         completing = any(word.startswith("--tyro-") for word in argv)  # a script that knows every flag
@@ -128,14 +130,17 @@ def parse(argv: Sequence[str]) -> Any:
             *(Annotated[kind_of(name) if completing else make_dataclass(name, ()), word] for name, word in named)
         ]
         with heard():
-            command = tyro.cli(kinds, prog="plait", description=DESCRIPTION, args=list(argv))
+            command = tyro.cli(
+                kinds, prog="plait", description=DESCRIPTION, args=list(argv), config=(tyro.conf.OmitArgPrefixes,)
+            )
     if plugins and of_a_run:
         command = replace(command, plugin=plugins)
     flags = {word.partition("=")[0] for word in argv}
-    if of_a_run and command.epochs is not None and "--steps" in flags:
-        where = f" of {command.config}" if command.config and "--epochs" not in flags else ""
+    if of_a_run and command.task.samples.epochs is not None and "--steps" in flags:
+        samples, file = command.task.samples, command.files.config
+        where = f" of {file}" if file and "--epochs" not in flags else ""
         raise ValueError(
-            f"--steps {command.steps} beside epochs {command.epochs}{where}, which are a number of steps too: "
+            f"--steps {samples.steps} beside epochs {samples.epochs}{where}, which are a number of steps too: "
             f"leave --steps out, or give --epochs None"
         )
     return command
@@ -148,5 +153,4 @@ def _defaults(kind: Any, words: Sequence[str]) -> Any:
         raise ValueError(f"--config is given {len(files)} times ({', '.join(map(shown, files))}): give one file")
     if not files:
         return kind()
-    of_a_run = [field.name for field in fields(configs.TrainConfig)]  # plait verify reads a run's file too
-    return configs.from_toml(kind, files[0], others=of_a_run)
+    return configs.from_toml(kind, files[0], others=flag_hints(configs.TrainConfig))  # verify reads a run's file too

@@ -8,6 +8,7 @@ from plait.comm.agree import check_together, gather_ints
 from plait.comm.base import NO_NOTE, Comm
 from plait.messages.escape import say
 from plait.run.config import TrainConfig, validate, with_job
+from plait.run.config.sections import flags
 from plait.run.launch.limits import Limits
 from plait.run.launch.local import is_a_rank, launch
 from plait.run.train.resume import check_places, has_settings, newest_sound, restarted
@@ -19,16 +20,16 @@ def run(config: TrainConfig, argv: Sequence[str]) -> int:
     """Trains on the ranks of the mesh and returns the exit code."""
     config = with_job(config)
     body: Callable[[Comm], int]
-    if is_a_rank(config):  # the ranks agree on how often the run was started
+    if is_a_rank(config.machine):  # the ranks agree on how often the run was started
         body = partial(train_again, config, argv=argv)
     else:
         validate(config)
         if done := check_places(config):
-            say(f"{done}\n", sys.stderr if config.json == "-" else sys.stdout)
+            say(f"{done}\n", sys.stderr if config.files.json == "-" else sys.stdout)
             return 0
         body = partial(run_train, config, argv=argv)
-    limits = Limits(config.restarts, config.grace, partial(newest_sound, config))
-    return launch(config, body, ["-m", "plait", *argv], limits)
+    limits = Limits(config.course.restarts, config.course.grace, partial(newest_sound, config))
+    return launch(config.machine, body, ["-m", "plait", *argv], limits, flags(config))
 
 
 def train_again(config: TrainConfig, comm: Comm, argv: Sequence[str]) -> int:
@@ -44,6 +45,6 @@ def train_again(config: TrainConfig, comm: Comm, argv: Sequence[str]) -> int:
         wrong = error
     check_together(comm, wrong, AXES)
     if done:
-        say(f"{done}\n", sys.stderr if config.json == "-" else sys.stdout)
+        say(f"{done}\n", sys.stderr if config.files.json == "-" else sys.stdout)
         return 0
     return run_train(config, comm, argv=argv)

@@ -1,5 +1,6 @@
 """Describes a run as one frozen value, checked before any process starts.
 
+sections.py    ``Sections``: configs made of sections, and set by flags
 settings.py    ``TrainConfig`` and ``VerifyConfig``: combine the sections, and derive values from them
 layout.py      the section that distributes the model over the ranks
 machine.py     the section for the ranks, checked against this machine
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from plait.run.config.file import from_toml, to_toml
     from plait.run.config.layout import names_a_file, read_schedule
     from plait.run.config.machine import Device, MachineConfig, World, check_machine, resolve_device
-    from plait.run.config.settings import RunConfig, TrainConfig, VerifyConfig, section, with_job
+    from plait.run.config.settings import RunConfig, TrainConfig, VerifyConfig, with_job
 else:
     __getattr__ = later(
         __name__,
@@ -30,9 +31,9 @@ else:
             "file": "from_toml to_toml",
             "layout": "names_a_file read_schedule",
             "machine": "Device MachineConfig World check_machine resolve_device",
-            "settings": "RunConfig TrainConfig VerifyConfig section with_job",
+            "settings": "RunConfig TrainConfig VerifyConfig with_job",
         },
     )
 
 __all__ = ["Device", "MachineConfig", "RunConfig", "TrainConfig", "VerifyConfig", "World", "check_machine", "from_toml"]
-__all__ += ["names_a_file", "read_schedule", "resolve_device", "section", "to_toml", "validate", "with_job"]
+__all__ += ["names_a_file", "read_schedule", "resolve_device", "to_toml", "validate", "with_job"]

@@ -12,13 +12,16 @@ from plait.pipeline.build_stages import split_of
 from plait.run.config.bounds import check_values
 from plait.run.config.machine import check_machine, resolve_device
 from plait.run.config.room import check_room, checkpoint_bytes
-from plait.run.config.settings import RunConfig, TrainConfig, VerifyConfig
+from plait.run.config.sections import flags
+from plait.run.config.settings import CourseConfig, RunConfig, TrainConfig, VerifyConfig
 from plait.run.config.sinks import METRICS, check_sinks
 from plait.run.data.text import size_of
 from plait.run.data.tokens import token_files
 from plait.run.formats.huggingface import copied_files
 from plait.run.injection.faults import parse_fault
+from plait.run.job.config import JobConfig
 from plait.run.job.dataset import make_data
+from plait.run.job.families import FOLDER, OF_THE_FOLDER
 from plait.run.job.job import build_model, make_job
 from plait.schedule.check import check
 from plait.table.precision import LossScale
@@ -42,126 +45,149 @@ FOR_TEXT = {
 def validate(config: RunConfig) -> None:
     """Raises ValueError, with the numbers and the fix, for a run that is known to be impossible."""
     check_values(config)
-    check_machine(config)
-    _ = config.row, config.optimizer_row  # raise if they are wrong
+    check_machine(config.machine)
+    _ = config.row, config.task.optimizer_row  # raise if they are wrong
     _check_family(config)
-    _check_rates(config)
+    _check_rates(config.task)
     _check_pipeline(config)
-    ranks, parts = config.parsed_mesh.data_size, config.parsed_mesh.data_size * config.microbatches
-    if config.batch < parts:
+    ranks, batch, microbatches = (
+        config.machine.parsed_mesh.data_size,
+        config.task.samples.batch,
+        config.layout.microbatches,
+    )
+    if batch < (parts := ranks * microbatches):
         raise ValueError(
-            f"a batch of {config.batch} samples cannot fill {ranks} data ranks x {config.microbatches} microbatches = "
+            f"a batch of {batch} samples cannot fill {ranks} data ranks x {microbatches} microbatches = "
             f"{parts} parts: give batch >= {parts}, or fewer microbatches"
         )
     _check_data(config)
     check_room(config)
     if isinstance(config, TrainConfig):
         _check_training(config)
-    if config.json not in (None, "-"):
-        check_file("json", config.json)
+    if config.files.json not in (None, "-"):
+        check_file("json", config.files.json)
     _check_dtypes(config)
     _check_model(config)
 
 
 def _check_family(config: RunConfig) -> None:
     """Refuses an unknown model, sizes that do not fit together, and settings that its family does not have."""
-    _ = config.sizes
-    if config.family.reads_text:
+    given, unsaid = flags(config), (flags(JobConfig()), flags(type(config)()))
+    for name in OF_THE_FOLDER if given["model"].startswith(FOLDER) else ():
+        if all(given[name] != one[name] for one in unsaid):
+            raise ValueError(f"{name} {given[name]} beside model {given['model']!r}, whose own holds: leave it out")
+    _ = config.task.sizes
+    if config.task.family.reads_text:
         return
-    own = config.job is not None  # the engine checks whether it fits
+    own = config.task.network.job is not None  # the engine checks whether it fits
     for name, why in FOR_TEXT.items():
         if own and name == "sequence_parallel":
             continue
-        if getattr(config, name, None) not in (None, False):
-            raise ValueError(f"{name} is for text, which {why}; {config.title} reads none: leave it out")
-    if config.recompute == "selective" and not own:
+        if given.get(name) not in (None, False):
+            raise ValueError(f"{name} is for text, which {why}; {config.task.title} reads none: leave it out")
+    if config.layout.recompute == "selective" and not own:
         raise ValueError(
-            f"recompute selective is for attention, which {config.title} lacks: choose full, or leave it out"
+            f"recompute selective is for attention, which {config.task.title} lacks: choose full, or leave it out"
         )
 
 
-def _check_rates(config: RunConfig) -> None:
-    """Refuses a schedule of the learning rate that does not fit the run, and rates out of range."""
-    if config.epochs is None and config.warmup > config.steps:
-        raise ValueError(f"a warmup of {config.warmup} steps in a run of {config.steps}: give at most {config.steps}")
+def _check_rates(task: JobConfig) -> None:
+    """Refuses a schedule of the learning rate that does not fit the run."""
+    warmup, steps = task.update.warmup, task.samples.steps
+    if task.samples.epochs is None and warmup > steps:
+        raise ValueError(f"a warmup of {warmup} steps in a run of {steps}: give at most {steps}")
 
 
 def _check_pipeline(config: RunConfig) -> None:
     """Proves the schedule.  Refuses one that is wrong, or that does not fit the mesh and the microbatches."""
     pipeline = config.pipeline
-    schedule = pipeline.completed(config.microbatches, config.row)
-    if isinstance(config, VerifyConfig) or (isinstance(config, TrainConfig) and config.verify):
+    schedule = pipeline.completed(config.layout.microbatches, config.row)
+    if isinstance(config, VerifyConfig) or (isinstance(config, TrainConfig) and config.course.verify):
         check(schedule, in_order=True)
-    if pipeline.num_stages == 1 and config.split is not None:
-        raise ValueError(f"split {config.split!r}, but there is one stage: give the mesh a pipe axis, or leave it out")
+    if pipeline.num_stages == 1 and config.layout.split is not None:
+        raise ValueError(
+            f"split {config.layout.split!r}, but there is one stage: give the mesh a pipe axis, or leave it out"
+        )
 
 
 def _check_data(config: RunConfig) -> None:
     """Refuses data that is not text, or too little of it for a step.  Only the ranks read a large text."""
-    mapped = token_files(config.data)
-    if config.data is not None and not mapped and size_of(config.data) > LOOKED_INTO and config.family.reads_text:
+    mapped = token_files(config.task.samples.data)
+    if (
+        config.task.samples.data is not None
+        and not mapped
+        and size_of(config.task.samples.data) > LOOKED_INTO
+        and config.task.family.reads_text
+    ):
         return
-    if config.family.weights is None and config.job is None:
-        make_data(config)
+    if config.task.family.weights is None and config.task.network.job is None:
+        make_data(config.task, config.dtypes.computed)
 
 
 def _check_training(config: TrainConfig) -> None:
     """Refuses paths that a run could not write to, and a limit on evaluations if there are none."""
-    if config.overwrite and config.out is None:
+    output = config.output
+    if output.overwrite and output.out is None:
         raise ValueError("overwrite without out: there is nothing to replace; give --out DIR, or leave it out")
-    if config.out is not None:
-        check_free(os.path.join(config.out, METRICS))
-        files = [name for name in WRITTEN if os.path.lexists(os.path.join(config.out, name))]
-        if files and not (config.overwrite or config.resume):
+    if output.out is not None:
+        check_free(os.path.join(output.out, METRICS))
+        files = [name for name in WRITTEN if os.path.lexists(os.path.join(output.out, name))]
+        if files and not (output.overwrite or output.resume):
             raise ValueError(
-                f"out {config.out!r} has the {', '.join(files)} of an earlier run: give another folder, --resume "
-                f"auto to go on with that run, or --overwrite"
+                f"out {output.out!r} has the {', '.join(files)} of an earlier run: give another folder, "
+                f"--resume auto to go on with that run, or --overwrite"
             )
-        check_folder("out", config.out, WRITTEN, checkpoint_bytes(config) if config.save_every else 0)
-    for text in config.inject:
-        fault = parse_fault(text, config.parsed_mesh.size, threads=config.world == "thread")
-        if config.epochs is None and fault.step > config.steps:
-            raise ValueError(f"the fault {text!r} is in step {fault.step}, but the run has {config.steps} steps")
-    if config.export is not None:
-        if not config.family.transformers:
-            raise ValueError(f"export writes models of transformers, which {config.title} is not: leave it out")
-        if os.path.lexists(config.export):
-            raise ValueError(f"there is something at export {config.export!r} already: give a new folder")
-        check_folder("export", config.export)
-        copied_files(getattr(config.sizes, "path", None))
-    check_sinks(config.out, tensorboard=config.tensorboard, wandb=config.wandb)
-    if config.eval_every is None and config.eval_steps != TrainConfig.eval_steps:
-        raise ValueError(f"eval_steps {config.eval_steps} without eval_every: give that as well, 0 for once at the end")
+        check_folder("out", output.out, WRITTEN, checkpoint_bytes(config) if output.save_every else 0)
+    for text in config.course.inject:
+        fault = parse_fault(text, config.machine.parsed_mesh.size, threads=config.machine.world == "thread")
+        if config.task.samples.epochs is None and fault.step > config.task.samples.steps:
+            raise ValueError(
+                f"the fault {text!r} is in step {fault.step}, but the run has {config.task.samples.steps} steps"
+            )
+    if output.export is not None:
+        if not config.task.family.transformers:
+            raise ValueError(f"export writes models of transformers, which {config.task.title} is not: leave it out")
+        if os.path.lexists(output.export):
+            raise ValueError(f"there is something at export {output.export!r} already: give a new folder")
+        check_folder("export", output.export)
+        copied_files(getattr(config.task.sizes, "path", None))
+    check_sinks(output.out, tensorboard=output.tensorboard, wandb=output.wandb)
+    if config.course.eval_every is None and config.course.eval_steps != CourseConfig.eval_steps:
+        raise ValueError(
+            f"eval_steps {config.course.eval_steps} without eval_every: give that as well, 0 for once at the end"
+        )
 
 
 def _check_dtypes(config: RunConfig) -> None:
     """Refuses a dtype that the device cannot compute in, and an impossible loss scale."""
-    dtype, device = config.torch_dtype, resolve_device(config)
+    dtype, device = config.dtypes.computed, resolve_device(config.machine)
     if dtype != torch.float32:
         try:
             matrix = torch.ones(2, 2, dtype=dtype, device=device)
             assert (matrix @ matrix).numel()
         except RuntimeError as error:
             raise ValueError(f"{device} cannot multiply matrices in {dtype}: choose another dtype ({error})") from error
-    if config.loss_scale is not None:
-        LossScale(config.loss_scale)
+    if config.task.update.loss_scale is not None:
+        LossScale(config.task.update.loss_scale)
 
 
 def _check_model(config: RunConfig) -> None:
     """Refuses files that do not fit together, a missing gemm or compiler, and a mesh that cannot cut this model."""
-    mesh, pipeline = config.parsed_mesh, config.pipeline
-    find_gemm(config.gemm)
-    check_compile(config.parallelism, mesh.tensor, torch.device(resolve_device(config)))
-    if config.family.weights is not None:
-        make_job(config)
-    if isinstance(config, VerifyConfig) and config.engine is not None:
+    mesh, pipeline = config.machine.parsed_mesh, config.pipeline
+    find_gemm(config.task.network.gemm)
+    check_compile(config.parallelism, mesh.tensor, torch.device(resolve_device(config.machine)))
+    if config.task.family.weights is not None:
+        make_job(config.task, config.dtypes)
+    if isinstance(config, VerifyConfig) and config.comparison.engine is not None:
         return  # another engine cuts models in its own way
     if pipeline.num_stages > 1:
-        split_of(blocks_of(build_model(config)), pipeline.num_stages, config.sizes_of_stages)
+        split_of(blocks_of(build_model(config.task, config.dtypes)), pipeline.num_stages, config.layout.sizes_of_stages)
     if mesh.tensor > 1:
-        parallel = resolve_carried(build_model(config), mesh.tensor, sequence=config.sequence_parallel)
+        parallel = resolve_carried(
+            build_model(config.task, config.dtypes), mesh.tensor, sequence=config.layout.sequence_parallel
+        )
         if not parallel.cuts:
             raise ValueError(
-                f"tensor={mesh.tensor}, but the plan cuts no parameter of {config.title}: give it more layers (mlp has "
-                f"its first pair of cut layers with 4), or leave the tensor axis out"
+                f"tensor={mesh.tensor}, but the plan cuts no parameter of {config.task.title}: give it more layers ("
+                f"mlp has its first pair of cut layers with 4), or leave the tensor axis out"
             )

@@ -5,14 +5,15 @@ TrainConfig(mesh="shard=2", layers=None)  ──► mesh = "shard=2"  ──► 
 
 import tomllib
 from collections.abc import Collection
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import tomli_w
 import tyro
 
 from plait.checkpoint.files.reading import read_text, shown
 from plait.messages.wording import did_you_mean
+from plait.run.config.sections import flag_hints, flags
 
 Config = TypeVar("Config")
 
@@ -39,11 +40,11 @@ def to_toml(config: Any) -> str:
     """Writes a config as TOML from which ``from_toml`` reads an equal config.  Leaves out a None that is the field's
     default, the steps that follow from epochs, and the permission to overwrite, which counts only once."""
     values = {}
-    left_out = ["config", "overwrite", "resume", "change"] + ["steps"] * (getattr(config, "epochs", None) is not None)
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.name not in left_out and (value is not None or field.default is not None):
-            values[field.name] = NONE if value is None else value
+    given, unsaid = flags(config), flags(type(config)())
+    left_out = ["config", "overwrite", "resume", "change"] + ["steps"] * (given.get("epochs") is not None)
+    for name, value in given.items():
+        if name not in left_out and (value is not None or unsaid[name] is not None):
+            values[name] = NONE if value is None else value
     return tomli_w.dumps(values)
 
 
@@ -63,8 +64,8 @@ def from_toml(kind: type[Config], path: str, others: Collection[str] = ()) -> Co
     except (ValueError, RecursionError) as error:
         reason = error if isinstance(error, ValueError) else "it is nested too deeply"
         raise ValueError(f"the config {shown(path)} is no TOML: {reason}") from error
-    hints = get_type_hints(kind)
-    names = [field.name for field in fields(kind) if field.name != "config"]  # type: ignore[arg-type]
+    hints = flag_hints(kind)
+    names = [name for name in hints if name != "config"]
     left_out = {*GONE, *others} - {*names}
     values = {name: value for name, value in values.items() if name not in left_out}
     for name, value in values.items():

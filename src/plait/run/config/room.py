@@ -8,7 +8,6 @@ A run that needs less than this may still be too large; one that needs more is r
 """
 
 import os
-from dataclasses import replace
 
 from plait.checkpoint.files.reading import memory
 from plait.comm.environment import started
@@ -24,15 +23,15 @@ RECOMPUTED: tuple[Recompute, ...] = ("selective", "full")
 
 def check_room(config: RunConfig) -> None:
     """Raises ValueError, with need and have, for a run on CPUs that cannot fit into this machine's memory."""
-    if resolve_device(config) != "cpu" or config.job is not None:
+    if resolve_device(config.machine) != "cpu" or config.task.network.job is not None:
         return
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
-    size = config.parsed_mesh.size
+    size = config.machine.parsed_mesh.size
     if given.isdecimal() and len(given) < 9:
         ranks = min(int(given), size)
     else:  # started by hand, perhaps one on each host, or by plait
         ranks = 1 if started() else size
-    kinds, have = _kinds(config), memory(1 if config.world == "thread" else ranks)
+    kinds, have = _kinds(config), memory(1 if config.machine.world == "thread" else ranks)
     need = ranks * sum(kinds.values())
     if need > have:
         parts = ", ".join(f"{human(one)} of {what}" for what, one in kinds.items())
@@ -50,60 +49,70 @@ def _kinds(config: RunConfig) -> dict[str, int]:
 
 def _changes(config: RunConfig) -> dict[str, RunConfig]:
     """Variants of the run that need less, each with one setting changed."""
-    most = config.batch // config.parsed_mesh.data_size
-    changed = {f"--microbatches {most}": replace(config, microbatches=most)}
-    if config.family.predicted and not config.pack:
-        changed |= {f"--recompute {kind}": replace(config, recompute=kind) for kind in RECOMPUTED}
+    most = config.task.samples.batch // config.machine.parsed_mesh.data_size
+    changed = {f"--microbatches {most}": config.with_flags(microbatches=most)}
+    if config.task.family.predicted and not config.task.samples.pack:
+        changed |= {f"--recompute {kind}": config.with_flags(recompute=kind) for kind in RECOMPUTED}
     if not config.row.params.split and not config.row.params.dtype:
-        changed["--strategy zero3"] = replace(config, strategy="zero3")
+        changed["--strategy zero3"] = config.with_flags(strategy="zero3")
     return changed
 
 
 def checkpoint_bytes(config: TrainConfig) -> int:
     """Least number of bytes of one checkpoint: each parameter, with the optimizer's numbers for it."""
-    return (1 + config.optimizer_row.states) * _parameters(config) * config.torch_dtype.itemsize
+    return (1 + config.task.optimizer_row.states) * _parameters(config) * config.dtypes.computed.itemsize
 
 
 def decoder_sizes(config: RunConfig) -> DecoderSizes:
     """Sizes of a microbatch in plait's decoder, on one rank."""
-    mesh, model = config.parsed_mesh, config.sizes
+    mesh, model = config.machine.parsed_mesh, config.task.sizes
     return DecoderSizes(
-        batch=-(-config.batch // (mesh.data_size * config.microbatches)),
-        length=config.length,
+        batch=-(-config.task.samples.batch // (mesh.data_size * config.layout.microbatches)),
+        length=config.task.network.length,
         width=model.width,
         heads=model.num_heads,
         kv_heads=model.num_kv_heads,
         hidden=model.hidden_width,
         vocabulary=model.vocabulary,
-        itemsize=config.torch_dtype.itemsize,
+        itemsize=config.dtypes.computed.itemsize,
         dropout=model.dropout > 0,
         ways=mesh.tensor,
-        sequence=config.sequence_parallel and mesh.tensor > 1,
+        sequence=config.layout.sequence_parallel and mesh.tensor > 1,
     )
 
 
 def _parameters(config: RunConfig) -> int:
     """Number of the model's parameters.  0 if only its files know it."""
-    return int(getattr(config.sizes, "num_parameters", 0))
+    return int(getattr(config.task.sizes, "num_parameters", 0))
 
 
 def _state(config: RunConfig) -> int:
-    mesh, own = config.parsed_mesh, config.torch_dtype.itemsize
+    mesh, own = config.machine.parsed_mesh, config.dtypes.computed.itemsize
     numbers = _parameters(config) / (mesh.pipe * mesh.tensor)
-    sizes = {"param_bytes": own, "grad_bytes": own, "optimizer_bytes": own * config.optimizer_row.states}
+    sizes = {"param_bytes": own, "grad_bytes": own, "optimizer_bytes": own * config.task.optimizer_row.states}
     return formula(numbers, mesh, config.row, **sizes).total
 
 
 def _samples(config: RunConfig) -> int:
-    each = 2 * 8 * config.length if config.family.reads_text else config.sizes.width * config.torch_dtype.itemsize
-    return 2 * each * config.batch // config.parsed_mesh.data_size
+    each = (
+        2 * 8 * config.task.network.length
+        if config.task.family.reads_text
+        else config.task.sizes.width * config.dtypes.computed.itemsize
+    )
+    return 2 * each * config.task.samples.batch // config.machine.parsed_mesh.data_size
 
 
 def _activations(config: RunConfig) -> int:
-    if not (config.family.predicted and not config.pack):
-        tokens = config.length if config.family.reads_text else 1
-        samples = config.batch // (config.parsed_mesh.data_size * config.microbatches)
-        return samples * tokens * int(config.sizes.width) * config.torch_dtype.itemsize // config.parsed_mesh.tensor
-    links = ("embed", *(f"blocks.{i}" for i in range(config.sizes.num_layers)), "norm", "head")
-    kept = decoder(decoder_sizes(config), links, config.recompute)
-    return kept // int(config.parsed_mesh.pipe)
+    if not (config.task.family.predicted and not config.task.samples.pack):
+        tokens = config.task.network.length if config.task.family.reads_text else 1
+        samples = config.task.samples.batch // (config.machine.parsed_mesh.data_size * config.layout.microbatches)
+        return (
+            samples
+            * tokens
+            * int(config.task.sizes.width)
+            * config.dtypes.computed.itemsize
+            // config.machine.parsed_mesh.tensor
+        )
+    links = ("embed", *(f"blocks.{i}" for i in range(config.task.sizes.num_layers)), "norm", "head")
+    kept = decoder(decoder_sizes(config), links, config.layout.recompute)
+    return kept // int(config.machine.parsed_mesh.pipe)

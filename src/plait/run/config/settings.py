@@ -2,9 +2,9 @@
 
 defaults  <-  --config FILE.toml  <-  flags of the command line
 
-MachineConfig   the ranks                 machine.py ─┐
-LayoutConfig    the model on them          layout.py  ├─► RunConfig ──► parallelism ──► Engine
-JobConfig       what is trained        run/job/config.py ─┘           └───► Job
+machine: MachineConfig   the ranks                 machine.py ─┐
+layout:  LayoutConfig    the model on them          layout.py  ├─► RunConfig ──► parallelism ──► Engine
+task:    JobConfig       what is trained        run/job/config.py ─┘           └───► Job
 """
 
 from dataclasses import dataclass, fields, replace
@@ -16,67 +16,77 @@ import tyro
 from plait.comm import Comm
 from plait.run.config.file import FileConfig
 from plait.run.config.layout import LayoutConfig, names_a_file, read_schedule
-from plait.run.config.machine import Device, MachineConfig, World
-from plait.run.job.config import JobConfig
+from plait.run.config.machine import MachineConfig
+from plait.run.config.sections import flags
+from plait.run.job.config import Dtypes, JobConfig, TaskConfig
 from plait.run.job.families import OF_THE_FOLDER, stock_families
 from plait.run.job.job import Job
 from plait.schedule.pipeline import Pipeline
 from plait.table.cells import Strategy, find_strategy
 from plait.table.parallelism import Parallelism
 
-Section = TypeVar("Section")
-AnyJob = TypeVar("AnyJob", bound=JobConfig)
+AnyJob = TypeVar("AnyJob", bound=TaskConfig)
 
 
-@dataclass(frozen=True)
-class RunConfig(JobConfig, LayoutConfig, MachineConfig, FileConfig):
+@dataclass(frozen=True, init=False)
+class RunConfig(TaskConfig):
     """Settings that training and verifying share.  A wrong setting raises ValueError where its value is made."""
+
+    layout: LayoutConfig = LayoutConfig()
+    machine: MachineConfig = MachineConfig()
+    files: FileConfig = FileConfig()
 
     @cached_property
     def row(self) -> Strategy:
         """The strategy, with the dtypes and the device that other settings give its cells."""
-        row = self.in_dtype(find_strategy(self.strategy))
-        return row.offloaded() if self.offload else row
+        row = self.task.in_dtype(find_strategy(self.layout.strategy))
+        return row.offloaded() if self.layout.offload else row
+
+    @cached_property
+    def dtypes(self) -> Dtypes:
+        """The dtypes under the row."""
+        return self.task.dtypes_in(self.row)
 
     @cached_property
     def parallelism(self) -> Parallelism:
         """The layout for the engine.  A split that will be measured is None here."""
-        given = {field.name: getattr(self, field.name) for field in fields(Parallelism) if hasattr(self, field.name)}
-        given |= {"strategy": self.row, "split": self.sizes_of_stages}
-        if self.schedule is not None and names_a_file(self.schedule):
-            given["schedule"] = read_schedule(self.schedule)
+        names = {field.name for field in fields(Parallelism)}
+        given = {name: value for name, value in flags(self).items() if name in names}
+        given |= {"strategy": self.row, "split": self.layout.sizes_of_stages}
+        if self.layout.schedule is not None and names_a_file(self.layout.schedule):
+            given["schedule"] = read_schedule(self.layout.schedule)
         return Parallelism(**given)
 
     @cached_property
     def pipeline(self) -> Pipeline:
         """The pipeline: distributes the work over the ranks of the pipe axis."""
-        return Pipeline.of(self.parallelism, self.parsed_mesh.pipe)
+        return Pipeline.of(self.parallelism, self.machine.parsed_mesh.pipe)
 
     def measured(self, job: Job, comm: Comm) -> Parallelism:
         """Returns ``parallelism`` with the split measured, if it should be.  All ranks call it together."""
-        if self.split != "measured":
+        if self.layout.split != "measured":
             return self.parallelism
-        sizes = job.measured_split(comm, self.pipeline, self.microbatches, self.recompute)
+        sizes = job.measured_split(comm, self.pipeline, self.layout.microbatches, self.layout.recompute)
         return replace(self.parallelism, split=sizes)
 
 
 def with_job(config: AnyJob) -> AnyJob:
     """Completes the config of a user's job with the settings that the job decides: samples of a step, learning rate.
     Raises ValueError if the config sets other values.  The config file of an earlier run of the job has the same."""
-    if config.job is None:
+    task, given = config.task, flags(config)
+    if task.network.job is None:
         return config
-    family, defaults = config.family, type(config)()
+    family, unsaid = task.family, (flags(type(config)()), flags(JobConfig()))
     decided = {"model": f"model {' '.join(OF_THE_FOLDER)}", "data": "length data ragged batch"}
     if family.optimizer is not None:
         decided["optimizer"] = "optimizer lr weight_decay"
-    if getattr(config, "workers", 0):
+    if given.get("workers"):
         raise ValueError("workers beside job: a job's own batches are made by the rank, so leave workers out")
-    made: dict[str, Any] = {"batch": family.samples or config.batch, "lr": family.rate or config.lr}
+    made: dict[str, Any] = {"batch": family.samples or task.samples.batch, "lr": family.rate or task.update.lr}
     for what, name in ((what, name) for what, names in decided.items() for name in names.split()):
-        unsaid = getattr(defaults, name), getattr(RunConfig, name)
-        if (given := getattr(config, name)) not in (*unsaid, made.get(name, unsaid[0])):
-            raise ValueError(f"{name} {given} beside job, which has the {what}: leave one of them out")
-    return replace(config, **made)
+        if given[name] not in (*(one[name] for one in unsaid), made.get(name, unsaid[0][name])):
+            raise ValueError(f"{name} {given[name]} beside job, which has the {what}: leave one of them out")
+    return config.with_flags(**made)
 
 
 @dataclass(frozen=True)
@@ -133,9 +143,12 @@ class CourseConfig:
     """Faults to inject, as in: --inject kill@rank=2,step=20."""
 
 
-@dataclass(frozen=True)
-class TrainConfig(RunConfig, CourseConfig, OutputConfig):
+@dataclass(frozen=True, init=False)
+class TrainConfig(RunConfig):
     """Train a model on a mesh; show its loss, its speed and its bytes, predicted and measured."""
+
+    course: CourseConfig = CourseConfig()
+    output: OutputConfig = OutputConfig()
 
 
 @dataclass(frozen=True)
@@ -156,23 +169,13 @@ class ComparisonConfig:
     bits are equal, 8 where 16 bits meet a tensor axis."""
 
 
-@dataclass(frozen=True)
-class VerifyConfig(RunConfig, ComparisonConfig):
+@dataclass(frozen=True, init=False)
+class VerifyConfig(RunConfig):
     """Hold a layout against the single process: losses, every gradient, norm, parameters, optimizer state.
 
     Exit code 0: equal, 1: not equal, 2: bad input.
     """
 
-    mesh: str = "shard=2"
-    steps: int = 5
-    width: int = 64
-    batch: int = 12
-    length: int = 32
-    ragged: bool = True
-    world: World = "thread"
-    device: Device = "cpu"
-
-
-def section(config: Any, kind: type[Section]) -> Section:
-    """Extracts one section of a config: ``section(config, JobConfig)``."""
-    return kind(**{field.name: getattr(config, field.name) for field in fields(kind)})  # type: ignore[arg-type]
+    task: JobConfig = JobConfig(steps=5, width=64, batch=12, length=32, ragged=True)
+    machine: MachineConfig = MachineConfig(mesh="shard=2", world="thread", device="cpu")
+    comparison: ComparisonConfig = ComparisonConfig()

@@ -1,16 +1,17 @@
 """The flags of a training job: a model, its data and its optimizer, with the values that follow from them.
 
-ModelConfig (families) ─┐
-DataConfig              ├─► JobConfig ──► family, sizes, precision ──► Job (job)
-OptimizerConfig         ┘
+network: ModelConfig       (families) ─┐
+samples: DataConfig                    ├─► JobConfig ──► family, sizes, dtypes ──► Job (job)
+update:  OptimizerConfig  (optimizer) ─┘
 """
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
+from plait.run.config.sections import Sections
 from plait.run.job.families import Family, ModelConfig, find_family, for_text, own_family
 from plait.run.job.optimizer import OptimizerConfig, OptimizerRow, find_optimizer
 from plait.run.job.own import UserJob, load_job
@@ -40,59 +41,76 @@ class DataConfig:
     """Decides initial weights, data order and dropout."""
 
 
-@dataclass(frozen=True)
-class JobConfig(ModelConfig, DataConfig, OptimizerConfig):
+class Dtypes(NamedTuple):
+    """The dtypes of a run."""
+
+    precision: Precision
+    """The dtypes of the row, and the first loss scale."""
+    computed: torch.dtype
+    """The dtype of the computation."""
+    stored: torch.dtype
+    """The dtype in which the model is built: that of the master weights, if there are any."""
+
+
+@dataclass(frozen=True, init=False)
+class JobConfig(Sections):
     """The settings of a training job, without a layout.  A wrong setting raises ValueError where its value is made."""
+
+    network: ModelConfig = ModelConfig()
+    samples: DataConfig = DataConfig()
+    update: OptimizerConfig = OptimizerConfig()
 
     @cached_property
     def family(self) -> Family:
         """The row of the model, or the row made from the user's job."""
-        if self.job is None:
-            return find_family(self.model)
-        return own_family(self.job if isinstance(self.job, UserJob) else load_job(self.job))
+        job = self.network.job
+        if job is None:
+            return find_family(self.network.model)
+        return own_family(job if isinstance(job, UserJob) else load_job(job), self.samples.seed)
 
     @property
     def title(self) -> str:
         """The model in one word."""
-        return self.model if self.job is None else str(self.job)
+        return self.network.model if self.network.job is None else str(self.network.job)
 
     @cached_property
     def sizes(self) -> Any:
         """The sizes of the model, or the folder that contains them."""
-        return self.family.sizes(self)
+        return self.family.sizes(self.network)
 
     @cached_property
     def optimizer_row(self) -> OptimizerRow:
         """The row of the optimizer."""
-        return self.family.optimizer or find_optimizer(self.optimizer)
-
-    @cached_property
-    def row(self) -> Strategy:
-        """The row of the single process.  A ``RunConfig`` has its layout's row instead, which may have other dtypes."""
-        return self.in_dtype(TABLE["ddp"])
+        return self.family.optimizer or find_optimizer(self.update.optimizer)
 
     def in_dtype(self, row: Strategy) -> Strategy:
         """Adds the dtypes of ``dtype`` to the row's cells.  Raises ValueError if the row already has dtypes."""
-        if self.dtype != "fp32" and (row.params.dtype or row.grads.dtype or row.optim.dtype):
-            raise ValueError(f"strategy {row.name!r} says dtypes of its own ({row.row()}), beside dtype {self.dtype}")
-        name, _, mixed = self.dtype.partition("-")
+        dtype = self.network.dtype
+        if dtype != "fp32" and (row.params.dtype or row.grads.dtype or row.optim.dtype):
+            raise ValueError(f"strategy {row.name!r} says dtypes of its own ({row.row()}), beside dtype {dtype}")
+        name, _, mixed = dtype.partition("-")
         return row.mixed(name) if mixed else row
 
     @cached_property
-    def precision(self) -> Precision:
-        """The dtypes of the row, and the first loss scale: the default for fp16, unless the config sets one."""
-        fp16 = (self.row.params.dtype or self.dtype) == "fp16"
-        return Precision.of(self.row, LossScale().scale if self.loss_scale is None and fp16 else self.loss_scale)
+    def dtypes(self) -> Dtypes:
+        """The dtypes of the single process.  A row written by hand may have others: ``dtypes_in``."""
+        return self.dtypes_in(self.in_dtype(TABLE["ddp"]))
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype of the computation."""
-        return _named(self.precision.params.dtype or self.dtype)
+    def dtypes_in(self, row: Strategy) -> Dtypes:
+        """The dtypes under a row.  The first loss scale is the default for fp16, unless the config sets one."""
+        dtype, scale = self.network.dtype, self.update.loss_scale
+        if scale is None and (row.params.dtype or dtype) == "fp16":
+            scale = LossScale().scale
+        precision = Precision.of(row, scale)
+        computed = precision.params.dtype or dtype
+        return Dtypes(precision, _named(computed), _named(precision.optim.dtype or computed))
 
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """The dtype in which the model is built: that of the master weights, if there are any."""
-        return _named(self.precision.optim.dtype or self.precision.params.dtype or self.dtype)
+
+@dataclass(frozen=True, init=False)
+class TaskConfig(Sections):
+    """Base of the configs of commands that make a job."""
+
+    task: JobConfig = JobConfig()
 
 
 def _named(dtype: str) -> torch.dtype:

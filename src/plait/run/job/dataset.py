@@ -44,55 +44,66 @@ def digest_of(values: Iterable[bytes | Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def make_data(config: JobConfig) -> JobData:
-    """Makes the data that a config describes.
+def make_data(config: JobConfig, dtype: torch.dtype = torch.float32) -> JobData:
+    """Makes the data that a config describes; values that are no tokens have the dtype.
 
     Raises:
         ValueError: a text that is missing or too short, a step that asks for more samples than there are, or a
             warmup that is longer than the epochs.
     """
     if config.family.batches is not None:
-        batches = config.family.batches(config.sizes, config.seed, config.ragged, config.torch_dtype)
+        batches = config.family.batches(config.sizes, config.samples.seed, config.samples.ragged, dtype)
 
         def first_batch() -> str:
-            whole = batches.samples(0, 0, size := batches.size(0, config.batch), size)
+            whole = batches.samples(0, 0, size := batches.size(0, config.samples.batch), size)
             return digest_of(leaf for leaf in tree_leaves(whole) if isinstance(leaf, Tensor))
 
-        return JobData(batches, None, config.steps, first_batch if config.job is not None else lambda: None)
-    length, seed, vocabulary = config.length, config.seed, getattr(config.sizes, "vocabulary", None)
+        return JobData(
+            batches, None, config.samples.steps, first_batch if config.network.job is not None else lambda: None
+        )
+    samples, length, vocabulary = config.samples, config.network.length, getattr(config.sizes, "vocabulary", None)
     corpus: Corpus
     rest: Corpus
-    if shards := token_files(config.data):
-        if config.pack:
+    if shards := token_files(samples.data):
+        if samples.pack:
             raise ValueError("pack is for text, which has documents; files of tokens have none: leave it out")
         row, row_end = split_text(load_tokens(shards, vocabulary or 1), length)
-        corpus, rest = TextBatches(row, length, seed, ragged=config.ragged), TextBatches(row_end, length, seed)
+        corpus, rest = (
+            TextBatches(row, length, samples.seed, ragged=samples.ragged),
+            TextBatches(row_end, length, samples.seed),
+        )
         digest = cache(lambda: digest_of(part for half in (row, row_end) for part in half.sampled()))
-    elif config.pack:
+    elif samples.pack:
         encode = config.family.encoder(config.sizes)
-        documents, last = parts = split_documents([encode(document) for document in load_documents(config.data)])
-        corpus, rest = PackedBatches(documents, length, seed, ragged=config.ragged), PackedBatches(last, length, seed)
+        documents, last = parts = split_documents([encode(document) for document in load_documents(samples.data)])
+        corpus, rest = (
+            PackedBatches(documents, length, samples.seed, ragged=samples.ragged),
+            PackedBatches(last, length, samples.seed),
+        )
         digest = cache(partial(digest_of, [document for part in parts for document in part]))
     else:
-        text, end = split_text(config.family.encoder(config.sizes)(load_text(config.data)), length)
-        corpus, rest = TextBatches(text, length, seed, ragged=config.ragged), TextBatches(end, length, seed)
+        text, end = split_text(config.family.encoder(config.sizes)(load_text(samples.data)), length)
+        corpus, rest = (
+            TextBatches(text, length, samples.seed, ragged=samples.ragged),
+            TextBatches(end, length, samples.seed),
+        )
         digest = cache(partial(digest_of, (text, end)))
     for part in (corpus, rest):
         part.vocabulary = vocabulary
         part.check_tokens(LOOKED_AT)
     held_out = Epochs(rest, shuffled=False)
-    if config.epochs is not None:
+    if samples.epochs is not None:
         epochs = Epochs(corpus)
-        steps = config.epochs * epochs.num_steps(config.batch)
-        if config.warmup > steps:
+        steps = samples.epochs * epochs.num_steps(samples.batch)
+        if config.update.warmup > steps:
             raise ValueError(
-                f"a warmup of {config.warmup} steps, but {config.epochs} epochs of {corpus.num_samples} samples are "
-                f"{steps} steps of {config.batch}: give a warmup of at most {steps}, or more epochs"
+                f"a warmup of {config.update.warmup} steps, but {samples.epochs} epochs of {corpus.num_samples} "
+                f"samples are {steps} steps of {samples.batch}: give a warmup of at most {steps}, or more epochs"
             )
         return JobData(epochs, held_out, steps, digest)
-    if config.batch > corpus.num_samples:
+    if samples.batch > corpus.num_samples:
         raise ValueError(
-            f"a batch of {config.batch} samples, but the data has {corpus.num_samples} of length {config.length}: "
+            f"a batch of {samples.batch} samples, but the data has {corpus.num_samples} of length {length}: "
             f"give batch <= {corpus.num_samples}, a shorter length, more data, or epochs instead of steps"
         )
-    return JobData(corpus, held_out, config.steps, digest)
+    return JobData(corpus, held_out, samples.steps, digest)

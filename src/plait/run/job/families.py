@@ -163,7 +163,7 @@ class Seeded(NamedTuple):
     """Width of the tensors between stages: not known in advance."""
 
 
-def own_family(job: UserJob) -> Family:
+def own_family(job: UserJob, seed: int) -> Family:
     """Makes a row from a user's job.
 
     Raises:
@@ -179,7 +179,7 @@ def own_family(job: UserJob) -> Family:
         rate = max(float(group["lr"]) for group in made.param_groups)
     return Family(
         "a job of the user's",
-        lambda config: Seeded(job, config.seed),
+        lambda config: Seeded(job, seed),
         lambda seeded: seeded.job.model(seeded.seed),
         job.loss_fn,
         layers=None,
@@ -254,9 +254,6 @@ def _perceptron(config: ModelConfig) -> mlp.MLPConfig:
 
 
 def _folder(config: ModelConfig) -> Pretrained:
-    for name in OF_THE_FOLDER:
-        if (given := getattr(config, name)) not in (getattr(ModelConfig, name), getattr(type(config), name)):
-            raise ValueError(f"{name} {given} beside model {config.model!r}, whose own holds: leave it out")
     hf.check_installed()
     folder = Pretrained(config.model.removeprefix(FOLDER))
     if config.length > (longest := folder.max_length or config.length):

@@ -20,7 +20,7 @@ from plait.anymodel.tensor.passing import PassingOf
 from plait.comm import Comm
 from plait.run.data import Batches, Epochs, StepDataset, StepStream
 from plait.run.job.block_costs import agreed_block_costs
-from plait.run.job.config import JobConfig
+from plait.run.job.config import Dtypes, JobConfig
 from plait.run.job.dataset import make_data
 from plait.run.job.optimizer import make_optimizer, make_scheduler
 from plait.schedule.partition import shortest_step
@@ -151,13 +151,14 @@ class Job:
         return list(StepStream(dataset, range(self.held_out.num_steps(self.global_batch)), device=device))
 
 
-def build_model(config: JobConfig) -> nn.Module:
+def build_model(config: JobConfig, dtypes: Dtypes | None = None) -> nn.Module:
     """Builds the model that a config describes, in its dtype.  Its parameters are on meta unless it is the user's."""
+    stored = (dtypes or config.dtypes).stored
     with nullcontext() if config.family.valued else empty_parameters():
         model = config.family.build(config.sizes)
-    if config.family.valued and config.stored_dtype == torch.float64:
+    if config.family.valued and stored == torch.float64:
         model = model.double()  # also the buffers of a user's model, which lose no precision
-    return _cast(model, config.stored_dtype).train()
+    return _cast(model, stored).train()
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -168,10 +169,14 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _passing(config: JobConfig) -> Callable[[Any, Parallel], Passings]:
+def _passing(config: JobConfig, dtypes: Dtypes) -> Callable[[Any, Parallel], Passings]:
     """Finds the passing tensors by a forward if the model's code is not plait's, otherwise from the family."""
     family = config.family
-    seen = PassingOf(lambda: _cast(build_model(config), config.torch_dtype), family.loss_fn) if family.others else None
+    seen = (
+        PassingOf(lambda: _cast(build_model(config, dtypes), dtypes.computed), family.loss_fn)
+        if family.others
+        else None
+    )
 
     def passing(batch: Any, parallel: Parallel) -> Passings:
         found = None if seen is None else seen(batch, parallel)
@@ -180,31 +185,35 @@ def _passing(config: JobConfig) -> Callable[[Any, Parallel], Passings]:
     return passing
 
 
-def make_job(config: JobConfig) -> Job:
+def make_job(config: JobConfig, dtypes: Dtypes | None = None) -> Job:
     """Makes the job that a config describes.
+
+    Args:
+        dtypes: those of the layout's row; None: those of the single process.
 
     Raises:
         ValueError: sizes or files that don't fit together, or a text that is missing or too short.
     """
-    family, data = config.family, make_data(config)
+    dtypes = dtypes or config.dtypes
+    family, data = config.family, make_data(config, dtypes.computed)
     return Job(
-        build=partial(build_model, config),
+        build=partial(build_model, config, dtypes),
         loss_fn=family.loss_fn,
         count_fn=family.count_fn,
         batches=data.batches,
-        optimizer=family.optimizer.make if family.optimizer else partial(make_optimizer, config),
-        global_batch=config.batch,
-        dtype=config.torch_dtype,
-        seed=config.seed,
+        optimizer=family.optimizer.make if family.optimizer else partial(make_optimizer, config.update),
+        global_batch=config.samples.batch,
+        dtype=dtypes.computed,
+        seed=config.samples.seed,
         leading=family.leading,
-        passing=_passing(config),
+        passing=_passing(config, dtypes),
         width=config.sizes.width,
-        scheduler=partial(make_scheduler, config, data.steps),
+        scheduler=partial(make_scheduler, config.update, data.steps),
         held_out=data.held_out,
-        precision=config.precision,
+        precision=dtypes.precision,
         steps=data.steps,
-        weights=None if family.weights is None else family.weights(config.sizes, build_model(config)),
-        gemm=config.gemm,
-        compile=config.compile,
+        weights=None if family.weights is None else family.weights(config.sizes, build_model(config, dtypes)),
+        gemm=config.network.gemm,
+        compile=config.network.compile,
         digest=data.digest,
     )

@@ -16,8 +16,8 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +30,7 @@ from plait.messages.escape import say
 from plait.referee.sanitize.collectives import check_collectives
 from plait.run.config import MachineConfig, resolve_device
 from plait.run.config.machine import idle_devices, resolve_world
+from plait.run.config.sections import flags
 from plait.run.launch.agent import RankAgent
 from plait.run.launch.failure import LAUNCHER, leave_note
 from plait.run.launch.fork_server import ForkServer
@@ -44,7 +45,13 @@ LAUNCHER_FIRST = 5.0
 """Seconds by which a launcher that was asked as well ends its ranks before they end themselves."""
 
 
-def launch(config: MachineConfig, body: Body, command: Sequence[str], limits: Limits | None = None) -> int:
+def launch(
+    config: MachineConfig,
+    body: Body,
+    command: Sequence[str],
+    limits: Limits | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> int:
     """Runs ``body`` on every rank and returns the exit code; rank 0's output is shown, and any rank's error.
 
     Args:
@@ -52,6 +59,7 @@ def launch(config: MachineConfig, body: Body, command: Sequence[str], limits: Li
             again, now as a rank.
         limits: restarts after a fault, and the time that a signal leaves to ``body``, which then looks at the ``stop``
             of each step's result; None: no restart, no time.
+        settings: all flags of the run, which are the same on all ranks; None: those of the config.
 
     Raises:
         ValueError: torchrun started another number of ranks than the mesh has.
@@ -63,7 +71,7 @@ def launch(config: MachineConfig, body: Body, command: Sequence[str], limits: Li
     if config.check_collectives:
         body = _checked(body)
     if is_a_rank(config):
-        return _be_a_rank(config, body, limits)
+        return _be_a_rank(config, body, limits, flags(config) if settings is None else settings)
     if config.world == "thread":
         return _be_all_ranks(config, body, limits)
     return _start_ranks(config, command, limits)
@@ -85,7 +93,7 @@ def _checked(body: Body) -> Body:
     return lambda comm: body(check_collectives(comm))
 
 
-def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
+def _be_a_rank(config: MachineConfig, body: Body, limits: Limits, settings: Mapping[str, Any]) -> int:
     from plait.comm.process import ProcessComm
     from plait.run.watch.joined import watch_joined
     from plait.run.watch.rank import watch
@@ -93,7 +101,7 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
     torch.set_num_threads(config.threads)
     device = resolve_device(config)
     try:
-        mesh, alike = config.parsed_mesh, shared_settings(config)
+        mesh, alike = config.parsed_mesh, shared_settings(settings)
         shared = resolve_world(config) == "shared_memory"
         comm = ProcessComm.from_env(mesh, device=device, deadline=config.deadline, facts=alike, shared_memory=shared)
     except (ConnectionError, TimeoutError) as error:  # a port that is taken, ranks that never came
@@ -126,9 +134,9 @@ PLACES = {"config", "data", "out", "json", "export", "tensorboard", "wandb", "wo
 """Settings in which hosts may differ: places of files, and tasks of one rank only."""
 
 
-def shared_settings(config: MachineConfig) -> dict[str, str]:
+def shared_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     """Returns settings that must be the same on all ranks, by flag, and the texts of a job's file and of plugins."""
-    given = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in PLACES}
+    given = {name: value for name, value in settings.items() if name not in PLACES}
     facts = {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()}
     for name, files in {
         "job": [str(given.get("job") or "").rpartition(":")[0]],

@@ -11,7 +11,7 @@ A batch is a function of its step, so the step is the whole data cursor, whateve
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from plait.comm.agree import broadcast_text
 from plait.messages.escape import say
 from plait.messages.wording import did_you_mean
 from plait.run.config import TrainConfig, from_toml
+from plait.run.config.sections import flags
 from plait.run.config.sinks import METRICS
 from plait.run.job.config import JobConfig
 from plait.run.job.job import Job
@@ -43,7 +44,7 @@ SETTINGS = "config.toml"
 """The first file that a run writes, once an earlier run's files are gone."""
 SUMMARY = "summary.json"
 """The last file that a run writes: in a folder that has it, nothing is left to do."""
-DECIDING = [field.name for field in fields(JobConfig) if field.name != "data"]
+DECIDING = [name for name in flags(JobConfig()) if name != "data"]
 """Settings that decide the run; of the data only the text itself is compared."""
 RATES = [field.name for field in fields(OptimizerConfig) if field.name not in ("optimizer", "clip", "loss_scale")]
 FIXED = ("optimizer", "seed", "loss_scale")
@@ -67,8 +68,8 @@ class Difference:
 
 def folder_of(config: TrainConfig) -> Path:
     """Where a run's checkpoints are."""
-    assert config.out is not None
-    return Path(config.out) / CHECKPOINTS
+    assert config.output.out is not None
+    return Path(config.output.out) / CHECKPOINTS
 
 
 def find_resumed(config: TrainConfig) -> Storage | None:
@@ -77,10 +78,10 @@ def find_resumed(config: TrainConfig) -> Storage | None:
     Raises:
         ValueError: the checkpoint that was named does not exist.
     """
-    if config.resume is None:
+    if config.output.resume is None:
         return None
-    if config.resume != AUTO:
-        return find(config.resume)
+    if config.output.resume != AUTO:
+        return find(config.output.resume)
     return next(reversed(checkpoints(folder_of(config))), None)
 
 
@@ -94,19 +95,28 @@ def check_places(config: TrainConfig) -> str | None:
         ValueError: with the settings, each with both values, and the fix; or the run was ended after its last step.
     """
     for name in ("save_every", "keep", "resume"):
-        if getattr(config, name) is not None and config.out is None and (name != "resume" or config.resume == AUTO):
+        if (
+            getattr(config.output, name) is not None
+            and config.output.out is None
+            and (name != "resume" or config.output.resume == AUTO)
+        ):
             raise ValueError(f"{name} without out: checkpoints are kept in a run's own folder; give --out DIR")
-    if config.restarts and config.save_every is None:
+    if config.course.restarts and config.output.save_every is None:
         raise ValueError(
-            f"restarts {config.restarts} without save_every: there would be nothing to go on from; give --save-every"
+            f"restarts {config.course.restarts} without save_every: there would be nothing to go on from; give "
+            f"--save-every"
         )
-    if config.restarts and config.world == "thread":
-        raise ValueError(f"restarts {config.restarts} with world thread, which ends with its process: leave it out")
-    if config.keep is not None and config.save_every is None:
-        raise ValueError(f"keep {config.keep} without save_every: give --save-every as well")
-    if config.change and config.resume is None:
-        raise ValueError(f"change {' '.join(config.change)} without resume: leave it out, and give the settings alone")
-    if unknown := [name for name in config.change if name not in (*DECIDING, "data")]:
+    if config.course.restarts and config.machine.world == "thread":
+        raise ValueError(
+            f"restarts {config.course.restarts} with world thread, which ends with its process: leave it out"
+        )
+    if config.output.keep is not None and config.output.save_every is None:
+        raise ValueError(f"keep {config.output.keep} without save_every: give --save-every as well")
+    if config.output.change and config.output.resume is None:
+        raise ValueError(
+            f"change {' '.join(config.output.change)} without resume: leave it out, and give the settings alone"
+        )
+    if unknown := [name for name in config.output.change if name not in (*DECIDING, "data")]:
         otherwise = "layout and places may differ without it; leave it out"
         hint = did_you_mean(unknown[0], [*DECIDING, "data"], otherwise, most=3)
         raise ValueError(f"change {' '.join(unknown)}: no such setting decides a run: {hint}")
@@ -116,20 +126,24 @@ def check_places(config: TrainConfig) -> str | None:
         step, kept = values["run"]["step"], kept_of(values, resumed)
         differences(config, kept)
         end = end_of(config, kept)
-        if step == end and config.resume == AUTO:
+        if step == end and config.output.resume == AUTO:
             check_finished(config, resumed)
             return f"{str(resumed)!r} has made {step} steps, and the run ends at {end}: nothing is left to do"
         if end is not None:
             check_left(resumed, step, end)
-    if config.verify and config.change:
+    if config.course.verify and config.output.change:
         raise ValueError("verify beside change: no single process makes such a run; leave one of them out")
-    if config.out is not None and config.resume is not None and not config.overwrite:
+    if config.output.out is not None and config.output.resume is not None and not config.output.overwrite:
         _check_metrics(config, resumed)
-    if config.out is not None and config.save_every is not None and (config.restarts or not config.overwrite):
+    if (
+        config.output.out is not None
+        and config.output.save_every is not None
+        and (config.course.restarts or not config.output.overwrite)
+    ):
         later = [folder for folder in checkpoints(folder_of(config)) if int(folder.name.removeprefix("step-")) > step]
         if later:
             where = f"step {step}" if step else "the beginning"
-            fix = "" if config.restarts else ", or --overwrite"  # a restart would take it for its own
+            fix = "" if config.course.restarts else ", or --overwrite"  # a restart would take it for its own
             raise ValueError(
                 f"the run goes on from {where}, and {str(later[-1])!r} is there already: --resume auto goes on from "
                 f"it; give another folder, or move it away{fix}"
@@ -144,33 +158,33 @@ def restarted(config: TrainConfig, attempt: int, begun: bool) -> TrainConfig:
     Args:
         begun: True if one of them wrote its settings there (``has_settings``); else the files are another run's.
     """
-    if not attempt or config.out is None or not begun:
+    if not attempt or config.output.out is None or not begun:
         return config
     newest = next(reversed(checkpoints(folder_of(config))), None)
     if newest is None:
-        return replace(config, overwrite=config.overwrite or _has_begun(config))
-    return replace(config, resume=AUTO, overwrite=False)
+        return config.with_flags(overwrite=config.output.overwrite or _has_begun(config))
+    return config.with_flags(resume=AUTO, overwrite=False)
 
 
 def has_settings(config: TrainConfig) -> bool:
     """True if an attempt since this rank's launcher began has written its settings: later checkpoints are its own."""
     launch = launcher()
     try:
-        return (Path(config.out or "") / SETTINGS).stat().st_mtime >= (started(launch[0]) if launch else 0)
+        return (Path(config.output.out or "") / SETTINGS).stat().st_mtime >= (started(launch[0]) if launch else 0)
     except OSError:  # all ranks report a fault of the place later
         return False
 
 
 def end_of(config: TrainConfig, kept: Mapping[str, Any]) -> int | None:
     """Returns the last step of a run that goes on from the result of ``kept_of``; None before the text is read."""
-    if config.epochs is None:
-        return config.steps
-    return kept["config"]["steps"] if kept["config"].get("epochs") == config.epochs else None
+    if config.task.samples.epochs is None:
+        return config.task.samples.steps
+    return kept["config"]["steps"] if kept["config"].get("epochs") == config.task.samples.epochs else None
 
 
 def check_finished(config: TrainConfig, last: Storage) -> None:
     """Raises ValueError if a run has made all of its steps but ended before its summary, which comes last."""
-    if not (Path(config.out or "") / SUMMARY).exists():
+    if not (Path(config.output.out or "") / SUMMARY).exists():
         raise ValueError(
             f"{str(last)!r} has all steps of the run, which was ended before what follows them was made: verify, "
             f"export, {SUMMARY}; --overwrite makes it, with --resume and an earlier checkpoint or from the beginning"
@@ -184,7 +198,7 @@ def newest_sound(config: TrainConfig) -> str:
     Raises:
         ValueError: it has all steps of the run: ``check_finished``.
     """
-    for folder in reversed(checkpoints(folder_of(config))) if config.out is not None else ():
+    for folder in reversed(checkpoints(folder_of(config))) if config.output.out is not None else ():
         try:
             Checkpoint.find(folder).check()
         except ValueError as error:
@@ -210,24 +224,26 @@ def check_left(path: object, step: int, end: int) -> None:
 
 def _check_metrics(config: TrainConfig, resumed: Storage | None) -> None:
     """Refuses a folder whose metrics belong to another run than the one that goes on or begins again."""
-    out = Path(config.out or "")
+    out = Path(config.output.out or "")
     if not (out / METRICS).exists() or (resumed and resumed.home()[0] == place(folder_of(config).resolve())):
         return
     if resumed is not None or not _has_begun(config):
         raise ValueError(
-            f"out {config.out!r} has the metrics of another run than the one to go on with: give another folder, or "
-            f"--overwrite"
+            f"out {config.output.out!r} has the metrics of another run than the one to go on with: give another "
+            f"folder, or --overwrite"
         )
 
 
 def _has_begun(config: TrainConfig) -> bool:
     """True if a folder holds the files of this run, ended before its first checkpoint."""
-    out = Path(config.out or "")
+    out = Path(config.output.out or "")
     if not (out / SETTINGS).exists() or (out / SUMMARY).exists():
         return False
     before = from_toml(TrainConfig, str(out / SETTINGS))
-    names = [name for name in (*DECIDING, "data") if name != "steps" or config.epochs is None]  # which become steps
-    return all(getattr(before, name) == getattr(config, name) for name in names)
+    names = [
+        name for name in (*DECIDING, "data") if name != "steps" or config.task.samples.epochs is None
+    ]  # which become steps
+    return all(flags(before)[name] == flags(config)[name] for name in names)
 
 
 def kept_of(values: Mapping[str, Any], path: Path | str | Storage) -> Mapping[str, Any]:
@@ -255,18 +271,19 @@ def differences(config: TrainConfig, kept: Mapping[str, Any], data: str | None =
         ValueError: ``change`` does not name a difference, or the setting cannot change.
     """
     was = kept["config"]
-    pairs = [(name, was.get(name, getattr(JobConfig, name)), _plain(getattr(config, name))) for name in DECIDING]
-    if config.lr_schedule == "constant":  # then the length of a run decides nothing in it
+    unsaid, given = flags(JobConfig()), flags(config)
+    pairs = [(name, was.get(name, unsaid[name]), _plain(given[name])) for name in DECIDING]
+    if config.task.update.lr_schedule == "constant":  # then the length of a run decides nothing in it
         pairs = [pair for pair in pairs if pair[0] not in ("steps", "epochs")]
-    elif config.epochs is not None:  # steps follow from them, and are known when the text has been read
+    elif config.task.samples.epochs is not None:  # steps follow from them, and are known when the text has been read
         pairs = [pair for pair in pairs if pair[0] != "steps"]
     found = [Difference(*pair) for pair in pairs if pair[1] != pair[2]]
     if data is not None and data != kept["data"]:
-        both = ((was.get("data"), kept["data"]), (config.data, data))
+        both = ((was.get("data"), kept["data"]), (config.task.samples.data, data))
         found.append(Difference("data", *(" ".join(filter(None, (path, f"digest {own}"))) for path, own in both)))
     if fixed := [one for one in found if one.name in FIXED]:
         raise ValueError(f"{fixed[0]}, which cannot change within a run: begin a new one")
-    if refused := [one for one in found if one.name not in config.change]:
+    if refused := [one for one in found if one.name not in config.output.change]:
         raise ValueError(
             f"this is another run than the one to go on with: {'; '.join(map(str, refused))}. Give the settings of "
             f"that run, or --change {' '.join(one.name for one in refused)}"
@@ -295,7 +312,7 @@ def resume(
     compared = check_as_saved(loaded.path, engine)
     kept = kept_of({"extra": loaded.extra}, loaded.path)
     changed = differences(config, kept, job.digest())
-    check_left(loaded.path, engine.steps, config.steps)
+    check_left(loaded.path, engine.steps, config.task.samples.steps)
     if any(one.name in ("steps", "epochs", *RATES) for one in changed):
         _set_rates(engine, scheduler, options)
     else:
@@ -342,20 +359,20 @@ def _set_rates(engine: Engine, scheduler: LRScheduler | None, options: list[dict
 
 def layout_of(config: TrainConfig) -> str:
     """Describes the parts of a layout that decide the bits of a run besides its settings."""
-    more = f", cut by {config.cut}" if config.cut != "element" else ""
-    ranks = f"{config.parsed_mesh}, {config.microbatches} microbatches{more}"
-    return f"{config.row} on {ranks}, threads {config.threads}, torch {torch.__version__}"
+    more = f", cut by {config.layout.cut}" if config.layout.cut != "element" else ""
+    ranks = f"{config.machine.parsed_mesh}, {config.layout.microbatches} microbatches{more}"
+    return f"{config.row} on {ranks}, threads {config.machine.threads}, torch {torch.__version__}"
 
 
 def saver_of(config: TrainConfig, engine: Engine) -> Saver | None:
     """Returns the saver of a run; None if nothing is to be saved."""
-    return None if config.save_every is None else Saver(folder_of(config), engine, keep=config.keep)
+    return None if config.output.save_every is None else Saver(folder_of(config), engine, keep=config.output.keep)
 
 
 def extra_of(config: TrainConfig, job: Job, scheduler: LRScheduler | None, layouts: list[str]) -> dict[str, Any]:
     """Returns the values that this module adds to a checkpoint."""
     return {
-        "config": {name: _plain(value) for name, value in asdict(config).items()},
+        "config": {name: _plain(value) for name, value in flags(config).items()},
         "data": job.digest(),
         "schedule": None if scheduler is None else scheduler.state_dict(),
         "layouts": layouts,
@@ -365,5 +382,5 @@ def extra_of(config: TrainConfig, job: Job, scheduler: LRScheduler | None, layou
 def remove_later(config: TrainConfig, step: int) -> None:
     """With ``overwrite``, removes the checkpoints of an earlier run that this one would come upon."""
     for folder in checkpoints(folder_of(config)):
-        if config.overwrite and int(folder.name.removeprefix("step-")) > step:
+        if config.output.overwrite and int(folder.name.removeprefix("step-")) > step:
             folder.discard()

@@ -39,6 +39,7 @@ from plait.referee.verify.run import findings_table, replay
 from plait.run.config import TrainConfig, to_toml
 from plait.run.config.machine import resolve_world
 from plait.run.config.room import decoder_sizes
+from plait.run.config.sections import flags
 from plait.run.config.sinks import Sinks, open_sinks
 from plait.run.data import StepStream
 from plait.run.formats.huggingface import write_folder
@@ -88,44 +89,49 @@ class Training:
     def place(self) -> tuple[int, int, int]:
         """The batches that this rank reads: its data rank, the number of data ranks, and the microbatches of each."""
         mesh = self.comm.mesh
-        return mesh.data_rank(self.comm.rank), mesh.data_size, self.config.microbatches
+        return mesh.data_rank(self.comm.rank), mesh.data_size, self.config.layout.microbatches
 
 
 def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     """Runs this rank's part of a run that was started by ``argv``; returns 1 if the comparison asked for fails."""
-    outlived = config.out is not None  # the results of the run are written there
-    console = screen(outlived=outlived, quiet=comm.rank > 0, stderr=config.json == "-", soft_wrap=True)
-    job = make_job(config)
-    config = replace(config, steps=job.steps)  # epochs have become steps
-    of_step: dict[str, Any] = {name: getattr(config, name) for name in ("clip", "nonfinite")}
-    sanitized(comm).engine_watchers += (partial(DriftCheck, every=config.check_drift),)
-    engine, scheduler = job.engine(comm, config.measured(job, comm), **of_step)
+    outlived = config.output.out is not None  # the results of the run are written there
+    console = screen(outlived=outlived, quiet=comm.rank > 0, stderr=config.files.json == "-", soft_wrap=True)
+    job = make_job(config.task, config.dtypes)
+    config = config.with_flags(steps=job.steps)  # epochs have become steps
+    sanitized(comm).engine_watchers += (partial(DriftCheck, every=config.course.check_drift),)
+    engine, scheduler = job.engine(
+        comm, config.measured(job, comm), clip=config.task.update.clip, nonfinite=config.course.nonfinite
+    )
     training = Training(config, job, comm, engine, scheduler, Recorder(comm, gradients=False))
     _show_header(training, console)
     layouts = resume(config, job, comm, engine, scheduler, console)
     training.first, now = engine.steps, layout_of(config)
     training.layouts = layouts if layouts[-1:] == [now] else [*layouts, now]
-    course = Course(all_lines=bool(config.json) and comm.rank == 0)
+    course = Course(all_lines=bool(config.files.json) and comm.rank == 0)
     watch = GpuUtilisation(comm.device.index or 0) if comm.device.type == "cuda" else nullcontext()
-    view = ProgressView(console, engine.steps + 1, config.steps, config.log_every, config.family.unit)
-    stream = job.stream(range(engine.steps, config.steps), *training.place, str(comm.device), config.workers)
+    view = ProgressView(
+        console, engine.steps + 1, config.task.samples.steps, config.course.log_every, config.task.family.unit
+    )
+    stream = job.stream(
+        range(engine.steps, config.task.samples.steps), *training.place, str(comm.device), config.course.workers
+    )
     sinks = Sinks()
     if comm.rank == 0:
         sinks = open_sinks(  # first of all: a folder to which another run is writing stays as it is
-            config.out,
-            tensorboard=config.tensorboard,
-            wandb=config.wandb,
-            settings=asdict(config),
+            config.output.out,
+            tensorboard=config.output.tensorboard,
+            wandb=config.output.wandb,
+            settings=flags(config),
             after=engine.steps,
         )
-        if config.out:
+        if config.output.out:
             remove_later(config, engine.steps)
-            (Path(config.out) / SUMMARY).unlink(missing_ok=True)
-            write_text(Path(config.out) / SETTINGS, to_toml(config))
+            (Path(config.output.out) / SUMMARY).unlink(missing_ok=True)
+            write_text(Path(config.output.out) / SETTINGS, to_toml(config))
     training.saver = saver_of(config, engine)
-    if config.out and training.saver is not None:
-        check_same_folder(Path(config.out), comm)
-    inject(engine, config.inject)
+    if config.output.out and training.saver is not None:
+        check_same_folder(Path(config.output.out), comm)
+    inject(engine, config.course.inject)
     with sinks, watch as watched, view, stream, training.saver or nullcontext():
         try:
             for line in _steps(training, stream):
@@ -141,29 +147,29 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     console.print(
         f"loss {first['loss']:.4f} -> {last['loss']:.4f}  {spark(course.losses.values, encoding=console.encoding)}"
     )
-    console.print(f"{course.rate:,.0f} {config.family.unit}/s (median over steps, all ranks)")
+    console.print(f"{course.rate:,.0f} {config.task.family.unit}/s (median over steps, all ranks)")
     console.print(bytes_table(ranks))
-    if runs := irregular(engine, config.microbatches):
+    if runs := irregular(engine, config.layout.microbatches):
         console.print(left_out(runs), soft_wrap=True)
     if recorded is not None and engine.placed.pipeline.num_stages > 1:
-        show_timeline(recorded, console, measured=config.split == "measured")
-    same = _compare(training, console) if config.verify else None
-    if config.export:
-        write_folder(config.export, engine, getattr(config.sizes, "path", None))
-        console.print(f"the model, for transformers, in {config.export}")
+        show_timeline(recorded, console, measured=config.layout.split == "measured")
+    same = _compare(training, console) if config.course.verify else None
+    if config.output.export:
+        write_folder(config.output.export, engine, getattr(config.task.sizes, "path", None))
+        console.print(f"the model, for transformers, in {config.output.export}")
     if recorded is None:
         return 0
     summary = {
         "command": shlex.join(["plait", *argv]),
         "versions": {"plait": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "config": asdict(config),
+        "config": flags(config),
         "parameters": engine.placed.num_parameters,
         "steps": course.steps,
         "resumed_at": training.first or None,
         "first_loss": first["loss"],
         "last_loss": last["loss"],
         "eval_loss": last.get("eval_loss"),
-        f"{config.family.unit}_per_second": course.rate,
+        f"{config.task.family.unit}_per_second": course.rate,
         "peak_memory": last["peak_memory"],
         "bytes_per_rank": [asdict(r) for r in ranks],
         "stages": engine.placed.split,
@@ -172,27 +178,28 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         "idle_share": dict(zip(("measured", "simulated"), recorded.idle, strict=True)),
         "equal_to_one_process": same,
     }
-    if config.json:
-        write_json(config.json, summary | {"metrics": course.lines})
-    if config.out:
-        write_timeline(recorded, Path(config.out), f"{config.title}, {config.row.name} on {comm.mesh}")
-        write_json(str(Path(config.out) / SUMMARY), summary)
-        console.print(f"metrics, config, summary, timeline.svg and trace.json (for Perfetto) in {config.out}")
+    if config.files.json:
+        write_json(config.files.json, summary | {"metrics": course.lines})
+    if config.output.out:
+        write_timeline(recorded, Path(config.output.out), f"{config.task.title}, {config.row.name} on {comm.mesh}")
+        write_json(str(Path(config.output.out) / SUMMARY), summary)
+        console.print(f"metrics, config, summary, timeline.svg and trace.json (for Perfetto) in {config.output.out}")
     return 1 if same is False else 0
 
 
 def _show_header(training: Training, console: Console) -> None:
     """Shows the model and its layout on the ranks."""
     config, engine, mesh = training.config, training.engine, training.comm.mesh
+    task = config.task
     console.print(
-        f"{config.title}, {engine.placed.num_parameters:,} parameters, {config.dtype}, {config.batch} samples a step, "
-        f"microbatches per rank: {config.microbatches}"
+        f"{task.title}, {engine.placed.num_parameters:,} parameters, {task.network.dtype}, {task.samples.batch} "
+        f"samples a step, microbatches per rank: {config.layout.microbatches}"
     )
-    if getattr(config.sizes, "from_scratch", False):
-        as_bytes = "; each byte is a token, unless the data has tokens" if config.sizes.reads_bytes else ""
+    if getattr(config.task.sizes, "from_scratch", False):
+        as_bytes = "; each byte is a token, unless the data has tokens" if config.task.sizes.reads_bytes else ""
         console.print(f"initial values are drawn: the folder has no weights{as_bytes}")
     console.print(f"{engine.placed.strategy}")
-    console.print(f"mesh {mesh}: {mesh.size} ranks ({resolve_world(config)} world)")
+    console.print(f"mesh {mesh}: {mesh.size} ranks ({resolve_world(config.machine)} world)")
     if mesh.replica == 1 and "shard" in mesh.crossing and mesh.shard % mesh.hosts == 0 and mesh.shard > mesh.hosts:
         better = replace(mesh, replica=mesh.hosts, shard=mesh.shard // mesh.hosts, hosts=1)
         console.print(f'shard crosses hosts: with --mesh "{better}" less does, for what is on one host is summed first')
@@ -200,26 +207,26 @@ def _show_header(training: Training, console: Console) -> None:
         for stage, rank in sorted(engine.placed.pipeline.owner.items()):
             names = engine.placed.links_of(stage)
             console.print(f"stage {stage} on pipe rank {rank}: {names[0]} .. {names[-1]} ({len(names)} links)")
-    if config.family.predicted and not config.pack:
-        kept, recompute = human(_activation_bytes(training)), config.recompute or "none"
+    if config.task.family.predicted and not config.task.samples.pack:
+        kept, recompute = human(_activation_bytes(training)), config.layout.recompute or "none"
         console.print(f"activations of a microbatch on rank 0: {kept} predicted (recompute: {recompute})")
 
 
 def _activation_bytes(training: Training) -> int:
     """Bytes that this rank's stages of the project's decoder keep of a microbatch from its forward to its backward."""
     config, engine = training.config, training.engine
-    whole = ("embed", *(f"blocks.{i}" for i in range(config.sizes.num_layers)), "norm", "head")
+    whole = ("embed", *(f"blocks.{i}" for i in range(config.task.sizes.num_layers)), "norm", "head")
     links = [name for stage in engine.placed.stages for name in engine.placed.links_of(stage)] or whole
-    return decoder(decoder_sizes(config), links, config.recompute)
+    return decoder(decoder_sizes(config), links, config.layout.recompute)
 
 
 def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
     """Trains; yields one dict per step."""
     config, comm, engine = training.config, training.comm, training.engine
     held_out = []
-    if config.eval_every is not None:
-        held_out = training.job.eval_batches(*training.place, str(comm.device))[: config.eval_steps]
-    for step in range(engine.steps, config.steps):
+    if config.course.eval_every is not None:
+        held_out = training.job.eval_batches(*training.place, str(comm.device))[: config.course.eval_steps]
+    for step in range(engine.steps, config.task.samples.steps):
         lr = engine.optimizer.param_groups[0]["lr"] if engine.optimizer else None
         start = time.perf_counter()
         batches = next(stream)
@@ -232,7 +239,7 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
             phases = comm.ledger.sent_by_phase()
             training.sent = sum(size for phase, size in phases.items() if phase not in UNPREDICTED)
             training.crossed = comm.ledger.sent_over(comm.mesh.crossing, without=UNPREDICTED)
-        if config.verify:  # it keeps the losses of all steps
+        if config.course.verify:  # it keeps the losses of all steps
             training.recorder.step(result)
         bytes_held = engine.placed.bytes_held()
         line = {
@@ -249,12 +256,17 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
             **({} if engine.gradients.loss_scale is None and result.made else {"made": result.made}),
             "peak_memory": peak_memory(comm.device),
         }
-        if held_out and (step + 1 == config.steps or (config.eval_every and (step + 1) % config.eval_every == 0)):
+        if held_out and (
+            step + 1 == config.task.samples.steps
+            or (config.course.eval_every and (step + 1) % config.course.eval_every == 0)
+        ):
             line |= _evaluate(engine, held_out)
         yield line
-        last = step + 1 == config.steps
+        last = step + 1 == config.task.samples.steps
         training.stopped = None if last else result.stop
-        if training.saver is not None and (last or training.stopped or (step + 1) % (config.save_every or 1) == 0):
+        if training.saver is not None and (
+            last or training.stopped or (step + 1) % (config.output.save_every or 1) == 0
+        ):
             training.saver.save(extra_of(config, training.job, training.scheduler, training.layouts))
         if training.stopped:
             return
@@ -269,7 +281,7 @@ def _tell_stop(training: Training) -> int:
         saved = f"saved in {training.saver.wait()}; the same command with --resume auto goes on from there"
     if not training.comm.rank:
         name = signal.Signals(number).name
-        say(f"plait: {name} (on rank {rank}): stopped behind step {step} of {config.steps}; {saved}\n")
+        say(f"plait: {name} (on rank {rank}): stopped behind step {step} of {config.task.samples.steps}; {saved}\n")
     return 128 + number
 
 
@@ -287,7 +299,7 @@ def _bytes_per_rank(training: Training) -> list[RankBytes]:
     job, comm, engine = training.job, training.comm, training.engine
     measured = engine.placed.bytes_held()
     predicted = held(
-        engine.placed.layouts(), comm.mesh, engine.placed.strategy, comm.rank, training.config.optimizer_row.states
+        engine.placed.layouts(), comm.mesh, engine.placed.strategy, comm.rank, training.config.task.optimizer_row.states
     )
     batches = job.microbatches(training.first, *training.place)  # of the step whose messages were counted
     entries, crossing = predict(engine, job, batches), comm.mesh.crossing
@@ -316,7 +328,11 @@ def _compare(training: Training, console: Console) -> bool | None:
     with working():
         whole = replay(training.job, config, records, keep_gradients=False)
     findings = against_tree(records, whole.since(training.first), within)
-    steps = f"steps {training.first + 1} to {config.steps}" if training.first else f"{config.steps} steps"
+    steps = (
+        f"steps {training.first + 1} to {config.task.samples.steps}"
+        if training.first
+        else f"{config.task.samples.steps} steps"
+    )
     title = f"{steps} on {training.comm.mesh.size} ranks against one process, which was not interrupted"
     console.print(findings_table(title if training.first else title.partition(",")[0], findings))
     same, bitwise = all(f.equal for f in findings), within == BITWISE

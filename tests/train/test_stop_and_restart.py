@@ -106,7 +106,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_is_taken(
     assert newest_sound(config) == str(first)
     assert file.name in (told := capsys.readouterr().err) and "put aside as" in told
     assert [str(folder) for folder in checkpoints(tmp_path / "checkpoints")] == [str(first)]
-    assert restarted(config, 1, True).resume == "auto"
+    assert restarted(config, 1, True).output.resume == "auto"
 
 
 def test_another_attempt_begins_as_the_first_did_and_never_over_another_run(flags: list[str], tmp_path: Path) -> None:
@@ -119,11 +119,11 @@ def test_another_attempt_begins_as_the_first_did_and_never_over_another_run(flag
     out.mkdir()
     (out / "config.toml").write_text(to_toml(config))
     again = restarted(config, 1, True)
-    assert (again.resume, again.overwrite) == ("other", True), "nothing was saved yet"
+    assert (again.output.resume, again.output.overwrite) == ("other", True), "nothing was saved yet"
     assert restarted(config, 1, False) == config, "what is there is of a run before this launch"
-    assert not restarted(replace(config, seed=9), 1, True).overwrite, "the run of another seed"
+    assert not restarted(replace(config, seed=9), 1, True).output.overwrite, "the run of another seed"
     (out / "summary.json").touch()
-    assert not restarted(config, 1, True).overwrite, "a run that is finished"
+    assert not restarted(config, 1, True).output.overwrite, "a run that is finished"
 
 
 def test_what_follows_the_last_step_is_missed(
@@ -169,7 +169,7 @@ def test_another_attempt_goes_on_where_this_launch_has_written(
     (out / "config.toml").touch()
     assert has_settings(config)
     again = restarted(config, 1, True)
-    assert (again.resume, again.overwrite) == ("auto", False)
+    assert (again.output.resume, again.output.overwrite) == ("auto", False)
 
 
 @pytest.mark.parametrize(

@@ -115,15 +115,18 @@ def name_of(config: VerifyConfig) -> str:
 @pytest.mark.parametrize("config", {name_of(config): config for config in LAYOUTS}.values(), ids=name_of)
 def test_a_layout_is_the_run_of_one_process(config: VerifyConfig) -> None:
     """Every message as predicted, nothing left out, and clipping came to work."""
-    if config.model in ("llama", "qwen2"):
+    if config.task.network.model in ("llama", "qwen2"):
         pytest.importorskip("transformers")
-    result = runs(config, config.mesh)
-    verdict, due_kinds = result.verdict, {"loss", "gradient", "parameter"} | ({"norm"} if config.clip else set())
+    result = runs(config, config.machine.mesh)
+    verdict, due_kinds = (
+        result.verdict,
+        {"loss", "gradient", "parameter"} | ({"norm"} if config.task.update.clip else set()),
+    )
     assert verdict.word == due(config), result.different()
     assert not verdict.ledger and {f.kind for f in verdict.tree} >= due_kinds
-    if config.clip is not None and config.dtype != "bf16-mixed":
-        assert max(norm for norm in result.ranks[0].norms if norm is not None) > config.clip, "no clipping"
-    split = config.parsed_mesh.tensor > 1
+    if config.task.update.clip is not None and config.task.network.dtype != "bf16-mixed":
+        assert max(norm for norm in result.ranks[0].norms if norm is not None) > config.task.update.clip, "no clipping"
+    split = config.machine.parsed_mesh.tensor > 1
     first = [f for f in (*verdict.tree, *verdict.plain) if split and "step 1" in f.name and f.tolerance == 1e-12]
     assert max((f.measured for f in first), default=0) < 1e-13, "fp64 leaves room for nothing but rounding"
 
@@ -150,7 +153,7 @@ ONE_RUN: dict[str, list[VerifyConfig]] = {
 def test_layouts_that_are_one_run(group: str) -> None:
     first, *others = ONE_RUN[group]
     for config in others:
-        assert same(runs(first, first.mesh), runs(config, config.mesh)), name_of(config)
+        assert same(runs(first, first.machine.mesh), runs(config, config.machine.mesh)), name_of(config)
 
 
 @pytest.mark.parametrize("config", [
@@ -213,7 +216,7 @@ def test_bf16_with_fp32_masters_follows_fp32() -> None:
 def test_a_frozen_weight_of_two_stages_and_of_few_bits(mesh: str, dtype: Any) -> None:
     """It is rounded like all others, it has no master weights, and no use of it gets a gradient."""
     config = replace(MIXED, mesh=mesh, dtype=dtype, strategy="ddp", microbatches=2)
-    whole = make_job(config)
+    whole = make_job(config.task, config.dtypes)
 
     def build() -> nn.Module:
         model = whole.build()

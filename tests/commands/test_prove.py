@@ -11,7 +11,7 @@ import pytest
 from plait.run.commands.main import main, parse
 from plait.run.commands.prove import ProveConfig, parse_bytes
 from plait.run.config import TrainConfig
-from plait.run.config.sections import flag_hints
+from plait.run.job.sections import flag_hints
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from plait.run.commands.main import COMMANDS, kind_of, main
 from plait.run.config import TrainConfig, VerifyConfig, validate
 from plait.run.config.bounds import BOUNDS, LONGEST, check_values
 from plait.run.config.room import check_room
-from plait.run.config.sections import flag_hints
+from plait.run.job.sections import flag_hints
 from plait.schedule.actions import MOST_PASSES, parse_schedule
 from plait.schedule.check import check
 

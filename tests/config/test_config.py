@@ -22,11 +22,11 @@ from plait.run.config import (
 from plait.run.config.file import FileConfig
 from plait.run.config.layout import LayoutConfig
 from plait.run.config.machine import idle_devices
-from plait.run.config.sections import is_section
 from plait.run.config.settings import ComparisonConfig, CourseConfig, OutputConfig
 from plait.run.job.config import DataConfig, JobConfig
 from plait.run.job.families import ModelConfig
 from plait.run.job.optimizer import OptimizerConfig
+from plait.run.job.sections import is_section
 from plait.run.measure.comm import BenchConfig
 
 

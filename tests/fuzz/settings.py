@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 
 from plait.run.commands import main as command
 from plait.run.config.bounds import BOUNDS
-from plait.run.config.sections import flag_hints, flags
+from plait.run.job.sections import flag_hints, flags
 from plait.run.launch import local
 
 SECONDS = 25
@@ -107,9 +107,8 @@ class Leaf:
     kind: type
 
     def hints(self) -> dict[str, Any]:
-        known = flag_hints(self.kind)
         own = get_type_hints(self.kind, include_extras=True)  # they tell positional words
-        return {name: own.get(name, hint) for name, hint in known.items() if name != "what"}
+        return {name: own.get(name, hint) for name, hint in flag_hints(self.kind).items() if name != "what"}
 
 
 @dataclass(frozen=True)
@@ -270,17 +269,13 @@ job = plait.UserJob(
 """
 
 
-def launched(config: Any, *rest: Any) -> int:
+def launched(config: Any, *rest: Any, settings: dict[str, Any] | None = None) -> int:
     """Ranks are started where the run is a tiny one."""
-    big = [n for n, most in SMALL.items() if (flags(config).get(n) or 0) > most]
-    if (
-        big
-        or config.machine.parsed_mesh.size > 4
-        or config.machine.world != "thread"
-        or flags(config).get("eval_every") is not None
-    ):
+    given = settings or flags(config)
+    big = any((given.get(n) or 0) > most for n, most in SMALL.items()) or config.parsed_mesh.size > 4
+    if big or config.world != "thread" or given.get("eval_every") is not None:
         return 0
-    return int(LAUNCH(config, *rest))
+    return int(LAUNCH(config, *rest, settings=settings))
 
 
 LAUNCH = local.launch

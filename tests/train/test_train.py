@@ -17,9 +17,9 @@ from plait.comm.base import Comm
 from plait.referee.verify.reference import run_reference
 from plait.run.commands.main import main, parse
 from plait.run.config import TrainConfig, from_toml, to_toml
-from plait.run.config.sections import flags
 from plait.run.config.sinks import Sinks
 from plait.run.job.job import make_job
+from plait.run.job.sections import flags
 from plait.run.train.run import run_train
 from plait.table.additions import additions
 from plait.table.cells import find_strategy

@@ -20,9 +20,9 @@ from typing import Any, Literal
 from plait.pipeline.blocks import blocks_of
 from plait.referee.verify.covering import Rule, covering
 from plait.run.config import VerifyConfig, with_job
-from plait.run.config.sections import flags
 from plait.run.job.job import build_model
 from plait.run.job.optimizer import OPTIMIZERS
+from plait.run.job.sections import flags
 from plait.schedule.orders import ORDERS, stages_per_rank
 from plait.table.cells import TABLE
 from plait.table.flat import BUCKET_BYTES

@@ -32,9 +32,9 @@ from plait.referee.verify.record import record_run
 from plait.referee.verify.reference import run_reference
 from plait.referee.verify.run import Verdict, judge, line_of, replay
 from plait.run.config import VerifyConfig, validate, with_job
-from plait.run.config.sections import flags
 from plait.run.job.config import JobConfig
 from plait.run.job.job import Job, make_job
+from plait.run.job.sections import flags
 from plait.run.report.screen import screen
 from plait.schedule.orders import ORDERS
 from plait.table.cells import TABLE

@@ -21,8 +21,8 @@ from plait.referee.witness.record import witness
 from plait.referee.witness.replay import check_replayable
 from plait.run.config import VerifyConfig
 from plait.run.config.layout import LayoutConfig
-from plait.run.config.sections import flags
 from plait.run.job.job import Job, build_model, make_job
+from plait.run.job.sections import flags
 from plait.step import Engine
 from plait.step.step import whole_count
 from plait.table.mesh import AXES

@@ -5,7 +5,7 @@ from typing import Any
 
 from plait.messages.escape import one_line
 from plait.messages.wording import did_you_mean
-from plait.run.config.sections import flag_hints
+from plait.run.job.sections import flag_hints
 
 _OTHERS = """
 batch        batch-size global-batch-size train-batch-size

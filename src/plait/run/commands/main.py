@@ -24,8 +24,8 @@ from plait.messages.escape import heard, one_line, say
 from plait.run import config as configs
 from plait.run.commands.interrupt import leave_at_once, raise_again
 from plait.run.config.bounds import check_values
-from plait.run.config.sections import flag_hints
-from plait.run.config.sections import flags as flags_of
+from plait.run.job.sections import flag_hints
+from plait.run.job.sections import flags as flags_of
 from plait.run.job.user_code import FLAG, load_installed, load_plugin, take_files
 from plait.run.launch.failure import guarded, leave, open_closed
 

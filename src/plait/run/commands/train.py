@@ -8,7 +8,7 @@ from plait.comm.agree import check_together, gather_ints
 from plait.comm.base import NO_NOTE, Comm
 from plait.messages.escape import say
 from plait.run.config import TrainConfig, validate, with_job
-from plait.run.config.sections import flags
+from plait.run.job.sections import flags
 from plait.run.launch.limits import Limits
 from plait.run.launch.local import is_a_rank, launch
 from plait.run.train.resume import check_places, has_settings, newest_sound, restarted
@@ -29,7 +29,7 @@ def run(config: TrainConfig, argv: Sequence[str]) -> int:
             return 0
         body = partial(run_train, config, argv=argv)
     limits = Limits(config.course.restarts, config.course.grace, partial(newest_sound, config))
-    return launch(config.machine, body, ["-m", "plait", *argv], limits, flags(config))
+    return launch(config.machine, body, ["-m", "plait", *argv], limits, settings=flags(config))
 
 
 def train_again(config: TrainConfig, comm: Comm, argv: Sequence[str]) -> int:

@@ -1,6 +1,5 @@
 """Describes a run as one frozen value, checked before any process starts.
 
-sections.py    ``Sections``: configs made of sections, and set by flags
 settings.py    ``TrainConfig`` and ``VerifyConfig``: combine the sections, and derive values from them
 layout.py      the section that distributes the model over the ranks
 machine.py     the section for the ranks, checked against this machine

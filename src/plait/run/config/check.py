@@ -12,7 +12,6 @@ from plait.pipeline.build_stages import split_of
 from plait.run.config.bounds import check_values
 from plait.run.config.machine import check_machine, resolve_device
 from plait.run.config.room import check_room, checkpoint_bytes
-from plait.run.config.sections import flags
 from plait.run.config.settings import CourseConfig, RunConfig, TrainConfig, VerifyConfig
 from plait.run.config.sinks import METRICS, check_sinks
 from plait.run.data.text import size_of
@@ -23,6 +22,7 @@ from plait.run.job.config import JobConfig
 from plait.run.job.dataset import make_data
 from plait.run.job.families import FOLDER, OF_THE_FOLDER
 from plait.run.job.job import build_model, make_job
+from plait.run.job.sections import flags
 from plait.schedule.check import check
 from plait.table.precision import LossScale
 from plait.tensor.gemm import find_gemm

@@ -13,7 +13,7 @@ import tyro
 
 from plait.checkpoint.files.reading import read_text, shown
 from plait.messages.wording import did_you_mean
-from plait.run.config.sections import flag_hints, flags
+from plait.run.job.sections import flag_hints, flags
 
 Config = TypeVar("Config")
 

@@ -17,10 +17,10 @@ from plait.comm import Comm
 from plait.run.config.file import FileConfig
 from plait.run.config.layout import LayoutConfig, names_a_file, read_schedule
 from plait.run.config.machine import MachineConfig
-from plait.run.config.sections import flags
 from plait.run.job.config import Dtypes, JobConfig, TaskConfig
 from plait.run.job.families import OF_THE_FOLDER, stock_families
 from plait.run.job.job import Job
+from plait.run.job.sections import flags
 from plait.schedule.pipeline import Pipeline
 from plait.table.cells import Strategy, find_strategy
 from plait.table.parallelism import Parallelism

@@ -1,6 +1,7 @@
 """The training job without its layout: the same on many ranks and in the single process it is compared with.
 
 config.py      ``JobConfig``: the flags, in sections, and the values that follow from them
+sections.py    ``Sections``: configs made of sections, and set by flags
 own.py         ``UserJob``: a user's job, and ``--job FILE.py:NAME``
 block_costs.py  measures the costs of a model's blocks, which balance stages
 user_code.py   runs the user's files: ``FILE.py:NAME``, ``--plugin FILE.py``

@@ -11,10 +11,10 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 
-from plait.run.config.sections import Sections
 from plait.run.job.families import Family, ModelConfig, find_family, for_text, own_family
 from plait.run.job.optimizer import OptimizerConfig, OptimizerRow, find_optimizer
 from plait.run.job.own import UserJob, load_job
+from plait.run.job.sections import Sections
 from plait.table.cells import LONG, TABLE, Strategy
 from plait.table.precision import LossScale, Precision
 

@@ -30,7 +30,7 @@ from plait.messages.escape import say
 from plait.referee.sanitize.collectives import check_collectives
 from plait.run.config import MachineConfig, resolve_device
 from plait.run.config.machine import idle_devices, resolve_world
-from plait.run.config.sections import flags
+from plait.run.job.sections import flags
 from plait.run.launch.agent import RankAgent
 from plait.run.launch.failure import LAUNCHER, leave_note
 from plait.run.launch.fork_server import ForkServer

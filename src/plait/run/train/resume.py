@@ -29,11 +29,11 @@ from plait.comm.agree import broadcast_text
 from plait.messages.escape import say
 from plait.messages.wording import did_you_mean
 from plait.run.config import TrainConfig, from_toml
-from plait.run.config.sections import flags
 from plait.run.config.sinks import METRICS
 from plait.run.job.config import JobConfig
 from plait.run.job.job import Job
 from plait.run.job.optimizer import OptimizerConfig
+from plait.run.job.sections import flags
 from plait.run.train.as_saved import check_as_saved
 from plait.run.watch.processes import launcher, started
 from plait.step import Engine

@@ -39,12 +39,12 @@ from plait.referee.verify.run import findings_table, replay
 from plait.run.config import TrainConfig, to_toml
 from plait.run.config.machine import resolve_world
 from plait.run.config.room import decoder_sizes
-from plait.run.config.sections import flags
 from plait.run.config.sinks import Sinks, open_sinks
 from plait.run.data import StepStream
 from plait.run.formats.huggingface import write_folder
 from plait.run.injection import inject
 from plait.run.job.job import Job, make_job
+from plait.run.job.sections import flags
 from plait.run.measure.gpu import GpuUtilisation
 from plait.run.measure.machine import peak_memory
 from plait.run.report.screen import screen, working

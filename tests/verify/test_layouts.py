@@ -61,7 +61,7 @@ WHOLE_OR_CUT = ({"sequence_parallel": False}, {"sequence_parallel": True, "micro
 
 LAYOUTS = [
     # data axes
-    *(config for job in MODELS.values() for config in pairs(replace(job, steps=3), microbatches=(1, 3), mesh=("shard=4", FOUR, "replica=2"), strategy=tuple(TABLE))),
+    *(config for job in MODELS.values() for config in pairs(replace(job, steps=3), microbatches=(1, 3), mesh=("shard=3", FOUR, "replica=2"), strategy=tuple(TABLE))),
     *pairs(replace(GPT, steps=3, batch=21), microbatches=(1, 3), mesh=("shard=2", "replica=2", FOUR, "replica=2 shard=3 hosts=2"), strategy=(OWN_ROW, OTHER_WAY)),
     *pairs(replace(GPT, mesh=FOUR, microbatches=2, steps=3), numbers=NUMBERS, strategy=("ddp", "zero3", "psdp")),
     *each(GPT, {"mesh": "pipe=2 replica=2 shard=2 hosts=4", "strategy": "zero3", "microbatches": 3, "schedule": "1f1b", "cut": "tensor"}),

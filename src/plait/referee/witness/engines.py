@@ -11,7 +11,6 @@ of other libraries in examples/engines.py.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -45,17 +44,6 @@ class Driven(NamedTuple):
 
 
 Adapter: TypeAlias = Callable[[Job, nn.Module, Comm], Driven | tuple[nn.Module, Optimizer, Step]]
-
-
-@dataclass(frozen=True)
-class EngineRow:
-    """An engine that ``--engine`` knows by name."""
-
-    adapter: Adapter
-    axes: tuple[str, ...]
-    """Of the mesh, those that it has a meaning for."""
-    refuses: Callable[[nn.Module, Mesh, int], str] = field(default=lambda model, mesh, batch: "")
-    """Why it cannot train a model on a mesh, with so many samples in a microbatch; empty where it can."""
 
 
 def loop(job: Job, model: nn.Module, optimizer: Optimizer, ranks: int, hold: Callable[[], Any] = nullcontext) -> Step:
@@ -157,7 +145,8 @@ def plait_engine(job: Job, model: nn.Module, comm: Comm) -> Driven:
     return Driven(engine, engine.optimizer, step)
 
 
-def _stages_alone(model: nn.Module, mesh: Mesh, batch: int) -> str:
+def _stages_alone(model: nn.Module, mesh: Mesh) -> str:
+    """Why torch's pipeline cannot train a model on a mesh; empty where it can."""
     shared = len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
     if shared:
         return "its stages would each have a copy of a tied weight, and torch.distributed.pipelining sums no copies"
@@ -168,13 +157,11 @@ def _stages_alone(model: nn.Module, mesh: Mesh, batch: int) -> str:
     return ""
 
 
-DATA = ("replica", "shard")
-
-ENGINES: dict[str, EngineRow] = {
-    "plait": EngineRow(plait_engine, DATA),
-    "ddp": EngineRow(ddp, DATA),
-    "fsdp2": EngineRow(fsdp2, DATA),
-    "torch-pipelining": EngineRow(torch_pipelining, ("pipe",), refuses=_stages_alone),
+ENGINES: dict[str, Adapter] = {
+    "plait": plait_engine,
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "torch-pipelining": torch_pipelining,
 }
 """A new one is a row."""
 
@@ -185,17 +172,19 @@ def check_engine(name: str, model: nn.Module, mesh: Mesh, batch: int, microbatch
         return
     if name not in ENGINES:
         raise ValueError(f"unknown engine {name!r}: choose one of {', '.join(ENGINES)}, or write FILE.py:NAME")
-    row = ENGINES[name]
-    if strange := [axis for axis in AXES if mesh.axis(axis) > 1 and axis not in row.axes]:
-        raise ValueError(f"engine {name} has no {strange[0]} axis: give --mesh with {' and '.join(row.axes)} alone")
-    if reason := row.refuses(model, mesh, batch):
+    axes = ("pipe",) if name == "torch-pipelining" else ("replica", "shard")
+    if strange := [axis for axis in AXES if mesh.axis(axis) > 1 and axis not in axes]:
+        raise ValueError(f"engine {name} has no {strange[0]} axis: give --mesh with {' and '.join(axes)} alone")
+    if name != "torch-pipelining":
+        return
+    if reason := _stages_alone(model, mesh):
         raise ValueError(f"engine {name}: {reason}")
-    if "pipe" in row.axes and batch % microbatches:
+    if batch % microbatches:
         raise ValueError(
             f"engine {name} cuts a batch of {batch} samples in {microbatches} equal microbatches: give a batch that "
             f"{microbatches} divides"
         )
-    if "pipe" in row.axes and clip is not None:
+    if clip is not None:
         raise ValueError(f"engine {name} has no norm of all stages: give --clip None")
 
 
@@ -205,7 +194,7 @@ def find_adapter(name: str) -> Adapter:
     from plait.run.job.user_code import load_name
 
     if not name.rpartition(":")[1]:
-        return ENGINES[name].adapter
+        return ENGINES[name]
     found = load_name(name, "engine")
     if not callable(found):
         raise ValueError(f"engine {name!r} is {type(found).__name__}: give a function (job, model, comm)")

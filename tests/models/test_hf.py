@@ -42,7 +42,7 @@ def _installed(request: pytest.FixtureRequest) -> None:
 
 
 def sizes(kind: str, **changes: object) -> hf.HFConfig:
-    config = replace(TINY, model=kind).sizes
+    config = replace(TINY, model=kind).task.sizes
     assert isinstance(config, hf.HFConfig)
     return replace(config, **changes)
 

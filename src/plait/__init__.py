@@ -24,6 +24,7 @@ run/            the command line: config, jobs, models, data, training, launchin
 
 api.py          the few calls that a script needs besides ``Engine``
 later.py        imports names of a package when they are asked for
+torch_private.py  names that torch does not promise, each with its reason
 """
 
 TYPE_CHECKING = False

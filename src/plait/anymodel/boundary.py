@@ -31,9 +31,7 @@ from functools import partial
 from types import MethodType
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from plait.anymodel.boundary_state import NOTHING, BoundaryState
 from plait.anymodel.not_here import NotHere
@@ -43,6 +41,7 @@ from plait.forward.context import CurrentForward, in_backward
 from plait.pipeline.message import Handed, MessageForm, shape_of
 from plait.pipeline.p2p import Signature, signature_of
 from plait.pipeline.program import Blocks, StageDone, StageProgram
+from plait.torch_private import is_fwd_grad_enabled, tree_flatten, tree_leaves, tree_unflatten
 
 SHARED = MutableMapping, MutableSequence, MutableSet
 
@@ -276,7 +275,7 @@ class UnmodifiedProgram(StageProgram):
             raise ValueError(f"stage {self.number} ends with {name!r}, which returns no tensor: return one")
         if any(isinstance(tensor, NotHere) for tensor in tensors):
             raise ValueError(f"the pipeline's link {name!r} returns something made of what another stage has")
-        if not torch._C._is_fwd_grad_enabled():  # inside the forward of an autograd.Function
+        if not is_fwd_grad_enabled():  # inside the forward of an autograd.Function
             raise ValueError(
                 f"{name!r}, the last link of stage {self.number}, runs inside an autograd.Function, where nothing is "
                 f"recorded (a checkpoint): use checkpoint(..., use_reentrant=False)"

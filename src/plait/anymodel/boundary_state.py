@@ -17,10 +17,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
-from torch.utils._pytree import tree_leaves
 
 from plait.anymodel.not_here import NotHere, not_here
 from plait.anymodel.stage_io import (
@@ -36,6 +34,7 @@ from plait.comm.header import Shape
 from plait.forward.interceptor import EngineMode
 from plait.pipeline.message import shape_of, shapes_in_words
 from plait.tensor.metadata import only_metadata
+from plait.torch_private import DisableTorchFunction, tree_leaves
 
 ONE_TENSOR = {"tensor": 0}
 """The tree of a value that is a tensor."""
@@ -222,7 +221,7 @@ class BoundaryState:
         """Whether it is one tensor, as it was when later stages were told, by a cheap look."""
         if type(output) is not Tensor or known[0] != ONE_TENSOR:
             return False
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return (output.shape, output.dtype) == known[1][0]
 
     def read_behind(self, tensor: Tensor) -> bool:

@@ -23,11 +23,11 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from plait.pipeline.blocks import buffer_of_two, decoder_blocks
 from plait.pipeline.cutting import containers_of
 from plait.pipeline.program import Blocks
+from plait.torch_private import tree_leaves
 
 PARSING = threading.Lock()
 """Python's parser counts how deep it is for all threads together."""

@@ -57,7 +57,7 @@ from plait.table.collectives import Entry, Note, bytes_sent
 from plait.table.mesh import Mesh
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from plait.torch_private import Store
 
 __all__ = ["DONE", "NO_NOTE", "Comm", "MismatchError", "Observer", "Operation", "Work"]
 

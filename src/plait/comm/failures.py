@@ -23,7 +23,7 @@ from plait.comm.process_identity import Peer
 from plait.messages.escape import one_line
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from plait.torch_private import Store
 
 PATIENCE_SECONDS = 2.0
 """Time that a failed rank waits for the others' reports."""

@@ -33,7 +33,7 @@ from plait.comm.store_rendezvous import UNKNOWN, Met, meet
 from plait.messages.escape import one_line
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from plait.torch_private import Store
 
 _tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's stubs do not export them
 _file_store: Any = dist.FileStore  # type: ignore[attr-defined]

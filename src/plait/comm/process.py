@@ -41,7 +41,7 @@ from plait.comm.transport import Started, Transport, Wires, shared_memory_transp
 from plait.table.mesh import Mesh
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from plait.torch_private import Store
 
 SMALL_BYTES = 4 * 2**20
 """An all-reduce that receives no more than this sends wholes: one round of messages instead of two."""

@@ -27,7 +27,7 @@ from plait.comm.process_identity import Peer, from_json, shown
 from plait.messages.escape import one_line, printable
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from plait.torch_private import Store
 
 _prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]  # torch's stubs do not export it
 

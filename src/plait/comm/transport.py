@@ -23,7 +23,7 @@ from plait.comm.operation import Operation
 from plait.comm.process_identity import Peer
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from plait.torch_private import Store
 
 SHARED_MEMORY = "plait.shared_memory.several_hosts"
 """The module whose ``transport(store, peers, wires)`` makes the transport over shared memory."""

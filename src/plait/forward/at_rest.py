@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from plait.forward.context import CurrentForward, in_backward
 from plait.forward.interceptor import Function, Handler, read_among
 from plait.forward.parameter import AtRest
 from plait.forward.random_ops import all_silent
 from plait.tensor.metadata import name_of
+from plait.torch_private import DisableTorchFunction, tree_leaves
 
 
 def _is_itself(parameter: Tensor, value: Tensor) -> bool:
     """Whether ``p.data = value`` changes nothing."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         layouts = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (parameter, value)]
     return layouts[0] == layouts[1]
 

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from plait.torch_private import tree_leaves
 
 
 def batch_tensors(batch: Any) -> Iterator[Tensor]:

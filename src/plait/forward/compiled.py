@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
-from torch.utils._pytree import tree_leaves
 
 from plait.forward.dropout import DropoutRNG
 from plait.forward.graph_dropout import GraphMask, NotCompiledError, refuse_random, rows_of, serve
@@ -36,6 +35,7 @@ from plait.forward.masks import on_device
 from plait.forward.products import Products
 from plait.forward.sites import Sites
 from plait.table.parallelism import Parallelism
+from plait.torch_private import tree_leaves
 
 MOST = 512
 """Classes of units, times shapes of their inputs, times modes (training, evaluation): each is compiled."""

@@ -21,30 +21,37 @@ from torch import Tensor, nn
 
 from plait.forward.batch import batch_tensors
 from plait.forward.sites import Sites, Turns
+from plait.torch_private import (
+    current_autograd_node,
+    current_backward_keeps_graph,
+    current_graph_task_id,
+    top_saved_tensors_hooks,
+    will_engine_execute_node,
+)
 
 
 def in_backward() -> bool:
     """Whether the autograd engine is running in this thread: a forward now is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(current_graph_task_id() != -1)
 
 
 def graph_is_kept() -> bool:
     """Whether the backward that runs in this thread leaves its graph for another one (``create_graph``, too)."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    return bool(current_backward_keeps_graph())
 
 
 def goes_on() -> bool:
     """In a hook on a tensor: whether the backward that runs goes on behind it, and does not end with its gradient."""
-    following = [node for node, _ in torch._C._current_autograd_node().next_functions if node is not None]
+    following = [node for node, _ in current_autograd_node().next_functions if node is not None]
     try:
-        return any(map(torch._C._will_engine_execute_node, following))
+        return any(map(will_engine_execute_node, following))
     except RuntimeError:  # one is a leaf whose gradient is wanted
         return True
 
 
 def checkpoint_around() -> object:
     """What identifies the innermost ``torch.utils.checkpoint`` around this line; None outside of any."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = top_saved_tensors_hooks(False)
     return hooks[0] if hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook") else None
 
 

@@ -10,10 +10,10 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from plait.forward.context import CurrentForward, ModuleCall, in_backward
 from plait.forward.interceptor import Function, Handler
+from plait.torch_private import tree_leaves
 
 
 class Derivatives(Handler):

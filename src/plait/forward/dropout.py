@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.forward.context import CurrentForward, RNGPosition
 from plait.forward.interceptor import Function, Handler
@@ -26,6 +25,7 @@ from plait.forward.masks import Slice, keep_mask, stream_key
 from plait.forward.random_ops import all_silent, draws_nothing, is_random, no_stream, seeded
 from plait.forward.random_streams import STREAMS
 from plait.forward.recurrent import draws, is_packed, layer_by_layer
+from plait.torch_private import TorchDispatchMode
 
 SliceOf = Callable[[str, Sequence[int]], Slice | None]
 

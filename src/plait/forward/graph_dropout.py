@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from plait.forward.dropout import DropoutRNG, written_out
 from plait.forward.masks import LOW32, random_bits
 from plait.forward.random_ops import draws_nothing, is_random, seeded
+from plait.torch_private import OpOverload
 
 
 class NotCompiledError(ValueError):

@@ -18,9 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.modules import module as every_module
 from torch.overrides import TorchFunctionMode
 
 from plait.forward.context import CurrentForward
@@ -28,6 +26,14 @@ from plait.forward.random_ops import quiet
 from plait.forward.sites import Sites
 from plait.forward.stays import StaysHere
 from plait.tensor.metadata import only_metadata
+from plait.torch_private import (
+    get_function_stack_at,
+    global_forward_hooks,
+    global_forward_pre_hooks,
+    len_torch_function_stack,
+    pop_torch_function_stack,
+    push_on_torch_function_stack,
+)
 
 Function = Callable[..., Any]
 
@@ -74,17 +80,17 @@ def hidden_modes() -> Iterator[list[EngineMode]]:
     """Inside, none of the engine's modes sees a function; yields them, outermost first."""
     modes = _active_modes()
     for _ in modes:
-        torch._C._pop_torch_function_stack()
+        pop_torch_function_stack()
     users = [mode for mode in modes if not isinstance(mode, EngineMode)]
     try:
         for mode in users:
-            torch._C._push_on_torch_function_stack(mode)
+            push_on_torch_function_stack(mode)
         yield [mode for mode in modes if isinstance(mode, EngineMode)]
     finally:
         for _ in users:
-            torch._C._pop_torch_function_stack()
+            pop_torch_function_stack()
         for mode in modes:
-            torch._C._push_on_torch_function_stack(mode)
+            push_on_torch_function_stack(mode)
 
 
 class Interceptor(EngineMode, StaysHere):
@@ -166,7 +172,7 @@ class Interceptor(EngineMode, StaysHere):
             closed: modules whose insides are left to somebody else (see ``compiled``).
         """
         self._closed, self._every, self.current.sites = closed, every, sites or Sites(model)
-        hooks: list[Any] = [every_module._global_forward_pre_hooks, every_module._global_forward_hooks]
+        hooks: list[Any] = [global_forward_pre_hooks, global_forward_hooks]
         if not any(hooks) and not any(handler.needed_in(model) for handler in self.handlers):
             self._watched = hooks
             for module in model.modules():
@@ -241,7 +247,7 @@ def _inside(name: str, outer: str) -> bool:
 
 
 def _active_modes() -> list[Any]:  # of this thread, outermost first
-    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    return [get_function_stack_at(i) for i in range(len_torch_function_stack())]
 
 
 def _chain(handlers: Sequence[Handler], func: Function) -> Function:

@@ -11,12 +11,11 @@ Shapes, dtypes and other metadata are answered as ever.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from plait.forward.interceptor import Function
 from plait.tensor.metadata import name_of, only_metadata
+from plait.torch_private import DisableTorchFunctionSubclass, tree_leaves
 
 
 class Elsewhere:
@@ -31,7 +30,7 @@ class Elsewhere:
         kwargs = kwargs or {}
         if not only_metadata(func, args, kwargs):
             raise cls.refusal(func, tree_leaves((args, kwargs)))
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @classmethod

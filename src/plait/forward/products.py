@@ -37,6 +37,7 @@ from plait.forward.interceptor import Function, Handler
 from plait.tensor import CutWeight
 from plait.tensor.gemm import TORCH, Gemm
 from plait.tensor.no_double_backward import no_double_backward
+from plait.torch_private import DisableTorchFunction, are_functorch_transforms_active, will_engine_execute_node
 
 DENSE = (Tensor, nn.Parameter)
 Later = list[Callable[[], Tensor]]
@@ -66,7 +67,7 @@ class Products(Handler):
         ``stand_ins``, those of the microbatch's context, and reads no parameter's values.  A parameter that got no
         gradient in the input part gets none.  ValueError where activations were written to since."""
         nodes = []
-        with torch._C.DisableTorchFunction(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        with DisableTorchFunction(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             for key in list(stand_ins):
                 stand_in: Any = stand_ins.pop(key)
                 waiting = stand_in if isinstance(stand_in, list) else stand_in.waiting  # a list: of a cut weight
@@ -85,7 +86,7 @@ class Products(Handler):
         if isinstance(parameter, CutWeight):  # its products wait in a list
             return parameter
         if key not in stand_ins:
-            with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():  # under vmap too a whole one
+            with DisableTorchFunction(), temporarily_clear_interpreter_stack():  # under vmap too a whole one
                 leaf: Any = parameter.detach().requires_grad_(parameter.requires_grad)
                 leaf.waiting = Later()
                 stand_ins[key] = leaf
@@ -102,7 +103,7 @@ class Products(Handler):
             kwargs = {name: self._replaced(argument) for name, argument in kwargs.items()}
         ours = func is F.linear and (waits or self.gemm is not TORCH)
         if ours and self.current.comes_back and plain(*args, **kwargs):
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 if (result := linear(*args, **kwargs, gemm=self.gemm)) is not None:
                     return result
         return call_next(*args, **kwargs)
@@ -123,7 +124,7 @@ def plain(input: Any, *others: Any, **named: Any) -> bool:
         if isinstance(x, Tensor) and (type(x) not in DENSE or x.layout is not torch.strided or x.is_nested):
             return False
     device = input.device.type if isinstance(input, Tensor) else "cpu"
-    return not torch.is_autocast_enabled(device) and not torch._C._are_functorch_transforms_active()
+    return not torch.is_autocast_enabled(device) and not are_functorch_transforms_active()
 
 
 class WeightGradNode(torch.autograd.Function):
@@ -222,7 +223,7 @@ def _made(ctx: Any, place: int, make: Callable[..., Tensor], *operands: Tensor) 
 def _reaches(node: Any) -> bool:
     """True if the backward that runs gives a stand-in its gradient, and is no ``torch.autograd.grad`` of a program."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return bool(will_engine_execute_node(node))
     except RuntimeError:  # its gradient is asked for by name
         return False
 

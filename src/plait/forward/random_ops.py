@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.forward.masks import stream_key
+from plait.torch_private import TorchDispatchMode
 
 _QUIET = {
     *("linear", "sparse", "conv", "normalization", "batchnorm", "instancenorm", "activation", "pooling", "padding"),

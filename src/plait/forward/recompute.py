@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from plait.forward.attributes import PLAIN, attributes_of
@@ -30,6 +29,7 @@ from plait.forward.context import CurrentForward, in_backward
 from plait.forward.interceptor import Function, Handler, Interceptor
 from plait.forward.parameter import AtRest
 from plait.tensor import Parallel
+from plait.torch_private import DisableTorchFunction, tree_leaves, tree_map
 
 
 def check_recompute(model: nn.Module, names: Iterable[str], recompute: str | None) -> None:
@@ -129,13 +129,13 @@ def _versions(call: tuple[Sequence[Any], Mapping[str, Any]]) -> list[tuple[Tenso
     args, kwargs = call
     leaves = tree_leaves(([arg for arg in args if not isinstance(arg, Tensor)], kwargs), is_leaf=_stays)
     tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter))
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 
 def _check_unwritten(held: Iterable[tuple[Tensor, int]]) -> None:
     """Raises ValueError where a tensor of a call was written to since."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         written = [tuple(tensor.shape) for tensor, version in held if tensor._version != version]
     if written:
         raise ValueError(
@@ -165,7 +165,7 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
         if not torch.is_grad_enabled():
             return once(*args, **kwargs)
         unseen = module.training not in checked and not in_backward()
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             versions = [parameter._version for parameter in parameters.values()]
             before = _values(module) if unseen else {}
         numbers = _numbers(module) if unseen or counts else {}
@@ -181,7 +181,7 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
                 f"block {name!r} calls torch.func.grad or its like, which torch cannot run again in the backward "
                 f"(nor under torch.utils.checkpoint): call torch.autograd.grad, or leave recompute out"
             ) from error
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             after = _values(module) if unseen else {}
             now = [parameter._version for parameter in parameters.values()]
         written = [key for key, old, new in zip(parameters, versions, now, strict=True) if old != new]

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm
 from plait.comm.agree import same_tensors
@@ -22,6 +21,7 @@ from plait.tensor import Parallel, TensorAxis
 from plait.tensor.axis import AXES, NOTHING, Later
 from plait.tensor.cut_weight import place
 from plait.tensor.gemm import TORCH, Gemm
+from plait.torch_private import tree_leaves
 
 
 def _in_context(field: str) -> Any:

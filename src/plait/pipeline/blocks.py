@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
 
 from plait.forward.attributes import attributes_of
 from plait.forward.context import CurrentForward, in_backward
@@ -33,6 +32,15 @@ from plait.pipeline.cutting import Cutting, cut_out, release
 from plait.pipeline.message import Handed, MessageForm, shape_of
 from plait.pipeline.program import Blocks, ModelCut, StageDone, StagePart, StageProgram
 from plait.tensor.metadata import name_of, only_metadata
+from plait.torch_private import (
+    DisableTorchFunctionSubclass,
+    is_fwd_grad_enabled,
+    tree_flatten,
+    tree_map_only,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 
 WING = "plait.anymodel"
 """Cuts models that name no blocks, where it is installed: its ``cut(model)`` returns a ``ModelCut``."""
@@ -161,7 +169,7 @@ class Unknown(Tensor):
         if name_of(func) in TO_PYTHON:
             raise ValueError(f"{name_of(func)!r} reads {ELSEWHERE}")
         if only_metadata(func, args, kwargs):
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
@@ -291,7 +299,7 @@ class BlockProgram(StageProgram):
         output = call(*args, **kwargs)
         if index + 1 < self.here.stop or self.last:
             return output
-        if not torch._C._is_fwd_grad_enabled():  # inside the forward of an autograd.Function
+        if not is_fwd_grad_enabled():  # inside the forward of an autograd.Function
             raise ValueError(
                 f"{self.names[index]!r}, the last block of stage {self.number}, runs inside an autograd.Function, "
                 f"where nothing is recorded (a checkpoint): use checkpoint(..., use_reentrant=False)"

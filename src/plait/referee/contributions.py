@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from plait.referee.difference import factor_text
 from plait.referee.values import rounding, wide
+from plait.torch_private import BatchNorm as _BatchNorm
 
 CONDITION = 1e9
 """Of the parts' normalised Gram matrix: beyond it they are too much alike to be told apart."""

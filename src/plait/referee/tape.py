@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from plait.torch_private import DisableTorchFunction, current_graph_task_id, tree_leaves
 
 Event = Literal["parameter", "output", "loss", "gradient", "contribution"]
 
@@ -67,7 +68,7 @@ class Tape:
         microbatch = self._now()
         if microbatch is None:
             return
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             for short, parameter in module._parameters.items():
                 if parameter is not None:
                     mark = Mark(microbatch, "parameter", _join(name, short))
@@ -99,7 +100,7 @@ class Tape:
 
     def _now(self) -> int | None:
         """The microbatch whose forward runs; None in a recomputation, which only makes the same again."""
-        again = torch._C._current_graph_task_id() != -1
+        again = current_graph_task_id() != -1
         return None if again or not torch.is_grad_enabled() else self.microbatch()
 
 
@@ -130,5 +131,5 @@ def _join(module: str, short: str) -> str:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with DisableTorchFunction(), torch.no_grad():
         return tensor.detach().to("cpu", copy=True)

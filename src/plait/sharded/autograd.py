@@ -13,8 +13,9 @@ from torch._functorch import eager_transforms, vmap
 from plait.sharded.dispatch import DIRECT, IN_TORCH_FUNC, LayoutError
 from plait.sharded.gradients import seed
 from plait.sharded.sharded_tensor import ShardedTensor, wrap
+from plait.torch_private import DisableTorchFunctionSubclass
 
-_local = torch._C.DisableTorchFunctionSubclass
+_local = DisableTorchFunctionSubclass
 
 
 def _seeds(ends: Any, given: Any) -> tuple[list[Tensor], list[Tensor]]:

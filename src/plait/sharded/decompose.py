@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.sharded.dispatch import (
     LayoutError,
@@ -36,10 +35,11 @@ from plait.sharded.dispatch import (
 from plait.sharded.rules import lossless, name_of, specs_in
 from plait.sharded.spec import OpPlan, Refusal, Spec, SpecCache
 from plait.table.layout import Layout
+from plait.torch_private import OpOverload, OpOverloadPacket, TorchDispatchMode
 
 RANDOM = torch.Tag.nondeterministic_seeded
 OTHER_SHAPE = torch.Tag.inplace_view
-PUBLIC = (FunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+PUBLIC = (FunctionType, OpOverload, OpOverloadPacket)
 """Kinds of functions that may be taken apart though their names begin with an underscore, as ``F.threshold``'s does."""
 
 INDEXING = (Tensor.__getitem__, Tensor.__setitem__)

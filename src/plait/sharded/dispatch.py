@@ -19,6 +19,7 @@ from plait.sharded.elementwise import elementwise
 from plait.sharded.rules import RULES, Rule, name_of, named, on_plain, specs_in
 from plait.sharded.spec import OpPlan, Refusal, Spec, SpecCache
 from plait.table.layout import Layout
+from plait.torch_private import DisableTorchFunctionSubclass, OpOverload, OpOverloadPacket, is_functorch_wrapped_tensor
 
 ATOMS = {
     int, float, bool, str, type(None), complex, type(...), torch.dtype, torch.device, torch.memory_format, torch.layout
@@ -131,7 +132,7 @@ def plain_spec(tensor: Tensor, cache: SpecCache) -> Spec:
     Raises:
         LayoutError: it cannot be.
     """
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_functorch_wrapped_tensor(tensor):
         raise LayoutError(IN_TORCH_FUNC)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise LayoutError(
@@ -150,7 +151,7 @@ def types_of(frozen: Any) -> Any:
 
 def gradients(args: Any, kwargs: Any) -> tuple[bool, ...]:
     """Which tensors of a call require a gradient."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return tuple(t.requires_grad for t in tensors_in([args, kwargs]))
 
 
@@ -256,7 +257,7 @@ def rule_of(func: Any) -> tuple[Any, Rule] | None:
     if func in RULES:
         return func, RULES[func]
     name = name_of(func)
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, OpOverload):
         if func.overloadpacket in RULES:
             return func, RULES[func.overloadpacket]
         function = next((f for f in named(ALSO.get(name, name)) if f in RULES), None)
@@ -265,7 +266,7 @@ def rule_of(func: Any) -> tuple[Any, Rule] | None:
         by_itself = None if func._schema.is_mutable else elementwise(func)
         return None if by_itself is None else (func.overloadpacket, by_itself)
     packet = getattr(torch.ops.aten, name, None) if func in named(name) else None
-    if packet in RULES or not isinstance(packet, torch._ops.OpOverloadPacket):
+    if packet in RULES or not isinstance(packet, OpOverloadPacket):
         return None
     by_itself = elementwise(*(getattr(packet, overload) for overload in packet.overloads()))
     return None if by_itself is None else (func, by_itself)

@@ -14,6 +14,7 @@ from torch import Tensor
 from plait.sharded.dispatch import LayoutError, spec_of
 from plait.sharded.redistribute import NOTE, moved
 from plait.sharded.spec import Spec
+from plait.torch_private import DisableTorchFunctionSubclass
 
 _grad: Any = Tensor.grad
 
@@ -24,7 +25,7 @@ def seed(spec: Spec, like: Tensor, gradient: Tensor | None) -> Tensor:
     ``gradient`` is in the dual layout or replicated (plain or not), else it is a LayoutError; None is 1, for a value of
     one element.
     """
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    with DisableTorchFunctionSubclass(), torch.no_grad():
         if gradient is None:
             if spec.shape.numel() != 1:
                 raise RuntimeError(f"backward from {spec!r} needs a gradient: only a tensor of one element has its own")
@@ -52,7 +53,7 @@ def may_be_set(spec: Spec, gradient: Any) -> None:
 
 def not_summed_already(x: Any) -> None:
     """After a backward came to a leaf: refuses to have added shares to a gradient that was summed and set."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         spec = spec_of(_grad.__get__(x))
     if spec is not None and spec is not x._spec.dual:
         raise LayoutError(

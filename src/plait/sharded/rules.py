@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from plait.sharded.spec import OpPlan, Refusal, Spec
 from plait.table.layout import Layout
+from plait.torch_private import tree_map_only
 
 Axes = tuple[str, ...]
 Letters = Sequence[str | None]

@@ -40,16 +40,22 @@ from plait.sharded.spec_tensor import SpecTensor
 from plait.table.collectives import Note
 from plait.table.layout import Layout
 from plait.tensor.vocabulary import CutClasses
+from plait.torch_private import (
+    DisableTorchFunctionSubclass,
+    disabled_torch_function_impl,
+    get_tracing_state,
+    is_torch_function_mode_enabled,
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _AUTO: ContextVar[bool] = ContextVar("auto_redistribute", default=False)
 
-_run_local: Any = torch._C._disabled_torch_function_impl
-_local = torch._C.DisableTorchFunctionSubclass
+_run_local: Any = disabled_torch_function_impl
+_local = DisableTorchFunctionSubclass
 _grad: Any = Tensor.grad
 _PLAIN: Any = Tensor
-_tracing: Any = torch._C._get_tracing_state
+_tracing: Any = get_tracing_state
 _NONE: dict[str, Any] = {}
 
 
@@ -58,7 +64,7 @@ def seen_by_modes(function: Function) -> Function:
 
     @wraps(function)
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._is_torch_function_mode_enabled():
+        if is_torch_function_mode_enabled():
             return handle_torch_function(call, (x,), x, *args, **kwargs)
         return function(x, *args, **kwargs)
 

@@ -10,8 +10,9 @@ from plait.comm import Comm
 from plait.sharded.spec import Spec
 from plait.table.layout import Layout
 from plait.table.mesh import Mesh
+from plait.torch_private import DisableTorchFunctionSubclass
 
-_local = torch._C.DisableTorchFunctionSubclass
+_local = DisableTorchFunctionSubclass
 
 
 class SpecTensor(Tensor):

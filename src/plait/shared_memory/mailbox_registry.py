@@ -24,7 +24,7 @@ from plait.shared_memory.mailbox import Mailbox
 from plait.shared_memory.segment import Segment
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from plait.torch_private import Store
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from plait.shared_memory.mailbox_registry import MailboxRegistry
 from plait.shared_memory.transport import SharedMemoryTransport
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from plait.torch_private import Store
 
 NAP_SECONDS = 0.0005
 """Seconds between two advances of its own host's messages, while this rank waits for another host."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from plait.step.engine import Engine
+from plait.torch_private import foreach_lerp_
 from plait.zero.state.pieces import StatePiece
 
 
@@ -50,7 +51,7 @@ class EMA:
     def update(self) -> None:
         """Updates the average, after each ``optimizer.step()`` or ``engine.step``; nothing is sent."""
         if self.values:
-            torch._foreach_lerp_(self.values, [owned.view for owned in self.engine.placed.owned], 1 - self.decay)
+            foreach_lerp_(self.values, [owned.view for owned in self.engine.placed.owned], 1 - self.decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm
 from plait.comm.agree import same_everywhere
@@ -23,6 +22,7 @@ from plait.forward.interceptor import EngineMode, Function
 from plait.table.agreement import DATA_ORDER
 from plait.table.collectives import Note
 from plait.tensor.metadata import name_of
+from plait.torch_private import DisableTorchFunction, tree_leaves
 from plait.zero.pins import Pins
 from plait.zero.state.identity import fingerprint
 from plait.zero.storage import Flat
@@ -84,7 +84,7 @@ def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modif
     flats = [flat for unit in units for flat in unit.flats]
     pins = unsharding.pins
     reads = Reads({id(p) for flat in flats for p in flat.parameters}, pins)
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         pinned = pins.add(units)
     before = [_versions(flat) for flat in flats]
     try:
@@ -111,7 +111,7 @@ def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modif
         for flat, old in zip(flats, before, strict=True):
             if _versions(flat) != old:
                 flat.written()
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             pins.drop(pinned, read_in_backward=reads.needs_gradient and not modify)
 
 

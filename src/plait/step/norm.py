@@ -17,6 +17,7 @@ from plait.comm import Comm
 from plait.step.exchange import Exchange
 from plait.table.cells import Strategy
 from plait.table.mesh import DATA_AXES
+from plait.torch_private import foreach_norm
 from plait.zero.optim import Owned
 
 SQUARED = 1 << 16
@@ -72,7 +73,7 @@ def square_sum(runs: Iterable[Tensor]) -> float:
     """The sum of squares in fp64, run by run; waits for the device once."""
     reals = (torch.view_as_real(run) if run.is_complex() else run for run in runs)
     blocks = [block for real in reals for block in real.reshape(-1).split(SQUARED)]
-    norms = torch.stack(torch._foreach_norm(blocks, 2, dtype=torch.float64)).tolist() if blocks else ()
+    norms = torch.stack(foreach_norm(blocks, 2, dtype=torch.float64)).tolist() if blocks else ()
     return math.fsum(norm * norm for norm in norms)
 
 

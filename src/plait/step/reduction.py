@@ -11,11 +11,11 @@ operation from autograd, unless the caller names the reduction.
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from plait.pipeline.stage import LossFn
 from plait.step.step import whole_count
+from plait.torch_private import DisableTorchFunction
 
 Reduction = Literal["mean", "sum"]
 
@@ -161,7 +161,7 @@ def returning_sums(loss_fn: LossFn, count_fn: Callable[[Any], int]) -> LossFn:
 
     def checked(model: nn.Module, batch: Any) -> Tensor:
         loss = loss_fn(model, batch)
-        with torch._C.DisableTorchFunction():  # the engine's own check is no part of the forward
+        with DisableTorchFunction():  # the engine's own check is no part of the forward
             if isinstance(loss, Tensor) and is_mean(loss):
                 check_sum(loss, count_fn(batch))
         return loss

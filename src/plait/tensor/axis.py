@@ -23,6 +23,7 @@ from plait.table.layout import part
 from plait.table.tensor_plan import BACKWARD, FORWARD
 from plait.tensor.gemm import TORCH, Gemm
 from plait.tensor.no_double_backward import no_double_backward
+from plait.torch_private import DisableTorchFunction
 
 AXES = ("tensor",)
 NOTHING = torch.Size()
@@ -80,7 +81,7 @@ class TensorAxis:
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """Inside, code that knows of the ranks works: no mode sees its functions."""
-        with torch._C.DisableTorchFunction(), nullcontext() if self.watch is None else self.watch.paused():
+        with DisableTorchFunction(), nullcontext() if self.watch is None else self.watch.paused():
             yield
 
     def part(self, size: int, index: int | None = None) -> tuple[int, int]:

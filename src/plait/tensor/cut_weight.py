@@ -32,6 +32,7 @@ from plait.tensor.metadata import name_of, only_metadata
 from plait.tensor.pieces import assemble, piece_of
 from plait.tensor.plan import Parallel, site_of
 from plait.tensor.vocabulary import CutLogits, embedding
+from plait.torch_private import DisableTorchFunctionSubclass
 
 Function = Callable[..., Any]
 
@@ -106,16 +107,16 @@ class CutWeight(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         if (carry := CARRIED.get(func)) is not None:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return carry(*args, **kwargs)
         if func in PASSED or only_metadata(func, args, kwargs):
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         weight = next(_weights((*args, *kwargs.values())))
         inside = hasattr(weight, "home") and weight.home.axis.running
         if inside or (torch.is_grad_enabled() and func is not Tensor.detach and name_of(func) != "data"):
             raise _refusal(func, weight)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -38,6 +38,7 @@ from plait.comm.padded import Finish as Finishing
 from plait.table.tensor_plan import BACKWARD, FORWARD
 from plait.tensor.axis import Later, TensorAxis, first_order
 from plait.tensor.gemm import TORCH, Gemm
+from plait.torch_private import DisableTorchFunctionSubclass
 
 Pair = tuple[Tensor, Tensor | None]
 """A weight and its bias."""
@@ -65,7 +66,7 @@ def bias_sum(gradient: Tensor) -> Tensor:
 
 def values(weight: Tensor) -> Tensor:
     """The values of a parameter, plain and without a graph."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return weight.detach()
 
 
@@ -73,12 +74,12 @@ class Reread:
     """A weight whose values are read in the forward, and again in the backward."""
 
     def __init__(self, weight: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             self.weight, self.kind, self.version = weight, type(weight), _version(weight)
 
     def values(self) -> Tensor:
         """Raises RuntimeError where the weight was written to since, or is at rest."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if _version(self.weight) != self.version:
                 raise RuntimeError(
                     f"a weight {list(self.weight.shape)} that the backward reads has been modified by an inplace "

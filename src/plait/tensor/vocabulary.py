@@ -15,7 +15,6 @@ from typing import Any, Self, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm
 from plait.table.collectives import Note
@@ -24,6 +23,7 @@ from plait.table.tensor_plan import FORWARD
 from plait.tensor.axis import AXES, Gather, Leave, TensorAxis, first_order
 from plait.tensor.linear import put_off, token, values
 from plait.tensor.metadata import name_of, only_metadata
+from plait.torch_private import DisableTorchFunctionSubclass, assert_async, tree_leaves
 
 LOSS = Note(FORWARD, "loss")
 """The ledger's name for the messages of a cross-entropy."""
@@ -84,7 +84,7 @@ class CutLogits(Tensor):
     @property
     def local(self) -> Tensor:
         """[..., classes of this rank], plain."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
     @property
@@ -114,7 +114,7 @@ class CutLogits(Tensor):
             return _cross_entropy(*args, **kwargs)
         reads = name in ("dim", "ndimension", "is_floating_point", "__hash__", "backward", "register_hook")
         if reads or (name == "__get__" and only_metadata(func)):
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         others = [x for x in args if x is not logits and isinstance(x, Tensor) and x.dim()]
         if name in RESHAPES:
@@ -126,7 +126,7 @@ class CutLogits(Tensor):
                 f"{logits.classes} classes would take a part for the whole: compute the loss by F.cross_entropy or "
                 f"plait.cross_entropy_sum, which take them as they are, or gather them first (logits.full())"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             result = func(*(x.as_subclass(Tensor) if isinstance(x, CutLogits) else x for x in args), **kwargs)
             if result.dim() == 0 or result.size(-1) != logits.as_subclass(Tensor).size(-1):
                 raise ValueError(
@@ -186,7 +186,7 @@ def _cross_entropy(
 def check_range(values: Tensor, size: int, what: str) -> None:
     """Raises IndexError where a value is outside 0..size-1, as the whole table would (on a GPU, when it gets there)."""
     if values.device.type != "cpu":
-        torch._assert_async(((values >= 0) & (values < size)).all())
+        assert_async(((values >= 0) & (values < size)).all())
     elif values.numel() and not (int(values.min()) >= 0 and int(values.max()) < size):
         raise IndexError(f"{what} from {int(values.min())} to {int(values.max())}: the vocabulary is 0 to {size - 1}")
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from plait.forward.context import graph_is_kept
+from plait.torch_private import tree_leaves
 from plait.zero.unit import Unit
 
 

@@ -4,8 +4,9 @@ A parameter that trained when the engine was built keeps its place in the gradie
 that was frozen then has no such place.
 """
 
-import torch
 from torch import nn
+
+from plait.torch_private import DisableTorchFunctionSubclass
 
 
 class FrozenParameters:
@@ -17,7 +18,7 @@ class FrozenParameters:
         self._first = self._now = self._trains()
 
     def _trains(self) -> list[bool]:
-        with torch._C.DisableTorchFunctionSubclass():  # parameters at rest answer slowly otherwise
+        with DisableTorchFunctionSubclass():  # parameters at rest answer slowly otherwise
             return [parameter.requires_grad for parameter in self._parameters]
 
     def changed(self) -> bool:

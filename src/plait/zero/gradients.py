@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from plait.comm import Comm
 from plait.table.cells import Move
 from plait.table.collectives import Note
+from plait.torch_private import DisableTorchFunctionSubclass, will_engine_execute_node
 from plait.zero.flat_gradient import Buffers, FlatGradient
 from plait.zero.gradient_watch import GradientWatch
 from plait.zero.transfers import send, transfers
@@ -46,7 +47,7 @@ class UnitGradients:
         self.flats = [FlatGradient(flat, unit.moves, comm, owner.buffers) for flat in unit.flats if flat.trainable]
         self.direct = all(gradient.direct for gradient in self.flats)
         parameters = [parameter for gradient in self.flats for parameter in gradient.flat.parameters]
-        with torch._C.DisableTorchFunctionSubclass():  # they may be at rest
+        with DisableTorchFunctionSubclass():  # they may be at rest
             self.nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
         self.due: int | None = None
         """Gradients still to come in this microbatch; None before the first."""
@@ -106,7 +107,7 @@ class Gradients:
         self._last = False
         self._active = False
         self._flying: deque[Flow] = deque()
-        with torch._C.DisableTorchFunctionSubclass():  # they may be at rest
+        with DisableTorchFunctionSubclass():  # they may be at rest
             for unit in self.order:  # a hook on each parameter of the user: see docs/guide/your-own-loop.md
                 for gradient in unit.flats:
                     for index, parameter in enumerate(gradient.flat.parameters):
@@ -177,7 +178,7 @@ class Gradients:
                 )
             gradient.take(index, value)
         if unit.due is None:
-            unit.due = sum(map(torch._C._will_engine_execute_node, unit.nodes))
+            unit.due = sum(map(will_engine_execute_node, unit.nodes))
         unit.due -= 1
         if unit.due == 0:
             self._unit_complete(unit)

@@ -24,6 +24,7 @@ from plait.table.collectives import Note
 from plait.table.flat import FlatLayout, Run
 from plait.table.tensor_cut import TensorCut
 from plait.tensor.pieces import piece_of
+from plait.torch_private import DisableTorchFunction, storage_use_count
 from plait.zero.transfers import move_by_move, prepare, start
 
 MOST_GATHERS = 64
@@ -200,7 +201,7 @@ class Flat:
 
     def show(self) -> None:
         """Points the parameters at ``full``."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for parameter, view, here in zip(self.parameters, self._views, self._here, strict=True):
                 parameter.__class__ = here  # the user's own: see docs/guide/your-own-loop.md
                 parameter.data = view
@@ -211,7 +212,7 @@ class Flat:
         Returns:
             The names of parameters that were written to since ``show``; the written values are lost.
         """
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for parameter, nothing, at_rest in zip(self.parameters, self._placeholders, self._at_rest, strict=True):
                 parameter.data = nothing
                 parameter.__class__ = at_rest
@@ -227,7 +228,7 @@ class Flat:
 
     def written(self) -> list[str]:
         """The names of parameters that were written to in place since the last call."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             before, self._versions = self._versions, [p._version for p in self.parameters]
         if before == self._versions:
             return []
@@ -240,7 +241,7 @@ class Flat:
         Raises:
             ValueError: a parameter was given values of another shape, dtype or device.
         """
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for parameter, view, slot in zip(self.parameters, self._views, self.layout.slots, strict=True):
                 if parameter.is_set_to(view):
                     continue
@@ -263,7 +264,7 @@ class Flat:
 
     def replaced(self) -> list[str]:
         """The names of parameters whose ``p.data`` is not the engine's memory."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if all(map(Tensor.is_set_to, self.parameters, self._views)):
                 return []
             rows = zip(self.parameters, self._views, self.layout.slots, strict=True)
@@ -291,7 +292,7 @@ class Flat:
         self._holders = self._share_memory()
 
     def _share_memory(self) -> int:
-        return int(torch._C._storage_Use_Count(self.full.untyped_storage()._cdata))
+        return int(storage_use_count(self.full.untyped_storage()._cdata))
 
     def keep(self) -> None:
         """Keeps what the row keeps between forward and backward: a copy only if it is more than the piece at rest."""

@@ -30,6 +30,7 @@ from plait.comm import Comm, Work
 from plait.table.cells import Moves
 from plait.table.collectives import Note
 from plait.table.flat import UnitLayout
+from plait.torch_private import DisableTorchFunctionSubclass, are_functorch_transforms_active
 from plait.zero.storage import Flat
 
 
@@ -85,7 +86,7 @@ class Unit:
 
     def look_at_frozen(self) -> None:
         """Notes which parameters are frozen now."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             train = [parameter.requires_grad for flat in self.flats for parameter in flat.parameters]
         self.trains = any(train)
         self.done_with_gradients = len(self.needs) == 1 and all(train)
@@ -155,7 +156,7 @@ class Unit:
 
     def gathers(self, tensor: Tensor) -> bool:
         """True if a tensor shares the memory of parameters gathered for this unit, which is freed with them."""
-        if tensor.layout is not torch.strided or torch._C._are_functorch_transforms_active():
+        if tensor.layout is not torch.strided or are_functorch_transforms_active():
             return False
         pointer = tensor.data_ptr()
         return any(flat.contains(pointer) for needed in self.needs for flat in needed._split_flats)

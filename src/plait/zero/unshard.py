@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.variable import Variable
-from torch.utils._pytree import tree_map_only
 
 from plait.forward.context import CurrentForward, RunningUnit, goes_on, graph_is_kept, in_backward
 from plait.forward.stays import StaysHere
+from plait.torch_private import DisableTorchFunction, are_functorch_transforms_active, queue_callback, tree_map_only
 from plait.zero.activation_hooks import ActivationHooks, tensors_in
 from plait.zero.gather_order import GatherOrder
 from plait.zero.pins import Pins
@@ -107,7 +106,7 @@ class Unsharding(StaysHere):
         order = self.orders.get(phase)
         for needed in unit.needs:
             self._unshard_for(unit, needed, phase, order)
-        if order is None or torch._C._are_functorch_transforms_active():  # a transform would see the values arrive
+        if order is None or are_functorch_transforms_active():  # a transform would see the values arrive
             return
         for coming in order.ahead():
             if sum(ahead.users == 0 for ahead in self.open_units.arriving) >= self.prefetch:
@@ -140,7 +139,7 @@ class Unsharding(StaysHere):
         """Lets a unit borrow a parameter of another unit that its forward reads."""
         owner = self._owner_of(parameter)
         self._check_seen(unit, [owner])
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             unit.borrow(owner)
             if unit in owner.ancestors:
                 self.found.add(owner)
@@ -253,7 +252,7 @@ class Unsharding(StaysHere):
         if self._behind:
             return
         self._check_seen(unit, unit.needs)
-        with torch._C.DisableTorchFunction():  # the engine's own work belongs to no forward
+        with DisableTorchFunction():  # the engine's own work belongs to no forward
             self.unshard(unit, self.phase)
             if torch.is_grad_enabled() and self._waits_for_inputs(unit):
                 self._hooks.await_inputs(unit, (*args, *kwargs.values()), self._end_if_done)
@@ -262,7 +261,7 @@ class Unsharding(StaysHere):
         self._inside.append(unit)
 
     def _check_seen(self, unit: Unit, needs: Sequence[Unit]) -> None:
-        if torch._C._are_functorch_transforms_active() and not all(need.pinned or not need.split for need in needs):
+        if are_functorch_transforms_active() and not all(need.pinned or not need.split for need in needs):
             raise ValueError(
                 f"unit {unit.name!r}, whose parameters are split, runs inside a transform of torch.func (grad, vmap, "
                 f"jvp), which does not tell when they are read: call it inside `with engine.gathered():`, use "
@@ -297,7 +296,7 @@ class Unsharding(StaysHere):
                 f"unit {unit.name!r} returns {type(output).__name__}, in which no tensor is found: return "
                 f"tensors, or tuples, lists, dicts or registered pytrees of them, so that its backward can be seen"
             )
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if any(map(unit.gathers, tensors)):
                 output = tree_map_only(Tensor, lambda t: t.clone() if unit.gathers(t) else t, output)
                 tensors = tensors_in(output)
@@ -347,7 +346,7 @@ class Unsharding(StaysHere):
         """Handles a program's own backward at its first unit."""
         if not self._in_inner:
             self._in_inner = True
-            Variable._execution_engine.queue_callback(partial(self._end_inner, kept=graph_is_kept()))
+            queue_callback(partial(self._end_inner, kept=graph_is_kept()))
 
     def _end_inner(self, *, kept: bool) -> None:
         """Ends a program's own backward; ``kept``: its graph stays in memory."""

@@ -26,7 +26,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from plait.anymodel.tensor.marks import (
@@ -45,6 +44,9 @@ from plait.anymodel.tensor.marks import (
     runs,
 )
 from plait.anymodel.tensor.refusals import CutRefusals
+from plait.torch_private import TorchDispatchMode, current_graph_task_id
+from plait.torch_private import pop_mode as _pop_mode
+from plait.torch_private import push_mode as _push_mode
 
 Given = Mapping[str, Any]
 """The arguments of an operator by their names in its schema, defaults too."""
@@ -116,7 +118,7 @@ class FollowCuts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        aten, in_backward = getattr(func, "namespace", "") == "aten", torch._C._current_graph_task_id() != -1
+        aten, in_backward = getattr(func, "namespace", "") == "aten", current_graph_task_id() != -1
         if self._paused or in_backward or not aten:  # a gradient that a forward takes of what is cut is a share
             return out
         name = func._schema.name.removeprefix("aten::")

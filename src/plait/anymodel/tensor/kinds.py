@@ -26,21 +26,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from plait.anymodel.tensor.functions import Share, Split, Unsplit
 from plait.table.tensor_plan import KINDS, Site, Style, StyleKind
 from plait.tensor import Parallel, TensorAxis
 from plait.tensor.axis import Leave
 from plait.tensor.cut_weight import changes_stream
+from plait.torch_private import DisableTorchFunction, tree_flatten, tree_unflatten
 
 # ---- hooks -------------------------------------------------------------------------------------------------------
 
 
 def _shares(axis: TensorAxis, name: str, tensors: list[Tensor], last: int | None = None) -> tuple[Tensor, ...]:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return cast("tuple[Tensor, ...]", cast(Any, Share).apply(axis, name, last, *tensors))
 
 

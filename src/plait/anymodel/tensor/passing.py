@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from plait.table.tensor_plan import Passing, Passings, Site
 from plait.tensor.plan import Parallel, site_of
+from plait.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 OF_OUTPUTS = ("leave", "sum", "gather")
 """Sites of what a module returns; all others are of what it reads."""

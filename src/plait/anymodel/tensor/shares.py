@@ -13,6 +13,7 @@ from plait.comm.agree import gather_floats
 from plait.table.collectives import Note
 from plait.table.tensor_plan import Style
 from plait.tensor.axis import AXES, TensorAxis
+from plait.torch_private import DisableTorchFunction
 
 FEWEST = 4
 """Numbers in a gradient that are not alike on all ranks by chance."""
@@ -32,7 +33,7 @@ class SharesCheck:
 
     def _look(self, name: str, style: Style, last: int | None, gradient: Tensor) -> None:
         if name not in self._done:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
+            with torch.no_grad(), DisableTorchFunction():
                 if check_share(self._axis, gradient if last is None else gradient[..., -last:], name, style):
                     self._done.add(name)
 

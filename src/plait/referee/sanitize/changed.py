@@ -6,10 +6,10 @@ gradient would see None.
 
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from plait.step.engine import Engine
+from plait.torch_private import DisableTorchFunctionSubclass
 from plait.zero.gradients import GradientHook
 from plait.zero.unit import parameters_of
 
@@ -40,7 +40,7 @@ class ChangedModel:
 
 def _parts(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Modules and parameters by name: each object, and its tensor."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         modules = {name: (id(module), 0) for name, module in model.named_modules(remove_duplicate=False)}
         parameters = model.named_parameters(remove_duplicate=False)
         return modules | {name: (id(parameter), parameter._cdata) for name, parameter in parameters}
@@ -48,7 +48,7 @@ def _parts(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 def _late_hook(engine: Engine) -> str | None:
     """The name of a parameter with a hook that runs after the engine's."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         for name, parameter, _, _ in parameters_of(engine.placed.units):
             hooks = list((cast(Any, parameter)._post_accumulate_grad_hooks or {}).values())
             if hooks and not isinstance(hooks[-1], GradientHook):

@@ -19,6 +19,7 @@ from plait.forward.interceptor import Function
 from plait.forward.parameter import Elsewhere
 from plait.step.engine import Engine
 from plait.tensor.metadata import name_of
+from plait.torch_private import DisableTorchFunction
 
 
 class GradientElsewhere(Elsewhere, Tensor):
@@ -75,7 +76,7 @@ class UnreducedGradients:
 
     def show(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Gives these parameters stand-ins: their gradients are elsewhere."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for name, parameter in parameters:
                 stand_in = self._made.get(id(parameter))
                 if stand_in is None:
@@ -89,7 +90,7 @@ class UnreducedGradients:
         ``but``: by name, parameters that the step does not update: an optimizer that the engine does not know of, and
         that would step them, reads a gradient that refuses.  A program may clear it.
         """
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for name, parameter, stand_in in [*self._now, *self._left]:
                 if parameter.grad is stand_in and name not in but:
                     parameter.grad = None
@@ -98,7 +99,7 @@ class UnreducedGradients:
 
     def check(self) -> None:
         """Raises ValueError where a program has cleared or replaced ``p.grad`` since ``show``."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for name, parameter, stand_in in self._now:
                 if parameter.grad is not stand_in:
                     raise ValueError(

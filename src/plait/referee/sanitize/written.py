@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.step.engine import Engine
+from plait.torch_private import DisableTorchFunctionSubclass
 from plait.zero.optim import is_plain
 from plait.zero.unit import parameters_of
 
@@ -45,7 +46,7 @@ class WrittenParameters:
             self._before = []
 
     def _versions(self) -> list[int]:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return [parameter._version for _, parameter, _ in self._watched]
 
     def _check_replaced(self) -> None:

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.forward.context import RNGPosition, token_counts
 from plait.forward.masks import stream_key
@@ -40,6 +39,7 @@ from plait.run.job.config import JobConfig
 from plait.run.job.job import Job
 from plait.step.step import num_samples, whole_count
 from plait.table.cells import LONG
+from plait.torch_private import TorchDispatchMode
 from plait.zero.state.init import materialise
 
 

@@ -37,6 +37,7 @@ from plait.step import Engine, StepResult
 from plait.table.collectives import Entry
 from plait.table.parallelism import Parallelism
 from plait.table.tensor_plan import BACKWARD, FORWARD
+from plait.torch_private import DisableTorchFunctionSubclass
 from plait.zero.optim import Owned
 
 
@@ -114,7 +115,7 @@ def piece_run(owned: Owned) -> Piece:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    with DisableTorchFunctionSubclass(), torch.no_grad():
         return tensor.detach().reshape(-1).to("cpu", copy=True)
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from plait.referee.rounding import MARGIN
 from plait.referee.values import wide
@@ -30,6 +29,7 @@ from plait.referee.verify.reference import SingleProcess, run_reference
 from plait.run.config import RunConfig
 from plait.run.job.job import Job
 from plait.table.additions import additions
+from plait.torch_private import DisableTorchFunction, tree_map
 
 RUNS = 8
 
@@ -99,7 +99,7 @@ class Jitter:
 
     def off(self, value: Tensor) -> Tensor:
         """A tensor off by up to a unit in the last place, element by element."""
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             exact = wide(value)
             noise = torch.rand(exact.shape, generator=self.random, dtype=torch.float64) * 2 - 1
             made = exact + exact * noise * torch.finfo(value.dtype).eps

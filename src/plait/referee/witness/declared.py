@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.referee.difference import factor_text
 from plait.referee.values import wide
@@ -24,6 +23,7 @@ from plait.referee.witness.replay import Gradients, Replay, clipped
 from plait.referee.witness.stored import RankStep
 from plait.run.data.batches import split_samples
 from plait.step.step import num_samples
+from plait.torch_private import TorchDispatchMode
 
 Rounding: TypeAlias = Literal["tf32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"tf32": torch.float16, "bf16": torch.bfloat16, "fp16": torch.float16}

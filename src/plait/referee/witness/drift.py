@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from plait.referee.rounding import MARGIN, SMALL
 from plait.referee.values import gap, gaps, largest
 from plait.referee.witness.replay import Gradients, Replay, clipped
 from plait.run.data.batches import split_samples
 from plait.step.step import num_samples
+from plait.torch_private import TorchDispatchMode, tree_leaves
 
 PARTS = (2, 3, 5, 8)
 """Into which a batch is cut for the echo, and where a gradient seems wrong.  How a product of so many rows is rounded

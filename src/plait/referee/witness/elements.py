@@ -21,6 +21,7 @@ from plait.referee.difference import Discrepancy, describe
 from plait.referee.values import ROUNDING, gaps, rounding, scale_of, wide
 from plait.referee.witness.pieces import Piece, local, piece_of
 from plait.table.layout import Region
+from plait.torch_private import foreach_norm
 
 MOST_ELEMENTS = 10_000
 
@@ -109,7 +110,7 @@ def packed(elements: Sequence[Tensor]) -> Tensor:
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     """The norm of each, in double precision, on the CPU."""
     floats = [tensor if tensor.dtype in ROUNDING else wide(tensor) for tensor in tensors]
-    return torch.stack([norm.double() for norm in torch._foreach_norm(floats)]).cpu()
+    return torch.stack([norm.double() for norm in foreach_norm(floats)]).cpu()
 
 
 def unpacked(

@@ -222,7 +222,7 @@ def held(model: Any) -> Iterator[None]:
 
 def _joined(batches: Sequence[Any]) -> Any:
     """Microbatches of one structure as one batch."""
-    from torch.utils._pytree import tree_map
+    from plait.torch_private import tree_map
 
     def join(*leaves: Any) -> Any:
         cut = isinstance(leaves[0], Tensor) and leaves[0].dim() and [len(leaf) for leaf in leaves] == sizes
@@ -233,7 +233,7 @@ def _joined(batches: Sequence[Any]) -> Any:
 
 
 def _rows(whole: Any, rows: Tensor) -> Any:
-    from torch.utils._pytree import tree_map
+    from plait.torch_private import tree_map
 
     num = num_samples(whole)
     return tree_map(lambda x: x[rows] if isinstance(x, Tensor) and x.dim() and len(x) == num else x, whole)

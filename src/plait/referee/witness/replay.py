@@ -14,9 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_map
 
 from plait.referee.values import wide
 from plait.referee.witness.pieces import piece_of
@@ -24,6 +21,9 @@ from plait.referee.witness.rows import Row, rows_of
 from plait.referee.witness.stored import Witnessed
 from plait.run.job.job import Job
 from plait.step.step import num_samples, whole_count
+from plait.torch_private import BatchNorm as _BatchNorm
+from plait.torch_private import DropoutNd as _DropoutNd
+from plait.torch_private import tree_map
 from plait.zero.state.init import materialise
 
 Gradients = dict[str, Tensor]

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from plait.torch_private import tree_leaves
 
 Row = str
 """Sixteen hex digits."""

@@ -16,7 +16,8 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map
+
+from plait.torch_private import tree_map
 
 IGNORED = -100  # the target of a position without a loss (the default of ``torch.nn.functional.cross_entropy``)
 Batch = dict[str, Tensor]

@@ -26,6 +26,7 @@ from plait.checkpoint.snapshot import RankPiece, pieces_of
 from plait.checkpoint.values import InFile, decoded, encoded
 from plait.step import EMA, Engine
 from plait.table.layout import Region, extent
+from plait.torch_private import make_wrapper_subclass
 from plait.zero.elementwise import rebuilt
 from plait.zero.optim import Owned
 from plait.zero.state.pieces import StatePiece
@@ -188,7 +189,7 @@ class Pieces(Tensor):
         if not math.prod(size):
             return torch.empty(size, dtype=dtype)
         here: list[RankPiece | StatePiece] = list(pieces)
-        made: Pieces = Tensor._make_wrapper_subclass(cls, size, dtype=here[0].tensor.dtype if here else dtype)
+        made: Pieces = make_wrapper_subclass(cls, size, dtype=here[0].tensor.dtype if here else dtype)
         made.pieces, made.written = here, False
         return made
 

@@ -12,12 +12,12 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from plait.run.data import Batches, Corpus, Epochs, PackedBatches, TextBatches
 from plait.run.data.text import load_documents, load_text, split_documents, split_text
 from plait.run.data.tokens import load_tokens, token_files
 from plait.run.job.config import JobConfig
+from plait.torch_private import tree_leaves
 
 LOOKED_AT = 1 << 24
 """Number of tokens that are checked against the vocabulary before a run.  Later tokens are checked batch by batch."""

@@ -16,7 +16,6 @@ import torch
 import tyro
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils._pytree import tree_leaves
 
 from plait.messages.wording import did_you_mean
 from plait.run.data import Batches, SyntheticRegression, as_tokens
@@ -26,6 +25,7 @@ from plait.run.job.own import PLACE, GivenBatches, UserJob
 from plait.run.models import gpt, hf, mlp
 from plait.run.models.pretrained import Pretrained
 from plait.step.step import num_samples
+from plait.torch_private import tree_leaves
 from plait.zero.state.weights import Weights
 
 FOLDER = "hf:"

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 from tyro.constructors import PrimitiveConstructorSpec
 
 from plait.run.data import Batches
 from plait.run.job.user_code import load_name
 from plait.step.step import num_samples
+from plait.torch_private import tree_leaves, tree_map
 
 PLACE = PrimitiveConstructorSpec[Any](
     nargs=1,

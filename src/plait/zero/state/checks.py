@@ -17,6 +17,7 @@ from plait.comm.agree import differences, same_everywhere
 from plait.forward.parameter import AtRest
 from plait.table.collectives import Note
 from plait.table.mesh import AXES
+from plait.torch_private import DisableTorchFunctionSubclass
 from plait.zero.gradients import GradientHook
 from plait.zero.state.identity import fingerprint, model_fields, of_the_model, text_of
 
@@ -73,7 +74,7 @@ def check_buffers(model: nn.Module) -> None:
 
 def check_driven(model: nn.Module) -> None:
     """Raises ValueError where another engine has a parameter of the model, or had it and left nothing in it."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         for name, parameter in model.named_parameters():
             hooks = cast(Any, parameter)._post_accumulate_grad_hooks or {}
             if any(isinstance(hook, GradientHook) and hook.alive for hook in hooks.values()):

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.forward.random_ops import PrivateGenerator
+from plait.torch_private import TorchDispatchMode
 from plait.zero.build import BuiltUnits, SourceModel, Unmaterialized
 from plait.zero.state.checks import check_buffers
 from plait.zero.state.weights import Weights, read_piece, whole_values

@@ -1,0 +1,65 @@
+"""Torch's private names that plait uses, each with its reason.  No other file takes one of these from torch itself.
+
+A release of torch may rename or drop such a name, so this is the page to read when one comes out.  Names that are slow
+to import stay in the one file that uses them; decision 135 lists those.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.utils._python_dispatch
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as Store  # torch.distributed has it, and does not export it to mypy
+
+# Trees of lists, tuples and dicts: torch's modules themselves return types that it has registered here.
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils._pytree import treespec_dumps as treespec_dumps
+from torch.utils._pytree import treespec_loads as treespec_loads
+
+# Classes of tensors: parameters at rest, cut weights, sharded tensors.
+disabled_torch_function_impl = torch._C._disabled_torch_function_impl  # marks a class of operators alone
+DisableTorchFunction = torch._C.DisableTorchFunction  # reads a tensor past every class and mode
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # reads a tensor past its class only
+is_torch_function_mode_enabled = torch._C._is_torch_function_mode_enabled  # a mode may be what called a class
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # makes a tensor of a class that has no storage
+
+# Modes.
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode  # sees operators below autograd
+pop_mode = torch.utils._python_dispatch._pop_mode  # takes the last mode off
+push_mode = torch.utils._python_dispatch._push_mode  # puts it back
+get_function_stack_at = torch._C._get_function_stack_at  # finds the interceptor among the program's modes
+len_torch_function_stack = torch._C._len_torch_function_stack  # counts them
+OpOverload = torch._ops.OpOverload  # is one form of an operator
+OpOverloadPacket = torch._ops.OpOverloadPacket  # is an operator in all its forms
+pop_torch_function_stack = torch._C._pop_torch_function_stack  # takes the interceptor off without a context manager
+push_on_torch_function_stack = torch._C._push_on_torch_function_stack  # puts it on
+
+# Backward passes: torch tells hooks neither which pass runs nor which of its nodes will.
+current_autograd_node = torch._C._current_autograd_node  # finds what follows the running node
+# tells a first backward from the last:
+current_backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+current_graph_task_id = torch._C._current_graph_task_id  # is -1 outside of a backward
+queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # runs a function at the end of a backward
+top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # tells if a checkpoint is around a call
+will_engine_execute_node = torch._C._will_engine_execute_node  # tells which gradients this backward wants
+
+# Transforms around a call.
+are_functorch_transforms_active = torch._C._are_functorch_transforms_active  # tells if vmap or jvp is around a call
+get_tracing_state = torch._C._get_tracing_state  # tells if a trace is being taken
+is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor  # tells if a tensor is inside of one
+is_fwd_grad_enabled = torch._C._is_fwd_grad_enabled  # is False inside of an autograd.Function's forward
+
+# Modules, storages and operators.
+assert_async = torch._assert_async  # checks a class index on the device, without a wait
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm  # is the base of all batch norms
+DropoutNd = torch.nn.modules.dropout._DropoutNd  # is the base of all dropouts
+foreach_lerp_ = torch._foreach_lerp_  # moves many averages in one call
+foreach_norm = torch._foreach_norm  # takes the norms of many tensors in one call
+global_forward_hooks = torch.nn.modules.module._global_forward_hooks  # are hooks that a program has put on all modules
+global_forward_pre_hooks = torch.nn.modules.module._global_forward_pre_hooks  # likewise
+storage_use_count = torch._C._storage_Use_Count  # tells if a view of a buffer is still held

@@ -94,13 +94,29 @@ def test_what_another_stage_has_never_gets_into_the_loss(how: str) -> None:
     refused(f"{words} what another stage has", distinct(broken(*links)), "pipe=3")
 
 
-def test_what_a_skipped_block_leaves_on_itself_is_refused_and_not_stale() -> None:
+def of_class(model: nn.Module) -> list[Any]:
+    found: list[nn.Module] = []
+    model.apply(lambda m: found.append(m) if isinstance(m, Keeps) else None)
+    return [m.aux for m in found]
+
+
+SEARCHES: dict[str, tuple[str, Callable[[Any], list[Any]]]] = {
+    "by attribute": ("'aux'", lambda model: [link.aux for link in model.links]),
+    "by class": ("a module", lambda model: [m.aux for m in model.modules() if isinstance(m, Keeps)]),
+    "by apply": ("a module", of_class),
+    "parameters": ("a module", lambda model: [p.square().sum() for p in model.parameters()]),
+}
+
+
+@pytest.mark.parametrize("how", SEARCHES)
+def test_a_loss_that_takes_more_of_blocks_than_the_carry_is_refused(how: str) -> None:
+    words, search = SEARCHES[how]
     model = distinct(Chain(*(Keeps(WIDTH, WIDTH) for _ in range(2))))
 
     def loss(stage: Any, batch: Any) -> Tensor:
-        return loss_sum(stage, batch) * (1 + sum(link.aux for link in stage.links))
+        return loss_sum(stage, batch) * (1 + sum(search(stage)))
 
-    refused("'aux' of a block that has run is what another stage has", model, loss=loss)
+    refused(f"{words} of a block that has run is what another stage has", model, loss=loss)
 
 
 def test_what_is_made_of_the_form_of_a_carry_alone_is_known() -> None:

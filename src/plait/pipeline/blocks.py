@@ -192,9 +192,22 @@ class SkippedBlock(OwnLayer):
         super().__init__()
         self.told = {key: value for key, value in attributes_of(block).items() if not key.startswith("_")}
 
+    def _refuse_once_run(self, what: str) -> None:
+        if self.program is not None and self.program.is_over(self):
+            raise ValueError(f"{what} of a block that has run is {ELSEWHERE}")
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """A loss that searches the model would find nothing here, so it is refused."""
+        self._refuse_once_run("a module")
+        return super().named_modules(*args, **kwargs)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        self._refuse_once_run("a module")
+        return super().apply(fn)
+
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and self.program is not None and self.program.is_over(self):
-            raise ValueError(f"{name!r} of a block that has run is {ELSEWHERE}")
+        if not name.startswith("_"):
+            self._refuse_once_run(repr(name))
         if name not in (told := vars(self).get("told", {})):
             raise AttributeError(f"{name!r} of a block is {ELSEWHERE}")
         return told[name]

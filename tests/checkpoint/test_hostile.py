@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from small_runs import build, ranks
 
 import plait
 from plait.comm import Comm
+
+MOST_BYTES = 4 << 20
+"""Memory of Python's that any of these loads may take; the checkpoint has a few kilobytes."""
 
 
 def play(folder: Path) -> None:
@@ -40,9 +44,13 @@ def test_random_harm_is_refused_or_loaded(tmp_path: Path) -> None:
     for seed in range(200):
         folder = Path(shutil.copytree(tmp_path / "good", tmp_path / "run"))
         kind = spoil(folder / "step-000001", random.Random(seed))
+        tracemalloc.start()
         try:
             play(folder)
+            assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
         except BaseException as error:
             error.add_note(f"seed {seed}: {kind}")
             raise
+        finally:
+            tracemalloc.stop()
         shutil.rmtree(folder)

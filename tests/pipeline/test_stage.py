@@ -95,7 +95,7 @@ def test_a_model_that_is_changed_after_it_was_wrapped_is_refused() -> None:
         engine = build(chain(), comm)
         first = next(module for module in engine.model.modules() if isinstance(module, nn.Linear))
         first.weight = nn.Parameter(torch.ones(first.weight.shape))
-        with pytest.raises(ValueError, match="changed after it was wrapped"):
+        with pytest.raises(ValueError, match="changed after its Engine was built"):
             step(engine, batches(1)[0])
 
     on("pipe=2", body)

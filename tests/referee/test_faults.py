@@ -180,7 +180,7 @@ def test_nothing_is_found_in_models_of_others_that_are_right(build: Callable[[],
 
 
 def test_a_model_that_counts_its_calls_is_named() -> None:
-    verdict = plait.verify(theirs(Counting).job, mesh="shard=3", strategy="zero3", microbatches=2, steps=2)
+    verdict = plait.verify(theirs(Counting).task.network.job, mesh="shard=3", strategy="zero3", microbatches=2, steps=2)
     assert verdict.word == "different" and verdict.first is not None
     assert (verdict.first.phase, verdict.first.name, verdict.first.step) == ("forward", "", 0)
     assert "still right: the output of 'head'" in str(verdict)

@@ -31,6 +31,8 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "setitem of a mask": lambda x, y: x.__setitem__(x > 0, 2.0),
     "index_add_": lambda x, y: x.index_add_(0, torch.tensor([0, 2]), y[:2]),
     "masked_fill_": lambda x, y: x.masked_fill_(y > 0, 3.0),
+    "out=": lambda x, y: torch.exp(y, out=x),
+    "out= of a product": lambda x, y: torch.mm(y, y, out=x),
 }
 
 

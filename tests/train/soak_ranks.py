@@ -13,9 +13,8 @@ import json
 import sys
 from pathlib import Path
 
-import tyro
-
 from plait.comm import Comm, Observer
+from plait.run.commands.main import parse
 from plait.run.config import TrainConfig
 from plait.run.launch.local import launch
 from plait.run.train.run import run_train
@@ -50,7 +49,8 @@ class Meter(Observer):
 
 
 def main(steps: int, words: list[str]) -> int:
-    config = tyro.cli(TrainConfig, args=[*words, "--steps", str(steps), "--log-every", str(steps)])
+    config = parse(["train", *words, "--steps", str(steps), "--log-every", str(steps)])
+    assert isinstance(config, TrainConfig)
 
     def body(comm: Comm) -> int:
         meter = Meter(steps)

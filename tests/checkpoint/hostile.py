@@ -1,4 +1,4 @@
-"""Checkpoints that somebody has made to do harm: changed at random, and signed anew so that every hash is right."""
+"""Checkpoints that were made to do harm: changed at random, and signed anew so that every hash is right."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_nor_can_those_of_a_backward_in_two_parts() -> None:
 
 
 class Ours(Tensor):
-    """A subclass without a torch function of its own."""
+    """A subclass without ``__torch_function__``."""
 
 
 FOREIGN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {

@@ -248,7 +248,7 @@ def tried(call: Call, mesh: str, seed: int, auto: bool, values: bool = True) -> 
 def compared(
     call: Call, results: list[Any], leaves: list[Tensor], same: list[Any], values: bool, silent: Comm | None
 ) -> str:
-    """What differs from the whole tensors, or was sent by a backward on a comm that is to be silent."""
+    """Differences from the whole tensors, and messages of a backward that should send none."""
     able = all(
         isinstance(y, Tensor) and y.requires_grad for y, s in zip(results, call.seeds, strict=False) if s is not None
     )

@@ -2,7 +2,7 @@
 
 The ranks are threads, and one of them runs at a time.  Before each call of a semaphore, each access to a slot of a
 mailbox, each look at a message and each access to a piece of common memory, another rank may go on.  Clocks stand
-still, and a sleep has no end of its own, so a bell that nobody rings is found as a standstill.
+still, and a sleep never ends by itself, so a missing bell is found as a standstill.
 """
 
 from __future__ import annotations

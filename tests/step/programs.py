@@ -66,7 +66,7 @@ def layout(where: str) -> tuple[Mesh, str | Strategy]:
 
 
 class Alone:
-    """What a program calls of the engine, in plain PyTorch."""
+    """The engine's calls, in plain PyTorch."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], **settings: Any) -> None:
         self.model, self.optimizers, self.count, self.loss = model, optimizers, 0, 0.0
@@ -191,7 +191,7 @@ def step(engine: Any, *parts: Batch, loss: Any = loss_sum) -> float:
 
 
 def on_ranks(program: Program, where: str, deadline: float = 20, **settings: Any) -> list[Any]:
-    """What the program returned on every rank; ``settings`` of its engines."""
+    """Results of the program on every rank; ``settings`` are those of its engines."""
     return run(layout(where)[0], lambda comm: program(World(where, comm, settings)), deadline=deadline)
 
 
@@ -199,19 +199,19 @@ def check(program: Program, where: str, tolerance: float = 1e-11, **settings: An
     """Every rank's result is the one of plain PyTorch."""
     wanted = program(World(where))
     for found in on_ranks(program, where, **settings):
-        alike(found, wanted, 0.05 if where.endswith("bf16") else tolerance)
+        assert_same(found, wanted, 0.05 if where.endswith("bf16") else tolerance)
 
 
-def alike(found: Any, wanted: Any, tolerance: float = 0.0) -> None:
+def assert_same(found: Any, wanted: Any, tolerance: float = 0.0) -> None:
     """Asserts that two results are one: to the bit, or to a tolerance."""
     if isinstance(wanted, Mapping):
         assert found.keys() == wanted.keys()
         for key in wanted:
-            alike(found[key], wanted[key], tolerance)
+            assert_same(found[key], wanted[key], tolerance)
     elif isinstance(wanted, list | tuple):
         assert len(found) == len(wanted)
         for one, other in zip(found, wanted, strict=True):
-            alike(one, other, tolerance)
+            assert_same(one, other, tolerance)
     elif isinstance(wanted, Tensor):
         assert cases.close(found, wanted, tolerance), (found, wanted)
     else:

@@ -11,7 +11,7 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import ROWS, adamw, batches, count, deal, loss_sum
-from programs import World, alike, on_ranks, update
+from programs import World, assert_same, on_ranks, update
 from torch import Tensor, nn
 
 from plait import run_threads as run
@@ -69,7 +69,7 @@ def test_one_rank_raising_ends_all_at_once_with_its_own_traceback(where: str, ro
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_after_a_caught_exception_the_next_step_is_as_if_nothing_had_been(row: str, where: str) -> None:
-    """All ranks fail alike, in the second microbatch, and catch it: nothing of the failed step stays."""
+    """All ranks fail assert_same, in the second microbatch, and catch it: nothing of the failed step stays."""
     template, data = failing(), batches(4)
 
     def body(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -141,4 +141,4 @@ def rescued(kind: str, world: World) -> Any:
 @pytest.mark.parametrize("kind", ["again", "zero_grad", "backward", "nothing"])
 def test_a_step_after_one_that_raised_is_as_if_nothing_had_been(kind: str, where: str) -> None:
     kind = kind if kind != "nothing" else "a step inside of a step"
-    alike(on_ranks(partial(rescued, kind), where), on_ranks(partial(rescued, ""), where))
+    assert_same(on_ranks(partial(rescued, kind), where), on_ranks(partial(rescued, ""), where))

@@ -1,4 +1,4 @@
-"""A program's own loop: ways to make a step, masks, the weights of means, what is left behind."""
+"""A program's own loop: ways to make a step, masks, the weights of means, leftovers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_cases import adamw, batches, count, loss_sum
-from programs import World, alike, net, on_ranks, refused, step
+from programs import World, assert_same, net, on_ranks, refused, step
 from test_together import critic
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -44,9 +44,9 @@ def stepped(way: str, world: World) -> Any:
 @pytest.mark.parametrize("way", ["on pieces", "given later", "by hand", "reduced before"])
 def test_every_way_to_make_a_step_has_the_same_bits(way: str, where: str) -> None:
     for found, wanted in zip(*(on_ranks(partial(stepped, one), where) for one in (way, "hooked")), strict=True):
-        alike(found[0], wanted[0])
+        assert_same(found[0], wanted[0])
         if found[1]:
-            alike(found[1], wanted[1])
+            assert_same(found[1], wanted[1])
 
 
 def test_a_model_from_meta_takes_an_optimizer_later() -> None:
@@ -62,12 +62,12 @@ def test_a_model_from_meta_takes_an_optimizer_later() -> None:
         optimizer.step()
         return engine.full_state_dict()
 
-    alike(*(run(Mesh(shard=2), lambda comm, late=late: body(comm, late)) for late in (True, False)))
+    assert_same(*(run(Mesh(shard=2), lambda comm, late=late: body(comm, late)) for late in (True, False)))
 
 
 @pytest.mark.parametrize("where", ROWS)
 def test_parameters_without_an_optimizer_stay_for_as_many_steps_as_there_are(where: str) -> None:
-    """Sanitizers work in the first steps only, and leave nothing behind."""
+    """Sanitizers work in the first steps only, and leave no trace."""
 
     def program(world: World) -> dict[str, Tensor]:
         engine = world.engine(net(), lambda parameters: adamw(parameters[-2:]))
@@ -90,7 +90,7 @@ def test_a_step_of_the_engine_drops_a_backward_before_it(where: str) -> None:
         engine.step([second])
         return engine.full_state_dict()
 
-    alike(*(on_ranks(partial(program, begun=begun), where) for begun in (True, False)))
+    assert_same(*(on_ranks(partial(program, begun=begun), where) for begun in (True, False)))
 
 
 @pytest.mark.parametrize("where", ["ddp", "zero3"])
@@ -110,7 +110,7 @@ def test_zero_grad_between_a_forward_and_its_backward_changes_nothing(where: str
         assert not torch.equal(outputs[0], outputs[1])
         return [output.detach() for output in outputs], engine.full_state_dict()
 
-    alike(*(on_ranks(partial(program, zero_grad=zeroed), where) for zeroed in (True, False)))
+    assert_same(*(on_ranks(partial(program, zero_grad=zeroed), where) for zeroed in (True, False)))
 
 
 class Temperature(nn.Module):
@@ -139,11 +139,11 @@ def test_a_model_that_is_called_without_a_tensor(where: str) -> None:
     ranks, again = on_ranks(program, where), on_ranks(program, where)
     masks = {tuple((output != 0).tolist()) for outputs, _ in ranks for output in outputs}
     assert len(masks) == 2 * len(ranks) and not (ranks[0][1]["log"] == 1).all()
-    alike(ranks, again)
+    assert_same(ranks, again)
 
 
 def test_hooks_on_what_is_gone_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a frozen model no backward ends, so nothing says when a forward of it is over."""
+    """No backward of a frozen model ends, so nothing tells that its forward is over."""
     monkeypatch.setattr("plait.zero.activation_hooks.MANY", 8)
 
     def program(world: World) -> int:
@@ -158,7 +158,7 @@ def test_hooks_on_what_is_gone_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -
 # ---- means whose weights are not their counts -----------------------------------------------------------------------
 
 LABELS = torch.tensor([[[0, 1, -100, 2], [1, 0, 2, 2]], [[1, -100, -100, 0], [2, 1, 0, 1]]])
-"""By microbatch, then by rank."""
+"""Sorted by microbatch, then by rank."""
 EVEN = torch.cat((LABELS[:1, :1], LABELS[:1, :1].roll(1, -1)))
 LONG = torch.zeros(2, 1, 515, dtype=torch.int64)
 LONG[0, 0, :1] = LONG[1, 0, :3] = -100

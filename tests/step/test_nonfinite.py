@@ -10,7 +10,7 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import batches, count
-from programs import ALONE, STAGES, World, alike, chain, on_ranks, update
+from programs import ALONE, STAGES, World, assert_same, chain, on_ranks, update
 from torch import Tensor, nn
 
 
@@ -57,7 +57,7 @@ def trained(kind: int, value: float, how: str, bad: int | None, own: bool, world
         except FloatingPointError as error:
             raised = str(error)
         if number == bad:
-            alike(engine.full_state_dict(), before)
+            assert_same(engine.full_state_dict(), before)
             assert {float(one["step"]) for one in engine.optimizers[0].state.values()} <= {float(number)}
             assert raised or not engine.last.made
     return raised, engine.full_state_dict(), getattr(engine, "steps", None)
@@ -72,7 +72,7 @@ def test_nothing_has_changed_and_every_rank_can_say_whose_it_is(kind: int, how: 
     _, wanted, _ = program(World("none"))
     ranks = on_ranks(program, where)
     for raised, state, steps in ranks:
-        alike(state, wanted, 1e-11)
+        assert_same(state, wanted, 1e-11)
         assert steps == (2 if what == "raise" else 3), "a skipped step's number is used up, as its batch is"
         assert raised.startswith("step 1 (counted from 0) is not finite: " if what == "raise" else "")
         assert bool(raised) == (what == "raise") and "microbatch 0" not in raised
@@ -93,7 +93,7 @@ class Either(nn.Module):
 
 @pytest.mark.parametrize("where", ["ddp", "zero1", "zero2", "zero3"])
 def test_a_parameter_without_gradient_after_a_bad_step_is_still_good(where: str) -> None:
-    """Its place in the buffer holds the bad step's number, which nobody may read again."""
+    """Its place in the buffer holds the bad step's number, which is never read again."""
 
     def program(world: World) -> list[bool]:
         engine, made = world.engine(cases.distinct(Either()), units=[], nonfinite="skip"), []

@@ -9,7 +9,7 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import batches, distinct, net, sgd, train
-from programs import World, alike, check, on_ranks, step
+from programs import World, assert_same, check, on_ranks, step
 from tensor_models import alone, model, same_run, token_batches
 from torch import Tensor, nn
 
@@ -53,9 +53,9 @@ def test_a_limit_above_the_norm_changes_no_bit(where: str, cut: str) -> None:
         return engine.full_state_dict(), engine.last.grad_norm
 
     free, loose, endless = (on_ranks(program, where, cut=cut, clip=clip) for clip in (None, 1e6, math.inf))
-    alike(loose, endless)
+    assert_same(loose, endless)
     assert free[0][1] is None and loose[0][1] > 0
-    alike([state for state, _ in free], [state for state, _ in loose])
+    assert_same([state for state, _ in free], [state for state, _ in loose])
 
 
 @pytest.mark.parametrize("where", ["ddp", "zero3"])

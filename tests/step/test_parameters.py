@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import batches, count, loss_sum
-from programs import COPIES, EVERY, SPLIT, WHOLE, World, alike, net, on_ranks, refused, step, update
+from programs import COPIES, EVERY, SPLIT, WHOLE, World, assert_same, net, on_ranks, refused, step, update
 from test_equal import Clamped, with_class, write
 from torch import Tensor, nn
 
@@ -49,7 +49,7 @@ def test_at_rest_nothing_is_read_or_written_in_silence(where: str) -> None:
                 words = r"parameter '.*' is used by .* at rest(.|\n)*gathered"
                 with pytest.raises((ValueError, RuntimeError), match=words):
                     read(engine.model)
-            alike(engine.full_state_dict(), before)
+            assert_same(engine.full_state_dict(), before)
             step(engine, world.part(batches(1)[0]))
 
     on_ranks(program, where)
@@ -77,12 +77,12 @@ def test_a_state_dict_taken_inside_of_gathered_outlives_the_block(where: str) ->
         with engine.gathered():
             state = engine.model.state_dict()
             norm = engine.model.head.weight.norm()
-        alike(state, {name: value.to(state[name].dtype) for name, value in whole.items()})
+        assert_same(state, {name: value.to(state[name].dtype) for name, value in whole.items()})
         assert norm == state["head.weight"].norm()
         held = {name: value.clone() for name, value in state.items()}
         step(engine, world.part(batches(1)[0]))
         if where in SPLIT:  # they were left this memory
-            alike(state, held)
+            assert_same(state, held)
 
     on_ranks(program, where)
 
@@ -125,7 +125,7 @@ def test_the_optimizers_copy_of_what_nobody_wrote_keeps_its_bits(where: str) -> 
         with engine.gathered(modify=True), torch.no_grad():
             engine.model.head.bias[0] = 2
         before["head.bias"][0] = 2
-        alike(engine.full_state_dict(), before)
+        assert_same(engine.full_state_dict(), before)
 
     on_ranks(program, where)
 
@@ -163,7 +163,7 @@ def test_a_pretrained_model_is_saved_whole(where: str, tmp_path: Any) -> None:
 
     for rank, state in enumerate(on_ranks(program, where)):
         for how in ("gathered", "given"):
-            alike(load_file(tmp_path / f"{how}{rank}" / "model.safetensors"), state)
+            assert_same(load_file(tmp_path / f"{how}{rank}" / "model.safetensors"), state)
 
 
 # ---- written where it is refused ------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_gradients_that_are_taken_away_are_refused(where: str, then: str, how: s
         step(engine, second)
         return engine.full_state_dict()
 
-    alike(on_ranks(partial(program, taken=True), where), on_ranks(partial(program, taken=False), where))
+    assert_same(on_ranks(partial(program, taken=True), where), on_ranks(partial(program, taken=False), where))
 
 
 @pytest.mark.parametrize("where", EVERY)

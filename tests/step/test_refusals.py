@@ -1,4 +1,4 @@
-"""What a loop must not do: each row of the table is a program, the words that refuse it, and where it is tried."""
+"""Mistakes of a loop: each row has a program, the words that refuse it, and the layouts on which it is tried."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ class WithWeight(nn.Module):
 
 @refuses(r"a trainable parameter of shape \(\) that is not the engine's", STAGES)
 def a_parameter_that_no_engine_has(world: World) -> None:
-    """A program that catches it, and goes on, is told again."""
+    """A program that catches the error and goes on gets it again."""
     criterion = WithWeight()
     engine = world.engine(chain(), loss_fn=lambda model, batch: criterion(loss_sum(model, batch)))
     if world.mesh.pipe == 1:

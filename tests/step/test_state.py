@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import adamw, batches, count, distinct, loss_sum, sgd
-from programs import EVERY, STAGES, World, alike, chain, on_ranks, refused, step, update
+from programs import EVERY, STAGES, World, assert_same, chain, on_ranks, refused, step, update
 from tensor_models import model as tensor_model
 from tensor_models import token_batches
 from test_together import two
@@ -22,7 +22,7 @@ from plait.table.precision import LossScale
 
 
 def groups(parameters: Any) -> torch.optim.Optimizer:
-    """Two groups with options of their own, and a schedule's."""
+    """Two groups with their own options, and a schedule's."""
     decayed, others = ([p for p in parameters if (p.dim() > 1) is matrix] for matrix in (True, False))
     own = [{"params": decayed, "weight_decay": 0.2}, {"params": others, "lr": 0.02}]
     made = torch.optim.AdamW(own, lr=0.01, eps=1e-4)
@@ -105,9 +105,9 @@ def test_a_run_that_is_taken_up_is_the_run_that_goes_on(kind: str, where: str) -
             for group in optimizer.param_groups:
                 group["lr"] = 7.0  # whatever the new one was built with
         load(again, state)
-        alike(ordered(again.optimizer_state_dict()), ordered(state[1]))
+        assert_same(ordered(again.optimizer_state_dict()), ordered(state[1]))
         assert again.steps == 2 and go(again, world, 2, 4) == losses
-        alike(saved(again), saved(engine))
+        assert_same(saved(again), saved(engine))
 
     on_ranks(program, where)
 
@@ -134,16 +134,16 @@ def test_it_is_what_plain_torch_has_by_name_and_the_other_way_round(where: str) 
         return engine.full_state_dict()
 
     for state in on_ranks(leave, where):
-        alike(state, plain, 1e-11)
+        assert_same(state, plain, 1e-11)
         assert list(state["state"]) == [name for name, _ in alone.model.named_parameters()]
     again = copy.deepcopy(alone.model)
     set_optimizer_state_dict(again, taken := groups(list(again.parameters())), state)
-    alike(get_optimizer_state_dict(again, taken), plain, 1e-11)
+    assert_same(get_optimizer_state_dict(again, taken), plain, 1e-11)
     for batch in batches(4)[2:]:
         alone.step([batch])
     for given in (plain, numbered):
         for found in on_ranks(partial(enter, given), where):
-            alike(found, alone.full_state_dict(), 1e-11)
+            assert_same(found, alone.full_state_dict(), 1e-11)
 
 
 def test_where_a_rank_has_everything_the_optimizers_own_state_is_the_plain_one() -> None:
@@ -159,11 +159,11 @@ def test_where_a_rank_has_everything_the_optimizers_own_state_is_the_plain_one()
 
     for state in on_ranks(program, "ddp"):
         assert len(state["state"]) == 5
-        alike(state, program(World("ddp")), 1e-11)
+        assert_same(state, program(World("ddp")), 1e-11)
 
 
 class OnDisk:
-    """What a file gives: a shape, and regions that it was asked for."""
+    """Gives what a file has: a shape, and the regions that are asked for."""
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.shape, self.read = values, values.shape, 0
@@ -181,7 +181,7 @@ def test_a_rank_reads_only_its_own_elements() -> None:
         lazy = {name: {key: OnDisk(v) for key, v in values.items()} for name, values in state["state"].items()}
         engine = begun("groups", world)
         engine.load_optimizer_state_dict({"state": lazy, "param_groups": state["param_groups"]})
-        alike(engine.optimizer_state_dict(), state)
+        assert_same(engine.optimizer_state_dict(), state)
         return sum(one["exp_avg"].read for one in lazy.values())
 
     read = on_ranks(program, "zero3")

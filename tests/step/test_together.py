@@ -57,7 +57,7 @@ def frozen_in_a_loop(pattern: str, world: World) -> Any:
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "zbv", "interleaved"])
 def test_frozen_under_other_schedules(schedule: str) -> None:
-    """Weight gradients in passes of their own, and two stages on a rank that share a weight."""
+    """Weight gradients in separate passes, and two stages on a rank that share a weight."""
     linears = [nn.Linear(5, 5) for _ in range(4)]
     linears[3].weight = linears[0].weight
     template = distinct(nn.Sequential(*(nn.Sequential(linear, nn.Tanh()) for linear in linears)))
@@ -178,7 +178,7 @@ def a_model_that_another_one_looks_at(kind: str, world: World) -> Any:
 
 
 class Router(nn.Module):
-    """Leaves a term of the loss behind, as mixture-of-experts layers do."""
+    """Leaves a term of the loss on itself, as mixture-of-experts layers do."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -135,7 +135,7 @@ def test_a_linear_of_another_modules_bias_is_refused() -> None:
 
 
 class Tied(Net):
-    """One weight in two siblings and in another module, each with a bias of its own."""
+    """One weight in two siblings and in another module, each with its own bias."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -165,7 +165,7 @@ def test_another_attempt_goes_on_where_this_launch_has_written(
     wait_until(lambda: behind[0].read_bytes().startswith(b"sleep") and bool(behind[1].read_bytes()))
     monkeypatch.setattr(os, "getppid", lambda: agent.pid)
     assert not has_settings(config), "what is there is of a run before this launch"
-    time.sleep(0.05)  # and those of files' times may be behind
+    time.sleep(0.05)  # and the clock of files may lag
     (out / "config.toml").touch()
     assert has_settings(config)
     again = restarted(config, 1, True)

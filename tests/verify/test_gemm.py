@@ -34,7 +34,7 @@ WIDE = replace(CHAIN, width=389, layers=5, gemm="onednn")
     ],
 )
 def test_bitwise(config: VerifyConfig, mesh: str, layout: dict[str, Any]) -> None:
-    """What the matrix, which has this setting beside all others, does not have."""
+    """Cases that the matrix, which has this setting beside all others, lacks."""
     is_bitwise(runs(config, mesh, **layout), clip=None)
 
 

@@ -133,7 +133,7 @@ def test_a_layout_is_the_run_of_one_process(config: VerifyConfig) -> None:
 
 TREES = (("ddp", "zero1"), ("zero2", "zero3", "zero3_keep", "hpz"), ("hsdp", "psdp"))
 UNCLIPPED = replace(CHAIN, clip=None)
-"""How a rank's squares are cut into runs decides how their sum is rounded."""
+"""The cut of a rank's squares into runs decides how their sum is rounded."""
 AHEAD = (0, 99)
 ONE_RUN: dict[str, list[VerifyConfig]] = {
     **{f"one tree: {' '.join(rows)}": each(replace(MLP, mesh=FOUR, microbatches=3), *({"strategy": row} for row in rows)) for rows in TREES},

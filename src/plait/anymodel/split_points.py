@@ -60,7 +60,7 @@ def split_points(model: nn.Module) -> Blocks:
                 f"in several places: each stage would change it for itself; put it into a module of the chain"
             )
     if why := buffer_of_two(model, links):
-        raise ValueError(f"{why}, and each stage would write its own: give each block a module of its own")
+        raise ValueError(f"{why}, and each stage would write its own: give each block its own module")
     return Blocks(links, outside)
 
 

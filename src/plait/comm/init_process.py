@@ -60,8 +60,8 @@ def init_process(
         ValueError: two processes have one rank, or ranks differ in a fact; the message names them.
     """
     end, rank = clock() + deadline, place.rank
-    alike = {"WORLD_SIZE": str(place.size), **facts}
-    mine = Peer(rank, socket.gethostname(), os.getpid(), alike, place.restarts)
+    same = {"WORLD_SIZE": str(place.size), **facts}
+    mine = Peer(rank, socket.gethostname(), os.getpid(), same, place.restarts)
     store = _prefix_store(f"job {place.job}", open_store(place, deadline))
     lost = f"rank {rank} lost the store at {place.where}"
     with _told(f"{lost}: its host is gone, stopped, or no store of torch", deadline, place.hint):

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as every_module
 
 from plait.forward.dropout import DropoutRNG
 from plait.forward.graph_dropout import GraphMask, NotCompiledError, refuse_random, rows_of, serve
@@ -35,7 +34,7 @@ from plait.forward.masks import on_device
 from plait.forward.products import Products
 from plait.forward.sites import Sites
 from plait.table.parallelism import Parallelism
-from plait.torch_private import tree_leaves
+from plait.torch_private import global_forward_hooks, global_forward_pre_hooks, tree_leaves
 
 MOST = 512
 """Classes of units, times shapes of their inputs, times modes (training, evaluation): each is compiled."""
@@ -256,7 +255,7 @@ class CompiledUnits:
 
 def _changes(modules: Iterable[nn.Module]) -> tuple[int, ...]:
     """Hooks and forwards of their own that some modules have, by number: Dynamo does not look whether it knows them."""
-    found = [*every_module._global_forward_hooks, *every_module._global_forward_pre_hooks]
+    found = [*global_forward_hooks, *global_forward_pre_hooks]
     for module in modules:
         found += [*module._forward_pre_hooks, *module._forward_hooks]
         found += [*module._backward_pre_hooks, *module._backward_hooks]

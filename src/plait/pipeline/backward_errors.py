@@ -38,7 +38,7 @@ def refuse_outside(reached: Sequence[nn.Parameter]) -> None:
             f"the loss goes through a trainable parameter of shape {tuple(kept[0].shape)} that is not the engine's "
             f"model's (of a criterion, a weight of a loss): its gradient would be this rank's alone, and not "
             f"divided by the count. Make it part of the model, as in a module that has both; give the module that "
-            f"has it an engine of its own and name that (also=[engine]); or freeze it"
+            f"has it its own engine, and name that one (also=[engine]); or freeze it"
         )
 
 

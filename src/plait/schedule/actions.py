@@ -21,7 +21,7 @@ waits) and a weight part (W: the gradients of its weights).  What passes need an
     W      the gradient that I made                                                     one less
 
 Messages are *started* by their action and never waited for: a receive is posted, and the pass that needs it waits.
-Between two ranks each direction is a channel of its own, first in, first out.
+Between two ranks each direction has its own channel, first in, first out.
 """
 
 from __future__ import annotations

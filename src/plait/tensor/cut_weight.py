@@ -181,7 +181,7 @@ def place(model: nn.Module, parallel: Parallel, axis: TensorAxis) -> None:
 
 
 def _add_site(weight: CutWeight, function: Function, site: CutSite, bias: Tensor | None) -> None:
-    """A weight of several modules sends under the first one's name; each may have a bias of its own."""
+    """A weight of several modules sends under the first one's name; each may have its own bias."""
     first = weight.sites.setdefault((function, None), site)
     if isinstance(bias, CutWeight) and first.siblings is not None:
         index = site.index if site.siblings is first.siblings else first.siblings.add(weight, bias)

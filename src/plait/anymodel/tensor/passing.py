@@ -109,7 +109,7 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def passings(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, parallel: Parallel) -> Passings:
-    """What passes the sites of ``parallel`` when the plain ``model`` runs a batch once, forward and backward."""
+    """Runs a batch through the plain ``model`` and back, and lists what passes the sites of ``parallel``."""
     seen: Seen = {site: [] for site in parallel.sites}
     with torch.enable_grad():
         with _hooked(model, parallel, seen):
@@ -121,7 +121,7 @@ def passings(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batc
 
 @dataclass
 class SeenActivation:
-    """What passed a site."""
+    """An activation that passed a site."""
 
     shape: tuple[int, ...]
     trains: bool = False

@@ -43,7 +43,7 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def own_attributes(value: Any) -> dict[str, Any]:
-    """What a user's class keeps; of a module all but what every module has, else without a library's private names."""
+    """Attributes that a user's class keeps, without those that every module or the library's base class has."""
     kinds = type(value).__mro__
     if not any(map(_is_own, kinds)):
         return {}

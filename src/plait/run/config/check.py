@@ -50,12 +50,8 @@ def validate(config: RunConfig) -> None:
     _check_family(config)
     _check_rates(config.task)
     _check_pipeline(config)
-    ranks, batch, microbatches = (
-        config.machine.parsed_mesh.data_size,
-        config.task.samples.batch,
-        config.layout.microbatches,
-    )
-    if batch < (parts := ranks * microbatches):
+    ranks, microbatches = config.machine.parsed_mesh.data_size, config.layout.microbatches
+    if (batch := config.task.samples.batch) < (parts := ranks * microbatches):
         raise ValueError(
             f"a batch of {batch} samples cannot fill {ranks} data ranks x {microbatches} microbatches = "
             f"{parts} parts: give batch >= {parts}, or fewer microbatches"
@@ -112,13 +108,9 @@ def _check_pipeline(config: RunConfig) -> None:
 
 def _check_data(config: RunConfig) -> None:
     """Refuses data that is not text, or too little of it for a step.  Only the ranks read a large text."""
-    mapped = token_files(config.task.samples.data)
-    if (
-        config.task.samples.data is not None
-        and not mapped
-        and size_of(config.task.samples.data) > LOOKED_INTO
-        and config.task.family.reads_text
-    ):
+    data = config.task.samples.data
+    mapped = token_files(data)
+    if config.task.family.reads_text and data is not None and not mapped and size_of(data) > LOOKED_INTO:
         return
     if config.task.family.weights is None and config.task.network.job is None:
         make_data(config.task, config.dtypes.computed)

@@ -94,25 +94,17 @@ def _state(config: RunConfig) -> int:
 
 
 def _samples(config: RunConfig) -> int:
-    each = (
-        2 * 8 * config.task.network.length
-        if config.task.family.reads_text
-        else config.task.sizes.width * config.dtypes.computed.itemsize
-    )
-    return 2 * each * config.task.samples.batch // config.machine.parsed_mesh.data_size
+    task = config.task
+    values = task.sizes.width * config.dtypes.computed.itemsize
+    each = 2 * 8 * task.network.length if task.family.reads_text else values
+    return 2 * each * task.samples.batch // config.machine.parsed_mesh.data_size
 
 
 def _activations(config: RunConfig) -> int:
-    if not (config.task.family.predicted and not config.task.samples.pack):
-        tokens = config.task.network.length if config.task.family.reads_text else 1
-        samples = config.task.samples.batch // (config.machine.parsed_mesh.data_size * config.layout.microbatches)
-        return (
-            samples
-            * tokens
-            * int(config.task.sizes.width)
-            * config.dtypes.computed.itemsize
-            // config.machine.parsed_mesh.tensor
-        )
-    links = ("embed", *(f"blocks.{i}" for i in range(config.task.sizes.num_layers)), "norm", "head")
-    kept = decoder(decoder_sizes(config), links, config.layout.recompute)
-    return kept // int(config.machine.parsed_mesh.pipe)
+    task, mesh = config.task, config.machine.parsed_mesh
+    if not task.family.predicted or task.samples.pack:
+        tokens = task.network.length if task.family.reads_text else 1
+        samples = task.samples.batch // (mesh.data_size * config.layout.microbatches)
+        return samples * tokens * int(task.sizes.width) * config.dtypes.computed.itemsize // mesh.tensor
+    links = ("embed", *(f"blocks.{i}" for i in range(task.sizes.num_layers)), "norm", "head")
+    return decoder(decoder_sizes(config), links, config.layout.recompute) // mesh.pipe

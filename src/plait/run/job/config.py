@@ -87,7 +87,7 @@ class JobConfig(Sections):
         """Adds the dtypes of ``dtype`` to the row's cells.  Raises ValueError if the row already has dtypes."""
         dtype = self.network.dtype
         if dtype != "fp32" and (row.params.dtype or row.grads.dtype or row.optim.dtype):
-            raise ValueError(f"strategy {row.name!r} says dtypes of its own ({row.row()}), beside dtype {dtype}")
+            raise ValueError(f"strategy {row.name!r} names dtypes itself ({row.row()}), beside dtype {dtype}")
         name, _, mixed = dtype.partition("-")
         return row.mixed(name) if mixed else row
 

@@ -68,25 +68,19 @@ def make_data(config: JobConfig, dtype: torch.dtype = torch.float32) -> JobData:
         if samples.pack:
             raise ValueError("pack is for text, which has documents; files of tokens have none: leave it out")
         row, row_end = split_text(load_tokens(shards, vocabulary or 1), length)
-        corpus, rest = (
-            TextBatches(row, length, samples.seed, ragged=samples.ragged),
-            TextBatches(row_end, length, samples.seed),
-        )
+        corpus = TextBatches(row, length, samples.seed, ragged=samples.ragged)
+        rest = TextBatches(row_end, length, samples.seed)
         digest = cache(lambda: digest_of(part for half in (row, row_end) for part in half.sampled()))
     elif samples.pack:
         encode = config.family.encoder(config.sizes)
         documents, last = parts = split_documents([encode(document) for document in load_documents(samples.data)])
-        corpus, rest = (
-            PackedBatches(documents, length, samples.seed, ragged=samples.ragged),
-            PackedBatches(last, length, samples.seed),
-        )
+        corpus = PackedBatches(documents, length, samples.seed, ragged=samples.ragged)
+        rest = PackedBatches(last, length, samples.seed)
         digest = cache(partial(digest_of, [document for part in parts for document in part]))
     else:
         text, end = split_text(config.family.encoder(config.sizes)(load_text(samples.data)), length)
-        corpus, rest = (
-            TextBatches(text, length, samples.seed, ragged=samples.ragged),
-            TextBatches(end, length, samples.seed),
-        )
+        corpus = TextBatches(text, length, samples.seed, ragged=samples.ragged)
+        rest = TextBatches(end, length, samples.seed)
         digest = cache(partial(digest_of, (text, end)))
     for part in (corpus, rest):
         part.vocabulary = vocabulary

@@ -172,11 +172,8 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _passing(config: JobConfig, dtypes: Dtypes) -> Callable[[Any, Parallel], Passings]:
     """Finds the passing tensors by a forward if the model's code is not plait's, otherwise from the family."""
     family = config.family
-    seen = (
-        PassingOf(lambda: _cast(build_model(config, dtypes), dtypes.computed), family.loss_fn)
-        if family.others
-        else None
-    )
+    build = partial(build_model, config, dtypes)
+    seen = PassingOf(lambda: _cast(build(), dtypes.computed), family.loss_fn) if family.others else None
 
     def passing(batch: Any, parallel: Parallel) -> Passings:
         found = None if seen is None else seen(batch, parallel)

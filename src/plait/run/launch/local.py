@@ -101,9 +101,9 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits, settings: Mapp
     torch.set_num_threads(config.threads)
     device = resolve_device(config)
     try:
-        mesh, alike = config.parsed_mesh, shared_settings(settings)
+        mesh, same = config.parsed_mesh, shared_settings(settings)
         shared = resolve_world(config) == "shared_memory"
-        comm = ProcessComm.from_env(mesh, device=device, deadline=config.deadline, facts=alike, shared_memory=shared)
+        comm = ProcessComm.from_env(mesh, device=device, deadline=config.deadline, facts=same, shared_memory=shared)
     except (ConnectionError, TimeoutError) as error:  # a port that is taken, ranks that never came
         raise ValueError(str(error)) from error
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:

@@ -281,7 +281,7 @@ def _tell_stop(training: Training) -> int:
         saved = f"saved in {training.saver.wait()}; the same command with --resume auto goes on from there"
     if not training.comm.rank:
         name = signal.Signals(number).name
-        say(f"plait: {name} (on rank {rank}): stopped behind step {step} of {config.task.samples.steps}; {saved}\n")
+        say(f"plait: {name} (on rank {rank}): stopped after step {step} of {config.task.samples.steps}; {saved}\n")
     return 128 + number
 
 

@@ -110,7 +110,8 @@ def _check_data(config: RunConfig) -> None:
     """Refuses data that is not text, or too little of it for a step.  Only the ranks read a large text."""
     data = config.task.samples.data
     mapped = token_files(data)
-    if config.task.family.reads_text and data is not None and not mapped and size_of(data) > LOOKED_INTO:
+    large = data is not None and not mapped and size_of(data) > LOOKED_INTO  # looks at a path for every model
+    if large and config.task.family.reads_text:
         return
     if config.task.family.weights is None and config.task.network.job is None:
         make_data(config.task, config.dtypes.computed)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from plait import run_threads as run
 from plait.comm import Comm
-from plait.referee.sanitize.drift import DriftCheck, DriftError, assert_same, odd_ones, struck
+from plait.referee.sanitize.drift import DriftCheck, DriftError, alike, odd_ones, struck
 from plait.step import Engine
 from plait.table.cells import TABLE, Strategy, find_strategy
 from plait.table.mesh import Mesh
@@ -300,10 +300,10 @@ def test_which_axes_hold_a_cells_state_alike() -> None:
         ("hsdp", ("replica",), ("replica",)),
         ("psdp", ("replica",), ()),
     ):
-        assert assert_same(TABLE[row].params, mesh, whole=False) == params
-        assert assert_same(TABLE[row].optim, mesh, whole=False) == optim
-        assert assert_same(TABLE[row].params, mesh, whole=True) == (*params, "tensor")
-        assert assert_same(TABLE[row].params, Mesh(pipe=4), whole=True) == ()
+        assert alike(TABLE[row].params, mesh, whole=False) == params
+        assert alike(TABLE[row].optim, mesh, whole=False) == optim
+        assert alike(TABLE[row].params, mesh, whole=True) == (*params, "tensor")
+        assert alike(TABLE[row].params, Mesh(pipe=4), whole=True) == ()
 
 
 def test_who_is_odd() -> None:

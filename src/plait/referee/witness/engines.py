@@ -12,6 +12,7 @@ of other libraries in examples/engines.py.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -171,7 +172,10 @@ def check_engine(name: str, model: nn.Module, mesh: Mesh, batch: int, microbatch
     if name.rpartition(":")[1]:
         return
     if name not in ENGINES:
-        raise ValueError(f"unknown engine {name!r}: choose one of {', '.join(ENGINES)}, or write FILE.py:NAME")
+        raise ValueError(
+            f"unknown engine {name!r}: choose one of {', '.join(ENGINES)}, or write FILE.py:NAME, as in "
+            f"examples/engines.py:accelerate, where those of other libraries are"
+        )
     axes = ("pipe",) if name == "torch-pipelining" else ("replica", "shard")
     if strange := [axis for axis in AXES if mesh.axis(axis) > 1 and axis not in axes]:
         raise ValueError(f"engine {name} has no {strange[0]} axis: give --mesh with {' and '.join(axes)} alone")
@@ -195,7 +199,7 @@ def find_adapter(name: str) -> Adapter:
 
     if not name.rpartition(":")[1]:
         return ENGINES[name]
-    found = load_name(name, "engine")
+    found = load_name(name, "engine", FunctionType)
     if not callable(found):
         raise ValueError(f"engine {name!r} is {type(found).__name__}: give a function (job, model, comm)")
     adapter: Adapter = found

@@ -88,7 +88,7 @@ def load_name(place: str, what: str, kind: type = object) -> Any:
         raise ValueError(f"{what} {place!r}: there is no file {path!r}")
     module = load_file(path, what)
     if not hasattr(module, name):
-        names = ", ".join(n for n, value in vars(module).items() if isinstance(value, kind)) or "none"
+        names = ", ".join(n for n, value in vars(module).items() if n[0] != "_" and isinstance(value, kind)) or "none"
         raise ValueError(f"{what} {place!r}: {path} has no {name!r}; the {what}s in it: {names}")
     return getattr(module, name)
 

@@ -54,6 +54,7 @@ HELD_BY_THE_MATRIX = Share("none", "values")
 SHARES: dict[str, Share] = {
     "": FAST,
     "anymodel": TRAINING,
+    "anymodel/test_module_copies.py": Share("values", "all"),
     "benchmarks/test_results.py::test_the_command_refuses_a_damaged_file_and_a_suite_that_is_not_there": PROCESSES,
     "benchmarks/test_results.py::test_a_suite_that_hangs_is_stopped_with_its_children_and_keeps_its_rows": PROCESSES,
     "benchmarks/test_gpu.py": PROCESSES,

@@ -86,7 +86,7 @@ def test_a_signal_saves_the_step_that_all_made_and_none_is_lost(
     assert str(checkpoints(out / "checkpoints")[-1]).endswith(f"step-{steps:06d}")
     told = capsys.readouterr().err
     assert "plait: SIGUSR1: all ranks end after their step, within 60 s" in told
-    assert re.search(rf"stopped behind step {steps} of 24; saved in .*step-{steps:06d}", told)
+    assert re.search(rf"stopped after step {steps} of 24; saved in .*step-{steps:06d}", told)
     assert main([*words, "--resume", "auto"]) == 0
     check_same_end(out, whole, capsys)
 

@@ -297,7 +297,7 @@ def test_a_run_that_is_stopped_keeps_its_metrics(
     out, err = process.communicate(timeout=110)
     first, last = err.splitlines()
     assert first.startswith(f"plait: {number.name}: all ranks end after their step")
-    told = rf"plait: {number.name} \(on rank \d\): stopped behind step \d+ of 1000000; nothing was saved"
+    told = rf"plait: {number.name} \(on rank \d\): stopped after step \d+ of 1000000; nothing was saved"
     assert re.match(told, last)
     assert process.returncode == 128 + number
     assert "1/1000000  loss" in out

@@ -232,7 +232,10 @@ def test_a_frozen_weight_of_two_stages_and_of_few_bits(mesh: str, dtype: Any) ->
 @pytest.mark.parametrize(
     ("config", "part"),
     [
-        (VerifyConfig(dtype="bf16", strategy="x: full bf16|full bf16|full, pending(shard, replica)|full"), "names dtypes itself"),
+        (
+            VerifyConfig(dtype="bf16", strategy="x: full bf16|full bf16|full, pending(shard, replica)|full"),
+            "names dtypes itself",
+        ),
         (VerifyConfig(dtype="fp16-mixed", loss_scale=0.0), "loss_scale is 0.0: give a number above 0"),
         (replace(MLP, recompute="selective"), "selective is for attention, which mlp lacks"),
     ],

@@ -8,6 +8,7 @@ whole model in one process.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 import plait_lessons.script as script
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 import plait
 from plait.comm import Comm
 from plait.run.data import SyntheticRegression
-from plait.run.models.mlp import MLP, MLPConfig, sample_count, squared_error_sum
-from plait.run.models.sharded_mlp import ShardedMLP
+from plait.run.models.mlp import MLP, Layer, MLPConfig, sample_count, squared_error_sum
 from plait.schedule.actions import Kind
 from plait.schedule.orders import gpipe, naive, one_f_one_b
+from plait.schedule.partition import even
 from plait.zero.state.init import materialise
 
 STAGES, MICROBATCHES, SAMPLES, SEED = 4, 8, 27, 0
@@ -60,12 +61,20 @@ def by_hand(step: Callable[..., Tensor]) -> tuple[MLP, float]:
     return model, loss.item()
 
 
+def slice_of(stage: int, stages: int) -> nn.Module:
+    """A stage's layers under the names of the whole model, from which ``materialise`` draws the same values."""
+    with plait.empty_parameters():
+        layers = {str(index): Layer(CONFIG, index) for index in even(CONFIG.num_layers, stages)[stage]}
+        model = nn.Sequential(OrderedDict(layers))
+    materialise(model, SEED, CPU)  # draws these layers and no others
+    return model
+
+
 def four_ranks(comm: Comm, microbatches: list[microbatcher.Pair]) -> tuple[Gradients, int]:
     """This rank's line of 1F1B: its slice of the model, and nothing known of the others but their tensors."""
     world = script.init(comm)
     before, after = world.get_prev_rank(), world.get_next_rank()
-    model = ShardedMLP(CONFIG, world.rank, world.world_size)
-    materialise(model, SEED, CPU)  # draws this slice and no other layer
+    model = slice_of(world.rank, world.world_size)
     total = microbatcher.total_count(microbatches, sample_count)
     held: dict[int, tuple[Tensor, Tensor]] = {}
     most = 0
@@ -74,7 +83,7 @@ def four_ranks(comm: Comm, microbatches: list[microbatcher.Pair]) -> tuple[Gradi
         if action.kind is Kind.FORWARD:
             x, target = microbatches[m]
             if before is not None:
-                x = hand_off.receive(world.recv_tensor((len(x), model.fan_in), before))
+                x = hand_off.receive(world.recv_tensor((len(x), CONFIG.width), before))
             y = model(x)
             if after is None:
                 y = squared_error_sum(y, target)

@@ -67,8 +67,6 @@ SHARES: dict[str, Share] = {
     "checkpoint/test_save_kills.py": PROCESSES,
     "checkpoint/test_saver.py::test_what_is_saved_is_the_run_at_that_moment": Share("few", "all"),
     "checkpoint/test_smollm2.py": NIGHTLY,
-    "checkpoint/test_stateful.py::test_any_layout_reads_any_other_to_the_bit_and_fsdp2_reads_all": Share("none", "few"),
-    "checkpoint/test_stateful.py::test_states_of_every_form_before_and_behind_the_first_step": Share("pairs", "all"),
     "comm/test_check.py::test_what_is_right_goes_on_as_without_it": Share("few", "values"),
     "shared_memory/test_c10d.py": PROCESSES,
     "comm/test_elastic.py": PROCESSES,

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from plait.referee.verify.run import verify as verify
     from plait.referee.witness.judge import judge as judge
     from plait.referee.witness.record import witness as witness
-    from plait.run.formats.stateful import Checkpointed
     from plait.run.injection import inject
     from plait.run.job.own import UserJob
     from plait.sharded import (
@@ -75,7 +74,6 @@ _MODULES = {
     "api": "distributed_sampler join rank_batches run_threads sum_of_mean",
     "checkpoint.load": "Loaded load",
     "checkpoint.save": "Saver save",
-    "run.formats.stateful": "Checkpointed",
     "comm": "Comm",
     "table.cells": "TABLE Cell Strategy parse_strategy",
     "table.layout": "Layout",
@@ -100,7 +98,6 @@ __all__ = [
     "EMA",
     "TABLE",
     "Cell",
-    "Checkpointed",
     "Comm",
     "Engine",
     "Evaluation",

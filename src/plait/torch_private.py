@@ -26,7 +26,6 @@ disabled_torch_function_impl = torch._C._disabled_torch_function_impl  # marks a
 DisableTorchFunction = torch._C.DisableTorchFunction  # reads a tensor past every class and mode
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # reads a tensor past its class only
 is_torch_function_mode_enabled = torch._C._is_torch_function_mode_enabled  # a mode may be what called a class
-make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # makes a tensor of a class that has no storage
 
 # Modes.
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode  # sees operators below autograd

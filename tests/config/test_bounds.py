@@ -75,7 +75,6 @@ def test_texts_that_cannot_be_meant(name: str, text: str) -> None:
         "verify --json /dev/full",
         "verify --json /tmp",
         "bench comm --json /dev/full",
-        "bench comm --out /dev/null",
         "bench comm --sizes 99999999GB",
         "bench comm --repeat 9223372036854775808",
         "schedule show 1f1b --stages 9223372036854775808",

@@ -1,23 +1,21 @@
-"""Shows the measurements of ``plait bench comm`` as a table, as JSON and as a plot."""
+"""Shows the measurements of ``plait bench comm`` as a table and as JSON."""
 
 import datetime
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
 import tyro
 from rich.table import Table
 
-from plait.checkpoint.files.writing import told, write_json, write_text
+from plait.checkpoint.files.writing import write_json
 from plait.comm.base import Comm
 from plait.run.config.machine import resolve_device, resolve_world
 from plait.run.launch.local import launch
 from plait.run.measure.comm import BenchConfig, Measurement, measure, validate
-from plait.run.measure.plot import Panel, svg
 from plait.run.report.drawing import seconds_text
 from plait.run.report.screen import screen
 
@@ -54,17 +52,6 @@ def run_bench(config: BenchConfig, comm: Comm) -> int:
     console.print(table(config, results))
     if config.json is not None:
         write_json(config.json, answer)
-    if config.out is not None:
-        folder = Path(config.out)
-        with told(folder, 0):
-            folder.mkdir(parents=True, exist_ok=True)
-        write_json(str(folder / "comm.json"), answer)
-        kinds = dict.fromkeys(r.kind for r in results)
-        times = {kind: [(r.bytes, r.seconds) for r in results if r.kind == kind] for kind in kinds}
-        rates = {kind: [(r.bytes, r.busbw) for r in results if r.kind == kind] for kind in kinds}
-        panels = [Panel("time", "s", times), Panel("bus bandwidth", "B/s", rates)]
-        write_text(folder / "comm.svg", svg(title(config), panels))
-        console.print(f"written: {folder / 'comm.json'}, {folder / 'comm.svg'}")
     return 0
 
 

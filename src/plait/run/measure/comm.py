@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from plait.checkpoint.files.reading import memory
-from plait.checkpoint.files.writing import check_file, check_folder
+from plait.checkpoint.files.writing import check_file
 from plait.comm.base import Comm
 from plait.messages.wording import human
 from plait.run.config import MachineConfig, check_machine, resolve_device
@@ -29,8 +29,6 @@ from plait.run.measure.operations import COLLECTIVES, NOTE, build
 from plait.table.collectives import bus_factor
 from plait.table.mesh import AXES
 
-WRITTEN = ("comm.json", "comm.svg")
-"""Files in the folder ``out``."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZE = re.compile(r"([0-9]{1,12})\s*(|K|M|G)(?:I?B)?", re.IGNORECASE)
 
@@ -49,8 +47,6 @@ class BenchConfig(MachineConfig):
     """Timed repetitions; the median is reported."""
     warmup: int = 3
     """Calls before the timed ones."""
-    out: str | None = None
-    """A folder for comm.json and comm.svg."""
     json: str | None = None
     """Write the results here as JSON; "-" is the standard output."""
 
@@ -102,8 +98,6 @@ def validate(config: BenchConfig) -> None:
         raise ValueError(f"unknown collective {unknown[0]!r}: the kinds are {', '.join(COLLECTIVES)}")
     if config.json not in (None, "-"):
         check_file("json", config.json)
-    if config.out is not None:
-        check_folder("out", config.out, WRITTEN)
 
 
 def measure(config: BenchConfig, comm: Comm) -> list[Measurement]:

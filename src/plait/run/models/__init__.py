@@ -1,7 +1,6 @@
 """The models that the command line trains: plain ``torch.nn``, each with its loss as a sum and the count to divide by.
 
 mlp.py           linear layers in one ``nn.Sequential``
-sharded_mlp.py   a pipeline stage's slice of ``mlp``, to learn from
 gpt.py           a small modern decoder
 hf.py            stock Hugging Face decoders with random weights
 pretrained.py    makes a model from a Hugging Face folder
@@ -11,6 +10,6 @@ Use them as modules: ``from plait.run.models import gpt`` and then ``gpt.GPT(gpt
 ``gpt.token_count``.
 """
 
-from plait.run.models import gpt, hf, mlp, pretrained, sharded_mlp
+from plait.run.models import gpt, hf, mlp, pretrained
 
-__all__ = ["gpt", "hf", "mlp", "pretrained", "sharded_mlp"]
+__all__ = ["gpt", "hf", "mlp", "pretrained"]

@@ -58,10 +58,10 @@ class MLPConfig:
 class Layer(nn.Module):
     """Layer ``index``, one block: x_BD -> linear, then GELU and dropout unless it is the last."""
 
-    def __init__(self, config: MLPConfig, index: int, device: torch.device | str | None = None) -> None:
+    def __init__(self, config: MLPConfig, index: int) -> None:
         super().__init__()
         last = index == config.num_layers - 1
-        self.linear = nn.Linear(config.sizes[index], config.sizes[index + 1], device=device)
+        self.linear = nn.Linear(config.sizes[index], config.sizes[index + 1])
         self.activation = nn.Identity() if last else nn.GELU()
         self.dropout = nn.Identity() if last else nn.Dropout(config.dropout)
 

@@ -21,7 +21,7 @@ import plait
 MANY = 100_000
 """Steps that a witness writes: more than any run has."""
 
-RECORDINGS: dict[str, dict[str, Any] | None] = {"none": None, "elements": {"elements": 64}, "whole": {}}
+RECORDINGS: dict[str, dict[str, Any] | None] = {"none": None, "whole": {}}
 """What ``plait.witness`` is given, by the name of the row; None: there is no witness."""
 
 

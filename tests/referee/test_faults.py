@@ -98,7 +98,6 @@ def test_a_fault_that_layout_and_replay_share_is_placed(name: str | None, monkey
     assert ([found.step, found.phase] if found else []) == place, found
 
 
-@pytest.mark.parametrize("elements", [None, 4])
 @pytest.mark.parametrize(("fault", "settings", "step", "phase", "factor", "cause"), LOOPS)
 def test_a_wrong_loop_is_named(
     tmp_path: Path,
@@ -108,11 +107,10 @@ def test_a_wrong_loop_is_named(
     phase: str,
     factor: float | None,
     cause: str,
-    elements: int | None,
 ) -> None:
     settings = dict(settings)
     judged = settings.pop("judged", settings.get("clip"))
-    loops.run(tmp_path / "w", fault, elements=elements, **settings)
+    loops.run(tmp_path / "w", fault, **settings)
     found = judge_witnessed(loops.the_job(settings.get("optimizer", "sgd")), tmp_path / "w", clip=judged)
     assert (found.step, found.phase) == (step, phase), found
     assert cause in found.cause and found.cause in found.text, found

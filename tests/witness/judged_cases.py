@@ -45,7 +45,6 @@ def judged(
     optimizer: Callable[[Any], Any] = adamw,
     optimizers: Callable[[nn.Module], Any] | None = None,
     steps: int = 3,
-    elements: int | None = None,
     witnessed: int = 10,
     due: int | None = None,
     **settings: Any,
@@ -55,7 +54,7 @@ def judged(
     torch.manual_seed(1)
     model = build()
     own = optimizers(model) if optimizers else optimizer(model.parameters())
-    with plait.witness(model, own, path / "w", elements=elements, steps=witnessed):
+    with plait.witness(model, own, path / "w", steps=witnessed):
         for step in range(steps):
             if body is not None:
                 body(model, own, step)

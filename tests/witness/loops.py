@@ -77,14 +77,12 @@ def run(
     even: bool = False,
     told: bool = False,
     kill: int | None = None,
-    elements: int | None = None,
 ) -> None:
     """A loop of data-parallel ranks under the witness; ``fault`` says what it does wrong.
 
     Args:
         even: leave samples out of the batch, so that all forwards have equally many of equally many terms.
         kill: the step in which rank 1 ends without a word, after its optimizer's step.
-        elements: how many are kept of each tensor; None: all.
     """
     models = []
     for rank in range(ranks):
@@ -98,9 +96,7 @@ def run(
         made.append(user_job(optimizer).optimizer(parameters[:-1] if fault == "left out" else parameters))  # type: ignore[misc]
     with contextlib.ExitStack() as stack:
         seen = [
-            stack.enter_context(
-                plait.witness(model, o, folder, steps=max(10, steps), rank=rank, ranks=ranks, elements=elements)
-            )
+            stack.enter_context(plait.witness(model, o, folder, steps=max(10, steps), rank=rank, ranks=ranks))
             for rank, (model, o) in enumerate(zip(models, made, strict=True))
         ]
         for step in range(steps):
@@ -212,7 +208,6 @@ def run_cut(
     ranks: int = 2,
     steps: int = 2,
     clip: float = 0.05,
-    elements: int | None = None,
 ) -> None:
     """A loop whose ranks have rows of each parameter, and clip by the norm of the whole or of their own rows."""
     torch.manual_seed(0)
@@ -222,7 +217,7 @@ def run_cut(
     with contextlib.ExitStack() as stack:
         for rank in range(ranks):
             where = pieces_of(rank, ranks)
-            told = {"rank": rank, "ranks": ranks, "pieces": where, "elements": elements}
+            told = {"rank": rank, "ranks": ranks, "pieces": where}
             stack.enter_context(plait.witness(cut[rank], made[rank], folder, **told))
         for step in range(steps):
             with torch.no_grad():

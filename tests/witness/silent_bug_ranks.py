@@ -14,15 +14,15 @@ from plait.referee.witness.run import run_engine, with_engine
 from plait.run.config import validate
 
 
-def rank_main(rank: int, ranks: int, port: int, path: str, elements: int | None = None) -> None:
-    """Runs them all, under a witness of everything or of a few elements; rank 0 writes what was said of each."""
+def rank_main(rank: int, ranks: int, port: int, path: str) -> None:
+    """Runs them all, under a witness; rank 0 writes what was said of each."""
     become(rank, ranks, port)
     found = {}
     for bug in (*RIGHT, *BUGS):
         validate(bug.config)
         config = with_engine(bug.config)
         comm = ProcessComm.from_env(config.machine.parsed_mesh)
-        judgement = run_engine(config, comm, elements)
+        judgement = run_engine(config, comm)
         if judgement is not None:
             found[bug.adapter.__name__] = asdict(judgement)
         comm.close()

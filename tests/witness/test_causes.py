@@ -216,19 +216,17 @@ CLIPPED = [
 ]
 
 
-@pytest.mark.parametrize("elements", [None, 32])
 @pytest.mark.parametrize(("count", "body", "name", "said"), CLIPPED)
 def test_a_fault_before_a_clip_is_told_from_what_the_clip_makes_of_the_others(
-    tmp_path: Path, count: int, body: Any, name: str, said: str, elements: int | None
+    tmp_path: Path, count: int, body: Any, name: str, said: str
 ) -> None:
-    found = judged(tmp_path, body, build=lambda: layers(count), clip=0.05, elements=elements)
+    found = judged(tmp_path, body, build=lambda: layers(count), clip=0.05)
     assert (found.step, found.phase, found.name) == (0, "gradient", name) and said in found.text, found
 
 
-@pytest.mark.parametrize("elements", [None, 8])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_the_gradient_of_the_step_before_is_not_called_a_forgotten_zero_grad(
-    tmp_path: Path, clip: float | None, elements: int | None
+    tmp_path: Path, clip: float | None
 ) -> None:
     last: list[torch.Tensor] = []
 
@@ -246,6 +244,6 @@ def test_the_gradient_of_the_step_before_is_not_called_a_forgotten_zero_grad(
         optimizer.step()
         optimizer.zero_grad()
 
-    found = judged(tmp_path, body, clip=clip, elements=elements)
+    found = judged(tmp_path, body, clip=clip)
     assert (found.step, found.phase) == (1, "gradient"), found
     assert "is given the gradient of the step before, and this step's is lost" in found.cause, found

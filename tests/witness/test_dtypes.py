@@ -45,14 +45,12 @@ def judge_complex(
     return judged(path, body, build=build, loss=squares, batches=batches, dtype=dtypes, **settings)
 
 
-@pytest.mark.parametrize("elements", [None, 4])
 @pytest.mark.parametrize("dtype", COMPLEX, ids=str)
-def test_a_right_loop_of_complex_weights_is_equal(tmp_path: Path, dtype: torch.dtype, elements: int | None) -> None:
-    found = judge_complex(tmp_path, dtype, elements=elements)
+def test_a_right_loop_of_complex_weights_is_equal(tmp_path: Path, dtype: torch.dtype) -> None:
+    found = judge_complex(tmp_path, dtype)
     assert found.equal and found.text.startswith("3 steps"), found
 
 
-@pytest.mark.parametrize("elements", [None, 4])
 @pytest.mark.parametrize("dtype", COMPLEX, ids=str)
 @pytest.mark.parametrize(
     ("harm", "said"),
@@ -67,11 +65,11 @@ def test_a_right_loop_of_complex_weights_is_equal(tmp_path: Path, dtype: torch.d
     ],
 )
 def test_what_is_wrong_with_a_complex_gradient_is_named(
-    tmp_path: Path, dtype: torch.dtype, elements: int | None, harm: Callable[[Tensor], Any], said: str
+    tmp_path: Path, dtype: torch.dtype, harm: Callable[[Tensor], Any], said: str
 ) -> None:
-    found = judge_complex(tmp_path, dtype, harm, elements=elements)
+    found = judge_complex(tmp_path, dtype, harm)
     assert (found.step, found.phase, found.name) == (0, "gradient", "weight"), found
-    assert said in found.text or elements is not None, found
+    assert said in found.text, found
 
 
 class Harmed(torch.optim.AdamW):
@@ -112,10 +110,9 @@ class Odd(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("elements", [None, 64, 4])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_loop_that_starts_with_a_nan_is_judged(tmp_path: Path, optimizer: Any, elements: int | None) -> None:
-    settings = {"build": partial(Odd, lost=True), "optimizer": partial(optimizer, lr=1e-2), "elements": elements}
+def test_a_loop_that_starts_with_a_nan_is_judged(tmp_path: Path, optimizer: Any) -> None:
+    settings = {"build": partial(Odd, lost=True), "optimizer": partial(optimizer, lr=1e-2)}
     found = judged(tmp_path / "right", **settings)
     assert found.equal and found.text.startswith("3 steps"), found
 
@@ -129,10 +126,9 @@ def test_a_loop_that_starts_with_a_nan_is_judged(tmp_path: Path, optimizer: Any,
     assert (wrong.step, wrong.phase, wrong.name) == (0, "gradient", "table"), wrong
 
 
-@pytest.mark.parametrize("elements", [None, 4])
 @pytest.mark.parametrize("dtype", FP8, ids=str)
-def test_frozen_numbers_of_eight_bits_are_judged(tmp_path: Path, dtype: torch.dtype, elements: int | None) -> None:
-    found = judged(tmp_path / "right", build=partial(Odd, dtype), elements=elements)
+def test_frozen_numbers_of_eight_bits_are_judged(tmp_path: Path, dtype: torch.dtype) -> None:
+    found = judged(tmp_path / "right", build=partial(Odd, dtype))
     assert found.equal, found
 
     def body(model: nn.Module, own: torch.optim.Optimizer, step: int) -> None:
@@ -141,5 +137,5 @@ def test_frozen_numbers_of_eight_bits_are_judged(tmp_path: Path, dtype: torch.dt
         own.zero_grad()
         model.frozen.data = (model.frozen.data.float() * 2).to(dtype)  # type: ignore[operator, union-attr]
 
-    wrong = judged(tmp_path / "wrong", body, build=partial(Odd, dtype), elements=elements)
+    wrong = judged(tmp_path / "wrong", body, build=partial(Odd, dtype))
     assert (wrong.step, wrong.phase, wrong.name) == (0, "between", "frozen"), wrong

@@ -12,19 +12,17 @@ from loops import run, run_cut, the_job
 from plait.referee.witness.judge import judge
 
 
-@pytest.mark.parametrize("elements", [None, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("settings", [{}, {"optimizer": "adamw", "steps": 30}, {"clip": 0.05}, {"told": True}], ids=str)
 def test_a_right_loop_is_the_run_of_a_single_process(
-    tmp_path: Path, ranks: int, calls: int, settings: dict[str, Any], elements: int | None
+    tmp_path: Path, ranks: int, calls: int, settings: dict[str, Any]
 ) -> None:
-    run(tmp_path / "w", ranks=ranks, calls=calls, elements=elements, **settings)
+    run(tmp_path / "w", ranks=ranks, calls=calls, **settings)
     found = judge(the_job(settings.get("optimizer", "sgd")), tmp_path / "w", clip=settings.get("clip"))
     assert found.equal and found.residual < 1e-5, found
     assert found.text.startswith(f"{settings.get('steps', 3)} steps of "), found
     assert "not judged" not in found.text, found
-    assert found.recording == ("4 elements of each piece, and its norm" if elements else "whole"), found
 
 
 def test_in_double_precision_it_is_held_tighter(tmp_path: Path) -> None:

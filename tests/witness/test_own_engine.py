@@ -23,7 +23,7 @@ from plait.run.config import VerifyConfig
 STEPS = 3
 
 
-def judged(config: VerifyConfig, folder: Path, put: Put | None = None, elements: int | None = None) -> Judgement:
+def judged(config: VerifyConfig, folder: Path, put: Put | None = None) -> Judgement:
     """The judgement of a layout that runs with a fault in place, on threads; no dropout, which no judge draws."""
     config = replace(config, dropout=0.0)
     job = cases.job_of(config)
@@ -31,7 +31,7 @@ def judged(config: VerifyConfig, folder: Path, put: Put | None = None, elements:
     def body(comm: Comm) -> None:
         engine, scheduler = job.engine(comm, config.measured(job, comm), clip=config.task.update.clip)
         place = comm.mesh.data_rank(comm.rank), comm.mesh.data_size, config.layout.microbatches
-        with plait.witness(engine, list(engine.optimizers), folder, elements=elements):
+        with plait.witness(engine, list(engine.optimizers), folder):
             for step in range(STEPS):
                 engine.step(job.microbatches(step, *place))
                 if scheduler is not None:
@@ -57,12 +57,9 @@ RIGHT: list[tuple[VerifyConfig, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("elements", [None, 3])
 @pytest.mark.parametrize(("config", "layout"), RIGHT, ids=[" ".join(map(str, layout.values())) for _, layout in RIGHT])
-def test_a_layout_is_the_run_of_a_single_process(
-    config: VerifyConfig, layout: dict[str, Any], elements: int | None, tmp_path: Path
-) -> None:
-    found = judged(replace(config, **layout), tmp_path / "w", elements=elements)
+def test_a_layout_is_the_run_of_a_single_process(config: VerifyConfig, layout: dict[str, Any], tmp_path: Path) -> None:
+    found = judged(replace(config, **layout), tmp_path / "w")
     assert found.equal and found.residual < 1e-5, found
 
 

@@ -123,11 +123,9 @@ def test_a_factor_of_one_percent_under_a_jobs_own_autocast_is_named(tmp_path: Pa
     assert (found.step, found.phase, found.factor) == (0, "gradient", pytest.approx(factor, abs=1e-3)), found
 
 
-def test_a_rounding_that_is_none_and_one_beside_a_few_elements_are_refused(tmp_path: Path) -> None:
+def test_a_rounding_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rounding is 'int8': give tf32, bf16, fp16, or None"):
         judged(tmp_path / "int8", rounding="int8")
-    with pytest.raises(ValueError, match="rounding 'bf16' beside a few elements"):
-        judged(tmp_path / "few", rounding="bf16", elements=4)
 
 
 def test_equal_where_judged_is_another_word_and_a_floor_is_an_exit_code(

@@ -4,7 +4,6 @@ record.py    ``witness(model, optimizer, folder)``: inputs, gradients, parameter
 rows.py      samples are told by what enters the model
 sources.py   a model, or plait's own engine
 pieces.py    where a rank's tensor is in the whole parameter
-elements.py  what of a tensor is kept: all, or a few elements and the norm
 stored.py    a witnessed folder, read back and checked
 replay.py    the job in plain PyTorch, at the parameters that were witnessed
 judge.py     the two are compared in the order of cause and effect; the first thing that is wrong is named

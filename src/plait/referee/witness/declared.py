@@ -16,7 +16,6 @@ from torch import Tensor
 
 from plait.referee.difference import factor_text
 from plait.referee.values import wide
-from plait.referee.witness.drift import Slack
 from plait.referee.witness.gradient import Parts, Seen, Setting, calls_of, cause_of_factor, compare
 from plait.referee.witness.judgement import Judgement, ranks_text
 from plait.referee.witness.replay import Gradients, Replay, clipped
@@ -92,7 +91,7 @@ def judge_common_factor(
     spread, found = 0.0, []
     for one in seen:
         true, names = one.flat(one.true), one.true.keys()
-        others = (one.flat({n: one.run.take(n, g[n]) for n in names}) for g in honest if names <= g.keys())
+        others = (one.flat({n: one.run.part(n, g[n]) for n in names}) for g in honest if names <= g.keys())
         spread = max([spread, *(abs(_factor(other, true)[0] - 1) for other in others)])
         factor, rest = _factor(one.flat(one.observed), true)
         if true.numel() < FEW or not abs(factor - 1) > rest:
@@ -101,7 +100,7 @@ def judge_common_factor(
     if not found or abs((factor := found[0]) - 1) <= 3 * spread:
         return None
     scaled = {name: g * factor for name, g in setting.true.items()}
-    slack = Slack({name: gap * max(1.0, abs(factor)) for name, gap in setting.slack.gradient.items()})
+    slack = {name: gap * max(1.0, abs(factor)) for name, gap in setting.slack.items()}
     if any(one.wrong for one in compare(replace(setting, true=scaled, slack=slack), steps)[0]):
         return None
     ranks = tuple(one.rank for one in seen)

@@ -1,24 +1,20 @@
 """How much of a difference rounding alone may be: what two honest runs of the same job differ by.
 
-    judge      the whole batch at once               a few elements: at its own parameters, but for those that were kept
-    echo       the same in parts, added              at its own parameters
+    judge      the whole batch at once
+    echo       the same in parts, added; or in another order
 
-Where everything was kept both are at the witnessed parameters, and the echo is asked only where a gradient seems wrong:
-of a model that makes much of rounding it says how much.  Where a few elements were kept, it trains beside the judge.
-After a few steps of Adam, which makes a whole step of the rounding of a tiny gradient, they differ by more than one
-step's rounding, and so may an honest engine: what lies between the two, ``MARGIN`` times, is none of its faults.  Where
-it is more than ``BLIND`` of a gradient, nothing can be said any more.
+Both are at the witnessed parameters, and the echo is made only where a gradient seems wrong.  An honest engine may be
+off by ``MARGIN`` times what the two differ by.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from plait.referee.rounding import MARGIN, SMALL
-from plait.referee.values import gap, gaps, largest
+from plait.referee.values import gap, largest
 from plait.referee.witness.replay import Gradients, Replay, clipped
 from plait.run.data.batches import split_samples
 from plait.step.step import num_samples
@@ -34,32 +30,8 @@ NO_SUM = 0.05
 NO_SUM_IN_16 = 0.1
 """Parts of a batch that are further off than this share do not add up to it: the loss compares samples."""
 
-ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-)
-"""Optimizers in which an element's update depends on that element's gradients alone."""
-
-
-@dataclass(frozen=True)
-class Slack:
-    """What rounding may have made of each parameter's tensors, beyond a fixed tolerance."""
-
-    gradient: Mapping[str, float] = field(default_factory=dict)
-    """Of an element."""
-    update: Mapping[str, float] = field(default_factory=dict)
-    """Of an element, by an optimizer that does not go element by element."""
-    norm: Mapping[str, float] = field(default_factory=dict)
-    """Of the norm of the parameter after the update."""
+Slack: TypeAlias = Mapping[str, float]
+"""By how much rounding may change an element of each parameter's gradient, beyond a fixed tolerance."""
 
 
 def added(replay: Replay, step: int, parts: Iterable[Sequence[int]], count: int) -> Gradients:
@@ -136,47 +108,9 @@ def apart(gradients: Gradients, true: Gradients) -> float:
 
 def slack_of(share: float, true: Gradients) -> Slack:
     """What rounding may have made of gradients, where it makes ``share`` of the worst."""
-    return Slack(gradient={name: MARGIN * share * size for name, size in _sizes(true).items()})
+    return {name: MARGIN * share * size for name, size in _sizes(true).items()}
 
 
 def _sizes(true: Gradients) -> dict[str, float]:
     overall = max(map(largest, true.values()), default=0.0)
     return {name: max(largest(g), SMALL * overall) for name, g in true.items()}
-
-
-class Echo:
-    """A second honest run of the same job, in step with the judge's own."""
-
-    def __init__(self, replay: Replay, start: Mapping[str, Tensor]) -> None:
-        self._replay = Replay(replay.job, replay.buffers)
-        self._replay.set(start)
-        self._before = {name: value.clone() for name, value in start.items()}
-        self._gradients: Gradients = {}
-        self._apart: dict[str, float] = {}
-        self._parts = 0
-        """Into which it cuts each batch: those of the first batch that are furthest from the whole."""
-        self.share = 0.0
-        """Of a gradient, by which the two runs have been apart: in the step and the parameter where it was most, for it
-        goes up and down."""
-
-    def gradient(self, step: int, true: Gradients, clip: float | None) -> Slack:
-        """What rounding may have made of the clipped gradients ``true`` of a step."""
-        if not self._parts:
-            self._parts = max(PARTS, key=lambda n: apart(in_parts(self._replay, step, true, clip, n), true))
-        self._gradients = in_parts(self._replay, step, true, clip, self._parts)
-        self.share = max(self.share, apart(self._gradients, true))
-        return slack_of(self.share, true)
-
-    def update(self, due: Gradients, start: Mapping[str, Tensor], given: Collection[str]) -> Slack:
-        """What rounding may have made of parameters that were ``start`` and are ``due``; those that are ``given`` a
-        gradient are updated."""
-        after = self._replay.update({name: g for name, g in self._gradients.items() if name in given})
-        for name, value in after.items():
-            self._apart[name] = max(self._apart.get(name, 0.0), gaps(value, due[name]).norm().item())
-        update = {}
-        if type(self._replay.optimizer) not in ELEMENTWISE:
-            update = {
-                name: MARGIN * gap(value - self._before[name], due[name] - start[name]) for name, value in after.items()
-            }
-        self._before = after
-        return Slack(update=update, norm={name: MARGIN * gap for name, gap in self._apart.items()})

@@ -9,7 +9,6 @@
 What no sum explains is told parameter by parameter, the first in the order of the backward first.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -23,7 +22,6 @@ from plait.referee.rounding import tolerance
 from plait.referee.values import finite, largest, wide
 from plait.referee.values import gap as apart
 from plait.referee.witness.drift import Slack
-from plait.referee.witness.elements import describe_few, norms_of
 from plait.referee.witness.inputs import ForwardCall
 from plait.referee.witness.judgement import Judgement, ranks_text
 from plait.referee.witness.replay import Gradients, SampleGradient, clipped
@@ -51,7 +49,7 @@ class Setting:
     """The factor of the clip."""
     count: int
     samples: int
-    slack: Slack = field(default_factory=Slack)
+    slack: Slack = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -60,17 +58,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank's gradients beside the true ones, by parameter; of all elements, or of those that were kept."""
+    """One rank's gradients beside the true ones, by parameter."""
 
     run: RankRun
     observed: dict[str, Tensor]
     true: dict[str, Tensor]
     wrong: dict[str, float]
     """|observed - true| beside the largest element of the whole tensor, where it is too much."""
-    norms: Mapping[str, float]
-    """Of the observed pieces, where not all elements were kept."""
-    beside: Mapping[str, float]
-    """The observed norm beside the true one, of those in ``wrong`` whose kept elements are right."""
 
     @property
     def rank(self) -> int:
@@ -79,41 +73,30 @@ class Seen:
     @property
     def norm(self) -> float:
         """Of all that was observed."""
-        return math.hypot(*self.norms.values()) if self.norms else self.flat(self.observed).norm().item()
+        return float(self.flat(self.observed).norm())
 
     def flat(self, which: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([which[name].reshape(-1) for name in self.true])
 
 
 def compare(setting: Setting, steps: Sequence[RankStep]) -> tuple[list[Seen], float]:
-    """Each rank's gradients beside the true ones; the largest difference that is none.
-
-    Where some elements were kept, the norm says whether the others are right: of n elements it may be off by sqrt(n)
-    times as much as one of them.
-    """
+    """Each rank's gradients beside the true ones; the largest difference that is none."""
     found, most = [], 0.0
     overall = max(map(largest, setting.true.values()), default=0.0)
     for run, step in zip(setting.witnessed.runs, steps, strict=True):
-        given, wrong, beside = step.of("gradient"), {}, {}
-        right = {n: run.take(n, setting.true[n]) for n in run.regions if n in setting.true}
+        given, wrong = step.of("gradient"), {}
+        right = {n: run.part(n, setting.true[n]) for n in run.regions if n in setting.true}
         observed = {name: given.get(name, torch.zeros_like(piece)) for name, piece in right.items()}
-        norms = {name: step.norms["gradient"].get(name, 0.0) for name in right} if run.elements is not None else {}
         for name, piece in right.items():
             size = largest(setting.true[name])
             gap = apart(observed[name], piece)
             relative = gap / max(size, 1e-300)
-            allowed = max(tolerance(piece.dtype, size, overall), setting.slack.gradient.get(name, 0.0))
+            allowed = max(tolerance(piece.dtype, size, overall), setting.slack.get(name, 0.0))
             if not gap <= allowed:
                 wrong[name] = relative
-                continue
-            most = max(most, relative if size > 0.1 * overall else 0.0)
-            if name in norms:
-                whole = run.part(name, setting.true[name])
-                due = norms_of([whole]).item()
-                if not abs(norms[name] - due) <= allowed * math.sqrt(whole.numel()):
-                    beside[name] = norms[name] / max(due, 1e-300)
-                    wrong[name] = abs(norms[name] - due) / max(due, 1e-300)
-        found.append(Seen(run, observed, right, wrong, norms, beside))
+            elif size > 0.1 * overall:
+                most = max(most, relative)
+        found.append(Seen(run, observed, right, wrong))
     return found, most
 
 
@@ -148,8 +131,7 @@ def judge_gradient(
             return judgement(factors[0], cause, f"every gradient is {factor_text(factors[0])} times what it should be")
         if cause := _clipped_alone(faulty, setting):
             return judgement(factors[0], cause, f"every gradient has a factor, {_list(ranks, factors)}")
-    in_sight = [one for one in faulty if one.wrong.keys() - one.beside.keys()]
-    if in_sight and (judged := _as_a_sum(setting, in_sight, parts, previous)) is not None:
+    if (judged := _as_a_sum(setting, faulty, parts, previous)) is not None:
         return judgement(*judged)
     return replace(_by_parameter(setting, faulty, start), residual=worst)
 
@@ -166,7 +148,7 @@ def _as_a_sum(
     for one in faulty:
         sources = [part.gradients for _, part in parts] + ([previous] if previous else [])
         pieces = [
-            [one.run.take(n, g[n]) if n in g else torch.zeros_like(one.true[n]) for n in one.true] for g in sources
+            [one.run.part(n, g[n]) if n in g else torch.zeros_like(one.true[n]) for n in one.true] for g in sources
         ]
         if not pieces or not finite(one.flat(one.observed)).all():
             return None
@@ -271,7 +253,7 @@ def _by_parameter(setting: Setting, faulty: Sequence[Seen], start: str) -> Judge
     """The first wrong parameter in the order of the backward, one that has a factor before others."""
     common = {one.rank: _common(one) if setting.scaled < 1 else 1.0 for one in faulty}
     rows = [(one, name) for name in reversed(list(setting.true)) for one in faulty if name in one.wrong]
-    slack = setting.slack.gradient
+    slack = setting.slack
     shapes = [(one, name, _shape(one, name, common[one.rank], slack.get(name, 0.0))) for one, name in rows]
     shapes = [row for row in shapes if row[2].pattern != "equal"] or shapes
     _, name, shape = next((row for row in shapes if row[2].pattern in ("factor", "nothing", "region")), shapes[0])
@@ -307,20 +289,10 @@ def _common(one: Seen) -> float:
 
 
 def _shape(one: Seen, name: str, times: float = 1.0, slack: float = 0.0) -> Discrepancy:
-    """How a parameter's gradient differs from ``times`` the true one, as far as what was kept of it tells."""
+    """How a parameter's gradient differs from ``times`` the true one."""
     true = one.true[name] if times == 1 else one.true[name] * times
     within = max(0.0 if times == 1 else NEAR, slack / max(largest(true), 1e-300))
-    if (beside := one.beside.get(name)) is None:
-        if one.run.elements is None:
-            return describe(one.observed[name], true, within)
-        sizes = [stop - start for start, stop in one.run.regions[name]]
-        return describe_few(one.observed[name], true, one.run.places[name], sizes, within)
-    of = f"its norm is {factor_text(beside)} times what it should be"
-    if not one.true[name].any():  # none of the elements that were kept has a gradient
-        return Discrepancy("factor", math.inf, math.inf, beside, text=of)
-    return Discrepancy(
-        "noise", math.inf, math.inf, text=f"{of}, and the {len(one.true[name])} elements that were kept are right"
-    )
+    return describe(one.observed[name], true, within)
 
 
 def cause_of_factor(factor: float, setting: Setting, calls: int) -> str:

@@ -22,18 +22,7 @@ from plait.referee.difference import factor_text
 from plait.referee.rounding import MARGIN, tolerance
 from plait.referee.witness.batch_norm import judge_batch_norm
 from plait.referee.witness.declared import DTYPES, Rounding, in_rounding, judge_common_factor
-from plait.referee.witness.drift import (
-    BLIND,
-    PARTS,
-    Echo,
-    Slack,
-    apart,
-    declared,
-    excused,
-    in_other_orders,
-    in_parts,
-    slack_of,
-)
+from plait.referee.witness.drift import PARTS, apart, declared, excused, in_other_orders, in_parts, slack_of
 from plait.referee.witness.gradient import Parts, Setting, compare, judge_gradient
 from plait.referee.witness.inputs import ForwardCall, by_rank, covers, groups_of, judge_inputs, repeats_alone
 from plait.referee.witness.judgement import Judgement, ranks_text
@@ -96,12 +85,7 @@ def judge(
     witnessed = read_witnessed(folder)
     replay = Replay(job, witnessed.buffers)
     check_same_job(witnessed, replay)
-    if rounding is not None and witnessed.elements is not None:
-        raise ValueError(
-            f"rounding {rounding!r} beside a few elements, with which the judge trains on by itself, and does not "
-            f"round: write everything, without elements="
-        )
-    return replace(_Trial(witnessed, replay, clip, steps, rounding).judge(), recording=witnessed.recording)
+    return _Trial(witnessed, replay, clip, steps, rounding).judge()
 
 
 JUDGED = ("fp32", "fp64")
@@ -123,10 +107,6 @@ class _Trial:
         """The whole parameters before the step."""
         self.last_start: Gradients = {}
         """The same before the last update."""
-        self.due: Gradients = {}
-        """The whole parameters as the last update should have left them."""
-        self.echo: Echo | None = None
-        """Where not all was kept, another honest run."""
         self.previous: Gradients | None = None
         """The gradients of the step before, as they were seen."""
         most = max(run.steps for run in witnessed.runs)
@@ -169,13 +149,8 @@ class _Trial:
         self.pieces = [{**own, **new} for own, new in zip(self.pieces, changed, strict=True)]
         if not number and (wrong := judge_replicas(0, self.witnessed, self.pieces)):
             return wrong
-        start = self.witnessed.whole(dict(enumerate(self.pieces)), replay.shapes, self.due)
+        start = self.witnessed.whole(self.pieces, replay.shapes)
         self.last_start, self.start = self.start, start
-        if not number and self.witnessed.elements is not None:  # the pieces of the start are whole
-            self.pieces = [
-                {n: run.few(n, p) for n, p in own.items()} for run, own in zip(runs, self.pieces, strict=True)
-            ]
-            self.echo = Echo(replay, start)
         replay.set(start)
         names = {id(p): name for name, p in replay.parameters.items()}
         if wrong := judge_options(number, self.witnessed, steps, names, replay.optimizer):
@@ -205,34 +180,11 @@ class _Trial:
             if any(_given(run, name, s) for run, s in zip(runs, steps, strict=True))
         }
         right, norm, scaled = clipped(stepped, self.clip)
-        slack = self.echo.gradient(number, right, self.clip) if self.echo else Slack()
-        if self.echo and self.echo.share > BLIND:
-            if not number:
-                raise ValueError(
-                    f"no step can be judged by a few elements: parts of the first batch add up to another gradient "
-                    f"than the whole, {self.echo.share:.1%} off (BatchNorm, a loss that compares samples, 16 bits): "
-                    f"write everything, without elements="
-                )
-            self.beyond = (
-                f"; not judged from step {number} on, where rounding alone may be {self.echo.share:.1%} of a gradient: "
-                f"a witness without elements= has no such end"
-            )
-            return None
-        setting = Setting(
-            number,
-            self.witnessed,
-            right,
-            self.clip,
-            norm,
-            scaled,
-            count,
-            len(self.rows[number]) or self.replay.job.global_batch,
-            slack,
-        )
+        samples = len(self.rows[number]) or self.replay.job.global_batch
+        setting = Setting(number, self.witnessed, right, self.clip, norm, scaled, count, samples)
         seen, most = compare(setting, steps)
         if any(one.wrong for one in seen):
             self._check_draws_nothing(number, true, count)
-        if self.echo is None and any(one.wrong for one in seen):  # of a model that makes much of rounding?
             whole = bool(over_samples(replay.model))  # parts add up to another gradient
             made = (in_parts(replay, number, right, self.clip, p) for p in PARTS)
             others = list(in_other_orders(replay, number, right, self.clip) if whole else made)
@@ -264,15 +216,11 @@ class _Trial:
                 return wrong
         if wrong := judge_unasked(number, self.witnessed, steps, true.gradients, self.previous):
             return wrong
-        given = self.witnessed.whole(
-            {run.rank: s.of("gradient") for run, s in zip(runs, steps, strict=True)},
-            replay.shapes,
-            right if self.echo else None,
-        )  # to the job's optimizer those that the job has, zeros too
+        given = self.witnessed.whole([step.of("gradient") for step in steps], replay.shapes)
+        # to the job's optimizer those that the job has, zeros too
         self.previous = {name: given[name] if name in given else torch.zeros_like(g) for name, g in right.items()}
-        due = self.due = replay.update(self.previous)
-        slack = self.echo.update(due, start, self.previous.keys()) if self.echo else slack
-        wrong, most = judge_update(number, self.witnessed, steps, self.pieces, due, start, slack)
+        due = replay.update(self.previous)
+        wrong, most = judge_update(number, self.witnessed, steps, self.pieces, due, start)
         if wrong:
             return explain_update(wrong, steps, true.gradients)
         self.unseen.see_updates(due, start)

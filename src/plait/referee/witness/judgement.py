@@ -27,8 +27,6 @@ class Judgement:
     residual: float
     cause: str
     text: str
-    recording: str = "whole"
-    """What was kept of each tensor."""
     judged_to: float = field(default=0.0, repr=False)
     """The share of its largest element below which a gradient may be wrong unseen, of the gradient where it is largest:
     0 where none is judged coarsely, 1 where one is not judged at all."""

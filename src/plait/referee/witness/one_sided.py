@@ -34,15 +34,14 @@ def judge_unasked(
     for run, step in zip(witnessed.runs, steps, strict=True):
         gradients = step.of("gradient")
         for name, gradient in ((name, gradients[name]) for name in reversed(run.regions) if name in gradients):
-            size = max(largest(gradient), step.norms["gradient"].get(name, 0.0) if step.norms else 0.0)
-            if name not in true and size:
+            if name not in true and (size := largest(gradient)):
                 found.setdefault(name, []).append((run, gradient, size))
     if not found:
         return None
     name, seen = next(iter(found.items()))
     ranks = tuple(run.rank for run, _, _ in seen)
     before = previous[name] if previous and name in previous else None
-    held = before is not None and all(_same(gradient, run.take(name, before)) for run, gradient, _ in seen)
+    held = before is not None and all(_same(gradient, run.part(name, before)) for run, gradient, _ in seen)
     cause = "the job's model does not use it in this step"
     if held:
         cause = f"it still holds the gradient of step {number - 1}: zero_grad leaves it out"
@@ -81,7 +80,7 @@ def judge_not_finite(
         ranks = []
         for run, step in zip(witnessed.runs, steps, strict=True):
             if name in run.regions and (given := step.of("gradient").get(name)) is not None:
-                odd = ~finite(run.take(name, true[name]))
+                odd = ~finite(run.part(name, true[name]))
                 if bool((odd & finite(given)).any()):
                     ranks.append(run.rank)
         if ranks:

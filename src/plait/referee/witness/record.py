@@ -11,8 +11,7 @@
                          step-000000.safetensors    a step, there as a whole or not at all
                          end.safetensors            the loop has left the block
 
-A rank writes what it has itself; nothing is sent.  What is told besides tensors is JSON in the file's metadata.  Of the
-tensors of a step it keeps all, or a few elements each (elements.py); the parameters of the start are kept whole.
+A rank writes what it has itself; nothing is sent.  The file's metadata holds the rest as JSON.
 """
 
 import json
@@ -31,7 +30,6 @@ from torch.optim import Optimizer
 
 from plait.checkpoint.files.writing import told, write_bytes
 from plait.referee.values import storable
-from plait.referee.witness.elements import MOST_ELEMENTS, KeepAll, KeepFew, Recording
 from plait.referee.witness.pieces import Piece, local
 from plait.referee.witness.rows import Row, rows_of
 from plait.referee.witness.sources import WitnessSource, of_engine, of_model
@@ -70,7 +68,6 @@ class Witness:
         place: Path,
         *,
         steps: int,
-        elements: int | None,
         rank: int,
         ranks: int,
         inputs: bool,
@@ -78,7 +75,6 @@ class Witness:
         self._model, self._optimizers, self._place = source.model, list(optimizers), place
         self._buffers = source.buffers
         self._steps, self._rank, self._ranks, self._inputs = steps, rank, ranks, inputs
-        self._elements = elements
         groups = [(i, j, group) for i, o in enumerate(optimizers) for j, group in enumerate(o.param_groups)]
         owner = {id(p): (i, j) for i, j, group in groups for p in group["params"]}
         self._parameters = source.parameters
@@ -103,10 +99,6 @@ class Witness:
             Piece(name, source.regions[name], p.requires_grad, owner.get(id(p)), name in source.flat)
             for name, p in self._parameters.items()
         ]
-        self._recording: Recording = KeepAll()
-        if elements is not None:
-            device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
-            self._recording = KeepFew(self.pieces, elements, device)
         self._handles: list[Any] = []
         self._within: Counter[int] = Counter()
         """How deep in its ``step`` each optimizer is: one of a subclass may call its parent's."""
@@ -135,10 +127,11 @@ class Witness:
         if any(self._place.iterdir()):
             raise ValueError(f"{str(self._place)!r} is not empty: give a new folder")
         about = {"format": FORMAT, "rank": self._rank, "ranks": self._ranks, "inputs": self._inputs}
-        about |= {"elements": self._elements, "pieces": [asdict(piece) for piece in self.pieces]}
-        self._last = self._recording.kept("after", self._parameters)
+        about["pieces"] = [asdict(piece) for piece in self.pieces]
+        self._last = kept("after", self._parameters)
         buffers = {f"{BUFFER}{name}": local(buffer) for name, buffer in self._buffers.items()}
-        self._write(self._place / "start.safetensors", self._start() | buffers, about)
+        start = {name: self._last[f"after/{name}"] for name in self._parameters}
+        self._write(self._place / "start.safetensors", start | buffers, about)
         self._handles.append(self._model.register_forward_pre_hook(self._forward, prepend=True, with_kwargs=True))
         for number, optimizer in enumerate(self._optimizers):
             self._handles.append(optimizer.register_step_pre_hook(lambda *call, n=number: self._before(n, *call)))
@@ -161,7 +154,7 @@ class Witness:
             "calls": self._calls[:MOST_CALLS],
             "late": self._late,
         }
-        tensors = self._recording.changed(self._parameters, self._last) if about["all"] else {}
+        tensors = self._changed() if about["all"] else {}
         self._write(self._place / "end.safetensors", tensors, about)
 
     def _begin(self) -> None:
@@ -178,9 +171,8 @@ class Witness:
         self._within.clear()
         if self._stepped:  # not all optimizers make a step each time
             self._close()
-        if not self._calls and (changed := self._recording.changed(self._parameters, self._last)):
-            whole = {f"before/{name}": value for name, value in self._start().items()}
-            self._tensors.update(changed if self.step else whole)
+        if not self._calls:
+            self._tensors.update(self._changed())
         self._calls.append(rows_of(args, kwargs) if self._inputs else None)
 
     def _before(self, number: int, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -200,17 +192,13 @@ class Witness:
         groups = self._optimizers[number].param_groups
         scale = getattr(self._optimizers[number], "grad_scale", None)  # a fused optimizer divides by it inside its step
         self._options[number] = [options_of(group) for group in groups]
-        seen: dict[str, dict[str, Tensor]] = {"gradient": {}, "pending": {}}
         for parameter in (p for group in groups for p in group["params"]):
             if (gradient := parameter.grad) is not None:
                 if isinstance(scale, Tensor):
                     gradient = gradient / scale
                 summed = not any(p.is_partial() for p in getattr(gradient, "placements", ()))
-                seen["gradient" if summed else "pending"][self._names[id(parameter)]] = gradient
-        for kind, gradients in seen.items():
-            for key, value in self._recording.kept(kind, gradients).items():
-                own = [self._tensors[key], value] if key in self._tensors else [value]
-                self._tensors[key] = torch.cat(own) if len(own) > 1 else value  # of several optimizers
+                name = self._names[id(parameter)]
+                self._tensors[f"{'gradient' if summed else 'pending'}/{name}"] = local(gradient)
 
     def _after(self, number: int) -> None:
         self._within[number] -= 1
@@ -223,7 +211,7 @@ class Witness:
     # ---- what is written -----------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        self._last = self._recording.kept("after", self._parameters)
+        self._last = kept("after", self._parameters)
         tensors = self._tensors | self._last
         about = {
             "step": self.step,
@@ -237,11 +225,22 @@ class Witness:
         self.step += 1
         self._begin()
 
-    def _start(self) -> dict[str, Tensor]:
-        return {name: local(parameter) for name, parameter in self._parameters.items()}
+    def _changed(self) -> dict[str, Tensor]:
+        """The parameters whose bits are not those that were written last."""
+        now = kept("before", self._parameters)
+        return {key: value for key, value in now.items() if not _same(value, self._last[f"after/{key[7:]}"])}
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         write_bytes(path, save(storable(tensors), {KEY: json.dumps(about)}), lasting=False)  # the loop waits for it
+
+
+def kept(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors on the CPU, by kind and parameter."""
+    return {f"{kind}/{name}": local(tensor) for name, tensor in tensors.items()}
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)) if one.numel() else True
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,7 +263,6 @@ def witness(
     folder: str | Path,
     *,
     steps: int = 10,
-    elements: int | None = None,
     rank: int | None = None,
     ranks: int | None = None,
     names: Mapping[str, str] | None = None,
@@ -282,9 +280,6 @@ def witness(
         folder: a new one, the same on every rank.
         steps: how many are written, from the first one on; each takes the bytes of the rank's gradients and parameters,
             and the parameters are written once more at the start.
-        elements: how many of each parameter's and gradient's elements are written in a step, and the norm of each;
-            None: all. With 64, a step takes at most 2 * (64 * bytes of an element + 16) bytes a parameter (55 KB of a
-            hundred in fp32), 20 bytes a sample and 1 KB. What is not found then: docs/guide/judge-any-engine.md
         rank: of this process; None: as torch.distributed says, 0 without it.
         ranks: how many there are; None: as torch.distributed says, 1 without it.
         names: what the job's model calls parameters that have another name here, as in a stage of a pipeline.
@@ -308,8 +303,6 @@ def witness(
         raise ValueError(f"rank {rank} of {ranks}: ranks go from 0 to {ranks - 1}")
     if not 1 <= steps <= MOST_STEPS:
         raise ValueError(f"steps is {steps}: give a whole number from 1 to {MOST_STEPS:,}")
-    if elements is not None and not 1 <= elements <= MOST_ELEMENTS:
-        raise ValueError(f"elements is {elements}: give a whole number from 1 to {MOST_ELEMENTS:,}, or None for all")
     given: list[Any] = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     inside = [getattr(o, "optimizer", o) for o in given]  # Accelerate's stands around torch's
     return Witness(
@@ -317,7 +310,6 @@ def witness(
         inside,
         rank_folder(folder, rank),
         steps=steps,
-        elements=elements,
         rank=rank,
         ranks=ranks,
         inputs=inputs,

@@ -64,12 +64,12 @@ def ours() -> list[str]:
     return [*layout, "gemm", "compile", "locate", "spread", "tensors"]
 
 
-def run_engine(config: VerifyConfig, comm: Comm, elements: int | None = None) -> Judgement | None:
-    """This rank's part; the judgement on rank 0, None elsewhere.  ``elements`` as of ``plait.witness``."""
+def run_engine(config: VerifyConfig, comm: Comm) -> Judgement | None:
+    """This rank's part; the judgement on rank 0, None elsewhere."""
     job = make_job(config.task, config.dtypes)
     folder = Path(broadcast_text(comm, tempfile.mkdtemp(prefix="plait-witness-") if not comm.rank else "", NO_NOTE))
     try:
-        drive(job, config, comm, folder, elements)
+        drive(job, config, comm, folder)
         check_together(comm, None, AXES)
         return judge(job, folder, clip=config.task.update.clip, steps=job.steps) if not comm.rank else None
     finally:
@@ -90,7 +90,7 @@ def _driven(engine: str, made: Any) -> Driven:
     return Driven(*parts)
 
 
-def drive(job: Job, config: VerifyConfig, comm: Comm, folder: Path, elements: int | None = None) -> None:
+def drive(job: Job, config: VerifyConfig, comm: Comm, folder: Path) -> None:
     """Train a job under an engine, witnessed in a folder."""
     assert config.comparison.engine is not None
     model = job.build()
@@ -99,7 +99,7 @@ def drive(job: Job, config: VerifyConfig, comm: Comm, folder: Path, elements: in
     where, parts = comm.mesh.data_rank(comm.rank), config.layout.microbatches
     steps = [job.microbatches(step, where, comm.mesh.data_size, parts) for step in range(job.steps)]
     schedule = job.scheduler(made.optimizer) if job.scheduler and not made.train else None
-    given = {"steps": job.steps, "elements": elements, "rank": comm.rank, "ranks": comm.mesh.size, **made.told}
+    given = {"steps": job.steps, "rank": comm.rank, "ranks": comm.mesh.size, **made.told}
     with witness(made.model, made.optimizer, folder, **given):
         if made.train is not None:
             made.train(steps, config.task.update.clip)

@@ -6,8 +6,8 @@ steps           read one at a time, as they are judged; as many as every rank ha
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from plait.checkpoint.files.reading import memory, read_file, shown
 from plait.referee.values import ROUNDING, restored
-from plait.referee.witness.elements import KINDS, MOST_ELEMENTS, places_of, unpacked
 from plait.referee.witness.pieces import Piece
 from plait.referee.witness.record import BUFFER, FORMAT, KEY, rank_folder, step_file
 from plait.table.layout import Region
@@ -35,11 +34,9 @@ class RankStep:
 
     about: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    norms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Of each kind, by parameter, where only some elements were kept."""
 
     def of(self, kind: str) -> dict[str, Tensor]:
-        """The tensors of a kind (gradient, pending, after, before), by parameter: pieces, or their elements [n]."""
+        """The tensors of a kind (gradient, pending, after, before), by parameter."""
         return {
             name.removeprefix(f"{kind}/"): value for name, value in self.tensors.items() if name.startswith(f"{kind}/")
         }
@@ -63,8 +60,6 @@ class RankRun:
     rank: int
     ranks: int
     inputs: bool
-    elements: int | None
-    """How many of each piece were kept in a step; None: all."""
     place: Path
     pieces: tuple[Piece, ...]
     start: Mapping[str, Tensor]
@@ -78,36 +73,12 @@ class RankRun:
         return {piece.name: piece.region for piece in self.pieces}
 
     @cached_property
-    def places(self) -> dict[str, Tensor]:
-        """Which elements of each piece were kept."""
-        assert self.elements is not None
-        return {piece.name: places_of(piece.name, piece.region, self.elements) for piece in self.pieces}
-
-    def few(self, name: str, piece: Tensor) -> Tensor:
-        """What is kept of a piece."""
-        return piece if self.elements is None else piece.reshape(-1)[self.places[name]]
-
-    @cached_property
     def flat(self) -> set[str]:
         return {piece.name for piece in self.pieces if piece.flat}
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """The rank's piece of a whole parameter, or gradient: a view, where the whole is contiguous."""
         return (whole.reshape(-1) if name in self.flat else whole)[slices(self.regions[name])]
-
-    def take(self, name: str, whole: Tensor) -> Tensor:
-        """What is kept of a whole parameter, or gradient."""
-        return self.few(name, self.part(name, whole))
-
-    def put(self, name: str, whole: Tensor, kept: Tensor) -> None:
-        """The other way round; all of the piece, or what is kept of it."""
-        piece = self.part(name, whole)
-        if piece.shape == kept.shape:
-            piece.copy_(kept)
-        elif piece.dim():
-            piece[torch.unravel_index(self.places[name], piece.shape)] = kept.to(piece.dtype)
-        else:
-            piece.copy_(kept.reshape(()))
 
     @cached_property
     def steps(self) -> int:
@@ -124,7 +95,7 @@ class RankRun:
         groups = [piece.group for piece in self.pieces if piece.group is not None]
         if about.get("step") != number or not _is_step(about, groups):
             raise _damaged(path, "it is no step of a witness")
-        step = _kept(path, about, tensors, self, whole=not number)
+        step = _kept(path, about, tensors, self)
         if missing := sorted(self.regions.keys() - step.of("after").keys()):
             raise _damaged(path, f"it has no {missing[0][:80]!r} after the step")
         return step
@@ -143,36 +114,20 @@ class Witnessed:
         return min(run.steps for run in self.runs)
 
     @property
-    def elements(self) -> int | None:
-        """How many of each piece were kept in a step; None: all."""
-        return self.runs[0].elements
-
-    @property
-    def recording(self) -> str:
-        """In words."""
-        return "whole" if self.elements is None else f"{self.elements} elements of each piece, and its norm"
-
-    @property
     def buffers(self) -> dict[str, Tensor]:
         """At the start; of several ranks the first one's."""
         return {name: value for run in reversed(self.runs) for name, value in run.buffers.items()}
 
-    def whole(
-        self,
-        pieces: Mapping[int, Mapping[str, Tensor]],
-        shapes: Mapping[str, tuple[int, ...]],
-        base: Mapping[str, Tensor] | None = None,
-    ) -> dict[str, Tensor]:
-        """Parameters (or gradients) put together of the ranks' pieces; the first rank's where several have one.  What
-        nobody has is left out, and what only some have is as in ``base`` elsewhere, or zero."""
+    def whole(self, pieces: Sequence[Mapping[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """Puts each parameter (or gradient) that a rank has together from the ranks' pieces.
+
+        Where several ranks have an element, the first counts; elements that no rank has are zero.
+        """
         found: dict[str, Tensor] = {}
-        for run in reversed(self.runs):
-            for name, piece in pieces[run.rank].items():
-                if name not in found and base is not None and name in base:
-                    found[name] = base[name].clone(memory_format=torch.contiguous_format)
-                elif name not in found:
-                    found[name] = piece.new_zeros(shapes[name])
-                run.put(name, found[name], piece)
+        for run, own in reversed(list(zip(self.runs, pieces, strict=True))):
+            for name, piece in own.items():
+                whole = found.setdefault(name, piece.new_zeros(shapes[name]))
+                run.part(name, whole).copy_(piece)
         return found
 
 
@@ -209,12 +164,6 @@ def read_witnessed(folder: str | Path) -> Witnessed:
     for run in witnessed.runs:
         if run.ranks != count:
             raise ValueError(f"{shown(folder)}: rank {run.rank} was one of {run.ranks}, rank 0 of {count}: two runs")
-        if run.elements != witnessed.elements:
-            one, other = ("everything" if n is None else f"elements={n}" for n in (run.elements, witnessed.elements))
-            raise ValueError(
-                f"{shown(folder)}: rank {run.rank} kept {one}, and rank 0 {other}: witness the run again, with the "
-                f"same elements= on every rank"
-            )
     if not witnessed.steps:
         rank = next(run.rank for run in witnessed.runs if not run.steps)
         raise ValueError(f"{shown(folder)}: rank {rank} has no whole step, so there is nothing to judge")
@@ -228,16 +177,14 @@ def _run(place: Path, rank: int) -> RankRun:
         raise _damaged(path, f"it is not what {FORMAT!r} writes for rank {rank}")
     try:
         pieces = tuple(_pieces(about["pieces"], tensors))
-        ranks, inputs, elements = int(about["ranks"]), bool(about["inputs"]), about.get("elements")
+        ranks, inputs = int(about["ranks"]), bool(about["inputs"])
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, f"its pieces are not told ({error})") from error
     if not 1 <= ranks <= MOST_RANKS:
         raise _damaged(path, f"it says {ranks} ranks")
-    if elements is not None and not (type(elements) is int and 1 <= elements <= MOST_ELEMENTS):
-        raise _damaged(path, f"it says {str(elements)[:80]!r} elements of each piece")
     buffers = {key.removeprefix(BUFFER): value for key, value in tensors.items() if key.startswith(BUFFER)}
     start = {piece.name: tensors[piece.name] for piece in pieces}
-    run = RankRun(rank, ranks, inputs, elements, path.parent, pieces, start, buffers, None)
+    run = RankRun(rank, ranks, inputs, path.parent, pieces, start, buffers, None)
     last = path.with_name("end.safetensors")
     if not last.exists():
         return run
@@ -246,7 +193,7 @@ def _run(place: Path, rank: int) -> RankRun:
         about["calls"] = []
     if not _numbers(about.get("late", [])) or not _is_calls(about.get("calls")):
         raise _damaged(last, "it is no end of a witness")
-    return replace(run, end=_kept(last, about, ending, run, whole=False))
+    return replace(run, end=_kept(last, about, ending, run))
 
 
 def _is_step(about: Mapping[str, Any], groups: Iterable[tuple[int, int]]) -> bool:
@@ -273,34 +220,15 @@ def _numbers(values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(value, int | float) for value in values)
 
 
-def _kept(
-    path: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor], run: RankRun, *, whole: bool
-) -> RankStep:
-    """What a file has of a step, checked.
-
-    Args:
-        whole: whether parameters that were changed before it are whole where others are a few elements.
-    """
-    found: dict[str, Tensor] = {key: value for key, value in tensors.items() if "/" in key}
-    for key, tensor in found.items():
+def _kept(path: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor], run: RankRun) -> RankStep:
+    """Checks what a file has of a step."""
+    for key, tensor in tensors.items():
         kind, _, name = key.partition("/")
         own = run.regions.get(name)
         fits = own is not None and tuple(tensor.shape) == tuple(stop - start for start, stop in own)
-        fits = fits and _is_of(tensor, kind, run.start[name].dtype)
-        if not fits or (run.elements is not None and not (whole and kind == "before")):
+        if not fits or not _is_of(tensor, kind, run.start[name].dtype):
             raise _damaged(path, f"its {key[:80]!r} is no piece that this rank has")
-    if run.elements is None:
-        if strange := [key for key in tensors if key not in found]:
-            raise _damaged(path, f"its {strange[0][:80]!r} is no piece that this rank has")
-        return RankStep(about, found)
-    sizes, norms = [len(run.places[piece.name]) for piece in run.pieces], {}
-    for kind in KINDS:
-        try:
-            elements, norms[kind] = unpacked(kind, tensors, run.pieces, sizes)
-        except (KeyError, TypeError, ValueError) as error:
-            raise _damaged(path, str(error)) from error
-        found |= {f"{kind}/{name}": value.to(run.start[name].dtype) for name, value in elements.items()}
-    return RankStep(about, found, norms)
+    return RankStep(about, tensors)
 
 
 def _is_of(tensor: Tensor, kind: str, dtype: torch.dtype) -> bool:

@@ -4,7 +4,6 @@ The update is made again from the gradient that was witnessed, so that a wrong g
 and from parameters as they were witnessed, so that nothing adds up over steps.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,11 +14,9 @@ from plait.referee.difference import describe, factor_text
 from plait.referee.rounding import last_bits, tolerance
 from plait.referee.values import gap as apart
 from plait.referee.values import gaps, largest, scale_of, wide
-from plait.referee.witness.drift import Slack
-from plait.referee.witness.elements import norms_of
 from plait.referee.witness.judgement import Judgement, fit, ranks_text
 from plait.referee.witness.record import options_of
-from plait.referee.witness.stored import RankRun, RankStep, Witnessed, slices
+from plait.referee.witness.stored import RankStep, Witnessed, slices
 
 ALIKE = 1e-6
 """Options that are this near to each other are the same."""
@@ -84,7 +81,6 @@ def judge_update(
     before: Sequence[Mapping[str, Tensor]],
     due: Mapping[str, Tensor],
     start: Mapping[str, Tensor],
-    slack: Slack,
 ) -> tuple[Judgement | None, float]:
     """The fault of an update, and the largest difference that is none.
 
@@ -92,28 +88,17 @@ def judge_update(
         before: each rank's pieces before it.
         due: the whole parameters as they should be after it.
         start: the whole parameters before it.
-        slack: what rounding may have made of them, where not all elements were kept.
     """
     found: dict[tuple[int, str], tuple[float | None, str]] = {}
     worst, most, clean = 0.0, 0.0, 0
     for run, step, old in zip(witnessed.runs, steps, before, strict=True):
         new = step.of("after")
         for name in (name for name in run.regions if name in due):
-            made, right = (
-                wide(new[name]) - wide(old[name]),
-                wide(run.take(name, due[name])) - wide(run.take(name, start[name])),
-            )
-            size = scale_of(due[name])
-            bits = last_bits(new[name].dtype, 1.0) * torch.maximum(
-                wide(old[name]).abs(), wide(run.take(name, due[name])).abs()
-            )
+            piece, size = wide(run.part(name, due[name])), scale_of(due[name])
+            made, right = wide(new[name]) - wide(old[name]), piece - wide(run.part(name, start[name]))
+            bits = last_bits(new[name].dtype, 1.0) * torch.maximum(wide(old[name]).abs(), piece.abs())
             gap = largest((gaps(made, right) - bits.nan_to_num(0.0, 0.0)).clamp(min=0.0))
             allowed = tolerance(new[name].dtype, scale_of(wide(due[name]) - wide(start[name])))
-            allowed = max(allowed, slack.update.get(name, 0.0))
-            if gap <= allowed and (off := _beside(run, step, name, due[name], allowed, slack)):
-                found[run.rank, name] = None, off
-                worst = max(worst, 1.0)
-                continue
             if gap <= allowed:
                 most = max(most, gap / max(size, 1e-300))
                 clean += bool(right.numel())
@@ -146,20 +131,6 @@ def judge_update(
     return Judgement(number, "update", judged, ranks, factor, worst, cause, text), most
 
 
-def _beside(run: RankRun, step: RankStep, name: str, due: Tensor, allowed: float, slack: Slack) -> str:
-    """What the norm of a piece after the update says of the elements that were not kept; empty where it is right."""
-    if run.elements is None:
-        return ""
-    piece = run.part(name, due)
-    told, right = step.norms["after"].get(name, 0.0), norms_of([piece]).item()
-    if not (math.isfinite(told) or math.isfinite(right)):  # such a norm says no more
-        return ""
-    bits = last_bits(piece.dtype, right)  # of each element, so of the norm
-    if abs(told - right) <= allowed * math.sqrt(piece.numel()) + slack.norm.get(name, 0.0) + bits:
-        return ""
-    return f"has the norm {told:.6g} where {right:.6g} is due, and the elements that were kept are right"
-
-
 def judge_between(
     number: int,
     witnessed: Witnessed,
@@ -167,8 +138,7 @@ def judge_between(
     found: Sequence[Mapping[str, Tensor]],
     last: Sequence[Mapping[str, Tensor]] | None,
 ) -> Judgement | None:
-    """Parameters that changed after the update of a step, before anything else happened.  Pieces, or those of their
-    elements that were kept.
+    """Parameters that changed after the update of a step, before anything else happened.
 
     Args:
         left: each rank's pieces as the update of step ``number`` left them.

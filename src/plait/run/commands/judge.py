@@ -52,10 +52,7 @@ def run(config: JudgeConfig, argv: Sequence[str] = ()) -> int:
         raise ValueError("folder is empty: give what plait.witness has written")
     with working():
         judgement = judge(make_job(config.task), config.folder, clip=config.task.update.clip, rounding=config.rounding)
-    code = told(judgement, config.json, argv, config.floor)
-    if config.json != "-":
-        screen(soft_wrap=True).print(f"recording: {judgement.recording}", highlight=False)
-    return code
+    return told(judgement, config.json, argv, config.floor)
 
 
 def run_verify_engine(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> int:

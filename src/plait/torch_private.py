@@ -29,8 +29,6 @@ is_torch_function_mode_enabled = torch._C._is_torch_function_mode_enabled  # a m
 
 # Modes.
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode  # sees operators below autograd
-pop_mode = torch.utils._python_dispatch._pop_mode  # takes the last mode off
-push_mode = torch.utils._python_dispatch._push_mode  # puts it back
 get_function_stack_at = torch._C._get_function_stack_at  # finds the interceptor among the program's modes
 len_torch_function_stack = torch._C._len_torch_function_stack  # counts them
 OpOverload = torch._ops.OpOverload  # is one form of an operator

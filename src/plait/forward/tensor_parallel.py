@@ -81,7 +81,6 @@ class StageTensor(StaysHere):
         model.register_forward_pre_hook(self._before_model, with_kwargs=True)
         model.register_forward_hook(self._after_model, always_call=True)
         place(model, parallel, axis)
-        parallel.plan.watch(axis, parallel, model)
 
     def _after_model(self, *call: Any) -> None:
         # the last input of a column would keep a whole activation and its graph

@@ -9,9 +9,8 @@ scattered and a stream gathered, which is the same volume as one all_reduce.  Co
 so a dim other than the first costs one copy, and 5 steps of time over 4 ranks travel as 4 pieces of 2.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from plait.table.layout import part
 from plait.table.tensor_plan import BACKWARD, FORWARD
 from plait.tensor.gemm import TORCH, Gemm
 from plait.tensor.no_double_backward import no_double_backward
-from plait.torch_private import DisableTorchFunction
 
 AXES = ("tensor",)
 NOTHING = torch.Size()
@@ -31,19 +29,6 @@ Later = list[Callable[[], Tensor]]
 """Gradients of one parameter that are still to be made, in the order in which a backward adds them."""
 
 first_order = no_double_backward("a tensor-parallel layer", "train such a model without the tensor axis")
-
-
-class Watch(Protocol):
-    """Sees the products of cut weights (see ``anymodel``)."""
-
-    def carry(self, site: Any, x: Tensor, product: Callable[[], Tensor]) -> Tensor:
-        """Returns the product, by a cut weight at ``site``, of an activation."""
-
-    def in_time(self, x: Tensor, name: str) -> Tensor:
-        """Returns a stream, which sequence parallelism cuts here."""
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Inside, code that knows of the ranks works."""
 
 
 class TensorAxis:
@@ -64,8 +49,6 @@ class TensorAxis:
     """Inside a module whose activations are whole in time, though the stream is not."""
     running = True
     """A forward of the model, or its loss, is under way."""
-    watch: Watch | None = None
-    """Follows what the model's own code does with cut activations."""
 
     def __init__(self, comm: Comm, *, sequence: bool, gemm: Gemm = TORCH) -> None:
         self.comm, self.sequence, self.gemm = comm, sequence, gemm
@@ -77,12 +60,6 @@ class TensorAxis:
     def later(self, parameter: Tensor) -> Later | None:
         """Where the gradients of a parameter wait that are made in a pass of their own; None: they are made at once."""
         return None
-
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Inside, code that knows of the ranks works: no mode sees its functions."""
-        with DisableTorchFunction(), nullcontext() if self.watch is None else self.watch.paused():
-            yield
 
     def part(self, size: int, index: int | None = None) -> tuple[int, int]:
         """Where a rank's part of ``size`` begins and ends; this rank's, if none is named."""

@@ -32,7 +32,7 @@ from plait.tensor.metadata import name_of, only_metadata
 from plait.tensor.pieces import assemble, piece_of
 from plait.tensor.plan import Parallel, site_of
 from plait.tensor.vocabulary import CutLogits, embedding
-from plait.torch_private import DisableTorchFunctionSubclass
+from plait.torch_private import DisableTorchFunction, DisableTorchFunctionSubclass
 
 Function = Callable[..., Any]
 
@@ -194,7 +194,7 @@ def changes_stream(
     """Adds a hook that changes a module's stream, its first argument or ``hidden_states``, before its code sees it."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        with axis.unwatched():
+        with DisableTorchFunction():  # no mode of a forward sees it
             if args:
                 return (change(args[0]), *args[1:]), kwargs
             if "hidden_states" in kwargs:
@@ -251,11 +251,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
             f"{'what a column left' if site.style.kind == 'row' else 'a whole activation'}; see what the plan says of "
             f"the module before it"
         )
-    product = LINEARS[site.style.kind]
-    watch = site.axis.watch
-    if watch is None:
-        return product(site, input, weight, bias)
-    return watch.carry(site, input, lambda: product(site, input, weight, bias))
+    return LINEARS[site.style.kind](site, input, weight, bias)
 
 
 def _embedding(
@@ -275,13 +271,7 @@ def _embedding(
             f"embedding {site.name!r} is cut by vocabulary, which max_norm, scale_grad_by_freq and sparse do not go "
             f"with: leave them out, or leave the embedding whole"
         )
-
-    def lookup() -> Tensor:
-        rows = site.cut.shape[0]
-        return embedding(input, weight, rows, padding_idx, site.axis, site.name, whole=site.whole_stream)
-
-    watch = site.axis.watch
-    return lookup() if watch is None else watch.carry(site, input, lookup)
+    return embedding(input, weight, site.cut.shape[0], padding_idx, site.axis, site.name, whole=site.whole_stream)
 
 
 CARRIED: dict[Function, Function] = {F.linear: _linear, F.embedding: _embedding}

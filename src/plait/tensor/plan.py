@@ -21,12 +21,9 @@ LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class TensorPlan(dict[str, str | Style]):
-    """Styles by patterns of module names.  A subclass may know more kinds of styles, and may watch the forwards."""
+    """Styles by patterns of module names.  A subclass may know more kinds of styles."""
 
     kinds: ClassVar[Mapping[str, StyleKind]] = KINDS
-
-    def watch(self, axis: Any, parallel: "Parallel", model: nn.Module) -> None:
-        """Called with each model that the plan runs on."""
 
 
 @dataclass(frozen=True)

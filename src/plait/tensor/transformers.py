@@ -30,6 +30,20 @@ WORDS = {
 }
 """Styles of transformers' plans, in our words; an empty one leaves a module whole, which it may be."""
 
+MISTAKEN = {"Gemma3nTextMLP": ("activation_sparsity", "takes the mean of the features that the plan cuts")}
+"""Classes of transformers whose plan is wrong if an attribute is set, and why."""
+
+
+def check_carried(model: nn.Module) -> None:
+    """Raises ValueError for a model whose own plan is known to be wrong."""
+    for name, module in model.named_modules():
+        attribute, why = MISTAKEN.get(type(module).__name__, ("", ""))
+        if attribute and getattr(module, attribute):
+            raise ValueError(
+                f"{type(model).__name__}'s tensor plan is wrong for {name!r}, a {type(module).__name__}, which {why}: "
+                f"give tensor_plan=... of your own that leaves it whole, or leave the tensor axis out"
+            )
+
 
 def ends_of(model: Any) -> list[str]:
     """The names of the embedding and of the head."""
@@ -49,6 +63,7 @@ def names_in(model: nn.Module, pattern: str, ends: Iterable[str]) -> list[str]:
 
 def plan_from_transformers(model: Any, carried: Mapping[str, str]) -> dict[str, str]:
     """The plan of a whole ``PreTrainedModel`` from the one that it ``carried``; ValueError for an unknown style."""
+    check_carried(model)
     ends = ends_of(model)
     found = {pattern: style for pattern, style in carried.items() if names_in(model, pattern, ends)}
     if unknown := sorted({style for style in found.values() if style not in WORDS}):

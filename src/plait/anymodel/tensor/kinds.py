@@ -56,7 +56,7 @@ def _experts(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module)
     def after(module: nn.Module, args: Any, y: Any) -> Tensor:
         if not isinstance(y, Tensor):
             raise ValueError(f"{name!r}, 'experts' in the tensor plan, returns a {type(y).__name__}, no tensor")
-        with axis.unwatched():
+        with DisableTorchFunction():
             return cast(Tensor, cast(Any, Leave).apply(y, axis, name, False))
 
     module.register_forward_pre_hook(before, with_kwargs=True)
@@ -100,7 +100,7 @@ def _unsplit(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module)
                 f"{name!r}, 'unsplit' in the tensor plan, returns {shape}, where sequence parallelism has a stream of "
                 f"[batch, {length}, width] to cut in time: leave sequence parallelism out"
             )
-        with axis.unwatched():
+        with DisableTorchFunction():
             y = cut_in_time(axis, y, name)
         return (y, *output[1:]) if isinstance(output, tuple) else y
 
@@ -109,8 +109,7 @@ def _unsplit(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module)
 
 
 def cut_in_time(axis: TensorAxis, x: Tensor, name: str) -> Tensor:
-    y = cast(Tensor, cast(Any, Split).apply(x, axis, name))
-    return y if axis.watch is None else axis.watch.in_time(y, name)
+    return cast(Tensor, cast(Any, Split).apply(x, axis, name))
 
 
 # ---- sites -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Tensor plans of models as they come: more styles, the plans of Hugging Face models, and a check of the first forward.
+"""Tensor plans of models as they come: more styles, and the plans of Hugging Face models.
 
     plait.Engine(model, comm, tensor_plan=plait.anymodel.plan_of(model))         the plan that a model carries
     plait.Engine(model, comm, tensor_plan=plait.anymodel.ModelPlan({...}))      a plan of the program
@@ -16,20 +16,16 @@ from typing import Any
 from torch import nn
 
 from plait import tensor
-from plait.anymodel.tensor.first_forward import FirstForward
 from plait.anymodel.tensor.kinds import MORE_KINDS
 from plait.table.tensor_plan import Style, match_styles
 from plait.tensor import Parallel
-from plait.tensor.transformers import WORDS, ends_of, names_in
+from plait.tensor.transformers import WORDS, check_carried, ends_of, names_in
 
 
 class ModelPlan(tensor.TensorPlan):
-    """A plan that may have styles of ``kinds``, and whose first forwards are followed operator by operator."""
+    """A plan that may have styles of ``kinds``."""
 
     kinds = MORE_KINDS
-
-    def watch(self, axis: Any, parallel: Parallel, model: nn.Module) -> None:
-        axis.watch = FirstForward(model, parallel, axis)
 
 
 MORE_WORDS = {
@@ -63,6 +59,7 @@ def resolve_carried(model: nn.Module, ways: int, *, sequence: bool = False) -> P
 
 
 def _translated(model: Any, carried: Mapping[str, str], *, sequence: bool) -> dict[str, str]:
+    check_carried(model)
     if unknown := sorted({style for style in carried.values() if style not in MORE_WORDS}):
         raise ValueError(
             f"{type(model).__name__}'s tensor plan has the style {unknown[0]!r}, which plait has no word for "

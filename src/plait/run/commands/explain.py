@@ -1,78 +1,116 @@
-"""``plait explain``: shows how a tensor axis distributes a model over its ranks, by module.  Nothing runs.
+"""``plait explain``: shows what each module of a model does under a tensor plan.  Nothing runs.
 
 plait explain --model gpt --mesh tensor=2 --sequence-parallel
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from rich import box
 from rich.table import Table
+from torch import nn
 
 from plait.anymodel.tensor import resolve_carried
-from plait.anymodel.tensor.types import ModuleType, module_types
 from plait.checkpoint.files.writing import write_json
 from plait.run.config import with_job
 from plait.run.job.config import TaskConfig
 from plait.run.job.job import build_model
 from plait.run.report.screen import screen
 from plait.table.mesh import Mesh
+from plait.table.tensor_plan import MESSAGES
+from plait.tensor.plan import Parallel, is_unsplit, site_of
+from plait.tensor.vocabulary import LOSS
 
 
 @dataclass(frozen=True, init=False)
 class ExplainConfig(TaskConfig):
-    """Show the types of activations and parameters under a model's tensor plan, and what each module sends."""
+    """Show the style and the parameters of each module under a model's tensor plan, and what it sends."""
 
     mesh: str = "tensor=2"
     """The axes and their sizes; only the tensor axis matters here."""
     sequence_parallel: bool = False
     """Cut the stream between the cut products in time."""
     json: str | None = None
-    """Write the types here as JSON; "-" is the standard output."""
+    """Write the modules here as JSON; "-" is the standard output."""
+
+
+@dataclass(frozen=True)
+class PlannedModule:
+    """A module that a plan names: the shapes of its own parameters on rank 0, and its collectives."""
+
+    name: str
+    style: str
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    pending: tuple[str, ...]
+    """Parameters whose gradients are summed over the axis once per step."""
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
 
 
 def run(config: ExplainConfig, argv: Sequence[str] = ()) -> int:
-    """Shows and writes the types.  Raises ValueError for a mesh without a tensor axis, or a model without a plan."""
+    """Shows and writes the modules.  Raises ValueError for a mesh without a tensor axis, or a model without a plan."""
     config = with_job(config)
     mesh = Mesh.parse(config.mesh)
     if mesh.tensor == 1:
         raise ValueError(f"mesh {config.mesh!r} has no tensor axis, so each module has whole tensors: give tensor=2")
     model = build_model(config.task)
     parallel = resolve_carried(model, mesh.tensor, sequence=config.sequence_parallel)
-    types = list(module_types(model, parallel, sequence=config.sequence_parallel))
+    modules = list(planned(model, parallel, sequence=config.sequence_parallel))
     if config.json:
-        write_json(config.json, {"mesh": str(mesh), "modules": [asdict(one) for one in types]})
+        write_json(config.json, {"mesh": str(mesh), "modules": [asdict(one) for one in modules]})
     if config.json != "-":
-        screen().print(_table(f"{config.task.title} on {mesh}", _together(types)))
-        screen().print(
-            "whole: the same on every rank; time: cut in the dim of time; cut: in the last dim; pending: each rank "
-            "has a term of the sum, which is made once per step. An activation's gradient lies as the activation does."
-        )
+        screen().print(_table(f"{config.task.title} on {mesh}", _together(modules)))
+        screen().print("pending: each rank has a term of the gradient; the terms are summed once per step.")
     return 0
 
 
-def _together(types: Iterable[ModuleType]) -> list[tuple[ModuleType, int]]:
+def planned(model: nn.Module, parallel: Parallel, *, sequence: bool) -> Iterator[PlannedModule]:
+    """The modules that a plan names, in the model's order.  Of siblings that share an input the first sends."""
+    sites = list(parallel.sites)
+    for name, style in parallel.styles.items():
+        module = model.get_submodule(name)
+        names = {name, site_of(name, parallel) if style.enters else name}
+        if style.kind == "vocabulary" and not isinstance(module, nn.Embedding):
+            names.add(LOSS.unit)
+        own = [site for site in sites if site.name in names]
+        sites = [site for site in sites if site not in own]
+        split = sequence and not is_unsplit(name, parallel.styles)
+        messages = [MESSAGES[site.kind][0 if split else 1] for site in own]
+        parameters = dict(module.named_parameters(recurse=False))
+        cuts = {short: parallel.cuts.get(id(p)) for short, p in parameters.items()}
+        yield PlannedModule(
+            name,
+            str(style),
+            tuple(
+                (n, tuple(p.shape) if (cut := cuts[n]) is None else cut.local_shape(0)) for n, p in parameters.items()
+            ),
+            tuple(n for n, p in parameters.items() if id(p) in parallel.summed),
+            tuple(forward for forward, _ in messages if forward),
+            tuple(backward for _, backward in messages if backward),
+        )
+
+
+def _together(modules: Iterable[PlannedModule]) -> list[tuple[PlannedModule, int]]:
     """Merges identical layers into one entry, named with a * for their number, and counts them."""
-    found: dict[ModuleType, int] = {}
-    for one in types:
+    found: dict[PlannedModule, int] = {}
+    for one in modules:
         general = replace(one, name=re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", one.name))
         found[general] = found.get(general, 0) + 1
     return list(found.items())
 
 
-def _table(title: str, types: Iterable[tuple[ModuleType, int]]) -> Table:
+def _table(title: str, modules: Iterable[tuple[PlannedModule, int]]) -> Table:
     """Makes a table with two or more lines per module, so that it is readable at 80 columns."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for heading in ("module\n  style: reads > leaves", "parameters on rank 0\nsends"):
+    for heading in ("module\n  style", "parameters on rank 0\nsends"):
         table.add_column(heading, overflow="fold")
-    for one, times in types:
+    for one, times in modules:
         cells = [
-            " ".join([name, "x".join(map(str, shape)), *(["pending"] if sums == "pending" else [])])
-            for name, shape, sums in one.weights
+            f"{short} {'x'.join(map(str, shape))}{' pending' * (short in one.pending)}"
+            for short, shape in one.parameters
         ]
         for phase, kinds in (("forward", one.forward), ("backward", one.backward)):
             cells += [f"{phase} {', '.join(kinds)}"] if kinds else []
-        name = f"{one.name} x{times}" if times > 1 else one.name
-        table.add_row(f"{name}\n  {one.style}: {one.reads} > {one.leaves}", "\n".join(cells))
+        table.add_row(f"{one.name}{f' x{times}' * (times > 1)}\n  {one.style}", "\n".join(cells))
     return table

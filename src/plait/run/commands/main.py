@@ -36,7 +36,7 @@ COMMANDS = {
     "doctor": "Show what this machine is: processor, memory, GPUs and links, network, limits, measured speeds.",
     "bench": "Time messages between ranks: ping-pong, and every collective by size.",
     "schedule": "Show, write, prove or draw a pipeline schedule.",
-    "explain": "Show the types of activations and parameters under a model's tensor plan, and what each module sends.",
+    "explain": "Show the style and the parameters of each module under a model's tensor plan, and what it sends.",
     "checkpoint": "Show, verify, compare or convert a checkpoint.",
     "judge": "Hold a run that was witnessed, of any engine, against the single process; name the first thing that is "
     "wrong.",

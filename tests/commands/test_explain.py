@@ -1,0 +1,64 @@
+"""``plait explain``: what each module of a plan has and sends; nothing runs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from plait.anymodel.tensor import resolve_carried
+from plait.comm import Comm, run
+from plait.run.commands.explain import planned
+from plait.run.commands.main import main
+from plait.run.config import VerifyConfig
+from plait.run.job.job import build_model, make_job
+
+GPT = VerifyConfig(model="gpt", layers=2, width=24, heads=6, kv_heads=2, batch=4, length=9, steps=1, mesh="tensor=2")
+
+
+@pytest.mark.parametrize("config", [GPT, replace(GPT, model="llama"), replace(GPT, model="mlp", layers=5)])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_step_sends_what_its_modules_are_said_to_send(config: VerifyConfig, sequence: bool) -> None:
+    if sequence and config.task.network.model == "mlp":
+        return
+    config = replace(config, strategy="ddp", sequence_parallel=sequence)
+    job = make_job(config.task, config.dtypes)
+
+    def train(comm: Comm) -> Counter[tuple[str, str]]:
+        engine, _ = job.engine(comm, config.parallelism)
+        engine.step(job.microbatches(0, 0, 1, 1))
+        tensor = [e for e in comm.ledger.entries if e.note.phase.startswith("tensor")]
+        return Counter((e.note.phase.split()[1], e.kind) for e in tensor)
+
+    model = build_model(config.task)
+    modules = list(planned(model, resolve_carried(model, 2, sequence=sequence), sequence=sequence))
+    said = Counter(("forward", kind) for one in modules for kind in one.forward)
+    said += Counter(("backward", kind) for one in modules for kind in one.backward)
+    assert run(config.machine.parsed_mesh, train, deadline=20) == [said] * 2
+
+
+def test_identical_layers_are_shown_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["explain", "--layers", "3", "--width", "128", "--mesh", "tensor=2", "--sequence-parallel"]
+    assert main([*words, "--json", "-"]) == 0
+    modules = {one["name"]: one for one in json.loads(capsys.readouterr().out)["modules"]}
+    assert sum(one["style"] == "row" for one in modules.values()) == 3
+    assert modules["norm"]["pending"] == ["weight"] and modules["blocks.0.mlp.down"]["parameters"][0][1][0] == 128
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("row by") == 1 and "blocks.*.mlp.down x3" in shown and "…" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--mesh", "shard=2"], "has no tensor axis"),
+        (["--mesh", "tensor=3"], "cannot be shared by tensor=3"),
+        (["--mesh", "tensor=2", "--job", "examples/my_job.py:job"], "(in the build function of a job)"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *words]) == 2
+    assert says in capsys.readouterr().err

@@ -39,6 +39,7 @@ STARTED = {
     "explain": ["explain"],
     "checkpoint": ["checkpoint verify run"],
     "judge": ["judge run"],
+    "submit": ["submit slurm --dry-run -- prove --mesh shard=1"],
 }
 """Words of each command that start all kinds of processes."""
 

@@ -1,6 +1,6 @@
 """The ``plait`` command: takes words and flags, returns an exit code.  Other modules do the work.
 
-    plait train | verify | prove | doctor | bench comm | schedule | explain | checkpoint | judge
+    plait train | verify | prove | doctor | bench comm | schedule | explain | checkpoint | judge | submit
 
 Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; prove: refuted; checkpoint: damaged,
 different), 2 bad input; 128 + n for signal n.
@@ -40,6 +40,8 @@ COMMANDS = {
     "checkpoint": "Show, verify, compare or convert a checkpoint.",
     "judge": "Hold a run that was witnessed, of any engine, against the single process; name the first thing that is "
     "wrong.",
+    "submit": "Write a job for Slurm, Kubernetes, SkyPilot, Modal, Ray or TorchX, and hand it to that program's own "
+    "client.",
 }
 """The commands.  Each has a module of the same name in this package, which is imported only when the command is used.
 Its words are parsed into the config that the module's ``run(config, argv)`` takes."""
@@ -88,7 +90,13 @@ def run(argv: list[str]) -> int:
         part = getattr(command, "what", command)
         if (place := flags_of(part if is_dataclass(part) else command).get("json")) not in (None, "-"):
             check_file("json", place)
-        return int(module_of(take_files(argv)[0][0]).run(command, argv))
+        return int(module_of(take_files(own_words(argv))[0][0]).run(command, argv))
+
+
+def own_words(argv: Sequence[str]) -> Sequence[str]:
+    """The words without those after ``--`` that ``plait submit`` passes on."""
+    before = argv[: list(argv).index("--")] if "--" in argv else argv
+    return before if "submit" in before else argv
 
 
 def module_of(name: str) -> ModuleType:
@@ -107,7 +115,7 @@ def parse(argv: Sequence[str]) -> Any:
 
     from plait.run.commands.flags import check_flags
 
-    argv, plugins = take_files(argv)
+    argv, plugins = take_files(own_words(argv))
     for file in plugins:  # the help texts list its rows too
         load_plugin(file)
     name, *words = argv or [""]

@@ -6,5 +6,7 @@ rank_monitor.py  diagnoses ranks from the status page, exit codes and the kernel
 limits.py        bounds on restarts, and on the time that ranks may take to end
 fork_server.py   forks ranks from a process that has imported everything
 signals.py       signals that ask for the end
+spec.py          a launch on other machines, as one value
+render.py        writes it for Slurm, Kubernetes, SkyPilot, Modal, Ray and TorchX
 failure.py       the text and the exit code of a rank that fails
 """

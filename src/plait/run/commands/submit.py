@@ -1,0 +1,137 @@
+"""``plait submit``: shows a job for a scheduler, and hands it to the scheduler's own client.
+
+plait submit slurm --hosts 2 --ranks-per-host 4 -- train --mesh "replica=2 shard=4"
+
+Exit codes: 0 shown (--dry-run), 2 bad input, otherwise the client's.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from plait.checkpoint.files.writing import told
+from plait.messages.escape import one_line, say
+from plait.run.commands.main import COMMANDS, parse
+from plait.run.launch.render import TARGETS
+from plait.run.launch.spec import JobLimits, LaunchSpec, variables
+
+Words = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+
+
+@dataclass(frozen=True)
+class SubmitConfig:
+    """Write a job for Slurm, Kubernetes, SkyPilot, Modal, Ray or TorchX, and hand it to that program's own client.
+
+    The command follows after --: one of plait's, or a script of Python. Exit code: the client's.
+    """
+
+    target: tyro.conf.Positional[Literal["slurm", "kubernetes", "skypilot", "modal", "ray", "torchx"]]
+    """The scheduler."""
+    dry_run: bool = False
+    """Only show the job."""
+    hosts: int = 1
+    """Number of hosts."""
+    ranks_per_host: int = 1
+    """Ranks on each host."""
+    minutes: int | None = None
+    """Longest duration of the job; None leaves it to the scheduler."""
+    cpus: int = 1
+    """Cores of each rank."""
+    memory: int | None = None
+    """GiB of memory of each host; None leaves it to the scheduler."""
+    gpu: str | None = None
+    """Kind of GPU, as in H100: each rank has one."""
+    image: str | None = None
+    """The container's image, which has torch and plait; None is the target's default,
+    and Modal needs one."""
+    name: str = "plait"
+    """The name of the job."""
+    requeue: bool = False
+    """Slurm: warn the job two minutes before its time is over, and queue it again; the command has --resume auto."""
+    environment: Annotated[Words, tyro.conf.arg(metavar="NAME[=VALUE]")] = ()
+    """A variable that the ranks get; no other is written. May be repeated. Names of secrets are refused."""
+    files: Annotated[Words, tyro.conf.arg(metavar="PATH")] = ()
+    """A file or folder below this one that is copied to each host. May be repeated."""
+    option: Annotated[Words, tyro.conf.arg(metavar="WORD")] = ()
+    """A word for the client, as in --option=--partition=gpu. May be repeated."""
+
+
+def run(config: SubmitConfig, argv: Sequence[str]) -> int:
+    """Shows the job, and submits it."""
+    spec = spec_of(config, command_of(argv))
+    target = TARGETS[config.target]
+    text = target.render(spec)
+    say(text, sys.stdout)
+    if config.dry_run:
+        return 0
+    client = target.client[0]
+    if not (program := shutil.which(client)):
+        raise ValueError(
+            f"{client} is not installed here: install it, or save the text (--dry-run) and submit it there"
+        )
+    with told(tempfile.gettempdir(), 0):
+        folder = Path(tempfile.mkdtemp(prefix="plait-submit-"))
+        file = folder / target.file
+        file.write_text(text, encoding="utf-8")
+        for one in spec.files if config.target == "ray" else ():  # Ray sends one folder
+            where = folder / one
+            where.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copytree(one, where) if os.path.isdir(one) else shutil.copy(one, where)
+    last = [word.format(file=file, folder=folder) for word in target.last]
+    say(f"plait: {client} gets {file}\n")
+    return subprocess.run([program, *target.client[1:], *config.option, *last]).returncode
+
+
+def command_of(argv: Sequence[str]) -> tuple[str, ...]:
+    """Returns the words after ``--`` as words after ``python``: plait's own commands are those of its module."""
+    words = tuple(argv)[list(argv).index("--") + 1 :] if "--" in argv else ()
+    return ("-m", "plait", *words) if words[:1] and words[0] in COMMANDS else words
+
+
+def spec_of(config: SubmitConfig, command: tuple[str, ...]) -> LaunchSpec:
+    """Makes the job's value, checked.
+
+    Raises:
+        ValueError: the mesh has another number of ranks than the job, or the target cannot do what is asked.
+    """
+    spec = LaunchSpec(
+        hosts=config.hosts,
+        ranks_per_host=config.ranks_per_host,
+        command=command,
+        environment=variables(config.environment, os.environ),
+        limits=JobLimits(config.minutes, config.cpus, config.memory, config.gpu),
+        files=config.files,
+        name=config.name,
+        image=config.image,
+        requeue=config.requeue,
+    )
+    if command[:2] == ("-m", "plait"):
+        asked = parse(command[2:])
+        if machine := getattr(asked, "machine", None) or (asked if hasattr(asked, "parsed_mesh") else None):
+            spec.check_mesh(machine.parsed_mesh)
+    elif not command[0].endswith(".py"):
+        raise ValueError(f"{one_line(command[0], 60)!r} is no command of plait and no script: give one after --")
+    for one in config.files:
+        if os.path.isabs(one) or ".." in Path(one).parts or not os.path.exists(one):
+            raise ValueError(f"files {one_line(one, 200)!r}: give the relative path of a file that is there")
+    if config.files and config.target in NO_FILES:
+        raise ValueError(f"{config.target} copies no files: {NO_FILES[config.target]}")
+    if config.requeue and config.target != "slurm":
+        raise ValueError(f"requeue is for slurm: leave it out for {config.target}")
+    return spec
+
+
+NO_FILES = {
+    "slurm": "use a folder that all hosts share",
+    "kubernetes": "put them into the image, or use a volume of the runtime",
+    "torchx": "it sends its own workspace",
+}
+"""Targets that send no files, with another way."""

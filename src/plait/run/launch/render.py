@@ -1,0 +1,270 @@
+"""Writes a ``LaunchSpec`` in the language of a scheduler.  Pure functions from a spec to text.
+
+    slurm         an sbatch script whose srun starts each rank
+    kubernetes    a TrainJob of Kubeflow Trainer, runtime torch-distributed
+    skypilot      a task
+    modal         a program of Modal, with a cluster where there are several hosts
+    ray           a program for ``ray job submit``, with a placement group
+    torchx        a component
+
+All but Slurm's start one torchrun on each host.  Each argument is quoted once, in the words of its reader.
+"""
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plait.run.launch.spec import LaunchSpec
+
+PORT = 29500
+"""The port of the store on the first host."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A scheduler."""
+
+    render: Callable[[LaunchSpec], str]
+    file: str
+    """The name of the text's file."""
+    client: tuple[str, ...]
+    """Words of the client before the user's own options."""
+    last: tuple[str, ...] = ("{file}",)
+    """Words after them."""
+
+
+def shell_word(word: str) -> str:
+    """Quotes a word for bash; control characters become escapes, since sbatch refuses a carriage return."""
+    if word.isprintable():
+        return shlex.quote(word)
+    return "$'" + "".join(_bash(c) for c in word) + "'"
+
+
+def _bash(c: str) -> str:
+    if c in "\\'":
+        return "\\" + c
+    return c if c.isprintable() else "".join(f"\\{byte:03o}" for byte in c.encode())
+
+
+def shell(words: Iterable[str]) -> str:
+    """Quotes words for bash, with spaces between them."""
+    return " ".join(map(shell_word, words))
+
+
+def torchrun(spec: LaunchSpec) -> list[str]:
+    """The words after ``python`` that start the ranks of a host; where the first host is, and the command, follow."""
+    return ["-m", "torch.distributed.run", "--nnodes", str(spec.hosts), "--nproc-per-node", str(spec.ranks_per_host)]
+
+
+def yaml(value: Any, indent: str = "") -> str:
+    """Writes mappings, lists, numbers and texts as YAML; a text of whole lines becomes a block."""
+    if isinstance(value, Mapping):
+        return "".join(f"{indent}{key}:{_below(one, indent)}" for key, one in value.items())
+    return "".join(f"{indent}-{_beside(one, indent)}" for one in value)
+
+
+def _beside(value: Any, indent: str) -> str:
+    return f" {yaml(value, indent + '  ').lstrip()}" if isinstance(value, Mapping) else _below(value, indent)
+
+
+def _below(value: Any, indent: str) -> str:
+    if isinstance(value, Mapping | list):
+        return "\n" + yaml(value, indent + "  ")
+    if not isinstance(value, str):
+        return f" {value}\n"
+    *lines, rest = value.split("\n")
+    if lines and not rest and all(line.isprintable() and line[:1].strip() for line in lines):
+        return " |\n" + "".join(f"{indent}  {line}\n" for line in lines)
+    return f" {text_of(value)}\n"
+
+
+def text_of(text: str) -> str:
+    """Quotes a text for YAML."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
+
+
+def slurm(spec: LaunchSpec) -> str:
+    """An sbatch script: ``srun`` starts each rank, and plait reads Slurm's variables."""
+    limits = spec.limits
+    asked = {
+        "job-name": spec.name,
+        "nodes": spec.hosts,
+        "ntasks-per-node": spec.ranks_per_host,
+        "cpus-per-task": limits.cpus,
+        "time": limits.minutes,
+        "mem": f"{limits.memory}G" if limits.memory else None,
+        "gpus-per-node": f"{limits.gpu}:{spec.ranks_per_host}" if limits.gpu else None,
+    }
+    lines = [f"#SBATCH --{name}={value}" for name, value in asked.items() if value is not None]
+    if spec.requeue:
+        lines += ["#SBATCH --signal=USR1@120", "#SBATCH --requeue", "#SBATCH --open-mode=append"]
+    lines += [f"export {name}={shell_word(value)}" for name, value in spec.environment.items()]
+    lines += [f"srun {shell(['python', *spec.command])}"]
+    if spec.requeue:
+        lines += ["code=$?", '[ "$code" -eq 138 ] && scontrol requeue "$SLURM_JOB_ID"', 'exit "$code"']
+    return "\n".join(["#!/bin/bash", *lines, ""])
+
+
+def kubernetes(spec: LaunchSpec) -> str:
+    """A TrainJob.  The runtime gives torchrun the hosts by its own variables (``PET_NNODES`` and others)."""
+    limits = spec.limits
+    asked: dict[str, Any] = {"cpu": limits.cpus * spec.ranks_per_host}
+    asked |= {"memory": f"{limits.memory}Gi"} if limits.memory else {}
+    asked |= {"nvidia.com/gpu": spec.ranks_per_host} if limits.gpu else {}
+    words = ["-m", "torch.distributed.run", *spec.command]
+    trainer = {
+        **({"image": spec.image} if spec.image else {}),
+        "numNodes": spec.hosts,
+        "numProcPerNode": spec.ranks_per_host,
+        "command": ["python"],
+        "args": [word.replace("$", "$$") for word in words],  # Kubernetes expands $(NAME), and takes $$ for $
+        "resourcesPerNode": {"requests": asked, "limits": asked},
+    }
+    if spec.environment:
+        pairs = spec.environment.items()
+        trainer["env"] = [{"name": name, "value": value.replace("$", "$$")} for name, value in pairs]
+    body: dict[str, Any] = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
+    if limits.minutes:
+        body["activeDeadlineSeconds"] = 60 * limits.minutes
+    head = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
+    return yaml({**head, "metadata": {"generateName": f"{spec.name}-"}, "spec": body})
+
+
+def skypilot(spec: LaunchSpec) -> str:
+    """A task of SkyPilot, which runs its script on every host."""
+    limits, files = spec.limits, {f"~/plait-job/{one}": os.path.abspath(one) for one in spec.files}
+    if any("$" in word for word in files.values()):
+        raise ValueError("SkyPilot expands $ in the names of files: rename those files")
+    resources: dict[str, Any] = {"cpus": f"{limits.cpus * spec.ranks_per_host}+"}
+    resources |= {"memory": f"{limits.memory}+"} if limits.memory else {}
+    resources |= {"accelerators": f"{limits.gpu}:{spec.ranks_per_host}"} if limits.gpu else {}
+    resources |= {"image_id": f"docker:{spec.image}"} if spec.image else {}
+    place = (
+        f'--node-rank "$SKYPILOT_NODE_RANK" --master-addr "$(head -n1 <<< "$SKYPILOT_NODE_IPS")" --master-port {PORT}'
+    )
+    start = f"exec python {shell(torchrun(spec))} {place} {shell(spec.command)}"
+    task: dict[str, Any] = {"name": spec.name, "num_nodes": spec.hosts, "resources": resources}
+    task |= {"envs": dict(spec.environment)} if spec.environment else {}
+    task |= {"file_mounts": files} if files else {}
+    return yaml({**task, "run": f"mkdir -p ~/plait-job && cd ~/plait-job\n{start}\n"})
+
+
+def modal(spec: LaunchSpec) -> str:
+    """A program for ``modal run``."""
+    limits = spec.limits
+    if spec.hosts > 1 and not limits.gpu:
+        raise ValueError(f"Modal has no clusters without GPUs, and --hosts is {spec.hosts}: give --gpu, or one host")
+    if not spec.image:
+        raise ValueError("Modal starts from an image with torch and plait: give --image")
+    image = f"modal.Image.from_registry({spec.image!r})"
+    image += f".env({dict(spec.environment)!r})" if spec.environment else ""
+    for one in spec.files:
+        kind = "dir" if os.path.isdir(one) else "file"
+        image += f".add_local_{kind}({os.path.abspath(one)!r}, {f'/root/{one}'!r})"
+    asked: dict[str, Any] = {"cpu": float(limits.cpus * spec.ranks_per_host)}
+    asked |= {"memory": 1024 * limits.memory} if limits.memory else {}
+    asked |= {"gpu": f"{limits.gpu}:{spec.ranks_per_host}"} if limits.gpu else {}
+    asked |= {"timeout": 60 * limits.minutes} if limits.minutes else {}
+    several = spec.hosts > 1
+    cluster = f"@modal.clustered(size={spec.hosts})\n" if several else ""
+    where = (
+        "    cluster = modal.Cluster.from_context()\n"
+        "    rank, hosts = cluster.container_rank(), cluster.container_ips()\n"
+        if several
+        else "    rank, hosts = 0, ['127.0.0.1']\n"
+    )
+    return (
+        f"import subprocess\nimport sys\n\nimport modal\n\n{_constants(spec)}\n"
+        f"app = modal.App({spec.name!r})\nimage = {image}\n\n\n"
+        f"@app.function(image=image, {', '.join(f'{name}={value!r}' for name, value in asked.items())})\n"
+        f"{cluster}def job():\n{where}"
+        f"    place = ['--node-rank', str(rank), '--master-addr', hosts[0], '--master-port', '{PORT}']\n"
+        f"    subprocess.run([sys.executable, *TORCHRUN, *place, *COMMAND], check=True)\n"
+    )
+
+
+def ray(spec: LaunchSpec) -> str:
+    """A program for ``ray job submit``: one actor on each host starts its torchrun."""
+    limits = spec.limits
+    bundle = {"CPU": limits.cpus * spec.ranks_per_host} | ({"GPU": spec.ranks_per_host} if limits.gpu else {})
+    return f'''import os
+import subprocess
+import sys
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+{_constants(spec)}
+ENVIRONMENT = {dict(spec.environment)!r}
+BUNDLE = {bundle!r}
+HOSTS = {spec.hosts}
+
+
+@ray.remote(num_cpus=BUNDLE["CPU"], num_gpus=BUNDLE.get("GPU", 0))
+class Host:
+    def address(self):
+        return ray.util.get_node_ip_address()
+
+    def run(self, rank, address):
+        place = ["--node-rank", str(rank), "--master-addr", address, "--master-port", "{PORT}"]
+        words = [sys.executable, *TORCHRUN, *place, *COMMAND]
+        return subprocess.run(words, env=os.environ | ENVIRONMENT).returncode
+
+
+ray.init()
+group = placement_group([BUNDLE] * HOSTS, strategy="STRICT_SPREAD")
+ray.get(group.ready())
+place = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index) for index in range(HOSTS)]
+hosts = [Host.options(scheduling_strategy=one).remote() for one in place]
+address = ray.get(hosts[0].address.remote())
+sys.exit(max(ray.get([host.run.remote(rank, address) for rank, host in enumerate(hosts)]), key=abs))
+'''
+
+
+def torchx(spec: LaunchSpec) -> str:
+    """A component of TorchX: ``torchx run -s SCHEDULER FILE:job``.
+
+    The command is one argument of JSON without ``$``, which TorchX expands, and Kubernetes again.
+    """
+    limits = spec.limits
+    words = json.dumps([torchrun(spec), list(spec.command), dict(spec.environment)]).replace("$", r"\u0024")
+    asked = {"cpu": limits.cpus * spec.ranks_per_host, "gpu": spec.ranks_per_host if limits.gpu else 0}
+    asked["memMB"] = 1024 * limits.memory if limits.memory else -1
+    return f'''import torchx.specs as specs
+
+START = """
+import json, os, sys
+torchrun, command, environment = json.loads(sys.argv[3])
+first = os.environ.get(sys.argv[2]) or "localhost"
+place = ["--rdzv-backend", "c10d", "--rdzv-id", sys.argv[1], "--rdzv-endpoint", first + ":{PORT}"]
+os.execve(sys.executable, [sys.executable, *torchrun, *place, *command], os.environ | environment)
+"""
+COMMAND = {words!r}
+
+
+def job() -> specs.AppDef:
+    """Starts one torchrun on each host."""
+    words = ["-c", START, specs.macros.app_id, specs.macros.rank0_env, COMMAND]
+    role = specs.Role(name="rank", image={spec.image or ""!r}, entrypoint="python", args=words)
+    role.num_replicas, role.resource, role.port_map = {spec.hosts}, specs.Resource(**{asked!r}), {{"c10d": {PORT}}}
+    return specs.AppDef(name={spec.name!r}, roles=[role])
+'''
+
+
+def _constants(spec: LaunchSpec) -> str:
+    return f"TORCHRUN = {torchrun(spec)!r}\nCOMMAND = {list(spec.command)!r}"
+
+
+TARGETS = {
+    "slurm": Target(slurm, "job.sh", ("sbatch",)),
+    "kubernetes": Target(kubernetes, "job.yaml", ("kubectl", "create"), ("-f", "{file}")),
+    "skypilot": Target(skypilot, "job.yaml", ("sky", "launch")),
+    "modal": Target(modal, "job.py", ("modal", "run")),
+    "ray": Target(ray, "job.py", ("ray", "job", "submit"), ("--working-dir", "{folder}", "--", "python", "job.py")),
+    "torchx": Target(torchx, "job.py", ("torchx", "run"), ("{file}:job",)),
+}

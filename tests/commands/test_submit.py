@@ -1,0 +1,98 @@
+"""``plait submit``: the text is shown, checked, and given to the user's own client."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from plait.run.commands.main import main
+from plait.run.launch.render import TARGETS
+
+TRAIN = ("train", "--mesh", "replica=2 shard=2")
+SIZES = ("--hosts", "2", "--ranks-per-host", "2")
+
+
+@pytest.fixture
+def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of clients that note their words, and the text of their file."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    note = "import json, pathlib, sys\nfiles = [p for p in sys.argv[1:] if p[0] == '/']\n"
+    note += "path = pathlib.Path(files[0].removesuffix(':job'))\npath = path / 'job.py' if path.is_dir() else path\n"
+    note += f"found = sorted(p.name for p in path.parent.rglob('*'))\npathlib.Path({str(tmp_path / 'note')!r})"
+    note += ".write_text(json.dumps([sys.argv[1:], path.read_text(), found]))\nsys.exit(3)\n"
+    for target in TARGETS.values():
+        (folder / target.client[0]).write_text(f"#!{sys.executable}\n{note}")
+        (folder / target.client[0]).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path / "note"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_client_gets_the_text_that_was_shown(target: str, clients: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("--gpu", "H100", "--image", "me/plait:1") if target == "modal" else ()
+    words = ("submit", target, *SIZES, *more, "--option=--user=a b", "--", *TRAIN)
+    assert main(words) == 3
+    shown = capsys.readouterr()
+    given, text, _ = json.loads(clients.read_text())
+    assert shown.out == text and "replica=2 shard=2" in text
+    own = [*TARGETS[target].client[1:], "--user=a b"]
+    assert given[: len(own)] == own
+
+
+def test_a_dry_run_only_shows(clients: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("submit", "slurm", "--dry-run", *SIZES, "--", *TRAIN)) == 0
+    assert "srun python -m plait train --mesh 'replica=2 shard=2'\n" in capsys.readouterr().out
+    assert not clients.exists()
+
+
+def test_ray_gets_the_files_beside_the_program(clients: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "corpus.txt").write_text("x")
+    (tmp_path / "train.py").write_text("")
+    files = ("--files", "data", "--files", "train.py")
+    assert main(("submit", "ray", *files, "--", "train.py", "--lr", "$(id) '\n'")) == 3
+    given, _, found = json.loads(clients.read_text())
+    assert found == ["corpus.txt", "data", "job.py", "train.py"]
+    assert given[:3] == ["job", "submit", "--working-dir"] and given[4:] == ["--", "python", "job.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("slurm", *SIZES, "--", "train", "--mesh", "shard=3"), "has 3 ranks, and 2 hosts x 2 ranks are 4"),
+        (("slurm", "--", "bench", "comm", "--mesh", "shard=2"), "has 2 ranks, and 1 hosts x 1 ranks are 1"),
+        (("slurm", *SIZES, "--", *TRAIN, "--stepz", "3"), "plait train has no flag --stepz: did you mean --steps?"),
+        (("slurm", "--hosts", "0", "--", *TRAIN), "hosts is 0: give a whole number from 1"),
+        (("slurm",), "no command: give one after --"),
+        (("slurm", "--", "htop"), "'htop' is no command of plait and no script"),
+        (("slurm", "--environment", "NOT_THERE", "--", "x.py"), "NOT_THERE: this variable is not set"),
+        (("slurm", "--environment", "HF_TOKEN=1", "--", "x.py"), "HF_TOKEN: the name looks like a secret"),
+        (("ray", "--files", "../x", "--", "x.py"), "files '../x': give the relative path"),
+        (("ray", "--files", "no-such", "--", "x.py"), "files 'no-such': give the relative path"),
+        (("slurm", "--files", "/etc", "--", "x.py"), "files '/etc': give the relative path"),
+        (("ray", "--requeue", "--", "x.py"), "requeue is for slurm"),
+        (("slurm", "--hostz", "2", "--", "x.py"), "plait submit has no flag --hostz: did you mean --hosts?"),
+    ],
+)
+def test_a_mistake_is_one_line(words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("submit", *words)) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("plait: error: ") and shown.err.count("\n") == 1
+    assert says in shown.err
+
+
+def test_files_where_none_are_sent_and_a_client_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").write_text("")
+    assert main(("submit", "kubernetes", "--files", "x.py", "--", "x.py")) == 2
+    assert "kubernetes copies no files: put them into the image" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(("submit", "kubernetes", "--", "x.py")) == 2
+    assert "kubectl is not installed here" in capsys.readouterr().err

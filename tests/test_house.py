@@ -63,10 +63,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run/config": (CONFIG - {"run/config"}) | {"later"},
     "run/watch": {"messages", "table", "comm"},
     "run/measure": CONFIG,
+    "run/course": {"messages"},
     "run/train": VERIFY | {"run/measure", "run/watch"},
     "run/launch": VERIFY | {"run/train", "run/watch", "referee/sanitize"},
     "run/commands": VERIFY
-    | {"run/train", "run/watch", "run/measure", "run/launch", "referee/prove", "referee/witness"},
+    | {"run/train", "run/watch", "run/measure", "run/launch", "run/course", "referee/prove", "referee/witness"},
     "api": LIBRARY | {"run/data", "run/watch", "referee/sanitize"},
     "__main__": {"messages", "run/commands"},
     "__init__": LIBRARY

@@ -40,6 +40,7 @@ STARTED = {
     "checkpoint": ["checkpoint verify run"],
     "judge": ["judge run"],
     "submit": ["submit slurm --dry-run -- prove --mesh shard=1"],
+    "lesson": ["lesson list", "lesson run 2"],
 }
 """Words of each command that start all kinds of processes."""
 

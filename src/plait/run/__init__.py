@@ -11,5 +11,6 @@ launch/     from one command to many ranks
 watch/      the state of every rank, reported outside of the collectives
 injection/  faults on purpose
 measure/    what links and machines can do
+course/     lessons that run
 report/     pages, pictures and tables for people
 """

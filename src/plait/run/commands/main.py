@@ -1,6 +1,6 @@
 """The ``plait`` command: takes words and flags, returns an exit code.  Other modules do the work.
 
-    plait train | verify | prove | doctor | bench comm | schedule | explain | checkpoint | judge | submit
+    plait train | verify | prove | doctor | bench comm | schedule | explain | checkpoint | judge | submit | lesson
 
 Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; prove: refuted; checkpoint: damaged,
 different), 2 bad input; 128 + n for signal n.
@@ -42,12 +42,13 @@ COMMANDS = {
     "wrong.",
     "submit": "Write a job for Slurm, Kubernetes, SkyPilot, Modal, Ray or TorchX, and hand it to that program's own "
     "client.",
+    "lesson": "Learn by running: a course of lessons, each a file that asserts what it says.",
 }
 """The commands.  Each has a module of the same name in this package, which is imported only when the command is used.
 Its words are parsed into the config that the module's ``run(config, argv)`` takes."""
 
 
-NESTED = ("schedule", "checkpoint")
+NESTED = ("schedule", "checkpoint", "lesson")
 """Commands with subcommands."""
 
 DESCRIPTION = f"""Train one model over many ranks, and prove the result equal to one process.

@@ -62,6 +62,7 @@ BOUNDS: dict[str, Bounds] = {
     "threads": Bounds(1, 1 << 10),
     "workers": Bounds(0, 1 << 8),
     "ranks": Bounds(1, 1 << 12),
+    "number": Bounds(1, 99),
     "deadline": Bounds(0, 1e6, above=True),
     "grace": Bounds(0, 1e6),
     "restarts": Bounds(0, 1_000),

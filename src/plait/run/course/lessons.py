@@ -1,0 +1,68 @@
+"""Finds the lessons: beside the package ``plait_lessons`` in the repository, in its folder ``course`` when installed.
+
+01_one_process.py      its docstring begins "Lesson 1: one process."; ``main(ranks)`` runs it
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+NUMBERED = re.compile(r"(\d\d)_\w+\.py")
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One numbered file of the course."""
+
+    number: int
+    path: Path
+
+    @property
+    def text(self) -> str:
+        """The docstring of the file."""
+        return ast.get_docstring(ast.parse(self.path.read_text(encoding="utf-8"))) or ""
+
+    @property
+    def title(self) -> str:
+        """The first line of the docstring, without the number."""
+        return self.text.splitlines()[0].partition(": ")[2].rstrip(".")
+
+
+def folder() -> Path:
+    """The folder of the course.
+
+    Raises:
+        ValueError: the package ``plait_lessons`` is not installed.
+    """
+    spec = find_spec("plait_lessons")
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError("the lessons are not installed: they come with plait, so install it again")
+    package = Path(spec.submodule_search_locations[0])
+    return package / "course" if (package / "course").is_dir() else package.parent
+
+
+def numbered(part: str = "") -> tuple[Lesson, ...]:
+    """The numbered files of the course, or of one of its folders, in order."""
+    return tuple(sorted(_files(folder() / part), key=lambda lesson: lesson.number))
+
+
+def _files(place: Path) -> Iterator[Lesson]:
+    for path in place.glob("*.py"):
+        if match := NUMBERED.fullmatch(path.name):
+            yield Lesson(int(match[1]), path)
+
+
+def find(number: int, part: str = "") -> Lesson:
+    """One numbered file.
+
+    Raises:
+        ValueError: there is none with this number.
+    """
+    found = {lesson.number: lesson for lesson in numbered(part)}
+    if number not in found:
+        kind = part.rstrip("s") or "lesson"
+        raise ValueError(f"there is no {kind} {number}: they are {', '.join(map(str, found))}; see plait lesson list")
+    return found[number]

@@ -1,0 +1,57 @@
+"""Every lesson of the course runs and holds; ``plait lesson`` finds it, in the repository and in a wheel."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from plait.run.commands.main import main
+from plait.run.course.lessons import find, folder, numbered
+
+SAYS = {
+    1: "every parameter is that of the plain loop, to the bit",
+    2: "1 T parameters on 256 devices, stage 3: 62.5 GB each",
+    3: "every parameter is that of one process, to the bit",
+    4: "rank 1 receives float32 (3,) from rank 0, which sent float32 (2,)",
+    5: "all-reduce = reduce-scatter + all-gather: equal to the bit",
+}
+"""Words that each lesson prints near its end."""
+
+
+@pytest.mark.parametrize("number", SAYS)
+def test_a_lesson_holds(number: int, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["lesson", "run", str(number)]) == 0
+    assert SAYS[number] in capfd.readouterr().out
+
+
+def test_every_lesson_is_run_and_reads_like_one() -> None:
+    lessons = numbered()
+    assert [lesson.number for lesson in lessons] == list(SAYS)
+    for lesson in lessons:
+        text, lines = lesson.text, lesson.path.read_text().splitlines()
+        assert text.startswith(f"Lesson {lesson.number}: ") and f"plait lesson run {lesson.number}" in text
+        assert "The idea." in text and "Predict before you run it" in text
+        assert len(lines) <= 200, f"{lesson.path.name}: {len(lines)} lines"
+
+
+def test_another_number_of_ranks() -> None:
+    assert main(["lesson", "run", "5", "--ranks", "3"]) == 0
+
+
+def test_a_lesson_that_is_not_there_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["lesson", "run", "77"]) == 2
+    assert "there is no lesson 77: they are 1, 2, " in capfd.readouterr().err
+
+
+def test_the_list_has_titles_and_files(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["lesson", "list"]) == 0
+    out = capfd.readouterr().out
+    assert "  1  one process " in out and str(folder()) in out and find(5).path.name in out
+
+
+def test_the_page_of_the_course_has_every_lesson() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "course.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE)
+    assert listed == [(str(lesson.number), lesson.title) for lesson in numbered()]

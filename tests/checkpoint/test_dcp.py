@@ -81,12 +81,12 @@ FORMS: dict[str, Callable[[Plain], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("form", "ranks"), [("top", 1), ("below", 2), ("flat", 3)])
-def test_every_form_is_the_same_run(form: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["top", "below", "flat"])
+def test_every_form_is_the_same_run(form: str, tmp_path: Path) -> None:
     plain = Plain()
     theirs = save(tmp_path / "theirs", FORMS[form](plain))
-    folder = import_dcp(theirs, tmp_path / "run", ranks=ranks)
-    assert not Checkpoint.find(folder).damages() and len(list(Path(str(folder)).glob("*.safetensors"))) == ranks
+    folder = import_dcp(theirs, tmp_path / "run")
+    assert not Checkpoint.find(folder).damages()
     for extra, step, model, optimizer in loaded(tmp_path / "run"):
         assert step == 2 and not differences(extra, {"epoch": 7, "t": torch.ones(2, 3)})
         assert not differences(model, dict(plain.model.state_dict()))

@@ -95,12 +95,12 @@ def test_nothing_that_a_terminal_obeys_is_printed(
     saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     whole = Checkpoint.find(saved)
-    tensors = whole.tensors | {f"{NASTY}/{name}": tensor for name, tensor in whole.tensors.items()}
-    write_checkpoint(tmp_path / "nasty", 2, whole.manifest.values, tensors, 2)
+    tensors = {f"{NASTY}/{name}": tensor for name, tensor in whole.tensors.items()} | whole.tensors
+    write_checkpoint(tmp_path / "nasty", 2, whole.manifest.values, tensors)
     nasty = tmp_path / "nasty"
     for words in (("show", nasty), ("diff", nasty, saved), ("show", tmp_path / NASTY), ("verify", nasty)):
         if words[0] == "verify":
-            (nasty / "step-000002" / "rank-00001.safetensors").write_bytes(b"")
+            (nasty / "step-000002" / "rank-00000.safetensors").write_bytes(b"")
         call(*words)
         shown = capsys.readouterr()
         both = shown.out + shown.err
@@ -148,7 +148,7 @@ def test_diff_finds_every_element_and_value(saved: Path, capsys: pytest.CaptureF
     tensors["ema/0.bias"] = of(torch.ones(22))
     tensors["value/0"] = of(torch.tensor([0, 1, 5, 3]))
     text = json.dumps(whole.manifest.values).replace("0.03", "0.02").replace("2.5", "-0.0")
-    write_checkpoint(tmp_path, 2, json.loads(text), tensors, 1)
+    write_checkpoint(tmp_path, 2, json.loads(text), tensors)
     assert call("diff", saved, tmp_path, "--json", tmp_path / "found") == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith(f"{len(lines) - 1} differences: ")
@@ -178,23 +178,11 @@ def of(tensor: Tensor) -> Stored:
     return Stored(tensor.dtype, tuple(tensor.shape), fill)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5, 40])
-def test_reshard_is_the_same_in_other_files(
-    saved: Path, ranks: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    before = {file: file.read_bytes() for file in saved.rglob("*") if file.is_file()}
-    assert call("reshard", saved, tmp_path / "out", "--ranks", ranks) == 0
-    assert {file: file.read_bytes() for file in saved.rglob("*") if file.is_file()} == before
-    folder = tmp_path / "out" / "step-000002"
-    files = sorted(folder.glob("*.safetensors"))
-    assert len(files) == ranks and call("verify", tmp_path / "out") == call("diff", saved, folder) == 0
-    sizes = Checkpoint.find(folder).manifest.files.values()
-    assert len({size.digest for size in sizes}) == ranks or ranks == 40, "some have nothing"
-    assert call("reshard", saved, tmp_path / "out") == 2, "never overwritten"
-    (tmp_path / "out" / "step-000002" / files[0].name).write_bytes(b"")
-    assert call("reshard", folder, tmp_path / "again") == 2 and not (tmp_path / "again").exists(), (
-        "damage is not washed"
-    )
+def test_damage_is_not_washed(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = shutil.copytree(saved, tmp_path / "run")
+    (copy / "step-000002" / "rank-00000.safetensors").write_bytes(b"")
+    assert call("export-dcp", copy, tmp_path / "again") == 2 and not (tmp_path / "again").exists()
+    assert "is neither compared nor converted" in capsys.readouterr().err
 
 
 def test_a_block_is_in_memory_at_a_time(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +198,7 @@ def test_a_block_is_in_memory_at_a_time(saved: Path, tmp_path: Path, monkeypatch
 
     blocks = Stored.blocks
     monkeypatch.setattr(Stored, "blocks", lambda self, region, most=100: blocks(self, region, most))
-    write_checkpoint(tmp_path, 2, whole.manifest.values, {name: counted(one) for name, one in whole.tensors.items()}, 2)
+    write_checkpoint(tmp_path, 2, whole.manifest.values, {name: counted(one) for name, one in whole.tensors.items()})
     assert max(sizes) == 100 and len(sizes) > 30
     assert call("diff", saved, tmp_path) == 0
     assert storing.BLOCK == 1 << 24
@@ -228,10 +216,8 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a manifest that is a folder": (("show", "HERE/foldered"), "no plain file"),
     "a long name": (("show", "x" * 300), "File name too long"),
     "the other is missing": (("diff", "RUN", "HERE/no"), "there is no checkpoint in"),
-    "ranks": (("reshard", "RUN", "HERE/new", "--ranks", "0"), "ranks is 0: give a whole number from 1"),
-    "into itself": (("reshard", "RUN", "RUN"), "exists already"),
-    "into a file": (("reshard", "RUN", "HERE/file"), "File exists"),
-    "no room": (("reshard", "RUN", "/proc/nowhere"), "/proc/nowhere"),
+    "into itself": (("export-dcp", "RUN", "RUN"), "exists already"),
+    "no room": (("export-dcp", "RUN", "/proc/nowhere"), "No such file"),
     "export without a source": (("export", "RUN", "HERE/new"), "--source"),
     "export from nowhere": (("export", "RUN", "HERE/new", "--source", "HERE/no"), "no such folder"),
     "no DCP folder": (("import-dcp", "RUN", "HERE/new"), "is no folder of torch.distributed.checkpoint"),

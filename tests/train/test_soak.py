@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from plait.run.train.course import MOST, Course, Thinned
-
 RANKS = Path(__file__).with_name("soak_ranks.py")
 SMALL = ["--model", "mlp", "--layers", "1", "--width", "8", "--batch", "4"]
 
@@ -46,16 +44,3 @@ def test_five_thousand_steps(world: str, layout: str) -> None:
     words = layout.split() if "pipe" not in layout else [*layout.split(), "--layers", "2"]
     left = grown(5000, "--world", world, *words)
     assert left["blocks"] < 1 and left["heap"] < 20 and left["rss"] < 60, left
-
-
-def test_the_course_of_a_run_is_thinned_evenly() -> None:
-    thinned = Thinned()
-    for step in range(10 * MOST):
-        thinned.add(float(step))
-    gaps = {b - a for a, b in zip(thinned.values, thinned.values[1:], strict=False)}
-    assert MOST // 2 <= len(thinned.values) <= MOST and len(gaps) == 1 and thinned.values[0] == 0
-    course = Course(all_lines=True)
-    for step, loss in enumerate((3.0, 2.0, 1.0)):
-        course.add({"step": step, "loss": loss, "tokens": 10, "seconds": 1 + step})
-    assert (course.first["step"], course.last["step"], course.steps, course.rate) == (0, 2, 3, 5)
-    assert course.losses.values == [3, 2, 1] and len(course.lines or ()) == 3

@@ -7,7 +7,6 @@ retention.py     removal of old checkpoints
 load.py          ``plait.load``: into any layout, each rank reads its regions
 fits.py          a checkpoint against an engine: nothing is lost, nothing is left over
 places.py        the place that a path or URL names, and the checkpoints in it
-same_folder.py   a check that all hosts see the same folder
 folder.py        a place on a file system: folders that are complete or absent
 objects.py       a place under a URL, where nothing can be renamed
 hashing.py       digests of files, by any number of threads

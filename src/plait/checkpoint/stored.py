@@ -178,4 +178,4 @@ class Checkpoint:
     def check(self) -> None:
         """Raises ValueError if a file is damaged: a copy with new hashes would look sound."""
         for text in self.damages().values():
-            raise ValueError(f"{text}; a damaged checkpoint is neither compared nor written anew")
+            raise ValueError(f"{text}; a damaged checkpoint is neither compared nor converted")

@@ -105,7 +105,8 @@ class Writing:
             if clock() > self._end:
                 raise TimeoutError(
                     f"rank 0 has waited {clock() - self._begun:.1f} s for {named(missing)} to write to "
-                    f"{str(partial)!r}: nothing is saved; look at their disks, or give Saver(deadline=...) more"
+                    f"{str(partial)!r}: nothing is saved; look at their disks, see that all hosts share this "
+                    f"folder, or give Saver(deadline=...) more"
                 )
         return [json.loads(contents(partial.file(rank, NOTE), LARGEST)) for rank in range(self.save.ranks)]
 

@@ -1,7 +1,6 @@
 """The ``plait`` command: takes words and flags, returns an exit code.  The other packages do the work.
 
 main.py        ``plait WORD ...``: parses, and runs the command of that name    start here
-flags.py       turns words into a config: groups of flags, hints for a wrong flag
 train.py       ``plait train``: starts a run, or continues one
 verify.py      ``plait verify``: verifies a layout, a matrix of layouts, or another engine
 schedule.py    ``plait schedule``: prints, proves and draws schedules

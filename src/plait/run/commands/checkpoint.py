@@ -3,7 +3,6 @@
 plait checkpoint show RUN                           prints the newest: step, files, tensors, groups
 plait checkpoint verify RUN --all                   checks each file's size, hash and header
 plait checkpoint diff RUN OTHER                     compares tensor by tensor, value by value
-plait checkpoint reshard RUN NEW --ranks 8          writes the same contents to other files
 plait checkpoint export RUN NEW --source FOLDER     writes a folder for transformers
 plait checkpoint import-dcp FOLDER RUN              reads torch.distributed.checkpoint; export-dcp writes it
 
@@ -35,7 +34,6 @@ from plait.run.commands.bench import size_text
 from plait.run.formats.dcp import export_dcp, import_dcp
 from plait.run.formats.differences import differences
 from plait.run.formats.huggingface import export
-from plait.run.formats.rewrite import reshard
 from plait.run.job.families import FOLDER
 from plait.run.models.hf import check_installed
 from plait.run.models.pretrained import Pretrained
@@ -252,24 +250,6 @@ class DiffCheckpoints:
 
 
 @dataclass(frozen=True)
-class ReshardCheckpoint:
-    """Write a checkpoint in as many files as a given number of ranks would; any number of ranks loads either."""
-
-    path: tyro.conf.Positional[str]
-    """A checkpoint, or a folder of them, of which the newest is read."""
-    out: tyro.conf.Positional[str]
-    """A folder for checkpoints that has none of this step yet."""
-    ranks: int = 1
-    """Number of files to write."""
-
-    def run(self) -> int:
-        saved = Checkpoint.find(self.path)
-        with _room(self.out, _bytes_of(saved)), working():
-            new = reshard(saved, self.out, self.ranks)
-        return written(new)
-
-
-@dataclass(frozen=True)
 class ExportCheckpoint:
     """Write a folder that transformers reads with from_pretrained."""
 
@@ -317,14 +297,11 @@ class ImportDCP:
     """The seed of the engine that will load it."""
     without: tuple[str, ...] = ()
     """Keys to leave out, with all below them."""
-    ranks: int = 1
-    """Files to write."""
 
     def run(self) -> int:
-        options = {"step": self.step, "seed": self.seed, "without": self.without, "ranks": self.ranks}
         need = sum(file.stat().st_size for file in Path(self.folder).glob("*.distcp"))
         with _room(self.out, need), working():
-            new = import_dcp(self.folder, self.out, **options)  # type: ignore[arg-type]
+            new = import_dcp(self.folder, self.out, step=self.step, seed=self.seed, without=self.without)
         return written(new)
 
 
@@ -376,7 +353,6 @@ class CheckpointCommand:
         Annotated[ShowCheckpoint, tyro.conf.subcommand("show")]
         | Annotated[VerifyCheckpoint, tyro.conf.subcommand("verify")]
         | Annotated[DiffCheckpoints, tyro.conf.subcommand("diff")]
-        | Annotated[ReshardCheckpoint, tyro.conf.subcommand("reshard")]
         | Annotated[ExportCheckpoint, tyro.conf.subcommand("export")]
         | Annotated[ImportDCP, tyro.conf.subcommand("import-dcp")]
         | Annotated[ExportDCP, tyro.conf.subcommand("export-dcp")],

@@ -114,8 +114,6 @@ def parse(argv: Sequence[str]) -> Any:
     """Parses the command line into one of the configs.  Usage errors exit with code 2, like argparse's."""
     import tyro
 
-    from plait.run.commands.flags import check_flags
-
     argv, plugins = take_files(own_words(argv))
     for file in plugins:  # the help texts list its rows too
         load_plugin(file)
@@ -126,8 +124,6 @@ def parse(argv: Sequence[str]) -> Any:
     of_a_run = name in ("train", "verify")
     if name in COMMANDS:  # a separate parser, so that errors refer to the command's help
         kind, prog = kind_of(name), f"plait {name}"
-        if name not in NESTED:
-            check_flags(name, kind, words)
         with heard():  # a help text may be printed
             default = {"default": _defaults(kind, words)} if of_a_run else {}
             flat = () if name in NESTED else (tyro.conf.OmitArgPrefixes,)

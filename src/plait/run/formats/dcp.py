@@ -42,7 +42,6 @@ def import_dcp(
     step: int | None = None,
     seed: int = 0,
     without: Sequence[str] = (),
-    ranks: int = 1,
 ) -> Storage:
     """Writes the contents of a folder of torch.distributed.checkpoint as a checkpoint; returns the one in ``out``.
 
@@ -50,7 +49,6 @@ def import_dcp(
         step: steps made; the optimizer's own count unless given.
         seed: the seed of the engine that will load it.
         without: keys to leave out, with all keys below them.
-        ranks: the number of files to write.
 
     Raises:
         ValueError: it is damaged, names what torch does not write, or has an entry that is not understood.
@@ -69,7 +67,7 @@ def import_dcp(
     made = _steps(state) if step is None else step
     run = {"step": made, "seed": seed, "loss_scale": None}
     values = {"optimizer": state, "run": run, "ema": None, "extra": _named(extra, tensors) or None}
-    return write_checkpoint(out, made, encoded({**values, "optimizer_classes": None}, {}), tensors, ranks)
+    return write_checkpoint(out, made, encoded({**values, "optimizer_classes": None}, {}), tensors)
 
 
 def _is_below(path: Keys, keys: Sequence[str]) -> bool:

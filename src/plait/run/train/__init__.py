@@ -2,7 +2,5 @@
 
 run.py         the run of a rank, from the config to the summary
 resume.py      the settings in a checkpoint, and those that must not change when a run goes on
-as_saved.py    after a load: the run compared with the files once more
-course.py      the summary at the end of a run, in little memory
 timeline.py    the last steps of a run, beside the step that their costs predict
 """

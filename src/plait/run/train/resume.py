@@ -34,7 +34,6 @@ from plait.run.job.config import JobConfig
 from plait.run.job.job import Job
 from plait.run.job.optimizer import OptimizerConfig
 from plait.run.job.sections import flags
-from plait.run.train.as_saved import check_as_saved
 from plait.run.watch.processes import launcher, started
 from plait.step import Engine
 from plait.table.collectives import Note
@@ -309,7 +308,6 @@ def resume(
         for group in one.param_groups
     ]
     loaded = load(found, engine)
-    compared = check_as_saved(loaded.path, engine)
     kept = kept_of({"extra": loaded.extra}, loaded.path)
     changed = differences(config, kept, job.digest())
     check_left(loaded.path, engine.steps, config.task.samples.steps)
@@ -320,10 +318,7 @@ def resume(
         if scheduler is not None:
             scheduler.load_state_dict(kept["schedule"])
     say = partial(console.print, markup=False)
-    say(
-        f"resumed at step {engine.steps} from {loaded.path}: read again and compared, {compared} pieces on rank 0, "
-        f"groups, counters and schedule are exactly those that were saved"
-    )
+    say(f"resumed at step {engine.steps} from {loaded.path}")
     for one in changed:
         say(f"  changed: {one}")
     layouts = [str(layout) for layout in kept["layouts"]]

@@ -9,7 +9,9 @@ import math
 import platform
 import shlex
 import signal
+import statistics
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, astuple, dataclass, field, replace
@@ -23,7 +25,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from plait import __version__
 from plait.checkpoint.files.writing import write_json, write_text
-from plait.checkpoint.same_folder import check_same_folder
 from plait.checkpoint.save import Saver
 from plait.comm import Comm
 from plait.comm.agree import gather_ints
@@ -49,7 +50,6 @@ from plait.run.measure.gpu import GpuUtilisation
 from plait.run.measure.machine import peak_memory
 from plait.run.report.screen import screen, working
 from plait.run.report.training import ProgressView, RankBytes, bytes_table, spark
-from plait.run.train.course import Course
 from plait.run.train.resume import SETTINGS, SUMMARY, extra_of, layout_of, remove_later, resume, saver_of
 from plait.run.train.timeline import record_timeline, show_timeline, write_timeline
 from plait.step import Engine
@@ -107,7 +107,10 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     layouts = resume(config, job, comm, engine, scheduler, console)
     training.first, now = engine.steps, layout_of(config)
     training.layouts = layouts if layouts[-1:] == [now] else [*layouts, now]
-    course = Course(all_lines=bool(config.files.json) and comm.rank == 0)
+    losses, rates = array("f"), array("f")  # of each step, 4 bytes each
+    first: dict[str, Any] = {}
+    last: dict[str, Any] = {}
+    lines: list[dict[str, Any]] = []
     watch = GpuUtilisation(comm.device.index or 0) if comm.device.type == "cuda" else nullcontext()
     view = ProgressView(
         console, engine.steps + 1, config.task.samples.steps, config.course.log_every, config.task.family.unit
@@ -129,25 +132,25 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
             (Path(config.output.out) / SUMMARY).unlink(missing_ok=True)
             write_text(Path(config.output.out) / SETTINGS, to_toml(config))
     training.saver = saver_of(config, engine)
-    if config.output.out and training.saver is not None:
-        check_same_folder(Path(config.output.out), comm)
     inject(engine, config.course.inject)
     with sinks, watch as watched, view, stream, training.saver or nullcontext():
         try:
             for line in _steps(training, stream):
                 sinks.write(line)
-                course.add(line)
                 view.show(line)
+                losses.append(line["loss"])
+                rates.append(line["tokens"] / line["seconds"])
+                first, last = first or line, line
+                if config.files.json and comm.rank == 0:
+                    lines.append(line)
         except FloatingPointError as error:
             sinks.write({"step": engine.steps + 1, "stopped": str(error)})
             raise
     if training.stopped:
         return _tell_stop(training)
-    ranks, recorded, first, last = _bytes_per_rank(training), record_timeline(engine), course.first, course.last
-    console.print(
-        f"loss {first['loss']:.4f} -> {last['loss']:.4f}  {spark(course.losses.values, encoding=console.encoding)}"
-    )
-    console.print(f"{course.rate:,.0f} {config.task.family.unit}/s (median over steps, all ranks)")
+    ranks, recorded, rate = _bytes_per_rank(training), record_timeline(engine), statistics.median(rates)
+    console.print(f"loss {first['loss']:.4f} -> {last['loss']:.4f}  {spark(losses, encoding=console.encoding)}")
+    console.print(f"{rate:,.0f} {config.task.family.unit}/s (median over steps, all ranks)")
     console.print(bytes_table(ranks))
     if runs := irregular(engine, config.layout.microbatches):
         console.print(left_out(runs), soft_wrap=True)
@@ -164,12 +167,12 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         "versions": {"plait": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "config": flags(config),
         "parameters": engine.placed.num_parameters,
-        "steps": course.steps,
+        "steps": len(losses),
         "resumed_at": training.first or None,
         "first_loss": first["loss"],
         "last_loss": last["loss"],
         "eval_loss": last.get("eval_loss"),
-        f"{config.task.family.unit}_per_second": course.rate,
+        f"{config.task.family.unit}_per_second": rate,
         "peak_memory": last["peak_memory"],
         "bytes_per_rank": [asdict(r) for r in ranks],
         "stages": engine.placed.split,
@@ -179,7 +182,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         "equal_to_one_process": same,
     }
     if config.files.json:
-        write_json(config.files.json, summary | {"metrics": course.lines})
+        write_json(config.files.json, summary | {"metrics": lines})
     if config.output.out:
         write_timeline(recorded, Path(config.output.out), f"{config.task.title}, {config.row.name} on {comm.mesh}")
         write_json(str(Path(config.output.out) / SUMMARY), summary)

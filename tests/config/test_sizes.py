@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from plait.referee.verify.matrix import References, verdict_of
+from plait.referee.verify.matrix import verdict_of
 from plait.run.config import VerifyConfig, validate
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
@@ -72,5 +72,5 @@ def test_it_is_refused_before_anything_starts(changes: dict[str, Any], says: lis
 @pytest.mark.parametrize("changes", PADDED, ids=str)
 def test_it_is_padded_and_equal(changes: dict[str, Any]) -> None:
     config = VerifyConfig(**{"steps": 2, "dtype": "fp64" if "tensor" in changes["mesh"] else "fp32", **changes})
-    verdict = verdict_of(config, References())
+    verdict = verdict_of(config)
     assert verdict.equal, verdict

@@ -1,22 +1,27 @@
-"""The small jobs of the verification's tests, and verdicts on their layouts; references are kept as in the matrix."""
+"""The small jobs of the verification's tests, and verdicts on their layouts.  Layouts of one job share references."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
 
 from plait.comm import run
 from plait.comm.prepared import Alone
-from plait.referee.verify.matrix import References
 from plait.referee.verify.observed import RankRecord, Record
+from plait.referee.verify.plain import run_plain
 from plait.referee.verify.record import record_run
+from plait.referee.verify.reference import run_reference
 from plait.referee.verify.run import Verdict, judge, replay
 from plait.run.config import VerifyConfig
-from plait.run.job.job import Job
+from plait.run.job.config import JobConfig
+from plait.run.job.job import Job, make_job
 from plait.table.collectives import Note
+from plait.table.mesh import Mesh
+from plait.table.precision import Precision
 from plait.zero import flat_gradient, gradients
 
 MLP = VerifyConfig(model="mlp", layers=16, width=17, batch=13, steps=5, clip=0.3, bucket=0)
@@ -27,12 +32,27 @@ GPT = VerifyConfig(
 TINY = replace(MLP, layers=3, width=5)
 MODELS = {"mlp": MLP, "gpt": GPT}
 
-KEPT = References()
+JOBS: dict[tuple[JobConfig, Precision], Job] = {}
+REPLAYS: dict[str, Record] = {}
 
 
 def job_of(config: VerifyConfig) -> Job:
     """The config's job, made once for all layouts."""
-    return KEPT.job(config)
+    key = config.task, config.dtypes.precision
+    if key not in JOBS:
+        JOBS[key] = make_job(config.task, config.dtypes)
+    return JOBS[key]
+
+
+def replayed(job: Job, mesh: Mesh, *rest: Any, **settings: Any) -> Record:
+    """``run_reference``, made once for the layouts whose replay is the same run."""
+    key = repr((id(job), mesh.replica, mesh.shard, rest, sorted(settings.items())))
+    if key not in REPLAYS:
+        REPLAYS[key] = run_reference(job, mesh, *rest, **settings)
+    return REPLAYS[key]
+
+
+plain = cache(run_plain)
 
 
 @dataclass
@@ -64,8 +84,8 @@ def verify(config: VerifyConfig, **changes: Any) -> Verified:
 
 def judged(config: VerifyConfig, ranks: list[RankRecord]) -> Verified:
     job = job_of(config)
-    tree = replay(job, config, ranks, KEPT.run)
-    return Verified(ranks, tree, judge(job, config, ranks, tree, KEPT.plain(job, config)))
+    tree = replay(job, config, ranks, replayed)
+    return Verified(ranks, tree, judge(job, config, ranks, tree, plain(job, config.task)))
 
 
 def not_sent(patch: pytest.MonkeyPatch, lost: Callable[[Any, Note], bool]) -> None:

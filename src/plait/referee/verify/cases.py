@@ -1,8 +1,7 @@
 """The cells of ``plait verify --matrix``: which layouts are compared with the single process, and with which settings.
 
     small    every two values of all dimensions meet in a cell, on at most 8 ranks
-    full     the same on at most 16 ranks; every row of the table on every mesh of at most 8 ranks; grouped heads;
-             oneDNN's fp32 products over a tensor axis
+    full     the same on at most 16 ranks, and every row of the table on every mesh of at most 8 ranks
 
 A *point* gives each dimension a value; ``config_of`` turns it into a config of ``plait verify``.  The sizes are as
 awkward as the meshes allow: 67 samples, which no mesh divides, 9 links, which few numbers of stages divide, 7 tokens,
@@ -12,7 +11,7 @@ a head cannot be parted.
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import cycle, product
 from typing import Any, Literal
@@ -88,10 +87,14 @@ of those a verdict says little, since they are equal only within the rounding of
 
 def cells(size: Size) -> tuple[VerifyConfig, ...]:
     """The configs of a matrix, without repetition."""
-    configs = list(map(config_of, points(8 if size == "small" else 16)))
+    found = points(8 if size == "small" else 16)
     if size == "full":
-        configs += [*every_row_on_every_mesh(), *grouped_heads(), *products_of_onednn()]
-    return tuple(dict.fromkeys(configs))
+        orders, meshes = cycle(ORDERS), [Mesh(*counts) for counts in product(COUNTS, repeat=len(AXES))]
+        for mesh, row in product([mesh for mesh in meshes if mesh.size <= 8], TABLE):
+            order = next(orders) if mesh.pipe > 1 else None
+            point = {"model": "gpt", "strategy": row, "schedule": order, "microbatches": 2}
+            found.append(point | {axis: mesh.axis(axis) for axis in AXES})
+    return tuple(dict.fromkeys(map(config_of, found)))
 
 
 def points(most: int) -> list[dict[str, Any]]:
@@ -140,48 +143,6 @@ def uneven(num_stages: int) -> str:
     sizes = [1] * num_stages
     sizes[num_stages // 2] += LINKS - num_stages
     return " ".join(map(str, sizes))
-
-
-def decoder(mesh: Mesh, row: str, order: str | None, **settings: Any) -> VerifyConfig:
-    """The decoder on a mesh, with two microbatches."""
-    point = {"model": "gpt", "strategy": row, "schedule": order, "microbatches": 2}
-    return config_of({**point, **{axis: mesh.axis(axis) for axis in AXES}, **settings})
-
-
-def every_row_on_every_mesh() -> Iterator[VerifyConfig]:
-    """Each row of the table on each mesh of at most 8 ranks; orders in turn where there is a pipeline."""
-    orders = cycle(ORDERS)
-    for counts in product(COUNTS, repeat=len(AXES)):
-        mesh = Mesh(*counts)
-        for row in TABLE if mesh.size <= 8 else ():
-            yield decoder(mesh, row, next(orders) if mesh.pipe > 1 else None)
-
-
-def grouped_heads() -> Iterator[VerifyConfig]:
-    """Key/value heads that serve 2, 3 or 4 query heads each, also where the tensor axis cuts them."""
-    for kv_heads, mesh, row, order in (
-        (6, "shard=3", "zero3", None),
-        (4, "pipe=2 shard=2", "hsdp", "zbv"),
-        (3, "pipe=3 replica=2", "zero1", "interleaved"),
-        (6, "tensor=3", "ddp", None),
-        (4, "shard=2 tensor=4", "zero2", None),
-        (4, "pipe=2 tensor=2", "zero3", "zb_h1"),
-        (3, "pipe=2 replica=2 tensor=3", "hpz", "1f1b"),
-    ):
-        yield decoder(Mesh.parse(mesh), row, order, kv_heads=kv_heads)
-
-
-def products_of_onednn() -> Iterator[VerifyConfig]:
-    """Products that a tensor axis splits, in fp32, since oneDNN makes no others."""
-    for mesh, row, order, recompute in (
-        ("tensor=3", "ddp", None, None),
-        ("shard=2 tensor=2", "zero3", None, "full"),
-        ("pipe=2 tensor=2", "zero1", "zb_h1", None),
-        ("pipe=2 replica=2 tensor=4", "hsdp", "zbv", "full"),
-    ):
-        for sequence in (False, True) if has_onednn() else ():
-            settings = {"recompute": recompute, "sequence_parallel": sequence, "dtype": "fp32", "gemm": "onednn"}
-            yield decoder(Mesh.parse(mesh), row, order, **settings)
 
 
 def due(config: VerifyConfig) -> str:

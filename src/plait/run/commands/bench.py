@@ -1,4 +1,4 @@
-"""Shows the measurements of ``plait bench comm`` as a table and as JSON."""
+"""Shows the measurements of ``plait bench comm`` as a table with a plot of the bandwidths, and as JSON."""
 
 import datetime
 import platform
@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 import tyro
+from rich.bar import Bar
 from rich.table import Table
 
 from plait.checkpoint.files.writing import write_json
@@ -61,17 +62,20 @@ def title(config: BenchConfig) -> str:
 
 
 def table(config: BenchConfig, results: Sequence[Measurement]) -> Table:
-    """A table with one row per measurement."""
+    """A table with one row per measurement; the last column plots busbw."""
+    fastest = max(row.busbw for row in results)
     table = Table(title=title(config), caption="time: median of the slowest rank's; algbw, busbw: 10^9 bytes/s")
     for column in ("operation", "bytes", "time", "min", "max", "algbw", "busbw"):
         table.add_column(column, justify="left" if column == "operation" else "right", no_wrap=True)
+    table.add_column("plot", width=8)
     previous = ""
     for row in results:
         if previous and row.kind != previous:
             table.add_section()
         times = map(seconds_text, (row.seconds, row.seconds_min, row.seconds_max))
         rates = (f"{rate / 1e9:.3f}" for rate in (row.algbw, row.busbw))
-        table.add_row(row.kind if row.kind != previous else "", size_text(row.bytes), *times, *rates)
+        name, bar = row.kind if row.kind != previous else "", Bar(fastest, 0, row.busbw)
+        table.add_row(name, size_text(row.bytes), *times, *rates, bar)
         previous = row.kind
     return table
 

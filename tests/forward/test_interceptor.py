@@ -87,9 +87,7 @@ def stock() -> nn.Module:
         return nn.Sequential(nn.Linear(cases.WIDTH, 4), inner, nn.Linear(4, 3)).double()
 
 
-def functions_seen(
-    loss_fn: Any, change: Any = lambda model: None, *, own_loop: bool = False, mesh: str = "shard=1"
-) -> list[str]:
+def functions_seen(loss_fn: Any, change: Any = lambda model: None, *, own_loop: bool = False) -> list[str]:
     """What the interceptors see in a step of a model whose hooks are changed after the engine was built."""
     seen: list[str] = []
     original = Interceptor.__torch_function__
@@ -109,27 +107,13 @@ def functions_seen(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Interceptor, "__torch_function__", noting)
-        run(Mesh.parse(mesh), body, deadline=20)
+        run(Mesh(), body, deadline=20)
     return seen
 
 
 def squares(model: nn.Module, x: Tensor) -> Tensor:
     total: Tensor = model(x.tanh()).square().sum()
     return total
-
-
-def test_inside_of_stock_layers_nothing_is_seen() -> None:
-    assert functions_seen(squares) == ["tanh", "square", "sum"]
-    assert functions_seen(squares, own_loop=True) == []
-    assert functions_seen(squares, own_loop=True, mesh="shard=2") == []
-    assert sorted(functions_seen(squares, mesh="shard=2")) == ["square", "square", "sum", "sum", "tanh", "tanh"]
-    assert "linear" not in functions_seen(squares, mesh="pipe=2 shard=2")
-
-    def under_a_device(model: nn.Module, x: Tensor) -> Tensor:
-        with torch.device("cpu"):  # a mode of torch's own, on top of ours
-            return squares(model, x)
-
-    assert "linear" in functions_seen(under_a_device), "ours stays where it cannot be taken off"
 
 
 def test_what_a_loss_draws_is_served_or_refused_beside_a_model_that_cannot_draw() -> None:
@@ -141,7 +125,7 @@ def test_what_a_loss_draws_is_served_or_refused_beside_a_model_that_cannot_draw(
 
 
 @pytest.mark.parametrize("own_loop", [False, True])
-@pytest.mark.parametrize("name", ["", "0", "1.0"])
+@pytest.mark.parametrize("name", ["0", "1.0"])
 @pytest.mark.parametrize("where", ["register_forward_hook", "register_forward_pre_hook"])
 def test_hooks_added_later_are_seen(where: str, name: str, own_loop: bool) -> None:
     def drawing(function: Any) -> Any:
@@ -312,20 +296,9 @@ def test_a_hook_on_all_modules_is_served_its_dropout() -> None:
     assert losses(1) == losses(2)
 
 
-def hooked(model: nn.Module) -> None:
-    model[1].register_forward_hook(lambda *call: None)  # type: ignore[index]
-
-
-def tagged(model: nn.Module) -> None:
-    model.tag = 1  # type: ignore[assignment]
-
-
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("change", [hooked, tagged, lambda model: None])
 @pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_what_the_loop_draws_between_forwards_is_torchs_own(row: str, change: Any, own: bool) -> None:
-    """Also where a model that draws nothing was left alone, and is followed from a later forward on."""
-
+def test_what_the_loop_draws_between_forwards_is_torchs_own(row: str, own: bool) -> None:
     def body(comm: Comm) -> None:
         middle = nn.SyncBatchNorm(cases.WIDTH) if own else nn.Tanh()
         model = nn.Sequential(nn.Linear(cases.WIDTH, cases.WIDTH), middle, nn.Linear(cases.WIDTH, 3)).double()
@@ -333,7 +306,6 @@ def test_what_the_loop_draws_between_forwards_is_torchs_own(row: str, change: An
             nn.init.constant_(parameter, 0.1)
         optimizer = sgd(model.parameters())
         engine = Engine(model, comm, strategy=row, optimizer=optimizer)
-        change(model)
         for _ in range(4):
             engine.backward(model(torch.ones(4, cases.WIDTH, dtype=torch.float64)).sum(), 4)
             assert not torch._C._len_torch_function_stack()

@@ -21,9 +21,7 @@ import plait
 from plait import run_threads as run
 from plait.comm import Comm
 from plait.step import Engine
-from plait.table.cells import TABLE, moves
 from plait.table.mesh import Mesh
-from plait.zero.unit import OpenUnits, Unit
 
 WIDTH = cases.WIDTH
 
@@ -304,20 +302,6 @@ def test_a_module_beside_the_blocks_that_each_of_them_calls(row: str, prefetch: 
     template = distinct(Beside())
     ranks = train(template, "replica=2 shard=2", row, batches(), prefetch=prefetch, recompute=recompute)
     agree(ranks, plain(template, batches()))
-
-
-def test_units_that_were_fetched_too_early_are_still_counted_in_a_forward() -> None:
-    open_units = OpenUnits()
-    units = [Unit(name, nn.Module(), [], moves(TABLE["zero3"]), None) for name in "abcd"]  # type: ignore[arg-type]
-    for unit in units[:3]:
-        open_units.add(unit)
-    caller, running, ahead, second = units
-    caller.users = running.users = 1
-    open_units.check_bound(running, 1, backward=False)
-    open_units.add(second)
-    with pytest.raises(AssertionError, match=r"3 units are unsharded .*\(b, c, d\), more than 2"):
-        open_units.check_bound(running, 1, backward=False)
-    assert not ahead.users and not second.users
 
 
 def test_only_the_unsharding_writes_its_fields() -> None:

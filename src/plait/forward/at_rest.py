@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from plait.forward.context import CurrentForward, in_backward
 from plait.forward.interceptor import Function, Handler, read_among
 from plait.forward.parameter import AtRest
-from plait.forward.random_ops import all_silent
 from plait.tensor.metadata import name_of
 from plait.torch_private import DisableTorchFunction, tree_leaves
 
@@ -40,11 +39,6 @@ class AtRestCheck(Handler):
     def __init__(self, current: CurrentForward, split: Mapping[int, nn.Parameter], staged: set[int]) -> None:
         self.current, self.split, self.staged = current, split, staged
         self.parameters = split.keys() | staged
-        self._readers: set[tuple[int, int]] = set()
-        """Which unit has read which parameter while it was gathered, by ``id``."""
-
-    def needed_in(self, model: nn.Module) -> bool:
-        return not all_silent(model)  # torch's own layers read their own parameters, and hand out nothing else
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
         context, arguments = self.current.context, (*args, *kwargs.values())
@@ -56,15 +50,10 @@ class AtRestCheck(Handler):
             )
         read = read_among(arguments, self.split)
         for parameter in map(self.split.__getitem__, read):
-            if isinstance(parameter, AtRest):
-                if not context.units or in_backward():
-                    raise parameter.refusal(func, [parameter])
-                context.units[-1].borrow(parameter)
-            elif context.units and not in_backward():
-                reader = id(context.units[-1]), id(parameter)
-                if reader not in self._readers:
-                    self._readers.add(reader)
-                    context.units[-1].found(parameter)
+            if context.units and not in_backward():
+                context.units[-1].reads(parameter)
+            elif isinstance(parameter, AtRest):
+                raise parameter.refusal(func, [parameter])
         if read and name_of(func) == "data":
             if func.__name__ == "__set__":
                 if _is_itself(*args):  # as module.to() does with the dtype that it has

@@ -103,8 +103,7 @@ class RunningUnit(NamedTuple):
     """A unit whose forward is under way."""
 
     open_again: Callable[[], None]  # unshards it in a backward
-    borrow: Callable[[Tensor], None]  # gathers another unit's parameter for it, from now on whenever it runs
-    found: Callable[[Tensor], None]  # a parameter that it reads is gathered already
+    reads: Callable[[Tensor], None]  # its forward reads a parameter, which is gathered if it is not there
 
 
 class CutActivation(NamedTuple):

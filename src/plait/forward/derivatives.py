@@ -25,9 +25,6 @@ class Derivatives(Handler):
     def sees(self, func: Function) -> bool:
         return func is torch.autograd.grad
 
-    def needed_in(self, model: torch.nn.Module) -> bool:
-        return False
-
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
         if self.links and not self._in_a_link() and not in_backward():
             raise ValueError(

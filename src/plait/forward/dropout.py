@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from plait.forward.context import CurrentForward, RNGPosition
 from plait.forward.interceptor import Function, Handler
 from plait.forward.masks import Slice, keep_mask, stream_key
-from plait.forward.random_ops import all_silent, draws_nothing, is_random, no_stream, seeded
+from plait.forward.random_ops import draws_nothing, is_random, no_stream, seeded
 from plait.forward.random_streams import STREAMS
 from plait.forward.recurrent import draws, is_packed, layer_by_layer
 from plait.torch_private import TorchDispatchMode
@@ -37,16 +37,11 @@ class DropoutRNG(Handler):
     def __init__(
         self, seed: int, current: CurrentForward, *, slice_of: SliceOf | None = None, recomputes: bool = False
     ) -> None:
-        self.seed, self.current, self.slice_of, self.recomputes = seed, current, slice_of, recomputes
+        self.seed, self.current, self.slice_of = seed, current, slice_of
+        self.in_eval = recomputes
 
     def sees(self, func: Function) -> bool:
         return func in _SERVED or func in _COMPOSITE or is_random(func)
-
-    def needed_in(self, model: nn.Module) -> bool:
-        return self.recomputes or not all_silent(model)
-
-    def idle(self) -> bool:
-        return not self.current.context.draws and not self.recomputes
 
     def mask(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
         """The next mask of the running module: bool, ``shape``, True where an element survives.

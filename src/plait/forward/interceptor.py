@@ -28,8 +28,6 @@ from plait.forward.stays import StaysHere
 from plait.tensor.metadata import only_metadata
 from plait.torch_private import (
     get_function_stack_at,
-    global_forward_hooks,
-    global_forward_pre_hooks,
     len_torch_function_stack,
     pop_torch_function_stack,
     push_on_torch_function_stack,
@@ -43,17 +41,11 @@ class Handler:
 
     parameters: Collection[int] = ()
     """By ``id``: it sees every function that reads one of these."""
+    in_eval = True
+    """False if it leaves everything alone in a forward that draws no random numbers."""
 
     def sees(self, func: Function) -> bool:
         """Whether it sees a function whatever the arguments are."""
-        return False
-
-    def needed_in(self, model: nn.Module) -> bool:
-        """Whether it may have something to do in a call of this model."""
-        return True
-
-    def idle(self) -> bool:
-        """Whether it would leave everything alone in the forward that begins."""
         return False
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
@@ -102,13 +94,9 @@ class Interceptor(EngineMode, StaysHere):
         self._known = frozenset(key for handler in self.handlers for key in handler.parameters)
         self._routes: dict[Function, tuple[Function, Function | None]] = {}
         """How each function is called, and how if it reads a parameter, where that is another way."""
-        self._watched: list[Any] = []
-        """The hooks and attributes of a model that is left alone; ``_sizes`` is how many there were."""
-        self._sizes: list[int] = []
-        self._paused = self._followed_late = False
-        self._closed: Collection[str] = ()
+        self._in_eval = any(handler.in_eval for handler in self.handlers)
         self._every = False
-        """What ``follow`` was told."""
+        """Layers that draw nothing are followed, too."""
 
     def __torch_function__(
         self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -145,13 +133,10 @@ class Interceptor(EngineMode, StaysHere):
         try:
             yield
         finally:
-            if self._paused:  # Ctrl-C in the call of a model that is left alone: it is off already
-                self._paused = False
-            else:
-                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _idle(self) -> bool:
-        return all(handler.idle() for handler in self.handlers)
+        return not self.current.context.draws and not self._in_eval
 
     def follow(
         self,
@@ -161,25 +146,14 @@ class Interceptor(EngineMode, StaysHere):
         every: bool = False,
         closed: Collection[str] = (),
     ) -> None:
-        """Keep track of which module runs, by hooks; the outermost call switches the mode on.  A model in which no
-        handler has anything to do (torch's own layers that draw nothing) is left alone: the mode is on outside of its
-        call alone, for what ``loss_fn`` may draw.  A hook that is added to one of its modules later may do anything, so
-        then it is followed.
+        """Keeps track of which module runs, by hooks; the outermost call switches the mode on.
 
         Args:
             sites: those of the whole model, of which this one is a part.
-            every: also those of torch's layers that draw nothing.
-            closed: modules whose insides are left to somebody else (see ``compiled``).
+            every: follows torch's layers that draw nothing, too.
+            closed: modules whose insides are left to the compiler (see ``compiled``).
         """
-        self._closed, self._every, self.current.sites = closed, every, sites or Sites(model)
-        hooks: list[Any] = [global_forward_pre_hooks, global_forward_hooks]
-        if not any(hooks) and not any(handler.needed_in(model) for handler in self.handlers):
-            self._watched = hooks
-            for module in model.modules():
-                self._watched += [module._forward_pre_hooks, module._forward_hooks, vars(module)]
-            model.register_forward_pre_hook(self._leave_alone, prepend=True)
-            model.register_forward_hook(self._come_back, always_call=True)
-            return
+        self._every, self.current.sites = every, sites or Sites(model)
         for name, module in model.named_modules():
             if not any(_inside(name, one) for one in closed):
                 self._track(model, name, module)
@@ -187,17 +161,13 @@ class Interceptor(EngineMode, StaysHere):
     def open(self, model: nn.Module, name: str) -> None:
         """Follow the insides of a module that was closed."""
         for inner, module in model.get_submodule(name).named_modules(prefix=name):
-            if inner != name and not self._watched:
+            if inner != name:
                 self._track(model, inner, module)
 
     def _track(self, model: nn.Module, name: str, module: nn.Module) -> None:
         if self._every or module is model or not quiet(module):
             module.register_forward_pre_hook(partial(self._enter, model, name), prepend=True)
             module.register_forward_hook(self._leave, always_call=True)
-
-    def remember(self) -> None:
-        """The engine has added all its own hooks."""
-        self._sizes = list(map(len, self._watched))
 
     def _enter(self, model: nn.Module, name: str, module: nn.Module, args: Any) -> None:
         current, switches_on = self.current, False
@@ -219,27 +189,6 @@ class Interceptor(EngineMode, StaysHere):
     def _leave(self, *call: Any) -> None:
         if self.current.leave_module().switched_on:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def _leave_alone(self, model: nn.Module, args: Any) -> None:
-        if self._sizes and self._sizes != list(map(len, self._watched)):
-            self._sizes, self._watched = [], []
-            for name, module in model.named_modules():
-                if module is not model and not any(_inside(name, one) for one in self._closed):
-                    self._track(model, name, module)
-            model.register_forward_hook(self._leave, always_call=True)
-            self._followed_late = True
-        if self._followed_late:  # here, for a hook of its own would come before those that begin the engine's forward
-            self._enter(model, "", model, args)
-        elif not self._sizes:
-            return
-        elif self in _active_modes()[-1:]:
-            self._paused = True
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def _come_back(self, *call: Any) -> None:
-        if self._paused:
-            self._paused = False
-            self.__enter__()  # type: ignore[no-untyped-call]
 
 
 def _inside(name: str, outer: str) -> bool:

@@ -92,9 +92,6 @@ class Products(Handler):
                 stand_ins[key] = leaf
         return stand_ins[key]
 
-    def idle(self) -> bool:
-        return self.gemm is TORCH and self.current.context.stand_ins is None
-
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
         waits = False
         if self.current.context.stand_ins is not None and torch.is_grad_enabled():

@@ -30,6 +30,7 @@ from plait.forward.derivatives import Derivatives
 from plait.forward.dropout import DropoutRNG
 from plait.forward.interceptor import Handler, Interceptor
 from plait.forward.products import Products
+from plait.forward.random_ops import all_silent
 from plait.forward.recompute import AttentionRecompute, blocks_of, run_twice
 from plait.forward.sites import Sites
 from plait.forward.tensor_parallel import StageAxis, StageTensor
@@ -120,7 +121,6 @@ class Stage:
         copied = [(p, users[name], flat) for name, p, flat, _ in parameters_of(self.units) if users[name] is not p]
         self._copies = [FollowingParameter(p, user, whole=not (flat.split or user.is_meta)) for p, user, flat in copied]
         """Of the user's parameters, which an earlier stage of the rank has."""
-        self.interceptor.remember()
 
     def _handlers(self, settings: StageSettings, links: Sequence[str]) -> list[Handler]:
         """The handlers that this run needs, in the order of ``interceptor``."""
@@ -134,7 +134,7 @@ class Stage:
                 self.model.register_forward_hook(attention.after_model)
         split = {id(p): p for _, p, flat, _ in parameters if flat.split}
         staged = {id(p) for _, p, _, _ in parameters} if self.last and self.count > 1 else set()
-        if split or staged:
+        if staged or (split and not all_silent(self.model)):  # torch's own layers read their own parameters alone
             handlers.append(AtRestCheck(current, split, staged))
             handlers.append(Derivatives(current, links if self.count > 1 else ()))
         if settings.split_backward or gemm is not TORCH:

@@ -131,7 +131,6 @@ class Engine(StaysHere):
         self._evaluator = Evaluator(self.placed)
         if self.placed.num_stages == 1:  # else a program calls no forward
             model.register_forward_hook(self._after_forward)
-            self.placed.stages[0].interceptor.remember()  # the engine's own hook does not count as the program's
         self.listener = listener
         self._watchers: list[Watcher] = [*(make(self) for make in comm.engine_watchers), *filter(None, [listener])]
 
@@ -337,7 +336,7 @@ class Engine(StaysHere):
         if self._open is None or not self._open.reduced:
             raise ValueError("engine.publish() without engine.reduce() before it: no step is under way")
         for stage in self.placed.stages.values():
-            stage.unsharding.pins.end_step()
+            stage.unsharding.end_step()
         self.placed.publish()
         for piece in self.placed.owned:
             if piece.view.grad is not piece.gradient:  # a copy; a view of the accumulator stays readable
@@ -442,7 +441,7 @@ class Engine(StaysHere):
     @property
     def _gathers(self) -> bool:
         """True if a forward gathers anything; inside ``engine.gathered()`` ranks may run different numbers."""
-        return any(unit.split and not unit.pinned for unit in self.placed.units)
+        return any(unit.split and not unit.pins for unit in self.placed.units)
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ from plait.table.agreement import DATA_ORDER
 from plait.table.collectives import Note
 from plait.tensor.metadata import name_of
 from plait.torch_private import DisableTorchFunction, tree_leaves
-from plait.zero.pins import Pins
 from plait.zero.state.identity import fingerprint
 from plait.zero.storage import Flat
 from plait.zero.unit import Unit
@@ -33,15 +32,11 @@ from plait.zero.unshard import Unsharding
 class Reads(EngineMode):
     """Notes if any tensor that needs a gradient is made, and makes ``p.data`` share the version of ``p``."""
 
-    def __init__(self, parameters: set[int], pins: Pins) -> None:
+    def __init__(self, parameters: set[int]) -> None:
         super().__init__()
-        self.parameters, self.pins = parameters, pins
-        self._seen_at = -1
-
-    @property
-    def needs_gradient(self) -> bool:
-        """True if a tensor was made whose backward is still to come."""
-        return self._seen_at == self.pins.num_backwards
+        self.parameters = parameters
+        self.needs_gradient = False
+        """True once a tensor was made whose backward will read the parameters."""
 
     def __torch_function__(
         self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -52,7 +47,7 @@ class Reads(EngineMode):
         if not self.needs_gradient and torch.is_grad_enabled():
             leaves = (result,) if isinstance(result, Tensor) else tree_leaves(result)
             if any(isinstance(tensor, Tensor) and tensor.grad_fn is not None for tensor in leaves):
-                self._seen_at = self.pins.num_backwards
+                self.needs_gradient = True
         return result
 
 
@@ -82,10 +77,9 @@ def units_of(units: Sequence[Unit], names: Sequence[str], aliases: Mapping[str, 
 def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modify: bool) -> Iterator[None]:
     """Makes the parameters of these units whole inside; see ``Engine.gathered``."""
     flats = [flat for unit in units for flat in unit.flats]
-    pins = unsharding.pins
-    reads = Reads({id(p) for flat in flats for p in flat.parameters}, pins)
+    reads = Reads({id(p) for flat in flats for p in flat.parameters})
     with DisableTorchFunction():
-        pinned = pins.add(units)
+        pinned = unsharding.pin(units)
     before = [_versions(flat) for flat in flats]
     try:
         with reads:
@@ -112,7 +106,10 @@ def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modif
             if _versions(flat) != old:
                 flat.written()
         with DisableTorchFunction():
-            pins.drop(pinned, read_in_backward=reads.needs_gradient and not modify)
+            if reads.needs_gradient and not modify:
+                unsharding.pin_until_step(pinned)
+            for unit in pinned:
+                unit.unpin()
 
 
 def _versions(flat: Flat) -> list[int]:

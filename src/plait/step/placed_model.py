@@ -188,11 +188,6 @@ class PlacedModel(StaysHere):
             "gradient_buffers": sum(stage.gradients.buffers.bytes for stage in stages),
         }
 
-    @property
-    def peak_open(self) -> int:
-        """The most units that were unsharded at once, without ancestors of the running one."""
-        return max(stage.unsharding.open_units.peak for stage in self.stages.values())
-
     def full_state_dict(self) -> dict[str, Tensor]:
         """See ``Engine.full_state_dict``."""
         self.comm.wrote_common(later=True)  # a program may have written to its pieces
@@ -215,14 +210,14 @@ class PlacedModel(StaysHere):
     def _put_away(self, what: str) -> None:
         """Before values are written at rest: gives up all that a forward without a backward has left gathered."""
         self.unpin()
-        if any(unit.pinned for unit in self.units):
+        if any(unit.pins for unit in self.units):
             raise ValueError(f"{what} inside of `with engine.gathered(...)`: leave the block first")
         self.comm.wait_for_readers()
 
     def unpin(self) -> None:
         """Gives up parameters that a forward without a backward, or a read with gradients, has left gathered."""
         for stage in self.stages.values():
-            stage.unsharding.pins.end_step()
+            stage.unsharding.end_step()
             stage.unsharding.forget()
 
     def own_buffers(self) -> dict[str, Tensor]:

@@ -5,9 +5,7 @@ build.py              from a model to units
 unit.py               the states of a unit, and what is in memory in each              start here
 storage.py            one flat buffer of a unit, and the pieces of it that stay here
 transfers.py          the moves of a row as messages on a flat buffer
-unshard.py            when units are unsharded and resharded, and which is prefetched
-gather_order.py       which unit is expected next
-pins.py               units that stay whole, because a program reads them outside the passes
+unshard.py            when units are unsharded and resharded, which is prefetched, and which stays whole
 activation_hooks.py   hooks that see where a unit's backward begins and ends
 gradients.py          how gradients reach their owners
 gradient_watch.py     gradients that are not finite, seen before they are reduced

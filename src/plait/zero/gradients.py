@@ -189,7 +189,7 @@ class Gradients:
             for gradient in unit.flats:
                 whole = gradient.accumulated if gradient.direct else gradient.transient
                 if whole is not None:
-                    self.watch.look(whole, self.unsharding.microbatch, gradient.name(0))
+                    self.watch.look(whole, self.unsharding.current.context.microbatch, gradient.name(0))
         self.unsharding.has_gradients(unit.unit)
         if unit.unit.split:
             self._reduce_microbatch(unit)
@@ -220,7 +220,7 @@ class Gradients:
 
     def _microbatch_flow(self, unit: UnitGradients) -> Flow:
         """Reduces a unit's transient gradients over the axes that the gradient cell splits, and adds the pieces."""
-        note, last = Note("microbatch", unit.unit.name, self.unsharding.microbatch), self._last
+        note, last = Note("microbatch", unit.unit.name, self.unsharding.current.context.microbatch), self._last
         arriving = [(gradient, gradient.hand_over()) for gradient in unit.flats if not gradient.direct]
         for number, travels in enumerate(unit.microbatch_travels):
             works = [

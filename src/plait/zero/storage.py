@@ -24,7 +24,7 @@ from plait.table.collectives import Note
 from plait.table.flat import FlatLayout, Run
 from plait.table.tensor_cut import TensorCut
 from plait.tensor.pieces import piece_of
-from plait.torch_private import DisableTorchFunction, storage_use_count
+from plait.torch_private import DisableTorchFunction
 from plait.zero.transfers import move_by_move, prepare, start
 
 MOST_GATHERS = 64
@@ -206,8 +206,11 @@ class Flat:
                 parameter.__class__ = here  # the user's own: see docs/guide/your-own-loop.md
                 parameter.data = view
 
-    def reshard(self) -> list[str]:
+    def reshard(self, *, leave: bool = False) -> list[str]:
         """Points the parameters at placeholders and gives the memory of ``full`` back.
+
+        Args:
+            leave: the memory is left to views that a program may keep; the next gather gets new memory.
 
         Returns:
             The names of parameters that were written to since ``show``; the written values are lost.
@@ -221,7 +224,7 @@ class Flat:
                 self.full = self.common
                 self._point_views()
             return self.written()
-        if not self.full.untyped_storage().resizable():  # it is shared with numpy
+        if leave or not self.full.untyped_storage().resizable():  # numpy shares it
             self._renew()
         self.full.untyped_storage().resize_(0)
         return self.written()
@@ -275,11 +278,6 @@ class Flat:
         first = self.full.data_ptr()
         return first <= pointer < first + self.bytes_full
 
-    def leave_to_holders(self) -> None:
-        """Before a reshard: leaves the memory to other tensors that share it, so that they keep their values."""
-        if self.common is None and self._share_memory() > self._holders + len(self.parameters):
-            self._renew()
-
     def _renew(self) -> None:
         """Leaves the memory to its other holders: the next gather gets new memory."""
         self.full = torch.empty_like(self.full)
@@ -289,10 +287,6 @@ class Flat:
         self._gathers: dict[tuple[str, int, bool], tuple[Tensor, list[list[Prepared | Alone]]]] = {}
         """Prepared gathers of ``full``: this rank's part of it and the messages, by phase and microbatch."""
         self._views = self.views(self.full)
-        self._holders = self._share_memory()
-
-    def _share_memory(self) -> int:
-        return int(storage_use_count(self.full.untyped_storage()._cdata))
 
     def keep(self) -> None:
         """Keeps what the row keeps between forward and backward: a copy only if it is more than the piece at rest."""

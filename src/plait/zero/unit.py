@@ -55,15 +55,17 @@ class Unit:
         """True if the row keeps parameters whole from forward to backward."""
         self.users = 0
         """Number of modules that read the parameters now; the schedule counts as one while it holds them."""
-        self.pinned = False
-        """True while a program reads them outside the passes (see ``pins``): passes leave the unit open."""
+        self.pins = 0
+        """Number of readers outside of the passes, which leave a pinned unit open."""
+        self.awaits_backward = False
+        """True while the row keeps it open from forward to backward."""
         self.differentiated = True
         """True if a backward goes through it: its output required a gradient in the last training forward and, if
         gathered, got one in the last backward."""
         self.stays_open = False
         """True if it stayed open until the last backward ended, as no input of it required a gradient."""
         self.was_read = False
-        """True if it was pinned since it was gathered: a program may hold a view of its parameters."""
+        """True if it was pinned since it was gathered: a program may keep a view of its parameters."""
         self.gets_gradients = True
         """True if its parameters got gradients in the last backward."""
         self.open_units = OpenUnits()
@@ -114,7 +116,6 @@ class Unit:
         for flat in self._split_flats:
             flat.show()
         self.state = State.UNSHARDED
-        self.open_units.arriving.discard(self)
 
     def reshard(self) -> None:
         """Returns the unit to rest; waits first for messages that are still under way.
@@ -125,11 +126,8 @@ class Unit:
         if self.state is State.UNSHARDING:
             self.wait()
         assert self.state is State.UNSHARDED, f"unit {self.name!r} is {self.state.value}"
-        if self.was_read:
-            self.leave_to_holders()
-            self.was_read = False
-        written = [name for flat in self._split_flats for name in flat.reshard()]
-        self.state = State.SHARDED
+        written = [name for flat in self._split_flats for name in flat.reshard(leave=self.was_read)]
+        self.state, self.was_read, self.awaits_backward = State.SHARDED, False, False
         self.open_units.remove(self)
         if written:
             raise ValueError(
@@ -137,6 +135,20 @@ class Unit:
                 f"forward and backward): this rank's copy goes when the unit is resharded. Write between steps, on "
                 f"every rank the same, inside `with engine.gathered({written[0]!r}, modify=True)`"
             )
+
+    def pin(self) -> None:
+        """Starts to gather the parameters, if they are at rest, for a reader outside of the passes."""
+        self.pins += 1
+        if self.state is State.SHARDED:
+            self.unshard("state", -1, own=True)
+
+    def unpin(self) -> None:
+        """Ends such a read; returns the unit to rest, unless something else reads it."""
+        self.pins -= 1
+        if not self.pins:
+            self.was_read = True
+            if not self.users and not self.awaits_backward:
+                self.reshard()
 
     def own(self) -> None:
         """Copies whole parameters from common memory into this rank's private memory."""
@@ -161,11 +173,6 @@ class Unit:
         pointer = tensor.data_ptr()
         return any(flat.contains(pointer) for needed in self.needs for flat in needed._split_flats)
 
-    def leave_to_holders(self) -> None:
-        """Before a reshard: leaves the memory of gathered parameters to any other holder of a view of it."""
-        for flat in self._split_flats:
-            flat.leave_to_holders()
-
     def publish(self) -> list[Work]:
         """After an update: starts to send the updated pieces to every rank that has them at rest."""
         note = Note("publish", self.name)
@@ -182,66 +189,56 @@ class Unit:
 
 
 class GatheredBytes:
-    """Bytes of gathered parameters, over all stages of the rank: ``now``, and the peak that a pass has seen."""
-
-    __slots__ = ("now", "peak")
+    """Bytes of gathered parameters, over all stages of the rank: ``now``, and the peak so far."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
 
-    def see(self) -> None:
-        """Updates the peak, during a pass."""
-        if self.now > self.peak:
-            self.peak = self.now
+    def add(self, count: int) -> None:
+        """Adds to the bytes that are gathered now."""
+        self.now += count
+        self.peak = max(self.peak, self.now)
 
 
 class OpenUnits:
-    """The units of a stage that are UNSHARDING or UNSHARDED, counted as they change.
-
-    At most so many may be open at once:
-
-        as many as are prefetched  +  those that the running unit reads: itself, and the owners of its tied parameters
-        and in backward            +  those that still wait for their last gradient
-
-    The open ancestors of the running unit do not count.  In forward, other units that called it, and the
-    units that these read, do not count either.
-    """
+    """The units of a stage that are UNSHARDING or UNSHARDED, in the order in which their gathers began."""
 
     def __init__(self) -> None:
         self.units: dict[Unit, None] = {}
-        self.arriving: set[Unit] = set()
-        """The units that are UNSHARDING."""
         self.gathered = GatheredBytes()
-        self.peak = 0
-        """The largest number counted so far, with the same exceptions."""
 
     def add(self, unit: Unit) -> None:
         """Counts a unit that starts to gather."""
         self.units[unit] = None
-        self.arriving.add(unit)
-        self.gathered.now += unit.bytes_full
+        self.gathered.add(unit.bytes_full)
 
     def remove(self, unit: Unit) -> None:
         """Stops counting a unit that is at rest again."""
         del self.units[unit]
-        self.gathered.now -= unit.bytes_full
+        self.gathered.add(-unit.bytes_full)
 
-    def check_bound(self, running: Unit, prefetch: int, *, backward: bool) -> None:
-        """Asserts the bound; units that the row keeps open from forward to backward, or pinned ones, do not count."""
-        if running.keeps_open or len(self.units) <= self.peak <= prefetch + 1:
-            return  # or there are no more than there have been
-        around = {needed for above in running.ancestors if above.users for needed in above.needs}
-        if not backward:  # a module outside the blocks may be called inside of one
-            around |= {unit for unit in self.units if unit.users and unit not in running.needs}
-        beside = [unit for unit in self.units if unit not in around and not unit.pinned]
-        counted = [unit for unit in beside if unit not in running.ancestors]
-        late = [unit for unit in counted if unit.users and unit not in running.needs] if backward else []
-        bound = prefetch + len(running.needs) + len(late)
-        self.peak = max(self.peak, len(counted))
-        assert len(counted) <= bound, (
-            f"{len(counted)} units are unsharded besides the ancestors of {running.name!r} "
-            f"({', '.join(u.name for u in counted)}), more than {bound}"
-        )
+
+class GatherOrder:
+    """The order in which a kind of pass unshards units.
+
+    the last pass    0 1 2 3 4
+    this one         0 1 . . .     expected next: 2; after 0 1 4 nothing is
+    """
+
+    def __init__(self) -> None:
+        self.expected: list[Unit] = []
+        self.seen: list[Unit] = []
+
+    def begin(self) -> None:
+        """Begins a pass: it is expected to repeat the last one; nothing is expected of the first."""
+        self.expected, self.seen = self.seen, []
+
+    def record(self, unit: Unit) -> None:
+        """Records a unit that the pass unshards.  Once it leaves the expected order, the pass prefetches no more."""
+        place = len(self.seen)
+        if place >= len(self.expected) or self.expected[place] is not unit:
+            self.expected = []
+        self.seen.append(unit)
 
 
 def parameters_of(units: Sequence[Unit]) -> Iterator[tuple[str, nn.Parameter, Flat, int]]:

@@ -9,14 +9,17 @@ Every unit that reads split parameters has hooks on its module: they call ``unsh
 Under a pipeline the schedule may hold a whole stage unsharded over several passes: its actions UNSHARD and RESHARD call
 ``hold`` and ``release``.  The hooks then find everything gathered.
 
-Gathers follow the order in which the program runs its units, which is the same on all ranks.  At most 1 + prefetch
-units are unsharded besides the open ancestors of the running one: asserted at every gather.
+A program may read parameters outside of the passes (``engine.gathered``, a gradient that is differentiated again): it
+*pins* units, and passes leave pinned units open.
+
+Gathers follow the order in which the program runs its units, which is the same on all ranks.  Where a pass repeats the
+last one of its kind, at most 1 + prefetch units are unsharded besides those around the running one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,12 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from plait.forward.context import CurrentForward, RunningUnit, goes_on, graph_is_kept, in_backward
+from plait.forward.parameter import AtRest
 from plait.forward.stays import StaysHere
 from plait.torch_private import DisableTorchFunction, are_functorch_transforms_active, queue_callback, tree_map_only
 from plait.zero.activation_hooks import ActivationHooks, tensors_in
-from plait.zero.gather_order import GatherOrder
-from plait.zero.pins import Pins
-from plait.zero.unit import OpenUnits, State, Unit
+from plait.zero.unit import GatherOrder, OpenUnits, State, Unit
 
 EVALUATE = "evaluate"
 """Ledger phase of an evaluation, which has its own order of gathers."""
@@ -69,13 +71,13 @@ class Unsharding(StaysHere):
         """True while a backward of the engine runs; other backwards are a program's own (``torch.autograd.grad``)."""
         self.split_backward = False
         """True if the running pass leaves weight gradients to a separate pass, after the units have been resharded."""
-        self.open_units, self.pins = OpenUnits(), Pins()
+        self.open_units = OpenUnits()
         self.runs: Counter[Unit] = Counter()
         """Forwards of each gathered unit in the last step, in order, without recomputations."""
         self.found: set[Unit] = set()
         """Units that an enclosing unit was first seen to read in the last step; from then on it holds them open."""
-        self._inside: list[Unit] = []
-        """The units whose forward is under way, innermost last."""
+        self._pinned_for_step, self._inside = list[Unit](), list[Unit]()
+        """``_inside``: the units whose forward is under way, innermost last."""
         self._in_inner = False
         """True from a program's own backward reaching its first unit to the end of that backward."""
         self._backward_open: dict[Unit, None] = {}
@@ -84,8 +86,7 @@ class Unsharding(StaysHere):
         self._running: dict[Unit, RunningUnit] = {}
         for unit in units:
             unit.open_units = self.open_units
-            calls = (partial(call, unit) for call in (self._begin_backward_of, self._borrow, self._found))
-            self._running[unit] = RunningUnit(*calls)
+            self._running[unit] = RunningUnit(partial(self._begin_backward_of, unit), partial(self._reads, unit))
             if unit.split_needs or (unit.module is model and any(other.split for other in units)):
                 # hooks on the user's modules: docs/guide/your-own-loop.md
                 # before the user's pre-hooks, which may read parameters (weight_norm); the other hook runs after theirs
@@ -94,56 +95,49 @@ class Unsharding(StaysHere):
                 unit.module.register_forward_hook(self._after_forward)
         model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True)
 
-    @property
-    def microbatch(self) -> int:
-        """The microbatch of the running pass, for the ledger."""
-        return self.current.context.microbatch
-
     # ---- unshard and reshard ------------------------------------------------------------------------------------
 
     def unshard(self, unit: Unit, phase: str) -> None:
         """Makes the parameters that a unit reads whole, and starts to gather the units that come next."""
         order = self.orders.get(phase)
         for needed in unit.needs:
-            self._unshard_for(unit, needed, phase, order)
+            self._unshard_one(needed, phase)
         if order is None or are_functorch_transforms_active():  # a transform would see the values arrive
             return
-        for coming in order.ahead():
-            if sum(ahead.users == 0 for ahead in self.open_units.arriving) >= self.prefetch:
+        ahead = sum(one.state is State.UNSHARDING and not one.users for one in self.open_units.units)
+        for coming in order.expected[len(order.seen) :]:
+            if ahead >= self.prefetch:
                 break
             if coming.state is State.SHARDED:
-                coming.unshard(phase, self.microbatch)
-                self._check_bound(unit, phase)
+                coming.unshard(phase, self.current.context.microbatch)
+                ahead += 1
 
-    def _unshard_for(self, unit: Unit, needed: Unit, phase: str, order: GatherOrder | None) -> None:
-        needed.users += 1
-        if needed.split and (needed.users == 1 or needed.state is not State.UNSHARDED):
-            if order is not None and not needed.pinned:  # ranks may call units that are open already more or less often
-                order.record(needed)
-            if needed.state is State.SHARDED:
-                needed.unshard(phase, self.microbatch)
-            self._check_bound(unit, phase)
-            if needed.state is State.UNSHARDING:
-                needed.wait()
+    def _unshard_one(self, unit: Unit, phase: str) -> None:
+        unit.users += 1
+        if unit.split and (unit.users == 1 or unit.state is not State.UNSHARDED):
+            if phase in self.orders and not unit.pins:  # ranks may call units that are open more or less often
+                self.orders[phase].record(unit)
+            if unit.state is State.SHARDED:
+                unit.unshard(phase, self.current.context.microbatch)
+            if unit.state is State.UNSHARDING:
+                unit.wait()
 
-    def _owner_of(self, parameter: Tensor) -> Unit:
-        return next(u for u in self.units for flat in u.flats if any(p is parameter for p in flat.parameters))
+    def _reads(self, unit: Unit, parameter: Tensor) -> None:
+        """Lets a unit borrow a parameter of another unit that its forward reads, from now on whenever it runs.
 
-    def _found(self, unit: Unit, parameter: Tensor) -> None:
-        """Lets a unit borrow a gathered parameter that its forward reads while the schedule holds the stage: the unit's
-        backward may be the first to read it."""
-        if self.held and self._owner_of(parameter) not in (*unit.needs, *unit.ancestors):
-            self._borrow(unit, parameter)
-
-    def _borrow(self, unit: Unit, parameter: Tensor) -> None:
-        """Lets a unit borrow a parameter of another unit that its forward reads."""
-        owner = self._owner_of(parameter)
+        While the schedule holds the stage nothing is at rest, but the unit's backward may be the first to read it.
+        """
+        if not self.held and not isinstance(parameter, AtRest):
+            return
+        owner = next(u for u in self.units for flat in u.flats if any(p is parameter for p in flat.parameters))
+        if owner in unit.needs or (owner in unit.ancestors and owner.state is not State.SHARDED):
+            return
         self._check_seen(unit, [owner])
         with DisableTorchFunction():
             unit.borrow(owner)
             if unit in owner.ancestors:
                 self.found.add(owner)
-            self._unshard_for(unit, owner, self.phase, self.orders[self.phase])
+            self._unshard_one(owner, self.phase)
 
     def reshard(self, unit: Unit, *, keep: bool, keep_borrowed: bool) -> None:
         """Ends a unit's reading of its parameters, for now.
@@ -156,17 +150,12 @@ class Unsharding(StaysHere):
             needed.users -= 1
             if needed.users == 0 and needed.split:
                 if needed.keeps_open and (keep or (keep_borrowed and needed is not unit)):
+                    needed.awaits_backward = True
                     continue
                 if keep:
                     needed.keep()
-                if not needed.pinned:
+                if not needed.pins:
                     needed.reshard()
-
-    def _check_bound(self, running: Unit, phase: str) -> None:
-        """Asserts the bound on open units, unless the schedule holds them all, and notes the peaks."""
-        self.open_units.gathered.see()
-        if not self.held:
-            self.open_units.check_bound(running, self.prefetch, backward=phase in ("backward", INNER))
 
     def hold(self) -> None:
         """Carries out the schedule's UNSHARD: gathers all units at once; the first pass that reads one waits for it."""
@@ -175,22 +164,41 @@ class Unsharding(StaysHere):
             unit.users += 1
             if unit.state is State.SHARDED:
                 unit.unshard("unshard", -1)
-        self.open_units.gathered.see()
 
     def release(self) -> None:
         """Carries out the schedule's RESHARD; keeps what the row keeps while any microbatch waits for its backward."""
         self.held = False
         for unit in self.units:
             unit.users -= 1
-            if unit.split:
-                if self.num_flying:
-                    if unit.state is State.UNSHARDING:
-                        unit.wait()
-                    unit.keep()
-                if not unit.pinned:
-                    unit.reshard()
-                if not self.num_flying:
-                    unit.forget()
+            if unit.state is State.UNSHARDING:
+                unit.wait()
+            if unit.split and self.num_flying:
+                unit.keep()
+            if unit.split and not unit.pins:
+                unit.reshard()
+            if not self.num_flying:
+                unit.forget()
+
+    def pin(self, units: Iterable[Unit]) -> list[Unit]:
+        """Gathers units, which stay until ``unpin``; returns those that are split."""
+        pinned = [unit for unit in units if unit.split]
+        for unit in pinned:
+            unit.pin()
+        for unit in pinned:
+            if unit.state is State.UNSHARDING:
+                unit.wait()
+            unit.own()
+        return pinned
+
+    def pin_until_step(self, units: Iterable[Unit]) -> None:
+        """Pins units for a backward that will read them; which one is not known, so they stay for the whole step."""
+        self._pinned_for_step += self.pin(units)
+
+    def end_step(self) -> None:
+        """Ends the step: all its backwards are over, or will not come."""
+        pinned, self._pinned_for_step = self._pinned_for_step, []
+        for unit in pinned:
+            unit.unpin()
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
@@ -211,7 +219,7 @@ class Unsharding(StaysHere):
         """Drops everything that remains from an earlier step that raised."""
         self.held = False
         self.num_flying = 0
-        self.pins.end_step()
+        self.end_step()
         self._recover()
         self._hooks.drop()
 
@@ -235,12 +243,12 @@ class Unsharding(StaysHere):
         for unit in self.units:
             if unit.users:
                 unit.users = 0
-                if unit in self.open_units.units and not unit.pinned:
+                if unit in self.open_units.units and not unit.pins:
                     unit.reshard()
 
     def forget(self) -> None:
         """Drops everything gathered or kept: the microbatch is over, or the parameters have changed."""
-        for unit in [unit for unit in self.open_units.units if not unit.pinned]:
+        for unit in [unit for unit in self.open_units.units if not unit.pins]:
             unit.reshard()
         for unit in self.units:
             unit.forget()
@@ -261,7 +269,7 @@ class Unsharding(StaysHere):
         self._inside.append(unit)
 
     def _check_seen(self, unit: Unit, needs: Sequence[Unit]) -> None:
-        if are_functorch_transforms_active() and not all(need.pinned or not need.split for need in needs):
+        if are_functorch_transforms_active() and not all(need.pins or not need.split for need in needs):
             raise ValueError(
                 f"unit {unit.name!r}, whose parameters are split, runs inside a transform of torch.func (grad, vmap, "
                 f"jvp), which does not tell when they are read: call it inside `with engine.gathered():`, use "
@@ -334,19 +342,15 @@ class Unsharding(StaysHere):
         if unit in self._backward_open or unit in self._ran_backward:
             return
         if not self.in_pass:
-            if unit in self._inside:  # its forward is under way: it is open, and stays so for the backward that follows
+            if unit in self._inside:  # its forward is under way, so it is open
                 return
-            self._begin_inner()
+            if not self._in_inner:
+                self._in_inner = True
+                queue_callback(partial(self._end_inner, kept=graph_is_kept()))
         self._backward_open[unit] = None
         self.unshard(unit, "backward" if self.in_pass else INNER)
         if not self.in_pass and torch.is_grad_enabled():  # tensors made now read the parameters, and no hook tells when
-            self.pins.keep_for_backward(unit.needs)
-
-    def _begin_inner(self) -> None:
-        """Handles a program's own backward at its first unit."""
-        if not self._in_inner:
-            self._in_inner = True
-            queue_callback(partial(self._end_inner, kept=graph_is_kept()))
+            self.pin_until_step(unit.needs)
 
     def _end_inner(self, *, kept: bool) -> None:
         """Ends a program's own backward; ``kept``: its graph stays in memory."""
@@ -363,10 +367,7 @@ class Unsharding(StaysHere):
             self._end_if_done(unit)
 
     def _end_if_done(self, unit: Unit) -> None:
-        """Ends a unit's backward once its parameters and, where that is not enough, its inputs have their gradients.
-
-        A unit whose inputs require no gradient is resharded at the end of the backward.
-        """
+        """Ends a unit's backward once its parameters and, where that is not enough, its inputs have their gradients."""
         if unit.trains and unit not in self._has_gradients and not self.split_backward:
             return
         if not self._waits_for_inputs(unit) or self._hooks.inputs_have_come(unit):
@@ -392,7 +393,6 @@ class Unsharding(StaysHere):
             assert users == 0, f"unit {unit.name!r} still has {users} users after the backward pass"
         self._has_gradients.clear()
         self._ran_backward.clear()
-        self.pins.num_backwards += 1
         self.in_pass = False
         if not self.held and not self.num_flying:
             self.forget()

@@ -129,7 +129,6 @@ class RankRecord(Steps):
     tensor_rank: int = 0
     cuts: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """The fields of the ``TensorCut`` of each parameter that has one."""
-    peak_open: int = 0
     ties: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     """The weights that several stages use: under which names, stage by stage."""
     first: int = 0

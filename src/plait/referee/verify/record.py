@@ -98,7 +98,6 @@ class Recorder:
         record = self.record
         record.first = engine.steps - len(record.steps)
         record.parameters = engine.full_state_dict()
-        record.peak_open = engine.placed.peak_open
         record.ties = {edge.name: edge.keys for edge in engine.placed.ties.edges}
         record.norm_pieces = [piece_run(o) for o in engine.placed.owned if engine.placed.norm.counts(o)]
         record.cuts = {o.name: astuple(o.cut) for o in engine.placed.owned if o.cut is not None}

@@ -89,8 +89,6 @@ class RankBytes:
     crossing_measured: int
     gathered_peak: int
     """Peak bytes of gathered parameters, in addition to the bytes held."""
-    peak_open: int
-    """Peak number of units unsharded at once, not counting the ancestors of the running one."""
 
 
 def bytes_table(ranks: Sequence[RankBytes]) -> Table:

@@ -314,7 +314,6 @@ def _bytes_per_rank(training: Training) -> list[RankBytes]:
         sum(entry.sent for entry in entries if any(axis in crossing for axis in entry.axes)),
         training.crossed,
         measured["gathered_peak"],
-        engine.placed.peak_open,
     ]
     rows = gather_ints(comm, mine, AXES, Note("bytes"))
     return [RankBytes(r, Held(*row[:3]), Held(*row[3:6]), *row[6:]) for r, row in enumerate(rows)]

@@ -102,7 +102,7 @@ def _unsharded(unit: Unit, comm: Comm) -> dict[str, tuple[Tensor, TensorCut | No
 
 
 def _reshard(unit: Unit | None) -> None:
-    if unit is not None and unit.split and not unit.users and not unit.pinned:
+    if unit is not None and unit.split and not unit.users and not unit.pins:
         unit.reshard()
 
 

@@ -42,8 +42,8 @@ def join(
 ) -> Comm:
     """This process's place on the mesh.
 
-    Under torchrun (or whatever sets its variables), Slurm's ``srun`` or Ray Train it joins the other processes; without
-    them it is a world of one rank, so the same script runs alone.
+    Under torchrun (or whatever sets its variables), Slurm's ``srun``, Ray Train, SkyPilot or Modal it joins the other
+    processes; without them it is a world of one rank, so the same script runs alone.
 
     Args:
         mesh: the axes and their sizes; None puts all ranks on ``shard``.

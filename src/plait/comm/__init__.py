@@ -17,8 +17,7 @@
 
     process.py           ranks are processes       torch.distributed
     init_process.py      joins a world: its store, its ranks, torch's process group
-    environment.py       the launcher's variables, and the device of a rank
-    slurm.py             Slurm's variables as torchrun's
+    environment.py       variables of torchrun, Slurm, SkyPilot and Modal, and the device of a rank
     process_identity.py  the process of a rank, as it describes itself; the hosts of a world
     store_rendezvous.py  the ranks of a world meet in a store and compare themselves
     deadline.py          the clock of deadlines; gives a deadline to a call that may never return

@@ -1,22 +1,32 @@
-"""torchrun's variables, read once and checked: the facts that a rank knows of its world before it meets the others.
+"""The facts that a rank knows of its world before it meets the others: torchrun's variables, read once and checked.
 
 RANK, WORLD_SIZE              who am I, of how many
 MASTER_ADDR, MASTER_PORT      where the store listens; rank 0 (or torchrun itself) hosts it
 LOCAL_RANK, LOCAL_WORLD_SIZE  the same within this host, where the launcher says so; several may share a host
 
-A task of ``srun`` gets them here, from Slurm's own (``slurm.py``).
+Other launchers have variables of their own, which ``as_torchrun`` translates.
+
+    srun        SLURM_STEP_NUM_TASKS, SLURM_PROCID     a task is a rank, among SLURM_GTIDS on its node
+                SLURM_STEP_NODELIST                    its first node has task 0, which hosts the store
+                SLURM_JOB_ID, SLURM_STEP_ID            the store's port: steps at the same time have different ones
+    SkyPilot    SKYPILOT_NUM_NODES, SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS
+    Modal       no variables: its client says MODAL_CLUSTER_SIZE, MODAL_CLUSTER_RANK, MODAL_CLUSTER_IPS
+
+SkyPilot and Modal start a process on each host: it is a rank, or a launcher that sets LOCAL_RANK and LOCAL_WORLD_SIZE.
+``SLURM_LAUNCH_NODE_IPADDR`` names the host where ``srun`` was called, which may have no rank.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+import re
+import sys
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
-from plait.comm.slurm import from_slurm
 from plait.messages.escape import one_line, say
 from plait.table.mesh import MOST_RANKS, Mesh
 
@@ -32,14 +42,125 @@ def variables(given: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     return ("RANK", "WORLD_SIZE") if given.get(STORE) else VARIABLES
 
 
-SEVERAL = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"}
-"""Variables of Slurm and of mpirun whose values differ from these only where one command was started several times;
-``SLURM_NTASKS`` also differs in the script of a job, which runs once."""
+PORT = "29500"
+"""torchrun's own default port of a store."""
+FIRST_PORT, PORTS = 12000, 20000
+"""Ports of Slurm's steps: below those that Linux gives to connections, and above those of services."""
+STEPS = 16
+"""Number of steps of a job that have separate ports, before those of the next job begin."""
+
+
+def _srun(said: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    size, here = said["SLURM_STEP_NUM_TASKS"], len(said["SLURM_GTIDS"].split(","))
+    several = size != str(here)
+    unordered = given.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
+    if several and unordered and not given.get("MASTER_ADDR", "").strip():
+        raise ValueError("SLURM_DISTRIBUTION is arbitrary: set MASTER_ADDR to the host of task 0, your list's first")
+    return {
+        "RANK": said["SLURM_PROCID"],
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": said["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(here),
+        "MASTER_ADDR": first_host(said["SLURM_STEP_NODELIST"]) if several else "127.0.0.1",
+        "MASTER_PORT": str(port(said["SLURM_JOB_ID"], said["SLURM_STEP_ID"])),
+    }
+
+
+def first_host(nodes: str) -> str:
+    """Returns the first host of a list like ``n[001-004,7],m3``."""
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", nodes).split(",")[0]
+
+
+def port(job: str, step: str) -> int:
+    """Returns the port of the store, the same for all tasks of a step."""
+    number = STEPS * int(job) + int(step) if job.isdecimal() and step.isdecimal() else 0
+    return FIRST_PORT + number % PORTS
+
+
+def _hosts(said: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """A process on each host: the first variable has their number, the second this one's, the third their addresses."""
+    (size, _), (index, _), (listed, addresses) = said.items()
+    hosts, host = _number(said, size, 1, MOST_RANKS), _number(said, index, 0, MOST_RANKS)
+    if len(addresses.split()) != hosts:
+        raise ValueError(f"{size}={hosts}, and {listed} has {len(addresses.split())} addresses")
+    gpus = _number(given, "SKYPILOT_NUM_GPUS_PER_NODE", 0, MOST_RANKS, default=1)
+    if gpus > 1 and not given.get("LOCAL_WORLD_SIZE", "").strip():
+        raise ValueError(
+            f"SKYPILOT_NUM_GPUS_PER_NODE={gpus}, and this process is the only one of its host: start one torchrun on "
+            f"each host, as plait submit skypilot does, or set LOCAL_RANK and LOCAL_WORLD_SIZE"
+        )
+    here = _number(given, "LOCAL_WORLD_SIZE", 1, MOST_RANKS, default=1)
+    mine = _number(given, "LOCAL_RANK", 0, here - 1, default=0)
+    return {
+        "RANK": str(host * here + mine),
+        "WORLD_SIZE": str(hosts * here),
+        "LOCAL_RANK": str(mine),
+        "LOCAL_WORLD_SIZE": str(here),
+        "MASTER_ADDR": addresses.split()[0],
+        "MASTER_PORT": PORT,
+    }
+
+
+class Launcher(NamedTuple):
+    """A launcher that says in its own way which rank a process is."""
+
+    alone: Mapping[str, str]
+    """Values of a process that is the only one: another value means that it is one of several."""
+    more: tuple[str, ...] = ()
+    """Variables that tell its rank, besides those."""
+    read: Callable[[Mapping[str, str], Mapping[str, str]], dict[str, str]] | None = None
+    """Makes torchrun's variables of them; None: they tell too little."""
+
+
+LAUNCHERS = {
+    "srun": Launcher(
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        ("SLURM_GTIDS", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+        _srun,
+    ),
+    "SkyPilot": Launcher({"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}, ("SKYPILOT_NODE_IPS",), _hosts),
+    "Modal": Launcher({"MODAL_CLUSTER_SIZE": "1", "MODAL_CLUSTER_RANK": "0"}, ("MODAL_CLUSTER_IPS",), _hosts),
+    "mpirun": Launcher({"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"}),
+}
+"""Launchers besides torchrun.  ``SLURM_NTASKS`` is left out: it differs in the script of a job too, which runs once."""
+
+
+def as_torchrun(given: Mapping[str, str]) -> dict[str, str]:
+    """Returns torchrun's variables of a process that another launcher started as one of several, without those set.
+
+    Nothing where it is the only one, where RANK is set (torchrun, or the user, numbers the ranks), and where a variable
+    is missing that tells it.
+
+    Raises:
+        ValueError: the host of rank 0 is not known, variables contradict each other, or one is no number.
+    """
+    if given.get("RANK", "").strip():
+        return {}
+    given = {**_of_modal(), **given}
+    for launcher in LAUNCHERS.values():
+        said = {name: given.get(name, "").strip() for name in (*launcher.alone, *launcher.more)}
+        if launcher.read and all(said.values()) and next(iter(said.values())) != "1":
+            return {
+                name: value for name, value in launcher.read(said, given).items() if not given.get(name, "").strip()
+            }
+    return {}
+
+
+def _of_modal() -> dict[str, str]:
+    """Modal's cluster, in a container of one whose program has imported Modal's client."""
+    client: Any = sys.modules.get("modal")
+    try:
+        cluster = client.Cluster.from_context()
+    except Exception:  # there is no client, or no cluster
+        return {}
+    hosts = cluster.container_ips()
+    names = ("MODAL_CLUSTER_SIZE", "MODAL_CLUSTER_RANK", "MODAL_CLUSTER_IPS")
+    return dict(zip(names, (str(len(hosts)), str(cluster.container_rank()), " ".join(hosts)), strict=True))
 
 
 def launched(environment: MutableMapping[str, str] = os.environ, ranks: int | None = None, *, fix: str) -> bool:
     """True if a launcher has started this process as one of several ranks, and said so in torchrun's variables, or in
-    Slurm's: then torchrun's are set.
+    its own: then torchrun's are set.
 
     Args:
         ranks: their number, if known; shown to a user who forgot torchrun.
@@ -48,29 +169,32 @@ def launched(environment: MutableMapping[str, str] = os.environ, ranks: int | No
     Raises:
         ValueError: half of what a rank must know is set, or this program runs several times, each as a whole run.
     """
-    environment.update(from_slurm(environment))
+    environment.update(as_torchrun(environment))
     if any(environment.get(name, "").strip() for name in ("RANK", "WORLD_SIZE")):
         WorldVariables.read(environment, ranks)
         return True
-    for name, alone in SEVERAL.items():
-        if (number := environment.get(name, alone)) != alone:
-            raise ValueError(
-                f"{name} is {one_line(number, 60)}: this program has been started several times, and each would be "
-                f"the whole run: {fix}; for runs of their own unset {', '.join(SEVERAL)}"
-            )
+    for launcher in LAUNCHERS.values():
+        missing = [name for name in (*launcher.alone, *launcher.more) if not environment.get(name, "").strip()]
+        unknown = f", and {', '.join(missing)} not set" if launcher.read and missing else ""
+        for name, alone in launcher.alone.items():
+            if (number := environment.get(name, alone)) != alone:
+                raise ValueError(
+                    f"{name} is {one_line(number, 60)}{unknown}: this program has been started several times, and each "
+                    f"would be the whole run: {fix}; for runs of their own unset {', '.join(launcher.alone)}"
+                )
     return False
 
 
 def started(environment: Mapping[str, str] = os.environ) -> bool:
-    """True if a launcher, Slurm's ``srun`` too, has started this process as one of several ranks."""
-    return bool({**environment, **from_slurm(environment)}.get("WORLD_SIZE", "").strip())
+    """True if a launcher of any kind has started this process as one of several ranks."""
+    return bool({**environment, **as_torchrun(environment)}.get("WORLD_SIZE", "").strip())
 
 
 def ranks_here(ranks: int, environment: Mapping[str, str] = os.environ) -> int:
     """The number of a mesh's ranks on this host: all, unless a launcher has started this process as one of them."""
     if not started(environment):
         return ranks
-    return _number({**environment, **from_slurm(environment)}, "LOCAL_WORLD_SIZE", 1, MOST_RANKS, default=1)
+    return _number({**environment, **as_torchrun(environment)}, "LOCAL_WORLD_SIZE", 1, MOST_RANKS, default=1)
 
 
 def idle_gpus(ranks: int, environment: Mapping[str, str] = os.environ) -> str:

@@ -222,7 +222,11 @@ ray.get(group.ready())
 place = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index) for index in range(HOSTS)]
 hosts = [Host.options(scheduling_strategy=one).remote() for one in place]
 address = ray.get(hosts[0].address.remote())
-sys.exit(max(ray.get([host.run.remote(rank, address) for rank, host in enumerate(hosts)]), key=abs))
+left = [host.run.remote(rank, address) for rank, host in enumerate(hosts)]
+while left:
+    ended, left = ray.wait(left)
+    if code := ray.get(ended[0]):
+        sys.exit(code)
 '''
 
 

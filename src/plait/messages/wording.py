@@ -2,6 +2,7 @@
 
 did_you_mean("ZeRO-3", TABLE)    did you mean zero3?
 human(1572864)                   1.50 MiB
+seconds_text(0.0123)             12.3 ms
 """
 
 import difflib
@@ -22,6 +23,16 @@ def human(size: float) -> str:
     while size >= 1024 and power < 4:
         size, power = size / 1024, power + 1
     return f"{size:.{2 if power else 0}f} {units[power]}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Formats seconds in three digits with a unit: ``12.3 ms``."""
+    if seconds >= 999.5:
+        return f"{seconds:.0f} s"
+    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= 0.9995 * factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
 
 
 def fitting(needs: Mapping[str, float], need: float, have: float) -> str:

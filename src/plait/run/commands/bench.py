@@ -14,10 +14,10 @@ from rich.table import Table
 
 from plait.checkpoint.files.writing import write_json
 from plait.comm.base import Comm
+from plait.messages.wording import seconds_text
 from plait.run.config.machine import resolve_device, resolve_world
 from plait.run.launch.local import launch
 from plait.run.measure.comm import BenchConfig, Measurement, measure, validate
-from plait.run.report.drawing import seconds_text
 from plait.run.report.screen import screen
 
 

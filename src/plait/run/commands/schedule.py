@@ -19,7 +19,8 @@ import tyro
 from plait.checkpoint.files.writing import check_file, write_text
 from plait.messages.escape import say
 from plait.run.config.layout import names_a_file, read_schedule
-from plait.run.report.schedule import bubble_table, share_line, svg, time_grid
+from plait.run.report.drawing import svg
+from plait.run.report.schedule import bubble_table, share_line, time_grid
 from plait.run.report.screen import screen
 from plait.schedule.actions import MOST_PASSES, MOST_STAGES, Schedule, format_schedule
 from plait.schedule.bubbles import Bubbles, bubbles
@@ -118,7 +119,7 @@ class Draw(Timed):
         check_file("out", self.out)
         schedule, proof = self.schedule()
         sizes = f"{proof.num_stages} stages on {len(set(proof.owner))} ranks, {proof.num_microbatches} microbatches"
-        picture = svg(simulate(schedule, self.costs()), self.costs(), f"{self.order}: {sizes}")
+        picture = svg({"": simulate(schedule, self.costs())}, f"{self.order}: {sizes}", self.costs())
         write_text(self.out, picture)
         _tell(f"written: {self.out}")
 

@@ -61,6 +61,7 @@ BOUNDS: dict[str, Bounds] = {
     "loss_scale": Bounds(0, 2.0**126, above=True),
     "threads": Bounds(1, 1 << 10),
     "workers": Bounds(0, 1 << 8),
+    "ranks": Bounds(1, 1 << 12),
     "number": Bounds(1, 99),
     "deadline": Bounds(0, 1e6, above=True),
     "grace": Bounds(0, 1e6),

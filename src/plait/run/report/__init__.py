@@ -1,11 +1,11 @@
 """Shows a run to a person: makes tables, lines and pictures from plain data.
 
 training.py   a training run in progress, and at its end: its curve, bytes predicted and measured
-schedule.py   a schedule over time: characters, a table, an SVG drawing
+schedule.py   a schedule over time: characters, and a table
 measured.py   turns the log of a step into a timeline, and into costs
 idle.py       the causes of the time in which a rank does not compute
-timeline.py   draws a measured step below the predicted one
+timeline.py   the length of a measured step and its causes, as a table
 trace.py      writes both steps as a trace file for Perfetto
 screen.py     the console, which escapes control characters in all text
-drawing.py    colours and boxes that the drawings share
+drawing.py    draws steps as an SVG file
 """

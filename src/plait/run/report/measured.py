@@ -9,7 +9,7 @@ attributed and drawn as if it had been measured.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import inf
 from statistics import median
@@ -42,7 +42,7 @@ def measured_timeline(log: Log) -> Timeline:
     """Start and end of each action in a log, in seconds from the start of the step.
 
     A pass starts when all its waiting is over, so its length is its computation, and ``work`` and ``idle_share`` count
-    computing.  (A wait inside a pass is moved before it; ``run/report/timeline.py`` draws it in place.)
+    computing.  (A wait inside a pass is moved before it.)
     """
     return Timeline(
         schedule_of(log),
@@ -105,7 +105,7 @@ def collectives_inside(log: Log) -> dict[tuple[Kind, int], float]:
 
     A stage's units are gathered and reduced while its passes run, so their actions may take no time at all.  What a
     forward or an input part waited counts to the stage's UNSHARD, what a backward or a weight part waited to its
-    REDUCE_GRAD, or to its REDUCE if there is none, in equal parts.  A pass that needs a message waits for that first.
+    REDUCE_GRAD, or to its REDUCE if there is none, in equal parts.
     """
     schedule = schedule_of(log)
     owner, num_stages = owners(schedule), count_stages(schedule)
@@ -116,14 +116,21 @@ def collectives_inside(log: Log) -> dict[tuple[Kind, int], float]:
             kind, stage = event.action.kind, event.action.stage
             if kind not in PASSES:
                 continue
-            message = awaits(event.action, num_stages)
-            here = message is None or owner.get(message.stage, rank) == rank
-            spans = event.waits if here else event.waits[1:]
             first = Kind.UNSHARD if kind in (Kind.FORWARD, Kind.INPUT) else Kind.REDUCE_GRAD
             key = next((k for k in ((first, stage), (Kind.REDUCE, stage)) if times[k]), None)
-            if key is not None and spans:
-                inside[key] += sum(span.end - span.start for span in spans) / times[key]
+            _, waited = waits_of_pass(event, rank, owner, num_stages)
+            if key is not None and waited:
+                inside[key] += waited / times[key]
     return dict(inside)
+
+
+def waits_of_pass(event: Event, rank: int, owner: Mapping[int, int], num_stages: int) -> tuple[float, float]:
+    """Seconds that a pass waited for its message, which it waits for first, and for collectives."""
+    message = awaits(event.action, num_stages)
+    comes = message is not None and owner.get(message.stage, rank) != rank
+    waits = [span.end - span.start for span in event.waits]
+    first = sum(waits[:1]) if comes else 0.0
+    return first, sum(waits[1:] if comes else waits)
 
 
 def as_log(timeline: Timeline) -> Log:

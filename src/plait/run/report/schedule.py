@@ -1,4 +1,4 @@
-"""Shows a timeline: a grid of characters over time, a table next to the closed forms, and an SVG drawing.
+"""Shows a timeline: a grid of characters over time, and a table next to the closed forms.
 
     rank 0 | F0 F1 .  .  B0 -- .  B1 --        F0: forward of microbatch 0; --: the same pass continues; . : idle
     rank 1 | .  F0 B0 -- F1 B1 --
@@ -12,11 +12,11 @@ from fractions import Fraction
 from rich import box
 from rich.table import Table
 
-from plait.run.report.drawing import COLOURS, NAMES, box_of, in_xml, label, svg_file
+from plait.run.report.drawing import label
 from plait.schedule.actions import PASSES
 from plait.schedule.bubbles import Bubbles
 from plait.schedule.check import Proof
-from plait.schedule.simulate import Costs, Timeline
+from plait.schedule.simulate import Timeline
 
 MOST_CELLS = 40_000
 """Largest number of cells in a printed grid."""
@@ -81,40 +81,3 @@ def share_line(timeline: Timeline, formula: Bubbles) -> str:
     closed = "no closed form here" if formula.idle_share is None else f"formula {formula.idle_share:.4f}"
     from_rank_0 = f"idle share of rank 0 from its first pass to its last {share:.4f} ({closed})"
     return f"time {timeline.makespan:g}; {from_rank_0}; of all ranks over the whole time {timeline.idle_share():.4f}"
-
-
-LEFT, TOP, ROW, GAP, CURVE, PLOT = 64, 36, 26, 8, 18, 1100
-WIDTH = LEFT + PLOT + 20
-
-
-def svg(timeline: Timeline, costs: Costs, title: str) -> str:
-    """Draws one row of boxes per rank, and below it the activation bytes that it holds, on one scale for all ranks."""
-    ranks, end = len(timeline.schedule), timeline.makespan or 1.0
-    scale = PLOT / end
-    height = TOP + ranks * (ROW + CURVE + GAP) + 48
-    curves = [timeline.memory(rank, costs) if timeline.schedule[rank] else () for rank in range(ranks)]
-    most = max((size for curve in curves for _, size in curve), default=0.0) or 1.0
-    out = [f'<rect width="{WIDTH}" height="{height}" fill="white"/>']
-    out.append(f'<text x="{LEFT}" y="20" font-size="14">{in_xml(title)}</text>')
-    for rank, line in enumerate(timeline.schedule):
-        y, stages = TOP + rank * (ROW + CURVE + GAP), sorted({a.stage for a in line})
-        out.append(f'<text x="8" y="{y + 17}">rank {rank}</text>')
-        out.append(f'<rect x="{LEFT}" y="{y}" width="{PLOT}" height="{ROW}" fill="#f2f2f2"/>')
-        for action, start, stop in timeline.line(rank):
-            if stop > start:
-                out += box_of(action, LEFT + start * scale, y, (stop - start) * scale, ROW, stages)
-        base, points, before = y + ROW + CURVE, [], 0.0
-        for time, size in {**dict(curves[rank]), end: 0.0}.items():  # of several changes at one time the last
-            points += [(time, before), (time, size)]
-            before = size
-        path = " ".join(f"{LEFT + t * scale:.1f},{base - (CURVE - 3) * size / most:.1f}" for t, size in points)
-        out.append(f'<polyline points="{path}" fill="#dfe8df" stroke="#5b8a5b"/>')
-    y = TOP + ranks * (ROW + CURVE + GAP) + 16
-    out.append(f'<text x="{LEFT}" y="{y}">0</text>')
-    out.append(f'<text x="{LEFT + PLOT}" y="{y}" text-anchor="end">{end:g}</text>')
-    for i, (kind, name) in enumerate(NAMES.items()):
-        x = LEFT + i * 130
-        out.append(f'<rect x="{x}" y="{y + 10}" width="14" height="14" fill="{COLOURS[kind]}"/>')
-        out.append(f'<text x="{x + 20}" y="{y + 21}">{name}</text>')
-    out.append(f'<text x="{LEFT + 560}" y="{y + 21}">curves: activations held, at most {most:g}</text>')
-    return svg_file(WIDTH, height, out)

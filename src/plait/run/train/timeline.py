@@ -15,9 +15,10 @@ from rich.console import Console
 from plait.checkpoint.files.writing import write_text
 from plait.comm import Comm
 from plait.comm.agree import gather_bytes
+from plait.run.report.drawing import svg
 from plait.run.report.idle import idle_times, mean_idle
 from plait.run.report.measured import busy_shares, measured_costs, measured_timeline, schedule_of
-from plait.run.report.timeline import timeline_svg, timeline_table
+from plait.run.report.timeline import timeline_table
 from plait.run.report.trace import trace_json
 from plait.schedule.actions import Event, Log, Span, parse_action
 from plait.schedule.simulate import Timeline, simulate
@@ -73,9 +74,9 @@ def shown(comm: Comm) -> list[int]:
 
 def write_timeline(recorded: Recorded, folder: Path, title: str) -> None:
     """Writes ``timeline.svg`` and ``trace.json`` (for Perfetto) of the typical step, beside the predicted one."""
-    step = recorded.typical, recorded.simulated
-    write_text(folder / "timeline.svg", timeline_svg(*step, title))
-    write_text(folder / "trace.json", trace_json(*step))
+    steps = {"simulated": recorded.simulated, "measured": measured_timeline(recorded.typical)}
+    write_text(folder / "timeline.svg", svg(steps, title))
+    write_text(folder / "trace.json", trace_json(recorded.typical, recorded.simulated))
 
 
 def show_timeline(recorded: Recorded, console: Console, *, measured: bool) -> None:

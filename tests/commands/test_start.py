@@ -33,6 +33,7 @@ STARTED = {
     ],
     "verify": [f"verify {MLP} --mesh shard=2 --world process", f"verify {MLP} --mesh shard=2 --world thread"],
     "prove": ["prove --mesh shard=2 --layers 2 --width 8 --heads 2 --vocab 8"],
+    "plan": ["plan --layers 2 --width 8 --heads 2 --vocab 8"],
     "doctor": ["doctor"],
     "bench": ["bench comm --mesh shard=2 --sizes 1KB --repeat 1"],
     "schedule": ["schedule show 1f1b"],
@@ -86,6 +87,7 @@ def test_the_module_that_python_starts_imports_no_other_of_the_current_folder(wo
 
 
 WITHOUT_TENSORS = ["--help", "--version", "brain", *STARTED["schedule"], "schedule --help", *STARTED["prove"]]
+WITHOUT_TENSORS += STARTED["plan"]
 
 
 @pytest.mark.parametrize("words", WITHOUT_TENSORS)

@@ -4,4 +4,10 @@ cost.py         every message of a step, from the row and the schedule
 tensor.py       the messages of tensor parallelism
 memory.py       bytes of parameters, gradients and optimizer states between steps
 activations.py  bytes that a forward keeps for its backward
+model.py        a decoder by its sizes, from a config.json
+cluster.py      accelerators, links and hosts, from a table or a TOML file
+plan.py         a layout of a model on a cluster
+footprint.py    bytes of each rank of a plan during a step, by kind
+duration.py     seconds of a plan's step, by what bounds each part
+search.py       candidates for a cluster, judged and ranked
 """

@@ -6,11 +6,11 @@
 
 ``block`` lists what autograd saves in one block of the project's decoder (``models.gpt``) on the CPU, where a norm is
 several operators; parameters, buffers and storage that another operator has saved already are not counted.  The count
-is exact, and tested against ``saved_tensors_hooks``; a GPU's fused norm and attention keep less.
+is exact, and tested against ``saved_tensors_hooks``; a GPU's fused norm and attention keep less (``Kernels``).
 
 The textbook's count for another layer is table 2 of Korthikanti et al. 2022 (arXiv:2205.05198).  There a column-cut
-product keeps its part of the stream and gathers it again in the backward; here it keeps the whole, so sequence
-parallelism does not divide ``y``.
+product keeps its part of the stream and gathers it again in the backward (``MEGATRON``); here it keeps the whole, so
+sequence parallelism does not divide ``y``.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,29 @@ from dataclasses import dataclass
 
 INDEX_BYTES = 8
 """Bytes of a token, a target, or an index made of them."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The facts of an implementation that decide what autograd keeps."""
+
+    fused_norm: bool = False
+    """A norm is one operator, which keeps its input in the input's type."""
+    flash: bool = False
+    """Attention is one operator, with dropout too, and its output needs no copy."""
+    one_byte_masks: bool = False
+    """Dropout keeps a byte for each element, and not a factor of the activations' type."""
+    gathers_again: bool = False
+    """A column-cut product keeps its part of the stream, and gathers the rest again in the backward."""
+    fused_gate: bool = False
+    """``silu(gate) * up`` is one operator, which keeps its two inputs."""
+
+
+ON_CPU = Kernels()
+FUSED = Kernels(fused_norm=True, flash=True, one_byte_masks=True)
+"""The operators of a GPU."""
+MEGATRON = Kernels(fused_norm=True, one_byte_masks=True, gathers_again=True)
+"""The operators that Korthikanti et al. count."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +59,15 @@ class DecoderSizes:
     dropout: bool = True
     ways: int = 1
     sequence: bool = False
+    head_dim: int = 0
+    """Elements of a head; 0 is ``width / heads``."""
+    gated: bool = True
+    """Three matrices in the MLP (SwiGLU), or two with an activation between them."""
+    kernels: Kernels = ON_CPU
+
+    @property
+    def head(self) -> int:
+        return self.head_dim or self.width // self.heads
 
     @property
     def wide(self) -> int:
@@ -72,39 +104,52 @@ def block(s: DecoderSizes, recompute: str | None = None) -> tuple[Kept, ...]:
     if recompute == "full":
         return (Kept("block: x", x, e),)
     hidden = s.tokens * s.hidden // s.ways
-    mask = [Kept("dropout: factor", x, e)] * s.dropout
+    heads = s.tokens * s.heads * s.head // s.ways
+    y = x if s.kernels.gathers_again else s.tokens * s.width
+    mask = [_mask("dropout: factor", x, s)] * s.dropout
+    if s.gated:
+        silu = () if s.kernels.fused_gate else (Kept("product: silu(gate)", hidden, e),)
+        inside = (Kept("silu: gate", hidden, e), *silu, Kept("product: up", hidden, e))
+    else:
+        inside = (Kept("activation: up", hidden, e),)
     return (
         *_norm(s),
-        Kept("query, key, value: y", s.tokens * s.width, e),
+        Kept("query, key, value: y", y, e),
         *_attention(s, again=recompute == "selective"),
-        Kept("output: mixed heads", s.tokens * s.width // s.ways, e),
+        Kept("output: mixed heads", heads, e),
         *mask,
         *_norm(s),
-        Kept("gate, up: y", s.tokens * s.width, e),
-        Kept("silu: gate", hidden, e),
-        Kept("product: silu(gate)", hidden, e),
-        Kept("product: up", hidden, e),
+        Kept("gate, up: y", y, e),
+        *inside,
         Kept("down: silu(gate) up", hidden, e),
         *mask,
     )
 
 
+def _mask(operator: str, numel: int, s: DecoderSizes) -> Kept:
+    return Kept(operator, numel, 1 if s.kernels.one_byte_masks else s.itemsize)
+
+
 def _norm(s: DecoderSizes) -> tuple[Kept, ...]:
     x = s.stream * s.width
+    if s.kernels.fused_norm:
+        return Kept("norm: x", x, s.itemsize), Kept("norm: 1/rms", s.stream, s.wide)
     return Kept("norm: x", x, s.wide), Kept("norm: 1/rms", s.stream, s.wide), Kept("norm: x/rms", x, s.wide)
 
 
 def _attention(s: DecoderSizes, *, again: bool) -> tuple[Kept, ...]:
     """The values from the projections to the mixed heads; attention is one kernel without dropout, several with it."""
-    e, head = s.itemsize, s.width // s.heads
-    query = s.tokens * s.width // s.ways
+    e, head, fused = s.itemsize, s.head, s.kernels.one_byte_masks
+    query = s.tokens * s.heads * head // s.ways
     grouped = s.tokens * s.kv_heads * head // s.ways
-    tables = 0 if e == 4 else s.length * head * 2
+    tables = 0 if e == 4 or fused else s.length * head * 2
     scores = query * s.length // head
     rotated = Kept("rotate: cos, sin in the dtype of query and key", tables, e)
     inputs = Kept("attention: query", query, e), Kept("attention: key, value", 2 * grouped, e)
     if again:
         return rotated, *inputs
+    if s.kernels.flash:
+        return *inputs, Kept("attention: log sum", query // head, s.wide)
     if not s.dropout:
         results = Kept("attention: mixed", query, e), Kept("attention: log sum", query // head, s.wide)
         return rotated, *inputs, *results
@@ -112,9 +157,9 @@ def _attention(s: DecoderSizes, *, again: bool) -> tuple[Kept, ...]:
         rotated,
         Kept("scores: query", query, e),
         Kept("scores: key of each head", query, e),
-        Kept("causal mask", s.length**2, 1),
+        *[Kept("causal mask", s.length**2, 1)] * (not fused),
         Kept("softmax: its result", scores, e),
-        Kept("dropout: factor", scores, e),
+        _mask("dropout: factor", scores, s),
         Kept("mix: what is left of the weights", scores, e),
         Kept("mix: value of each head", query, e),
     )
@@ -125,7 +170,7 @@ def embedding(s: DecoderSizes) -> tuple[Kept, ...]:
     return (
         Kept("embedding: tokens", s.tokens, INDEX_BYTES),
         *[Kept("embedding: which are elsewhere", s.tokens, 1)] * (s.ways > 1),
-        *[Kept("dropout: factor", s.stream * s.width, s.itemsize)] * s.dropout,
+        *[_mask("dropout: factor", s.stream * s.width, s)] * s.dropout,
     )
 
 

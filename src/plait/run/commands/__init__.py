@@ -6,6 +6,7 @@ verify.py      ``plait verify``: verifies a layout, a matrix of layouts, or anot
 schedule.py    ``plait schedule``: prints, proves and draws schedules
 checkpoint.py  ``plait checkpoint``: shows, verifies, compares and converts checkpoints
 prove.py       ``plait prove``: proves a layout without running it
+plan.py        ``plait plan``: ranks layouts of a model on a cluster, without running them
 doctor.py      ``plait doctor``: examines this machine, its torch and its links
 explain.py     ``plait explain``: shows how a tensor axis distributes a model over its ranks
 judge.py       ``plait judge``: compares a witnessed run of any engine with the single process

@@ -1,6 +1,6 @@
 """The ``plait`` command: takes words and flags, returns an exit code.  Other modules do the work.
 
-    plait train | verify | prove | doctor | bench comm | schedule | explain | checkpoint | judge | submit | lesson
+    plait train | verify | prove | plan | doctor | bench comm | schedule | explain | checkpoint | judge | submit | lesson
 
 Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; prove: refuted; checkpoint: damaged,
 different), 2 bad input; 128 + n for signal n.
@@ -33,6 +33,7 @@ COMMANDS = {
     "train": "Train a model on a mesh; show its loss, its speed and its bytes, predicted and measured.",
     "verify": "Hold a layout against the single process: losses, every gradient, norm, parameters, optimizer state.",
     "prove": "Prove that a layout is the run of a single process, for every rank, without running it.",
+    "plan": "Rank layouts of a model on a cluster: whether they fit, how long a step takes, and what bounds it.",
     "doctor": "Show what this machine is: processor, memory, GPUs and links, network, limits, measured speeds.",
     "bench": "Time messages between ranks: ping-pong, and every collective by size.",
     "schedule": "Show, write, prove or draw a pipeline schedule.",

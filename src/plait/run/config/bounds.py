@@ -52,6 +52,8 @@ BOUNDS: dict[str, Bounds] = {
     **dict.fromkeys(("steps", "epochs", "log_every", "save_every", "keep", "eval_steps"), _COUNT),
     **dict.fromkeys(("warmup", "eval_every", "check_drift"), Bounds(0, MANY)),
     "spread": Bounds(0, 1 << 10),
+    "hosts": Bounds(1, 1 << 16),
+    "top": Bounds(1, 1_000),
     "step": Bounds(0, SEEDS),
     "seed": Bounds(-SEEDS, SEEDS),
     "lr": Bounds(0, 1e30, above=True),

@@ -1,0 +1,217 @@
+"""The machines of a plan: a table of accelerators, and a TOML file for any other.
+
+preset = "h100"            # keys that follow replace its figures
+hosts = 16
+devices = 8                # on each host
+memory_gb = 80
+memory_gbs = 3350          # GB/s
+launch_us = 6              # to launch one kernel
+[tflops]                   # dense peak by dtype
+bf16 = 989.4
+[inside]                   # between devices of a host: GB/s of one device in one direction
+gbs = 450
+latency_us = 3
+[between]                  # between hosts: GB/s of one host
+gbs = 400
+latency_us = 10
+[reached]                  # shares of these figures that programs reach
+product = 0.8
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from plait.messages.wording import did_you_mean
+from plait.predict.model import where
+
+
+@dataclass(frozen=True)
+class Link:
+    """A network: what one device (inside a host) or one host (between hosts) sends in one direction."""
+
+    bandwidth: float
+    """Bytes per second."""
+    latency: float
+    """Seconds of one hop."""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The shares of the data sheet's figures that programs reach, and the constants of an implementation.
+
+    docs/planner.md tells which runs they were fitted on."""
+
+    product: float = 0.8
+    """Of the peak, a large matrix product without a partly filled wave."""
+    depth: float = 100.0
+    """Elements of the inner dimension at which a product takes twice its time."""
+    wave: float = 0.7
+    """Of the last wave of tiles that is not full, the part that costs time (0: none, 1: all)."""
+    attention: float = 0.4
+    """Of the peak, the products inside attention."""
+    memory: float = 0.8
+    """Of the memory's bandwidth."""
+    passes: float = 1.0
+    """Element-wise traffic of a block, over that of fused operators."""
+    kernels: float = 45.0
+    """Kernels that a block launches forward."""
+    network: float = 0.8
+    """Of a link's bandwidth, a large message."""
+    fixed: float = 2e-3
+    """Seconds of a step that nothing else explains."""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One device by its data sheet."""
+
+    memory: float
+    """Bytes that a program may allocate."""
+    bandwidth: float
+    """Bytes per second of its memory."""
+    peak: Mapping[str, float] = field(hash=False)
+    """Dense FLOP/s by dtype, without sparsity."""
+    units: int
+    """Multiprocessors: a product's tiles run on them in waves."""
+    launch: float = 6e-6
+    """Seconds of the CPU to launch one kernel."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts with equally many devices each."""
+
+    name: str
+    device: Accelerator
+    inside: Link
+    between: Link
+    hosts: int = 1
+    devices: int = 8
+    """Devices on each host."""
+    reached: Reached = Reached()
+
+    @property
+    def size(self) -> int:
+        return self.hosts * self.devices
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of one device; ValueError for a dtype that the cluster does not name."""
+        if dtype not in self.device.peak:
+            raise ValueError(f"cluster {self.name}: no peak for {dtype}; it names {', '.join(self.device.peak)}")
+        return self.device.peak[dtype]
+
+
+TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
+
+
+def _preset(
+    name: str, memory: float, bandwidth: float, bf16: float, fp32: float, units: int, inside: float, between: float,
+    latency: float = 3.0, devices: int = 8,
+) -> Cluster:  # fmt: skip
+    """A row of the table: GB, GB/s, TFLOP/s (fp32 by TF32 products where there are any), GB/s, microseconds."""
+    peak = {"bf16": bf16 * TERA, "fp16": bf16 * TERA, "fp32": fp32 * TERA}
+    device = Accelerator(memory * GIGA, bandwidth * GIGA, peak, units)
+    return Cluster(name, device, Link(inside * GIGA, latency * MICRO), Link(between * GIGA, 10 * MICRO), 1, devices)
+
+
+PRESETS: dict[str, Cluster] = {
+    row.name: row
+    for row in (
+        # GeForce RTX 4090: NVIDIA Ada architecture whitepaper 1.1, appendix A (tensor FP16 with FP32 accumulate; FP32
+        # without tensor cores); PCIe 4.0 x16; a host has one 100 Gb/s port (assumed: there is no standard host)
+        _preset("rtx4090", 24, 1008, 165.2, 82.6, 128, 32, 12.5, 10.0),
+        # A100 SXM 40 and 80 GB: NVIDIA A100 data sheet, June 2021 (TF32 156, BF16 312); NVLink 600 GB/s both ways;
+        # DGX A100: eight 200 Gb/s ports
+        _preset("a100-40", 40, 1555, 312, 156, 108, 300, 200),
+        _preset("a100-80", 80, 2039, 312, 156, 108, 300, 200),
+        # H100 SXM: NVIDIA H100 data sheet, 2023 (sparse figures halved); NVLink 900 GB/s; DGX H100: eight 400 Gb/s
+        _preset("h100", 80, 3350, 989.4, 494.7, 132, 450, 400),
+        # H200 SXM: NVIDIA H200 data sheet, 2024; as H100 but for its memory
+        _preset("h200", 141, 4800, 989.4, 494.7, 132, 450, 400),
+        # B200: NVIDIA DGX B200 data sheet, 2024, per GPU (sparse figures halved); NVLink 1.8 TB/s; eight 400 Gb/s
+        _preset("b200", 180, 8000, 2250, 1125, 148, 900, 400),
+        # GB200 NVL72: NVIDIA data sheet, 2024, per GPU; a "host" is a rack of 72 GPUs, one 400 Gb/s port for each
+        _preset("gb200", 186, 8000, 2500, 1250, 148, 900, 3600, devices=72),
+    )
+}
+"""Clusters of one host, by the name of their accelerator."""
+
+KEYS: dict[str, tuple[str, float]] = {
+    "memory_gb": ("memory", GIGA),
+    "memory_gbs": ("bandwidth", GIGA),
+    "units": ("units", 1),
+    "launch_us": ("launch", MICRO),
+}
+LINK_KEYS = {"gbs": ("bandwidth", GIGA), "latency_us": ("latency", MICRO)}
+
+
+def preset(text: str, hosts: int = 1) -> Cluster:
+    """The cluster of ``8xh100`` or ``h100`` on some hosts; ValueError with the nearest names for another text."""
+    count, times, name = text.lower().partition("x") if text[:1].isdecimal() else ("", "", text.lower())
+    if name not in PRESETS or (times and not (count.isdecimal() and 0 < int(count) <= 4096)):
+        hint = did_you_mean(name, PRESETS)
+        raise ValueError(
+            f"gpus {text!r}: {hint}{' ' * bool(hint)}write a number and a name, as in 8xh100; the names are "
+            f"{', '.join(PRESETS)}; --cluster FILE describes any other"
+        )
+    found = PRESETS[name]
+    return replace(found, hosts=hosts, devices=int(count) if times else found.devices)
+
+
+def parse_cluster(text: str, place: str) -> Cluster:
+    """Reads a cluster from TOML; ValueError with file, line and field for a wrong one.
+
+    Args:
+        place: the file's name, for errors.
+    """
+    try:
+        found: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{place}: no TOML: {error}") from None
+    known = ("preset", "name", "hosts", "devices", *KEYS, "tflops", "inside", "between", "reached")
+    for key in found:
+        if key not in known:
+            hint = did_you_mean(key, known, f"the keys are {', '.join(known)}")
+            raise ValueError(f"{where(place, text, key)}: unknown: {hint}")
+
+    def number(values: Mapping[str, Any], key: str, table: str = "", *, whole: bool = False) -> float:
+        value = values[key]
+        if type(value) not in (int, float) or not 0 < value < 1e18 or (whole and type(value) is not int):
+            raise ValueError(f"{where(place, text, key, table)}: {value!r}: give a {'whole ' * whole}number above 0")
+        return float(value)
+
+    def table(name: str, allowed: Collection[str]) -> Mapping[str, Any]:
+        values: Mapping[str, Any] = found.get(name, {})
+        for key in values if isinstance(values, dict) else ("",):
+            if key not in allowed:
+                spot = where(place, text, key, name) if key else where(place, text, name)
+                raise ValueError(f"{spot}: unknown: in the table [{name}] are {', '.join(allowed)}")
+        return values
+
+    base = found.get("preset")
+    if base is None:
+        needed = ("memory_gb", "memory_gbs", "units", "tflops", "inside", "between")
+        if missing := [key for key in needed if key not in found]:
+            raise ValueError(f"{place}, {missing[0]}: missing: give it, or preset = one of {', '.join(PRESETS)}")
+        base = "h100"
+    elif base not in PRESETS:
+        raise ValueError(f"{where(place, text, 'preset')}: {base!r}: choose one of {', '.join(PRESETS)}")
+    cluster = PRESETS[base]
+    given: dict[str, Any] = {name: number(found, key) * unit for key, (name, unit) in KEYS.items() if key in found}
+    peaks = table("tflops", ("bf16", "fp16", "fp32"))
+    given["peak"] = {**cluster.device.peak, **{key: number(peaks, key, "tflops") * TERA for key in peaks}}
+    changed: dict[str, Any] = {"device": replace(cluster.device, **given), "name": str(found.get("name", base))}
+    for name in ("inside", "between"):
+        values = table(name, LINK_KEYS)
+        link = {LINK_KEYS[key][0]: number(values, key, name) * LINK_KEYS[key][1] for key in values}
+        if "preset" not in found and len(link) < len(LINK_KEYS):
+            raise ValueError(f"{where(place, text, name)}: give {' and '.join(LINK_KEYS)}")
+        changed[name] = replace(getattr(cluster, name), **link)
+    shares = table("reached", [one.name for one in fields(Reached)])
+    changed["reached"] = replace(cluster.reached, **{key: number(shares, key, "reached") for key in shares})
+    changed |= {key: int(number(found, key, whole=True)) for key in ("hosts", "devices") if key in found}
+    return replace(cluster, **changed)

@@ -1,0 +1,329 @@
+"""Seconds of a planned step, by what bounds each part.
+
+    block      max(launches of its kernels, products + attention + element-wise traffic + messages on the tensor axis)
+    rank       a forward and a backward of its blocks, the embedding, the head and the loss, for one microbatch
+    step       microbatches x slowest rank + waits of the order + messages of the row that computation does not hide
+               + update
+
+A product reaches a share of the peak that falls with a short inner dimension and with a last wave of tiles that is not
+full.  A message takes its latencies, and its bytes over the slowest link that its group crosses.  Groups that cross
+hosts at the same time share a host's network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from plait.predict.activations import DecoderSizes
+from plait.predict.cluster import Cluster, Reached
+from plait.predict.plan import Plan, Share
+from plait.table.cells import ITEMSIZE, Move, moves
+from plait.table.collectives import bus_factor
+from plait.table.mesh import AXES, Mesh
+
+TILE = 128
+"""Rows and columns of a tile of a product."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one pass of some links, by part."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    traffic: float = 0.0
+    tensor: float = 0.0
+    launch: float = 0.0
+    """Seconds by which the CPU's launches exceed the rest."""
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.traffic + self.tensor + self.launch
+
+    def plus(self, other: Pass, times: float = 1.0) -> Pass:
+        return Pass(*(getattr(self, f.name) + times * getattr(other, f.name) for f in fields(Pass)))
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Seconds of a step on its slowest rank, by part; they add up to ``total``."""
+
+    products: float
+    attention: float
+    traffic: float
+    launch: float
+    tensor: float
+    """Messages on the tensor axis."""
+    pipe: float
+    """Messages between stages that are not hidden."""
+    bubble: float
+    data: float
+    """Messages of the row that are not hidden."""
+    update: float
+    fixed: float
+
+    @property
+    def total(self) -> float:
+        return float(sum(vars(self).values()))
+
+    @property
+    def bound(self) -> str:
+        """The part that takes longest."""
+        return max((field.name for field in fields(self)), key=lambda name: getattr(self, name))
+
+
+def members_on_host(axes: Sequence[str], mesh: Mesh, devices: int) -> int:
+    """The ranks of a group over these axes that share a host, where ranks fill one host after the other."""
+    room, inside = devices, 1
+    for axis in reversed(AXES):
+        size = mesh.axis(axis)
+        here = math.gcd(size, room) if room < size or room % size else size
+        inside *= here if axis in axes else 1
+        room //= here
+        if here < size:
+            break
+    return inside
+
+
+def message_seconds(kind: str, size: float, axes: tuple[str, ...], plan: Plan, messages: int = 1) -> float:
+    """Seconds of collectives over some axes on whole arrays of ``size`` bytes together."""
+    ranks, cluster = plan.mesh.count(axes), plan.cluster
+    if ranks == 1 or not size:
+        return 0.0
+    here = min(members_on_host(axes, plan.mesh, cluster.devices), ranks)
+    bandwidth, latency = cluster.inside.bandwidth, cluster.inside.latency * (here - 1)
+    if here < ranks:
+        shared = cluster.between.bandwidth / max(1, cluster.devices // here)
+        bandwidth = min(bandwidth, shared) if here > 1 else shared
+        hosts = ranks // here
+        latency += cluster.between.latency * (hosts - 1 if kind != "all_reduce" else 2 * math.log2(hosts))
+    factor = 1.0 if kind in ("send", "broadcast") else bus_factor(kind, ranks)
+    both_ways = 2 if kind == "all_reduce" else 1
+    return size * factor / (bandwidth * cluster.reached.network) + messages * latency * (both_ways if here > 1 else 1)
+
+
+def product_seconds(rows: float, inner: float, columns: float, peak: float, units: int, reached: Reached) -> float:
+    """Seconds of a product of [rows, inner] and [inner, columns]."""
+    tiles = math.ceil(rows / TILE) * math.ceil(columns / TILE)
+    waves = math.ceil(tiles / units) * units / tiles
+    slower = (1 + reached.depth / inner) * (1 + reached.wave * (waves - 1))
+    return 2 * rows * inner * columns * slower / (peak * reached.product)
+
+
+@lru_cache(maxsize=1 << 14)
+def block_passes(s: DecoderSizes, cluster: Cluster, dtype: str, tensor: float) -> tuple[Pass, Pass]:
+    """Forward and backward of one block, ``tensor`` being the seconds of its messages in each pass."""
+    reached, peak, units = cluster.reached, cluster.peak(dtype), cluster.device.units
+    t, ffn, head = s.ways, s.hidden / s.ways, s.heads * s.head / s.ways
+    keys = s.kv_heads * s.head / t
+
+    def product(inner: float, columns: float) -> float:
+        return product_seconds(s.tokens, inner, columns, peak, units, reached)
+
+    products = product(s.width, head + 2 * keys) + product(head, s.width)
+    products += product(s.width, ffn * (2 if s.gated else 1)) + product(ffn, s.width)
+    attention = 4 * s.tokens * s.length * head / (peak * reached.attention)
+    moved = traffic_of_block(s) * reached.passes / (cluster.device.bandwidth * reached.memory)
+    launches = reached.kernels * cluster.device.launch
+    passes = []
+    for times in (1, 2):
+        busy = times * (products + attention + moved) + tensor
+        passes.append(
+            Pass(times * products, times * attention, times * moved, tensor, max(0.0, times * launches - busy))
+        )
+    return passes[0], passes[1]
+
+
+def traffic_of_block(s: DecoderSizes) -> float:
+    """Bytes that the element-wise operators of a block read and write in a forward."""
+    e, stream = s.itemsize, s.stream * s.width
+    mask = 2 * stream * s.dropout
+    norms_and_sums = 10 * stream * e + mask
+    inner = (3 if s.gated else 2) * s.tokens * s.hidden / s.ways * e
+    heads = 2 * s.tokens * (s.heads + s.kv_heads) * s.head / s.ways * e
+    scores = 0.0 if s.kernels.flash else 7 * s.tokens * s.length * s.heads / s.ways * e
+    return norms_and_sums + inner + heads + scores
+
+
+def tensor_seconds(plan: Plan) -> float:
+    """Seconds of a block's messages on the tensor axis in a forward, and as many in a backward."""
+    sizes, axes = plan.sizes, ("tensor",)
+    whole = sizes.tokens * sizes.width * sizes.itemsize
+    if not sizes.sequence:
+        return 2 * message_seconds("all_reduce", whole, axes, plan)
+    each = message_seconds("all_gather", whole, axes, plan) + message_seconds("reduce_scatter", whole, axes, plan)
+    return 2 * each
+
+
+def rank_passes(plan: Plan, share: Share) -> tuple[Pass, Pass]:
+    """Forward and backward of one microbatch on a rank of the pipe axis, with what is recomputed."""
+    s, cluster = plan.sizes, plan.cluster
+    reached, peak, device = cluster.reached, cluster.peak(plan.dtype), cluster.device
+    forward, backward = block_passes(s, cluster, plan.dtype, tensor_seconds(plan))
+    if plan.recompute == "full":
+        backward = backward.plus(forward)
+    elif plan.recompute == "selective":
+        backward = backward.plus(Pass(attention=forward.attention))
+    there, back = Pass().plus(forward, share.blocks), Pass().plus(backward, share.blocks)
+    rate = device.bandwidth * reached.memory
+    if share.embed:
+        moved = 2 * s.stream * s.width * s.itemsize / rate
+        there, back = there.plus(Pass(traffic=moved)), back.plus(Pass(traffic=2 * moved))
+    if share.head:
+        columns = s.vocabulary / s.ways
+        product = product_seconds(s.tokens, s.width, columns, peak, device.units, reached)
+        moved = LOSS_PASSES * s.tokens * columns * s.wide / rate
+        there = there.plus(Pass(products=product, traffic=moved))
+        back = back.plus(Pass(products=2 * product, traffic=moved))
+    return there, back
+
+
+LOSS_PASSES = 3
+"""Times that the loss reads or writes the logits in fp32, in each pass."""
+
+
+def duration(plan: Plan) -> Duration:
+    """The seconds of a step."""
+    mesh, m = plan.mesh, plan.microbatches
+    ranks = [rank_passes(plan, share) for share in plan.shares]
+    times = [there.total + back.total for there, back in ranks]
+    slow = max(range(len(times)), key=times.__getitem__)
+    there, back = ranks[slow]
+    hop = pipe_seconds(plan)
+    # The others are equal in the order's formula: its waits are for their passes.
+    others = max(mesh.pipe - 1, 1)
+    forward = sum(one.total for one, _ in ranks) - (there.total if mesh.pipe > 1 else 0.0)
+    backward = sum(one.total for _, one in ranks) - (back.total if mesh.pipe > 1 else 0.0)
+    stages = plan.stages_per_rank
+    waits = plan.bubbles(forward / others / stages, backward / others / stages).waits
+    assert waits is not None
+    bubble = max(waits) + 2 * (mesh.pipe - 1) * hop
+    exposed = 0.0 if plan.overlap else 2 * hop * stages
+    both = Pass().plus(there, m).plus(back, m)
+    return Duration(
+        products=both.products,
+        attention=both.attention,
+        traffic=both.traffic,
+        launch=both.launch,
+        tensor=both.tensor,
+        pipe=m * exposed if mesh.pipe > 1 else 0.0,
+        bubble=bubble,
+        data=max(data_seconds(plan, share, *ranks[pipe]) for pipe, share in enumerate(plan.shares)),
+        update=max(update_seconds(plan, share) for share in plan.shares),
+        fixed=plan.cluster.reached.fixed,
+    )
+
+
+def pipe_seconds(plan: Plan) -> float:
+    """Seconds of one activation between stages."""
+    if plan.mesh.pipe == 1:
+        return 0.0
+    return message_seconds("send", plan.sizes.tokens * plan.model.hidden * plan.sizes.itemsize, ("pipe",), plan)
+
+
+def elements_on(plan: Plan, share: Share) -> float:
+    """Elements of the parameters of a rank of the pipe axis."""
+    model, ways = plan.model, plan.mesh.tensor
+    parts = {"blocks": share.blocks, "embed": share.embed, "norm": share.norm, "head": share.head}
+    tied = model.sizes("embed").on(ways) * (model.tied and share.head and not share.embed)
+    return sum(times * model.sizes(link).on(ways) for link, times in parts.items()) + tied
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Messages of one kind of a rank in a step."""
+
+    phase: str
+    kind: str
+    axes: tuple[str, ...]
+    times: int
+    bytes: float
+    """Bytes that the rank sends in all of them."""
+    seconds: float
+
+
+def messages(plan: Plan, share: Share) -> tuple[Sent, ...]:
+    """The messages of a step of a rank with these links."""
+    mesh, row, m = plan.mesh, plan.strategy, plan.microbatches
+    path, elements = moves(row, mesh), elements_on(plan, share)
+    units = share.blocks + share.embed + share.head
+    # A pipeline holds a stage for the microbatches that it runs in a row.
+    gathers = m if mesh.pipe == 1 or row.kept.split == () else -(-m // mesh.pipe)
+    own, wide = plan.itemsize(row.params), plan.itemsize(row.grads)
+    found = []
+
+    def add(phase: str, kind: str, axes: tuple[str, ...], size: float, count: int, times: int) -> None:
+        """Adds ``times`` rounds of ``count`` messages of ``size`` bytes together."""
+        sent = size * (1.0 if kind == "send" else bus_factor(kind, mesh.count(axes)))
+        seconds = message_seconds(kind, size, axes, plan, count)
+        found.append(Sent(phase, kind, axes, count * times, sent * times, seconds * times))
+
+    phases: tuple[tuple[str, Sequence[Move], int, int], ...] = (
+        ("forward", path.forward, own, gathers),
+        ("backward", path.backward, own, gathers),
+        ("microbatch", path.microbatch, wide, m),
+        ("step", path.step, wide, 1),
+        ("publish", path.publish, own, 1),
+    )
+    for phase, steps, itemsize, times in phases:
+        for step in steps:
+            if step.sends(mesh):
+                add(phase, step.kind, step.axes, elements * itemsize / mesh.count(step.outer), units, times)
+    s = plan.sizes
+    whole = s.tokens * s.width * s.itemsize
+    if mesh.tensor > 1:
+        passes = (("forward", 2 if plan.recompute == "full" else 1), ("backward", 1))
+        kinds = ("all_gather", "reduce_scatter") if s.sequence else ("all_reduce",)
+        for phase, runs in passes:
+            for kind in kinds:
+                add(phase, kind, ("tensor",), 2 * whole * share.blocks, 2 * share.blocks, m * runs)
+    if mesh.pipe > 1:
+        add("pipe", "send", ("pipe",), whole, 1, 2 * m * plan.stages_per_rank)
+    return tuple(found)
+
+
+def data_seconds(plan: Plan, share: Share, there: Pass, back: Pass) -> float:
+    """Seconds of the row's messages on a rank that its computation does not hide."""
+    if plan.mesh.data_size == 1:
+        return 0.0
+    took = dict.fromkeys(("forward", "backward", "microbatch", "step", "publish"), 0.0)
+    for sent in messages(plan, share):
+        if "tensor" not in sent.axes and "pipe" not in sent.axes:
+            took[sent.phase] += sent.seconds
+    if not plan.overlap:
+        return sum(took.values())
+    m, first = plan.microbatches, 1 / max(share.blocks + share.embed + share.head, 1)
+    gathered, reduced = took["forward"], took["backward"] + took["microbatch"]
+    each = max(gathered - m * there.total, 0) + max(reduced - m * back.total, 0) + first * (gathered + reduced) / m
+    return each + max(took["step"] - back.total, first * took["step"]) + took["publish"]
+
+
+def update_seconds(plan: Plan, share: Share) -> float:
+    """Seconds in which the optimizer reads and writes what a rank owns."""
+    row, device = plan.strategy, plan.cluster.device
+    owned = elements_on(plan, share) / plan.mesh.count(row.optim.split)
+    own, wide = plan.itemsize(row.params), plan.itemsize(row.optim)
+    moved = plan.itemsize(row.grads) + own + 2 * wide * (plan.states + 1)
+    return owned * moved / (device.bandwidth * plan.cluster.reached.memory)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A step's rates."""
+
+    seconds: float
+    tokens: float
+    """Tokens per second, over all devices."""
+    mfu: float
+    """Model FLOPs utilisation: the share of the peak that the model's own FLOPs take."""
+
+
+def speed(plan: Plan, seconds: float) -> Speed:
+    """The rates of a step that takes so long."""
+    tokens = plan.batch * plan.length
+    flops = plan.model.flops(plan.length) * tokens
+    dtype = plan.dtype if plan.dtype in ITEMSIZE else "bf16"
+    return Speed(seconds, tokens / seconds, flops / (seconds * plan.cluster.size * plan.cluster.peak(dtype)))

@@ -1,0 +1,126 @@
+"""Bytes of a planned rank during a step, by kind, for every rank of the pipe axis.
+
+parameters, gradients, optimizer    at rest, as the row's cells cut them
+gathered      whole parameters: the units that are open at once, or what the row keeps for the backward
+reduced       whole gradients of the two largest units, where the row cuts gradients
+activations   of the microbatches in flight
+working       of the operators that run: what is gathered over the tensor axis, the gradients of an MLP, and the block
+              that is recomputed
+logits        the head's and the loss's values of one microbatch, beyond what is kept for the backward
+received      activations and gradients on their way between stages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from plait.predict.activations import DecoderSizes, block, decoder
+from plait.predict.memory import formula
+from plait.predict.plan import Plan, Share
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one rank of the pipe axis; all its data and tensor ranks have as many."""
+
+    pipe: int
+    """The rank's coordinate on the pipe axis."""
+    params: float
+    grads: float
+    optimizer: float
+    gathered: float
+    reduced: float
+    activations: float
+    working: float
+    logits: float
+    received: float
+
+    @property
+    def state(self) -> float:
+        """Bytes between steps."""
+        return self.params + self.grads + self.optimizer
+
+    @property
+    def total(self) -> float:
+        return sum(self.kinds.values())
+
+    @property
+    def kinds(self) -> Mapping[str, float]:
+        """Bytes by kind."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "pipe"}
+
+
+LOSS_BYTES = 8
+"""Bytes per logit that are alive at the loss's peak, beyond the log-softmax that is kept and the logits themselves: the
+copy in fp32 that the loss reads, and its gradient."""
+
+
+def footprints(plan: Plan) -> tuple[Footprint, ...]:
+    """The bytes of each rank of the pipe axis."""
+    peaks = plan.bubbles(1.0, 2.0).peaks
+    assert peaks is not None
+    return tuple(_footprint(plan, pipe, share, peaks[pipe]) for pipe, share in enumerate(plan.shares))
+
+
+def fullest(plan: Plan) -> Footprint:
+    """The bytes of the rank that needs most."""
+    return max(footprints(plan), key=lambda one: one.total)
+
+
+def _footprint(plan: Plan, pipe: int, share: Share, in_flight: int) -> Footprint:
+    row, mesh, model, sizes = plan.strategy, plan.mesh, plan.model, plan.sizes
+    own = plan.itemsize(row.params)
+    wide = plan.itemsize(row.optim)
+    units = _units(plan, share)
+    # A tied weight is on the first stage and on the last.
+    elements = sum(units)
+    master = wide if wide > own else 0
+    optimizer = 0 if row.optim.device else plan.states * wide + master
+    held = formula(elements, mesh, row, param_bytes=own, grad_bytes=plan.itemsize(row.grads), optimizer_bytes=optimizer)
+    gathered = reduced = 0.0
+    if mesh.count(row.params.split) > 1:
+        kept = mesh.count(row.kept.split)
+        open_ = sum(sorted(units)[-2:])
+        if mesh.pipe > 1:  # the stage that it holds
+            open_ = max(open_, max(share.stages) * max(units, default=0))
+        keeps = 0 if row.kept.split == row.params.split else elements / kept
+        gathered = own * (keeps if kept == 1 else keeps + open_)
+    if mesh.count(row.grads.split) > 1:
+        reduced = plan.itemsize(row.grads) * sum(sorted(units)[-2:])
+    per_stage = in_flight / plan.stages_per_rank
+    alive = per_stage * kept_in(sizes, share.blocks, share.embed, share.norm, plan.recompute)
+    again = block_bytes(sizes, None) if plan.recompute == "full" and share.blocks else 0
+    # The backward of an MLP has the gathered input, its gradient, the output's, and three of the inner width.
+    working = again + 3.0 * sizes.tokens * (model.hidden + -(-model.ffn // mesh.tensor)) * sizes.itemsize
+    logits = kept_loss = 0.0
+    if share.head:
+        kept_loss = decoder(sizes, ("head",))
+        logits = sizes.tokens * -(-model.vocab // mesh.tensor) * (sizes.itemsize + LOSS_BYTES)
+    received = 2.0 * sizes.stream * model.hidden * sizes.itemsize if mesh.pipe > 1 else 0.0
+    return Footprint(
+        pipe, held.params, held.grads, held.optimizer, gathered, reduced, alive + kept_loss, working, logits, received
+    )
+
+
+def _units(plan: Plan, share: Share) -> list[int]:
+    """Elements of each unit of a rank that the data axes cut: its blocks, embedding, norm, head."""
+    model, ways = plan.model, plan.mesh.tensor
+    units = [model.sizes("blocks").on(ways)] * share.blocks
+    units += [model.sizes("embed").on(ways)] * share.embed + [model.sizes("norm").on(ways)] * share.norm
+    tied_here = model.tied and not share.embed
+    return units + [model.sizes("embed" if tied_here else "head").on(ways)] * share.head
+
+
+@lru_cache(maxsize=1 << 16)
+def block_bytes(sizes: DecoderSizes, recompute: str | None) -> int:
+    """Bytes that one block keeps."""
+    return sum(one.bytes for one in block(sizes, recompute))
+
+
+@lru_cache(maxsize=1 << 16)
+def kept_in(sizes: DecoderSizes, blocks: int, embed: bool, norm: bool, recompute: str | None) -> int:
+    """Bytes that a microbatch keeps in the blocks, the embedding and the norm of a rank."""
+    ends = decoder(sizes, ["embed"] * embed + ["norm"] * norm)
+    return ends + blocks * block_bytes(sizes, recompute)

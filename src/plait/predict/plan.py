@@ -1,0 +1,150 @@
+"""A run on paper: a model, a cluster, and the layout of the one on the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from plait.predict.activations import FUSED, DecoderSizes, Kernels
+from plait.predict.cluster import Cluster
+from plait.predict.model import Transformer
+from plait.schedule.bubbles import Bubbles, bubbles
+from plait.schedule.orders import find_order, stages_per_rank
+from plait.schedule.partition import by_sizes, even
+from plait.schedule.pipeline import Pipeline
+from plait.table.cells import ITEMSIZE, Cell, Strategy
+from plait.table.mesh import Mesh
+
+
+class Share(NamedTuple):
+    """The links of the model that one rank of the pipe axis has, on all its stages."""
+
+    blocks: int
+    embed: bool
+    norm: bool
+    head: bool
+    stages: tuple[int, ...]
+    """The blocks of each of its stages."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One layout of one model on one cluster; ValueError where they do not fit together."""
+
+    model: Transformer
+    cluster: Cluster
+    mesh: Mesh
+    strategy: Strategy
+    batch: int
+    """Samples of a step, over all ranks and microbatches."""
+    length: int
+    """Tokens of a sample."""
+    microbatches: int = 1
+    schedule: str | None = None
+    """The order of a pipeline; None: 1f1b where there is one."""
+    chunks: int | None = None
+    split: tuple[int, ...] | None = None
+    """Number of links of each stage; None: equally many."""
+    recompute: str | None = None
+    sequence_parallel: bool = False
+    dtype: str = "bf16"
+    """The dtype of the computation."""
+    states: int = 2
+    """Numbers that the optimizer keeps for each element that it updates."""
+    kernels: Kernels = FUSED
+    overlap: bool = True
+    """Gathers and reductions run beside the computation, as plait's do on a GPU."""
+
+    def __post_init__(self) -> None:
+        mesh, model = self.mesh, self.model
+        if mesh.size != self.cluster.size:
+            devices = f"{self.cluster.hosts} hosts x {self.cluster.devices} devices = {self.cluster.size:,}"
+            raise ValueError(f"mesh '{mesh}' has {mesh.size:,} ranks, the cluster {devices}: give as many")
+        parts = mesh.data_size * self.microbatches
+        if self.batch < parts or self.batch % parts:
+            ranks = f"{mesh.data_size:,} data ranks x {self.microbatches} microbatches = {parts:,} parts"
+            raise ValueError(f"a batch of {self.batch:,} samples over {ranks}: give a multiple of {parts:,}")
+        if model.kv_heads % mesh.tensor or model.ffn % mesh.tensor:
+            raise ValueError(
+                f"tensor={mesh.tensor} does not divide {model.kv_heads} key and value heads and an MLP of {model.ffn}"
+            )
+        _ = self.shares  # raises for more stages than links
+
+    @property
+    def samples(self) -> int:
+        """Samples of a microbatch on one data rank."""
+        return self.batch // (self.mesh.data_size * self.microbatches)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on one data rank."""
+        return self.samples * self.length
+
+    @property
+    def order(self) -> str | None:
+        return self.schedule or ("1f1b" if self.mesh.pipe > 1 else None)
+
+    @property
+    def stages_per_rank(self) -> int:
+        return 1 if self.order is None else stages_per_rank(self.order, self.chunks)
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """The links of each rank of the pipe axis."""
+        return shares(self.model.layers, self.order, self.mesh.pipe, self.chunks, self.split)
+
+    def itemsize(self, cell: Cell) -> int:
+        """Bytes of an element of some state."""
+        return cell.itemsize(ITEMSIZE[self.dtype])
+
+    @property
+    def sizes(self) -> DecoderSizes:
+        """A microbatch in the decoder on one rank."""
+        model = self.model
+        return DecoderSizes(
+            batch=self.samples,
+            length=self.length,
+            width=model.hidden,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            hidden=model.ffn,
+            vocabulary=model.vocab,
+            itemsize=self.itemsize(self.strategy.params),
+            dropout=model.dropout,
+            ways=self.mesh.tensor,
+            sequence=self.sequence_parallel and self.mesh.tensor > 1,
+            head_dim=model.head,
+            gated=model.gated,
+            kernels=self.kernels,
+        )
+
+    def bubbles(self, forward: float, backward: float) -> Bubbles:
+        """The closed forms of the order for equal ranks, from the times of one stage; a backward's parts are equal."""
+        if self.order is None:
+            return Bubbles((0.0,), 0.0, (1,))
+        pipe, per_rank, half = self.mesh.pipe, self.stages_per_rank, backward / 2
+        m, formula = self.microbatches, find_order(self.order).formula
+        found = bubbles(formula, pipe * per_rank, m, per_rank, forward, half, half)
+        # Where an order has no closed form, it is 1F1B's or more.
+        waits = [(pipe - 1 - r) * (forward + backward) for r in range(pipe)]
+        most = [min(per_rank * m, 2 * (pipe - 1 - r) + (per_rank - 1) * pipe + 1) for r in range(pipe)]
+        return Bubbles(found.waits or tuple(waits), found.idle_share, found.peaks or tuple(most))
+
+
+@lru_cache(maxsize=4096)
+def shares(
+    layers: int, order: str | None, pipe: int, chunks: int | None, split: tuple[int, ...] | None = None
+) -> tuple[Share, ...]:
+    """The links of each rank of the pipe axis: unless there is a split, equally many for each stage."""
+    pipeline = Pipeline(order, pipe, chunks)
+    links, last = layers + 3, layers + 2
+    stages = even(links, pipeline.num_stages) if split is None else by_sizes(split, links)
+    owner = pipeline.owner
+    found = []
+    for rank in range(pipe):
+        own = [links for stage, links in enumerate(stages) if owner[stage] == rank]
+        blocks = tuple(sum(0 < link <= layers for link in links) for links in own)
+        has = [any(link in links for links in own) for link in (0, layers + 1, last)]
+        found.append(Share(sum(blocks), has[0], has[1], has[2], blocks))
+    return tuple(found)

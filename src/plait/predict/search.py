@@ -1,0 +1,167 @@
+"""Candidates for a cluster, judged and ranked: those that fit by their seconds, then the others by their bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+from plait.predict.cluster import Cluster
+from plait.predict.duration import Duration, Speed, duration, speed
+from plait.predict.footprint import Footprint, fullest
+from plait.predict.model import Transformer
+from plait.predict.plan import Plan
+from plait.table.cells import TABLE, Strategy
+from plait.table.mesh import Mesh
+
+RESERVE = 0.04
+"""Share of a device's memory that is left free: the libraries' own, and what the allocator cannot use."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, with what it needs and how long it takes."""
+
+    plan: Plan
+    fullest: Footprint
+    """The rank of the pipe axis that needs most."""
+    duration: Duration
+
+    @classmethod
+    def of(cls, plan: Plan) -> Candidate:
+        return cls(plan, fullest(plan), duration(plan))
+
+    @property
+    def spare(self) -> float:
+        """Bytes that the fullest rank has left; negative where it does not fit."""
+        return room(self.plan) - self.fullest.total
+
+    @property
+    def fits(self) -> bool:
+        return self.spare >= 0
+
+    @cached_property
+    def speed(self) -> Speed:
+        return speed(self.plan, self.duration.total)
+
+
+def room(plan: Plan) -> float:
+    """Bytes of a device that a plan may use."""
+    return plan.cluster.device.memory * (1 - RESERVE)
+
+
+def ranked(plans: Iterable[Plan]) -> list[Candidate]:
+    """Judges plans.  The fastest that fits is first, then those that do not fit, the nearest first."""
+    found = [Candidate.of(plan) for plan in plans]
+    return sorted(found, key=lambda one: (not one.fits, one.duration.total if one.fits else -one.spare))
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, in order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+@dataclass(frozen=True)
+class Question:
+    """The part of a plan that all candidates share."""
+
+    model: Transformer
+    cluster: Cluster
+    batch: int
+    length: int
+    dtype: str = "bf16"
+
+
+def meshes(asked: Question) -> Iterator[Mesh]:
+    """Meshes of all the devices that can cut this model and batch: a tensor group is inside a host."""
+    model, cluster = asked.model, asked.cluster
+    for tensor in divisors(cluster.devices):
+        if model.kv_heads % tensor or model.ffn % tensor:
+            continue
+        for pipe in divisors(cluster.size // tensor):
+            data = cluster.size // tensor // pipe
+            if pipe > min(model.layers + 3, MOST_STAGES) or asked.batch % data:
+                continue
+            yield Mesh(pipe=pipe, shard=data, tensor=tensor, hosts=cluster.hosts)
+            shard = cluster.devices // tensor
+            if 1 < shard < data and data % shard == 0:
+                yield Mesh(pipe=pipe, replica=data // shard, shard=shard, tensor=tensor, hosts=cluster.hosts)
+
+
+def candidates(asked: Question, rows: Sequence[Strategy], *, everything: bool = True) -> Iterator[Plan]:
+    """Plans for every mesh, row, order, number of microbatches and recomputation.
+
+    Args:
+        rows: rows of the table; those with two levels are for meshes with both data axes.
+        everything: also orders other than 1F1B, and selective recomputation.
+    """
+    for mesh in meshes(asked):
+        orders: list[tuple[str | None, int | None]] = [(None, None)]
+        if mesh.pipe > 1:
+            orders = [("1f1b", None), *[("zb_h1", None)] * everything]
+            orders += [("interleaved", 2)] * (everything and 2 * mesh.pipe <= asked.model.layers)
+        usable = [row for row in rows if (mesh.replica > 1) == (row.name in TWO_LEVELS)]
+        for row in usable[:1] if mesh.data_size == 1 else usable:
+            for m in divisors(asked.batch // mesh.data_size):
+                for order, chunks in orders if mesh.pipe == 1 or m >= mesh.pipe else ():
+                    if order == "interleaved" and m % mesh.pipe:
+                        continue
+                    for recompute in (None, "selective", "full") if everything else (None, "full"):
+                        yield Plan(
+                            asked.model,
+                            asked.cluster,
+                            mesh,
+                            row,
+                            asked.batch,
+                            asked.length,
+                            m,
+                            order,
+                            chunks,
+                            recompute=recompute,
+                            sequence_parallel=mesh.tensor > 1,
+                            dtype=asked.dtype,
+                        )
+
+
+MOST_STAGES = 64
+"""Largest pipe axis that a search tries."""
+
+TWO_LEVELS = ("hsdp", "psdp", "hpz")
+"""Rows that differ from the others only where there are both data axes."""
+
+
+Change = tuple[str, Mapping[str, Any]]
+"""A change of a plan: its words, and the fields that it replaces."""
+
+
+def smallest_change(plan: Plan, rows: Sequence[Strategy]) -> tuple[str, Candidate] | None:
+    """The change of one setting, or else of two, with which a plan fits at least time; None if there is none."""
+    changes: list[Change] = [(f"--recompute {mode}", {"recompute": mode}) for mode in ("selective", "full")]
+    changes += [(f"--strategy {row.name}", {"strategy": row}) for row in rows]
+    counts = divisors(plan.batch // plan.mesh.data_size)
+    changes += [(f"--microbatches {m}", {"microbatches": m}) for m in counts if m > plan.microbatches]
+    if plan.mesh.tensor > 1:
+        changes.append(("--sequence-parallel", {"sequence_parallel": True}))
+    pairs = ((f"{a} {b}", {**one, **two}) for (a, one), (b, two) in combinations(changes, 2))
+    for tried in (changes, pairs):
+        found = [(one.duration.total, words, one) for words, one in _judged(plan, tried) if one.fits]
+        if found:
+            _, words, one = min(found, key=lambda each: each[0])
+            return words, one
+    return None
+
+
+def _judged(plan: Plan, changes: Iterable[Change]) -> Iterator[tuple[str, Candidate]]:
+    for words, changed in changes:
+        with suppress(ValueError):  # a change that does not go with the rest
+            yield words, Candidate.of(replace(plan, **changed))
+
+
+def rows_in(dtype: str, *, mixed: bool) -> list[Strategy]:
+    """The rows of the table, in mixed precision if asked."""
+    return [row.mixed(dtype) if mixed else row for row in TABLE.values()]

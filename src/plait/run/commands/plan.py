@@ -1,0 +1,382 @@
+"""``plait plan``: ranks layouts of a model on a cluster.  Nothing runs, and torch is not imported.
+
+plait plan --model hf:DIR --hosts 16 --gpus 8xh100 --batch 1024 --length 8192 --search
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from plait.checkpoint.files.reading import read_text
+from plait.checkpoint.files.writing import check_file, write_json, write_text
+from plait.predict.cluster import Cluster, parse_cluster, preset
+from plait.predict.duration import messages
+from plait.predict.memory import formula
+from plait.predict.model import Transformer, from_hugging_face
+from plait.predict.plan import Plan
+from plait.predict.search import Candidate, Question, candidates, ranked, room, rows_in, smallest_change
+from plait.run.report.screen import screen
+from plait.table.cells import ITEMSIZE, TABLE, Strategy, find_strategy
+from plait.table.mesh import Mesh
+
+TOKENS = 1 << 22
+"""Tokens of a step unless a batch is given: four million, as large models are trained with."""
+
+
+USUAL = ("ddp", "zero1", "zero3", "hsdp")
+"""Rows that are tried without a search."""
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Rank layouts of a model on a cluster: whether they fit, how long a step takes, and what bounds it.
+
+    Exit code 0: a layout fits, 1: none does, 2: bad input.
+    """
+
+    model: str | None = None
+    """hf:PATH, a Hugging Face config.json or a folder with one; its weights are not read. None: the sizes below."""
+    params: str | None = None
+    """Number of parameters, as 10B or 1T, where no sizes are known: only their state is counted."""
+    layers: int | None = None
+    """Layers of a decoder."""
+    width: int | None = None
+    """Elements of a hidden vector."""
+    ffn: int | None = None
+    """The width inside its MLP; unless given, 8/3 of the width, up to a multiple of 32."""
+    heads: int | None = None
+    """Attention heads."""
+    kv_heads: int | None = None
+    """Key and value heads; as many as attention heads unless given."""
+    vocab: int | None = None
+    """Rows of its embedding, and of its head."""
+    hosts: int | None = None
+    """Hosts of the cluster; 1 unless a cluster file says otherwise."""
+    gpus: str = "8xh100"
+    """Accelerators of a host, as 8xh100 (rtx4090, a100-40, a100-80, h100, h200, b200, gb200)."""
+    cluster: str | None = None
+    """A TOML file that describes the cluster instead."""
+    batch: int | None = None
+    """Samples of one step, over all ranks and microbatches. None: about four million tokens."""
+    length: int = 4096
+    """Tokens of a sample."""
+    dtype: Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"] = "bf16-mixed"
+    """Type of parameters and activations; mixed: sums of gradients and the optimizer are in fp32."""
+    search: bool = False
+    """Try every mesh, row, order, number of microbatches and recomputation; otherwise the usual ones."""
+    mesh: str | None = None
+    """One mesh instead, as in "shard=16 tensor=8"; then strategy, microbatches, ... are as given."""
+    strategy: str | None = None
+    """A row of the table, or your own; None: zero3 with a mesh, the usual ones without."""
+    microbatches: int = 1
+    """With a mesh: microbatches of one step on each data rank."""
+    schedule: str | None = None
+    """With a mesh: the order of its pipeline."""
+    chunks: int | None = None
+    """With a mesh: stages on each rank, for the order interleaved."""
+    recompute: Literal["full", "selective"] | None = None
+    """With a mesh: activations to recompute in the backward."""
+    sequence_parallel: bool = False
+    """With a mesh: cut the activations between tensor-parallel products in time."""
+    top: int = 10
+    """Layouts to show."""
+    toml: str | None = None
+    """Write the best layout here, as plait train --config reads it."""
+    json: str | None = None
+    """Write the result here as JSON; "-" is the standard output."""
+
+
+def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
+    """Shows the ranked layouts, and returns the exit code."""
+    console = screen(stderr=config.json == "-", soft_wrap=True)
+    cluster = read_cluster(config)
+    if config.toml is not None:
+        check_file("toml", config.toml)
+    if config.params is not None:
+        return _show_states(config, cluster, console)
+    model = read_model(config)
+    rows = usable_rows(config)
+    found = ranked(asked_plans(config, model, cluster, rows))
+    if not found:
+        raise ValueError(
+            f"no mesh of {cluster.size:,} devices divides a batch of {config.batch:,} samples and {model.kv_heads} key "
+            f"and value heads: give another batch, as in --batch {cluster.size}"
+        )
+    best = found[0]
+    console.print(
+        f"{model.num_parameters:,} parameters on {described(cluster)}; {best.plan.batch:,} samples of "
+        f"{best.plan.length:,} tokens a step; {len(found):,} layouts judged, {sum(one.fits for one in found):,} fit"
+    )
+    console.print(table_of(found[: config.top]))
+    for line in details(best):
+        console.print(line)
+    if not best.fits:
+        console.print(what_would_fit(best, config.dtype))
+    toml = to_config(config, best.plan)
+    console.print("\nplait train --config FILE, with this in it:\n")
+    console.print(toml)
+    if config.toml is not None:
+        write_text(config.toml, toml)
+    if config.json is not None:
+        write_json(config.json, {"layouts": [as_json(one) for one in found[: config.top]], "judged": len(found)})
+    return 0 if best.fits else 1
+
+
+# ---- from flags ---------------------------------------------------------------------------------------------
+
+
+def read_cluster(config: PlanConfig) -> Cluster:
+    """The cluster that the flags describe."""
+    if config.cluster is None:
+        return preset(config.gpus, config.hosts or 1)
+    found = parse_cluster(read_text(config.cluster, "the cluster"), config.cluster)
+    return found if config.hosts is None else replace(found, hosts=config.hosts)
+
+
+def read_model(config: PlanConfig) -> Transformer:
+    """The model's sizes, from its config or from the flags."""
+    flags = {name: getattr(config, name) for name in ("layers", "width", "ffn", "heads", "kv_heads", "vocab")}
+    given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
+    if config.model is not None:
+        if given:
+            raise ValueError(f"{given[0]} beside --model {config.model}, which says it: leave one of them out")
+        kind, _, path = config.model.partition(":")
+        if kind != "hf" or not path:
+            raise ValueError(f"model {config.model!r}: give hf:PATH, or sizes: --layers --width --heads --vocab")
+        place = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+        return from_hugging_face(read_text(place, "the config"), str(place))
+    if missing := [name for name in ("layers", "width", "heads", "vocab") if flags[name] is None]:
+        raise ValueError(f"no {missing[0]}: give --model hf:PATH, --params, or --layers --width --heads --vocab")
+    width = flags.pop("width")
+    flags["ffn"] = flags["ffn"] or -(-8 * width // 96) * 32
+    flags["kv_heads"] = flags["kv_heads"] or flags["heads"]
+    return Transformer(**flags, hidden=width)
+
+
+def usable_rows(config: PlanConfig) -> list[Strategy]:
+    """The rows that the flags allow, in their dtypes."""
+    dtype, _, mixed = config.dtype.partition("-")
+    if config.strategy is not None:
+        row = find_strategy(config.strategy)
+        return [row.mixed(dtype) if mixed and not row.params.dtype else row]
+    rows = rows_in(dtype, mixed=bool(mixed))
+    if config.mesh is not None:
+        rows = [row for row in rows if row.name == "zero3"]
+    return [row for row in rows if config.search or row.name in USUAL]
+
+
+def asked_plans(config: PlanConfig, model: Transformer, cluster: Cluster, rows: Sequence[Strategy]) -> Iterable[Plan]:
+    """The plan of the flags where there is a mesh, and otherwise the candidates."""
+    dtype, parts = config.dtype.partition("-")[0], cluster.size
+    if config.mesh is None:
+        batch = config.batch or max(1, round(TOKENS / config.length / parts)) * parts
+        return candidates(Question(model, cluster, batch, config.length, dtype), rows, everything=config.search)
+    mesh = Mesh.parse(config.mesh)
+    if "hosts" not in config.mesh and mesh.size == cluster.size:
+        mesh = replace(mesh, hosts=cluster.hosts)
+    parts = mesh.data_size * config.microbatches
+    plan = Plan(
+        model,
+        cluster,
+        mesh,
+        rows[0],
+        config.batch or max(1, round(TOKENS / config.length / parts)) * parts,
+        config.length,
+        config.microbatches,
+        config.schedule,
+        config.chunks,
+        recompute=config.recompute,
+        sequence_parallel=config.sequence_parallel,
+        dtype=dtype,
+    )
+    return [plan]
+
+
+def parse_count(text: str) -> int:
+    """Parses ``7B`` or ``1.5T`` into a number.  Raises ValueError for anything else."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*([MBT])", text)
+    if match is None or not float(match[1]):
+        raise ValueError(f"params {text!r}: give a number and M, B or T, as in 10B")
+    return round(float(match[1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[match[2]])
+
+
+# ---- to the screen ------------------------------------------------------------------------------------------
+
+
+def _show_states(config: PlanConfig, cluster: Cluster, console: Console) -> int:
+    """Shows the bytes between steps of a number of parameters, under each row, with all devices on the data axes."""
+    assert config.params is not None
+    count, dtype, fits = parse_count(config.params), config.dtype.partition("-")[0], False
+    mesh = Mesh(replica=cluster.hosts, shard=cluster.devices, hosts=cluster.hosts)
+    rows = usable_rows(replace(config, search=True))
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("row", "parameters", "gradients", "optimizer", "together", f"of {gb(cluster.device.memory)}"):
+        table.add_column(heading, justify="left" if heading == "row" else "right")
+    whole = formula(count, Mesh(), rows[0], **state_bytes(rows[0], dtype))
+    found = []
+    for row in rows:
+        held = formula(count, mesh, row, **state_bytes(row, dtype))
+        spare = cluster.device.memory - held.total
+        fits = fits or spare >= 0
+        state = "fits" if spare >= 0 else f"{gb(-spare)} too many"
+        table.add_row(row.name, gb(held.params), gb(held.grads), gb(held.optimizer), gb(held.total), state)
+        found.append({"row": row.name, **asdict(held), "fits": spare >= 0})
+    console.print(
+        f"{count:,} parameters in {config.dtype} are {gb(whole.params)}, and {gb(whole.total)} with their gradients "
+        f"and Adam's state; on {described(cluster)} each device holds between steps:"
+    )
+    console.print(table)
+    if not fits:
+        console.print(f"zero3 fits on {-int(-whole.total // cluster.device.memory):,} of these devices")
+    console.print("Activations depend on sizes: give --model, or --layers --width --heads --vocab.")
+    if config.json is not None:
+        write_json(config.json, {"parameters": count, "whole": asdict(whole), "rows": found})
+    return 0 if fits else 1
+
+
+def state_bytes(row: Strategy, dtype: str) -> dict[str, float]:
+    """Bytes of a parameter, its gradient, and Adam's state with the master weight, if there is one."""
+    own, wide = row.params.itemsize(ITEMSIZE[dtype]), row.optim.itemsize(ITEMSIZE[dtype])
+    optimizer = 0 if row.optim.device else 2 * wide + (wide if wide > own else 0)
+    return {"param_bytes": own, "grad_bytes": row.grads.itemsize(ITEMSIZE[dtype]), "optimizer_bytes": optimizer}
+
+
+def described(cluster: Cluster) -> str:
+    """The cluster in words."""
+    hosts = f"{cluster.hosts} host{'s' * (cluster.hosts > 1)} of " if cluster.hosts > 1 else ""
+    return f"{hosts}{cluster.devices} x {cluster.name}"
+
+
+def gb(size: float) -> str:
+    """Bytes in powers of 1,000, as memories are sold: three digits, GB at most."""
+    value, unit = (size / 1e9, "GB") if size >= 1e8 else (size / 1e6, "MB")
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}" if value >= 10 else f"{value:.2f} {unit}"
+
+
+def table_of(found: Sequence[Candidate]) -> Table:
+    """The layouts, the best first."""
+    table = Table(box=box.SIMPLE_HEAD)
+    headings = (
+        "",
+        "mesh",
+        "row",
+        "order",
+        "microbatches",
+        "recompute",
+        "s/step",
+        "tokens/s",
+        "MFU",
+        "memory",
+        "bound by",
+    )
+    for heading in (*headings, "loses"):
+        left = heading in ("mesh", "row", "order", "recompute", "bound by", "loses")
+        table.add_column(heading, justify="left" if left else "right")
+    for place, one in enumerate(found, 1):
+        plan, speed = one.plan, one.speed
+        order = "" if plan.order is None else plan.order + (f" x{plan.chunks}" if plan.chunks else "")
+        memory = gb(one.fullest.total) if one.fits else f"{gb(-one.spare)} too many"
+        table.add_row(
+            str(place),
+            str(plan.mesh),
+            plan.strategy.name,
+            order,
+            f"{plan.microbatches} x {plan.samples}",
+            plan.recompute or "",
+            f"{speed.seconds:.3g}",
+            f"{speed.tokens:,.0f}",
+            f"{100 * speed.mfu:.1f} %",
+            memory,
+            one.duration.bound,
+            loses(one, found[0]),
+        )
+    return table
+
+
+def loses(one: Candidate, best: Candidate) -> str:
+    """The part of the step that costs most more than in the best layout."""
+    if one is best or one.fits != best.fits:
+        return ""
+    parts = vars(one.duration)
+    name = max(parts, key=lambda part: parts[part] - getattr(best.duration, part))
+    return f"{name} +{parts[name] - getattr(best.duration, name):.2g} s"
+
+
+def details(one: Candidate) -> list[Table]:
+    """Bytes of the fullest rank by kind, seconds by part, and messages by axis."""
+    plan, fullest = one.plan, one.fullest
+    rank = plan.mesh.rank(pipe=fullest.pipe)
+    memory = Table(title=f"bytes of rank {rank}, the fullest, of {gb(room(plan))} that may be used", **LOOK)
+    for name, size in fullest.kinds.items():
+        if size:
+            memory.add_row(name, gb(size))
+    memory.add_row("together", gb(fullest.total))
+    seconds = Table(title="seconds of a step", **LOOK)
+    for name, part in vars(one.duration).items():
+        if part:
+            seconds.add_row(name, f"{part:.3g}", f"{100 * part / one.duration.total:.0f} %")
+    sent = Table(title="messages of that rank in a step", **LOOK)
+    for row in messages(plan, plan.shares[fullest.pipe]):
+        axes = [axis for axis in row.axes if plan.mesh.axis(axis) > 1]
+        link = "between hosts" if any(map(plan.mesh.crosses, axes)) else "inside a host"
+        sent.add_row(row.phase, f"{row.times:,} {row.kind}", ", ".join(axes), gb(row.bytes), link)
+    return [memory, seconds, sent] if sent.row_count else [memory, seconds]
+
+
+LOOK: dict[str, Any] = {"box": None, "show_header": False, "title_justify": "left", "padding": (0, 2)}
+
+
+def what_would_fit(best: Candidate, dtype: str) -> str:
+    """The single change with which the layout that is nearest would fit, in words."""
+    found = smallest_change(best.plan, rows_in(dtype.partition("-")[0], mixed="-" in dtype))
+    need, have = gb(best.fullest.total), gb(room(best.plan))
+    if found is None:
+        return f"no layout fits: the nearest needs {need} of {have}, and no two changes of it help: use more devices"
+    words, other = found
+    return f"it does not fit: {need} of {have}; {words}: {gb(other.fullest.total)}, {other.speed.seconds:.3g} s a step"
+
+
+def to_config(config: PlanConfig, plan: Plan) -> str:
+    """The layout as the TOML that ``plait train --config`` reads."""
+    model, values = plan.model, dict[str, Any]()
+    path = (config.model or "").removeprefix("hf:")
+    if path and (Path(path).is_dir() or Path(path).name == "config.json"):
+        values["model"] = f"hf:{path if Path(path).is_dir() else Path(path).parent}"
+    else:
+        values |= {"model": model.family if model.family in ("llama", "qwen2") else "llama", "layers": model.layers}
+        values |= {"width": model.hidden, "ffn": model.ffn, "heads": model.heads, "kv_heads": model.kv_heads}
+        values |= {"vocab": model.vocab, "dropout": 0.0}
+    values |= {"length": plan.length, "batch": plan.batch, "dtype": config.dtype, "mesh": str(plan.mesh)}
+    named = plan.strategy.name in TABLE
+    values |= {"strategy": plan.strategy.name if named else str(plan.strategy), "microbatches": plan.microbatches}
+    optional = {"schedule": plan.schedule, "chunks": plan.chunks, "recompute": plan.recompute}
+    values |= {name: value for name, value in optional.items() if value is not None}
+    values |= {"sequence_parallel": plan.sequence_parallel, "world": "process", "device": "cuda"}
+    return tomli_w.dumps(values)
+
+
+def as_json(one: Candidate) -> Mapping[str, object]:
+    """Describes a layout for a program."""
+    plan, part = one.plan, one.duration
+    settings = {"mesh": str(plan.mesh), "strategy": plan.strategy.name, "schedule": plan.order, "chunks": plan.chunks}
+    settings |= {"microbatches": plan.microbatches, "recompute": plan.recompute}
+    settings |= {"sequence_parallel": plan.sequence_parallel, "batch": plan.batch, "length": plan.length}
+    return {
+        **settings,
+        "fits": one.fits,
+        "bytes": {"rank": plan.mesh.rank(pipe=one.fullest.pipe), **one.fullest.kinds, "total": one.fullest.total},
+        "seconds": {**vars(part), "total": part.total},
+        "tokens_per_second": one.speed.tokens,
+        "mfu": one.speed.mfu,
+        "bound": part.bound,
+        "messages": [asdict(row) for row in messages(plan, plan.shares[one.fullest.pipe])],
+    }

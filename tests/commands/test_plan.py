@@ -1,0 +1,104 @@
+"""``plait plan`` as its user sees it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from plait.run.commands.main import main
+from plait.run.config import TrainConfig, from_toml
+
+LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336}
+LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
+    """What a command prints that leaves with this code, on both streams."""
+    assert main(["plan", *words]) == code
+    shown = capsys.readouterr()
+    return shown.out + shown.err
+
+
+def test_ten_billion_parameters_on_a_24_gb_card(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = said(capsys, 1, "--params", "10B", "--gpus", "1xrtx4090", "--dtype", "fp32")
+    assert "10,000,000,000 parameters in fp32 are 40.0 GB, and 160 GB with their gradients and Adam's state" in shown
+    assert "of 24.0 GB" in shown and "136 GB too many" in shown and "zero3 fits on 7 of these devices" in shown
+
+
+def test_a_trillion_on_256_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    words = ["--params", "1T", "--hosts", "32", "--gpus", "8xh100", "--dtype", "fp32", "--json", str(file)]
+    assert "62.5 GB" in said(capsys, 0, *words)
+    rows = {row["row"]: row for row in json.loads(file.read_text())["rows"]}
+    assert rows["zero3"]["params"] + rows["zero3"]["grads"] + rows["zero3"]["optimizer"] == 62.5e9
+    assert rows["zero3"]["fits"] and not rows["zero2"]["fits"]
+
+
+def test_a_ranked_list_and_the_file_that_train_takes(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    toml, file = tmp_path / "run.toml", tmp_path / "plan.json"
+    words = ["--model", f"hf:{folder}", "--hosts", "16", "--gpus", "8xh100", "--batch", "1024", "--length", "8192"]
+    shown = said(capsys, 0, *words, "--toml", str(toml), "--json", str(file), "--top", "5")
+    assert "8,030,261,248 parameters on 16 hosts of 8 x h100; 1,024 samples of 8,192 tokens a step" in shown
+    assert "bytes of rank 0, the fullest, of 76.8 GB" in shown and "between hosts" in shown and "loses" in shown
+    assert toml.read_text() in shown
+    best, *others = json.loads(file.read_text())["layouts"]
+    assert best["fits"] and len(others) == 4
+    assert all(best["seconds"]["total"] <= one["seconds"]["total"] for one in others)
+    read = from_toml(TrainConfig, str(toml))
+    assert str(read.machine.parsed_mesh) == best["mesh"] and read.row.name == best["strategy"]
+    assert read.task.network.model == f"hf:{folder}" and read.layout.microbatches == best["microbatches"]
+    assert read.pipeline.num_stages == read.machine.parsed_mesh.pipe and read.task.samples.batch == 1024
+
+
+def test_sizes_by_flags_become_a_model_of_train(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    toml = tmp_path / "run.toml"
+    words = ["--layers", "6", "--width", "256", "--heads", "8", "--kv-heads", "4", "--vocab", "512", "--gpus", "4xh100"]
+    mesh = ["--mesh", "pipe=2 tensor=2", "--batch", "8", "--microbatches", "8", "--schedule", "interleaved"]
+    more = ["--chunks", "2", "--length", "128", "--sequence-parallel", "--recompute", "full", "--strategy", "ddp"]
+    assert "1 layouts judged, 1 fit" in said(capsys, 0, *words, *mesh, *more, "--toml", str(toml))
+    read = from_toml(TrainConfig, str(toml))
+    assert read.task.sizes.num_layers == 6 and read.task.sizes.num_kv_heads == 4
+    assert read.pipeline.num_stages == 4 and read.layout.sequence_parallel and read.layout.recompute == "full"
+
+
+def test_what_does_not_fit_is_told_with_the_change_that_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", f"hf:{folder}", "--gpus", "8xa100-40", "--mesh", "shard=8", "--batch", "64"]
+    shown = said(capsys, 1, *words, "--microbatches", "4")
+    assert "GB too many" in shown and "it does not fit: " in shown and "; --microbatches 8 --" not in shown
+    assert "--recompute full" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--gpus", "8xh1000"], "gpus '8xh1000': did you mean h100 or"),
+        (["--model", "hf:config.json", "--layers", "3"], "--layers beside --model hf:config.json"),
+        (["--model", "llama"], "model 'llama': give hf:PATH"),
+        (["--layers", "3"], "no width: give --model hf:PATH, --params"),
+        (["--params", "10"], "params '10': give a number and M, B or T"),
+        (["--model", "hf:nowhere"], "the config"),
+        (["--cluster", "nowhere.toml", "--params", "1B"], "the cluster"),
+        (
+            ["--layers", "2", "--width", "8", "--heads", "1", "--vocab", "8", "--batch", "7", "--length", "16"],
+            "no mesh of 8 devices",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = said(capsys, 2, *words)
+    assert error in shown and shown.count("\n") == 1

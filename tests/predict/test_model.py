@@ -1,0 +1,59 @@
+"""A decoder by its sizes: the parameters of Hugging Face's own models, and errors with file, line and field."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from plait.predict.model import HF_FAMILIES, Transformer, from_hugging_face
+
+CONFIG = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 4}
+CONFIG |= {"num_key_value_heads": 2, "vocab_size": 71}
+GPT2 = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 17, "vocab_size": 71, "n_inner": None}
+
+
+@pytest.mark.parametrize("family", HF_FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_has_the_parameters_of_transformers(family: str, *, tied: bool) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = (GPT2 if family == "gpt2" else CONFIG) | {"tie_word_embeddings": tied}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config))
+    found = from_hugging_face(json.dumps(config | {"model_type": family} | _head_dim(family)), "config.json")
+    assert found.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def _head_dim(family: str) -> dict[str, int]:
+    return {"head_dim": 128} if family == "qwen3" else {}  # that family's default
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{\n "a": 1,\n}', "config.json, line 3: no JSON"),
+        ("[]", "config.json, line 1: a list"),
+        ('{\n\n "model_type": "llame"}', "config.json, line 3, model_type: 'llame': did you mean llama?"),
+        ('{"model_type": "llama", "hidden_size": 32}', "config.json, num_attention_heads: missing"),
+        (
+            json.dumps(CONFIG | {"model_type": "llama", "vocab_size": "many"}, indent=0),
+            "config.json, line 7, vocab_size: 'many': give a whole number from 1",
+        ),
+        (
+            json.dumps(CONFIG | {"model_type": "llama", "num_attention_heads": 5}, indent=0),
+            "config.json, line 5, num_attention_heads: hidden 32 is no multiple of 5 heads",
+        ),
+    ],
+)
+def test_a_wrong_config_is_named_with_line_and_field(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        from_hugging_face(text, "config.json")
+
+
+def test_flops_are_those_of_palm() -> None:
+    model = Transformer(layers=2, hidden=8, ffn=12, heads=2, kv_heads=2, vocab=10)
+    weights = 2 * (4 * 8 * 8 + 3 * 8 * 12) + 10 * 8
+    assert model.flops(5) == 6 * weights + 12 * 2 * 8 * 5

@@ -1,0 +1,158 @@
+"""Plans: bytes against the published tables, seconds against closed forms, and the search."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from plait.predict.activations import MEGATRON
+from plait.predict.cluster import Link, Reached, preset
+from plait.predict.duration import duration, members_on_host, message_seconds, messages, speed
+from plait.predict.footprint import footprints, fullest
+from plait.predict.model import Transformer
+from plait.predict.plan import Plan
+from plait.predict.search import Question, candidates, ranked, rows_in, smallest_change
+from plait.table.cells import TABLE, Strategy
+from plait.table.mesh import Mesh
+
+LLAMA = Transformer(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
+GIB = 1 << 30
+
+KORTHIKANTI = {  # hidden, layers, heads, pipe, chunks, samples of a microbatch -> GiB without, with both, states
+    "22B": (6144, 48, 64, 1, None, 4, 59.25, 9.5625, 45.5625),
+    "175B": (12288, 96, 96, 8, 3, 1, 66.84375, 12.3515625, 45.5625),
+    "530B": (20480, 105, 128, 35, 3, 1, 114.0234375, 23.076171875, 31.640625),
+    "1T": (25600, 128, 160, 64, None, 1, 131.25, 26.5625, 32.958984375),
+}
+
+
+@pytest.mark.parametrize("name", KORTHIKANTI)
+@pytest.mark.parametrize("lean", [False, True])
+def test_bytes_of_the_first_stage_are_those_of_korthikanti(name: str, *, lean: bool) -> None:
+    """Figure 1 of arXiv:2205.05198, for t = 8: bytes kept between passes of blocks, and states."""
+    hidden, layers, heads, pipe, chunks, samples, plain, saved, _ = KORTHIKANTI[name]
+    model = Transformer(layers, hidden, 4 * hidden, heads, heads, 51200, gated=False, dropout=True)
+    split = [layers // pipe // (chunks or 1)] * pipe * (chunks or 1)
+    split[0], split[-1] = split[0] + 1, split[-1] + 2
+    plan = Plan(
+        model,
+        preset("8xa100-80", pipe),
+        Mesh(pipe=pipe, tensor=8),
+        TABLE["ddp"].mixed("fp16"),
+        batch=samples * 4 * pipe,
+        length=2048,
+        microbatches=4 * pipe,
+        schedule="interleaved" if chunks else None,
+        chunks=chunks,
+        split=tuple(split) if pipe > 1 else None,
+        recompute="selective" if lean else None,
+        sequence_parallel=lean,
+        dtype="fp16",
+        kernels=MEGATRON,
+    )
+    found = footprints(plan)[0].activations / GIB
+    if pipe == 1:
+        found -= footprints(replace(plan, model=replace(model, layers=1)))[0].activations / GIB * 1
+        found *= layers / (layers - 1)
+    assert found == pytest.approx(saved if lean else plain, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("row", "held"),
+    [("ddp", 120), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.88)],
+)
+def test_states_are_those_of_zero(row: str, held: float) -> None:
+    """7.5 billion parameters on 64 devices, 16 bytes each (ZeRO, table 1), as a row with 16-bit gradients."""
+    model = Transformer(layers=36, hidden=4096, ffn=16384, heads=32, kv_heads=32, vocab=51200, gated=False)
+    # Its row has 16-bit gradients, and no fp32 beside the parameters but the optimizer's.
+    params, kept, grads, optim = TABLE[row].params, TABLE[row].kept, TABLE[row].grads, TABLE[row].optim
+    paper = Strategy("paper", params, kept, grads, replace(optim, dtype="fp32"))
+    plan = Plan(model, preset("h100", 8), Mesh(shard=64), paper, 64, 512, dtype="bf16")
+    assert fullest(plan).state / 1e9 == pytest.approx(held * model.num_parameters / 7.5e9, rel=0.01)
+
+
+def plan(**changed: object) -> Plan:
+    base = Plan(LLAMA, preset("h100", 2), Mesh(shard=16, hosts=2), TABLE["zero3"].mixed("bf16"), 64, 4096, 4)
+    return replace(base, **changed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"mesh": Mesh(shard=8)}, "has 8 ranks, the cluster 2 hosts x 8 devices = 16: give as many"),
+        ({"microbatches": 3}, "over 16 data ranks x 3 microbatches = 48 parts: give a multiple of 48"),
+        ({"mesh": Mesh(tensor=16)}, "tensor=16 does not divide 8 key and value heads"),
+        ({"mesh": Mesh(pipe=16), "model": replace(LLAMA, layers=3)}, "6 links"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(changed: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan(**changed)
+
+
+def test_a_group_and_the_hosts() -> None:
+    mesh = Mesh(pipe=2, shard=4, tensor=4)
+    assert [members_on_host((axis,), mesh, 8) for axis in ("pipe", "shard", "tensor")] == [1, 2, 4]
+    assert members_on_host(("shard", "replica"), Mesh(replica=4, shard=8), 8) == 8
+    assert members_on_host(("replica",), Mesh(replica=4, shard=8), 8) == 1
+
+
+def test_a_message_takes_its_link() -> None:
+    cluster = replace(preset("h100", 2), inside=Link(100e9, 0), between=Link(80e9, 0), reached=Reached(network=1.0))
+    inside = plan(cluster=cluster, mesh=Mesh(replica=2, shard=8, hosts=2))
+    assert message_seconds("all_gather", 8e9, ("shard",), inside) == pytest.approx(7e9 / 100e9)
+    # Eight groups over replicas share a host's network.
+    assert message_seconds("all_reduce", 8e9, ("replica",), inside) == pytest.approx(8e9 / 10e9)
+    whole = plan(cluster=cluster, mesh=Mesh(shard=16))
+    assert message_seconds("all_gather", 16e9, ("shard",), whole) == pytest.approx(15e9 / 80e9)
+
+
+def test_the_messages_of_a_step_are_those_of_the_row() -> None:
+    """In parameter volumes: 3 M (N-1)/N for zero3, (M+1) for zero2, 2 for ddp, with 4-byte gradients beside 2-byte
+    parameters."""
+    share = plan().shares[0]
+    volume = LLAMA.num_parameters * 15 / 16
+    for row, due in {"zero3": 4 * (2 + 2 + 4), "zero2": 4 * 4 + 2, "zero1": 4 + 2, "ddp": 8}.items():
+        sent = messages(plan(strategy=TABLE[row].mixed("bf16"), mesh=Mesh(shard=16)), share)
+        assert sum(one.bytes for one in sent) == pytest.approx(due * volume, rel=1e-6), row
+
+
+def test_a_pipeline_waits_as_its_formula_says() -> None:
+    even = Transformer(layers=28, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=256)
+    for m in (4, 8, 16):
+        one = plan(model=even, mesh=Mesh(pipe=4, tensor=4), microbatches=m, batch=m, split=(8, 7, 7, 9))
+        found = duration(one)
+        busy = found.products + found.attention + found.traffic + found.tensor + found.launch
+        assert found.bubble / (busy + found.bubble) == pytest.approx(3 / (m + 3), rel=0.05)
+
+
+def test_recomputation_costs_time_and_saves_bytes() -> None:
+    kept = [fullest(plan(recompute=mode)).total for mode in (None, "selective", "full")]
+    took = [duration(plan(recompute=mode)).total for mode in (None, "selective", "full")]
+    assert kept[0] >= kept[1] > kept[2] and took[0] < took[1] < took[2]
+    assert speed(plan(), 1.0).mfu == pytest.approx(LLAMA.flops(4096) * 64 * 4096 / (16 * 989.4e12))
+
+
+def test_one_change_makes_it_fit_or_two() -> None:
+    small = preset("8xa100-40", 2)
+    found = smallest_change(plan(cluster=small), rows_in("bf16", mixed=True))
+    assert found is not None and found[0] == "--recompute full" and found[1].fits
+    assert smallest_change(plan(cluster=preset("8xrtx4090", 2), strategy=TABLE["ddp"]), [TABLE["ddp"]]) is None
+    found = smallest_change(plan(cluster=small, strategy=TABLE["ddp"].mixed("bf16")), rows_in("bf16", mixed=True))
+    assert found is not None and found[0].startswith("--recompute full --strategy ")
+
+
+def test_the_search_is_quick_and_ranks_what_fits_first() -> None:
+    asked = Question(Transformer(126, 16384, 53248, 128, 8, 128256), preset("h100", 2048), 16384, 8192)
+    start, plans = time.process_time(), []
+    for one in candidates(asked, rows_in("bf16", mixed=True)):
+        plans.append(one)
+        if len(plans) == 1000:
+            break
+    found = ranked(plans)
+    assert time.process_time() - start < 3  # 10,000 in ten seconds
+    assert [one.fits for one in found] == sorted((one.fits for one in found), reverse=True)
+    fitting = [one.duration.total for one in found if one.fits]
+    assert fitting == sorted(fitting)

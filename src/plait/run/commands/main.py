@@ -1,6 +1,7 @@
 """The ``plait`` command: takes words and flags, returns an exit code.  Other modules do the work.
 
-    plait train | verify | prove | plan | doctor | bench comm | schedule | explain | checkpoint | judge | submit | lesson
+    plait train | verify | prove | plan | doctor | bench comm | schedule | explain | checkpoint | judge | submit
+    plait lesson
 
 Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; prove: refuted; checkpoint: damaged,
 different), 2 bad input; 128 + n for signal n.

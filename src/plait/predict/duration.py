@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from plait.predict.activations import DecoderSizes
 from plait.predict.cluster import Cluster, Reached
-from plait.predict.plan import Plan, Share
+from plait.predict.plan import Plan, RankLinks
 from plait.table.cells import ITEMSIZE, Move, moves
 from plait.table.collectives import bus_factor
 from plait.table.mesh import AXES, Mesh
@@ -158,7 +158,7 @@ def tensor_seconds(plan: Plan) -> float:
     return 2 * each
 
 
-def rank_passes(plan: Plan, share: Share) -> tuple[Pass, Pass]:
+def rank_passes(plan: Plan, share: RankLinks) -> tuple[Pass, Pass]:
     """Forward and backward of one microbatch on a rank of the pipe axis, with what is recomputed."""
     s, cluster = plan.sizes, plan.cluster
     reached, peak, device = cluster.reached, cluster.peak(plan.dtype), cluster.device
@@ -224,7 +224,7 @@ def pipe_seconds(plan: Plan) -> float:
     return message_seconds("send", plan.sizes.tokens * plan.model.hidden * plan.sizes.itemsize, ("pipe",), plan)
 
 
-def elements_on(plan: Plan, share: Share) -> float:
+def elements_on(plan: Plan, share: RankLinks) -> float:
     """Elements of the parameters of a rank of the pipe axis."""
     model, ways = plan.model, plan.mesh.tensor
     parts = {"blocks": share.blocks, "embed": share.embed, "norm": share.norm, "head": share.head}
@@ -233,7 +233,7 @@ def elements_on(plan: Plan, share: Share) -> float:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentMessages:
     """Messages of one kind of a rank in a step."""
 
     phase: str
@@ -245,7 +245,7 @@ class Sent:
     seconds: float
 
 
-def messages(plan: Plan, share: Share) -> tuple[Sent, ...]:
+def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
     """The messages of a step of a rank with these links."""
     mesh, row, m = plan.mesh, plan.strategy, plan.microbatches
     path, elements = moves(row, mesh), elements_on(plan, share)
@@ -259,7 +259,7 @@ def messages(plan: Plan, share: Share) -> tuple[Sent, ...]:
         """Adds ``times`` rounds of ``count`` messages of ``size`` bytes together."""
         sent = size * (1.0 if kind == "send" else bus_factor(kind, mesh.count(axes)))
         seconds = message_seconds(kind, size, axes, plan, count)
-        found.append(Sent(phase, kind, axes, count * times, sent * times, seconds * times))
+        found.append(SentMessages(phase, kind, axes, count * times, sent * times, seconds * times))
 
     phases: tuple[tuple[str, Sequence[Move], int, int], ...] = (
         ("forward", path.forward, own, gathers),
@@ -285,7 +285,7 @@ def messages(plan: Plan, share: Share) -> tuple[Sent, ...]:
     return tuple(found)
 
 
-def data_seconds(plan: Plan, share: Share, there: Pass, back: Pass) -> float:
+def data_seconds(plan: Plan, share: RankLinks, there: Pass, back: Pass) -> float:
     """Seconds of the row's messages on a rank that its computation does not hide."""
     if plan.mesh.data_size == 1:
         return 0.0
@@ -301,7 +301,7 @@ def data_seconds(plan: Plan, share: Share, there: Pass, back: Pass) -> float:
     return each + max(took["step"] - back.total, first * took["step"]) + took["publish"]
 
 
-def update_seconds(plan: Plan, share: Share) -> float:
+def update_seconds(plan: Plan, share: RankLinks) -> float:
     """Seconds in which the optimizer reads and writes what a rank owns."""
     row, device = plan.strategy, plan.cluster.device
     owned = elements_on(plan, share) / plan.mesh.count(row.optim.split)

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from plait.predict.activations import DecoderSizes, block, decoder
 from plait.predict.memory import formula
-from plait.predict.plan import Plan, Share
+from plait.predict.plan import Plan, RankLinks
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def fullest(plan: Plan) -> Footprint:
     return max(footprints(plan), key=lambda one: one.total)
 
 
-def _footprint(plan: Plan, pipe: int, share: Share, in_flight: int) -> Footprint:
+def _footprint(plan: Plan, pipe: int, share: RankLinks, in_flight: int) -> Footprint:
     row, mesh, model, sizes = plan.strategy, plan.mesh, plan.model, plan.sizes
     own = plan.itemsize(row.params)
     wide = plan.itemsize(row.optim)
@@ -104,7 +104,7 @@ def _footprint(plan: Plan, pipe: int, share: Share, in_flight: int) -> Footprint
     )
 
 
-def _units(plan: Plan, share: Share) -> list[int]:
+def _units(plan: Plan, share: RankLinks) -> list[int]:
     """Elements of each unit of a rank that the data axes cut: its blocks, embedding, norm, head."""
     model, ways = plan.model, plan.mesh.tensor
     units = [model.sizes("blocks").on(ways)] * share.blocks

@@ -17,7 +17,7 @@ from plait.table.cells import ITEMSIZE, Cell, Strategy
 from plait.table.mesh import Mesh
 
 
-class Share(NamedTuple):
+class RankLinks(NamedTuple):
     """The links of the model that one rank of the pipe axis has, on all its stages."""
 
     blocks: int
@@ -90,7 +90,7 @@ class Plan:
         return 1 if self.order is None else stages_per_rank(self.order, self.chunks)
 
     @property
-    def shares(self) -> tuple[Share, ...]:
+    def shares(self) -> tuple[RankLinks, ...]:
         """The links of each rank of the pipe axis."""
         return shares(self.model.layers, self.order, self.mesh.pipe, self.chunks, self.split)
 
@@ -135,7 +135,7 @@ class Plan:
 @lru_cache(maxsize=4096)
 def shares(
     layers: int, order: str | None, pipe: int, chunks: int | None, split: tuple[int, ...] | None = None
-) -> tuple[Share, ...]:
+) -> tuple[RankLinks, ...]:
     """The links of each rank of the pipe axis: unless there is a split, equally many for each stage."""
     pipeline = Pipeline(order, pipe, chunks)
     links, last = layers + 3, layers + 2
@@ -146,5 +146,5 @@ def shares(
         own = [links for stage, links in enumerate(stages) if owner[stage] == rank]
         blocks = tuple(sum(0 < link <= layers for link in links) for links in own)
         has = [any(link in links for links in own) for link in (0, layers + 1, last)]
-        found.append(Share(sum(blocks), has[0], has[1], has[2], blocks))
+        found.append(RankLinks(sum(blocks), has[0], has[1], has[2], blocks))
     return tuple(found)

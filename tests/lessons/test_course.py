@@ -16,6 +16,14 @@ SAYS = {
     3: "every parameter is that of one process, to the bit",
     4: "rank 1 receives float32 (3,) from rank 0, which sent float32 (2,)",
     5: "all-reduce = reduce-scatter + all-gather: equal to the bit",
+    6: "plait adds in rank order by default",
+    7: "find the fault: bytes from the output's size, 160 MB/s: 4 times too low",
+    8: "find the fault: without the event the products read [None,",
+    9: "4 ranks: parameters differ from one process by",
+    10: "plait refuses Adafactor on pieces: Adafactor is not element-wise",
+    11: "plait's zero3 by owner: the same weights, to the bit",
+    12: "and by plait's zero3: equal to the bit",
+    13: "after every row: the parameters of plait's engine under that row, to the bit",
 }
 """Words that each lesson prints near its end."""
 

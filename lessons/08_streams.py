@@ -1,0 +1,129 @@
+"""Lesson 8: streams.
+
+The idea.  A GPU has several engines: one multiplies, others copy.  A *stream* is a queue of work for them.  Work in
+one stream runs in order; two streams run side by side; an *event* is a mark in one stream that another may wait for.
+So the next layer's parameters can travel while this layer multiplies, and the time of the copy disappears.  This is
+the whole trick of FSDP's prefetch and of every "overlapped" system.  A call that puts work into a stream returns at
+once, so a clock around it measures nothing, unless you synchronise first.
+
+A CPU has no streams, but a queue and a thread are one.  Below, a "product" and a "copy" are units of time (a sleep:
+it needs no core, exactly like a copy engine), so the arithmetic of overlap is visible on any machine.  With a GPU,
+the last part measures the real thing.
+
+Predict before you run it:
+  1. Six copies of 20 ms and six products of 20 ms, each product needing its own copy.  How long in one stream?  In two?
+  2. The product does not wait for the event of its copy.  What does it read?
+  3. You time ``y = a @ b`` on a GPU without synchronising.  What have you measured?
+
+    plait lesson run 8
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from plait.run.measure.machine import overlap
+
+UNIT, LAYERS = 0.02, 6
+
+
+# 1. Streams and events from nothing.
+
+
+class Event:
+    """A mark in a stream: ``record`` puts it there, ``wait`` makes another stream stop until it has been reached."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+
+    def record(self, stream: "Stream") -> None:
+        stream.put(self._reached.set)
+
+    def wait(self, stream: "Stream") -> None:
+        stream.put(self._reached.wait)
+
+
+class Stream:
+    """A queue whose work one thread does in order.  ``put`` returns at once."""
+
+    def __init__(self) -> None:
+        self._work: queue.Queue[Callable[[], object]] = queue.Queue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def put(self, work: Callable[[], object]) -> None:
+        self._work.put(work)
+
+    def synchronise(self) -> None:
+        self._work.join()
+
+    def _run(self) -> None:
+        while True:
+            self._work.get()()
+            self._work.task_done()
+
+
+# 2. Layer by layer: a copy brings the weight, a product uses it.
+
+
+def forward(compute: Stream, copies: Stream, waits: bool = True) -> tuple[list[str], list[int | None], float, float]:
+    """A log of what ran in which order, what each product read, the seconds until the calls returned, and in all."""
+    log: list[str] = []
+    here: dict[int, int] = {}  # the weights that have arrived
+    read: list[int | None] = []
+
+    def copy(layer: int) -> None:
+        time.sleep(UNIT)
+        here[layer] = layer
+        log.append(f"copy {layer}")
+
+    def product(layer: int) -> None:
+        read.append(here.get(layer))
+        time.sleep(UNIT)
+        log.append(f"product {layer}")
+
+    start = time.perf_counter()
+    for layer in range(LAYERS):
+        arrived = Event()
+        copies.put(lambda layer=layer: copy(layer))
+        arrived.record(copies)
+        if waits:
+            arrived.wait(compute)
+        compute.put(lambda layer=layer: product(layer))
+    issued = time.perf_counter() - start
+    copies.synchronise()
+    compute.synchronise()
+    return log, read, issued, time.perf_counter() - start
+
+
+def main(ranks: int = 1) -> None:
+    # Prediction 1: 12 units in one stream.  In two: the first copy, then six products, under which the others hide.
+    one = Stream()
+    log, read, _, serial = forward(one, one)
+    assert read == list(range(LAYERS)) and log[:4] == ["copy 0", "product 0", "copy 1", "product 1"]
+    log, read, issued, both = forward(Stream(), Stream())
+    print(f"one stream:  {serial / UNIT:4.1f} units of {1e3 * UNIT:.0f} ms; by the formula {2 * LAYERS}")
+    print(f"two streams: {both / UNIT:4.1f} units; by the formula {LAYERS + 1}")
+    print("             " + ", ".join(log))
+    assert serial > 2 * LAYERS * UNIT and both < serial, "the copies are hidden under the products"
+    assert read == list(range(LAYERS)) and log.index("copy 1") < log.index("product 1")
+
+    # Prediction 2: whatever is there.  On a GPU that is old bytes, no error, and another number in each run.
+    _, read, _, _ = forward(Stream(), Stream(), waits=False)
+    print("find the fault: without the event the products read", read)
+    assert read != list(range(LAYERS)) and read[0] is None
+
+    # Prediction 3: the time of putting work into a queue.
+    print(f"the calls returned after {1e3 * issued:.2f} ms, the work took {1e3 * both:.0f} ms: synchronise first")
+    assert issued < both / 2
+
+    # The same on a GPU, measured by what plait doctor uses: products, a copy from the host, and both at once.
+    found = overlap()
+    if found is None:
+        print("no GPU here: on one, this line has the measured share of a copy that hides under a product")
+    else:
+        print(f"measured on this GPU: {found.hidden:.0%} of the copy is hidden under the products ({found})")
+
+
+if __name__ == "__main__":
+    main()

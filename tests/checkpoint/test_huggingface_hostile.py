@@ -180,35 +180,6 @@ def test_random_harm_is_refused_or_what_was_written(tmp_path: Path) -> None:
     assert refused > 200
 
 
-SIZES = {
-    "layers": {"num_hidden_layers": 10**9},
-    "a vocabulary": {"vocab_size": 10**12},
-    "a width": {"hidden_size": 2**31 - 8},
-    "positions": {"max_position_embeddings": 10**18},
-    "heads": {"num_attention_heads": 2**31 - 1},
-    "another vocabulary": {"vocab_size": 2**31 - 1},
-}
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_a_config_of_giant_sizes_is_refused_before_anything_is_built(sizes: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    folder = folders.write(tmp_path)
-    folders.change_config(folder, **SIZES[sizes])
-    with pytest.raises(ValueError, match=r"config\.json"):
-        open_folder(folder, Pretrained(str(folder)).outline())
-
-
-@pytest.mark.parametrize("kind", ["\x1b[31mnope", ["linear"], None])
-def test_a_kind_of_rope_that_is_none_is_named(kind: Any, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    config = {"model_type": "llama", "rope_scaling": {"rope_type": kind, "factor": 2.0}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"rope_type is .*: give one of linear, dynamic, yarn") as caught:
-        Pretrained(str(tmp_path)).config()
-    assert str(caught.value).isprintable()
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_not_finite_are_refused_by_all_ranks_with_their_name(value: float, tmp_path: Path) -> None:
     """Where only one rank has them, and would be alone with its error."""

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from plait.run.commands import doctor
 from plait.run.measure import machine
-from plait.run.measure.machine import Overlap
 from plait.tensor import gemm
 from plait.tensor.gemm import ONEDNN, TORCH, has_onednn
 
@@ -24,23 +22,6 @@ def test_the_measured_speeds_are_those_of_a_computer() -> None:
     assert has_onednn() == (facts["onednn_product_flops"] is not None)
     if has_onednn():
         assert 1e8 < facts["onednn_product_flops"] < 1e15
-    if not torch.cuda.is_available():
-        assert machine.overlap() is None
-        assert "no CUDA device" in facts["overlap"]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_hides_a_copy_behind_products() -> None:
-    found = machine.overlap()
-    assert found is not None
-    assert found.hidden > 0.5
-    assert len(doctor.gpus()["devices"]) == torch.cuda.device_count()
-
-
-@pytest.mark.parametrize(("together", "hidden"), [(3.0, 1.0), (5.0, 0.0), (4.0, 0.5), (9.0, 0.0), (2.0, 1.0)])
-def test_the_hidden_share(together: float, hidden: float) -> None:
-    assert Overlap(3.0, 2.0, together).hidden == hidden
 
 
 def test_warnings_name_the_cause_and_the_fix() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import pytest
 from disks import mount, small_disk
 
 from plait.checkpoint.files.reading import shown
-from plait.checkpoint.files.writing import DiskError, Lines, check_file, check_folder, check_free, told, write_text
+from plait.checkpoint.files.writing import DiskError, Lines, check_file, check_folder, told, write_text
 
 SAYS = re.compile(r"\[Errno \d+\] .*; need \d+ bytes, have \d+ bytes: '.*'")
 
@@ -83,51 +82,15 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_that_is_moved_away_or_replaced_is_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "metrics.jsonl"
-    path.parent.mkdir()
-    for harm in (path.unlink, lambda: path.parent.rename(tmp_path / "elsewhere")):
-        path.parent.mkdir(exist_ok=True)
-        lines = Lines(path)
-        lines.write("{}")
-        harm()
-        with pytest.raises(DiskError, match=r"No such file or directory; need 3 bytes, have \d+ bytes"):
-            lines.write("{}")
-        lines.close()
-    path.parent.mkdir()
-    lines = Lines(path)
-    path.rename(tmp_path / "old")
-    path.touch()
-    with pytest.raises(DiskError, match="another file has taken its place"):
-        lines.write("{}")
-    lines.close()
-
-
 def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    check_free(path)
     lines = Lines(path)
-    for text in ("", "a\n"):
-        assert other(Lines, path) == other(check_free, path) == errno.EAGAIN
-        lines.replace(text)
-    assert other(Lines, path) == other(check_free, path) == errno.EAGAIN, "and in between it was never free"
+    lines.write("{}")
+    assert other(Lines, path) == errno.EAGAIN
+    lines.cut(0)
+    assert other(Lines, path) == errno.EAGAIN and path.read_bytes() == lines.read() == b""
     lines.close()
-    assert other(Lines, path) == other(check_free, path) == 0
-
-
-def test_a_file_that_was_replaced_while_it_was_opened_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, lock = tmp_path / "metrics.jsonl", fcntl.lockf
-
-    def late(number: int, kind: int) -> None:
-        path.rename(tmp_path / "old")
-        path.touch()
-        lock(number, kind)
-
-    monkeypatch.setattr(fcntl, "lockf", late)
-    with pytest.raises(ValueError, match="another run is writing to it"):
-        Lines(path)
+    assert other(Lines, path) == 0
 
 
 def other(opened: Callable[[Path], object], path: Path) -> int:
@@ -203,19 +166,12 @@ def test_a_file_system_without_locks_or_room_to_tell(monkeypatch: pytest.MonkeyP
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr("fcntl.lockf", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     monkeypatch.setattr("os.statvfs", lambda path: os.statvfs_result((4096, 4096, *[0] * 9)))
     lines = Lines(tmp_path / "metrics.jsonl")
     lines.write("{}")
     lines.close()
     check_folder("out", str(tmp_path), need=1 << 60)
-    with pytest.raises(DiskError, match=r"no plain file: |no plain file$|it is no plain file"):
-        os.mkfifo(tmp_path / "pipe")
-        reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            Lines(tmp_path / "pipe")
-        finally:
-            os.close(reader)
 
 
 def test_a_text_is_written_where_a_link_leads_and_keeps_its_mode(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Places to write to: tried before a run.  A later error names the place, the bytes to write and the free bytes.
 
 before the run    check_file, check_folder     a file is made there, and is gone again
-                  check_free                   no other process adds lines to a file
 during it         Lines                        one write for a line: it is there as a whole, or not at all
 at its end        write_text                   beside it first, then renamed: never half of a file
 
@@ -22,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from plait.checkpoint.files.reading import open_plain, shown
+from plait.checkpoint.files.reading import shown
 from plait.messages.escape import say
 
 
@@ -100,9 +99,7 @@ def write_bytes(path: str | Path, data: bytes, *, lasting: bool = True) -> None:
 
 
 class Lines:
-    """A file to which lines are added, by one process at a time.
-
-    The lock belongs to the process: it goes when the process closes the file, by any of its numbers.
+    """A file to which lines are added, by one process at a time.  The lock goes with the process.
 
     Raises:
         DiskError: it cannot be opened.
@@ -112,87 +109,37 @@ class Lines:
     def __init__(self, path: Path) -> None:
         self.path = path
         with told(path, 0):
-            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-            self.number = os.open(path, flags, 0o666)
-            self._own = os.fstat(self.number)
-            try:
-                if not stat.S_ISREG(self._own.st_mode):
-                    raise OSError(errno.EINVAL, "it is no plain file")
-                alone = _lock(self.number, fcntl.LOCK_EX) and self._is_there()
-            except OSError:
-                os.close(self.number)
-                raise
-        if not alone:
+            self.number = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             os.close(self.number)
-            raise ValueError(_taken(path))
+            raise ValueError(
+                f"{shown(path)}: another run is writing to it; give each run a folder of its own (--out), or end that "
+                f"run first"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
 
-    def _is_there(self) -> bool:
-        """True if the path still leads to this file."""
-        there = os.stat(self.path)
-        return (there.st_dev, there.st_ino) == (self._own.st_dev, self._own.st_ino)
+    def read(self) -> bytes:
+        """Returns the bytes of the file."""
+        return os.pread(self.number, os.fstat(self.number).st_size, 0)
 
-    def read(self) -> str:
-        """Returns the text of the file; invalid UTF-8 is replaced without an error."""
-        with told(self.path, 0):
-            return os.pread(self.number, os.fstat(self.number).st_size, 0).decode(errors="replace")
-
-    def replace(self, text: str) -> None:
-        """Replaces all lines by this text; meanwhile no other process can add any."""
-        write_text(self.path, text)
-        new = Lines(self.path)
-        os.close(self.number)
-        self.number, self._own = new.number, new._own
+    def cut(self, size: int) -> None:
+        """Drops all but the first ``size`` bytes."""
+        os.ftruncate(self.number, size)
 
     def write(self, line: str) -> None:
-        """Adds a line, by one write; a line that does not fit leaves nothing.
-
-        Raises:
-            DiskError: the disk is full, or the file is no longer at its path.
-        """
+        """Adds a line, by one write; DiskError for a line that does not fit, of which nothing is left."""
         data = f"{line}\n".encode()
         with told(self.path, len(data)):
             size = os.fstat(self.number).st_size
-            if not self._is_there():
-                raise FileNotFoundError(errno.ENOENT, "another file has taken its place")
-            written = os.write(self.number, data)
-            if written < len(data):
-                os.ftruncate(self.number, size)
+            if os.write(self.number, data) < len(data):
+                self.cut(size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         os.close(self.number)
-
-
-def _lock(number: int, kind: int) -> bool:
-    """Takes a lock without waiting; True if it succeeds, and also where the file system has no locks."""
-    try:
-        fcntl.lockf(number, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise
-    return True
-
-
-def _taken(path: str | Path) -> str:
-    return (
-        f"{shown(path)}: another run is writing to it; give each run a folder of its own (--out), or end that run first"
-    )
-
-
-def check_free(path: str | Path) -> None:
-    """Refuses, by a ValueError, a file to which another process is adding lines (``Lines``); several may look at once.
-    A file that cannot be opened passes: other checks report it."""
-    try:
-        number, _ = open_plain(path)
-    except ValueError:
-        return
-    try:
-        if not _lock(number, fcntl.LOCK_SH):
-            raise ValueError(_taken(path))
-    finally:
-        os.close(number)
 
 
 def check_file(name: str, path: str) -> None:

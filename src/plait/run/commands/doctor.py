@@ -37,7 +37,7 @@ class DoctorConfig:
     json: str | None = None
     """Write the facts here as JSON; "-" is the standard output."""
     measure: bool = True
-    """Measure memory bandwidth, matrix products and overlap (about 2 seconds)."""
+    """Measure memory bandwidth and matrix products (about 2 seconds)."""
 
 
 def run(config: DoctorConfig, argv: Sequence[str] = ()) -> int:
@@ -125,7 +125,7 @@ def software() -> Facts:
 def gpus() -> Facts:
     """Devices with memory, which of them reach each other directly, and the topology according to the driver."""
     if not torch.cuda.is_available():
-        return {"devices": [], "why": machine.NO_GPU}
+        return {"devices": []}
     numbers = range(torch.cuda.device_count())
     devices = []
     for one in map(torch.cuda.get_device_properties, numbers):
@@ -174,16 +174,10 @@ def measured() -> Facts:
         "memory_copy_bytes_per_second": machine.copy_rate(),
         "matrix_product_flops": machine.product_rate(),
         "onednn_product_flops": machine.product_rate(gemm=ONEDNN) if has_onednn() else None,
-        "overlap": machine.NO_GPU,
     }
-    overlap = machine.overlap()
-    if overlap is not None:
+    if torch.cuda.is_available():
         facts["gpu_memory_copy_bytes_per_second"] = machine.copy_rate(0.3, 1 << 30, "cuda")
         facts["gpu_matrix_product_flops"] = machine.product_rate(0.3, 8192, "cuda")
-        facts["overlap"] = (
-            f"{overlap.hidden:.0%} of the shorter is hidden: products {overlap.compute_seconds * 1e3:.2f} ms, "
-            f"copy {overlap.copy_seconds * 1e3:.2f} ms, together {overlap.together_seconds * 1e3:.2f} ms"
-        )
     return facts
 
 

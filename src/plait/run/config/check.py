@@ -5,7 +5,7 @@ import os
 import torch
 
 from plait.anymodel.tensor import resolve_carried
-from plait.checkpoint.files.writing import check_file, check_folder, check_free
+from plait.checkpoint.files.writing import check_file, check_folder
 from plait.forward.compiled import check_compile
 from plait.pipeline.blocks import blocks_of
 from plait.pipeline.build_stages import split_of
@@ -123,7 +123,6 @@ def _check_training(config: TrainConfig) -> None:
     if output.overwrite and output.out is None:
         raise ValueError("overwrite without out: there is nothing to replace; give --out DIR, or leave it out")
     if output.out is not None:
-        check_free(os.path.join(output.out, METRICS))
         files = [name for name in WRITTEN if os.path.lexists(os.path.join(output.out, name))]
         if files and not (output.overwrite or output.resume):
             raise ValueError(

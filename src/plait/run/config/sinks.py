@@ -62,16 +62,17 @@ class Sinks(ExitStack):
 
 
 def keep_lines(path: Path, last: int) -> Lines:
-    """Opens a file of lines to continue it: keeps only whole lines of steps up to ``last``, and drops the later ones,
-    which the run makes again.  Does not touch a file that another run is writing."""
-    lines, kept = Lines(path), []
-    for line in lines.read().splitlines() if last else ():
+    """Opens a file of lines to continue it, and drops those after step ``last``, which the run makes again, and a line
+    that was cut off.  Does not touch a file that another run is writing."""
+    lines, kept = Lines(path), 0
+    for line in lines.read().splitlines(keepends=True) if last else ():
         try:
-            step = json.loads(line)["step"]
+            if not line.endswith(b"\n") or json.loads(line)["step"] > last:
+                break
         except (ValueError, KeyError, TypeError):
-            continue  # cut off when its run ended
-        kept += [f"{line}\n"] * (step <= last)
-    lines.replace("".join(kept))
+            break
+        kept += len(line)
+    lines.cut(kept)
     return lines
 
 

@@ -9,9 +9,7 @@ reported as a fault of the folder.
 """
 
 import importlib
-import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,16 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint.files.reading import read_file
+from plait.checkpoint.files.reading import check_readable
 from plait.run.models.hf import BUILDING
 
 LARGEST = 1 << 24
 """Largest config.json, in bytes."""
-OTHER_ROPES = ("default", "mrope", "su")
-"""Kinds of rope that transformers converts to its own kinds."""
-LARGEST_NUMBER = (1 << 31) - 1
-COUNTED, MOST = re.compile("layer|depth|expert|block"), 10_000
-"""Config keys that count a model's modules, and the largest such count."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +52,7 @@ class Pretrained:
     def config(self) -> Any:
         """The folder's config.  Raises ValueError if unreadable, quantised, or not for a causal language model."""
         with self._blamed("cannot read its config.json") as transformers:
-            known = importlib.import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
-            _check_values(Path(self.path) / "config.json", (*known, *OTHER_ROPES))
+            check_readable(Path(self.path) / "config.json", "the config", LARGEST)
             config = transformers.AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(
@@ -135,23 +127,3 @@ class Pretrained:
             return torch.tensor(encoded["input_ids"], dtype=torch.int64)
 
         return encode
-
-
-def _check_values(file: Path, ropes: tuple[str, ...]) -> None:
-    """Raises ValueError for an unknown kind of rope, and for numbers that no model has but up to which transformers
-    would count."""
-    text = read_file(file, "the config", LARGEST)
-    try:
-        found = [("", json.loads(text))]
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    while found:
-        name, value = found.pop()
-        if name == "rope_type" and value not in ropes:
-            raise ValueError(f"rope_type is {str(value)[:80]!r}: give one of {', '.join(ropes)}")
-        if isinstance(value, dict):
-            found += value.items()
-        elif isinstance(value, list):
-            found += [(name, one) for one in value]
-        elif isinstance(value, int) and abs(value) > (most := MOST if COUNTED.search(name) else LARGEST_NUMBER):
-            raise ValueError(f"{name[:80]} is {value}, and no model has more than {most}")

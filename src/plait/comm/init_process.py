@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 import socket
 import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ import torch.distributed as dist
 
 from plait.comm.deadline import clock, within
 from plait.comm.environment import WorldVariables
-from plait.comm.process_identity import Peer, shown
+from plait.comm.process_identity import Peer
 from plait.comm.store_rendezvous import UNKNOWN, Met, meet
 from plait.messages.escape import one_line
 
@@ -89,7 +88,6 @@ def open_store(place: WorldVariables, deadline: float) -> Store:
     if place.file:
         return file_store(place.file, deadline)
     end, hosts = clock() + deadline, not (place.rank or place.agents_store)
-    probed = clock() + LATE_SECONDS if hosts else end
 
     def opened(host: bool) -> Store:
         patience = timedelta(seconds=max(1.0, end - clock()))
@@ -102,11 +100,9 @@ def open_store(place: WorldVariables, deadline: float) -> Store:
             try:
                 return opened(True)
             except RuntimeError as error:
-                if not _in_use(error):
+                if not (_in_use(error) and dist.is_initialized()):  # else this very process may have made it
                     raise
-        probe(place.address, place.port, probed)
-        if hosts and not dist.is_initialized():  # else this very process may have made it
-            raise OSError("a store of torch is there: of another run, or of another process with RANK=0")
+        _wait_for_listener(place.address, place.port, end)
         return opened(False)
 
     try:
@@ -123,15 +119,16 @@ def _unreached(place: WorldVariables, deadline: float, error: Exception, hosts: 
         return ConnectionError(f"{start} cannot look up MASTER_ADDR={name} ({first}): {fix}")
     if hosts:
         fix = "is MASTER_ADDR the name or address of this host?"
-        if _in_use(error) or isinstance(error, OSError):  # the second is of the probe of a port that is in use
-            held = "Set MASTER_PORT (torchrun --master-port) to a free one, or end the program that holds it"
-            fix = f"the port is in use. {held}"
+        if _in_use(error):
+            held = "another process with RANK=0, another run or another program holds it"
+            fix = f"the port is in use: {held}. Set MASTER_PORT (torchrun --master-port) to a free one"
         return ConnectionError(f"{start} cannot listen on {place.where}: {fix} ({first})")
     found = f"{start} found no store at {place.where} within {deadline:g} s"
     if isinstance(error, ConnectionRefusedError):
         return ConnectionError(f"{found}: is rank 0 running, and this its address? ({first})")
-    kind = TimeoutError if isinstance(error, TimeoutError) else ConnectionError
-    return kind(f"{found}: {first}. Is rank 0 stopped, or is the port another program's?")
+    if isinstance(error, TimeoutError):
+        return TimeoutError(f"{found}: nothing answers there. Is rank 0 stopped, or is the port another program's?")
+    return ConnectionError(f"{found}: is the port another program's? ({first})")
 
 
 def _in_use(error: Exception) -> bool:
@@ -153,54 +150,19 @@ def file_store(path: str, deadline: float) -> Store:
     return store
 
 
-VALIDATE, PING = b"\x00" + (0x3C85F7CE).to_bytes(4, "little"), b"\x0d"
-"""The first bytes of a client of torch's TCPStore: a known number, and a number to be given back (TCPStore.cpp)."""
-
-
-def probe(address: str, port: int, end: float) -> None:
-    """Greets a port as torch's own client does, which would wait without a limit for a silent holder, and print its own
-    stack for one that answers otherwise.
+def _wait_for_listener(address: str, port: int, end: float) -> None:
+    """Returns when a program listens at a port.  torch's client would say only that its time was up.
 
     Raises:
-        ConnectionRefusedError, socket.gaierror, OSError: until ``end``, as of ``deadline.clock``, no program listened
-            there, the name was unknown, or no route led there.
-        ConnectionError: until then the holder said nothing and closed, or it answers as no store does.
-        TimeoutError: it does not answer.
+        OSError: until ``end``, as of ``deadline.clock``, none listened, the name was unknown, or no route led there.
     """
     while True:
         try:
-            answered = _answer(address, port, end)
-            break
-        except TimeoutError:
-            raise
+            return socket.create_connection((address, port), timeout=max(0.01, end - clock())).close()
         except OSError:  # a store, a name and a route may come later than this rank
             if clock() + POLL_SECONDS >= end:
                 raise
             time.sleep(POLL_SECONDS)
-    if answered:
-        raise ConnectionError(f"the holder of the port answers '{shown(answered)}', as no store of torch does")
-
-
-def _answer(address: str, port: int, end: float) -> bytes:
-    """Returns the answer to the greeting; empty where it is that of a store."""
-    number, answer, silent = secrets.token_bytes(4), b"", "nothing answers there"
-    try:
-        with socket.create_connection((address, port), timeout=max(0.01, end - clock())) as peer:
-            silent = "the holder of the port accepts connections and is silent"
-            with suppress(ConnectionResetError, BrokenPipeError):  # as one that says nothing and closes
-                peer.sendall(VALIDATE + PING + number)
-                while len(answer) < 4:
-                    peer.settimeout(max(0.01, end - clock()))
-                    if not (part := peer.recv(64)):
-                        break
-                    answer += part
-    except TimeoutError as error:
-        raise TimeoutError(silent) from error
-    if not answer:
-        raise ConnectionError(
-            "the holder of the port says nothing and closes the connection, as no store of torch does"
-        )
-    return b"" if answer == number else answer
 
 
 @contextmanager

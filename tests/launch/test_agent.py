@@ -17,8 +17,8 @@ from plait.run.launch.agent import RankAgent
 from plait.run.launch.fork_server import LostError
 from plait.run.launch.limits import Limits
 from plait.run.launch.signals import heard
-from plait.run.watch.folder import PAGE, WATCH, private_folder
-from plait.run.watch.page import Page, StatusRecord
+from plait.run.watch.folder import WATCH, private_folder
+from plait.run.watch.page import Page, Status
 from plait.table.mesh import Mesh
 
 DONE = ": done; "
@@ -35,8 +35,7 @@ class Shells:
     def fork(self, variables: Mapping[str, str]) -> int:
         line = self.attempts[int(variables["TORCHELASTIC_RESTART_COUNT"])]
         if line.startswith(DONE):
-            page = Page.open(Path(variables[WATCH]) / PAGE)
-            StatusRecord(page, int(variables["RANK"]), "host", os.getpid(), 0).ends("done")
+            Page(Path(variables[WATCH]), 2).write(Status(int(variables["RANK"]), "host", os.getpid(), "done"))
         self.started.append(subprocess.Popen(["sh", "-c", line], env={"PATH": "/usr/bin:/bin", **variables}))
         self.variables.append(variables)
         return self.started[-1].pid
@@ -85,7 +84,7 @@ HARM = {
 def test_a_temporary_folder_that_takes_no_more_is_no_reason_to_stay_down(
     harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with small_disk(tmp_path / "small", "64k,nr_inodes=20") as place:
+    with small_disk(tmp_path / "small", "128k,nr_inodes=20") as place:
         monkeypatch.setattr(tempfile, "tempdir", str(place))
         with private_folder() as folder:
             meets = f': > "$PLAIT_STORE"; [ $RANK = 1 ] || exec sleep 100; ({harm}) 2> /dev/null; {KILLED}'

@@ -8,7 +8,7 @@ import pytest
 
 from plait.run.watch import stacks
 from plait.run.watch.diagnose import ENDED, Diagnosis, Kind, block, diagnose
-from plait.run.watch.page import Status
+from plait.run.watch.page import State, Status
 from plait.run.watch.processes import ProcessState
 from plait.table.mesh import Mesh
 
@@ -16,8 +16,8 @@ NOW = 1000.0
 GATHER, REDUCE = "all_gather of unit 'b' over shard", "sum all_reduce over shard"
 
 
-def rank(number: int, state: str = "waiting", since: float = 0.5, **said: Any) -> Status:
-    given = {"operation": GATHER, "step": 7, "host": "h", "pid": 100 + number, "peers": (0, 1, 2), **said}
+def rank(number: int, state: State = "waiting", since: float = 0.5, **said: Any) -> Status:
+    given = {"operation": GATHER, "step": 7, "host": "h", "pid": 100 + number, "peers": [0, 1, 2], **said}
     return Status(number, state=state, since=NOW - since, heartbeat=NOW, **given)
 
 
@@ -105,8 +105,8 @@ def test_a_wait_begins_anew_where_the_watcher_itself_was_stopped() -> None:
 
 def test_a_chain_of_waits_ends_at_the_one_that_does_not_wait() -> None:
     chain = [
-        rank(0, since=30, peers=(1, 0), operation="recv"),
-        rank(1, since=30, peers=(2, 1), operation="recv"),
+        rank(0, since=30, peers=[1, 0], operation="recv"),
+        rank(1, since=30, peers=[2, 1], operation="recv"),
         rank(2, "running", 32),
     ]
     assert [f[:2] for f in found(chain, [RUNS] * 3)] == [("stands still", 2)]
@@ -121,7 +121,7 @@ def test_ranks_in_different_operations_are_crossed() -> None:
 
 
 def test_a_straggler_is_told_where_nothing_else_is_wrong() -> None:
-    slow = [rank(r, steps=((1.0 + (r == 2), 0.0),) * 20, finished=20) for r in range(3)]
+    slow = [rank(r, steps=[[1.0 + (r == 2), 0.0]] * 20, finished=20) for r in range(3)]
     assert found(slow, [RUNS] * 3) == []
     (told,) = diagnose(slow, [RUNS] * 3, NOW, Mesh(shard=3))
     assert (told.kind, told.rank, told.others) == ("straggler", 2, ())
@@ -143,12 +143,11 @@ def test_the_block_says_who_where_and_what_the_others_wait_for() -> None:
 
 @pytest.mark.parametrize("text", ["\x1b[2J", "a\r\nplait: all is well", "\x9b31m", "\u202e"])
 def test_no_text_reaches_the_screen_as_it_came(text: str) -> None:
-    failed = rank(1, "failed", error=text, host=text, operation=text, whole=False)
+    failed = rank(1, "failed", error=text, host=text, operation=text)
     (diagnosis,) = diagnose([failed], [RUNS], NOW)
     shown = block([diagnosis])
     assert text not in shown
     assert [line[:5] for line in shown.splitlines()] == ["plait", "  on "]
-    assert "its record is half written" in shown
 
 
 def test_only_those_that_stand_still_are_asked_for_their_stacks(

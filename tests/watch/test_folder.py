@@ -138,10 +138,10 @@ def test_a_page_that_cannot_be_used_is_said_and_the_run_goes_on(
 
 def test_a_launchers_page_is_used_and_left_to_it(tmp_path: Path, monkeypatch: Any) -> None:
     comm = ThreadWorld(Mesh(shard=2)).comm(1)
-    page = Page.create(tmp_path / "page", 2)
+    page = Page(tmp_path, 2)
     monkeypatch.setenv(WATCH, str(tmp_path))
     watch_joined(comm)
     assert (page.read(1).pid, page.read(1).state) == (os.getpid(), "starting")
     comm.close()
     assert page.read(1).state == "done"
-    assert page.path.exists()
+    assert tmp_path.exists()

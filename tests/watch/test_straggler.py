@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from plait.run.watch.page import RECENT, Status
+from plait.run.watch.page import Status
+from plait.run.watch.rank import RECENT
 from plait.run.watch.straggler import SPAN, WINDOW, stragglers
 from plait.table.mesh import Mesh
 
@@ -14,7 +15,7 @@ Times = list[list[float]]
 
 def statuses(times: Times, last: int) -> list[Status]:
     return [
-        Status(rank, pid=1, finished=last, steps=tuple((t, 0.0) for t in mine[max(0, last - RECENT) : last]))
+        Status(rank, pid=1, finished=last, steps=[[t, 0.0] for t in mine[max(0, last - RECENT) : last]])
         for rank, mine in enumerate(times)
     ]
 

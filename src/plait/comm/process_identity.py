@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import groupby
-from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from plait.messages.escape import one_line
 from plait.table.mesh import Mesh
@@ -70,11 +70,16 @@ def from_json(kind: type[Said], text: str | bytes) -> Said:
     raise ConnectionError(f"what the store has was not written by plait: '{shown(text)}'")
 
 
-def _fits(value: object, hint: Any) -> bool:
-    if not isinstance(value, get_origin(hint) or hint):
+def _fits(value: Any, hint: Any) -> bool:
+    kind, inside = get_origin(hint), get_args(hint)
+    if kind is Literal:
+        return value in inside
+    if kind not in (list, dict):
+        return isinstance(value, hint)
+    if not isinstance(value, kind):
         return False
-    inside = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
-    return all(isinstance(one, get_args(hint)[0]) for one in inside)
+    parts: list[object] = [*value, *value.values()] if isinstance(value, dict) else list(value)
+    return all(_fits(part, inside[0]) for part in parts)
 
 
 def shown(data: str | bytes) -> str:

@@ -36,8 +36,7 @@ from plait.run.launch.failure import LAUNCHER, leave_note
 from plait.run.launch.fork_server import ForkServer
 from plait.run.launch.limits import Limits
 from plait.run.launch.signals import Asked, announced, heard
-from plait.run.watch.folder import PAGE, WATCH, private_folder
-from plait.run.watch.page import Page
+from plait.run.watch.folder import private_folder
 
 Body = Callable[[Comm], int]
 
@@ -96,7 +95,6 @@ def _checked(body: Body) -> Body:
 def _be_a_rank(config: MachineConfig, body: Body, limits: Limits, settings: Mapping[str, Any]) -> int:
     from plait.comm.process import ProcessComm
     from plait.run.watch.joined import watch_joined
-    from plait.run.watch.rank import watch
 
     torch.set_num_threads(config.threads)
     device = resolve_device(config)
@@ -112,13 +110,8 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits, settings: Mapp
         if limits.grace:
             grace = limits.grace + (LAUNCHER_FIRST if LAUNCHER in os.environ else 0)
             stack.enter_context(heard(Asked(lambda number: _ask([comm], number), grace=grace)))
-        if folder := os.environ.get(WATCH):
-            with told(folder, 0):
-                page = Page.open(Path(folder) / PAGE)
-            stack.enter_context(watch(comm, page, Path(folder)))
-        else:
-            stack.callback(comm.end_observers)
-            watch_joined(comm)
+        stack.callback(comm.end_observers)
+        watch_joined(comm)
         with to_its_end():
             code = body(comm)
     comm.close()

@@ -12,14 +12,13 @@ from plait.checkpoint.files.writing import told
 from plait.comm.deadline import awake_since, clock
 from plait.messages.escape import say
 from plait.run.watch.diagnose import ENDED, LONG, Diagnosis, block, diagnose, signal_name
-from plait.run.watch.folder import PAGE
-from plait.run.watch.page import HEADER, RECORD, Page
+from plait.run.watch.page import SLOT, Page
 from plait.run.watch.processes import ProcessState, look, out_of_memory_kills
 from plait.run.watch.stacks import with_stacks
 from plait.table.mesh import Mesh
 
-SETTLE_SECONDS = 0.1
-"""Seconds between the end of a rank and the report: the others begin their waits for it."""
+SETTLE_SECONDS = 0.4
+"""Seconds between the end of a rank and the report: the others begin their waits for it, and write so."""
 
 BETWEEN_SECONDS = 0.5
 """Seconds between two diagnoses of ranks that all live."""
@@ -29,14 +28,14 @@ class RankMonitor:
     """Monitors the ranks of one attempt.
 
     Args:
-        folder: the attempt's folder; the page is made in it.
+        folder: the attempt's folder, in which ranks write what they do.
         deadline: seconds for which ranks may stand still.
     """
 
     def __init__(self, mesh: Mesh, folder: Path, deadline: float) -> None:
         self._mesh, self._folder, self._deadline = mesh, folder, deadline
-        with told(folder / PAGE, HEADER + RECORD * mesh.size):
-            self.page = Page.create(folder / PAGE, mesh.size)
+        with told(folder, SLOT * (1 + 2 * mesh.size)):
+            self.page = Page(folder, mesh.size)
         self._long, self._next = min(LONG, deadline / 2), 0.0
         self._told: dict[tuple[str, int], float] = {}
         self._memory = out_of_memory_kills()

@@ -174,10 +174,9 @@ def _standing(alive: dict[int, Status], now: float, long: float) -> list[tuple[K
 
 
 def _where(s: Status, p: ProcessState, now: float) -> str:
-    half = "" if s.whole else " (its record is half written)"
     ended = p.state == "gone" or s.state in ("failed", "done")
     when = f"{max(0.0, now - s.since):.1f} s ago" if ended else _since(s, now)
-    return f"on host {s.host} (pid {s.pid}), {_in(s, ' (counted from 0)')}, {when}{half}"
+    return f"on host {s.host} (pid {s.pid}), {_in(s, ' (counted from 0)')}, {when}"
 
 
 def _in(s: Status, counted: str = "") -> str:

@@ -25,9 +25,6 @@ PREFIX = "plait-ranks"
 WATCH = "PLAIT_WATCH"
 """The variable that names the folder of a launcher, which then reports."""
 
-PAGE = "page"
-"""The status page's name in it."""
-
 TRIES = 100
 """Tries to make a folder that a sweeper removes before it is locked."""
 

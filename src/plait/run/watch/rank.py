@@ -1,7 +1,7 @@
 """The rank's side: it writes its state on the page, shows that it lives, and obeys requests.
 
     main thread                             heartbeat thread, every 0.25 s and when something happens
-    asks, waits, goes on ──► its record     its heartbeat ──► the record
+    asks, waits, goes on ──► fields here    the fields, its heartbeat ──► the page (a new step goes there at once)
     a signal's handler: hardly more than    the page's wish, a signal to this process ──► comm.stop_signal
       the user's own                        the launcher is gone ──► so is every rank of this host
 
@@ -26,8 +26,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Hashable, Iterator
-from pathlib import Path
+from collections import deque
 from typing import Any, Protocol
 
 from plait.comm.base import Comm
@@ -36,7 +35,7 @@ from plait.comm.observer import Observer
 from plait.comm.operation import Operation
 from plait.messages.escape import one_line, say
 from plait.run.watch import processes, stacks
-from plait.run.watch.page import Page, StatusRecord, about
+from plait.run.watch.page import Page, State, Status
 from plait.run.watch.processes import readable
 
 BEAT = 0.25
@@ -44,8 +43,8 @@ BEAT = 0.25
 
 ASK_TO_END = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
-MOST_TEXTS = 4096
-"""Most texts of operations that are kept ready."""
+RECENT = 256
+"""The number of steps whose times are kept."""
 
 
 class Reporter(Protocol):
@@ -67,71 +66,70 @@ class Reporter(Protocol):
         """True if other ranks are gone."""
 
 
-class RankObserver(Observer):
-    """Writes each step, operation and wait of this rank into its record."""
+class RankSide(Observer):
+    """Observes one rank for the page of its host, from construction to ``close``.
 
-    def __init__(self, record: StatusRecord, side: RankSide) -> None:
-        self._record, self._side = record, side
-        self._texts: dict[tuple[Hashable, ...], bytes] = {}
-        self._began, self._waited = 0.0, 0.0
-        self._last: Operation | None = None
-        self.step = -1
+    Args:
+        reporter: looks after the others, where no launcher does.
+    """
 
-    def begin_step(self, number: int) -> None:
-        now = time.perf_counter()
-        before = (now - self._began - self._waited, self._waited) if self.step >= 0 else None
-        self._began, self._waited, self.step = now, 0.0, number
-        self._record.begins(number, before)
-        self._side.goes_on(number)
-
-    def asked(self, operation: Operation) -> None:
-        self._last = operation
-        self._record.asks(self._about(operation))
-
-    def waits(self, operation: Operation) -> None:
-        if operation is self._last:  # as it mostly is: the record has it
-            self._record.waits()
-        else:
-            self._last = operation
-            self._record.waits(self._about(operation))
-
-    def waited(self, operation: Operation, start: float, end: float) -> None:
-        self._waited += end - start
-        self._record.waited(end - start)
-
-    def closed(self) -> None:
-        self._side.close()
-
-    def _about(self, operation: Operation) -> bytes:
-        note, group = operation.note, operation.group  # two ranks at the ends tell a pair from another
-        ends = group.ranks[0], group.ranks[-1]
-        key = operation.kind, note.phase, note.unit, note.microbatch, operation.numel, group.axes, ends
-        text = self._texts.get(key)
-        if text is None:
-            if len(self._texts) == MOST_TEXTS:
-                self._texts.clear()
-            text = about(note.phase, str(operation), group.ranks)
-            self._texts[key] = text
-        return text
-
-
-class RankSide:
-    """The observers and threads of one rank; ``close`` ends them."""
-
-    def __init__(self, comm: Comm, page: Page, folder: Path, reporter: Reporter | None = None) -> None:
-        self.comm, self.page, self.folder, self.reporter = comm, page, folder, reporter
+    def __init__(self, comm: Comm, page: Page, reporter: Reporter | None = None) -> None:
+        self.comm, self.page, self.reporter = comm, page, reporter
         self._pid, self._launcher = os.getpid(), processes.launcher()
-        self.record = StatusRecord(page, comm.rank, socket.gethostname(), self._pid, processes.born(self._pid))
-        self.observer = RankObserver(self.record, self)
+        self._born, self._signal, self._error = processes.born(self._pid), 0, ""
+        self._now: tuple[State, Operation | None, float] = "starting", None, time.monotonic()
+        """State, last operation, since when: as a whole, because another thread reads it."""
+        self.step, self._finished, self._began, self._waited = -1, 0, 0.0, 0.0
+        self._steps, self._lock = deque[list[float]](maxlen=RECENT), threading.Lock()
         self._signals = _Signals()
         self._stop_at: tuple[int, int] | None = None  # a signal that would have ended us, and the step it came in
-        self._stacks = stacks.listen(folder, comm.rank)
+        self._stacks = stacks.listen(page.folder, comm.rank)
         _wake_when_parent_dies(self._launcher)
-        self._closing = self._steps = False
-        comm.observers += (self.observer,)
+        self._closing = False
+        self._write()
+        comm.observers += (self,)
         atexit.register(self.close)
         self._thread = threading.Thread(target=self._beat, name="plait heartbeat", daemon=True)
         self._thread.start()
+
+    def begin_step(self, number: int) -> None:
+        now, first = time.perf_counter(), self.step < 0
+        with self._lock:
+            if not first:
+                self._steps.append([round(now - self._began - self._waited, 6), round(self._waited, 6)])
+                self._finished += 1
+            self._began, self._waited, self.step = now, 0.0, number
+            self._now = "running", self._now[1], time.monotonic()
+        self._write()
+        if self.reporter is not None and first:
+            self.reporter.all_came()
+            self._signals.wake()
+        if self._stop_at is not None and number > self._stop_at[1] + 1:  # it was to stop, and goes on
+            self._obey(self._stop_at[0])
+
+    def asked(self, operation: Operation) -> None:
+        self._now = "running", operation, time.monotonic()
+
+    def waits(self, operation: Operation) -> None:
+        self._now = "waiting", operation, time.monotonic()
+
+    def waited(self, operation: Operation, start: float, end: float) -> None:
+        self._waited += end - start
+        self._now = "running", operation, time.monotonic()
+
+    def closed(self) -> None:
+        self.close()
+
+    def _write(self) -> None:
+        """Writes the record."""
+        with self._lock:
+            state, operation, since = self._now
+            steps, finished, step = list(self._steps), self._finished, self.step
+        text, peers = ("", []) if operation is None else (str(operation), list(operation.group.ranks))
+        who = {"rank": self.comm.rank, "host": socket.gethostname(), "pid": self._pid, "born": self._born}
+        now = {"state": state, "since": since, "heartbeat": time.monotonic(), "step": step}
+        about = {"operation": text, "peers": peers, "steps": steps, "finished": finished}
+        self.page.write(Status(**who, **now, **about, signal=self._signal, error=self._error))  # type: ignore[arg-type]
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends all of it; the record says how this rank left.  A second call, or one in a fork, does nothing."""
@@ -139,30 +137,23 @@ class RankSide:
             return
         error = error or sys.exc_info()[1] or getattr(sys, "last_value", None)
         failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
-        self.record.ends("failed" if failed else "done", _line(error) if failed else "")
+        self._error = _line(error) if failed else ""
+        self._now = "failed" if failed else "done", self._now[1], time.monotonic()
+        self._write()
         self._closing = True
         self._signals.wake()
         self._thread.join(10)
         if self.reporter is not None:
             self.reporter.last_look(failed=failed)
         atexit.unregister(self.close)
-        self.comm.observers = tuple(o for o in self.comm.observers if o is not self.observer)
+        self.comm.observers = tuple(o for o in self.comm.observers if o is not self)
         self._signals.close()
-        stacks.hush(self._stacks, self.folder, self.comm.rank)
-
-    def goes_on(self, step: int) -> None:
-        """The program begins a step.  If it was to stop before and goes on, the signal acts as by default."""
-        if self.reporter is not None and not self._steps:
-            self._steps = True
-            self.reporter.all_came()
-            self._signals.wake()
-        if self._stop_at is not None and step > self._stop_at[1] + 1:
-            self._obey(self._stop_at[0])
+        stacks.hush(self._stacks, self.page.folder, self.comm.rank)
 
     def _beat(self) -> None:
         while not self._closing:
             readable([self._signals.descriptor, *(self.reporter.descriptors() if self.reporter else [])], BEAT)
-            self.record.beats()
+            self._write()
             clock()
             if self._launcher is not None and processes.look(*self._launcher).state == "gone":
                 self._end_all()
@@ -175,17 +166,18 @@ class RankSide:
 
     def _hear(self, number: int) -> None:
         again = self.comm.stop_signal == number
-        self.record.heard(number)
-        self.comm.stop_signal = number
+        self._signal = self.comm.stop_signal = number
+        self._write()
         if number in self._signals.ending:
             died = self.reporter is not None and self.reporter.somebody_died()
-            if again or died or self.observer.step < 0:
+            if again or died or self.step < 0:
                 self._obey(number)
-            self._stop_at = number, self.observer.step
+            self._stop_at = number, self.step
 
     def _obey(self, number: int) -> None:
         """Ends as the signal does by default."""
-        self.record.heard(-number)
+        self._signal = -number
+        self._write()
         if self.reporter is not None:
             with contextlib.suppress(OSError):  # the other thread may be looking
                 self.reporter.last_look(failed=False)
@@ -198,25 +190,9 @@ class RankSide:
             if other.pid not in (0, self._pid) and processes.look(other.pid, other.born).state != "gone":
                 with contextlib.suppress(OSError):
                     os.kill(other.pid, signal.SIGKILL)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.page.folder, ignore_errors=True)
         say(f"plait: the launcher (pid {self._launcher[0]}) is gone: rank {self.comm.rank} ends\n")
         os._exit(1)
-
-
-@contextlib.contextmanager
-def watch(comm: Comm, page: Page, folder: Path, reporter: Reporter | None = None) -> Iterator[None]:
-    """Inside, this rank writes its record of ``page``, and its stacks into ``folder`` when SIGUSR2 asks for them.
-
-    Args:
-        reporter: looks after the others, where no launcher does.
-    """
-    side = RankSide(comm, page, folder, reporter)
-    try:
-        yield
-    except BaseException as error:
-        side.close(error)
-        raise
-    side.close()
 
 
 class _Signals:

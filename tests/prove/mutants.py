@@ -9,11 +9,10 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from plait.referee.prove.claims import Scene
-from plait.referee.prove.program import COLLECTIVES, PHASES, Op, Program
-from plait.referee.prove.scenes import Laid, Played, whole
+from plait.referee.prove.program import COLLECTIVES, PHASES, Key, Op, Program, Settled, settle_all, write_program
+from plait.referee.prove.scenes import Laid, Played, Scene, by_key, expected, passes_of
 from plait.referee.prove.sums import Sums
-from plait.schedule.actions import Action, Schedule, owners
+from plait.schedule.actions import Action, Schedule, count_stages, owners
 from plait.schedule.pipeline import Pipeline
 from plait.table.cells import TABLE, Move, Moves, Strategy, moves
 from plait.table.flat import FlatLayout, Slot, UnitLayout
@@ -66,6 +65,26 @@ def make(
     sums = Sums()
     name = f"{row}, {mesh}, {order}, hold {hold}, {'even' if even else 'uneven'}"
     return Case(name, on, strategy, schedule, laid, sums, whole(schedule, laid, on, strategy, sums))
+
+
+def whole(
+    schedule: Schedule, laid: Laid, mesh: Mesh, strategy: Strategy, sums: Sums, path: Moves | None = None
+) -> Played:
+    """All ranks of a mesh, with all their operations."""
+    owner = owners(schedule)
+    programs: dict[int, Program] = {}
+    flats: dict[int, dict[Key, Settled]] = {}
+    for rank in range(mesh.size):
+        at = mesh.coordinates(rank)
+        stages = {s: laid[s, at["tensor"]] for s in owner if owner[s] == at["pipe"]}
+        programs[rank] = write_program(schedule[at["pipe"]], settle_all(stages, mesh, strategy, rank, path), mesh)
+        flats[rank] = by_key(settle_all(stages, mesh, strategy, rank))
+    lines = {s: schedule[pipe] for s, pipe in owner.items()}
+    keys = {key: flat for of_rank in flats.values() for key, flat in of_rank.items()}
+    due, reads = expected(keys, lines, mesh, strategy, sums)
+    passes = {rank: passes_of(schedule[mesh.coordinates(rank)["pipe"]]) for rank in programs}
+    scene = Scene(mesh, flats, strategy.optim.split, due, count_stages(schedule), owner, reads, passes)
+    return Played(scene, programs)
 
 
 CASES = (

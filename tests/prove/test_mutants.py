@@ -14,8 +14,8 @@ import pytest
 from mutants import CASES, Case, cases, make, of_programs, of_schedules, of_tables
 from naive import exact, ordered, simulate
 
-from plait.referee.prove.claims import Refuted
 from plait.referee.prove.machine import Machine
+from plait.referee.prove.scenes import Refuted
 from plait.referee.prove.sums import ANOTHER_ORDER
 
 EACH = 64

@@ -15,11 +15,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from plait.referee.prove.claims import Counterexample, Refuted, Scene
-from plait.referee.prove.collective import added, left_behind, misowned
-from plait.referee.prove.pieces import Pieces, cut, lacking, value_at, write
 from plait.referee.prove.program import COLLECTIVES, Key, Op, Program
-from plait.referee.prove.sums import Sums
+from plait.referee.prove.scenes import Counterexample, Refuted, Scene
+from plait.referee.prove.sums import Pieces, Sums, added, cut, lacking, left_behind, misowned, value_at, write
 from plait.schedule.actions import Action, Value, awaits, carries, makes, needs
 from plait.table.agreement import AGREEING
 from plait.table.collectives import CUT_EVENLY
@@ -166,19 +164,19 @@ class Machine:
             }
             text = f"pass {op.phase} reads {has.get(found, 'memory that does not hold it')}, and not that of step {now}"
             raise self._refute("reads", text, number, op, wrong)
-        for way, m in ((op.phase, op.microbatch), *op.also):
-            if (way, m) in buffers.seen:
-                raise self._refute("reads", f"pass {way} of {op.flat[1]} runs twice", number, op)
-            if way == "B" and ("F", m) not in buffers.seen:
-                raise self._refute("reads", f"the backward of {op.flat[1]} comes before its forward", number, op)
-            buffers.seen.add((way, m))
+        way, m = op.phase, op.microbatch
+        if (way, m) in buffers.seen:
+            raise self._refute("reads", f"pass {way} of {op.flat[1]} runs twice", number, op)
+        if way == "B" and ("F", m) not in buffers.seen:
+            raise self._refute("reads", f"the backward of {op.flat[1]} comes before its forward", number, op)
+        buffers.seen.add((way, m))
         return True
 
     # ---- sums ---------------------------------------------------------------------------------------------------
 
     def _gradient(self, number: int, rank: _Rank, op: Op) -> bool:
         buffers, flat = rank.buffers[op.flat], self.scene.flats[number][op.flat]
-        if (self.scene.values and ("B", op.microbatch) not in buffers.seen) or not rank.counted:
+        if ("B", op.microbatch) not in buffers.seen or not rank.counted:
             raise self._refute("sums", f"{op.flat[1]} has a gradient before its backward", number, op)
         tensor = self.mesh.index(number, ("tensor",)) if flat.summed else 0
         leaf = self.sums.leaf(self.samples[number], tensor, op.microbatch)
@@ -201,12 +199,12 @@ class Machine:
 
     def _update(self, number: int, rank: _Rank, op: Op) -> bool:
         buffers, now = rank.buffers[op.flat], rank.step
-        due = self.scene.due[op.flat] if self.scene.sums else 0
-        wrong = lacking(buffers.sum, op.start, op.stop, due) if self.scene.sums else -1
+        due = self.scene.due[op.flat]
+        wrong = lacking(buffers.sum, op.start, op.stop, due)
         if wrong >= 0:
             text = self.sums.compared(value_at(buffers.sum, wrong), due)
             raise self._refute("sums", f"the gradient that is used for an update is wrong: {text}", number, op, wrong)
-        wrong = lacking(buffers.rest, op.start, op.stop, version(now)) if self.scene.values else -1
+        wrong = lacking(buffers.rest, op.start, op.stop, version(now))
         if wrong >= 0:
             twice = value_at(buffers.rest, wrong) == version(now + 1)
             text = "it is updated twice" if twice else "it is updated where its newest value is not"
@@ -220,9 +218,7 @@ class Machine:
     def _group(self, number: int, op: Op) -> tuple[int, ...]:
         axes = AGREEING if op.kind == "report" else op.axes
         if (number, axes) not in self.groups:
-            group = self.mesh.group(number, axes)
-            if not self.scene.everyone and axes == AGREEING:
-                group = tuple(self.ranks)
+            group = tuple(self.ranks) if axes == AGREEING else self.mesh.group(number, axes)
             self.groups.update({(member, axes): group for member in group})
         return self.groups[number, axes]
 
@@ -325,7 +321,7 @@ class Machine:
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def _end(self, number: int, rank: _Rank, op: Op) -> bool:
-        for key, buffers in rank.buffers.items() if self.scene.values else ():
+        for key, buffers in rank.buffers.items():
             flat = self.scene.flats[number][key]
             about = Op("end", key)
             if lost := sorted(self.scene.reads[key] - buffers.seen):

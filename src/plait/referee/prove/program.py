@@ -56,8 +56,6 @@ class Op(NamedTuple):
     """The phase of a message, as in the ledger; of a read, ``F`` or ``B``."""
     action: Action | None = None
     """The action of ``pass``, ``send`` and ``recv``."""
-    also: tuple[tuple[str, int], ...] = ()
-    """For ``read``: pass and microbatch of other reads of the same buffer right after it."""
     rows: tuple[int, int, int] = (0, 0, 0)
     """For ``count``: the ranks whose targets are added up, as a range."""
 
@@ -167,67 +165,42 @@ def settle_all(
     }
 
 
-class Token(NamedTuple):
-    """An operation as all ranks make it, each on its own elements."""
-
-    kind: str
-    """The kind of an ``Op``, or a path of ``Moves``, which means the row's messages."""
-    flat: Key
-    microbatch: int = -1
-    buffer: str = ""
-    phase: str = ""
-    also: tuple[tuple[str, int], ...] = ()
-
-
-Tokens = tuple[Token | Op, ...]
-
-
-def write_tokens(line: Line, flats: Buffered, mesh: Mesh) -> Tokens:
-    """Writes the step of the ranks of one pipe coordinate.
+def write_program(line: Line, flats: Buffered, mesh: Mesh) -> Program:
+    """Writes the step of one rank.
 
     Args:
         line: of the completed schedule; actions of stages that are not in ``flats`` are left out.
-        flats: the buffers of the stages that are looked at, as any of the ranks has them.
+        flats: the rank's buffers, of the stages that are looked at.
     """
     writer = _Writer(flats, holds=any(a.kind is Kind.UNSHARD for a in line))
     updates = sum(action.kind is Kind.UPDATE for action in line)
     rows = counted(mesh)
-    tokens: list[Token | Op] = [Op("count", rows=(rows.start, rows.stop, rows.step))]
-    tokens += [Token("clear", flat.key, buffer="sum") for s in flats for flat in flats[s] if flat.trains]
+    ops = [Op("count", rows=(rows.start, rows.stop, rows.step))]
+    ops += [local(flat, "clear", "sum") for s in flats for flat in flats[s] if flat.trains]
     for action in line:
         updates -= action.kind is Kind.UPDATE
         if action.kind is Kind.UPDATE and not updates:
-            tokens.append(Op("report"))
-            tokens += [token for s in flats for token in writer.update(s)]
+            ops.append(Op("report"))
+            ops += [op for s in flats for op in writer.update(s)]
         elif action.stage in flats and action.kind is not Kind.UPDATE:
-            tokens += writer.action(action)
-    return tuple(tokens)
-
-
-def bind(tokens: Tokens, flats: Mapping[Key, Settled]) -> Program:
-    """The tokens as the operations of one rank."""
-    ops: list[Op] = []
-    for token in tokens:
-        if isinstance(token, Op):
-            ops.append(token)
-            continue
-        kind, key, m, buffer, phase, also = token
-        flat = flats[key]
-        if kind in flat.messages:
-            ops += [Op(s.kind, key, s.start, s.stop, m, s.axes, s.root, buffer, phase) for s in flat.messages[kind]]
-        else:
-            start, stop = flat.place(kind, buffer)
-            ops.append(Op(kind, key, start, stop, m, buffer=buffer, phase=phase, also=also))
+            ops += writer.action(action)
     return tuple(ops)
 
 
-def write_program(line: Line, flats: Buffered, mesh: Mesh) -> Program:
-    """Writes the step of one rank; see ``write_tokens``."""
-    return bind(write_tokens(line, flats, mesh), {f.key: f for of_stage in flats.values() for f in of_stage})
+def local(flat: Settled, kind: str, buffer: str, microbatch: int = -1, phase: str = "") -> Op:
+    """An operation of one rank on its own elements."""
+    return Op(kind, flat.key, *flat.place(kind, buffer), microbatch, buffer=buffer, phase=phase)
+
+
+def sent(flat: Settled, path: str, buffer: str, phase: str, microbatch: int = -1) -> list[Op]:
+    """The row's messages in a phase of ``Moves``."""
+    return [
+        Op(s.kind, flat.key, s.start, s.stop, microbatch, s.axes, s.root, buffer, phase) for s in flat.messages[path]
+    ]
 
 
 class _Writer:
-    """The tokens of each action, in turn."""
+    """The operations of each action, in turn."""
 
     def __init__(self, flats: Buffered, *, holds: bool) -> None:
         self.flats, self.holds = flats, holds
@@ -237,53 +210,53 @@ class _Writer:
         self.kept: set[int] = set()
         self.open: set[Key] = set()
 
-    def action(self, action: Action) -> list[Token | Op]:
+    def action(self, action: Action) -> list[Op]:
         s, kind = action.stage, action.kind
         flats = self.flats[s]
         if kind in MESSAGES:
             return [Op("send" if kind in SENDS else "recv", action=action)]
         if kind is Kind.UNSHARD:
-            return [token for flat in flats for token in self.gather(flat, "unshard", -1)]
+            return [op for flat in flats for op in self.gather(flat, "unshard", -1)]
         if kind is Kind.RESHARD:
-            tokens = [token for flat in flats for token in self.free(flat, keep=bool(self.flying[s]))]
+            ops = [op for flat in flats for op in self.free(flat, keep=bool(self.flying[s]))]
             (self.kept.add if self.flying[s] else self.kept.discard)(s)
-            return [*tokens, *([] if self.flying[s] else self.forget(s))]
+            return [*ops, *([] if self.flying[s] else self.forget(s))]
         if kind is Kind.REDUCE:
             trained = [flat for flat in reversed(flats) if flat.trains]
-            summed = [Token("summed", flat.key, buffer="sum", phase="step") for flat in trained if flat.summed]
-            return [*summed, *(Token("step", flat.key, buffer="sum", phase="step") for flat in trained)]
+            pending = [op for flat in trained if flat.summed for op in sent(flat, "summed", "sum", "step")]
+            return [*pending, *(op for flat in trained for op in sent(flat, "step", "sum", "step"))]
         return self.one_pass(action) if kind in PASSES else []
 
-    def one_pass(self, action: Action) -> list[Token | Op]:
+    def one_pass(self, action: Action) -> list[Op]:
         """A forward, a backward or a part of one, with the row's operations around it."""
         s, m, kind = action.stage, action.microbatch, action.kind
         flats, backward = self.flats[s], kind in (Kind.BACKWARD, Kind.INPUT)
-        tokens: list[Token | Op] = [Op("pass", action=action)]
+        ops: list[Op] = [Op("pass", action=action)]
         if kind is Kind.FORWARD:
             for flat in flats:
-                tokens += [] if self.holds else self.gather(flat, "forward", m)
-                tokens.append(self.read(flat, "F", m))
-                tokens += [] if self.holds or self.keeps_open else self.free(flat, keep=True)
+                ops += [] if self.holds else self.gather(flat, "forward", m)
+                ops.append(self.read(flat, "F", m))
+                ops += [] if self.holds or self.keeps_open else self.free(flat, keep=True)
             if not self.holds:
                 self.kept.add(s)
         self.flying[s] += in_flight(action)
         for flat in reversed(flats):
             if backward and flat.differentiated:
-                tokens += [] if self.holds else self.gather(flat, "backward", m)
-                tokens.append(self.read(flat, "B", m))
+                ops += [] if self.holds else self.gather(flat, "backward", m)
+                ops.append(self.read(flat, "B", m))
             if kind in ADDS_GRADIENTS and flat.trains:
-                tokens.append(Token("gradient", flat.key, m, "sum" if flat.direct else "whole"))
+                ops.append(local(flat, "gradient", "sum" if flat.direct else "whole", m))
                 if not flat.direct:
-                    tokens.append(Token("microbatch", flat.key, m, "whole", "microbatch"))
-                    tokens.append(Token("add", flat.key, m, "sum"))
+                    ops += sent(flat, "microbatch", "whole", "microbatch", m)
+                    ops.append(local(flat, "add", "sum", m))
             if backward and not self.holds and not (self.keeps_open and self.flying[s]):
-                tokens += self.free(flat, keep=False)
+                ops += self.free(flat, keep=False)
         if backward and not self.holds and not self.flying[s]:
             self.kept.discard(s)
-            tokens += self.forget(s)
-        return tokens
+            ops += self.forget(s)
+        return ops
 
-    def gather(self, flat: Settled, phase: str, m: int) -> list[Token | Op]:
+    def gather(self, flat: Settled, phase: str, m: int) -> list[Op]:
         """Makes the flat whole, from its kept piece or the piece at rest, if it is not."""
         if not flat.split or flat.key in self.open:
             return []
@@ -291,26 +264,26 @@ class _Writer:
         kept = flat.key[0] in self.kept
         source = "kept" if kept and flat.keeps_more else "rest"
         path = "backward" if kept else "forward"
-        return [Token("open", flat.key, buffer=source), Token(path, flat.key, m, "full", phase)]
+        return [local(flat, "open", source), *sent(flat, path, "full", phase, m)]
 
-    def free(self, flat: Settled, *, keep: bool) -> list[Token | Op]:
+    def free(self, flat: Settled, *, keep: bool) -> list[Op]:
         """Frees the flat; where a backward follows, the row's kept piece stays."""
         if not flat.split or flat.key not in self.open:
             return []
         self.open.discard(flat.key)
         copies = keep and flat.keeps_more and flat.key[0] not in self.kept
-        return [*[Token("keep", flat.key, buffer="kept")] * copies, Token("close", flat.key, buffer="full")]
+        return [*[local(flat, "keep", "kept")] * copies, local(flat, "close", "full")]
 
-    def forget(self, stage: int) -> list[Token | Op]:
+    def forget(self, stage: int) -> list[Op]:
         """Drops the kept pieces: no backward of the stage follows."""
-        return [Token("forget", f.key, buffer="kept") for f in self.flats[stage] if f.split and f.keeps_more]
+        return [local(f, "forget", "kept") for f in self.flats[stage] if f.split and f.keeps_more]
 
     @staticmethod
-    def read(flat: Settled, way: str, m: int) -> Token:
-        return Token("read", flat.key, m, "full" if flat.split else "rest", way)
+    def read(flat: Settled, way: str, m: int) -> Op:
+        return local(flat, "read", "full" if flat.split else "rest", m, way)
 
-    def update(self, stage: int) -> list[Token | Op]:
+    def update(self, stage: int) -> list[Op]:
         """Changes the optimizer's own piece, and publishes it to every rank that has it at rest."""
         trained = [flat for flat in self.flats[stage] if flat.trains]
-        updates = [Token("update", flat.key, buffer="rest") for flat in trained]
-        return [*updates, *(Token("publish", flat.key, buffer="rest", phase="publish") for flat in trained)]
+        updates = [local(flat, "update", "rest") for flat in trained]
+        return [*updates, *(op for flat in trained for op in sent(flat, "publish", "rest", "publish"))]

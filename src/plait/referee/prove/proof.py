@@ -5,7 +5,6 @@
     symmetry    every rank of the mesh against its model rank
     buffers     per kind of flat buffer: sums, owners, reads, the order of collectives, for two steps
     pipe        sends, receives and agreements
-    whole       all programs of all ranks at once, of small layouts
     memory      the bytes of the fullest rank
 
 Buffers with the same pieces in the same actions are one kind, and are proved once.  A failure is ``Refuted``.
@@ -21,12 +20,11 @@ from dataclasses import dataclass
 from plait.messages.progress import counted
 from plait.messages.wording import human
 from plait.predict.tensor import predict_tensor
-from plait.referee.prove.claims import Counterexample, Refuted
+from plait.referee.prove.decoder import PaperRun
 from plait.referee.prove.machine import Machine
-from plait.referee.prove.paper import PaperRun
-from plait.referee.prove.program import COLLECTIVES, Key, Program, Settled
+from plait.referee.prove.program import COLLECTIVES, Program, Settled
 from plait.referee.prove.room import AROUND, Room, changes, room_of
-from plait.referee.prove.scenes import Laid, OneFlat, of_flat, of_pipe, of_ranks, one_flat, whole
+from plait.referee.prove.scenes import Counterexample, Laid, Refuted, of_flat, of_pipe, of_ranks, program_of
 from plait.referee.prove.sums import Sums
 from plait.referee.prove.symmetry import check_symmetry, model_ranks
 from plait.schedule.actions import ADDS_GRADIENTS, SENDS, Schedule, owners, placed
@@ -37,9 +35,6 @@ from plait.table.cells import ITEMSIZE, Cell
 from plait.table.collectives import bytes_sent
 from plait.table.mesh import Mesh
 from plait.table.tensor_plan import everywhere
-
-SMALL = 200
-"""Largest layout that is also carried out as a whole: ranks times microbatches times stages on all tensor ranks."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +101,6 @@ def prove(run: PaperRun) -> Proved:
         pipe = of_pipe(schedule, mesh, strategy)
         Machine(pipe.scene, pipe.programs, Sums()).run()
         operations += sum(map(len, pipe.programs.values()))
-    if mesh.size * run.microbatches * len(laid) <= SMALL:
-        with timed(seconds, "whole"):
-            sums = Sums()
-            everyone = whole(schedule, laid, mesh, strategy, sums)
-            Machine(everyone.scene, everyone.programs, sums).run()
-            operations += sum(map(len, everyone.programs.values()))
     with timed(seconds, "memory"):
         room = room_of(run, schedule, laid)
         if run.memory is not None and room.total > run.memory:
@@ -189,32 +178,31 @@ def _prove_buffers(run: PaperRun, schedule: Schedule, laid: Laid) -> tuple[int, 
     """Returns the number of kinds of buffers, the number of operations carried out, and the traffic of all buffers."""
     mesh, strategy, owner = run.mesh, run.strategy, owners(schedule)
     known: dict[object, Traffic] = {}
-    written: dict[object, OneFlat] = {}
-    settled: dict[object, dict[int, dict[Key, Settled]]] = {}
+    settled: dict[object, dict[int, Settled]] = {}
+    written: dict[object, object] = {}
     operations, traffic = 0, Traffic()
     for (stage, tensor), units in counted("stages", list(laid.items())):
-        for unit in units:
-            for index, flat in enumerate(unit.flats):
-                summed = bool(unit.summed and unit.summed[index])
-                if summed and tensor:
-                    continue  # its scene has all tensor ranks
-                facts = (flat.bounds, flat.itemsize, flat.real, unit.trainable[index], summed, unit.differentiated)
-                line = schedule[owner[stage]]
-                if (stage, facts) not in written:
-                    written[stage, facts] = one_flat(line, stage, unit, index, mesh, strategy)
-                both = written[stage, facts]
-                for tokens in (both.values, both.gradients):
-                    kind = tuple(token._replace(flat=(0, "", 0)) for token in tokens), facts
-                    if kind not in known:
-                        if facts not in settled or (stage, unit.name, 0) not in settled[facts][0]:
-                            ranks = model_ranks(mesh, tensor=summed)
-                            settled[facts] = of_ranks(stage, unit, index, mesh, strategy, ranks)
-                        sums = Sums()
-                        played = of_flat(tokens, line, settled[facts], mesh, strategy, sums)
-                        Machine(played.scene, played.programs, sums).run()
-                        operations += sum(map(len, played.programs.values()))
-                        known[kind] = _traffic(played.programs, mesh, {p: flat.itemsize_in(c) for p, c in _cells(run)})
-                    traffic = traffic.plus(known[kind].messages, known[kind].bytes)
+        line = schedule[owner[stage]]
+        for unit, index in [(one, i) for one in units for i in range(len(one.flats))]:
+            flat, summed = unit.flats[index], bool(unit.summed and unit.summed[index])
+            if summed and tensor:
+                continue  # its scene has all tensor ranks
+            facts = (flat.bounds, flat.itemsize, flat.real, unit.trainable[index], summed, unit.differentiated)
+            if facts not in settled:
+                ranks = model_ranks(mesh, tensor=summed)
+                settled[facts] = of_ranks(stage, unit, index, mesh, strategy, ranks)
+            here = {rank: one._replace(key=(stage, unit.name, 0), layout=flat) for rank, one in settled[facts].items()}
+            if (stage, facts) not in written:
+                program = program_of(line, here[0], mesh)
+                written[stage, facts] = tuple(op._replace(flat=(0, "", 0)) for op in program), facts
+            kind = written[stage, facts]
+            if kind not in known:
+                sums = Sums()
+                played = of_flat(line, here, mesh, strategy, sums)
+                Machine(played.scene, played.programs, sums).run()
+                operations += sum(map(len, played.programs.values()))
+                known[kind] = _traffic(played.programs, mesh, {p: flat.itemsize_in(c) for p, c in _cells(run)})
+            traffic = traffic.plus(known[kind].messages, known[kind].bytes)
     return len(known), operations, traffic
 
 

@@ -1,6 +1,6 @@
 """The memory of the fullest rank, from the pieces of its buffers and its program.
 
-state         parameters at rest, gradients, optimizer, master weights                           exact, with padding
+state         parameters at rest, gradients, optimizer, master weights                           exact: predict.memory
 gathered      whole parameters at once, at most, one unit ahead, and copies kept for backwards    an upper bound
 gradients     whole gradients of a microbatch that are being reduced: two units of each stage     an upper bound
 activations   of the microbatches in flight on each stage, and of the block that is recomputed    an estimate
@@ -15,12 +15,13 @@ from itertools import accumulate
 
 from plait.messages.wording import fitting, human
 from plait.predict.activations import DecoderSizes, decoder
-from plait.referee.prove.paper import PaperRun
+from plait.predict.memory import held
+from plait.referee.prove.decoder import PaperRun
 from plait.referee.prove.program import settle_all, write_program
 from plait.referee.prove.scenes import Laid
 from plait.schedule.actions import Line, Schedule, activations, owners
-from plait.table.cells import ITEMSIZE, TABLE, Cell
-from plait.table.flat import FlatLayout, UnitLayout
+from plait.table.cells import ITEMSIZE, TABLE
+from plait.table.flat import UnitLayout
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ AROUND = {"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"
 def room_of(run: PaperRun, schedule: Schedule, laid: Laid) -> Room:
     """The memory of the rank that needs most."""
     owner, links = owners(schedule), run.links()
-    found = []
+    rooms, known = [], dict[object, tuple[int, int]]()
     for pipe, line in enumerate(schedule):
         stages = [s for s in owner if owner[s] == pipe]
         each = {s: _activations(run, links[s]) for s in stages}
@@ -58,20 +59,14 @@ def room_of(run: PaperRun, schedule: Schedule, laid: Laid) -> Room:
         most += _again(run, [link for s in stages for link in links[s]])
         for tensor in range(run.mesh.tensor):
             units = {s: laid[s, tensor] for s in stages}
-            flats = [flat for s in stages for unit in units[s] for flat in unit.flats]
-            uneven = any(not flat.even for flat in flats)
-            for data in range(run.mesh.data_size if uneven else 1):
-                place = divmod(data, run.mesh.shard)
-                rank = run.mesh.rank(pipe=pipe, replica=place[0], shard=place[1], tensor=tensor)
-                state = sum(_state(run, flat, rank) for flat in flats)
-                found.append((state, rank, flats, most, line, units))
-    rooms = []
-    known: dict[object, tuple[int, int]] = {}
-    for state, rank, flats, in_flight, line, units in found:
-        kind = id(line), tuple(flat.numel for flat in flats)
-        if kind not in known:
-            known[kind] = _gathered(run, line, units, rank), _reduced(run, units)
-        rooms.append(Room(rank, state, *known[kind], in_flight))
+            flats = [flat for of_stage in units.values() for unit in of_stage for flat in unit.flats]
+            kind = pipe, tuple(flat.numel for flat in flats)
+            if kind not in known:
+                known[kind] = _gathered(run, line, units, run.mesh.rank(pipe=pipe, tensor=tensor)), _reduced(run, units)
+            for data in range(run.mesh.data_size if any(not flat.even for flat in flats) else 1):
+                replica, shard = divmod(data, run.mesh.shard)
+                rank = run.mesh.rank(pipe=pipe, replica=replica, shard=shard, tensor=tensor)
+                rooms.append(Room(rank, _state(run, units, rank), *known[kind], most))
     return max(rooms, key=lambda room: room.total)
 
 
@@ -85,38 +80,27 @@ def changes(run: PaperRun, schedule: Schedule, laid: Laid, need: int) -> str:
     return fitting({name: room.total for name, room in tried.items()}, need, run.memory or 0)
 
 
-def _state(run: PaperRun, flat: FlatLayout, rank: int) -> int:
-    row, mesh = run.strategy, run.mesh
-
-    def held(cell: Cell) -> int:
-        start, stop = flat.piece(mesh.count(cell.split), mesh.index(rank, cell.split))
-        return (stop - start) * flat.itemsize_in(cell)
-
-    optimizer = 0 if row.optim.device else held(row.optim) * (run.states + flat.has_master(row))
-    return held(row.params) + held(row.grads) + optimizer
+def _state(run: PaperRun, units: Mapping[int, Sequence[UnitLayout]], rank: int) -> int:
+    of_rank = held([unit for of_stage in units.values() for unit in of_stage], run.mesh, run.strategy, rank, run.states)
+    return of_rank.params + of_rank.grads + (0 if run.strategy.optim.device else of_rank.optimizer)
 
 
 def _gathered(run: PaperRun, line: Line, units: dict[int, Sequence[UnitLayout]], rank: int) -> int:
     """The most bytes of whole parameters that are open or kept at once."""
     if run.mesh.count(run.strategy.params.split) == 1:
         return 0
-    sizes = {
-        (s, u.name, i): f.itemsize_in(run.strategy.params)
-        for s in units
-        for u in units[s]
-        for i, f in enumerate(u.flats)
-    }
-    numel = {(s, u.name, i): f.numel for s in units for u in units[s] for i, f in enumerate(u.flats)}
+    flats = {(s, u.name, i): f for s in units for u in units[s] for i, f in enumerate(u.flats)}
+    sizes = {key: flat.itemsize_in(run.strategy.params) for key, flat in flats.items()}
     open_, kept, most = dict[object, int](), dict[object, int](), 0
     for op in write_program(line, settle_all(units, run.mesh, run.strategy, rank), run.mesh):
         if op.kind == "open":
-            open_[op.flat] = numel[op.flat] * sizes[op.flat]
+            open_[op.flat] = flats[op.flat].numel * sizes[op.flat]
         elif op.kind == "keep":
             kept[op.flat] = (op.stop - op.start) * sizes[op.flat]
         elif op.kind in ("close", "forget"):
             (open_ if op.kind == "close" else kept).pop(op.flat, None)
         most = max(most, sum(open_.values()) + sum(kept.values())) if op.kind in ("open", "keep") else most
-    ahead = max((numel[key] * sizes[key] for key in numel), default=0) if most else 0
+    ahead = max((flat.numel * sizes[key] for key, flat in flats.items()), default=0) if most else 0
     return most + (ahead if run.pipeline.hold is None or run.pipeline.num_stages == 1 else 0)
 
 

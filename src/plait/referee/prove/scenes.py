@@ -1,8 +1,14 @@
-"""From a layout to the ranks and programs that the machine carries out: all of them, or those of one claim.
+"""The claims about a layout, their counterexamples, and the ranks that are enough to prove them.
 
-    whole        every rank, every buffer                                       small meshes, and tests
-    of_flat      the ranks that share one flat buffer, and its operations       sums, owners, reads
-    of_pipe      one rank for each coordinate of the pipe axis                  sends, receives, agreements
+sums        an update's gradient has every sample of every data rank once, added in the row's order
+owners      every element has one owner in each group over which the optimizer's cell is cut, is updated once,
+            and published to every rank that has it at rest
+reads       every pass reads the values that were published last
+messages    all members of a collective mean the same, every send is received, no rank waits for ever
+memory      the fullest rank has room
+
+    of_flat     the ranks that share one flat buffer, and its operations       sums, owners, reads
+    of_pipe     one rank for each coordinate of the pipe axis                  sends, receives, agreements
 
 The parts are enough where ranks behave the same: see ``symmetry``.
 """
@@ -10,20 +16,7 @@ The parts are enough where ranks behave the same: see ``symmetry``.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from plait.referee.prove.claims import Counterexample, Refuted, Scene
-from plait.referee.prove.program import (
-    Buffered,
-    Key,
-    Op,
-    Program,
-    Settled,
-    Token,
-    Tokens,
-    bind,
-    settle_all,
-    write_program,
-    write_tokens,
-)
+from plait.referee.prove.program import Buffered, Key, Program, Settled, settle_all, write_program
 from plait.referee.prove.sums import Sums, promised
 from plait.schedule.actions import (
     ADDS_GRADIENTS,
@@ -35,18 +28,67 @@ from plait.schedule.actions import (
     count_stages,
     owners,
 )
-from plait.table.cells import Moves, Strategy, moves
+from plait.table.cells import Strategy, moves
 from plait.table.flat import UnitLayout
 from plait.table.mesh import Mesh
 
 Laid = Mapping[tuple[int, int], Sequence[UnitLayout]]
 """The units of each stage (first) on each tensor rank (second)."""
-
-
 OF_PIPE = ("pass", "send", "recv", "report")
 """Operations that concern several stages."""
-OF_GRADIENTS = ("count", "clear", "gradient", "microbatch", "add", "summed", "step")
-"""Operations on gradients, which concern no parameter."""
+
+
+@dataclass(frozen=True)
+class Counterexample:
+    """The place where a layout differs from the run of a single process."""
+
+    what: str
+    """The claim that fails: ``sums``, ``owners``, ``reads``, ``messages`` or ``memory``."""
+    text: str
+    rank: int = -1
+    step: int = 0
+    parameter: str = ""
+    element: int = -1
+    """The element of its unit's flat buffer; -1 where it is not about one."""
+    microbatch: int = -1
+
+    def __str__(self) -> str:
+        where = [f"rank {self.rank}"] if self.rank >= 0 else []
+        where += [f"step {self.step}"] if self.rank >= 0 else []
+        where += [f"parameter {self.parameter}" if self.parameter else ""]
+        where += [f"element {self.element} of the flat buffer" if self.element >= 0 else ""]
+        where += [f"microbatch {self.microbatch}" if self.microbatch >= 0 else ""]
+        return f"{self.what}: {self.text}" + (f" ({', '.join(filter(None, where))})" if any(where) else "")
+
+
+class Refuted(Exception):  # noqa: N818
+    """A proof failed; ``example`` says where."""
+
+    def __init__(self, example: Counterexample) -> None:
+        super().__init__(str(example))
+        self.example = example
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The ranks that take part, and the sums and reads that are due."""
+
+    mesh: Mesh
+    flats: Mapping[int, Mapping[Key, Settled]]
+    """The buffers that each rank works on, by rank."""
+    owned_by: tuple[str, ...]
+    """The axes over which the optimizer's cell is cut."""
+    due: Mapping[Key, int]
+    """The sum of each buffer's gradient."""
+    stages: int
+    owner: Mapping[int, int]
+    """The pipe coordinate of each stage."""
+    reads: Mapping[Key, frozenset[tuple[str, int]]]
+    """Pass and microbatch of every read that a step makes of a buffer."""
+    passes: Mapping[int, frozenset[Action]]
+    """The passes that a step makes, by rank."""
+    steps: int = 2
+    """The number of steps that are carried out."""
 
 
 @dataclass(frozen=True)
@@ -55,27 +97,6 @@ class Played:
 
     scene: Scene
     programs: Mapping[int, Program]
-
-
-def whole(
-    schedule: Schedule, laid: Laid, mesh: Mesh, strategy: Strategy, sums: Sums, path: Moves | None = None
-) -> Played:
-    """All ranks of a mesh, with all their operations."""
-    owner = owners(schedule)
-    programs: dict[int, Program] = {}
-    flats: dict[int, dict[Key, Settled]] = {}
-    for rank in range(mesh.size):
-        at = mesh.coordinates(rank)
-        stages = {s: laid[s, at["tensor"]] for s in owner if owner[s] == at["pipe"]}
-        programs[rank] = write_program(schedule[at["pipe"]], settle_all(stages, mesh, strategy, rank, path), mesh)
-        flats[rank] = by_key(settle_all(stages, mesh, strategy, rank))
-    lines = {s: schedule[pipe] for s, pipe in owner.items()}
-    keys = {key: flat for of_rank in flats.values() for key, flat in of_rank.items()}
-    due, reads = expected(keys, lines, mesh, strategy, sums)
-    stages_count = count_stages(schedule)
-    passes = {rank: passes_of(schedule[mesh.coordinates(rank)["pipe"]]) for rank in programs}
-    scene = Scene(mesh, flats, strategy.optim.split, due, stages_count, owner, reads, passes, everyone=True)
-    return Played(scene, programs)
 
 
 def passes_of(line: Line) -> frozenset[Action]:
@@ -89,7 +110,7 @@ def by_key(flats: Buffered) -> dict[Key, Settled]:
 
 
 def expected(
-    keys: Mapping[Key, Settled], lines: Mapping[int, Line], mesh: Mesh, strategy: Strategy, sums: Sums | None
+    keys: Mapping[Key, Settled], lines: Mapping[int, Line], mesh: Mesh, strategy: Strategy, sums: Sums
 ) -> tuple[dict[Key, int], dict[Key, frozenset[tuple[str, int]]]]:
     """The sum that is due for each trained buffer, and the reads of each that a step makes.
 
@@ -98,58 +119,15 @@ def expected(
     """
     due: dict[Key, int] = {}
     reads: dict[Key, frozenset[tuple[str, int]]] = {}
-    made: dict[tuple[tuple[int, ...], bool], int] = {}
     for key, flat in keys.items():
         order = tuple(a.microbatch for a in lines[key[0]] if a.kind in ADDS_GRADIENTS and a.stage == key[0])
         count = count_microbatches((lines[key[0]],))
         order = order if sorted(order) == list(range(count)) else tuple(range(count))
         ways = ("F", "B") if flat.differentiated else ("F",)
         reads[key] = frozenset((way, m) for way in ways for m in range(count))
-        if sums is None:
-            continue
-        if flat.trains and (order, flat.summed) not in made:
-            made[order, flat.summed] = promised(sums, strategy, mesh, order, summed=flat.summed)
         if flat.trains:
-            due[key] = made[order, flat.summed]
+            due[key] = promised(sums, strategy, mesh, order, summed=flat.summed)
     return due, reads
-
-
-@dataclass(frozen=True)
-class OneFlat:
-    """The operations of the ranks that share a flat buffer, in two parts, which only meet in ``update``, and in that a
-    backward comes before its gradient, which ``of`` checks."""
-
-    values: Tokens
-    """The operations on parameters.  Consecutive reads are one."""
-    gradients: Tokens
-
-    @classmethod
-    def of(cls, tokens: Tokens) -> "OneFlat":
-        values: list[Token | Op] = []
-        gradients: list[Token | Op] = []
-        read: set[int] = set()
-        for token in tokens:
-            if token.kind == "read" and isinstance(token, Token):
-                read |= {token.microbatch} if token.phase == "B" else set()
-                if values and values[-1].kind == "read" and values[-1].buffer == token.buffer:
-                    last = values[-1]
-                    values[-1] = last._replace(also=(*last.also, (token.phase, token.microbatch)))
-                    continue
-            if token.kind == "gradient" and token.microbatch not in read:
-                text = f"{token.flat[1]} has a gradient before its backward"
-                raise Refuted(Counterexample("sums", text, microbatch=token.microbatch))
-            if token.kind not in OF_PIPE:
-                if token.kind == "update" or token.kind not in OF_GRADIENTS:
-                    values.append(token)
-                if token.kind == "update" or token.kind in OF_GRADIENTS:
-                    gradients.append(token)
-        return cls(tuple(values), tuple(gradients))
-
-
-def one_flat(line: Line, stage: int, unit: UnitLayout, index: int, mesh: Mesh, strategy: Strategy) -> OneFlat:
-    """The operations on one buffer of a unit, as the line of its pipeline rank has them."""
-    own = tuple(action for action in line if action.stage == stage)
-    return OneFlat.of(write_tokens(own, settle_all({stage: (alone(unit, index),)}, mesh, strategy, 0), mesh))
 
 
 def alone(unit: UnitLayout, index: int) -> UnitLayout:
@@ -158,33 +136,34 @@ def alone(unit: UnitLayout, index: int) -> UnitLayout:
     return replace(unit, flats=unit.flats[only], trainable=unit.trainable[only], summed=unit.summed[only])
 
 
-def of_flat(
-    tokens: Tokens, line: Line, flats: Mapping[int, Mapping[Key, Settled]], mesh: Mesh, strategy: Strategy, sums: Sums
-) -> Played:
-    """The ranks that share one flat buffer, with one part of their operations on it.
+def of_ranks(
+    stage: int, unit: UnitLayout, index: int, mesh: Mesh, strategy: Strategy, ranks: Sequence[int]
+) -> dict[int, Settled]:
+    """One buffer of a unit, on each of some ranks."""
+    path, stages = moves(strategy, mesh), {stage: (alone(unit, index),)}
+    return {rank: settle_all(stages, mesh, strategy, rank, path)[stage][0] for rank in ranks}
+
+
+def program_of(line: Line, flat: Settled, mesh: Mesh) -> Program:
+    """The operations on one buffer, as the line of its pipeline rank has them."""
+    stage = flat.key[0]
+    own = tuple(action for action in line if action.stage == stage)
+    return tuple(op for op in write_program(own, {stage: (flat,)}, mesh) if op.kind not in OF_PIPE)
+
+
+def of_flat(line: Line, flats: Mapping[int, Settled], mesh: Mesh, strategy: Strategy, sums: Sums) -> Played:
+    """The ranks that share one flat buffer, with their operations on it.
 
     Args:
         flats: that buffer, by rank.
-        line: the line that has the operations.
     """
-    programs = {rank: bind(tokens, flats[rank]) for rank in flats}
-    passes: dict[int, frozenset[Action]] = {rank: frozenset() for rank in flats}
-    of_sums = any(token.kind == "count" for token in tokens)
-    buffers = next(iter(flats.values()))
+    programs = {rank: program_of(line, flat, mesh) for rank, flat in flats.items()}
+    keyed = {rank: {flat.key: flat} for rank, flat in flats.items()}
+    buffers = next(iter(keyed.values()))
     ((stage, _, _),) = buffers
-    due, reads = expected(buffers, {stage: line}, mesh, strategy, sums if of_sums else None)
-    scene = Scene(
-        mesh, flats, strategy.optim.split, due, 1, {stage: 0}, reads, passes, sums=of_sums, values=not of_sums
-    )
-    return Played(scene, programs)
-
-
-def of_ranks(
-    stage: int, unit: UnitLayout, index: int, mesh: Mesh, strategy: Strategy, ranks: Sequence[int]
-) -> dict[int, dict[Key, Settled]]:
-    """One buffer of a unit, on each of some ranks."""
-    path, stages = moves(strategy, mesh), {stage: (alone(unit, index),)}
-    return {rank: by_key(settle_all(stages, mesh, strategy, rank, path)) for rank in ranks}
+    due, reads = expected(buffers, {stage: line}, mesh, strategy, sums)
+    passes: dict[int, frozenset[Action]] = {rank: frozenset() for rank in flats}
+    return Played(Scene(mesh, keyed, strategy.optim.split, due, 1, {stage: 0}, reads, passes), programs)
 
 
 def of_pipe(schedule: Schedule, mesh: Mesh, strategy: Strategy) -> Played:

@@ -1,19 +1,82 @@
-"""Sums without numbers: which samples, and in which order they are added.
+"""Values of flat buffers without numbers: which samples are in a sum, and in which order they were added.
 
-    leaf (d, t, m)     the samples of data rank d in microbatch m (t: the tensor rank's share, where there are shares)
-    a + b              a number for each pair of terms; equal sums have equal numbers
+    leaf (d, t, m)              the samples of data rank d in microbatch m (t: a tensor rank's share)
+    a + b                       a number for each pair of terms; equal sums have equal numbers
+    [(0, 64, 7), (96, 128, 7)]  elements 0..63 and 96..127 of a buffer have value 7; 64..95 were never written
 
-``table.additions.fold`` makes the sum that a row promises, by the very function that the reference run of ``plait
-verify`` replays; the machine makes the one that the messages bring about.  Both are numbers of one ``Sums``, so one
-comparison shows that every sample is in it once, and in this order.
+``table.additions.fold`` makes the sum that a row promises, by the function that the replay of ``plait verify`` uses.
+The machine makes the sum that the messages bring about.  One comparison of their numbers shows that every sample is in
+it once, and in this order.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
+from plait.referee.prove.program import Op
 from plait.table.additions import MICROBATCH, additions, fold
 from plait.table.cells import Strategy
 from plait.table.mesh import Mesh
+
+# ---- values by intervals
+
+Pieces = list[tuple[int, int, int | None]]
+"""A value is a number; None, like a gap, is memory with unknown content."""
+
+
+def cut(pieces: Sequence[tuple[int, int, int | None]], start: int, stop: int) -> Pieces:
+    """The pieces in an interval, gaps left out."""
+    if len(pieces) == 1:  # the usual case
+        a, b, value = pieces[0]
+        a, b = max(a, start), min(b, stop)
+        return [(a, b, value)] if a < b else []
+    return [(max(a, start), min(b, stop), v) for a, b, v in pieces if a < stop and start < b]
+
+
+def write(pieces: Sequence[tuple[int, int, int | None]], start: int, stop: int, values: Pieces) -> Pieces:
+    """The same buffer, with an interval replaced by ``values``, which are inside it."""
+    if start >= stop:
+        return list(pieces)
+    kept = [(a, min(b, start), v) for a, b, v in pieces if a < start]
+    after = [(max(a, stop), b, v) for a, b, v in pieces if b > stop]
+    return joined([*kept, *values, *after])
+
+
+def joined(pieces: Sequence[tuple[int, int, int | None]]) -> Pieces:
+    """Neighbours of one value as one interval; unknown values are left out."""
+    found: Pieces = []
+    for a, b, value in pieces:
+        if value is None or a >= b:
+            continue
+        if found and found[-1][1] == a and found[-1][2] == value:
+            found[-1] = (found[-1][0], b, value)
+        else:
+            found.append((a, b, value))
+    return found
+
+
+def lacking(pieces: Sequence[tuple[int, int, int | None]], start: int, stop: int, value: int) -> int:
+    """The first element of an interval that does not have this value; -1 where all have it."""
+    at = start
+    for a, b, found in cut(pieces, start, stop):
+        if a > at or found != value:
+            return at if a > at else a
+        at = b
+    return at if at < stop else -1
+
+
+def value_at(pieces: Sequence[tuple[int, int, int | None]], element: int) -> int | None:
+    """The value of one element."""
+    return next((v for a, b, v in pieces if a <= element < b), None)
+
+
+def breaks(buffers: Sequence[Pieces], start: int, stop: int) -> list[int]:
+    """The elements at which any of some buffers changes its value inside an interval, with the ends of the interval."""
+    inner = {edge for pieces in buffers for a, b, _ in pieces for edge in (a, b) if start < edge < stop}
+    return [start, *sorted(inner), stop]
+
+
+# ---- sums
 
 Leaf = tuple[int, int, int]
 """Data rank, tensor rank (0 where each has the whole gradient), microbatch."""
@@ -113,3 +176,70 @@ def promised(sums: Sums, strategy: Strategy, mesh: Mesh, microbatches: Sequence[
     total = fold(order, sizes, leaf, sums.add)
     assert total is not None
     return total
+
+
+# ---- collectives, and owners
+
+
+def left_behind(op: Op, contents: Sequence[Pieces], sizes: Sequence[int], sums: Sums) -> list[Pieces]:
+    """Returns the buffers of a group after one collective.
+
+    Args:
+        contents: the buffers before, in group order.
+        sizes: of the axes.
+    """
+    start, stop, n = op.start, op.stop, len(contents)
+    ends = [start + k * (stop - start) // n for k in range(n + 1)]
+    values: list[Pieces]
+    if op.kind == "all_gather":
+        pieces = [piece for c, (a, b) in zip(contents, pairwise(ends), strict=True) for piece in cut(c, a, b)]
+        values = [write([], start, stop, pieces)] * n
+    elif op.kind == "broadcast":
+        values = [cut(contents[op.root], start, stop)] * n
+    else:
+        total = [
+            (a, b, sums.collective([value_at(content, a) for content in contents], sizes))
+            for a, b in pairwise(breaks(contents, start, stop))
+        ]
+        if op.kind == "reduce_scatter":
+            values = [cut(total, a, b) for a, b in pairwise(ends)]
+        else:
+            values = [total if op.kind == "all_reduce" or k == op.root else [] for k in range(n)]
+    return [write(content, start, stop, mine) for content, mine in zip(contents, values, strict=True)]
+
+
+def added(one: Pieces, other: Pieces, sums: Sums) -> Pieces:
+    """The sum of two buffers; where only one of them is known, it is not."""
+    if not one or not other:
+        return []
+    if len(one) == 1 and len(other) == 1 and one[0][:2] == other[0][:2]:
+        return [(*one[0][:2], sums.add(one[0][2], other[0][2]))]
+    found: Pieces = []
+    for a, b in pairwise(breaks([one, other], min(one[0][0], other[0][0]), max(one[-1][1], other[-1][1]))):
+        found = write(found, a, b, [(a, b, sums.add(value_at(one, a), value_at(other, a)))])
+    return found
+
+
+def misowned(
+    updates: Sequence[tuple[int, int, int]], mesh: Mesh, owned_by: Sequence[str], numel: Mapping[int, int]
+) -> tuple[int, int, str] | None:
+    """Finds a rank, an element, and an error in its owners; None where each element has one owner in each group.
+
+    Args:
+        updates: the rank and the interval of each.
+        owned_by: the axes of such a group, over which the optimizer's cell is cut.
+        numel: elements of the buffer, by rank: tensor ranks may have more or fewer.
+    """
+    groups: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
+    for rank, start, stop in updates:
+        place = tuple(index for axis, index in mesh.coordinates(rank).items() if axis not in owned_by)
+        groups[place].append((start, stop, rank))
+    for owned in groups.values():
+        end = 0
+        for start, stop, rank in sorted(owned):
+            if start < stop and start != end:
+                return rank, min(start, end), "it has two owners" if start < end else "it has no owner"
+            end = max(end, stop)
+        if end != numel[owned[0][2]]:
+            return owned[0][2], end, "it has no owner"
+    return None

@@ -9,8 +9,8 @@ groups of the other, moved.  So a fact about a buffer on the model ranks holds f
 from collections.abc import Sequence
 
 from plait.messages.progress import counted
-from plait.referee.prove.claims import Counterexample, Refuted
 from plait.referee.prove.program import PHASES
+from plait.referee.prove.scenes import Counterexample, Refuted
 from plait.table.agreement import IN_STAGE
 from plait.table.cells import Moves, Strategy, moves
 from plait.table.flat import FlatLayout, Message, lower

@@ -2,6 +2,7 @@
 
 zero_redundancy   DDP with an optimizer whose state is cut over the ranks
 dtensor           parallelize_module along the model's tensor plan
+torch_pipelining  torch's 1F1B over stages of the model's blocks
 accelerate        Hugging Face's Accelerator
 trainer           transformers' Trainer, which has its own loop
 deepspeed         DeepSpeed's engine on CPUs: its accumulation, its mean over the ranks, its clip
@@ -17,9 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Comm
+from plait.pipeline.blocks import blocks_of
 from plait.referee.witness.engines import Driven, held, loop, shard
+from plait.referee.witness.pieces import named
 from plait.run.job.job import Job
+from plait.schedule.partition import even
+from plait.step.step import num_samples
 from plait.tensor.plan import plan_of
+from plait.torch_private import tree_map
 
 
 def zero_redundancy(job: Job, model: nn.Module, comm: Comm) -> Driven:
@@ -46,10 +52,84 @@ def dtensor(job: Job, model: nn.Module, comm: Comm) -> Driven:
     device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
     parallelize_module(model, device_mesh["tensor"], plan)
     if sizes[0] > 1:
-        _shard(model, device_mesh["data"])
+        shard(model, device_mesh["data"])
     optimizer = job.optimizer(model.parameters())
-    hold = (lambda: _held(model)) if sizes[0] > 1 else nullcontext
+    hold = (lambda: held(model)) if sizes[0] > 1 else nullcontext
     return Driven(model, optimizer, loop(job, model, optimizer, sizes[0], hold))
+
+
+def torch_pipelining(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    """torch's 1F1B over stages of the model's blocks."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    if len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False))):
+        raise ValueError("stages would each have a copy of a tied weight, and torch.distributed.pipelining sums none")
+    links, rank, ranks = blocks_of(model).names, comm.rank, comm.mesh.size
+    split = even(len(links), ranks)
+    stages = [nn.Sequential(*(model.get_submodule(links[i]) for i in own)) for own in split]
+    stage, mine = stages[rank], [links[i] for i in split[rank]]
+    names = {name: ".".join([mine[int(name.split(".")[0])], *name.split(".")[1:]]) for name, _ in named(stage)}
+    optimizer = job.optimizer(stage.parameters())
+
+    def step(batches: Sequence[Any], count: int, clip: float | None) -> None:
+        if clip is not None:
+            raise ValueError("torch's pipelining has no norm of all stages: give --clip None")
+        optimizer.zero_grad()
+        whole = _joined(batches)
+
+        def loss(output: Tensor, rows: Tensor) -> Tensor:
+            return job.loss_fn(lambda *_, **__: output, _rows(whole, rows)) / count  # type: ignore[arg-type]
+
+        shapes = [_entering(job, batches[0])]
+        with torch.no_grad():
+            for other in stages[: rank + 1]:
+                shapes.append(other(shapes[-1]))
+        for output in shapes[1:]:
+            output.requires_grad_()
+        parts: Any = PipelineStage(
+            stage, rank, ranks, torch.device("cpu"), input_args=shapes[-2], output_args=shapes[-1]
+        )
+        schedule = Schedule1F1B(parts, len(batches), loss_fn=loss, scale_grads=False)
+        rows = torch.arange(num_samples(whole))
+        first = (_entering(job, whole),) if rank == 0 else ()
+        schedule.step(*first, target=rows if rank == ranks - 1 else None, return_outputs=False)
+        optimizer.step()
+
+    return Driven(stage, optimizer, step, {"names": names, "inputs": rank == 0})
+
+
+def _joined(batches: Sequence[Any]) -> Any:
+    """Microbatches of one structure as one batch."""
+    def join(*leaves: Any) -> Any:
+        cut = isinstance(leaves[0], Tensor) and leaves[0].dim() and [len(leaf) for leaf in leaves] == sizes
+        return torch.cat(leaves) if cut else leaves[0]
+
+    sizes = [num_samples(batch) for batch in batches]
+    return tree_map(join, *batches)
+
+
+def _rows(whole: Any, rows: Tensor) -> Any:
+    num = num_samples(whole)
+    return tree_map(lambda x: x[rows] if isinstance(x, Tensor) and x.dim() and len(x) == num else x, whole)
+
+
+class _Entered(Exception):  # noqa: N818
+    """What a loss gives to its model."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+def _entering(job: Job, batch: Any) -> Tensor:
+    def model(value: Tensor) -> Tensor:
+        raise _Entered(value)
+
+    try:
+        job.loss_fn(model, batch)  # type: ignore[arg-type]
+    except _Entered as entered:
+        return entered.value
+    raise ValueError("the loss gives its model nothing")
 
 
 def accelerate(job: Job, model: nn.Module, comm: Comm) -> Driven:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from plait.comm import Comm
-from plait.referee.witness.engines import Driven, ddp, fsdp2, loop, torch_pipelining
+from plait.referee.witness.engines import Driven, ddp, find_adapter, fsdp2, loop
 from plait.run.job.job import Job
 
 CLIP = 0.05
+torch_pipelining: Any = find_adapter(f"{Path(__file__).parents[2]}/examples/engines.py:torch_pipelining")
 
 # ---- data parallel, in torch's engines --------------------------------------------------------------------------
 

@@ -52,11 +52,6 @@ def test_the_engine_of_the_guide_is_the_example() -> None:
         (["ddp", "--dropout", "0", "--spread", "3"], "spread 3 beside engine"),
         (["ddp", "--dropout", "0", "--schedule", "zbv"], "beside engine"),
         (["ddp", "--dropout", "0", "--dtype", "bf16"], "dtype bf16 beside engine"),
-        (["torch-pipelining", "--dropout", "0", "--mesh", "pipe=2"], "a copy of a tied weight"),
-        (
-            ["torch-pipelining", "--job", engine_ranks.SEQUENTIAL, "--mesh", "pipe=3"],
-            "stage 1 would have no parameters",
-        ),
         (["no.py:adapter", "--dropout", "0"], "there is no file 'no.py'"),
         ([f"{engine_ranks.__file__}:nothing", "--dropout", "0"], "has no 'nothing'"),
         ([f"{engine_ranks.__file__}:WRONG", "--dropout", "0"], "is str: give a function (job, model, comm)"),

@@ -16,16 +16,12 @@ from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from plait.comm import Comm
-from plait.pipeline.blocks import blocks_of
-from plait.referee.witness.pieces import named
 from plait.run.job.job import Job
-from plait.schedule.partition import even
 from plait.step import Engine
-from plait.step.step import num_samples
 from plait.table.mesh import AXES, Mesh
 from plait.zero.wrap import automatic
 
@@ -96,42 +92,6 @@ def fsdp2(job: Job, model: nn.Module, comm: Comm) -> Driven:
     return Driven(model, optimizer, loop(job, model, optimizer, comm.mesh.data_size, lambda: held(model)))
 
 
-def torch_pipelining(job: Job, model: nn.Module, comm: Comm) -> Driven:
-    """torch's 1F1B over stages of the model's chain."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    links, rank, ranks = blocks_of(model).names, comm.rank, comm.mesh.size
-    split = even(len(links), ranks)
-    stages = [nn.Sequential(*(model.get_submodule(links[i]) for i in own)) for own in split]
-    stage, mine = stages[rank], [links[i] for i in split[rank]]
-    names = {name: ".".join([mine[int(name.split(".")[0])], *name.split(".")[1:]]) for name, _ in named(stage)}
-    optimizer = job.optimizer(stage.parameters())
-
-    def step(batches: Sequence[Any], count: int, clip: float | None) -> None:
-        optimizer.zero_grad()
-        whole = _joined(batches)
-
-        def loss(output: Tensor, rows: Tensor) -> Tensor:
-            return job.loss_fn(lambda *_, **__: output, _rows(whole, rows)) / count  # type: ignore[arg-type]
-
-        shapes = [_entering(job, batches[0])]
-        with torch.no_grad():
-            for other in stages[: rank + 1]:
-                shapes.append(other(shapes[-1]))
-        for output in shapes[1:]:
-            output.requires_grad_()
-        parts: Any = PipelineStage(
-            stage, rank, ranks, torch.device("cpu"), input_args=shapes[-2], output_args=shapes[-1]
-        )
-        schedule = Schedule1F1B(parts, len(batches), loss_fn=loss, scale_grads=False)
-        rows = torch.arange(num_samples(whole))
-        first = (_entering(job, whole),) if rank == 0 else ()
-        schedule.step(*first, target=rows if rank == ranks - 1 else None, return_outputs=False)
-        optimizer.step()
-
-    return Driven(stage, optimizer, step, {"names": names, "inputs": rank == 0})
-
-
 def plait_engine(job: Job, model: nn.Module, comm: Comm) -> Driven:
     """Ours, under the witness that everybody has: zero3, and hsdp where there is a replica axis."""
     row = "zero3" if comm.mesh.replica == 1 else "hsdp"
@@ -146,29 +106,16 @@ def plait_engine(job: Job, model: nn.Module, comm: Comm) -> Driven:
     return Driven(engine, engine.optimizer, step)
 
 
-def _stages_alone(model: nn.Module, mesh: Mesh) -> str:
-    """Why torch's pipeline cannot train a model on a mesh; empty where it can."""
-    shared = len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
-    if shared:
-        return "its stages would each have a copy of a tied weight, and torch.distributed.pipelining sums no copies"
-    links = blocks_of(model).names
-    for stage, own in enumerate(even(len(links), mesh.axis("pipe"))):
-        if not any(True for i in own for _ in model.get_submodule(links[i]).parameters()):
-            return f"stage {stage} would have no parameters, and torch makes no optimizer of none: give a smaller mesh"
-    return ""
-
-
 ENGINES: dict[str, Adapter] = {
     "plait": plait_engine,
     "ddp": ddp,
     "fsdp2": fsdp2,
-    "torch-pipelining": torch_pipelining,
 }
 """A new one is a row."""
 
 
-def check_engine(name: str, model: nn.Module, mesh: Mesh, batch: int, microbatches: int, clip: float | None) -> None:
-    """Refuses an engine that is not there, or does not fit; ValueError with the fix."""
+def check_engine(name: str, mesh: Mesh) -> None:
+    """Refuses an engine that is not there, or has not the axes of a mesh; ValueError with the fix."""
     if name.rpartition(":")[1]:
         return
     if name not in ENGINES:
@@ -176,20 +123,8 @@ def check_engine(name: str, model: nn.Module, mesh: Mesh, batch: int, microbatch
             f"unknown engine {name!r}: choose one of {', '.join(ENGINES)}, or write FILE.py:NAME, as in "
             f"examples/engines.py:accelerate, where those of other libraries are"
         )
-    axes = ("pipe",) if name == "torch-pipelining" else ("replica", "shard")
-    if strange := [axis for axis in AXES if mesh.axis(axis) > 1 and axis not in axes]:
-        raise ValueError(f"engine {name} has no {strange[0]} axis: give --mesh with {' and '.join(axes)} alone")
-    if name != "torch-pipelining":
-        return
-    if reason := _stages_alone(model, mesh):
-        raise ValueError(f"engine {name}: {reason}")
-    if batch % microbatches:
-        raise ValueError(
-            f"engine {name} cuts a batch of {batch} samples in {microbatches} equal microbatches: give a batch that "
-            f"{microbatches} divides"
-        )
-    if clip is not None:
-        raise ValueError(f"engine {name} has no norm of all stages: give --clip None")
+    if strange := [axis for axis in AXES if mesh.axis(axis) > 1 and axis not in ("replica", "shard")]:
+        raise ValueError(f"engine {name} has no {strange[0]} axis: give --mesh with replica and shard alone")
 
 
 @cache
@@ -222,41 +157,3 @@ def held(model: Any) -> Iterator[None]:
     model.set_requires_gradient_sync(False)
     yield
     model.set_requires_gradient_sync(True)
-
-
-def _joined(batches: Sequence[Any]) -> Any:
-    """Microbatches of one structure as one batch."""
-    from plait.torch_private import tree_map
-
-    def join(*leaves: Any) -> Any:
-        cut = isinstance(leaves[0], Tensor) and leaves[0].dim() and [len(leaf) for leaf in leaves] == sizes
-        return torch.cat(leaves) if cut else leaves[0]
-
-    sizes = [num_samples(batch) for batch in batches]
-    return tree_map(join, *batches)
-
-
-def _rows(whole: Any, rows: Tensor) -> Any:
-    from plait.torch_private import tree_map
-
-    num = num_samples(whole)
-    return tree_map(lambda x: x[rows] if isinstance(x, Tensor) and x.dim() and len(x) == num else x, whole)
-
-
-class _Entered(Exception):  # noqa: N818
-    """What a loss gives to its model."""
-
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.value = value
-
-
-def _entering(job: Job, batch: Any) -> Tensor:
-    def model(value: Tensor) -> Tensor:
-        raise _Entered(value)
-
-    try:
-        job.loss_fn(model, batch)  # type: ignore[arg-type]
-    except _Entered as entered:
-        return entered.value
-    raise ValueError("the loss gives its model nothing")

@@ -44,16 +44,8 @@ def with_engine(config: VerifyConfig) -> VerifyConfig:
     for name in ours():
         if given[name] != unsaid[name]:
             raise ValueError(f"{name} {given[name]!r} beside engine, which has its own ways: leave one of them out")
-    model = build_model(config.task, config.dtypes)
-    check_replayable(model)
-    check_engine(
-        config.comparison.engine,
-        model,
-        config.machine.parsed_mesh,
-        config.task.samples.batch,
-        config.layout.microbatches,
-        config.task.update.clip,
-    )
+    check_replayable(build_model(config.task, config.dtypes))
+    check_engine(config.comparison.engine, config.machine.parsed_mesh)
     find_adapter(config.comparison.engine)
     return config.with_flags(world="process", device="cpu")
 

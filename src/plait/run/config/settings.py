@@ -158,7 +158,7 @@ class ComparisonConfig:
     matrix: Literal["small", "full"] | None = None
     """Go through many layouts instead of one: every two settings together, on up to 8 ranks (small) or 16 (full)."""
     engine: str | None = None
-    """Compare another engine with the single process: plait, ddp, fsdp2, torch-pipelining, or an adapter as
+    """Compare another engine with the single process: plait, ddp, fsdp2, or an adapter as
     FILE.py:NAME (examples/engines.py)."""
     tensors: bool = False
     """Print a line for every compared tensor, not only one per kind."""

@@ -73,7 +73,6 @@ def test_the_smallest_batch_that_fills_all_parts_is_valid() -> None:
         ({"width": 100, "heads": 8}, ["width 100", "multiple of 16"]),
         ({"layers": 0}, ["layers is 0"]),
         ({"vocab": 100}, ["the data has token 226", "vocabulary ends at 99: give --vocab 227"]),
-        ({"rope_base": 1.0}, ["rope_base is 1.0", "above 1"]),
         ({"epochs": 0}, ["epochs is 0", "from 1"]),
         ({"epochs": 2, "model": "mlp"}, ["epochs is for text", "mlp"]),
         ({"pack": True, "model": "mlp"}, ["pack is for text", "mlp"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,16 +89,6 @@ def test_a_batch_beyond_the_data_is_one_step() -> None:
     source = Epochs(Numbers(5))
     assert source.num_steps(64) == 1 and source.size(3, 64) == 5
     assert sorted(dealt(source, 3, 1, 1, 64)[0]) == [0, 1, 2, 3, 4]
-
-
-def test_what_is_not_in_a_step_is_refused() -> None:
-    source = Epochs(Numbers(7))
-    with pytest.raises(ValueError, match=r"samples 0 \.\. 1 are not all in a global batch of 1"):
-        source.samples(2, 0, 2, 3)
-    with pytest.raises(ValueError, match="step is -1"):
-        source.samples(-1, 0, 1, 3)
-    with pytest.raises(ValueError, match="2 samples cannot fill 2 data ranks x 2 micro"):
-        source.microbatches(0, 0, 2, 2, 2)
 
 
 def test_what_is_drawn_anew_knows_its_place_in_the_run() -> None:

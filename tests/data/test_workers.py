@@ -50,18 +50,14 @@ def test_workers_change_nothing_and_end_with_the_stream() -> None:
     expected = list(StepStream(dataset(), STEPS))
     state = torch.get_rng_state()
     with StepStream(dataset(), STEPS, workers=2) as stream:
-        found = [next(stream) for _ in range(3)]
+        found = [next(stream) for _ in range(5)]
         assert len(multiprocessing.active_children()) == 2
-        saved = stream.state_dict()
-        found += [next(stream) for _ in range(2)]
     assert not multiprocessing.active_children()
     assert torch.equal(state, torch.get_rng_state())
     assert same(found, expected[:5])
-    for workers in (0, 1):  # the state knows nothing of what was made ahead, nor of workers
-        with StepStream(dataset(), STEPS, workers=workers) as stream:
-            stream.load_state_dict(saved)
-            assert same(list(stream), expected[3:])
-            assert not multiprocessing.active_children(), "the last step ends the workers"
+    with StepStream(dataset(), STEPS, workers=1) as stream:
+        assert same(list(stream), expected)
+        assert not multiprocessing.active_children(), "the last step ends the workers"
 
 
 @pytest.mark.timeout(240)
@@ -110,7 +106,6 @@ def test_a_killed_worker_is_named() -> None:
 KILLED = """
 import sys
 from plait.run.data import StepDataset, StepStream, TextBatches
-from plait.run.launch.failure import leave
 class Unsendable(TextBatches):
     def microbatches(self, *place):
         return [super().microbatches(*place), lambda: "stands for a batch for which /dev/shm has no room"]
@@ -118,20 +113,16 @@ if __name__ == "__main__":
     kind = Unsendable if "loses" in sys.argv else TextBatches
     stream = StepStream(StepDataset(kind(bytes(100), 10, seed=0), 0, 1, 1, 4), range(9), workers=1)
     next(stream)
-    if "leaves" in sys.argv:
-        leave(0)
     print(next(iter(stream._iterator._workers)).pid, flush=True)
     sys.stdin.read()
 """
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_rank_leaves_no_worker_and_no_folder_behind(tmp_path: Path) -> None:
+def test_a_killed_rank_leaves_no_worker_behind(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(KILLED)
-    command, place = [sys.executable, str(tmp_path / "rank.py")], tmp_path / "t"
-    place.mkdir()
     with subprocess.Popen(
-        command, env={**os.environ, "TMPDIR": str(place)},
+        [sys.executable, str(tmp_path / "rank.py")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     ) as rank:  # fmt: skip
         assert rank.stdout is not None
@@ -145,9 +136,6 @@ def test_a_killed_rank_leaves_no_worker_and_no_folder_behind(tmp_path: Path) -> 
             time.sleep(0.1)
         else:
             pytest.fail("the worker still runs, 30 s after its rank was killed")
-    assert not list(place.glob("pymp-*"))
-    subprocess.run([*command, "leaves"], env={**os.environ, "TMPDIR": str(place)}, check=True)
-    assert not list(place.glob("pymp-*"))
 
 
 @pytest.mark.timeout(240)

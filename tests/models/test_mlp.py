@@ -89,10 +89,7 @@ def test_low_precision_counts_and_sums_without_loss() -> None:
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"num_layers": 0}, ["num_layers is 0"]),
-        ({"width": 0, "num_layers": 1}, ["width 0", "(0, 0)"]),
         ({"num_layers": 2, "widths": (3, 4)}, ["2 widths for 2 layers", "give 3", "num_layers=1"]),
-        ({"num_layers": 1, "widths": (3, 0)}, ["width 0", "(3, 0)"]),
         ({"dropout": 1.5}, ["dropout is 1.5"]),
     ],
 )

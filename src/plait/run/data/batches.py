@@ -28,8 +28,6 @@ def split_samples(global_batch: int, num_parts: int, *, empty: bool = False) -> 
 
     Raises ValueError for fewer samples than parts, unless parts may be ``empty``.
     """
-    if num_parts < 1:
-        raise ValueError(f"cannot split {global_batch} samples in {num_parts} parts: give at least 1 part")
     if global_batch < num_parts and not empty:
         raise ValueError(f"{global_batch} samples cannot fill {num_parts} parts: give {num_parts}, or fewer parts")
     size, larger = divmod(global_batch, num_parts)
@@ -57,12 +55,8 @@ class Batches(ABC):
     ) -> list[Batch]:
         """The step's microbatches of one data rank: global microbatches data_rank * num_microbatches + m.
 
-        Raises ValueError for fewer samples than microbatches over all data ranks, or no such data rank.
+        Raises ValueError for fewer samples than microbatches over all data ranks.
         """
-        if num_data_ranks < 1 or num_microbatches < 1:
-            raise ValueError(f"{num_data_ranks} data ranks with {num_microbatches} microbatches each: give at least 1")
-        if not 0 <= data_rank < num_data_ranks:
-            raise ValueError(f"data rank {data_rank} of {num_data_ranks}: ranks go from 0 to {num_data_ranks - 1}")
         num_parts = num_data_ranks * num_microbatches
         if global_batch < num_parts:
             raise ValueError(
@@ -72,14 +66,3 @@ class Batches(ABC):
         parts = split_samples(self.size(step, global_batch), num_parts, empty=True)
         mine = parts[data_rank * num_microbatches :][:num_microbatches]
         return [self.samples(step, first, count, global_batch) for first, count in mine]
-
-
-def check_slice(step: int, first: int, count: int, global_batch: int) -> None:
-    """Raises ValueError for a negative step, or samples outside 0 .. ``global_batch`` - 1."""
-    if step < 0:
-        raise ValueError(f"step is {step}: steps count from 0")
-    if first < 0 or count < 0 or first + count > global_batch:
-        raise ValueError(
-            f"samples {first} .. {first + count - 1} are not all in a global batch of {global_batch}: "
-            f"first and count must keep within 0 .. {global_batch - 1}"
-        )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.run.data.batches import Batch, Batches, check_slice
+from plait.run.data.batches import Batch, Batches
 from plait.run.data.order import sample_at
 
 
@@ -57,7 +57,6 @@ class Corpus(Batches):
         """A sample without a loss, its tensors without a batch dim."""
 
     def samples(self, step: int, first: int, count: int, global_batch: int) -> Batch:
-        check_slice(step, first, count, global_batch)
         return self.entries(step * global_batch + first, count)
 
     def entries(self, first: int, count: int, *, shuffled: bool = True) -> Batch:
@@ -88,7 +87,6 @@ class Epochs(Batches):
         return min(global_batch, self.corpus.num_samples - place * global_batch)
 
     def samples(self, step: int, first: int, count: int, global_batch: int) -> Batch:
-        check_slice(step, first, count, self.size(step, global_batch))
         epoch, place = divmod(step, self.num_steps(global_batch))
         entry = epoch * self.corpus.num_samples + place * global_batch + first
         return self.corpus.entries(entry, count, shuffled=self.shuffled)

@@ -38,19 +38,7 @@ def mix(*words: int) -> int:
 
 
 def sample_at(seed: int, epoch: int, index: int, num_samples: int) -> int:
-    """The number of the index-th sample in this epoch: a permutation of 0 .. num_samples - 1 in ``index``.
-
-    Raises ValueError for no samples, an index outside the epoch, or a negative epoch.
-    """
-    if num_samples < 1:
-        raise ValueError(f"num_samples is {num_samples}: an order needs at least one sample")
-    if not 0 <= index < num_samples:
-        raise ValueError(
-            f"index {index} is outside the epoch's 0 .. {num_samples - 1}: "
-            f"entry i of a run is index i % {num_samples} of epoch i // {num_samples}"
-        )
-    if epoch < 0:
-        raise ValueError(f"epoch is {epoch}: epochs count from 0")
+    """The number of the index-th sample in this epoch: a permutation of 0 .. num_samples - 1 in ``index``."""
     key = mix(seed, epoch)
     bits = (num_samples - 1).bit_length()
     index = permute(key, index, bits)

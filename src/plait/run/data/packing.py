@@ -60,8 +60,6 @@ class PackedBatches(Corpus):
     """
 
     def __init__(self, documents: Iterable[bytes | Tensor], length: int, seed: int, ragged: bool = False) -> None:
-        if length < 1:
-            raise ValueError(f"length is {length}: a row has at least 1 token")
         rows = [as_tokens(document) for document in documents]
         kept = [row for row in rows if len(row) > 1]
         if not kept:

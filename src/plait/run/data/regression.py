@@ -8,7 +8,7 @@ keeps only 32 bits of its seed.
 import torch
 from torch import Tensor
 
-from plait.run.data.batches import Batch, Batches, check_slice
+from plait.run.data.batches import Batch, Batches
 from plait.run.data.order import GOLDEN, MULTIPLIERS, mix
 
 _INPUTS, _MASK = 0x1290, 0x3A5C  # keep the two uses of the hash apart
@@ -37,8 +37,6 @@ class SyntheticRegression(Batches):
     x is uniform with mean 0 and variance 1.  y is a fixed function of x's row, with products of neighbours, so there is
     something to learn.  ``ragged`` clears the mask of a quarter of the rows, at random, but never that of a step's
     first row.  Every dtype sees the same numbers, rounded once.
-
-    Raises ValueError for a width below 1, or a dtype that is not floating point.
     """
 
     def __init__(
@@ -47,13 +45,8 @@ class SyntheticRegression(Batches):
     ) -> None:  # fmt: skip
         self.width, self.output_width = width, width if output_width is None else output_width
         self.seed, self.ragged, self.dtype = seed, ragged, dtype
-        if min(self.width, self.output_width) < 1:
-            raise ValueError(f"width {self.width} and output width {self.output_width}: give numbers from 1")
-        if not dtype.is_floating_point:
-            raise ValueError(f"dtype is {dtype}: give a floating-point one, such as torch.float32")
 
     def samples(self, step: int, first: int, count: int, global_batch: int) -> Batch:
-        check_slice(step, first, count, global_batch)
         begin = step * global_batch
         entries = range(begin + first, begin + first + count)
         keys_B = [_signed(mix(self.seed, _INPUTS, entry)) for entry in entries]

@@ -26,7 +26,6 @@ from plait.checkpoint.files.reading import memory, read_file
 from plait.run.data.tokens import Tokens
 
 STANDARD_LIBRARY_BYTES = 3_000_000  # at most
-MOST_FILES = 1_000_000
 HELD_OUT_PERCENT = 5
 Text = TypeVar("Text", bytes, Tensor, Tokens)
 
@@ -60,8 +59,6 @@ def split_text(text: Text, length: int) -> tuple[Text, Text]:
 
     ``text`` is bytes, each a token, or a row of tokens.  Raises ValueError for fewer than a sample for each part.
     """
-    if length < 1:
-        raise ValueError(f"length is {length}: a sample has at least 1 token")
     sample = length + 1
     if len(text) < 2 * sample:
         unit, longest = "bytes" if isinstance(text, bytes) else "tokens", len(text) // 2 - 1
@@ -132,29 +129,17 @@ def size_of(path: str) -> int:
     if not os.path.isfile(path):
         what = "no plain file and no folder" if os.path.lexists(path) else "no file or folder"
         raise ValueError(f"{what} at data {path!r}: check the path, or leave it out for Python's own source")
-    _check_room(path, size := os.path.getsize(path))
-    return size
+    return os.path.getsize(path)
 
 
 def _shown(path: str) -> Iterator[tuple[Path, int]]:
     """The plain files in a folder and its subfolders that are not hidden, with their sizes."""
-    count = total = 0
     for folder, folders, names in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in names:
             file = os.path.join(folder, name)
-            if name.startswith(".") or not os.path.isfile(file):
-                continue
-            count, total = count + 1, total + (size := os.path.getsize(file))
-            if count > MOST_FILES:
-                raise ValueError(f"the folder {path!r} has more than {MOST_FILES:,} files: give one of text")
-            _check_room(path, total)
-            yield Path(file), size
-
-
-def _check_room(path: str, size: int) -> None:
-    if size > (have := memory()):
-        raise ValueError(f"data {path!r}: need {size:,} bytes of memory or more, have {have:,}: give a smaller text")
+            if not name.startswith(".") and os.path.isfile(file):
+                yield Path(file), os.path.getsize(file)
 
 
 def _folder(root: Path) -> list[tuple[str, bytes]]:

@@ -43,8 +43,6 @@ class TextBatches(Corpus):
     """
 
     def __init__(self, tokens: bytes | Tensor | Tokens, length: int, seed: int, ragged: bool = False) -> None:
-        if length < 1:
-            raise ValueError(f"length is {length}: a sample has at least 1 token")
         self._tokens = tokens if isinstance(tokens, Tokens) else as_tokens(tokens)
         if len(tokens) < length + 1:
             raise ValueError(

@@ -8,27 +8,21 @@
 Batches are functions of the step (``data.batches``), so workers share nothing with each other or with the rank, and
 bits and order do not depend on their number.
 
-A rank has threads, locks and devices that a copy of it could not use, so workers are copies of another process, which
-has only imported this module ("forkserver").  They close with the stream, and end by themselves, within seconds, when
-the rank that started them is gone.
+Workers are new processes of torch's DataLoader.  They close with the stream, and end by themselves, within seconds,
+when the rank that started them is gone.
 """
 
-import multiprocessing
 import multiprocessing.connection
 import multiprocessing.queues
-import multiprocessing.util
 import os
-import shutil
 import signal
-import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from plait.checkpoint.files.writing import told
 from plait.messages.ended import EndedError
@@ -36,8 +30,6 @@ from plait.run.data.batches import Batch, Batches, on_device
 
 SETTLE_SECONDS = 1.0
 """Wait between a worker's broken pipe and the kernel's report that it has ended."""
-
-_BUILDING = threading.Lock()  # warnings are filtered for the whole process, and ranks may be threads of it
 
 
 @dataclass(frozen=True)
@@ -89,23 +81,16 @@ class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
         steps = self._steps[self._next :]
         if not self._workers:
             return map(self._dataset.__getitem__, steps)
-        from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
-
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "torchdata.stateful_dataloader"])  # only the first call has an effect
-        with _BUILDING, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-            multiprocessing.util.get_temp_dir()  # made here, so that the workers share it
-            loader = StatefulDataLoader(
-                self._dataset,
-                batch_size=None,
-                sampler=steps,
-                num_workers=self._workers,
-                collate_fn=list,  # the microbatches as they are
-                multiprocessing_context=context,
-                worker_init_fn=_watch_the_rank,
-                generator=torch.Generator(),  # it seeds the workers and leaves torch's generator alone
-            )
+        loader = DataLoader(
+            self._dataset,
+            batch_size=None,
+            sampler=steps,
+            num_workers=self._workers,
+            collate_fn=list,  # the microbatches as they are
+            multiprocessing_context="spawn",  # a fork of a rank would have its threads' locks and its devices
+            worker_init_fn=_end_with_a_lost_batch,
+            generator=torch.Generator(),  # it seeds the workers and leaves torch's generator alone
+        )
         with told("/dev/shm", 0):  # locks have their names there
             started: Iterator[list[Batch]] = iter(loader)
         return started
@@ -113,25 +98,18 @@ class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
     def _ended(self, seconds: float) -> str:
         """Describes how a worker has ended, now or within some seconds.  Returns "" while all are alive."""
         workers: Sequence[Any] = getattr(self._iterator, "_workers", ())
-        multiprocessing.connection.wait([worker.sentinel for worker in workers], seconds)
+        ended = multiprocessing.connection.wait([worker.sentinel for worker in workers], seconds)
         for number, worker in enumerate(workers):
+            if worker.sentinel in ended:
+                worker.join(seconds)  # its exit code comes a moment later
             if code := worker.exitcode:
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                 why = ": memory, or room in /dev/shm, may have run out; --workers 0 makes batches without it"
                 return f"data worker {number} (pid {worker.pid}) of this rank {how}{why}"
         return ""
 
-    def state_dict(self) -> dict[str, int]:
-        """The number of steps that the stream has returned, not counting those made ahead."""
-        return {"given": self._next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues from a state.  The number of workers may differ."""
-        self.close()
-        self._next = state["given"]
-
     def close(self) -> None:
-        """Ends the workers.  The stream can continue with new ones."""
+        """Ends the workers."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None and self._workers:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
@@ -140,20 +118,10 @@ class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
         self.close()
 
 
-def _watch_the_rank(worker: int) -> None:
-    """Ends this worker when the rank is gone, for any reason."""
-    rank, server = multiprocessing.parent_process(), os.getppid()
-    assert rank is not None
+def _end_with_a_lost_batch(worker: int) -> None:
+    """Makes this worker end where a batch cannot be sent.  Python would go on, and the rank wait forever."""
 
-    def leave() -> None:
-        multiprocessing.connection.wait([rank.sentinel])
-        if os.getppid() == server:  # the fork server is the rank's, and would end more slowly
-            os.kill(server, signal.SIGKILL)
-        shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
-        os._exit(1)
-
-    def lose(error: Exception, batch: object) -> None:  # Python would go on, and the rank wait forever
+    def lose(error: Exception, batch: object) -> None:
         os._exit(1)
 
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(lose)  # type: ignore[attr-defined]
-    threading.Thread(target=leave, daemon=True).start()

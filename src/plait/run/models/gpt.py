@@ -48,11 +48,6 @@ class GPTConfig:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "num_layers", "width", "num_heads", "num_kv_heads", "max_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a number from 1")
-        if self.hidden is not None and self.hidden < 1:
-            raise ValueError(f"hidden is {self.hidden}: give a number from 1, or None for 8/3 of the width")
         if self.width % (2 * self.num_heads):
             raise ValueError(
                 f"width {self.width} over {self.num_heads} heads is {self.width / self.num_heads:g} each, "
@@ -65,10 +60,6 @@ class GPTConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}: give a probability from 0 up to, not including, 1")
-        if not self.rope_base > 1.0:
-            raise ValueError(f"rope_base is {self.rope_base}: give a number above 1 (10000 is usual)")
-        if not self.norm_eps > 0.0:
-            raise ValueError(f"norm_eps is {self.norm_eps}: give a small number above 0, such as 1e-5")
 
     @property
     def head_dim(self) -> int:

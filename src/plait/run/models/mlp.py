@@ -32,15 +32,11 @@ class MLPConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1:
-            raise ValueError(f"num_layers is {self.num_layers}: give a number from 1")
         if self.widths is not None and len(self.widths) != self.num_layers + 1:
             raise ValueError(
                 f"{len(self.widths)} widths for {self.num_layers} layers: give {self.num_layers + 1}, the "
                 f"input's and one per layer, or set num_layers={len(self.widths) - 1}"
             )
-        if min(self.sizes) < 1:
-            raise ValueError(f"width {min(self.sizes)} among {self.sizes}: give numbers from 1")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}: give a probability from 0 up to, not including, 1")
 

@@ -17,7 +17,7 @@ from plait.comm import Comm
 from plait.table.mesh import AXES
 
 SOURCE = Path(plait.__file__).parent
-MOST = 6_282
+MOST = 6_021
 """Lines of these files.  The goal is 4,500; a change may only lower this number."""
 
 
@@ -73,7 +73,7 @@ def test_a_step_enters_no_wing() -> None:
 
 def test_the_guides_list_of_calls_is_true() -> None:
     page = (SOURCE.parents[1] / "docs" / "guide" / "a-step.md").read_text()
-    told = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", page, re.MULTILINE)
+    told = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.<>]+)` \|", page, re.MULTILINE)
     order = [(file.relative_to(SOURCE).as_posix(), name) for file, name in calls()]
     assert len(told) > 25 and not [one for one in told if one not in order]
     assert told == sorted(told, key=order.index)

@@ -18,16 +18,17 @@ def idle_task(model: str, split: SplitName, costs: Sequence[float]) -> dict[str,
     """On every rank: a few steps under each schedule; shares of the typical step, on rank 0."""
     from plait.run.report.idle import idle_times
     from plait.run.report.measured import measured_timeline
-    from plait.run.train.timeline import record_timeline
+    from plait.run.train.timeline import EventLog, record_timeline
 
     workload = WORKLOADS[model]
     batches = [workload.batch(step, 0, 1) for step in range(2)]
     found = {}
     for schedule in PLACEMENTS:
         engine = engine_for(workload, dist.get_world_size(), schedule, split, costs)
+        log = EventLog(engine)
         for step in range(WARM_UP + STEPS):
             engine.step(microbatches(batches[step % 2]))
-        recorded = record_timeline(engine)
+        recorded = record_timeline(engine, log)
         if recorded is None:
             continue
         measured, simulated = recorded.idle

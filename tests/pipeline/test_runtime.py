@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from plait.comm import Comm
+from plait.run.train.timeline import EventLog
 from plait.schedule.actions import PASSES, Kind, parse_schedule
 from plait.schedule.check import peaks
 from plait.schedule.pipeline import Pipeline
@@ -325,8 +326,9 @@ def test_what_a_stage_hands_over_is_gone_when_it_is_sent() -> None:
 def test_a_receive_is_posted_a_pass_before_the_one_that_needs_it(order: str) -> None:
     def body(comm: Comm) -> list[Any]:
         engine = build(six(), comm, schedule=order)
+        log = EventLog(engine)
         step(engine, batches(1)[0])
-        return [event.action for event in engine.placed.log.steps[-1]]
+        return [event.action for event in log.steps[-1]]
 
     receives = 0
     for line in on("pipe=2", body):

@@ -16,6 +16,8 @@ SIGNED: list[tuple[str, str, str]] = [
         "a frozen row saves no weight: its gradient is gathered before its block runs again",
     ),
     ("", r"all_gather \S+ .* report", "a report no longer has a digest of what forwards have written to modules"),
+    ("", r"all_gather \S+ .* evaluate", "a report has one digest of the position in the run, not three numbers"),
+    ("pipe", r"all_gather pipe \d+ \d+ setup", "batches are compared by the digest in every step's counts alone"),
     ("save_and_load", r"ledger save .* check ", "ranks ask whether files are written: it depends on time"),
     ("clip_in_two_ways", "only the frozen side raises", "engine.reduce(clip=...) overrides Engine(clip=...)"),
 ]

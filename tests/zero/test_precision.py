@@ -287,23 +287,6 @@ def test_a_row_may_not_narrow_what_it_sums() -> None:
         run(Mesh(), rank_main, deadline=20)
 
 
-class Routed(Net):
-    """A part of it casts what it reads, and keeps its weight."""
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        return super().forward(x_BD) * self.first(x_BD.float()).sum().to(x_BD.dtype)
-
-
-def test_a_module_that_computes_in_fp32_beside_a_row_of_bf16_is_answered() -> None:
-    def rank_main(comm: Comm) -> None:
-        row, model = TABLE["zero3"].mixed("bf16"), Routed()
-        engine = Engine(model, comm, strategy=row, optimizer=adam(model), loss_fn=loss_sum, count_fn=len)
-        engine.step(batches(0, comm.rank))
-
-    with pytest.raises(ValueError, match=r"two dtypes: .* in bf16, those of .*self\.weight\.float\(\)"):
-        run(Mesh(), rank_main, deadline=20)
-
-
 class Kinds(nn.Module):
     """A real weight, a complex one, and a frozen list of indices, in one unit."""
 

@@ -10,12 +10,8 @@ P2P, what a pass means to the stage.  Without a pipeline there is one stage: pla
     UNSHARD   gather a stage's parameters for several passes        RESHARD   free them
     REDUCE_GRAD  the microbatch's sum is finished here at the latest (units start theirs as they complete)
     REDUCE    finish a stage's sums of the step      UPDATE    at the last one: agree, clip, optimizer, publish
-
-The log records when each action began and ended, and every wait for others inside it.
 """
 
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,63 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.comm import Comm
-from plait.comm.observer import Observer
-from plait.comm.operation import Operation
 from plait.forward.context import RNGPosition
 from plait.pipeline.message import Handed
 from plait.pipeline.p2p import PipelineP2P
 from plait.pipeline.stage import LossFn, Stage
-from plait.schedule.actions import Action, Event, Kind, Line, Span
+from plait.schedule.actions import Action, Kind, Line
 from plait.schedule.pipeline import RankProgram
 
 Handlers = Mapping[Kind, Callable[[Action], None]]
 
-Wait = tuple[float, float, Operation]
-"""From when to when (``time.perf_counter``) a rank waited for others, and in which operation."""
 
-
-class Waits(Observer):
-    """The waits of the action that is under way."""
-
-    def __init__(self) -> None:
-        self.seen: list[Wait] = []
-
-    def waited(self, operation: Operation, start: float, end: float) -> None:
-        self.seen.append((start, end, operation))
-
-
-class EventLog:
-    """What one rank did in the last five steps, and when; the newest is the last.  ``comm`` reports its waits."""
-
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
-        self._steps: deque[list[tuple[Action, float, float, list[Wait]]]] = deque(maxlen=5)
-
-    @property
-    def steps(self) -> tuple[tuple[Event, ...], ...]:
-        """The steps, each with the zero of time at its own beginning; waits get their names here, outside of a step."""
-        return tuple(tuple(_event(step[0][1], *recorded) for recorded in step) for step in self._steps if step)
-
-    def run(self, line: Line, handlers: Handlers) -> None:
-        """One step of this rank."""
-        step: list[tuple[Action, float, float, list[Wait]]] = []
-        before, waits = self.comm.observers, Waits()
-        self.comm.observers = (*before, waits)
-        try:
-            for action in line:
-                waits.seen = []
-                start = time.perf_counter()
-                handlers[action.kind](action)
-                step.append((action, start, time.perf_counter(), waits.seen))
-        finally:
-            self.comm.observers = before
-        self._steps.append(step)
-
-
-def _event(zero: float, action: Action, start: float, end: float, waits: Sequence[Wait]) -> Event:
-    spans = tuple(Span(begin - zero, stop - zero, str(operation)) for begin, stop, operation in waits)
-    return Event(action, start - zero, end - zero, spans)
+def run_line(line: Line, handlers: Handlers) -> None:
+    """Carries out the actions of one rank."""
+    for action in line:
+        handlers[action.kind](action)
 
 
 @dataclass(frozen=True)
@@ -93,8 +46,10 @@ class Microbatch:
 class Runtime:
     """The stages of one rank, by number, at work."""
 
-    def __init__(self, stages: Mapping[int, Stage], p2p: PipelineP2P, log: EventLog) -> None:
-        self.stages, self.p2p, self.log = stages, p2p, log
+    def __init__(self, stages: Mapping[int, Stage], p2p: PipelineP2P) -> None:
+        self.stages, self.p2p = stages, p2p
+        self.run_line: Callable[[Line, Handlers], None] = run_line
+        """Carries out a line; a recorder of times replaces it."""
         self.num_stages = 1 + max(p2p.owner)
         self.losses: dict[int, Tensor] = {}
         """The losses of the microbatches, where the last stage is here."""
@@ -184,4 +139,4 @@ class Runtime:
             Kind.RESHARD: lambda action: stages[action.stage].unsharding.release(),
             **others,
         }
-        self.log.run(program.line, handlers)
+        self.run_line(program.line, handlers)

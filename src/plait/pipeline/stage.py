@@ -45,7 +45,6 @@ from plait.table.parallelism import Parallelism
 from plait.tensor import Parallel
 from plait.tensor.gemm import TORCH, Gemm
 from plait.zero.build import BuiltUnits, SourceModel
-from plait.zero.frozen import FrozenParameters
 from plait.zero.gradients import Gradients
 from plait.zero.unit import Unit, parameters_of
 from plait.zero.unshard import Unsharding
@@ -94,7 +93,6 @@ class Stage:
         self.model, self.comm, self.units, self.parallel = part.model, settings.comm, laid.units, parallel
         self.number, self.count, self.last = number, settings.count, number == settings.count - 1
         parallelism = settings.parallelism
-        self._narrow = parallelism.strategy.params.dtype
         self.current = CurrentForward()
         self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel, gemm=settings.gemm)
         self.products: Products | None = None
@@ -112,7 +110,6 @@ class Stage:
         for name in self.blocks:
             run_twice(self.model, name, self.interceptor, parallel, sequence=self.axis.sequence)
         self.gradients = Gradients(self.unsharding, self.comm)
-        self.frozen = FrozenParameters(self.model)
         self.flights: dict[int, Flight] = {}
         self._is_clean = False
         """True once a backward has reached no trainable parameter outside any engine."""
@@ -164,9 +161,8 @@ class Stage:
         """Before a forward: notice what was frozen or thawed."""
         for parameter in self._copies:
             parameter.follow()
-        if self.frozen.changed():
-            for unit in self.units:
-                unit.look_at_frozen()
+        for unit in self.units:
+            unit.look_at_frozen()
 
     def layouts(self) -> tuple[UnitLayout, ...]:
         """The units as the planner sees them; before the first step a backward is expected of frozen layers too.
@@ -243,8 +239,11 @@ class Stage:
         try:
             output = call() if self.count == 1 else self.program.forward(self._enter(entry, batch), batch, call)
         except RuntimeError as error:
-            if (explained := self._explained(error)) is not None:
-                raise explained from error
+            if type(error) is RuntimeError and self.parallel.cuts:
+                raise ValueError(
+                    f"the model's code fails where each of {self.axis.ways} tensor ranks has pieces, so the tensor "
+                    f"plan leaves something out, or does not fit it (does it run on one rank?): {error}"
+                ) from error
             raise
         finally:
             self.axis.in_loss_fn = False
@@ -269,22 +268,6 @@ class Stage:
         if received is not None and self.axis.sequence and received.tensors[0].dim() > 1:
             self.current.replace(length=self._whole_length(signature_of(batch), received.tensors[0].size(1)))
         return received
-
-    def _explained(self, error: RuntimeError) -> ValueError | None:
-        """The cause of an error of a forward, where it is known."""
-        if type(error) is RuntimeError and self._narrow and "dtype" in str(error):
-            return ValueError(
-                f"the model computes in two dtypes: {error}. The row has every parameter in {self._narrow}, those "
-                f"of a module that is meant to stay in fp32 (a router) too: let it compute by "
-                f"F.linear(x.float(), self.weight.float()), or keep parameters in fp32 and put torch.autocast "
-                f"around the forward, enabled=False around this module"
-            )
-        if type(error) is RuntimeError and self.parallel.cuts:
-            return ValueError(
-                f"the model's code fails where each of {self.axis.ways} tensor ranks has pieces, so the tensor plan "
-                f"leaves something out, or does not fit it (does it run on one rank?): {error}"
-            )
-        return None
 
     def backward(self, microbatch: int, gradients: Sequence[Tensor], *, last: bool) -> Handed | None:
         """A full backward from the gradients of the outputs: the weights' gradients, and those of what was received.

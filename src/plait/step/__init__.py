@@ -1,7 +1,7 @@
 """The engine: one reduction, one update, and the code around them.
 
 engine.py           ``Engine``: the step, and the calls of a program's own loop                start here
-optimizer_hooks.py  the two hooks of a stock optimizer: reduce before its step, publish after it
+optimizer_hooks.py  reduce before the step of a stock optimizer, publish after it
 reduce.py           between the last backward and the update: sums, norm, clipping
 placed_model.py     the parts of an engine: stages, units, the runs that this rank owns
 step.py             a step under way, and its result
@@ -9,7 +9,6 @@ exchange.py         the two small messages of a step on which all ranks agree
 norm.py             the global norm, in which every element counts once
 nonfinite.py        names the rank whose loss or gradient is not finite
 reduction.py        a mean and its count as a sum
-run_position.py     the numbers of a run that must be the same on all ranks
 watcher.py          the events of a step, for watchers
 metrics.py          sums and rows of all data ranks
 batch_norm.py       ``nn.SyncBatchNorm`` over all data ranks

@@ -4,11 +4,11 @@
       counts              samples and targets of every rank                          one small all_gather
       runtime.run         F0 B0 F1 B1 ...: units are unsharded and resharded,
                           gradients are reduced                                      as the row says
-      optimizer.step      the program's optimizer, with two hooks of the engine
-        pre-hook          reduce: pending sums; losses, norm, which parameters       as the row says
-                          have gradients; clipping; ``.grad`` of the pieces          one small all_gather
+      optimizer.step      the program's optimizer, with two calls of the engine around its update
+        reduce            pending sums; losses, norm, which parameters have          as the row says
+                          gradients; clipping; ``.grad`` of the pieces               one small all_gather
         the optimizer     updates the pieces that this rank owns
-        post-hook         publish: new values go to where the row keeps them         as the row says
+        publish           new values go to where the row keeps them                  as the row says
 
 A program's own loop calls ``engine.backward(loss, count)`` for each microbatch, and ``optimizer.step()``.
 
@@ -38,11 +38,10 @@ from plait.step.gathered import gathered, units_of
 from plait.step.metrics import gathered_rows, summed
 from plait.step.nonfinite import NonFinite
 from plait.step.norm import check_limit
-from plait.step.optimizer_hooks import OptimizerHooks, Optimizers, several
+from plait.step.optimizer_hooks import Optimizers, drive, several
 from plait.step.placed_model import PlacedModel
-from plait.step.reduce import Reduce
-from plait.step.reduction import Reduction, as_sum, returning_sums, terms_of
-from plait.step.run_position import RunPosition
+from plait.step.reduce import Reduce, position_of
+from plait.step.reduction import Reduction, as_sum, check_weight, returning_sums, terms_of
 from plait.step.step import OpenStep, StepResult, num_samples, samples_of, whole_count
 from plait.step.watcher import Event, Watcher
 from plait.table.parallelism import Parallelism
@@ -53,6 +52,9 @@ from plait.zero.state.weights import Weights
 from plait.zero.unshard import EVALUATE
 
 CountFn = Callable[[Any], int]
+
+LOOKS = 8
+"""Steps in which the weights of means are checked on a GPU, where each check makes this thread wait."""
 
 
 class Engine(StaysHere):
@@ -127,7 +129,8 @@ class Engine(StaysHere):
         self._open: OpenStep | None = None
         """The step under way."""
         self._stepped: list[Optimizer] = []
-        self.optimizer_hooks = [OptimizerHooks(one, self) for one in self.placed.optimizers]
+        for one in self.optimizers:
+            drive(one, self)
         self._evaluator = Evaluator(self.placed)
         if self.placed.num_stages == 1:  # else a program calls no forward
             model.register_forward_hook(self._after_forward)
@@ -177,7 +180,8 @@ class Engine(StaysHere):
         if self.optimizers:
             raise ValueError("the engine has an optimizer already: give Engine a list, or use, all of them at once")
         self.placed.take_optimizers(several(optimizer))
-        self.optimizer_hooks = [OptimizerHooks(one, self) for one in self.optimizers]
+        for one in self.optimizers:
+            drive(one, self)
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
@@ -206,8 +210,7 @@ class Engine(StaysHere):
             counts = [min(counts)]
         samples = [num_samples(batch) for batch in microbatches]
         shared = microbatches if comm.mesh.pipe * comm.mesh.tensor > 1 else ()
-        first, total = placed.exchange.counts(num, sum(counts), sum(samples), placed.frozen.names(), shared)
-        placed.exchange.check_batches(microbatches)
+        first, total = placed.exchange.counts(num, sum(counts), sum(samples), placed.frozen(), shared)
         # Phase 2: every microbatch gets its place in the run.
         self._close()  # drops the rest of an earlier step that raised
         self._open = OpenStep(count=total)
@@ -271,7 +274,9 @@ class Engine(StaysHere):
                     "a backward of several engines, one of which scales the loss: build it without a scale"
                 )
             engine._check_optimizers()
-        loss = as_sum(loss, terms, reduction, self.gradients.weighted)
+        if reduction == "mean" and (self.steps < LOOKS or not loss.is_cuda):
+            check_weight(loss, terms)
+        loss = as_sum(loss, terms, reduction)
         opened = [engine._begin_step() for engine in engines]
         with ExitStack() as stack:
             for step, engine in zip(opened, engines, strict=True):
@@ -317,9 +322,9 @@ class Engine(StaysHere):
         self._tell("reducing")
         now.reduced = True
         try:
-            position = RunPosition.of(self.steps, self._discarded, self.optimizers)
-            limit, frozen = self.clip if clip is None else clip, self.placed.frozen.names()
-            self.last = self.gradients.reduce(now, frozen, position, limit, self._tell)
+            limit = self.clip if clip is None else clip
+            position = position_of(self.steps, self._discarded, self.optimizers)
+            self.last = self.gradients.reduce(now, self.steps, position, limit, self._tell)
         except BaseException:
             self._close()  # the sums are used up
             raise
@@ -346,7 +351,7 @@ class Engine(StaysHere):
         self._tell("updated")
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Runs before an optimizer's step, as its pre-hook."""
+        """Runs before an optimizer's step."""
         if self._blocks:
             raise ValueError("optimizer.step() inside of `with engine.gathered()` or an average: leave the block first")
         if optimizer in self._stepped:
@@ -357,7 +362,7 @@ class Engine(StaysHere):
         self.comm.wait_for_readers()  # a program may have read parameters since the ranks agreed
 
     def after_update(self, optimizer: Optimizer) -> None:
-        """Runs after an optimizer's step, as its post-hook."""
+        """Runs after an optimizer's step."""
         self._tell("stepped")
         self._stepped.append(optimizer)
         if len(self._stepped) == len(self.optimizers):
@@ -384,7 +389,6 @@ class Engine(StaysHere):
     def _close(self) -> None:
         self._open, self._forwards = None, 0
         self._stepped.clear()
-        self.gradients.weighted.ratio = 0.0
 
     def _begin_step(self) -> OpenStep:
         if self._open is None:

@@ -7,8 +7,8 @@
 Modules are in eval mode and nothing is drawn.  Persistent buffers are data rank 0's, as in a state dict; afterwards
 each rank has its own again, so BatchNorm evaluates one model on all ranks and trains on with what each has seen.
 
-Evaluations have their own runtime, so the shapes of their messages, their order of gathers and their log stay apart
-from the step's.  In the ledger all their messages are of the phase ``evaluate``.
+Evaluations have their own runtime, so the shapes of their messages and their order of gathers stay apart from the
+step's.  In the ledger all their messages are of the phase ``evaluate``.
 """
 
 import math
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from plait.comm import Comm
 from plait.pipeline.p2p import PipelineP2P
-from plait.pipeline.runtime import EventLog, Runtime
+from plait.pipeline.runtime import Runtime
 from plait.pipeline.stage import LossFn
 from plait.step.exchange import Exchange
 from plait.step.placed_model import PlacedModel
@@ -47,7 +47,7 @@ class Evaluator:
 
     def __init__(self, placed: PlacedModel) -> None:
         self.placed, comm = placed, placed.comm
-        self.runtime = Runtime(placed.stages, PipelineP2P(comm, placed.pipeline.owner), EventLog(comm))
+        self.runtime = Runtime(placed.stages, PipelineP2P(comm, placed.pipeline.owner))
         self.exchange = Exchange(comm, (), placed.exchange.losses_at)
         self.broken = False
         """True after an evaluation raised in the middle of a pipeline: its messages may still be under way."""
@@ -62,7 +62,6 @@ class Evaluator:
             stack.enter_context(comm.ledger.phase(EVALUATE))
             samples = sum(num_samples(batch) for batch in microbatches)
             _, total = self.exchange.counts(num, sum(whole_count(count_fn(batch)) for batch in microbatches), samples)
-            self.exchange.check_batches(microbatches)
             models = [stage.model for stage in stages]
             stack.enter_context(eval_mode(self.placed.model, *models))
             stack.enter_context(buffers_of_data_rank_0(models, comm))

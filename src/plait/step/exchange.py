@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm
-from plait.comm.agree import differences, gather_floats, gather_ints, named, same_tensors
+from plait.comm.agree import differences, gather_floats, gather_ints, named
 from plait.forward.batch import batch_tensors
 from plait.table.agreement import AGREEING, BITS, IN_STAGE, counted
 from plait.table.collectives import Note
@@ -46,7 +46,6 @@ class Exchange:
         self.ranks, self.tensor = comm.mesh.count(AGREEING), comm.mesh.tensor
         self.in_stage, self.counted = comm.mesh.count(IN_STAGE), counted(comm.mesh)
         self.losses_at = losses_at
-        self._same_batches = False
 
     def counts(
         self, microbatches: int, targets: int, samples: int, frozen: Sequence[str] = (), brought: Sequence[Any] = ()
@@ -91,17 +90,6 @@ class Exchange:
         if total == 0:
             raise ValueError("there is no target in any rank's microbatches: their counts are all 0")
         return sum(row[2] & _SAMPLES for row in data[: self.comm.mesh.data_rank(self.comm.rank)]), total
-
-    def check_batches(self, microbatches: Sequence[Any]) -> None:
-        """Raises ValueError, the first time, where ranks of a pipeline bring different samples of the same sizes."""
-        if self._same_batches or self.comm.mesh.pipe == 1:
-            return
-        if not same_tensors(self.comm, list(batch_tensors(list(microbatches))), ("pipe",), Note("setup")):
-            raise ValueError(
-                "the ranks of a pipeline bring different batches: its stages work on the same samples, so read the "
-                "batch of comm.mesh.data_rank(comm.rank)"
-            )
-        self._same_batches = True
 
     def report(self, squares: float, losses: Sequence[float], touched: set[str], marks: Sequence[float]) -> Report:
         """Exchanges the small message before the update.

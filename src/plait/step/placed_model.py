@@ -20,7 +20,7 @@ from plait.comm.agree import gather_ints, gather_texts
 from plait.forward.stays import StaysHere
 from plait.pipeline.build_stages import build_stages
 from plait.pipeline.p2p import PipelineP2P
-from plait.pipeline.runtime import EventLog, Runtime
+from plait.pipeline.runtime import Runtime
 from plait.pipeline.tied_weights import TiedWeights
 from plait.schedule.pipeline import Pipeline, RankProgram
 from plait.step.batch_norm import synchronise
@@ -30,7 +30,7 @@ from plait.table.collectives import Note
 from plait.table.flat import UnitLayout
 from plait.table.mesh import AXES, DATA_AXES
 from plait.table.parallelism import Parallelism
-from plait.zero.frozen import FrozenParameters
+from plait.torch_private import DisableTorchFunctionSubclass
 from plait.zero.optim import OwnedOptimizer, owned_runs
 from plait.zero.state.checks import check_model, check_settings
 from plait.zero.state.full import Part, buffers_of, full_state_dict, load_full_state_dict
@@ -87,9 +87,7 @@ class PlacedModel(StaysHere):
         """The names of the model's links, and the number of links of each stage."""
         self.shapes, self.cuts = shapes, {names[key]: cut for key, cut in built.parallel.cuts.items()}
         p2p = PipelineP2P(comm, self.pipeline.owner)
-        self.log = EventLog(comm)
-        """When each action of the last steps began and ended."""
-        self.runtime = Runtime(self.stages, p2p, self.log)
+        self.runtime = Runtime(self.stages, p2p)
         self.exchange = Exchange(comm, trainable, self.pipeline.owner[self.num_stages - 1])
         self.owned = owned_runs(g for stage in self.stages.values() for g in stage.gradients.flats)
         """The runs of parameters that this rank's optimizers update."""
@@ -101,7 +99,7 @@ class PlacedModel(StaysHere):
         self.optimizer_state = self._state_of_optimizers()
         """Reads and writes the optimizers' state; None without optimizers."""
         self._programs: dict[tuple[int, bool], RankProgram] = {}
-        self.frozen = FrozenParameters(model)
+        self._trained = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
 
     def _owner_of(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> OwnedOptimizer:
         cuts = self.comm.mesh.count(self.strategy.optim.split) > 1 and self.parallelism.cut == "element"
@@ -159,6 +157,24 @@ class PlacedModel(StaysHere):
             here = self.comm.mesh.coordinates(self.comm.rank)["pipe"]
             self._programs[key] = RankProgram.of(complete(num_microbatches, self.strategy), here)
         return self._programs[key]
+
+    def frozen(self) -> list[str]:
+        """The parameters that were frozen since the engine was built.
+
+        Raises:
+            ValueError: a parameter was thawed that was frozen when the engine was built.
+        """
+        frozen = []
+        with DisableTorchFunctionSubclass():  # parameters at rest answer slowly otherwise
+            changed = [(name, trained) for name, p, trained in self._trained if p.requires_grad != trained]
+        for name, trained in changed:
+            if not trained:
+                raise ValueError(
+                    f"parameter {name!r} was thawed, which was frozen when the Engine was built, so that no memory was "
+                    f"given to its gradient: build the Engine while it trains, and freeze it afterwards"
+                )
+            frozen.append(name)
+        return frozen
 
     def links_of(self, stage: int) -> tuple[str, ...]:
         """The names of a stage's links; none where there is one stage."""

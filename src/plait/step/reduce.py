@@ -8,22 +8,41 @@ parameters nor its state change.  With a loss scale such a step is always skippe
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import get_args
+from zlib import crc32
 
+from torch import Tensor
+from torch.optim import Optimizer
+
+from plait.comm.agree import differences
 from plait.step.exchange import Report
 from plait.step.nonfinite import NonFinite, described, encoded
 from plait.step.norm import check_whole, clip_factor, scale, square_sum
 from plait.step.placed_model import PlacedModel
-from plait.step.reduction import Weighted
-from plait.step.run_position import RunPosition
 from plait.step.step import OpenStep, StepResult
 from plait.step.watcher import Event
+from plait.table.collectives import Note
 from plait.table.precision import LossScale
 from plait.zero.gradient_watch import GradientWatch
 from plait.zero.optim import give_gradients
 from plait.zero.unit import parameters_of
+
+
+def position_of(step: int, discarded: int, optimizers: Iterable[Optimizer]) -> dict[str, str]:
+    """The position of a rank in the run: steps made, times that gradients were thrown away, the optimizers' options.
+
+    A rank at another position trains another model from then on.
+    """
+    fields = {"the number of steps made": str(step), "gradients thrown away by zero_grad": str(discarded)}
+    for number, optimizer in enumerate(optimizers):
+        for place, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():  # schedules change these
+                if key != "params" and isinstance(value, (int, float, tuple, Tensor)):
+                    text = str(float(value)) if isinstance(value, Tensor) else repr(value)
+                    fields[f"optimizer {number} group {place} {key}"] = text
+    return fields
 
 
 class Reduce:
@@ -42,8 +61,6 @@ class Reduce:
         self.have_gradient: dict[str, bool] = {}
         """True for each parameter that got a gradient on any rank in the last step."""
         self.watch = GradientWatch()
-        self.weighted = Weighted()
-        """The means that a program's own loop brings."""
         if loss_scale is None:
             for stage in placed.stages.values():
                 stage.gradients.watch = self.watch
@@ -56,16 +73,16 @@ class Reduce:
     def reduce(
         self,
         now: OpenStep,
-        frozen: Sequence[str],
-        position: RunPosition,
+        step: int,
+        position: Mapping[str, str],
         clip: float | None,
         tell: Callable[[Event], None],
     ) -> StepResult:
         """Finishes the sums, agrees, clips, and gives the pieces their gradients.
 
         Args:
-            frozen: the parameters that were frozen since the model was placed.
-            position: this rank's position in the run, which must be the same on all ranks.
+            step: its number.
+            position: fields that must be the same on all ranks (see ``position_of``).
             clip: the largest norm.
             tell: called with ``"reduced"`` and ``"agreed"`` (see ``watcher``).
 
@@ -81,7 +98,7 @@ class Reduce:
         gradients = [o.gradient for o in owned]  # run by run, so that vector tails fall where a whole tensor's do
         factor = 1 / self.scale
         if now.count is None:
-            _, now.count = exchange.counts(len(now.losses), now.local_count, 0, frozen)
+            _, now.count = exchange.counts(len(now.losses), now.local_count, 0, placed.frozen())
             factor /= now.count
         if factor != 1:
             scale(gradients, factor)
@@ -92,18 +109,17 @@ class Reduce:
         touched = {name for stage in placed.stages.values() for name in stage.gradients.touched()}
         signal = float(placed.comm.stop_signal)
         first = self.watch.first()
-        marks = [
-            0.0 if first is None else float(encoded(first, exchange.names)),
-            signal,
-            self.weighted.ratio,
-            *position.numbers(),
-        ]
+        place = 0.0 if first is None else float(encoded(first, exchange.names))
+        marks = [place, signal, float(crc32(repr(position).encode()))]
         report = exchange.report(squares, losses, touched, marks)
-        position.check(placed.comm, [row[3:] for row in report.marks])
-        if any(ratios := [row[2] for row in report.marks]):
-            self.weighted.agree(ratios)
+        if len({row[2] for row in report.marks}) > 1:
+            raise ValueError(
+                f"the ranks are not at the same place of the run: "
+                f"{'; '.join(differences(placed.comm, position, Note('report')))}. Every rank makes every step, with "
+                f"the same options; leave a bad batch out on all of them together"
+            )
         total, losses_by_rank, self.have_gradient = report.squares, report.losses, report.have_gradient
-        self.made = self._finite(report, position.step)
+        self.made = self._finite(report, step)
         losses = tuple(losses_by_rank[placed.comm.mesh.data_rank(placed.comm.rank)])
         if checked := [name for name in self.unchecked if self.have_gradient[name]]:
             zero = check_whole(norm, owned, exchange, checked)
@@ -118,7 +134,7 @@ class Reduce:
         give_gradients(placed.owned, self.have_gradient if self.made else dict.fromkeys(self.have_gradient, False))
         summed = math.fsum(loss for of_rank in losses_by_rank for loss in of_rank)
         stop = next(((rank, int(row[1])) for rank, row in enumerate(report.marks) if row[1]), None)
-        return StepResult(position.step, summed / now.count, now.count, losses, grad_norm, self.made, stop)
+        return StepResult(step, summed / now.count, now.count, losses, grad_norm, self.made, stop)
 
     def _finite(self, report: Report, step: int) -> bool:
         """True if the step may be made; updates the loss scale, where there is one."""

@@ -8,7 +8,7 @@ A mean that is taken for a sum is divided twice, and nothing would look wrong.  
 operation from autograd, unless the caller names the reduction.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -23,60 +23,26 @@ _MEAN = 1
 """The number of a mean among the reductions of torch's loss functions."""
 
 
-class Weighted:
-    """Checks means of torch's cross entropy whose weights differ from the count, when a step adds them up.
+def check_weight(loss: Tensor, count: int) -> None:
+    """Raises ValueError for a mean of torch's cross entropy in which targets are ignored, or classes have weights, so
+    that its weight is not the count: mean * count would not be the sum of its terms.
 
-        mean * count = sum, and so right, where the mean divides by the count, or always by the same multiple of it
-
-    Ignored targets, or classes with weights, make the weight different in each microbatch and on each rank.
+    One term has no weight beside others: a count of 1 says that means are to be averaged.
     """
-
-    LOOKS = 8
-    """On a GPU only this many means are checked, since each check makes this thread wait."""
-
-    def __init__(self) -> None:
-        self.ratio = 0.0
-        """The weight of a term in this step; negative where all targets weigh the same so far, 0 before any mean."""
-        self._looks = 0
-
-    def check(self, loss: Tensor, count: int) -> None:
-        """Raises ValueError for a mean whose weight is not in the proportion to its count that others were in.
-
-        One term has no weight beside others: a count of 1 says that means are to be averaged.
-        """
-        node: Any = loss.grad_fn
-        if count < 2 or not type(node).__name__.startswith("NllLoss"):
-            return
-        if self._looks >= self.LOOKS and loss.is_cuda:
-            return
-        if _is_packed(node):
-            return
-        self._looks += 1
-        targets, weights = node._saved_target, node._saved_weight
-        counted = targets[targets != node._saved_ignore_index]
-        weight = float(len(counted) if weights is None else weights.double()[counted].sum())
-        if not weight:
-            return
-        uneven, ratio = weights is not None or len(counted) < targets.numel(), weight / count
-        if uneven and self.ratio > 0 and _differ(ratio, self.ratio):
-            ignored = targets.numel() - len(counted)
-            over = f"{ignored} of {targets.numel()} targets are ignored" if weights is None else "classes have weights"
-            raise ValueError(
-                f"the loss is a mean in which {over}: its weight is {ratio:.6g} for each of the {count} terms of its "
-                f"count, and {self.ratio:.6g} in an earlier microbatch: added up they are the mean of nothing. {ADVICE}"
-            )
-        if uneven or self.ratio <= 0:
-            self.ratio = ratio if uneven else -ratio
-
-    def agree(self, ratios: Sequence[float]) -> None:
-        """Raises ValueError, on all ranks, where their weights differ."""
-        first, *others = [(rank, abs(ratio)) for rank, ratio in enumerate(ratios) if ratio] or [(0, 0.0)]
-        for rank, ratio in others if max(ratios) > 0 else ():
-            if _differ(ratio, first[1]):
-                raise ValueError(
-                    f"the loss is a mean, whose weight is {first[1]:.6g} for each term of its count on rank {first[0]} "
-                    f"and {ratio:.6g} on rank {rank}: added up they are the mean of nothing. {ADVICE}"
-                )
+    node: Any = loss.grad_fn
+    if count < 2 or not type(node).__name__.startswith("NllLoss") or _is_packed(node):
+        return
+    targets, weights = node._saved_target, node._saved_weight
+    counted = targets[targets != node._saved_ignore_index]
+    weight = float(len(counted) if weights is None else weights.double()[counted].sum())
+    uneven = weights is not None or len(counted) < targets.numel()
+    if weight and uneven and abs(weight / count - 1) > 1e-6:
+        ignored = targets.numel() - len(counted)
+        over = f"{ignored} of {targets.numel()} targets are ignored" if weights is None else "classes have weights"
+        raise ValueError(
+            f"the loss is a mean in which {over}: its weight is {weight:.6g}, and its count {count}, so the sum over "
+            f"microbatches and ranks would not be a mean of all targets. {ADVICE}"
+        )
 
 
 def terms_of(loss: Tensor, count: int | None, retain_graph: bool | None) -> int:
@@ -122,22 +88,13 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _differ(ratio: float, other: float) -> bool:
-    return abs(ratio / other - 1) > 1e-6
-
-
-def as_sum(loss: Tensor, count: int, reduction: Reduction | None, weighted: Weighted | None = None) -> Tensor:
+def as_sum(loss: Tensor, count: int, reduction: Reduction | None) -> Tensor:
     """The sum of a loss's ``count`` terms; without a reduction, the loss itself, if nothing speaks against it.
-
-    Args:
-        weighted: checks the loss against the means before it.
 
     Raises:
         ValueError: another reduction, a loss that is a mean but was not declared one, or a mean of other weights.
     """
     if reduction == "mean":
-        if weighted is not None:
-            weighted.check(loss, count)
         return loss * count if count else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0  # without terms a mean is NaN
     if reduction is None:
         check_sum(loss, count)

@@ -3,7 +3,7 @@
     counts   [microbatches, targets, samples and above them a digest of     int64, before the first forward
               some of their elements, what is frozen]
     report   [sum of squares, losses of the microbatches, gradient bits,    fp64, before the update
-              first gradient that is not finite, signal, step, discarded passes, options of the optimizers]
+              first gradient that is not finite, signal, digest of the position in the run]
 
 Both are all-gathers in rank order, and every rank folds the same numbers in the same order.  Ranks of one data rank,
 along pipe and tensor, bring the same batch.  Losses come from the ranks with the last stage; the others report zeros.
@@ -27,7 +27,7 @@ BITS = 32
 COUNTS = 4
 """Numbers that a rank brings to ``counts``."""
 
-MARKS = 6
+MARKS = 3
 """Numbers at the end of a ``report``, after the bits."""
 
 

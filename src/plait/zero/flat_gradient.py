@@ -16,7 +16,7 @@ from plait.comm import Comm, Work
 from plait.table.cells import Moves
 from plait.table.collectives import Note
 from plait.zero.storage import Flat
-from plait.zero.transfers import prepare, transfers
+from plait.zero.transfers import messages_of, prepare
 
 MOST_MADE = 1024
 """Most views and messages that are kept with a buffer, for the units that take turns with it, by microbatch."""
@@ -106,7 +106,7 @@ class FlatGradient:
         """True when the accumulator has a microbatch's sum."""
         self.claimed = False
         """True when a reduction writes, or has written, the first sum into the accumulator."""
-        self.microbatch_messages = [() if self.direct else transfers([m], flat.layout, comm) for m in moves.microbatch]
+        self.microbatch_messages = [() if self.direct else messages_of(m, flat.layout, comm) for m in moves.microbatch]
         """The messages of a microbatch, by move."""
 
     def name(self, index: int) -> str:

@@ -31,7 +31,7 @@ from plait.table.collectives import Note
 from plait.torch_private import DisableTorchFunctionSubclass, will_engine_execute_node
 from plait.zero.flat_gradient import Buffers, FlatGradient
 from plait.zero.gradient_watch import GradientWatch
-from plait.zero.transfers import send, transfers
+from plait.zero.transfers import messages_of, send
 from plait.zero.unit import State, Unit
 from plait.zero.unshard import Unsharding
 
@@ -58,7 +58,7 @@ class UnitGradients:
         summed = [gradient for gradient in self.flats if gradient.flat.summed]
         path = [(move, summed) for move in unit.moves.summed] + [(move, self.flats) for move in unit.moves.step]
         self.step_messages = [
-            (travels(move, comm), [(g, m) for g in flats for m in transfers([move], g.flat.layout, comm)])
+            (travels(move, comm), [(g, m) for g in flats for m in messages_of(move, g.flat.layout, comm)])
             for move, flats in path
             if flats and move.sends(comm.mesh)
         ]

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -13,28 +12,15 @@ from plait.table.collectives import Note
 from plait.table.flat import FlatLayout, Message, lower
 
 
-@dataclass(frozen=True)
-class Transfer(Message):
-    """A message, and which elements of the flat buffer are this rank's piece of it (where it has pieces)."""
-
-    own: tuple[int, int] = (0, 0)
+def messages_of(move: Move, layout: FlatLayout, comm: Comm) -> tuple[Message, ...]:
+    """The messages of a move that this rank takes part in, in the order in which all ranks send them."""
+    return lower(move, layout, comm.mesh, comm.rank)
 
 
-def transfers(moves: Sequence[Move], layout: FlatLayout, comm: Comm) -> tuple[Transfer, ...]:
-    """The messages of some moves, in the order in which all ranks send them."""
-    messages = []
-    for move in moves:
-        for m in lower(move, layout, comm.mesh, comm.rank):
-            piece = m.numel // comm.mesh.count(m.axes)
-            first = m.start + comm.mesh.index(comm.rank, m.axes) * piece
-            messages.append(Transfer(m.kind, m.axes, m.start, m.stop, m.root, (first, first + piece)))
-    return tuple(messages)
-
-
-def move_by_move(moves: Sequence[Move], layout: FlatLayout, comm: Comm) -> list[tuple[Transfer, ...]]:
-    """The same messages, one tuple per move; each move starts from the result of the move before.  Uneven pieces may be
-    empty here and not elsewhere: a move is one on all ranks."""
-    return [transfers([move], layout, comm) for move in moves if move.sends(comm.mesh)]
+def move_by_move(moves: Sequence[Move], layout: FlatLayout, comm: Comm) -> list[tuple[Message, ...]]:
+    """The messages of each move that sends; each starts from the result of the move before.  Uneven pieces may be empty
+    here and not elsewhere: a move is one on all ranks."""
+    return [messages_of(move, layout, comm) for move in moves if move.sends(comm.mesh)]
 
 
 class InTurn:
@@ -62,19 +48,20 @@ def start(moves: Sequence[Sequence[Prepared | Alone]]) -> list[Work]:
 
 
 def prepare(
-    comm: Comm, message: Transfer, array: Tensor, base: int, note: Note, out: Tensor | None = None
+    comm: Comm, message: Message, array: Tensor, base: int, note: Note, out: Tensor | None = None
 ) -> Prepared | Alone:
     """Prepares one message on ``array``, which has the flat elements from ``base`` on; it may be started many times.
 
     A reduce-scatter writes this rank's piece to ``out``, or in place where it is not given.
     """
-    view, (first, end) = array[message.start - base : message.stop - base], message.own
-    piece = None
-    if message.kind in ("all_gather", "reduce_scatter"):
-        piece = array[first - base : end - base] if out is None else out
+    view, piece = array[message.start - base : message.stop - base], out
+    if message.kind not in ("all_gather", "reduce_scatter"):
+        piece = None
+    elif out is None:
+        piece = view.chunk(comm.mesh.count(message.axes))[comm.mesh.index(comm.rank, message.axes)]
     return comm.prepare(message.kind, view, piece, message.axes, note, None if message.root < 0 else message.root)
 
 
-def send(comm: Comm, message: Transfer, array: Tensor, base: int, note: Note, out: Tensor | None = None) -> Work:
+def send(comm: Comm, message: Message, array: Tensor, base: int, note: Note, out: Tensor | None = None) -> Work:
     """Starts a message once."""
     return prepare(comm, message, array, base, note, out).start()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -168,10 +168,10 @@ class HookWrites:
             self._watch(engine, on=event != "off")
 
     def _watch(self, engine: Engine, *, on: bool) -> None:
-        for own in engine.optimizer_hooks if self._needed else ():
-            for hooks, after in own.of_step():
+        for one in cast(Any, engine.optimizers) if self._needed else ():
+            for hooks, after in ((one._optimizer_step_pre_hooks, False), (one._optimizer_step_post_hooks, True)):
                 for key, hook in hooks.items():
-                    if key not in own.handles and not isinstance(hook, WatchedHook):
+                    if not isinstance(hook, WatchedHook):
                         hook = hooks[key] = WatchedHook(hook, lambda: engine.placed.modified, after=after)
                     if isinstance(hook, WatchedHook):
                         hook.on = on

@@ -51,7 +51,7 @@ from plait.run.measure.machine import peak_memory
 from plait.run.report.screen import screen, working
 from plait.run.report.training import ProgressView, RankBytes, bytes_table, spark
 from plait.run.train.resume import SETTINGS, SUMMARY, extra_of, layout_of, remove_later, resume, saver_of
-from plait.run.train.timeline import record_timeline, show_timeline, write_timeline
+from plait.run.train.timeline import EventLog, record_timeline, show_timeline, write_timeline
 from plait.step import Engine
 from plait.table.collectives import Note
 from plait.table.mesh import AXES
@@ -102,6 +102,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     engine, scheduler = job.engine(
         comm, config.measured(job, comm), clip=config.task.update.clip, nonfinite=config.course.nonfinite
     )
+    log = EventLog(engine)
     training = Training(config, job, comm, engine, scheduler, Recorder(comm, gradients=False))
     _show_header(training, console)
     layouts = resume(config, job, comm, engine, scheduler, console)
@@ -148,7 +149,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
             raise
     if training.stopped:
         return _tell_stop(training)
-    ranks, recorded, rate = _bytes_per_rank(training), record_timeline(engine), statistics.median(rates)
+    ranks, recorded, rate = _bytes_per_rank(training), record_timeline(engine, log), statistics.median(rates)
     console.print(f"loss {first['loss']:.4f} -> {last['loss']:.4f}  {spark(losses, encoding=console.encoding)}")
     console.print(f"{rate:,.0f} {config.task.family.unit}/s (median over steps, all ranks)")
     console.print(bytes_table(ranks))

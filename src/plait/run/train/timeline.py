@@ -7,6 +7,9 @@ The ranks shown are those of one pipeline (of the first data and tensor rank); w
 """
 
 import json
+import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +18,15 @@ from rich.console import Console
 from plait.checkpoint.files.writing import write_text
 from plait.comm import Comm
 from plait.comm.agree import gather_bytes
+from plait.comm.observer import Observer
+from plait.comm.operation import Operation
+from plait.pipeline.runtime import Handlers
 from plait.run.report.drawing import svg
 from plait.run.report.idle import idle_times, mean_idle
 from plait.run.report.measured import busy_shares, measured_costs, measured_timeline, schedule_of
 from plait.run.report.timeline import timeline_table
 from plait.run.report.trace import trace_json
-from plait.schedule.actions import Event, Log, Span, parse_action
+from plait.schedule.actions import Action, Event, Line, Log, Span, parse_action
 from plait.schedule.simulate import Timeline, simulate
 from plait.step import Engine
 
@@ -51,9 +57,57 @@ class Recorded:
         return measured_timeline(self.typical).idle_share(), self.simulated.idle_share()
 
 
-def record_timeline(engine: Engine) -> Recorded | None:
+Wait = tuple[float, float, Operation]
+"""From when to when (``time.perf_counter``) a rank waited for others, and in which operation."""
+
+
+class Waits(Observer):
+    """The waits of the action that is under way."""
+
+    def __init__(self) -> None:
+        self.seen: list[Wait] = []
+
+    def waited(self, operation: Operation, start: float, end: float) -> None:
+        self.seen.append((start, end, operation))
+
+
+class EventLog:
+    """The actions of one rank in the last five steps of an engine, with their times; the newest step is the last."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.comm = engine.comm
+        self._steps: deque[list[tuple[Action, float, float, list[Wait]]]] = deque(maxlen=5)
+        engine.placed.runtime.run_line = self.run
+
+    @property
+    def steps(self) -> tuple[tuple[Event, ...], ...]:
+        """The steps, each with the zero of time at its own beginning; waits get their names here, outside of a step."""
+        return tuple(tuple(_event(step[0][1], *recorded) for recorded in step) for step in self._steps if step)
+
+    def run(self, line: Line, handlers: Handlers) -> None:
+        """Carries out one step of this rank, and records it."""
+        step: list[tuple[Action, float, float, list[Wait]]] = []
+        before, waits = self.comm.observers, Waits()
+        self.comm.observers = (*before, waits)
+        try:
+            for action in line:
+                waits.seen = []
+                start = time.perf_counter()
+                handlers[action.kind](action)
+                step.append((action, start, time.perf_counter(), waits.seen))
+        finally:
+            self.comm.observers = before
+        self._steps.append(step)
+
+
+def _event(zero: float, action: Action, start: float, end: float, waits: Sequence[Wait]) -> Event:
+    spans = tuple(Span(begin - zero, stop - zero, str(operation)) for begin, stop, operation in waits)
+    return Event(action, start - zero, end - zero, spans)
+
+
+def record_timeline(engine: Engine, log: EventLog) -> Recorded | None:
     """Brings the logs together on rank 0 (None elsewhere) and predicts the step; all ranks call it together."""
-    gathered = gather_bytes(engine.comm, dump(tuple(engine.placed.log.steps)))
+    gathered = gather_bytes(engine.comm, dump(log.steps))
     if gathered is None:
         return None
     logs = tuple(zip(*(load(gathered[rank]) for rank in shown(engine.comm)), strict=True))

@@ -15,7 +15,7 @@ from plait.table.collectives import Note
 from plait.table.tensor_cut import TensorCut
 from plait.tensor.pieces import assemble
 from plait.zero.storage import Flat
-from plait.zero.transfers import send, transfers
+from plait.zero.transfers import move_by_move, send
 from plait.zero.unit import State, Unit, parameters_of
 
 
@@ -111,8 +111,9 @@ def _masters(flat: Flat, unit: Unit, comm: Comm) -> list[Tensor]:
     assert flat.master is not None
     full = torch.empty(flat.layout.numel, dtype=flat.master.dtype, device=comm.device)
     full[slice(*flat.optim_place)].copy_(flat.master)
-    for message in transfers(unit.moves.masters, flat.layout, comm):
-        send(comm, message, full, 0, Note("state", unit.name)).wait()
+    for messages in move_by_move(unit.moves.masters, flat.layout, comm):
+        for message in messages:
+            send(comm, message, full, 0, Note("state", unit.name)).wait()
     return flat.views(full)
 
 

@@ -151,7 +151,7 @@ def test_owning_tensors_whole_moves_the_same_bytes_in_all(row: str, mesh: Mesh) 
 @pytest.mark.parametrize("row", TABLE)
 @pytest.mark.parametrize(("m", "words"), [(1, 1 + 1 + 1 + 3), (5, 1 + 5 + 1 + 3)])
 def test_a_step_has_two_small_agreements(row: str, m: int, words: int) -> None:
-    """Counts: 4 numbers a rank.  Report: squares, a loss per microbatch, a bit per trainable parameter, three beside."""
+    """Counts: 4 numbers a rank.  Report: squares, a loss per microbatch, a bit per trainable parameter, three more."""
     mesh = Mesh(replica=2, shard=2, tensor=2)
     entries = predict_step(units_for(mesh), mesh, TABLE[row], m, 0)
     order = ("pipe", "replica", "shard", "tensor")

@@ -99,7 +99,6 @@ PROGRAMS: dict[str, bytes] = {
     "no mark": b"t.",
     "no text": b"\x80\x04X\x01\x00\x00\x00\xff.",
 }
-LAUGHS = b"(](K\x01K\x02e" + b"q\x00](h\x00h\x00e" * 60 + b"t."
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -268,21 +267,19 @@ FOLDERS: dict[str, Any] = {
     "long": (lambda path: _info(path, length=1 << 50), "has a record at"),
     "short": (lambda path: _info(path, length=100), "damaged at byte"),
     "transformed": (lambda path: _info(path, transform_descriptors=["zstd"]), "compressed"),
-    "giant": (lambda path: _chunks(path, (1 << 40, 1 << 20), ((0, 0), (1 << 40, 1 << 20))), "not the tensor"),
+    "giant": (lambda path: _chunks(path, (1 << 40, 1 << 20), ((0, 0), (1 << 40, 1 << 20))), "its tensors would have"),
     "a gap": (lambda path: _chunks(path, (4, 4), ((0, 0), (3, 4))), "overlap, or leave a gap"),
     "twice": (lambda path: _chunks(path, (6, 4), ((0, 0), (3, 4)), ((1, 0), (3, 4))), "overlap"),
-    "outside": (lambda path: _chunks(path, (2, 4), ((0, 0), (3, 4))), "no region of its shape"),
+    "outside": (lambda path: _chunks(path, (2, 4), ((0, 0), (3, 4))), "overlap, or leave a gap"),
     "dims": (lambda path: _chunks(path, (12,), ((0, 0), (3, 4))), "no region of its shape"),
     "no chunk": (lambda path: _chunks(path, (3, 4)), "overlap, or leave a gap"),
     "a bomb": (lambda path: with_record(path, "model.w", record(torch.ones(3, 4), compress=True)), "compressed files"),
-    "cut": (lambda path: with_record(path, "model.w", record(torch.ones(3, 4), size=4)), "refused by torch.load"),
-    "another dtype": (lambda path: with_record(path, "model.w", record(torch.ones(3, 4).int())), "not the tensor"),
-    "another shape": (lambda path: with_record(path, "model.w", record(torch.ones(4, 3))), "not the tensor"),
+    "cut": (lambda path: with_record(path, "model.w", record(torch.ones(3, 4), size=4)), "cannot be read"),
+    "another shape": (lambda path: with_record(path, "model.w", record(torch.ones(4, 3))), "cannot be read"),
     "other metadata": (lambda path: change(path, Metadata({}, None, None)), "has not the fields"),
     "a text": (lambda path: change(path, "metadata"), "has not the fields"),
-    "endless": (lambda path: with_record(path, "epoch", record(1, program=LAUGHS)), "more than"),
     "a function": (lambda path: with_record(path, "epoch", record(int)), "not an allowed global"),
-    "a path": (lambda path: change(path, _with_paths(metadata(path))), "two keys have the path"),
+    "a path": (lambda path: change(path, _with_paths(metadata(path))), "two keys have the same path"),
 }
 
 
@@ -314,13 +311,7 @@ def test_odd_tensors_are_read_to_the_bit(tmp_path: Path) -> None:
     dcp.save(tensors, checkpoint_id=tmp_path / "theirs", no_dist=True)
     found = read_folder(tmp_path / "theirs")
     for name, tensor in tensors.items():
-        whole = found[(name,)]
-        assert (whole.dtype, whole.shape) == (tensor.dtype, tuple(tensor.shape))
-        read = whole.read(whole.region)
-        assert (
-            torch.equal(read.view(torch.uint8), tensor.contiguous().view(torch.uint8))
-            if tensor.dim()
-            else read == tensor
-        )
-    part = found[("turned",)].read(((1, 3), (0, 2)))
-    assert torch.equal(part, tensors["turned"][1:3, 0:2])
+        read = found[(name,)]
+        assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
+        bits = [one.contiguous().reshape(-1).view(torch.uint8) for one in (read, tensor)]
+        assert torch.equal(*bits)

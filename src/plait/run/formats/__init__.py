@@ -4,6 +4,5 @@ huggingface.py     folders of Hugging Face: read by rows, written tensor by tens
 dcp.py             folders of torch.distributed.checkpoint, to plait and back
 torch_folder.py    such a folder, read without running its code
 foreign_pickle.py  its pickle, which may name only what torch writes
-rewrite.py         a checkpoint from any tensors
 differences.py     the differences between two checkpoints
 """

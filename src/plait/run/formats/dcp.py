@@ -9,29 +9,26 @@ Model and optimizer may be below one more key, as under a ``Stateful``, and the 
 (``state.name.exp_avg``).  A folder of tensors alone is a model.
 """
 
-import io
+import errno
 import math
 import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from plait.checkpoint.places import Storage
+from plait.checkpoint.manifest import entries_of, manifest_text
+from plait.checkpoint.places import Storage, place, step_name
 from plait.checkpoint.stored import Checkpoint, Stored
+from plait.checkpoint.tensor_file import write_tensor_file
 from plait.checkpoint.values import InFile, encoded
 from plait.messages.progress import counted
-from plait.run.formats.rewrite import write_checkpoint
 from plait.run.formats.torch_folder import Keys, Misread, read_folder
 
 
@@ -66,8 +63,29 @@ def import_dcp(
     state = None if optimizer is None else _optimizer(optimizer, {n: w.shape for n, w in model.items()}, tensors)
     made = _steps(state) if step is None else step
     run = {"step": made, "seed": seed, "loss_scale": None}
-    values = {"optimizer": state, "run": run, "ema": None, "extra": _named(extra, tensors) or None}
-    return write_checkpoint(out, made, encoded({**values, "optimizer_classes": None}, {}), tensors)
+    values = {"optimizer": state, "run": run, "ema": None, "extra": extra or None, "optimizer_classes": None}
+    return write_checkpoint(out, made, encoded(values, tensors), tensors)
+
+
+def write_checkpoint(out: str | Path, step: int, values: Any, tensors: Mapping[str, Tensor]) -> Storage:
+    """Writes a checkpoint of these tensors and encoded values, in one file; returns it.
+
+    Raises:
+        ValueError: ``out`` has one of this step.
+    """
+    own = secrets.token_hex(8)
+    partial = place(out).partial(step_name(step), own)
+    partial.begin()
+    try:
+        file = partial.file(0, "safetensors")
+        size, digest = write_tensor_file(file, [(tuple(t.shape), t.dtype, [t]) for t in tensors.values()])
+        rows = [(name, t.dtype, t.shape, tuple((0, size) for size in t.shape)) for name, t in tensors.items()]
+        entries = entries_of(file.name, size, digest, rows)
+        return partial.publish(manifest_text(own, step, [entries], values), list(entries["files"]))
+    except BaseException:
+        with suppress(OSError):
+            partial.discard()
+        raise
 
 
 def _is_below(path: Keys, keys: Sequence[str]) -> bool:
@@ -94,9 +112,9 @@ def _nested(entries: Mapping[Keys, Any]) -> Any:
     return {key: _nested(inside) for key, inside in below.items()}
 
 
-def _parts(tree: Mapping[str | int, Any], folder: str) -> tuple[dict[str, Stored], Any, dict[Any, Any]]:
+def _parts(tree: Mapping[str | int, Any], folder: str) -> tuple[dict[str, Tensor], Any, dict[Any, Any]]:
     """(the model's tensors, the optimizer's state or None, all else)."""
-    if tree and all(isinstance(value, Stored) for value in tree.values()):
+    if tree and all(isinstance(value, Tensor) for value in tree.values()):
         return {str(name): value for name, value in tree.items()}, None, {}
     homes = [tree, *(value for value in tree.values() if isinstance(value, dict))]
     home = next((one for one in homes if isinstance(one.get("model"), dict)), None)
@@ -106,7 +124,7 @@ def _parts(tree: Mapping[str | int, Any], folder: str) -> tuple[dict[str, Stored
             f"optimizer's state under 'optim' or 'optimizer', both at the top or below one key"
         )
     model = _flat(home["model"])
-    if strange := [name for name, value in model.items() if not isinstance(value, Stored)]:
+    if strange := [name for name, value in model.items() if not isinstance(value, Tensor)]:
         raise ValueError(
             f"{len(strange)} entries of the model in {folder!r} are no tensors: {strange[:3]}; leave them out"
         )
@@ -136,7 +154,7 @@ def _flat(tree: Any) -> dict[str, Any]:
     return found
 
 
-def _optimizer(given: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]], tensors: dict[str, Stored]) -> Any:
+def _optimizer(given: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]], tensors: dict[str, Tensor]) -> Any:
     """An optimizer's state as the manifest has it; its tensors are added to ``tensors``."""
     rest = {key: value for key, value in given.items() if key not in ("state", "param_groups")}
     state, groups = given.get("state", {}), given.get("param_groups")
@@ -151,16 +169,16 @@ def _optimizer(given: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]], 
         if name not in shapes:
             raise ValueError(f"the optimizer has a state of {name!r}, which the model has not")
         for key, value in own.items():
-            if isinstance(value, Stored) and value.shape and value.shape == shapes[name]:
+            if isinstance(value, Tensor) and value.shape and value.shape == shapes[name]:
                 tensors[f"optimizer/{key}/{name}"] = value
                 value = InFile(f"optimizer/{key}/{name}")
-            named.setdefault(name, {})[key] = _named(value, tensors)
+            named.setdefault(name, {})[key] = value
     kept = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
     for group in kept:
         names = group.get("params")
         if not isinstance(names, list) or not all(name in shapes for name in names):
             raise ValueError("a group of the optimizer has other parameters than names of the model's")
-    return {"state": named, "param_groups": _named(kept, tensors)}
+    return {"state": named, "param_groups": kept}
 
 
 def _unflattened(given: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, list[Any], Any]:
@@ -182,21 +200,6 @@ def _unflattened(given: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]]
     return state, list(groups.values()), rest
 
 
-def _named(value: Any, tensors: dict[str, Stored]) -> Any:
-    """A value whose tensors are in ``tensors``, under new names; one of no dim is a number."""
-    if isinstance(value, Stored):
-        if not value.shape:
-            return value.read(())
-        name = f"value/{sum(one.startswith('value/') for one in tensors)}"
-        tensors[name] = value
-        return InFile(name)
-    if isinstance(value, dict):
-        return {key: _named(one, tensors) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_named(one, tensors) for one in value)
-    return value
-
-
 def _steps(state: Any) -> int:
     """Steps that an optimizer says it has made."""
     counts = [own.get("step") for own in (state or {"state": {}})["state"].values()]
@@ -205,7 +208,7 @@ def _steps(state: Any) -> int:
 
 
 def export_dcp(saved: Checkpoint, out: str | Path, *, ties: Mapping[str, str] | None = None) -> None:
-    """Writes a checkpoint as a folder that ``torch.distributed.checkpoint.load`` reads, tensor by tensor.
+    """Writes a checkpoint as a folder that ``torch.distributed.checkpoint.load`` reads; all of it is in memory.
 
     It has ``model`` and ``optim`` as ``get_state_dict`` names them, ``ema`` where there is an average, and ``extra``.
 
@@ -230,68 +233,28 @@ def export_dcp(saved: Checkpoint, out: str | Path, *, ties: Mapping[str, str] | 
     hidden = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.partial")
     hidden.mkdir(parents=True)
     try:
-        _save(hidden, tree)
+        _save(hidden, _in_memory(tree))
         hidden.rename(folder)
+    except RuntimeError as error:  # torch's own, where the disk refuses
+        raise OSError(errno.EIO, " ".join(str(error).split())[:200], str(folder)) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _save(folder: Path, tree: Mapping[str, Any]) -> None:
-    """Torch's save by one process, step by step, so that an error of the disk arrives as it is."""
-    planner, writer = _LazyPlanner(), _RecordWriter(folder)
-    planner.set_up_planner(planner.outlined(tree), is_coordinator=True)
+def _in_memory(value: Any) -> Any:
+    """A value with its tensors read."""
+    if isinstance(value, Stored):
+        return value.read()
+    if isinstance(value, dict):
+        return {key: _in_memory(value[key]) for key in counted("entries read", list(value))}
+    return type(value)(map(_in_memory, value)) if isinstance(value, list | tuple) else value
+
+
+def _save(folder: Path, tree: Any) -> None:
+    """Torch's save by one process, step by step, so that errors arrive as they are."""
+    planner, writer = DefaultSavePlanner(), FileSystemWriter(folder)
+    planner.set_up_planner(tree, is_coordinator=True)
     writer.set_up_storage_writer(True)
-    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    (plan,), metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan([plan])
     writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
-
-
-class _LazyPlanner(DefaultSavePlanner):
-    """Plans with tensors on meta, and reads each when it is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stored: dict[int, Stored] = {}
-        """Maps the id of each tensor on meta to the stored tensor."""
-
-    def outlined(self, value: Any, *, whole: bool = False) -> Any:
-        """The tree with tensors on meta; ``whole`` in tuples, which torch takes for one value."""
-        if isinstance(value, Stored):
-            if whole:
-                return value.read()
-            outline = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            self.stored[id(outline)] = value
-            return outline
-        if isinstance(value, dict):
-            return {key: self.outlined(one, whole=whole) for key, one in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self.outlined(one, whole=whole or isinstance(value, tuple)) for one in value)
-        return value
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        found = super().resolve_data(write_item)
-        return self.stored[id(found)].read() if id(found) in self.stored else found
-
-
-class _RecordWriter(FileSystemWriter):
-    """Writes all records into one file, each by itself: torch's own writer holds all tensors until its end."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name, results = "__0_0.distcp", list[WriteResult]()
-        with (Path(self.path) / name).open("xb") as stream:
-            for item in counted("records written", plan.items):
-                begin, record = stream.tell(), planner.resolve_data(item)
-                if isinstance(record, Tensor):
-                    torch.save(record, data := io.BytesIO())  # onto a full disk it would not name the disk
-                    record = data
-                stream.write(record.getbuffer())
-                size = stream.tell() - begin
-                results.append(WriteResult(item.index, size, _StorageInfo(name, begin, size)))
-            stream.flush()
-            os.fsync(stream.fileno())
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def storage_meta(self) -> StorageMeta:
-        """Omits the path of a hidden folder from torch's metadata."""
-        return StorageMeta()

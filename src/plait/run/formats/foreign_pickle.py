@@ -3,9 +3,8 @@
     c torch\\n Size\\n  (3, 4) TUPLE1 REDUCE   torch.Size((3, 4))
     c os\\n system\\n  "..." TUPLE1 REDUCE     ValueError: it names 'os.system'
 
-Python's own machine reads it, without the opcodes that torch does not use.  Each name means a dataclass of torch, a
-constant, or a function below that takes exactly what torch writes.  The machine is the one in Python, since the one in
-C takes memory for lengths that a file only claims.
+Each name means a dataclass of torch, a constant, or a function below that takes exactly what torch writes.  The machine
+is the one in Python, since the one in C takes memory for lengths that a file only claims.
 """
 
 import io
@@ -19,15 +18,6 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from plait.checkpoint.manifest import DTYPES
 
-OPCODES = (
-    *("PROTO", "FRAME", "STOP", "MARK", "POP", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
-    *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
-    *("SHORT_BINUNICODE", "BINUNICODE", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST"),
-    *("APPEND", "APPENDS", "EMPTY_DICT", "GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE"),
-)
-"""Opcodes that Python carries out as usual."""
-CHECKED = ("BUILD", "SETITEM", "SETITEMS")
-"""Opcodes whose operands are checked first."""
 CLASSES = (
     *(form.Metadata, form.MetadataIndex, form.StorageMeta, form.TensorProperties, form.TensorStorageMetadata),
     *(form.BytesStorageMetadata, form.ChunkStorageMetadata, _StorageInfo),
@@ -72,25 +62,26 @@ NAMES: dict[str, Any] = {
 }
 
 
-_STEPS: Any = {name: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in (*OPCODES, *CHECKED)}
+_STEPS: Any = pickle._Unpickler.dispatch
+_BUILD, _SET_ITEM, _SET_ITEMS = (code[0] for code in (pickle.BUILD, pickle.SETITEM, pickle.SETITEMS))
 
 
 def _build(machine: Any) -> None:
     """Gives fields to a new object, and to nothing else."""
     if type(machine.stack[-2]) not in CLASSES or not isinstance(machine.stack[-1], dict | tuple):
         raise ValueError("a pickle gives fields to an object that has none")
-    _STEPS["BUILD"](machine)
+    _STEPS[_BUILD](machine)
 
 
 def _set_item(machine: Any) -> None:
     _check_key(machine.stack[-2])
-    _STEPS["SETITEM"](machine)
+    _STEPS[_SET_ITEM](machine)
 
 
 def _set_items(machine: Any) -> None:
     for key in machine.stack[::2]:
         _check_key(key)
-    _STEPS["SETITEMS"](machine)
+    _STEPS[_SET_ITEMS](machine)
 
 
 def _check_key(key: object) -> None:
@@ -101,12 +92,9 @@ def _check_key(key: object) -> None:
 
 
 class _Machine(pickle._Unpickler):
-    """A stack machine that knows ``OPCODES`` and ``NAMES``."""
+    """A stack machine that knows ``NAMES`` alone."""
 
-    dispatch: ClassVar[dict[int, Any]] = {
-        getattr(pickle, name)[0]: step
-        for name, step in (_STEPS | {"BUILD": _build, "SETITEM": _set_item, "SETITEMS": _set_items}).items()
-    }
+    dispatch: ClassVar[dict[int, Any]] = {**_STEPS, _BUILD: _build, _SET_ITEM: _set_item, _SET_ITEMS: _set_items}
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from plait.comm import Comm, run
-from plait.forward.dropout import written_out
+from plait.forward.context import CurrentForward
+from plait.forward.dropout import DropoutRNG
 from plait.step import Engine
 from plait.table.mesh import Mesh
 
@@ -294,6 +295,11 @@ def test_packed_sequences_with_dropout_are_refused() -> None:
         train(distinct(Body(Packed())), "shard=2", "zero3", batches(1))
 
 
+class DropsNothing(DropoutRNG):
+    def dropout(self, input: Tensor, *settings: Any) -> Tensor:
+        return input
+
+
 @pytest.mark.parametrize("kind", ["hidden", "far below", "causal", "grouped", "scale", "negative scale", "fp16"])
 def test_attention_that_is_written_out_is_torchs(kind: str) -> None:
     """Also where a query may attend to nothing, and where a product would overflow before it is scaled."""
@@ -317,7 +323,7 @@ def test_attention_that_is_written_out_is_torchs(kind: str) -> None:
         q, k, v, settings["scale"] = (120 * q).half(), (120 * k).half(), v.half(), 2e-5
         assert (q.double() @ k.double().mT).abs().max() > torch.finfo(torch.half).max
     results = []
-    for attend in (F.scaled_dot_product_attention, partial(written_out, lambda weights: weights)):
+    for attend in (F.scaled_dot_product_attention, partial(DropsNothing(0, CurrentForward()).attention, dropout_p=0.5)):
         leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
         out = attend(*leaves, **settings)
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])

@@ -1,7 +1,7 @@
 """Compiled units: each layout is, to the bit, the single process whose units the same compiler made, and within the
 rounding of fp32 plain PyTorch without any.
 
-Dropout on, clipping at work, ragged token counts, microbatches of two sizes; one compilation for each shape and mode.
+Clipping at work, ragged token counts, microbatches of two sizes; one compilation for each shape and mode.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from verify_cases import GPT, TINY, Verified, job_of, judged
 
 import plait
 from plait.comm import Comm, run
-from plait.forward.compiled import CompiledUnits, missing_compiler
-from plait.forward.graph_dropout import GraphMask
+from plait.forward.compiled import missing_compiler
 from plait.pipeline.stage import LossFn, Stage
 from plait.referee.verify.record import record_run
 from plait.run.config import VerifyConfig
@@ -38,8 +37,8 @@ pytestmark = [
 ]
 """The compiler's own warnings, which it hides for one thread only, and not those of a unit that is not compiled."""
 
-MLP = replace(TINY, steps=2, dropout=0.2, compile=True)
-DECODER = replace(GPT, steps=2, batch=12, dropout=0.2, compile=True, layers=1, width=8, length=5)
+MLP = replace(TINY, steps=2, dropout=0.0, compile=True)
+DECODER = replace(GPT, steps=2, batch=12, dropout=0.0, compile=True, layers=1, width=8, length=5)
 
 
 def runs(config: VerifyConfig, mesh: str, **changes: Any) -> Verified:
@@ -72,12 +71,12 @@ def test_what_goes_with_it(mesh: str, settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("mesh", ["shard=2", "pipe=2"])
 def test_a_decoder(mesh: str) -> None:
-    """Attention with dropout, norms, grouped heads, a tied head that is not compiled."""
+    """Attention, norms, grouped heads, a tied head that is not compiled."""
     is_bitwise(runs(DECODER, mesh, strategy="zero3", microbatches=2))
 
 
 def test_processes_through_the_command() -> None:
-    layout = "--mesh shard=2 --microbatches 2 --batch 13 --dropout 0.2 --steps 2 --compile"
+    layout = "--mesh shard=2 --microbatches 2 --batch 13 --dropout 0 --steps 2 --compile"
     found = command(f"verify --model mlp --layers 3 --width 5 --world process {layout}")
     assert "verdict: bitwise" in found.stdout, found.stdout + found.stderr
     assert found.returncode == 0
@@ -97,24 +96,6 @@ def test_without_a_compiler_nothing_starts() -> None:
 
 
 # ---- mutations -----------------------------------------------------------------------------------------------------
-
-
-def test_keys_that_forget_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On both sides of the bitwise comparison, so that only the process without a compiler tells."""
-    keys = CompiledUnits._keys
-
-    def at_the_first_step(self: CompiledUnits, draws: Sequence[GraphMask], device: torch.device) -> tuple[Tensor]:
-        position = self.current.context.position
-        assert position is not None
-        self.current.replace(position=position.__class__(0, *list(vars(position).values())[1:]))
-        found = keys(self, draws, device)
-        self.current.replace(position=position)
-        return found
-
-    monkeypatch.setattr(CompiledUnits, "_keys", at_the_first_step)
-    found = verify_anew(replace(MLP, mesh="shard=1", strategy="ddp", seed=1))
-    assert {"plain: norm", "plain: parameter"} & found.different()
-    assert not any(kind.startswith("tree") for kind in found.different())
 
 
 def test_a_layout_that_is_not_compiled_is_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,9 +122,9 @@ def verify_anew(config: VerifyConfig) -> Verified:
 class Rows(nn.Module):
     """Norm, linear, dropout, residual."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.norm, self.up, self.drop = nn.LayerNorm(5), nn.Linear(5, 5), nn.Dropout(0.3)
+        self.norm, self.up, self.drop = nn.LayerNorm(5), nn.Linear(5, 5), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.drop(self.up(self.norm(x)))
@@ -230,27 +211,13 @@ def test_a_unit_that_is_no_graph_runs_without_the_compiler() -> None:
     assert found == pytest.approx(wanted, rel=1e-6)
 
 
-class Dropping(nn.Module):
-    """Calls one dropout twice, by two names."""
-
-    def __init__(self, drop: nn.Module) -> None:
-        super().__init__()
-        self.linear, self.drops = nn.Linear(6, 6), nn.ModuleList([drop, drop])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for drop in self.drops:
-            x = drop(self.linear(x))
-        return x
-
-
-def test_units_that_share_a_draw_have_the_masks_of_an_uncompiled_pipeline() -> None:
+def test_units_that_draw_run_without_the_compiler_and_have_their_masks() -> None:
     def build() -> nn.Module:
-        drop = nn.Dropout(0.4)
-        return nn.Sequential(*(Dropping(drop) for _ in range(2)))
+        return nn.Sequential(Rows(), Rows(0.4))
 
-    batches = [torch.randn(4, 6, generator=torch.Generator().manual_seed(1))]
-    job = plait.UserJob(build, lambda model, x: model(x).square().sum(), batches)
-    with pytest.warns(UserWarning, match="runs without the compiler"):
+    batches = [torch.randn(4, 5, generator=torch.Generator().manual_seed(1))]
+    job = plait.UserJob(build, square_sum, batches)
+    with pytest.warns(UserWarning, match="runs without the compiler: it draws random numbers"):
         assert plait.verify(job, "pipe=2", "ddp", microbatches=2, compile=True).word in ("bitwise", "equal")
 
 

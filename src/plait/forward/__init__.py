@@ -14,7 +14,6 @@ sites.py               the names of the places where a forward draws
 dropout.py             handler: dropout that belongs to the model, not to the process
 recurrent.py           stacked LSTM and GRU with dropout, one layer at a time
 compiled.py            units whose forward is compiled, between the engine's hooks
-graph_dropout.py       the dropout of a compiled unit: keys as an input of its graph
 random_streams.py      what else draws: noise, stochastic depth, jitter
 
 parameter.py           what a parameter answers while its values or its gradient are elsewhere

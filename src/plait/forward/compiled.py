@@ -1,18 +1,17 @@
 """Units whose forward is compiled, between the engine's hooks.
 
     hooks before     the unit is gathered; the module is entered                      eager, as ever
-    forward          torch.compile, one graph ── its inputs: the parameters,          compiled
-                     the activations, and the keys of the dropout (``graph_dropout``)
+    forward          torch.compile, one graph                                         compiled
     hooks behind     the unit is left; its outputs will gather it in the backward     eager, as ever
 
 Units that have no other unit inside are compiled.  Blocks of one class share their code, and each shape of a batch has
 its own, so every layout runs the code of the single process.
 
-The handlers' work is done around the graph: stand-ins take the places of parameters, keys are drawn for where the
-forward is, and nodes of the backward gather the unit.
+The handlers' work is done around the graph: stand-ins take the places of parameters, and nodes of the backward gather
+the unit.
 
-A unit that does not become one graph (it reads a tensor's value, say, or draws other noise) runs without a compiler,
-after a warning that says why.
+A unit that does not become one graph (it reads a tensor's value, say), or that draws random numbers, runs without a
+compiler, after a warning that says why.
 """
 
 import builtins
@@ -21,20 +20,17 @@ import os
 import sysconfig
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.forward.dropout import DropoutRNG
-from plait.forward.graph_dropout import GraphMask, NotCompiledError, refuse_random, rows_of, serve
 from plait.forward.interceptor import EngineMode, Interceptor, hidden_modes
-from plait.forward.masks import on_device
 from plait.forward.products import Products
-from plait.forward.sites import Sites
+from plait.forward.random_ops import draws_nothing, seeded
 from plait.table.parallelism import Parallelism
-from plait.torch_private import global_forward_hooks, global_forward_pre_hooks, tree_leaves
+from plait.torch_private import OpOverload, global_forward_hooks, global_forward_pre_hooks, tree_leaves
 
 MOST = 512
 """Classes of units, times shapes of their inputs, times modes (training, evaluation): each is compiled."""
@@ -103,6 +99,10 @@ def check_units(model: nn.Module, names: Iterable[str], links: Iterable[str]) ->
         )
 
 
+class NotCompiledError(ValueError):
+    """A unit has something that only runs right without a compiler; the text says what."""
+
+
 class CompiledUnits:
     """The compiled forwards of a stage, or of a single process, and their code.
 
@@ -114,12 +114,9 @@ class CompiledUnits:
     def __init__(self, interceptor: Interceptor, model: nn.Module, names: Collection[str]) -> None:
         self.interceptor, self.current, self.graphs = interceptor, interceptor.current, 0
         """``graphs``: how many were compiled."""
-        handlers = interceptor.handlers
-        self._dropout = next(handler for handler in handlers if isinstance(handler, DropoutRNG))
-        self._products = next((handler for handler in handlers if isinstance(handler, Products)), None)
-        self._name, self._module = "", model
+        self._products = next((one for one in interceptor.handlers if isinstance(one, Products)), None)
         self._modes: list[EngineMode] = []
-        """The unit that runs, and who sees functions around it."""
+        """Who sees functions around the unit that runs."""
         self._eager: set[str] = set()
         self._alone: set[str] = set()
         """Units that could not share their code with the others of their class."""
@@ -171,8 +168,6 @@ class CompiledUnits:
     def _run(self, name: str, module: nn.Module, once: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         from torch._dynamo import convert_frame, exc
 
-        around = self._name, self._module
-        self._name, self._module = name, module
         try:
             with hidden_modes() as self._modes, convert_frame.compile_lock:  # torch compiles in one thread at a time
                 try:
@@ -188,60 +183,24 @@ class CompiledUnits:
             raise  # it should have worked
         except exc.TorchDynamoException as error:
             raise NotCompiledError(_first_line(error)) from None
-        finally:
-            self._name, self._module = around
 
     # ---- the compiler's part ------------------------------------------------------------------------------------
 
     def _backend(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """What Dynamo calls with a unit's graph: its compiled form."""
-        from torch._dynamo.source import ConstantSource
         from torch._inductor.compile_fx import compile_fx
 
+        compiled: Any = compile_fx(module, list(inputs), inner_compile=_compile_checked)
         self.graphs += 1
-        names = {str(id(one)): name for name, one in self._module.named_modules()}
-        graph = _copied(module.graph)  # Dynamo goes on with its own
-        sites = Sites(self._module)
-        draws = serve(graph, lambda node: _site_of(node, names, sites))
-        module = torch.fx.GraphModule(module, graph)
-        keys: tuple[Tensor, ...] = ()
-        if draws:
-            placeholder: Any = [node for node in graph.nodes if node.op == "placeholder"][-1]
-            placeholder._dynamo_source = ConstantSource("keys")
-            device = next(x.device for x in inputs if isinstance(x, Tensor))
-            keys = (torch.zeros(3, sum(draw.rows for draw in draws), dtype=torch.int64, device=device),)
-        compiled: Any = compile_fx(module, [*inputs, *keys], inner_compile=_compile_checked)
 
         def run(*values: Any) -> Any:
             if self._products is not None:
                 values = tuple(map(self._products.stand_in, values))
-            given = (*values, *self._keys(draws, device)) if draws else values
-            outputs = functools.reduce(_as_seen_by, reversed(self._modes), compiled)(*given)
+            outputs = functools.reduce(_as_seen_by, reversed(self._modes), compiled)(*values)
             self._gather_in_backward(outputs)
             return outputs
 
         return run
-
-    def _keys(self, draws: Sequence[GraphMask], device: torch.device) -> tuple[Tensor]:
-        """The keys of the running unit's masks, for where its forward stands."""
-        current = self.current
-        if not current.context.draws:
-            raise ValueError(
-                f"unit {self._name!r} drops in a model that is in eval mode: call model.eval() or model.train() of the "
-                f"whole model"
-            )
-        rows: dict[int, list[tuple[int, int, int]]] = {}
-        for module in dict.fromkeys(draw.module for draw in draws):
-            name = ".".join(filter(None, (self._name, module)))
-            if module:
-                current.enter_module(name, switched_on=False, is_model=False)
-            for place, draw in enumerate(draws):
-                if draw.module == module:
-                    rows[place] = rows_of(self._dropout, draw)
-            if module:
-                current.leave_module()
-        numbers = [row for place in sorted(rows) for row in rows[place]]
-        return (on_device(torch.tensor(numbers, dtype=torch.int64).reshape(-1, 3).T.contiguous(), device),)
 
     def _gather_in_backward(self, outputs: Sequence[Any]) -> None:
         """Whatever leaves the unit has it gathered before its node runs."""
@@ -282,24 +241,13 @@ def _compile_checked(module: torch.fx.GraphModule, inputs: Any, **settings: Any)
     return compile_fx_inner(module, inputs, **settings)
 
 
-def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
-    copy, same = torch.fx.Graph(graph.owning_module), dict[torch.fx.Node, torch.fx.Node]()
-    copy.output(copy.graph_copy(graph, same))
-    for old, new in same.items():
-        if source := getattr(old, "_dynamo_source", None):
-            new._dynamo_source = source
-    return copy
-
-
-def _site_of(node: torch.fx.Node, names: Mapping[str, str], sites: Sites) -> str:
-    """The site of a node that draws, in the unit."""
-    site = ""
-    for key in (str(call).split("@")[0] for call in node.meta.get("nn_module_stack") or {}):
-        if key in names:
-            site, *others = sites.inside(site, names[key])
-            if others or sites.inside("", site) != [site]:
-                raise NotCompiledError(f"it draws in module {site!r}, which is in it several times")
-    return site
+def refuse_random(graph: torch.fx.Graph) -> None:
+    """Raises NotCompiledError for an operator that draws, in a graph that is to be compiled."""
+    for node in graph.nodes:
+        op = node.target
+        seeds = isinstance(op, OpOverload) and seeded(op) and not draws_nothing(op, node.args, node.kwargs)
+        if seeds or "inductor_seed" in str(op):
+            raise NotCompiledError("it draws random numbers (dropout, for example), which belong to the whole run")
 
 
 def _first_line(error: BaseException) -> str:

@@ -121,14 +121,29 @@ class DropoutRNG(Handler):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """``F.scaled_dot_product_attention``; with dropout on the weights, written out."""
+        """``F.scaled_dot_product_attention``; with dropout on the weights, written out.
+
+        As torch's, it scales queries and keys (fp16 overflows late), and a query that may attend to nothing gets zeros.
+        """
         if not dropout_p:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        return written_out(
-            lambda weights: self.dropout(weights, dropout_p), query, key, value, attn_mask, is_causal, scale, enable_gqa
-        )
+        if enable_gqa:
+            groups = query.size(-3) // key.size(-3)
+            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        scale = query.size(-1) ** -0.5 if scale is None else scale
+        root = math.sqrt(abs(scale))
+        scores = (query * math.copysign(root, scale)) @ (key * root).transpose(-2, -1)
+        if is_causal:
+            future = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).triu(1)
+            scores = scores.masked_fill(future, float("-inf"))
+        if attn_mask is not None:
+            hidden = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, float("-inf")) if hidden else scores + attn_mask
+            nothing = scores.isneginf().all(-1, keepdim=True)
+            return self.dropout(scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0), dropout_p) @ value
+        return self.dropout(scores.softmax(-1), dropout_p) @ value
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
         context, own_generator = self.current.context, kwargs.get("generator") is not None
@@ -153,35 +168,6 @@ class DropoutRNG(Handler):
                 return STREAMS[func](self, *args, **kwargs)
             raise no_stream(getattr(func, "__name__", str(func)), context.module.name)
         return func(*args, **kwargs)
-
-
-def written_out(
-    drop: Callable[[Tensor], Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """``F.scaled_dot_product_attention``, its weights through ``drop``; as torch's, it scales queries and keys alike
-    (fp16 overflows late), and a query that may attend to nothing gets zeros."""
-    if enable_gqa:
-        groups = query.size(-3) // key.size(-3)
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    scale = query.size(-1) ** -0.5 if scale is None else scale
-    root = math.sqrt(abs(scale))
-    scores = (query * math.copysign(root, scale)) @ (key * root).transpose(-2, -1)
-    if is_causal:
-        future = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-    if attn_mask is not None:
-        hidden = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, float("-inf")) if hidden else scores + attn_mask
-        nothing = scores.isneginf().all(-1, keepdim=True)
-        return drop(scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)) @ value
-    return drop(scores.softmax(-1)) @ value
 
 
 class _Bernoulli(TorchDispatchMode):

@@ -52,6 +52,22 @@ def test_a_block_that_writes_to_its_buffers_is_refused() -> None:
         refused(model_of(cases.Block(), block), f"block 'blocks.1' writes to its buffer '{name}' in forward")
 
 
+class Counts(nn.Module):
+    """Every call makes something else of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.inner(x_BC)) / self.calls
+
+
+def test_a_block_that_counts_its_calls_is_refused() -> None:
+    refused(model_of(cases.Block(), Counts()), "block 'blocks.1' writes to its attribute 'calls' in forward")
+
+
 class Normed(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

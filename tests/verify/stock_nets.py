@@ -229,7 +229,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], int | None]] = {
     "attention": (Attending, 4),
     "attention, weights": (lambda: Attending(weights=True), 4),
     "attention, biases": (lambda: Attending(add_bias_kv=True, add_zero_attn=True), 4),
-    "lstm": (lambda: Recurrent(nn.LSTM(WIDTH, 5, 2, batch_first=True, bidirectional=True, dropout=0.3), 10), 4),
+    "lstm": (lambda: Recurrent(nn.LSTM(WIDTH, 5, 2, batch_first=True, bidirectional=True), 10), 4),
     "gru": (lambda: Recurrent(nn.GRU(WIDTH, 5, batch_first=True), 5), 4),
     "cell": (lambda: Stepping(nn.GRUCell(WIDTH, 5), 5), 4),
     "weight norm": (changed(parametrizations.weight_norm), None),

@@ -12,7 +12,6 @@ tensor_parallel.py     the tensor axis of a stage, and the slices of dropout mas
 products.py            handler: who multiplies for linear layers, and when weight gradients are made
 sites.py               the names of the places where a forward draws
 dropout.py             handler: dropout that belongs to the model, not to the process
-recurrent.py           stacked LSTM and GRU with dropout, one layer at a time
 compiled.py            units whose forward is compiled, between the engine's hooks
 random_streams.py      what else draws: noise, stochastic depth, jitter
 

@@ -1,7 +1,7 @@
 """What a program keeps on its modules beside parameters, buffers and modules: settings, counters, flags.
 
 block.alpha = 0.5        a program sets it between steps         every stage's copy follows (``anymodel``)
-self.calls += 1          a forward writes it                     once, also where the forward runs again (``recompute``)
+self.calls += 1          a forward writes it                     refused where the forward runs again (``recompute``)
 """
 
 from typing import Any

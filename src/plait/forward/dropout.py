@@ -5,7 +5,7 @@ name of a site comes from ``sites``.  Whoever computes a sample, in whatever mic
 same mask: no cut of the batch changes it, and nothing draws from a global generator.  The bits (see ``sharded.masks``)
 come from a hash of the "hash prospector" family, which needs no generator object and runs on every device.
 
-It sees every function that draws: it serves ``F.dropout``, the attention kernel and recurrent layers, runs composite
+It sees every function that draws: it serves ``F.dropout`` and the attention kernel, runs composite
 functions (multi-head attention) under a dispatch mode that serves their Bernoulli draws, and refuses every other random
 operator.
 It leaves alone what is given a generator, unless that runs twice, and everything in eval mode.
@@ -24,7 +24,6 @@ from plait.forward.interceptor import Function, Handler
 from plait.forward.masks import Slice, keep_mask, stream_key
 from plait.forward.random_ops import draws_nothing, is_random, no_stream, seeded
 from plait.forward.random_streams import STREAMS
-from plait.forward.recurrent import draws, is_packed, layer_by_layer
 from plait.torch_private import TorchDispatchMode
 
 SliceOf = Callable[[str, Sequence[int]], Slice | None]
@@ -160,10 +159,7 @@ class DropoutRNG(Handler):
         if func in _COMPOSITE:
             with _Bernoulli(self):
                 return func(*args, **kwargs)
-        recurrent = draws(func, args)
-        if recurrent and not is_packed(args):
-            return layer_by_layer(func, args, lambda x: self.dropout(x, args[5]))
-        if not own_generator and recurrent is not False:
+        if not own_generator and not _drops_nothing(func, args):
             if func in STREAMS:
                 return STREAMS[func](self, *args, **kwargs)
             raise no_stream(getattr(func, "__name__", str(func)), context.module.name)
@@ -189,6 +185,15 @@ class _Bernoulli(TorchDispatchMode):
         if seeded(func) and not draws_nothing(func, args, kwargs or {}):
             raise no_stream(str(func), self.dropout.current.context.module.name)
         return func(*args, **(kwargs or {}))
+
+
+def _drops_nothing(func: Function, args: Sequence[Any]) -> bool:
+    """Returns True for a recurrent layer without dropout between its layers."""
+    if getattr(func, "__name__", "") not in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        return False
+    weights = next(place for place, value in enumerate(args) if isinstance(value, list))
+    _has_biases, num_layers, dropout, train = args[weights + 1 : weights + 5]
+    return not (dropout and train and num_layers > 1)
 
 
 _SERVED: dict[Function, Function] = {

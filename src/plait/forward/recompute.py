@@ -146,8 +146,8 @@ def _check_unwritten(held: Iterable[tuple[Tensor, int]]) -> None:
 
 def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: Parallel, *, sequence: bool) -> None:
     """Make the forward of a block one that runs again in the backward.  Raises ValueError for a block whose input the
-    tensor plan changes before its forward sees it; at its first forward for one that writes to a buffer; and at any
-    for one that writes to a parameter."""
+    tensor plan changes before its forward sees it; at its first forward for one that writes to a buffer or counts; and
+    at any for one that writes to a parameter."""
     style = parallel.styles.get(name)
     if sequence and style and style.kind == "enter":
         raise ValueError(
@@ -157,23 +157,18 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
     module = model.get_submodule(name)
     once, checked, parameters = module.forward, set[bool](), dict(module.named_parameters())
     early_stop = not parallel.styles  # a message over the tensor axis may come after all that the backward reads
-    counts = False
 
     @wraps(once)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal counts
         if not torch.is_grad_enabled():
             return once(*args, **kwargs)
         unseen = module.training not in checked and not in_backward()
         with DisableTorchFunction():
             versions = [parameter._version for parameter in parameters.values()]
             before = _values(module) if unseen else {}
-        numbers = _numbers(module) if unseen or counts else {}
-        function = _WithNumbers(module, once, numbers) if numbers else once
+        numbers = _numbers(module) if unseen else {}
         try:
-            output = called_twice(
-                interceptor.current, function, args, kwargs, seen_by=interceptor, early_stop=early_stop
-            )
+            output = called_twice(interceptor.current, once, args, kwargs, seen_by=interceptor, early_stop=early_stop)
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
                 raise
@@ -195,39 +190,20 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
             )
         if unseen:
             checked.add(module.training)
-            counts = counts or numbers != _numbers(module)
+            if counted := [key for (m, key), value in _numbers(module).items() if numbers.get((m, key)) != value]:
+                raise ValueError(
+                    f"block {name!r} writes to its attribute {counted[0]!r} in forward, and recompute='full' would "
+                    f"write to it twice: leave recompute out, or count outside of the block"
+                )
         return output
 
     module.forward = forward
-
-
-class _WithNumbers:
-    """A block's forward that begins with the same numbers when it runs again, and leaves those that it finds then."""
-
-    def __init__(self, module: nn.Module, forward: Function, numbers: Mapping[tuple[nn.Module, str], Any]) -> None:
-        self._module, self._forward, self._numbers, self._ran = module, forward, numbers, False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._ran:
-            self._ran = True
-            return self._forward(*args, **kwargs)
-        now = _numbers(self._module)
-        _set(self._numbers)
-        try:
-            return self._forward(*args, **kwargs)
-        finally:
-            _set(now)
 
 
 def _numbers(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
     """What a block and the modules inside keep as plain numbers, flags and words (a counter)."""
     modules = [*module.modules()]
     return {(m, key): v for m in modules for key, v in attributes_of(m).items() if v is None or type(v) in PLAIN}
-
-
-def _set(numbers: Mapping[tuple[nn.Module, str], Any]) -> None:
-    for (module, key), value in numbers.items():
-        vars(module)[key] = value
 
 
 def _values(module: nn.Module) -> dict[str, Tensor]:

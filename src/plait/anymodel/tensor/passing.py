@@ -1,8 +1,7 @@
 """What passes the sites of a plan, seen in a forward of the plain model.
 
 How large a message over the tensor axis is depends on what comes to its site: tokens, patches of an image, the stream
-of an encoder or a decoder.  A batch does not say so, but a forward does.  A small model runs as it is; of a large one,
-or one without values yet, fake tensors have the shapes, and cost neither memory nor products.
+of an encoder or a decoder.  A batch does not say so, but a forward does.
 
     plain model ── hooks on what the plan names ──►  {Site: (Passing(shape, trains), ...)}  ──►  plan.predict_tensor
 
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from plait.table.tensor_plan import Passing, Passings, Site
@@ -30,19 +28,6 @@ from plait.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 OF_OUTPUTS = ("leave", "sum", "gather")
 """Sites of what a module returns; all others are of what it reads."""
-
-SMALL = 1 << 26
-"""Parameters up to which products take less time than the bookkeeping of fake tensors."""
-
-
-class CpuFakes(FakeTensorMode):
-    """Fake tensors of the CPU.
-
-    torch 2.11 built for CUDA sets a guard of GPUs at each entrance, also where there is none, and crashes if threads do
-    so at once.
-    """
-
-    avoid_device_init = False
 
 
 class PassingOf:
@@ -55,57 +40,32 @@ class PassingOf:
 
     def __init__(self, build: Callable[[], nn.Module], loss_fn: Callable[[nn.Module, Any], Tensor]) -> None:
         self._build, self._loss_fn = build, loss_fn
-        self._mode = CpuFakes(allow_non_fake_inputs=True)
         self._one_at_a_time = Lock()  # ranks may be threads that have one job
         self._known: dict[Hashable, Passings | None] = {}
 
     def __call__(self, batch: Any, parallel: Parallel) -> Passings | None:
-        """None: neither the values there are nor fake tensors come through the forward."""
+        """None: the forward fails, and the engine's own will say what is wrong."""
         sizes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in tree_leaves(batch))
         key = sizes, parallel.sites, tuple(parallel.styles.items())
         with self._one_at_a_time:
             if key not in self._known:
                 self._known[key] = None
-                with suppress(Exception):  # with values, the engine's own forward says what is wrong
-                    self._known[key] = self._look(batch, parallel)
+                with suppress(Exception), torch.random.fork_rng(devices=[]):
+                    moved = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, batch)
+                    self._known[key] = passings(_valued(self._build()), self._loss_fn, moved, parallel)
             return self._known[key]
 
-    def _look(self, batch: Any, parallel: Parallel) -> Passings | None:
-        model = self._build()
-        valued = not any(parameter.is_meta for parameter in model.parameters())
-        if valued and sum(parameter.numel() for parameter in model.parameters()) <= SMALL:
-            return self._real_run(model, batch, parallel)
-        found = self._fake_run(model, batch, parallel)
-        return self._real_run(self._build(), batch, parallel) if valued and found is None else found
 
-    def _fake_run(self, model: nn.Module, batch: Any, parallel: Parallel) -> Passings | None:
-        with suppress(DataDependentOutputException, DynamicOutputShapeException), self._mode:
-            moved = tree_map(lambda x: _like(x) if isinstance(x, Tensor) else x, batch)
-            return passings(_faked(model), self._loss_fn, moved, parallel)
-        return None
-
-    def _real_run(self, model: nn.Module, batch: Any, parallel: Parallel) -> Passings:
-        with torch.random.fork_rng(devices=[]):
-            moved = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, batch)
-            return passings(model, self._loss_fn, moved, parallel)
-
-
-def _faked(model: nn.Module) -> nn.Module:
-    """The model with parameters and buffers that have no values; under a ``FakeTensorMode``."""
-    memo: dict[int, Tensor] = {}
+def _valued(model: nn.Module) -> nn.Module:
+    """The model with zeros in the place of what is on meta."""
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                made = memo.setdefault(id(parameter), nn.Parameter(_like(parameter), parameter.requires_grad))
-                module._parameters[name] = made  # type: ignore[assignment]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = memo.setdefault(id(buffer), _like(buffer))
+        for held in (module._parameters, module._buffers):
+            for name, value in held.items():
+                if value is not None and value.is_meta:
+                    zeros = torch.zeros_like(value, device="cpu")
+                    made = nn.Parameter(zeros, value.requires_grad) if isinstance(value, nn.Parameter) else zeros
+                    held[name] = made  # type: ignore[assignment]
     return model
-
-
-def _like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def passings(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, parallel: Parallel) -> Passings:

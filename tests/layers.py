@@ -58,6 +58,7 @@ SHARES: dict[str, Share] = {
     "benchmarks/test_results.py::test_the_command_refuses_a_damaged_file_and_a_suite_that_is_not_there": PROCESSES,
     "benchmarks/test_results.py::test_a_suite_that_hangs_is_stopped_with_its_children_and_keeps_its_rows": PROCESSES,
     "benchmarks/test_gpu.py": PROCESSES,
+    "benchmarks/test_planner.py::test_a_folder_without_the_data_is_refused": PROCESSES,
     "chaos/test_chaos.py::test_a_short_campaign": PROCESSES,
     "checkpoint/test_dcp_oracle.py": ORACLES,
     "checkpoint/test_dropped_keys.py": FULL,

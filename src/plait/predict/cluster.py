@@ -43,25 +43,31 @@ class Link:
 class Reached:
     """The shares of the data sheet's figures that programs reach, and the constants of an implementation.
 
-    docs/planner.md tells which runs they were fitted on."""
+    The defaults are llm-foundry's on A100 (docs/planner.md), rounded."""
 
-    product: float = 0.8
+    product: float = 0.74
     """Of the peak, a large matrix product without a partly filled wave."""
-    depth: float = 100.0
+    depth: float = 135.0
     """Elements of the inner dimension at which a product takes twice its time."""
     wave: float = 0.7
     """Of the last wave of tiles that is not full, the part that costs time (0: none, 1: all)."""
-    attention: float = 0.4
+    attention: float = 0.51
     """Of the peak, the products inside attention."""
     memory: float = 0.8
     """Of the memory's bandwidth."""
-    passes: float = 1.0
+    passes: float = 1.05
     """Element-wise traffic of a block, over that of fused operators."""
-    kernels: float = 45.0
+    kernels: float = 70.0
     """Kernels that a block launches forward."""
+    calls: float = 4.0
+    """Kernels in whose launching time a collective is called."""
+    starts: float = 0.42
+    """Of the time to launch a kernel, the part that its start takes on the device."""
+    head: float = 1.0
+    """Times that the head's products take where the tensor axis does not cut them."""
     network: float = 0.8
     """Of a link's bandwidth, a large message."""
-    fixed: float = 2e-3
+    fixed: float = 1e-3
     """Seconds of a step that nothing else explains."""
 
 
@@ -110,13 +116,18 @@ TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 
 def _preset(
     name: str, memory: float, bandwidth: float, bf16: float, fp32: float, units: int, inside: float, between: float,
-    latency: float = 3.0, devices: int = 8,
+    latency: float = 3.0, devices: int = 8, reached: Reached = Reached(),
 ) -> Cluster:  # fmt: skip
     """A row of the table: GB, GB/s, TFLOP/s (fp32 by TF32 products where there are any), GB/s, microseconds."""
     peak = {"bf16": bf16 * TERA, "fp16": bf16 * TERA, "fp32": fp32 * TERA}
     device = Accelerator(memory * GIGA, bandwidth * GIGA, peak, units)
-    return Cluster(name, device, Link(inside * GIGA, latency * MICRO), Link(between * GIGA, 10 * MICRO), 1, devices)
+    return Cluster(
+        name, device, Link(inside * GIGA, latency * MICRO), Link(between * GIGA, 10 * MICRO), 1, devices, reached
+    )
 
+
+HOPPER = Reached(product=0.6, attention=0.39)
+"""llm-foundry's on H100 (docs/planner.md), rounded; for B200 and GB200 no row tells others."""
 
 PRESETS: dict[str, Cluster] = {
     row.name: row
@@ -129,13 +140,13 @@ PRESETS: dict[str, Cluster] = {
         _preset("a100-40", 40, 1555, 312, 156, 108, 300, 200),
         _preset("a100-80", 80, 2039, 312, 156, 108, 300, 200),
         # H100 SXM: NVIDIA H100 data sheet, 2023 (sparse figures halved); NVLink 900 GB/s; DGX H100: eight 400 Gb/s
-        _preset("h100", 80, 3350, 989.4, 494.7, 132, 450, 400),
+        _preset("h100", 80, 3350, 989.4, 494.7, 132, 450, 400, reached=HOPPER),
         # H200 SXM: NVIDIA H200 data sheet, 2024; as H100 but for its memory
-        _preset("h200", 141, 4800, 989.4, 494.7, 132, 450, 400),
+        _preset("h200", 141, 4800, 989.4, 494.7, 132, 450, 400, reached=HOPPER),
         # B200: NVIDIA DGX B200 data sheet, 2024, per GPU (sparse figures halved); NVLink 1.8 TB/s; eight 400 Gb/s
-        _preset("b200", 180, 8000, 2250, 1125, 148, 900, 400),
+        _preset("b200", 180, 8000, 2250, 1125, 148, 900, 400, reached=HOPPER),
         # GB200 NVL72: NVIDIA data sheet, 2024, per GPU; a "host" is a rack of 72 GPUs, one 400 Gb/s port for each
-        _preset("gb200", 186, 8000, 2500, 1250, 148, 900, 3600, devices=72),
+        _preset("gb200", 186, 8000, 2500, 1250, 148, 900, 3600, devices=72, reached=HOPPER),
     )
 }
 """Clusters of one host, by the name of their accelerator."""

@@ -1,6 +1,7 @@
 """Seconds of a planned step, by what bounds each part.
 
-    block      max(launches of its kernels, products + attention + element-wise traffic + messages on the tensor axis)
+    block      products + attention + element-wise traffic + messages on the tensor axis + starts of kernels, or the
+               time that the CPU takes to launch its kernels if that is longer
     rank       a forward and a backward of its blocks, the embedding, the head and the loss, for one microbatch
     step       microbatches x slowest rank + waits of the order + messages of the row that computation does not hide
                + update
@@ -37,7 +38,7 @@ class Pass:
     traffic: float = 0.0
     tensor: float = 0.0
     launch: float = 0.0
-    """Seconds by which the CPU's launches exceed the rest."""
+    """Seconds of starting kernels, or by which launching them takes longer than the rest."""
 
     @property
     def total(self) -> float:
@@ -127,13 +128,13 @@ def block_passes(s: DecoderSizes, cluster: Cluster, dtype: str, tensor: float) -
     products += product(s.width, ffn * (2 if s.gated else 1)) + product(ffn, s.width)
     attention = 4 * s.tokens * s.length * head / (peak * reached.attention)
     moved = traffic_of_block(s) * reached.passes / (cluster.device.bandwidth * reached.memory)
-    launches = reached.kernels * cluster.device.launch
+    collectives = (4 if s.sequence else 2) * (s.ways > 1)
     passes = []
     for times in (1, 2):
+        launches = (times * reached.kernels + collectives * reached.calls * (s.ways - 1)) * cluster.device.launch
         busy = times * (products + attention + moved) + tensor
-        passes.append(
-            Pass(times * products, times * attention, times * moved, tensor, max(0.0, times * launches - busy))
-        )
+        waits = max(reached.starts * launches, launches - busy)
+        passes.append(Pass(times * products, times * attention, times * moved, tensor, waits))
     return passes[0], passes[1]
 
 
@@ -162,27 +163,32 @@ def rank_passes(plan: Plan, share: RankLinks) -> tuple[Pass, Pass]:
     """Forward and backward of one microbatch on a rank of the pipe axis, with what is recomputed."""
     s, cluster = plan.sizes, plan.cluster
     reached, peak, device = cluster.reached, cluster.peak(plan.dtype), cluster.device
-    forward, backward = block_passes(s, cluster, plan.dtype, tensor_seconds(plan))
+    tensor = tensor_seconds(plan)
+    forward, backward = block_passes(s, cluster, plan.dtype, tensor)
     if plan.recompute == "full":
         backward = backward.plus(forward)
     elif plan.recompute == "selective":
         backward = backward.plus(Pass(attention=forward.attention))
     there, back = Pass().plus(forward, share.blocks), Pass().plus(backward, share.blocks)
-    rate = device.bandwidth * reached.memory
+    rate, launch = device.bandwidth * reached.memory, ENDS * reached.kernels * device.launch
     if share.embed:
         moved = 2 * s.stream * s.width * s.itemsize / rate
-        there, back = there.plus(Pass(traffic=moved)), back.plus(Pass(traffic=2 * moved))
+        there = there.plus(Pass(traffic=moved, tensor=tensor / 2, launch=launch))
+        back = back.plus(Pass(traffic=2 * moved, launch=2 * launch))
     if share.head:
         columns = s.vocabulary / s.ways
         product = product_seconds(s.tokens, s.width, columns, peak, device.units, reached)
+        product *= reached.head if s.ways == 1 else 1.0
         moved = LOSS_PASSES * s.tokens * columns * s.wide / rate
-        there = there.plus(Pass(products=product, traffic=moved))
-        back = back.plus(Pass(products=2 * product, traffic=moved))
+        there = there.plus(Pass(products=product, traffic=moved, launch=launch))
+        back = back.plus(Pass(products=2 * product, traffic=moved, tensor=tensor / 2, launch=2 * launch))
     return there, back
 
 
-LOSS_PASSES = 3
+LOSS_PASSES = 5
 """Times that the loss reads or writes the logits in fp32, in each pass."""
+ENDS = 0.25
+"""Kernels of the embedding, and of head and loss, over those of a block."""
 
 
 def duration(plan: Plan) -> Duration:
@@ -278,8 +284,11 @@ def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
         passes = (("forward", 2 if plan.recompute == "full" else 1), ("backward", 1))
         kinds = ("all_gather", "reduce_scatter") if s.sequence else ("all_reduce",)
         for phase, runs in passes:
+            end = share.embed if phase == "forward" else share.head
             for kind in kinds:
                 add(phase, kind, ("tensor",), 2 * whole * share.blocks, 2 * share.blocks, m * runs)
+            for kind in (kinds[-1],) * end:
+                add(phase, kind, ("tensor",), whole, 1, m)
     if mesh.pipe > 1:
         add("pipe", "send", ("pipe",), whole, 1, 2 * m * plan.stages_per_rank)
     return tuple(found)

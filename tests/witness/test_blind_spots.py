@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from judged_cases import WIDTH, Batch, adamw, backward, batch, judged, net, squares
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import plait
@@ -64,14 +62,6 @@ def test_updates_that_stop_are_left_out_and_other_forwards_are_told(tmp_path: Pa
     assert "step 2, update: the one rank: the loop made 2 of 5 steps" in found.text
     assert judged(tmp_path / "full", witnessed=2, due=5).equal, "the witness was to write two"
     assert judged(tmp_path / "looks", stops, steps=3).equal, "it may be an evaluation of the next batch"
-
-
-def test_what_an_earlier_version_has_witnessed_is_judged(tmp_path: Path) -> None:
-    assert judged(tmp_path, steps=2).equal
-    about = {"steps": 2, "all": True, "calls": 0, "late": []}  # forwards were counted, and are listed now
-    save_file({}, tmp_path / "w/rank-00000/end.safetensors", {"plait": json.dumps(about)})
-    job = plait.UserJob(net, squares, batch, lambda b: b[1].numel(), adamw)
-    assert plait.judge(job, tmp_path / "w").equal
 
 
 def test_optimizers_that_had_no_turn_yet_are_told_and_not_accused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A witnessed folder, read back: nothing in it is believed before it is held against the rest.
+"""A witnessed folder, read back: the sizes, dtypes and ranks in it are held against one another.
 
 start, end      read at once: few, and who has what
 steps           read one at a time, as they are judged; as many as every rank has written whole
@@ -6,7 +6,7 @@ steps           read one at a time, as they are judged; as many as every rank ha
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +23,8 @@ from plait.referee.witness.pieces import Piece
 from plait.referee.witness.record import BUFFER, FORMAT, KEY, rank_folder, step_file
 from plait.table.layout import Region
 
-MOST_RANKS = 4096
-LONGEST_NUMBER = 20
-"""Digits of a whole number."""
+STEP = {"step", "calls", "losses", "late", "stepped", "options"}
+"""What a step's JSON has."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,7 @@ class RankRun:
         """A step; ValueError for a damaged file."""
         path = step_file(self.place, number)
         about, tensors = _read(path)
-        groups = [piece.group for piece in self.pieces if piece.group is not None]
-        if about.get("step") != number or not _is_step(about, groups):
+        if about.get("step") != number or about.keys() != STEP:
             raise _damaged(path, "it is no step of a witness")
         step = _kept(path, about, tensors, self)
         if missing := sorted(self.regions.keys() - step.of("after").keys()):
@@ -180,8 +178,6 @@ def _run(place: Path, rank: int) -> RankRun:
         ranks, inputs = int(about["ranks"]), bool(about["inputs"])
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, f"its pieces are not told ({error})") from error
-    if not 1 <= ranks <= MOST_RANKS:
-        raise _damaged(path, f"it says {ranks} ranks")
     buffers = {key.removeprefix(BUFFER): value for key, value in tensors.items() if key.startswith(BUFFER)}
     start = {piece.name: tensors[piece.name] for piece in pieces}
     run = RankRun(rank, ranks, inputs, path.parent, pieces, start, buffers, None)
@@ -189,35 +185,9 @@ def _run(place: Path, rank: int) -> RankRun:
     if not last.exists():
         return run
     about, ending = _read(last)
-    if type(about.get("calls")) is int:  # earlier versions counted them
-        about["calls"] = []
-    if not _numbers(about.get("late", [])) or not _is_calls(about.get("calls")):
+    if "calls" not in about:
         raise _damaged(last, "it is no end of a witness")
     return replace(run, end=_kept(last, about, ending, run))
-
-
-def _is_step(about: Mapping[str, Any], groups: Iterable[tuple[int, int]]) -> bool:
-    """Whether what is told of a step is of the kinds that a witness tells, for these groups of its optimizers."""
-    calls, stepped, options = (about.get(name) for name in ("calls", "stepped", "options"))
-    if not _is_calls(calls) or not isinstance(stepped, list) or not isinstance(options, list):
-        return False
-    if not all(type(number) is int and 0 <= number < len(options) for number in stepped):
-        return False
-    if not all(isinstance(own, list) and all(isinstance(group, dict) for group in own) for own in options):
-        return False
-    there = all(0 <= j < len(options[i]) for i, j in groups if i in stepped)
-    return there and _numbers(about.get("losses")) and _numbers(about.get("late"))
-
-
-def _is_calls(calls: Any) -> bool:
-    """Whether it is what is told of forwards: the samples of each, or None."""
-    if not isinstance(calls, list):
-        return False
-    return all(c is None or (isinstance(c, list) and all(isinstance(row, str) for row in c)) for c in calls)
-
-
-def _numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, int | float) for value in values)
 
 
 def _kept(path: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor], run: RankRun) -> RankStep:
@@ -244,26 +214,20 @@ def _pieces(told: Any, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
         if tuple(stop - start for start, stop in region) != tuple(tensors[one["name"]].shape):
             raise ValueError(f"{one['name'][:80]!r} has another size")
         group = None if one["group"] is None else (int(one["group"][0]), int(one["group"][1]))
-        yield Piece(str(one["name"]), region, bool(one["trained"]), group, bool(one.get("flat", False)))
+        yield Piece(str(one["name"]), region, bool(one["trained"]), group, bool(one["flat"]))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     data = read_file(path, "what was witnessed", memory())
     try:
         size = int.from_bytes(data[:8], "little")
-        about = json.loads(json.loads(data[8 : 8 + size].decode())["__metadata__"][KEY], parse_int=_short)
+        about = json.loads(json.loads(data[8 : 8 + size].decode())["__metadata__"][KEY])
         tensors = restored(load(data))
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise _damaged(path, f"{type(error).__name__}: {str(error)[:100]}") from error
     if not isinstance(about, dict):
         raise _damaged(path, "it is not what a witness writes")
     return about, tensors
-
-
-def _short(digits: str) -> int:
-    if len(digits) > LONGEST_NUMBER:
-        raise ValueError(f"a number has {len(digits)} digits")
-    return int(digits)
 
 
 def _damaged(path: Path, why: str) -> ValueError:

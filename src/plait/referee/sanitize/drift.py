@@ -10,11 +10,7 @@ Memory that flips a bit, or a program that writes on one rank only, trains on in
 A cell cuts its state over some data axes; over the others all ranks hold the same.  What a single rank holds cannot be
 compared.  The check comes before the update, so no parameter of that step was changed.
 
-Buffers may be a rank's own, and a forward may write them in ways that torch does not count (``.data``, kernels).  So
-each rank compares those of floats with what they were at its check before:
-
-    no rank ever changed it, and now one rank alone, by one bit, uncounted      all ranks raise
-    anything else                                                               a program has written: never looked at
+Of buffers only those that all ranks make together (nn.SyncBatchNorm) are compared.
 """
 
 from __future__ import annotations
@@ -67,34 +63,6 @@ class Replica:
     tensor: Tensor
 
 
-@dataclass
-class Watched:
-    """A buffer of this rank, as it was at the last check."""
-
-    buffer: Tensor
-    version: int
-    data: bytes
-    fate: int
-
-
-SAME, ONE_BIT, WRITTEN = range(3)
-"""The changes of a buffer since the first check."""
-
-
-def struck(rows: Sequence[Mapping[str, int]]) -> dict[str, str]:
-    """The buffers that are the same on all ranks but one, where one bit has changed, with the place as a text.
-
-    Args:
-        rows: by rank, the change of each of its buffers, by name.
-    """
-    found = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        fates = {rank: row[name] for rank, row in enumerate(rows) if name in row}
-        if len(fates) > 1 and sorted(fates.values()) == [SAME] * (len(fates) - 1) + [ONE_BIT]:
-            found[name] = f"has changed by one bit, on rank {max(fates, key=fates.__getitem__)} alone"
-    return found
-
-
 def odd_ones(rows: Sequence[Mapping[str, int]]) -> dict[str, str]:
     """For each name that differs, a text that says on which ranks: those outside of a majority, or all.
 
@@ -133,7 +101,6 @@ class DriftCheck:
         if mesh.pipe > 1:
             self.kinds += [(*kind, "pipe") for kind in self.kinds]
         self.kinds = [kind for kind in self.kinds if kind]
-        self._watched: dict[str, Watched] = {}
 
     def __call__(self, event: str, engine: Engine) -> None:
         """Looks before an update, when the ranks have agreed on its step."""
@@ -157,17 +124,15 @@ class DriftCheck:
             sums[held.what] = checksum = _checksum(held.tensor)
             of_kind[held.axes] = zlib.crc32(f"{held.what} {checksum}".encode(), of_kind[held.axes])
         sums |= {what: zlib.crc32(repr(value).encode()) for what, value in numbers.items()}
-        fates = self._look_at_buffers()
-        mine = [*of_kind.values(), zlib.crc32(repr(numbers).encode()), ONE_BIT in fates.values()]
+        mine = [*of_kind.values(), zlib.crc32(repr(numbers).encode())]
         rows = gather_ints(comm, mine, AGREEING, NOTE)
-        suspicious = any(row[-1] or row[-2] != rows[0][-2] for row in rows) or any(
+        suspicious = any(row[-1] != rows[0][-1] for row in rows) or any(
             len({rows[rank][i] for rank in group} - {0}) > 1  # 0: it has no tensor of that kind, as of a tied weight
             for i, axes in enumerate(self.kinds)
             for group in comm.mesh.groups(axes)
         )
         if suspicious:
-            told = [json.loads(text) for text in gather_texts(comm, json.dumps([sums, fates]), NOTE)]
-            if found := odd_ones([sums for sums, _ in told]) | struck([fates for _, fates in told]):
+            if found := odd_ones([json.loads(text) for text in gather_texts(comm, json.dumps(sums), NOTE)]):
                 raise DriftError(self._told(step, found))
         self._last = step
 
@@ -209,44 +174,13 @@ class DriftCheck:
                 if is_plain(value):
                     place = o.run.start, o.run.stop
                     yield replica(row.optim, f"{key} of", o.name, o.flat, place, value)
-        for name, buffer, synchronised in self._buffers():
-            if synchronised:
-                yield Replica(alike(FULL, mesh, whole=True), f"buffer {name!r}", buffer)
-
-    def _buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yields names and buffers of this rank, and True for those that all ranks make together."""
-        for stage in self.placed.stages.values():
+        for stage in placed.stages.values():
             for path, module in stage.model.named_modules():
-                for name, buffer in module.named_buffers(path, recurse=False):
-                    yield name, buffer, isinstance(module, nn.SyncBatchNorm)
-
-    def _look_at_buffers(self) -> dict[str, int]:
-        """The change of each buffer, by name."""
-        before, self._watched = self._watched, {}
-        for name, buffer, synchronised in self._buffers():
-            if synchronised or not buffer.is_floating_point() or buffer.layout is not torch.strided:
-                continue
-            last = before.get(f"buffer {name!r}")
-            if last is not None and last.fate != SAME:
-                now = Watched(buffer, 0, b"", WRITTEN)
-            else:
-                now = Watched(buffer, buffer._version, bytes(_bytes(buffer)), SAME)
-                if last is not None and now.data != last.data:
-                    uncounted = last.buffer is buffer and last.version == now.version
-                    now.fate = ONE_BIT if uncounted and _bits(last.data, now.data) == 1 else WRITTEN
-            self._watched[f"buffer {name!r}"] = now
-        return {name: watched.fate for name, watched in self._watched.items()}
-
-
-def _bits(one: bytes, other: bytes) -> int:
-    """The number of bits that differ."""
-    return (int.from_bytes(one) ^ int.from_bytes(other)).bit_count()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return whole.view(-1).view(torch.uint8).numpy().data
+                if isinstance(module, nn.SyncBatchNorm):
+                    for name, buffer in module.named_buffers(path, recurse=False):
+                        yield Replica(alike(FULL, mesh, whole=True), f"buffer {name!r}", buffer)
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(_bytes(tensor))
+    whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return zlib.crc32(whole.view(-1).view(torch.uint8).numpy().data)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from rich.progress import Progress
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import plait
 from plait.referee.verify.program import fields_of, spoil
@@ -43,42 +47,74 @@ class Sampler:
         self.generator.set_state(state["generator"])
 
 
+class Stock:
+    """torchdata's loader, whose iterator is an attribute."""
+
+    def __init__(self) -> None:
+        draws = torch.Generator().manual_seed(5)
+        self.loader: Any = StatefulDataLoader([n % 11 for n in range(30)], batch_size=3, shuffle=True, generator=draws)
+        self.batches: Any = None
+
+    def next(self) -> list[int]:
+        self.batches = self.batches or iter(self.loader)
+        batch: Tensor = next(self.batches)
+        return batch.tolist()
+
+
+@dataclass(slots=True)
+class Best:
+    loss: float = 1e9
+    bad: int = 0
+
+
+def halved(optimizer: Optimizer) -> Any:
+    return lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+
 class Program:
     """A loop as people write it."""
 
-    def __init__(self) -> None:
+    def __init__(self, schedule: Callable[[Optimizer], Any] = halved, sampler: Callable[[], Any] = Sampler) -> None:
         self.model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.4), nn.Linear(5, 2))
         self.model.register_buffer("scale", torch.tensor(2.0))
         self.ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() < 2]
         self.optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=0.1)
-        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
+        self.schedule = schedule(self.optimizer)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        self.sampler = Sampler()
+        self.sampler = sampler()
+        self.draws, self.numpy = torch.Generator().manual_seed(1), numpy.random.default_rng(2)
+        self.best = Best()
         self.data = [torch.full((3,), float(n)).sin() for n in range(11)]
         self.steps_made = 0
 
     def step(self) -> Tensor:
         samples = self.sampler.next()
         random.random()
-        x = torch.stack([self.data[n] for n in samples])
+        x = torch.stack([self.data[n] for n in samples]) + torch.rand((), generator=self.draws)
+        x = x + float(self.numpy.random())
         loss: Tensor = (self.model(x) * self.model.scale).square().mean()
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        self.schedule.step()
+        self.schedule.step(*[loss.item()] * isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau))
         self.ema.update_parameters(self.model)
-        self.steps_made += 1
+        self.steps_made, self.best.bad = self.steps_made + 1, self.best.bad + 1
         return loss
 
     PARTS = ("model", "ema", "optimizer", "schedule", "scaler", "sampler")
 
     def save(self, path: Path) -> None:
-        state = {name: getattr(self, name).state_dict() for name in self.PARTS}
+        state = {name: self.part(name).state_dict() for name in self.PARTS}
         numbers = {"torch": torch.get_rng_state(), "python": random.getstate(), "made": self.steps_made}
-        torch.save({**state, **numbers}, path / "all.pt")
+        own = {"draws": self.draws.get_state(), "numpy": self.numpy.bit_generator.state, "bad": self.best.bad}
+        torch.save({**state, **numbers, **own}, path / "all.pt")
+
+    def part(self, name: str) -> Any:
+        found = getattr(self, name)
+        return found.loader if isinstance(found, Stock) else found
 
     def load(self, path: Path, fault: Callable[[Program, dict[str, Any]], None] | None = None) -> None:
         saved = torch.load(path / "all.pt", weights_only=False)
@@ -88,12 +124,14 @@ class Program:
         self.model.load_state_dict(saved["model"], strict=strict)
         for name in self.PARTS[1:]:
             if name in saved:
-                getattr(self, name).load_state_dict(saved[name])
+                self.part(name).load_state_dict(saved[name])
         if "torch" in saved:
             torch.set_rng_state(saved["torch"])
         if "python" in saved:
             random.setstate(saved["python"])
-        self.steps_made = saved["made"]
+        self.draws.set_state(saved["draws"])
+        self.numpy.bit_generator.state = saved["numpy"]
+        self.steps_made, self.best.bad = saved["made"], saved["bad"]
 
 
 def verify(load: Callable[[Program, Path], Any] = Program.load, **settings: Any) -> Any:
@@ -130,9 +168,24 @@ def test_the_right_one_is_right() -> None:
     report = verify()
     assert report.equal and "to the bit" in str(report)
     kinds = {finding.kind for finding in report.findings}
-    assert kinds == {"parameter", "buffer", "optimizer", "group", "state", "generator", "random", "samples", "loss"}
+    assert kinds == {"parameter", "buffer", "optimizer", "group", "state", "random", "generator", "samples", "loss"}
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1], "left as they were"
     assert verify(at=(1, 4, 5), state=lambda program: {"all": [program.model, program.sampler.position]}).equal
+
+
+BEGUN: dict[str, Callable[[], Program]] = {
+    "plateau": partial(Program, partial(lr_scheduler.ReduceLROnPlateau, patience=1)),
+    "one cycle": partial(Program, partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=30)),
+    "lambda": partial(Program, partial(lr_scheduler.LambdaLR, lr_lambda=lambda epoch: 0.9**epoch)),
+    "SWALR": partial(Program, partial(SWALR, swa_lr=0.05)),
+    "torchdata": partial(Program, sampler=Stock),
+}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("begun", BEGUN)
+def test_no_schedule_and_no_loader_is_accused(begun: str) -> None:
+    assert plait.verify_resume(BEGUN[begun], Program.step, Program.save, Program.load).equal
 
 
 def without(*keys: str) -> Callable[[Program, dict[str, Any]], None]:
@@ -196,6 +249,14 @@ FAULTS: dict[str, tuple[Callable[[Program, dict[str, Any]], None], str]] = {
         "the parameter '3.bias' of program.model differs by up to",
     ),
     "a renamed key": (renamed, "the parameter '0.weight' of program.model differs by up to"),
+    "slots": (
+        lambda program, saved: saved.__setitem__("bad", 0),
+        "program.best.bad is 0 and was 2 (as it was before the load)",
+    ),
+    "a generator": (
+        lambda program, saved: saved.__setitem__("draws", program.draws.get_state()),
+        "the state of program.draws is another (as it was before the load)",
+    ),
     "a counter": (
         lambda program, saved: saved.__setitem__("made", 0),
         "program.steps_made is 0 and was 2 (as it was before the load)",

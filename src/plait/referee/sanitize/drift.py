@@ -131,9 +131,9 @@ class DriftCheck:
             for i, axes in enumerate(self.kinds)
             for group in comm.mesh.groups(axes)
         )
-        if suspicious:
-            if found := odd_ones([json.loads(text) for text in gather_texts(comm, json.dumps(sums), NOTE)]):
-                raise DriftError(self._told(step, found))
+        told = gather_texts(comm, json.dumps(sums), NOTE) if suspicious else []
+        if found := odd_ones([json.loads(text) for text in told]):
+            raise DriftError(self._told(step, found))
         self._last = step
 
     def _told(self, step: int, found: Mapping[str, str]) -> str:

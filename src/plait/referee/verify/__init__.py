@@ -20,7 +20,6 @@ matrix.py      the command with --matrix: many layouts, a grid of verdicts
 
 resume.py      a program that is stopped and goes on against one that is not, by anybody's save and load
 program.py     what such a program goes on with, found among its attributes
-own.py         which classes are somebody's own, and what their objects keep
 """
 
 from plait.referee.verify.run import Verdict, judge, run_verify, verify

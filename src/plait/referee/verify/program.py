@@ -10,42 +10,35 @@
     deques, sets, dicts, objects of
     your own classes, slots too
 
-    found, and compared from the step behind a load on, since that step may make it anew (a cache, a position)
-
-    what an object of your own class      program.loader.seen
-    has besides its state_dict()
-    numbers, strings, tensors of your     the attribute '0.calls' of program.model
-    own modules
-
-What it cannot look into (Python's generators, iterators, samplers of libraries) shows in the samples of the next step.
+A ``state_dict()`` says all that goes on of its object.  What it forgets, and what cannot be looked into (Python's
+generators, iterators, samplers of libraries), shows in the samples, the loss or the state of the next steps.
 """
 
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from queue import Queue
-from threading import Thread
-from types import ModuleType
+from dataclasses import dataclass
+from types import MemberDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
-from plait.referee.verify.own import attributes, is_installed, is_library, own_attributes
 from plait.step import EMA, Engine
 from plait.zero.state.full import buffers_of
 from plait.zero.state.identity import fingerprint
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
+LIBRARIES = (
+    *("torch", "torchdata", "numpy", "plait"),
+    *("builtins", "functools", "pathlib", "logging", "threading", "multiprocessing", "itertools"),
+)
+"""Objects of their classes are not looked into."""
 WITHIN_LOADER = ("sampler", "batch_sampler", "generator")
-AHEAD = (Queue, Thread, Executor)
-"""How far they are depends on time."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +49,6 @@ class Field:
     """parameter, buffer, average, optimizer, group, state, generator; random: what the process shares."""
     words: str
     """What it is, as in "the lr of group 1 of program.optimizer"."""
-    later: bool = field(default=False, compare=False)
-    """Whether it counts only behind a program's first step, which may make it anew."""
 
 
 Fields = dict[Field, Any]
@@ -69,7 +60,6 @@ class _Part(NamedTuple):
 
     path: str
     value: Any
-    later: bool = False
 
 
 def fields_of(program: Any, *, shared_random: bool) -> Fields:
@@ -77,7 +67,7 @@ def fields_of(program: Any, *, shared_random: bool) -> Fields:
 
     ``shared_random``: with the process's own generators of random numbers.
     """
-    found = _all_parts(program)
+    found = list(_parts(program, PROGRAM, set()))
     names: dict[int, str] = {}
     for part in found:
         if isinstance(part.value, nn.Module):
@@ -85,15 +75,14 @@ def fields_of(program: Any, *, shared_random: bool) -> Fields:
                 names.setdefault(id(parameter), name)
     fields: Fields = {}
     for part in _without_owned(found):
-        for one, value in _fields(part.path, part.value, names):
-            fields[replace(one, later=one.later or part.later)] = _copied(value)
+        fields |= {one: _copied(value) for one, value in _fields(part.path, part.value, names)}
     fields |= _shared_random() if shared_random else {}
     return fields
 
 
 def modules_of(program: Any) -> list[nn.Module]:
     """Those that are no part of another one, engines' models among them."""
-    values = [part.value for part in _all_parts(program)]
+    values = [part.value for part in _parts(program, PROGRAM, set())]
     parts = [value.model if isinstance(value, Engine) else value for value in values]
     modules = {id(part): part for part in parts if isinstance(part, nn.Module)}
     inner = {id(module) for outer in modules.values() for module in outer.modules() if module is not outer}
@@ -106,7 +95,7 @@ def spoil(program: Any) -> None:
 
     That are the parameters that train, the buffers that a state dict has, averages, what an optimizer keeps already.
     """
-    for _, part, _ in _without_owned(list(_parts(program, PROGRAM, set()))):
+    for _, part in _without_owned(list(_parts(program, PROGRAM, set()))):
         tensors: list[Tensor] = []
         if isinstance(part, Engine):
             part.comm.wait_for_readers()
@@ -165,35 +154,11 @@ def random_kept() -> Iterator[Callable[[int], None]]:
             numpy.set_state(array)
 
 
-def _all_parts(program: Any) -> list[_Part]:
-    """What a program is made of, and what its objects keep besides what their ``state_dict()`` says."""
-    seen: set[int] = set()
-    found = list(_parts(program, "program", seen))
-    return found + [part._replace(later=True) for part in _besides(found, seen)]
-
-
-def _besides(parts: list[_Part], seen: set[int]) -> Iterator[_Part]:
-    """The attributes of objects of one's own classes that have a ``state_dict()``; modules say theirs themselves."""
-    for path, value, _ in parts:
-        if not _is_stateful(value) or isinstance(value, nn.Module | Engine | EMA):
-            continue
-        kept = {key: one for key, one in own_attributes(value).items() if not _stays_apart(one)}
-        inner = [part for key, one in kept.items() for part in _parts(one, f"{path}.{key}", seen)]
-        yield from inner
-        yield from _besides(inner, seen)
-
-
-def _stays_apart(value: Any) -> bool:
-    """What a ``state_dict()`` rightly leaves out: data, and what reads ahead."""
-    data = isinstance(value, Dataset) and not isinstance(value, IterableDataset)
-    return data or isinstance(value, AHEAD) or (_is_array(value) and type(value).__name__ == "memmap")
-
-
 def _parts(value: Any, path: str, seen: set[int], *, quiet: bool = False) -> Iterator[_Part]:
     """What a program is made of, each thing once; ``quiet``: without the numbers and texts that it keeps."""
     if isinstance(value, PLAIN):
-        if not quiet:
-            yield _Part(path, value, later=value is None)  # it may become an iterator, which is not looked at
+        if not quiet and value is not None:  # it may become an iterator, which is not looked at
+            yield _Part(path, value)
         return
     if id(value) in seen or isinstance(value, type | ModuleType):
         return
@@ -210,10 +175,34 @@ def _parts(value: Any, path: str, seen: set[int], *, quiet: bool = False) -> Ite
     elif isinstance(value, DataLoader):
         for key in WITHIN_LOADER:
             yield from _parts(getattr(value, key), f"{path}.{key}", seen)
-    elif not is_library(type(value)):
-        quiet |= is_installed(type(value)) and path != PROGRAM  # a package's objects keep what they like
-        for key, one in attributes(value).items():
+    elif not _is_library(type(value)):
+        quiet |= _is_installed(type(value)) and path != PROGRAM  # a package's objects keep what they like
+        for key, one in _attributes(value).items():
             yield from _parts(one, f"{path}.{key}", seen, quiet=quiet)
+
+
+def _is_library(kind: type) -> bool:
+    return _top(kind) in LIBRARIES
+
+
+def _is_installed(kind: type) -> bool:
+    """True if an installed package has the class."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return any(folder in file for folder in ("site-packages", "dist-packages"))
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """All that an object keeps, by name: in its ``__dict__`` and in the slots of a user's classes."""
+    found = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        for name, member in vars(kind).items():
+            if isinstance(member, MemberDescriptorType) and hasattr(value, name):
+                found.setdefault(name, member.__get__(value))
+    return found
+
+
+def _top(kind: type) -> str:
+    return (kind.__module__ or "").partition(".")[0]
 
 
 def _without_owned(parts: list[_Part]) -> list[_Part]:
@@ -238,7 +227,6 @@ def _fields(path: str, part: Any, names: Mapping[int, str]) -> Iterator[tuple[Fi
                 yield Field(kind, f"the {kind} {name!r} of {path}"), value
         for name, parameter in part.named_parameters():
             yield Field("state", f"whether {name!r} of {path} trains"), parameter.requires_grad
-        yield from _attributes_of_modules(path, part)
     elif isinstance(part, Optimizer):
         values = {names.get(id(p), f"parameter {n}"): own for n, (p, own) in enumerate(part.state.items())}
         groups = [{**g, "params": [names.get(id(p), "?") for p in g["params"]]} for g in part.param_groups]
@@ -261,23 +249,6 @@ def _fields_of_engine(path: str, engine: Engine) -> Iterator[tuple[Field, Any]]:
         yield from _fields_of_optimizer(f"{path}.optimizer", engine.optimizer_state_dict())
     for key, value in engine.step_state().items():
         yield from _leaves("state", f"the {key} of {path}", value)
-    yield from _attributes_of_modules(path, engine.model)
-
-
-def _attributes_of_modules(path: str, model: nn.Module) -> Iterator[tuple[Field, Any]]:
-    """Numbers, strings and tensors that are no parameters or buffers, which somebody's own modules keep."""
-    for prefix, module in model.named_modules():
-        for key, value in own_attributes(module).items():
-            if isinstance(value, PLAIN) or _is_array(value) or (isinstance(value, Tensor) and _has_values(value)):
-                name = f"{prefix}.{key}".lstrip(".")
-                yield Field("state", f"the attribute {name!r} of {path} (neither parameter nor buffer)", True), value
-
-
-def _has_values(tensor: Tensor) -> bool:
-    """Whether it is a plain one, in memory that is there: no view of what a wrapper has freed."""
-    if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
-        return False
-    return not tensor.numel() or _local(tensor).untyped_storage().size() > 0
 
 
 def _own_buffers(engine: Engine) -> dict[str, Tensor]:
@@ -335,7 +306,7 @@ def _random_state(value: Any) -> Any:
 
 def _is_stateful(value: Any) -> bool:
     """Whether it says by itself what goes on; a library's iterator is its loader's, and made anew by each."""
-    if is_library(type(value)) and hasattr(value, "__next__"):
+    if _is_library(type(value)) and hasattr(value, "__next__"):
         return False
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 

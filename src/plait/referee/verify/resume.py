@@ -122,7 +122,7 @@ def verify_resume(
                     spoil(runs.shown(program))
                 runs.before_load = runs.fields(program)
                 load(program, own)
-                runs.compare_state(program, made, f"after the load of step {made}, ", stepped=False)
+                runs.compare_state(program, made, f"after the load of step {made}, ")
             runs.compare_step(program, made, resumed=made >= at[0])
     return ResumeReport(tuple(runs.findings), ())
 
@@ -201,17 +201,15 @@ class _Runs(Generic[Program]):
         self._judge(faults, resumed=resumed)
         self.compare_state(program, made + 1, f"after step {made + 1}, ", resumed=resumed)
 
-    def compare_state(
-        self, program: Program, made: int, when: str, *, resumed: bool = True, stepped: bool = True
-    ) -> None:
-        """All fields, to the bit; ``stepped``: those too that a program's first step makes anew."""
-        differences = self._differences(self.fields(program), self.states[made], made, stepped=stepped)
+    def compare_state(self, program: Program, made: int, when: str, *, resumed: bool = True) -> None:
+        """All fields, to the bit."""
+        differences = self._differences(self.fields(program), self.states[made], made)
         self._judge([f"{when}{words}" for words in differences], resumed=resumed)
 
-    def _differences(self, ours: Fields, theirs: Fields, made: int, *, stepped: bool = True) -> list[str]:
+    def _differences(self, ours: Fields, theirs: Fields, made: int) -> list[str]:
         """What differs, in words."""
         faults = []
-        asked = [one for one in theirs | ours if (one in theirs or one.kind != "random") and (stepped or not one.later)]
+        asked = [one for one in theirs | ours if one in theirs or one.kind != "random"]
         for one in sorted(asked, key=lambda one: KINDS.index(one.kind)):
             finding = _compared(one, ours, theirs)
             self.findings.append(finding)

@@ -85,7 +85,7 @@ class Program:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         self.sampler = sampler()
         self.draws, self.numpy = torch.Generator().manual_seed(1), numpy.random.default_rng(2)
-        self.best = Best()
+        self.best, self.recent, self.seen = Best(), deque[float](maxlen=3), set[int]()
         self.data = [torch.full((3,), float(n)).sin() for n in range(11)]
         self.steps_made = 0
 
@@ -102,6 +102,8 @@ class Program:
         self.schedule.step(*[loss.item()] * isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau))
         self.ema.update_parameters(self.model)
         self.steps_made, self.best.bad = self.steps_made + 1, self.best.bad + 1
+        self.recent.append(loss.item())
+        self.seen.update(samples)
         return loss
 
     PARTS = ("model", "ema", "optimizer", "schedule", "scaler", "sampler")
@@ -109,7 +111,13 @@ class Program:
     def save(self, path: Path) -> None:
         state = {name: self.part(name).state_dict() for name in self.PARTS}
         numbers = {"torch": torch.get_rng_state(), "python": random.getstate(), "made": self.steps_made}
-        own = {"draws": self.draws.get_state(), "numpy": self.numpy.bit_generator.state, "bad": self.best.bad}
+        own = {
+            "draws": self.draws.get_state(),
+            "numpy": self.numpy.bit_generator.state,
+            "bad": self.best.bad,
+            "recent": self.recent,
+            "seen": self.seen,
+        }
         torch.save({**state, **numbers, **own}, path / "all.pt")
 
     def part(self, name: str) -> Any:
@@ -132,6 +140,7 @@ class Program:
         self.draws.set_state(saved["draws"])
         self.numpy.bit_generator.state = saved["numpy"]
         self.steps_made, self.best.bad = saved["made"], saved["bad"]
+        self.recent, self.seen = saved["recent"], saved["seen"]
 
 
 def verify(load: Callable[[Program, Path], Any] = Program.load, **settings: Any) -> Any:
@@ -253,6 +262,8 @@ FAULTS: dict[str, tuple[Callable[[Program, dict[str, Any]], None], str]] = {
         lambda program, saved: saved.__setitem__("bad", 0),
         "program.best.bad is 0 and was 2 (as it was before the load)",
     ),
+    "a deque": (lambda program, saved: saved["recent"].clear(), "program.recent.0 is not there, and was"),
+    "a set": (lambda program, saved: saved["seen"].clear(), "program.seen.0 is not there, and was"),
     "a generator": (
         lambda program, saved: saved.__setitem__("draws", program.draws.get_state()),
         "the state of program.draws is another (as it was before the load)",
@@ -405,42 +416,3 @@ def test_what_is_wrong_with_the_question_is_said() -> None:
 
     with pytest.raises(AssertionError, match=r"saving after step 2 has changed the program: the last_epoch of"):
         plait.verify_resume(Program, Program.step, spoils, Program.load)
-
-
-class Remembers:
-    """Keeps its last losses in a deque, and the samples that it has seen in a set."""
-
-    def __init__(self, kept: str) -> None:
-        torch.manual_seed(2)
-        self.model = nn.Linear(2, 1)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.memory: Any = deque(maxlen=3) if kept == "deque" else set()
-
-    def step(self) -> Tensor:
-        loss: Tensor = self.model(torch.ones(2)).square().sum()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if isinstance(self.memory, set):
-            self.memory.add(len(self.memory))
-        else:
-            self.memory.append(round(loss.item(), 3))
-        return loss
-
-
-@pytest.mark.parametrize("kept", ["deque", "set"])
-def test_deques_and_sets_are_looked_into(kept: str) -> None:
-    def save(program: Remembers, path: Path) -> None:
-        torch.save([program.model.state_dict(), program.optimizer.state_dict(), program.memory], path / "all.pt")
-
-    def load(program: Remembers, path: Path, *, whole: bool) -> None:
-        model, optimizer, memory = torch.load(path / "all.pt", weights_only=False)
-        program.model.load_state_dict(model)
-        program.optimizer.load_state_dict(optimizer)
-        if whole:
-            program.memory = memory
-
-    begin = partial(Remembers, kept)
-    assert plait.verify_resume(begin, Remembers.step, save, partial(load, whole=True)).equal
-    with pytest.raises(AssertionError, match=r"after the load of step \d, .*program\.memory\.0"):
-        plait.verify_resume(begin, Remembers.step, save, partial(load, whole=False))

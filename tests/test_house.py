@@ -2,7 +2,7 @@
 
 The library:  messages <- table <- schedule <- predict
               table <- comm <- tensor <- forward <- zero <- pipeline <- step <- checkpoint
-The wings:    anymodel, sharded, shared_memory, referee, run; each may import the library, and the library none of them
+The wings:    anymodel, sharded, shared_memory, remote, referee, run; each may import the library, and the library none of them
 """
 
 import ast
@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": ENGINE | {"checkpoint/files"},
     "sharded": {"messages", "table", "comm", "tensor", "forward"},
     "shared_memory": {"messages", "table", "comm"},
+    "remote": {"messages", "table", "comm"},
     "referee": {"table"},
     "referee/sanitize": ENGINE | {"referee"},
     "referee/prove": PURE | {"checkpoint/files"},

@@ -19,6 +19,7 @@ The wings.  Each imports the library.
 anymodel/       unmodified models: their pipelines, and tensor plans for code that works on pieces
 sharded/        ``ShardedTensor``: tensors cut over named axes
 shared_memory/  ranks of one host over memory that they share
+remote.py       calls of functions on other ranks, with tensors
 referee/        what is wrong, where, and of what kind
 run/            the command line: config, jobs, models, data, training, launching, watching, reports
 

@@ -2,7 +2,7 @@
 
 The library:  messages <- table <- schedule <- predict
               table <- comm <- tensor <- forward <- zero <- pipeline <- step <- checkpoint
-The wings:    anymodel, sharded, shared_memory, remote, referee, run; each may import the library, and the library none of them
+The wings:    anymodel, sharded, shared_memory, remote, referee, run; each may import the library, which imports none
 """
 
 import ast

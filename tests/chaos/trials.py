@@ -67,13 +67,14 @@ def killed(ground: Ground, number: int) -> Result:
 
 
 def _first_new_step(out: Path, step: int, since: float, child: Observed) -> float | None:
-    """When the first step behind the newest checkpoint was made again: the metrics are then another file."""
-    metrics, saved = out / "metrics.jsonl", (step - 1) // EVERY * EVERY
-    before = metrics.stat().st_ino
+    """When the first step after the newest checkpoint was made again: the metrics were cut back to it before."""
+    metrics, saved, cut = out / "metrics.jsonl", (step - 1) // EVERY * EVERY, False
     while time.monotonic() < since + PATIENCE and child.process.poll() is None:
-        if metrics.stat().st_ino != before and int(str((lines_of(metrics) or [{"step": 0}])[-1]["step"])) > saved:
+        last = int(str((lines_of(metrics) or [{"step": 0}])[-1]["step"]))
+        if cut and last > saved:
             return time.monotonic()
-        time.sleep(0.01)
+        cut |= last <= saved
+        time.sleep(0.005)
     return None
 
 

@@ -252,14 +252,6 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
     assert from_toml(TrainConfig, str(tmp_path / "run.toml")).task.samples.steps == 7
 
 
-def test_a_key_of_earlier_versions_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "old.toml").write_text('port = 0\nmesh = "shard=3"\n')
-    assert from_toml(TrainConfig, str(tmp_path / "old.toml")) == TrainConfig(mesh="shard=3")
-    (tmp_path / "old.toml").write_text("ports = 0\n")
-    with pytest.raises(ValueError, match="unknown key 'ports'"):
-        from_toml(TrainConfig, str(tmp_path / "old.toml"))
-
-
 def test_a_fault_beyond_the_run_is_refused() -> None:
     with pytest.raises(ValueError, match="in step 20, but the run has 10 steps"):
         validate(TrainConfig(mesh="shard=2", steps=10, inject=("kill@rank=1,step=20",)))

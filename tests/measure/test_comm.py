@@ -7,7 +7,6 @@ import pytest
 
 from plait.comm.base import Comm
 from plait.comm.thread import ThreadComm, run
-from plait.run.commands.bench import size_text
 from plait.run.commands.main import main
 from plait.run.measure.comm import BenchConfig, Measurement, measure, parse_size
 from plait.run.measure.operations import COLLECTIVES, build
@@ -92,11 +91,6 @@ def test_sizes_are_read(text: str, size: int) -> None:
 def test_other_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="cannot read the size"):
         parse_size(text)
-
-
-def test_numbers_are_shown_short() -> None:
-    sizes = (8, 4096, 1 << 24, 1028, (1 << 20) + 1024, 3 << 29)
-    assert [size_text(n) for n in sizes] == ["8 B", "4 KB", "16 MB", "1028 B", "1049600 B", "1.5 GB"]
 
 
 def test_a_size_is_rounded_up_to_equal_pieces() -> None:

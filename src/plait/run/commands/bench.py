@@ -14,7 +14,7 @@ from rich.table import Table
 
 from plait.checkpoint.files.writing import write_json
 from plait.comm.base import Comm
-from plait.messages.wording import seconds_text
+from plait.messages.wording import human, seconds_text
 from plait.run.config.machine import resolve_device, resolve_world
 from plait.run.launch.local import launch
 from plait.run.measure.comm import BenchConfig, Measurement, measure, validate
@@ -75,15 +75,6 @@ def table(config: BenchConfig, results: Sequence[Measurement]) -> Table:
         times = map(seconds_text, (row.seconds, row.seconds_min, row.seconds_max))
         rates = (f"{rate / 1e9:.3f}" for rate in (row.algbw, row.busbw))
         name, bar = row.kind if row.kind != previous else "", Bar(fastest, 0, row.busbw)
-        table.add_row(name, size_text(row.bytes), *times, *rates, bar)
+        table.add_row(name, human(row.bytes), *times, *rates, bar)
         previous = row.kind
     return table
-
-
-def size_text(size: int) -> str:
-    """Formats bytes, such as ``16 MB`` for 2^24.  Uses multiples of 1024 where the size divides evenly."""
-    for power, unit in ((30, "GB"), (20, "MB"), (10, "KB")):
-        if size >= 1 << power:
-            number = size / (1 << power)
-            return f"{number:g} {unit}" if number == round(number, 2) else f"{size} B"
-    return f"{size} B"

@@ -12,7 +12,6 @@ Names in a checkpoint are text from a file of unknown origin, so their control c
 from __future__ import annotations
 
 import errno
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,12 +24,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text as Cell
 
-from plait.checkpoint.files.writing import told, write_json
-from plait.checkpoint.manifest import FORMAT
+from plait.checkpoint.files.writing import told
 from plait.checkpoint.places import Storage, all_of, checkpoints, find, place
 from plait.checkpoint.stored import Checkpoint, Stored
 from plait.messages.escape import one_line
-from plait.run.commands.bench import size_text
+from plait.messages.wording import human
 from plait.run.formats.dcp import export_dcp, import_dcp
 from plait.run.formats.differences import differences
 from plait.run.formats.huggingface import export
@@ -43,10 +41,6 @@ from plait.step import empty_parameters
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-_SHOWN = ("optimizer", "optimizer_classes", "run", "ema")
-"""Values that ``show`` prints on separate lines."""
-
-
 @contextmanager
 def refused() -> Iterator[None]:
     """Reports a disk error as a usage error, in one line."""
@@ -56,9 +50,9 @@ def refused() -> Iterator[None]:
         raise ValueError(f"{str(error.filename or '')!r}: {error.strerror or error}") from error
 
 
-def console_of(json: str | None) -> Console:
-    """The console for people: not standard output if ``json`` takes that, and wide if it is no terminal."""
-    console = screen(stderr=json == "-", soft_wrap=True)
+def console_of() -> Console:
+    """The console for people, which is wide if it is no terminal."""
+    console = screen(soft_wrap=True)
     if not console.is_terminal:
         console.width = 200
     return console
@@ -83,96 +77,61 @@ class ShowCheckpoint:
 
     path: tyro.conf.Positional[str]
     """A checkpoint, or a folder of them, of which the newest is shown."""
-    json: str | None = None
-    """Write it here as JSON; "-" is the standard output."""
 
     def run(self) -> int:
-        saved = Checkpoint.find(self.path)
-        manifest, tensors = saved.manifest, saved.tensors
-        values = saved.values()
+        saved, console = Checkpoint.find(self.path), console_of()
+        manifest, tensors, values = saved.manifest, saved.tensors, saved.values()
+
+        def say(text: str) -> None:
+            console.print(one_line(text))
+
+        say(f"{saved.folder}: step {manifest.step}, {len(manifest.files)} files, {human(_bytes_of(saved))}")
+        kinds = table_of("tensors by kind", "kind", "TENSORS", "ELEMENTS", "BYTES")
+        for kind, counts in _kinds(tensors).items():
+            add(kinds, kind, *(f"{count:,}" for count in counts))
+        console.print(kinds)
+        table = table_of("tensors", "name", "dtype", "SHAPE", "PIECES")
+        for name, one in sorted(tensors.items()):
+            shape = " x ".join(map(str, one.shape)) or "-"
+            add(table, name, str(one.dtype).removeprefix("torch."), shape, len(manifest.tensors[name].pieces))
+        console.print(table)
+        optimizer, run, classes = (
+            values["optimizer"] or {"param_groups": []},
+            values["run"],
+            values["optimizer_classes"],
+        )
+        for number, group in enumerate(optimizer["param_groups"]):
+            kind = f"optimizer {classes[number]!r}, " if classes else ""
+            options = ", ".join(f"{key} {_plain(one)!r}" for key, one in group.items() if key != "params")
+            say(f"group {number}: {len(group['params'])} parameters, {kind}{options}")
+        for name, value in (("seed", run["seed"]), ("loss scale", run["loss_scale"]), ("average", values["ema"])):
+            say(f"{name}: {'none' if value is None else _plain(value)}")
+        say(f"extra: {shape_of(values['extra'])}")
         others = [other.name for other in checkpoints(saved.folder.home()[0]) if other.name != saved.folder.name]
-        optimizer, run = values.get("optimizer") or {}, values.get("run") or {}
-        groups = [
-            {
-                "parameters": len(group["params"]),
-                **{str(key): _plain(one) for key, one in group.items() if key != "params"},
-            }
-            for group in optimizer.get("param_groups", ())
-        ]
-        if isinstance(classes := values.get("optimizer_classes"), list):
-            groups = [{"optimizer": own, **group} for own, group in zip(classes, groups, strict=False)]
-        facts = {
-            "path": str(saved.folder),
-            "step": manifest.step,
-            "format": FORMAT,
-            "id": manifest.id,
-            "files": {name: file.bytes for name, file in sorted(manifest.files.items())},
-            "kinds": _kinds(tensors),
-            "tensors": {
-                name: {
-                    "dtype": str(one.dtype).removeprefix("torch."),
-                    "shape": list(one.shape),
-                    "pieces": len(manifest.tensors[name].pieces),
-                }
-                for name, one in sorted(tensors.items())
-            },
-            "groups": groups,
-            "seed": run.get("seed"),
-            "loss_scale": _plain(run.get("loss_scale")),
-            "average": values.get("ema"),
-            "values": {key: shape_of(one) for key, one in values.items() if key not in _SHOWN},
-            "others": others,
-        }
-        show(facts, console_of(self.json))
-        if self.json is not None:
-            write_json(self.json, facts)
+        say(f"beside it: {', '.join(others) or 'no other checkpoint'}")
         return 0
 
 
-def show(facts: dict[str, Any], console: Console) -> None:
-    """Prints the facts of ``plait checkpoint show``."""
-    size = size_text(sum(facts["files"].values()))
-    console.print(one_line(f"{facts['path']}: step {facts['step']}, {len(facts['files'])} files, {size}"))
-    kinds = table_of("tensors by kind", "kind", "TENSORS", "ELEMENTS", "BYTES")
-    for kind, counts in facts["kinds"].items():
-        add(kinds, kind, *(f"{count:,}" for count in counts.values()))
-    console.print(kinds)
-    tensors = table_of("tensors", "name", "dtype", "SHAPE", "PIECES")
-    for name, one in facts["tensors"].items():
-        add(tensors, name, one["dtype"], " x ".join(map(str, one["shape"])) or "-", one["pieces"])
-    console.print(tensors)
-    for number, group in enumerate(facts["groups"]):
-        options = ", ".join(f"{key} {value!r}" for key, value in group.items() if key != "parameters")
-        console.print(one_line(f"group {number}: {group['parameters']} parameters, {options}"))
-    for word in ("seed", "loss_scale", "average"):
-        console.print(one_line(f"{word.replace('_', ' ')}: {'none' if facts[word] is None else facts[word]}"))
-    for name, text in facts["values"].items():
-        console.print(one_line(f"{name}: {text}"))
-    console.print(one_line(f"beside it: {', '.join(facts['others']) or 'no other checkpoint'}"))
-
-
-def _kinds(tensors: dict[str, Stored]) -> dict[str, dict[str, int]]:
-    kinds: dict[str, dict[str, int]] = {}
+def _kinds(tensors: dict[str, Stored]) -> dict[str, tuple[int, int, int]]:
+    """Tensors, elements and bytes of each kind."""
+    kinds: dict[str, tuple[int, int, int]] = {}
     for name, one in tensors.items():
         parts = name.split("/")
         kind = "/".join(parts[:2]) if parts[0] == "optimizer" else parts[0]
-        counts = kinds.setdefault(kind, {"tensors": 0, "elements": 0, "bytes": 0})
-        for key, more in (("tensors", 1), ("elements", one.nbytes // one.dtype.itemsize), ("bytes", one.nbytes)):
-            counts[key] += more
+        number, elements, size = kinds.get(kind, (0, 0, 0))
+        kinds[kind] = number + 1, elements + one.nbytes // one.dtype.itemsize, size + one.nbytes
     return kinds
 
 
 def _plain(value: Any) -> Any:
-    """Converts a value to JSON types."""
+    """A value of an optimizer's group, with numbers in the place of tensors of one element."""
     if isinstance(value, torch.Tensor):
-        return _plain(value.item())
-    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
-        return str(value)
+        return value.item()
     if isinstance(value, Stored):
         return shape_of(value)
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _plain(one) for key, one in value.items()}
+    return type(value)(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def shape_of(value: Any, depth: int = 3) -> str:
@@ -200,7 +159,7 @@ class VerifyCheckpoint:
     """Verify every checkpoint of the folder."""
 
     def run(self) -> int:
-        console = console_of(None)
+        console = console_of()
         newest = find(self.path)
         folders = all_of(self.path) if self.all and newest != place(self.path) else [newest]
         damaged = 0
@@ -229,14 +188,12 @@ class DiffCheckpoints:
     """A checkpoint, or a folder of them, of which the newest is compared."""
     other: tyro.conf.Positional[str]
     """The checkpoint, or folder of checkpoints, to compare with."""
-    json: str | None = None
-    """Write the differences here as JSON; "-" is the standard output."""
 
     def run(self) -> int:
         pair = [Checkpoint.find(path) for path in (self.one, self.other)]
         with working():
             found = list(differences(*pair))
-        console = console_of(self.json)
+        console = console_of()
         for one in found:
             told = f"{one.what}: {one_line(one.one, 80)} and {one_line(one.other, 80)}"
             if one.elements:
@@ -244,8 +201,6 @@ class DiffCheckpoints:
             console.print(one_line(f"{one.name}: {told}"))
         how = f"{len(found)} differences" if found else f"the same, {len(pair[0].tensors)} tensors"
         console.print(one_line(f"{how}: {pair[0].folder} and {pair[1].folder}"))
-        if self.json is not None:
-            write_json(self.json, _plain([vars(one) for one in found]))
         return 1 if found else 0
 
 
@@ -341,7 +296,7 @@ def _bytes_of(saved: Checkpoint) -> int:
 
 
 def written(path: Storage | Path) -> int:
-    console_of(None).print(one_line(f"written: {path}"))
+    console_of().print(one_line(f"written: {path}"))
     return 0
 
 

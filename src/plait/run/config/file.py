@@ -20,9 +20,6 @@ Config = TypeVar("Config")
 NONE = "None"
 """The word for a None that is not the default, as on the command line.  TOML has no word for None."""
 
-GONE = ("port",)
-"""Keys in files of earlier versions that no longer have a meaning."""
-
 
 @dataclass(frozen=True)
 class FileConfig:
@@ -66,7 +63,7 @@ def from_toml(kind: type[Config], path: str, others: Collection[str] = ()) -> Co
         raise ValueError(f"the config {shown(path)} is no TOML: {reason}") from error
     hints = flag_hints(kind)
     names = [name for name in hints if name != "config"]
-    left_out = {*GONE, *others} - {*names}
+    left_out = {*others} - {*names}
     values = {name: value for name, value in values.items() if name not in left_out}
     for name, value in values.items():
         if name not in names:

@@ -32,7 +32,8 @@ FAULTS = MappingProxyType(
 OF_A_PROCESS = ("kill", "stop", "signal", "exit", "disk-full")
 """Faults of a whole process: with threads as ranks they would hit all ranks."""
 
-FORM = re.compile(r"(?P<kind>[a-z-]+)(=(?P<value>[^@]*))?@(?P<place>.+)")
+FORM = "KIND[=VALUE]@rank=R,step=N[,operation=K][,at=PHASE][,always], as in kill@rank=2,step=20"
+NUMBER, FACTOR = re.compile("[0-9]{1,9}"), re.compile(r"([1-9][0-9]{0,2}(\.[0-9]{1,3})?)x?")
 
 
 @dataclass(frozen=True)
@@ -68,45 +69,27 @@ def parse_fault(text: str, ranks: int, *, threads: bool = False) -> Fault:
     Raises:
         ValueError: another form, an unknown kind or key, an impossible rank or step.
     """
-    form = "give KIND@rank=R,step=N, as in kill@rank=2,step=20"
-    match = FORM.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"cannot read the fault {text!r}: {form}")
-    kind, value = match["kind"], match["value"]
-    if kind not in FAULTS:
-        raise ValueError(f"unknown fault {kind!r} in {text!r}: there are {', '.join(FAULTS)}")
-    words = [word.partition("=") for word in match["place"].split(",")]
-    given = {name.strip(): what.strip() for name, _, what in words}
-    always = given.pop("always", None)
-    if always:
-        raise ValueError(f"always has no value in the fault {text!r}: leave it away, or give it alone")
-    if unknown := given.keys() - {"rank", "step", "operation", "at"}:
-        raise ValueError(
-            f"unknown {sorted(unknown)[0]!r} in the fault {text!r}: {form}[,operation=K][,at=PHASE][,always]"
-        )
-    numbers = {}
-    for name, least in (("rank", 0), ("step", 1), ("operation", 1)):
-        if name in given:
-            if not re.fullmatch("[0-9]{1,9}", given[name]) or int(given[name]) < least:
-                raise ValueError(f"{name} {given[name]!r} in the fault {text!r}: it is a number from {least} on")
-            numbers[name] = int(given[name])
-    if missing := {"rank", "step"} - numbers.keys():
-        raise ValueError(f"the fault {text!r} has no {sorted(missing)[0]}: {form}")
+    head, _, place = text.strip().partition("@")
+    kind, equals, value = head.partition("=")
+    given = {name.strip(): what.strip() for name, _, what in (word.partition("=") for word in place.split(","))}
+    always, at = given.pop("always", None), given.pop("at", "")
+    numbers = {name: int(what) for name, what in given.items() if NUMBER.fullmatch(what)}
+    read = numbers.keys() == given.keys() and {"rank", "step"} <= numbers.keys() <= {"rank", "step", "operation"}
+    if kind not in FAULTS or always or not read or 0 in (numbers["step"], numbers.get("operation")):
+        raise ValueError(f"cannot read the fault {text!r}: give {FORM}; the kinds are {', '.join(FAULTS)}")
     if numbers["rank"] >= ranks:
         raise ValueError(f"rank {numbers['rank']} in the fault {text!r}: the run has ranks 0 to {ranks - 1}")
     if threads and kind in OF_A_PROCESS:
         raise ValueError(f"the fault {kind!r} is one of a process, and these ranks are threads: give --world process")
-    return Fault(kind, **numbers, value=_value(value, kind, text), at=given.get("at", ""), always=always is not None)
-
-
-def _value(value: str | None, kind: str, text: str) -> float:
+    number = 2.0
     if kind == "signal":
-        name = f"SIG{(value or '').upper().removeprefix('SIG')}"
+        name = f"SIG{value.upper().removeprefix('SIG')}"
         if name not in signal.Signals.__members__:
             raise ValueError(f"{value!r} in the fault {text!r} is no signal: give its name, as in signal=SIGUSR1")
-        return signal.Signals[name].value
-    if value is None:
-        return 2.0
-    if kind != "slow" or not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3})?x?", value) or float(value.rstrip("x")) < 1:
-        raise ValueError(f"{value!r} in the fault {text!r}: only slow has a value, a factor from 1 on, as in slow=2x")
-    return float(value.rstrip("x"))
+        number = signal.Signals[name].value
+    elif equals:
+        factor = FACTOR.fullmatch(value)
+        if kind != "slow" or factor is None:
+            raise ValueError(f"{value!r} in the fault {text!r}: only slow has a value, a factor from 1, as in slow=2x")
+        number = float(factor[1])
+    return Fault(kind, **numbers, value=number, at=at, always=always is not None)

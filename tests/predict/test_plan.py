@@ -14,6 +14,8 @@ from plait.predict.footprint import footprints, fullest
 from plait.predict.model import Transformer
 from plait.predict.plan import Plan
 from plait.predict.search import Question, candidates, ranked, rows_in, smallest_change
+from plait.referee.prove import Decoder, PaperRun, prove
+from plait.schedule.pipeline import Pipeline
 from plait.table.cells import TABLE, Strategy
 from plait.table.mesh import Mesh
 
@@ -117,6 +119,39 @@ def test_the_messages_of_a_step_are_those_of_the_row() -> None:
     for row, due in {"zero3": 4 * (2 + 2 + 4), "zero2": 4 * 4 + 2, "zero1": 4 + 2, "ddp": 8}.items():
         sent = messages(plan(strategy=TABLE[row].mixed("bf16"), mesh=Mesh(shard=16)), share)
         assert sum(one.bytes for one in sent) == pytest.approx(due * volume, rel=1e-6), row
+
+
+MESHES = (
+    Mesh(shard=4),
+    Mesh(replica=2, shard=2),
+    Mesh(shard=2, tensor=2),
+    Mesh(pipe=4, shard=2),
+    Mesh(pipe=2, shard=2, tensor=2),
+)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("row", TABLE)
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_bytes_are_those_that_a_proof_counts(mesh: Mesh, row: str, recompute: str | None) -> None:
+    """What is sent by all ranks, and what the fullest one holds, against the proof of every message and buffer."""
+    sizes = {"layers": 13, "ffn": 352, "heads": 8, "kv_heads": 4, "vocab": 512}
+    strategy = TABLE[row].mixed("bf16")
+    pipeline = Pipeline("1f1b" if mesh.pipe > 1 else None, mesh.pipe)
+    paper = PaperRun(
+        Decoder(hidden=128, **sizes), mesh, strategy, pipeline, 8, batch=2, length=64, bucket=0, recompute=recompute
+    )
+    proved = prove(paper)
+    cluster = replace(preset("h100"), devices=mesh.size)
+    found = Plan(Transformer(hidden=128, **sizes), cluster, mesh, strategy, 16 * mesh.data_size, 64, 8)
+    found = replace(found, recompute=recompute)
+    alike = mesh.size / mesh.pipe
+    sent = sum(one.bytes for share in found.shares for one in messages(found, share)) * alike
+    assert sent == pytest.approx(proved.traffic.bytes, rel=2e-3)
+    most = fullest(found)
+    assert most.state == pytest.approx(proved.room.state, rel=1e-3)
+    assert most.reduced == pytest.approx(proved.room.gradients, rel=1e-3)
+    assert most.gathered == pytest.approx(proved.room.gathered, rel=0.1)
 
 
 def test_a_pipeline_waits_as_its_formula_says() -> None:

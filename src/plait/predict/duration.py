@@ -76,7 +76,8 @@ class Duration:
         return max((field.name for field in fields(self)), key=lambda name: getattr(self, name))
 
 
-def members_on_host(axes: Sequence[str], mesh: Mesh, devices: int) -> int:
+@lru_cache(maxsize=1 << 14)
+def members_on_host(axes: tuple[str, ...], mesh: Mesh, devices: int) -> int:
     """The ranks of a group over these axes that share a host, where ranks fill one host after the other."""
     room, inside = devices, 1
     for axis in reversed(AXES):
@@ -194,7 +195,8 @@ ENDS = 0.25
 def duration(plan: Plan) -> Duration:
     """The seconds of a step."""
     mesh, m = plan.mesh, plan.microbatches
-    ranks = [rank_passes(plan, share) for share in plan.shares]
+    passes = {share: rank_passes(plan, share) for share in set(plan.shares)}
+    ranks = [passes[share] for share in plan.shares]
     times = [there.total + back.total for there, back in ranks]
     slow = max(range(len(times)), key=times.__getitem__)
     there, back = ranks[slow]
@@ -208,17 +210,13 @@ def duration(plan: Plan) -> Duration:
     assert waits is not None
     bubble = max(waits) + 2 * (mesh.pipe - 1) * hop
     exposed = 0.0 if plan.overlap else 2 * hop * stages
-    both = Pass().plus(there, m).plus(back, m)
+    all_passes = Pass().plus(there, m).plus(back, m)
     return Duration(
-        products=both.products,
-        attention=both.attention,
-        traffic=both.traffic,
-        launch=both.launch,
-        tensor=both.tensor,
+        **vars(all_passes),
         pipe=m * exposed if mesh.pipe > 1 else 0.0,
         bubble=bubble,
-        data=max(data_seconds(plan, share, *ranks[pipe]) for pipe, share in enumerate(plan.shares)),
-        update=max(update_seconds(plan, share) for share in plan.shares),
+        data=max(data_seconds(plan, share, *both) for share, both in passes.items()),
+        update=max(update_seconds(plan, share) for share in passes),
         fixed=plan.cluster.reached.fixed,
     )
 
@@ -238,6 +236,9 @@ def elements_on(plan: Plan, share: RankLinks) -> float:
     return sum(times * model.sizes(link).on(ways) for link, times in parts.items()) + tied
 
 
+moves_of = lru_cache(maxsize=1 << 12)(moves)
+
+
 @dataclass(frozen=True)
 class SentMessages:
     """Messages of one kind of a rank in a step."""
@@ -254,10 +255,12 @@ class SentMessages:
 def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
     """The messages of a step of a rank with these links."""
     mesh, row, m = plan.mesh, plan.strategy, plan.microbatches
-    path, elements = moves(row, mesh), elements_on(plan, share)
-    units = share.blocks + share.embed + share.head
-    # A pipeline holds a stage for the microbatches that it runs in a row.
-    gathers = m if mesh.pipe == 1 or row.kept.split == () else -(-m // mesh.pipe)
+    path, elements = moves_of(row, mesh), elements_on(plan, share)
+    units = share.blocks + share.embed + share.norm + share.head
+    stages = plan.stages_per_rank
+    gathers, again = m, m  # in the forward and in the backward
+    if mesh.pipe > 1:  # a rank holds a stage: one is gathered once, several in turn, by 1.5 for each microbatch at most
+        gathers, again = (1, 0) if stages == 1 or not row.kept.split else (m, -(-m // 2))
     own, wide = plan.itemsize(row.params), plan.itemsize(row.grads)
     found = []
 
@@ -269,14 +272,14 @@ def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
 
     phases: tuple[tuple[str, Sequence[Move], int, int], ...] = (
         ("forward", path.forward, own, gathers),
-        ("backward", path.backward, own, gathers),
+        ("backward", path.backward, own, again),
         ("microbatch", path.microbatch, wide, m),
         ("step", path.step, wide, 1),
         ("publish", path.publish, own, 1),
     )
     for phase, steps, itemsize, times in phases:
         for step in steps:
-            if step.sends(mesh):
+            if step.sends(mesh) and times:
                 add(phase, step.kind, step.axes, elements * itemsize / mesh.count(step.outer), units, times)
     s = plan.sizes
     whole = s.tokens * s.width * s.itemsize
@@ -290,7 +293,7 @@ def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
             for kind in (kinds[-1],) * end:
                 add(phase, kind, ("tensor",), whole, 1, m)
     if mesh.pipe > 1:
-        add("pipe", "send", ("pipe",), whole, 1, 2 * m * plan.stages_per_rank)
+        add("pipe", "send", ("pipe",), whole, 1, m * (2 * stages - share.embed - share.head))
     return tuple(found)
 
 

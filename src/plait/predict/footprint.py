@@ -13,7 +13,7 @@ received      activations and gradients on their way between stages
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from plait.predict.activations import DecoderSizes, block, decoder
@@ -61,12 +61,22 @@ def footprints(plan: Plan) -> tuple[Footprint, ...]:
     """The bytes of each rank of the pipe axis."""
     peaks = plan.bubbles(1.0, 2.0).peaks
     assert peaks is not None
-    return tuple(_footprint(plan, pipe, share, peaks[pipe]) for pipe, share in enumerate(plan.shares))
+    found: dict[tuple[RankLinks, int], Footprint] = {}
+    for pipe, key in enumerate(zip(plan.shares, peaks, strict=True)):
+        if key not in found:
+            found[key] = _footprint(plan, pipe, *key)
+    return tuple(replace(found[key], pipe=pipe) for pipe, key in enumerate(zip(plan.shares, peaks, strict=True)))
 
 
 def fullest(plan: Plan) -> Footprint:
     """The bytes of the rank that needs most."""
-    return max(footprints(plan), key=lambda one: one.total)
+    peaks = plan.bubbles(1.0, 2.0).peaks
+    assert peaks is not None
+    most: dict[RankLinks, tuple[int, int]] = {}  # of ranks with the same links, the one with most in flight
+    for pipe, (share, peak) in enumerate(zip(plan.shares, peaks, strict=True)):
+        if share not in most or peak > most[share][1]:
+            most[share] = pipe, peak
+    return max((_footprint(plan, most[share][0], share, most[share][1]) for share in most), key=lambda one: one.total)
 
 
 def _footprint(plan: Plan, pipe: int, share: RankLinks, in_flight: int) -> Footprint:
@@ -82,11 +92,11 @@ def _footprint(plan: Plan, pipe: int, share: RankLinks, in_flight: int) -> Footp
     gathered = reduced = 0.0
     if mesh.count(row.params.split) > 1:
         kept = mesh.count(row.kept.split)
-        open_ = sum(sorted(units)[-2:])
+        opened = sum(sorted(units)[-2:])
         if mesh.pipe > 1:  # the stage that it holds
-            open_ = max(open_, max(share.stages) * max(units, default=0))
-        keeps = 0 if row.kept.split == row.params.split else elements / kept
-        gathered = own * (keeps if kept == 1 else keeps + open_)
+            opened = elements if plan.stages_per_rank == 1 else max(opened, max(share.stages) * units[0])
+        keeps = elements / kept if kept < mesh.count(row.params.split) else 0
+        gathered = own * (max(opened, keeps) if kept == 1 else keeps + opened)
     if mesh.count(row.grads.split) > 1:
         reduced = plan.itemsize(row.grads) * sum(sorted(units)[-2:])
     per_stage = in_flight / plan.stages_per_rank

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from plait.predict.activations import FUSED, DecoderSizes, Kernels
@@ -71,7 +71,7 @@ class Plan:
             )
         _ = self.shares  # raises for more stages than links
 
-    @property
+    @cached_property
     def samples(self) -> int:
         """Samples of a microbatch on one data rank."""
         return self.batch // (self.mesh.data_size * self.microbatches)
@@ -89,7 +89,7 @@ class Plan:
     def stages_per_rank(self) -> int:
         return 1 if self.order is None else stages_per_rank(self.order, self.chunks)
 
-    @property
+    @cached_property
     def shares(self) -> tuple[RankLinks, ...]:
         """The links of each rank of the pipe axis."""
         return shares(self.model.layers, self.order, self.mesh.pipe, self.chunks, self.split)
@@ -98,7 +98,7 @@ class Plan:
         """Bytes of an element of some state."""
         return cell.itemsize(ITEMSIZE[self.dtype])
 
-    @property
+    @cached_property
     def sizes(self) -> DecoderSizes:
         """A microbatch in the decoder on one rank."""
         model = self.model

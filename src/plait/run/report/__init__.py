@@ -6,6 +6,7 @@ measured.py   turns the log of a step into a timeline, and into costs
 idle.py       the causes of the time in which a rank does not compute
 timeline.py   the length of a measured step and its causes, as a table
 trace.py      writes both steps as a trace file for Perfetto
+plans.py      layouts ranked by the planner, and one of them in detail
 screen.py     the console, which escapes control characters in all text
 drawing.py    draws steps as an SVG file
 """

@@ -1,0 +1,106 @@
+"""Shows plans: the ranked list, the bytes, seconds and messages of one, and the change with which one would fit."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from plait.predict.cluster import Cluster
+from plait.predict.duration import messages
+from plait.predict.search import Candidate, room, rows_in, smallest_change
+
+
+def described(cluster: Cluster) -> str:
+    """The cluster in words."""
+    hosts = f"{cluster.hosts} host{'s' * (cluster.hosts > 1)} of " if cluster.hosts > 1 else ""
+    return f"{hosts}{cluster.devices} x {cluster.name}"
+
+
+def gb(size: float) -> str:
+    """Bytes in powers of 1,000, as memories are sold: three digits, GB at most."""
+    value, unit = (size / 1e9, "GB") if size >= 1e8 else (size / 1e6, "MB")
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}" if value >= 10 else f"{value:.2f} {unit}"
+
+
+def table_of(found: Sequence[Candidate]) -> Table:
+    """The layouts, the best first."""
+    table = Table(box=box.SIMPLE_HEAD)
+    headings = (
+        "",
+        "mesh",
+        "row",
+        "order",
+        "microbatches",
+        "recompute",
+        "s/step",
+        "tokens/s",
+        "MFU",
+        "memory",
+        "bound by",
+    )
+    for heading in (*headings, "loses"):
+        left = heading in ("mesh", "row", "order", "recompute", "bound by", "loses")
+        table.add_column(heading, justify="left" if left else "right")
+    for place, one in enumerate(found, 1):
+        plan, speed = one.plan, one.speed
+        order = "" if plan.order is None else plan.order + (f" x{plan.chunks}" if plan.chunks else "")
+        memory = gb(one.fullest.total) if one.fits else f"{gb(-one.spare)} too many"
+        table.add_row(
+            str(place),
+            str(plan.mesh),
+            plan.strategy.name,
+            order,
+            f"{plan.microbatches} x {plan.samples}",
+            plan.recompute or "",
+            f"{speed.seconds:.3g}",
+            f"{speed.tokens:,.0f}",
+            f"{100 * speed.mfu:.1f} %",
+            memory,
+            one.duration.bound,
+            loses(one, found[0]),
+        )
+    return table
+
+
+def loses(one: Candidate, best: Candidate) -> str:
+    """The part of the step that costs most more than in the best layout."""
+    if one is best or one.fits != best.fits:
+        return ""
+    parts = vars(one.duration)
+    name = max(parts, key=lambda part: parts[part] - getattr(best.duration, part))
+    return f"{name} +{parts[name] - getattr(best.duration, name):.2g} s"
+
+
+def details(one: Candidate) -> list[Table]:
+    """Bytes of the fullest rank by kind, seconds by part, and messages by axis."""
+    plan, fullest = one.plan, one.fullest
+    rank = plan.mesh.rank(pipe=fullest.pipe)
+    memory = Table(title=f"bytes of rank {rank}, the fullest, of {gb(room(plan))} that may be used", **LOOK)
+    for name, size in fullest.kinds.items():
+        if size:
+            memory.add_row(name, gb(size))
+    memory.add_row("together", gb(fullest.total))
+    seconds = Table(title="seconds of a step", **LOOK)
+    for name, part in vars(one.duration).items():
+        if part:
+            seconds.add_row(name, f"{part:.3g}", f"{100 * part / one.duration.total:.0f} %")
+    sent = Table(title="messages of that rank in a step", **LOOK)
+    for row in messages(plan, plan.shares[fullest.pipe]):
+        axes = [axis for axis in row.axes if plan.mesh.axis(axis) > 1]
+        link = "between hosts" if any(map(plan.mesh.crosses, axes)) else "inside a host"
+        sent.add_row(row.phase, f"{row.times:,} {row.kind}", ", ".join(axes), gb(row.bytes), link)
+    return [memory, seconds, sent] if sent.row_count else [memory, seconds]
+
+
+LOOK: dict[str, Any] = {"box": None, "show_header": False, "title_justify": "left", "padding": (0, 2)}
+
+
+def what_would_fit(best: Candidate, dtype: str) -> str:
+    """The single change with which the layout that is nearest would fit, in words."""
+    found = smallest_change(best.plan, rows_in(dtype.partition("-")[0], mixed="-" in dtype))
+    need, have = gb(best.fullest.total), gb(room(best.plan))
+    if found is None:
+        return f"no layout fits: the nearest needs {need} of {have}, and no two changes of it help: use more devices"
+    words, other = found
+    return f"it does not fit: {need} of {have}; {words}: {gb(other.fullest.total)}, {other.speed.seconds:.3g} s a step"

@@ -247,13 +247,12 @@ CRAFTED: dict[str, tuple[tuple[str | int, ...], Any]] = {
     "a number that is complex": (("optimizer", "state", "0.weight", "step"), STEP_ONE),
     "a run that is a word": (("run",), ".."),
     "steps that are a list": (("run", "step"), [2]),
-    "a seed of 4,299 digits": (("run", "seed"), 10**4298),
     "a key that is a tensor": (("extra",), {"dict": [[{"number": 1, "dtype": "int8"}, 1]]}),
     "an average that is a word": (("ema",), "half"),
 }
 
 
-@pytest.mark.parametrize("command", ["show HERE", "diff HERE HERE", "export-dcp HERE NEW", "export HERE NEW"])
+@pytest.mark.parametrize("command", ["show HERE", "export-dcp HERE NEW"])
 @pytest.mark.parametrize("name", CRAFTED)
 def test_values_that_no_save_writes_are_one_line_though_they_are_signed(
     name: str, command: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -34,7 +34,7 @@ from plait.run.config import TrainConfig, VerifyConfig, to_toml, with_job
         ),
         (["train", "--strategy", "ZeRO-3"], "did you mean zero3?"),
         (["train", "--model", "GPT"], "did you mean gpt?"),
-        (["train", "--length", "65536", "--mesh", "shard=16"], "one change that fits is --recompute full: "),
+        (["train", "--length", "65536", "--mesh", "shard=16"], "plait plan finds layouts that fit"),
         (["train", "--overwrite"], "overwrite without out: there is nothing to replace"),
         (["train", "--config", "/no/such.toml"], "cannot read the config '/no/such.toml'"),
         (["train", "--steps", "9", "--epochs", "2"], "--steps 9 beside epochs 2, which are a number of steps too"),

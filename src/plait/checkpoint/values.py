@@ -21,10 +21,6 @@ from torch import Tensor
 from plait.checkpoint.manifest import DTYPES
 
 DEEPEST = 64
-LARGEST = 1 << 1023
-"""The first integer that is refused: no float is as large."""
-LONGEST = 500
-"""Characters of a name among an optimizer's values."""
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -46,7 +42,7 @@ def encoded(value: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
     if type(value) is float and not math.isfinite(value):
         return {"float": repr(value)}
     if type(value) in _PLAIN:
-        return _bounded(value)
+        return value
     if isinstance(value, InFile):
         return {"tensor": value.name}
 
@@ -73,12 +69,6 @@ def encoded(value: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
         f"a {type(value).__module__}.{type(value).__qualname__} cannot be saved: give numbers, strings, tensors, and "
         f"lists, tuples and dicts of them (an object's state_dict() is one)"
     )
-
-
-def _bounded(value: Any) -> Any:
-    if type(value) is int and abs(value) >= LARGEST:
-        raise ValueError(f"an integer of {value.bit_length()} bits cannot be saved: at most 1023 can")
-    return value
 
 
 def _key(key: Any) -> Any:
@@ -118,7 +108,7 @@ def decoded(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
         case list():
             return [inside(one) for one in value]
         case _ if type(value) in _PLAIN:
-            return _bounded(value)
+            return value
     raise ValueError("a value in it was not written by plait")
 
 
@@ -153,7 +143,7 @@ def _is_optimizer_state(optimizer: Any) -> bool:
 
 
 def _is_named(value: Any) -> bool:
-    return isinstance(value, dict) and all(type(key) is str and len(key) <= LONGEST for key in value)
+    return isinstance(value, dict) and all(type(key) is str for key in value)
 
 
 def _names_parameters(group: Any) -> bool:

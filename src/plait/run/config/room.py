@@ -11,14 +11,11 @@ import os
 
 from plait.checkpoint.files.reading import memory
 from plait.comm.environment import started
-from plait.messages.wording import fitting, human
+from plait.messages.wording import human
 from plait.predict.activations import DecoderSizes, decoder
 from plait.predict.memory import formula
 from plait.run.config.machine import resolve_device
 from plait.run.config.settings import RunConfig, TrainConfig
-from plait.table.parallelism import Recompute
-
-RECOMPUTED: tuple[Recompute, ...] = ("selective", "full")
 
 
 def check_room(config: RunConfig) -> None:
@@ -35,27 +32,15 @@ def check_room(config: RunConfig) -> None:
     need = ranks * sum(kinds.values())
     if need > have:
         parts = ", ".join(f"{human(one)} of {what}" for what, one in kinds.items())
-        needs = {name: ranks * sum(_kinds(one).values()) for name, one in _changes(config).items()}
         raise ValueError(
             f"{ranks} ranks need at least {human(need)} of memory, and this machine has {human(have)} ({parts} on each "
-            f"rank): {fitting(needs, need, have)}; or give smaller sizes, or more hosts"
+            f"rank): plait plan finds layouts that fit; or give smaller sizes, or more hosts"
         )
 
 
 def _kinds(config: RunConfig) -> dict[str, int]:
     """Bytes that one rank needs, by purpose."""
     return {"state": _state(config), "a step's samples": _samples(config), "activations": _activations(config)}
-
-
-def _changes(config: RunConfig) -> dict[str, RunConfig]:
-    """Variants of the run that need less, each with one setting changed."""
-    most = config.task.samples.batch // config.machine.parsed_mesh.data_size
-    changed = {f"--microbatches {most}": config.with_flags(microbatches=most)}
-    if config.task.family.predicted and not config.task.samples.pack:
-        changed |= {f"--recompute {kind}": config.with_flags(recompute=kind) for kind in RECOMPUTED}
-    if not config.row.params.split and not config.row.params.dtype:
-        changed["--strategy zero3"] = config.with_flags(strategy="zero3")
-    return changed
 
 
 def checkpoint_bytes(config: TrainConfig) -> int:

@@ -93,29 +93,21 @@ def check_places(config: TrainConfig) -> str | None:
     Raises:
         ValueError: with the settings, each with both values, and the fix; or the run was ended after its last step.
     """
-    for name in ("save_every", "keep", "resume"):
-        if (
-            getattr(config.output, name) is not None
-            and config.output.out is None
-            and (name != "resume" or config.output.resume == AUTO)
-        ):
-            raise ValueError(f"{name} without out: checkpoints are kept in a run's own folder; give --out DIR")
-    if config.course.restarts and config.output.save_every is None:
-        raise ValueError(
-            f"restarts {config.course.restarts} without save_every: there would be nothing to go on from; give "
-            f"--save-every"
-        )
-    if config.course.restarts and config.machine.world == "thread":
-        raise ValueError(
-            f"restarts {config.course.restarts} with world thread, which ends with its process: leave it out"
-        )
-    if config.output.keep is not None and config.output.save_every is None:
-        raise ValueError(f"keep {config.output.keep} without save_every: give --save-every as well")
-    if config.output.change and config.output.resume is None:
-        raise ValueError(
-            f"change {' '.join(config.output.change)} without resume: leave it out, and give the settings alone"
-        )
-    if unknown := [name for name in config.output.change if name not in (*DECIDING, "data")]:
+    output, course = config.output, config.course
+    here = {"save_every": output.save_every, "keep": output.keep, "resume": output.resume == AUTO or None}
+    for name in (name for name, value in here.items() if value is not None and output.out is None):
+        raise ValueError(f"{name} without out: checkpoints are kept in a run's own folder; give --out DIR")
+    if course.restarts and output.save_every is None:
+        raise ValueError(f"restarts {course.restarts} without save_every, so with nothing to go on from: give it too")
+    if course.restarts and config.machine.world == "thread":
+        raise ValueError(f"restarts {course.restarts} with world thread, which ends with its process: leave it out")
+    if output.keep is not None and output.save_every is None:
+        raise ValueError(f"keep {output.keep} without save_every: give --save-every as well")
+    if output.change and output.resume is None:
+        raise ValueError(f"change {' '.join(output.change)} without resume: leave it out, and give the settings alone")
+    if course.verify and output.change:
+        raise ValueError("verify beside change: no single process makes such a run; leave one of them out")
+    if unknown := [name for name in output.change if name not in (*DECIDING, "data")]:
         otherwise = "layout and places may differ without it; leave it out"
         hint = did_you_mean(unknown[0], [*DECIDING, "data"], otherwise, most=3)
         raise ValueError(f"change {' '.join(unknown)}: no such setting decides a run: {hint}")
@@ -125,24 +117,18 @@ def check_places(config: TrainConfig) -> str | None:
         step, kept = values["run"]["step"], kept_of(values, resumed)
         differences(config, kept)
         end = end_of(config, kept)
-        if step == end and config.output.resume == AUTO:
+        if step == end and output.resume == AUTO:
             check_finished(config, resumed)
             return f"{str(resumed)!r} has made {step} steps, and the run ends at {end}: nothing is left to do"
         if end is not None:
             check_left(resumed, step, end)
-    if config.course.verify and config.output.change:
-        raise ValueError("verify beside change: no single process makes such a run; leave one of them out")
-    if config.output.out is not None and config.output.resume is not None and not config.output.overwrite:
+    if output.out is not None and output.resume is not None and not output.overwrite:
         _check_metrics(config, resumed)
-    if (
-        config.output.out is not None
-        and config.output.save_every is not None
-        and (config.course.restarts or not config.output.overwrite)
-    ):
+    if output.out is not None and output.save_every is not None and (course.restarts or not output.overwrite):
         later = [folder for folder in checkpoints(folder_of(config)) if int(folder.name.removeprefix("step-")) > step]
         if later:
             where = f"step {step}" if step else "the beginning"
-            fix = "" if config.course.restarts else ", or --overwrite"  # a restart would take it for its own
+            fix = "" if course.restarts else ", or --overwrite"  # a restart would take it for its own
             raise ValueError(
                 f"the run goes on from {where}, and {str(later[-1])!r} is there already: --resume auto goes on from "
                 f"it; give another folder, or move it away{fix}"

@@ -51,7 +51,7 @@ def join(
             ``"auto"`` the same where this host has one for each of its ranks, and otherwise the CPU.
         deadline: seconds after which a wait for another rank raises and says which one.
         deterministic: add in rank order, so that runs are reproducible to the bit.
-        check_collectives: compare every collective and message across its ranks before it runs, for a search; all
+        check_collectives: compare every collective across its ranks before it runs, for a search; all
             ranks say the same.
         shared_memory: ranks of a Linux host move tensors of CPUs through memory that they share, and those of several
             hosts over sockets; all ranks say the same.

@@ -72,38 +72,6 @@ def other_kind(comm: Comm, odd: bool) -> None:
         comm.all_reduce(torch.ones(4 * n), AXES).wait()
 
 
-def message_of_another_shape(comm: Comm, odd: bool) -> None:
-    if comm.rank == 0:
-        comm.send(torch.ones(3, 4), 1)
-    if comm.rank == 1:
-        comm.recv(torch.ones(4, 3), 0).wait()
-    comm.barrier(AXES)
-
-
-def message_skipped(comm: Comm, odd: bool) -> None:
-    if comm.rank == 1:
-        comm.recv(torch.ones(3), 0).wait()
-    comm.barrier(AXES)
-
-
-def message_last_skipped(comm: Comm, odd: bool) -> None:
-    """Rank 1 answers what it gets."""
-    if comm.rank == 0:
-        comm.recv(torch.ones(3), 1).wait()
-    if comm.rank == 1:
-        comm.recv(torch.ones(2), 0).wait()
-        comm.send(torch.ones(3), 0)
-    comm.barrier(AXES)
-
-
-def message_of_another_unit(comm: Comm, odd: bool) -> None:
-    if comm.rank == 0:
-        comm.send(torch.ones(3), 1, Note("forward", "stage 0", 1))
-    if comm.rank == 1:
-        comm.recv(torch.ones(3), 0, Note("forward", "stage 0", 0)).wait()
-    comm.barrier(AXES)
-
-
 FAULTS: dict[Fault, str] = {
     skip: "unit 'a' .* unit 'b'",
     skip_of_equals: "other line",
@@ -115,14 +83,10 @@ FAULTS: dict[Fault, str] = {
     other_unit: "other unit",
     other_root: "with root 0 .* with root 1",
     other_kind: "other operation",
-    message_of_another_shape: r"other tensor",
-    message_skipped: "rank 1 waits for a message of rank 0, which is in a collective with it instead",
-    message_last_skipped: "ranks 0 and 1 wait for a message of each other",
-    message_of_another_unit: "other microbatch",
 }
 
 
-IN_PROCESSES = (skip, reorder, other_dtype, other_root, message_of_another_shape, message_skipped, message_last_skipped)
+IN_PROCESSES = (skip, reorder, other_dtype, other_root)
 """Some of them, for worlds that take seconds to begin."""
 
 

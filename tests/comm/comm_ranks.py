@@ -196,37 +196,6 @@ def checked(comm: ProcessComm) -> None:
         comm.close()
 
 
-def checked_to_the_end(comm: ProcessComm) -> None:
-    """Rank 0 leaves behind its last messages, and rank 1 tells it that it waits for them.
-
-    Were that not read, rank 0 would stay until the deadline, which the test does not live to see.
-    """
-    check_collectives(comm)
-    got, late = torch.zeros(3), torch.zeros(3)
-    if comm.rank == 0:
-        time.sleep(0.2)
-        for value in (1.0, 2.0):
-            comm.send(torch.full((3,), value), 1, Note("", "last")).wait()
-        comm.close()
-    else:
-        works = [comm.recv(tensor, 0, Note("", "last")) for tensor in (got, late)]
-        works[0].wait()
-        time.sleep(1.0)  # the sender would be gone by then
-        works[1].wait()
-        assert got.tolist() == [1.0] * 3 and late.tolist() == [2.0] * 3
-    comm.close()
-
-
-def checked_and_never_read(comm: ProcessComm) -> None:
-    """A message that came and that nobody waits for: the sender leaves no later than at its deadline, in peace."""
-    check_collectives(comm)
-    if comm.rank == 0:
-        comm.send(torch.ones(3), 1).wait()
-    else:
-        comm.recv(torch.ones(3), 0)
-        time.sleep(1.0)
-
-
 def alone(comm: ProcessComm) -> None:
     comm_checks.check_collectives(comm)
 
@@ -271,8 +240,6 @@ SCENES = {
         other_shape,
         as_on_gpus,
         checked,
-        checked_to_the_end,
-        checked_and_never_read,
         alone,
     )
 }

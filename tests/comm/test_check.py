@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Any
 
 import collective_faults as faults
@@ -76,22 +75,6 @@ def test_ranks_in_groups_that_do_not_meet_are_told_by_those_who_find_it() -> Non
     assert all("rank 1: sum all_reduce of unit 'blocks.1' over replica" in text for text in texts), texts
 
 
-def test_messages_that_are_taken_late_and_in_another_order_are_no_difference() -> None:
-    def body(comm: Comm) -> list[float]:
-        check_collectives(comm)
-        other, got = 1 - comm.rank, [torch.zeros(2) for _ in range(3)]
-        receives = [comm.recv(tensor, other, Note("", f"number {i}")) for i, tensor in enumerate(got)]
-        for i in range(3):
-            comm.send(torch.full((2,), float(i)), other, Note("", f"number {i}")).wait()
-            comm.barrier(AXES)
-        for receive in receives[::-1]:
-            receive.wait()
-            receive.wait()
-        return [tensor[0].item() for tensor in got]
-
-    assert run(Mesh(pipe=2), body, deadline=30) == [[0.0, 1.0, 2.0]] * 2
-
-
 def test_the_ledger_is_that_without_it() -> None:
     def body(comm: Comm) -> Any:
         comm.all_reduce(torch.ones(4), ("shard",)).wait()
@@ -107,51 +90,21 @@ LONG = ("u" * 156, "x" * 5000, "\u5c42" * 400, "\x00\\" * 300, "\udc80" * 200)
 
 
 @pytest.mark.parametrize("name", LONG, ids=lambda name: f"{len(name)}-{ord(name[0]):x}")
-def test_names_may_be_long(name: str) -> None:
-    """Of collectives and messages, on ranks of which the receiver waits first."""
-
-    def body(comm: Comm) -> float:
-        check_collectives(comm)
-        tensor = torch.full((2,), 1.0 + comm.rank)
-        comm.all_reduce(tensor, AXES, note=Note(name, name)).wait()
-        if comm.rank == 0:
-            time.sleep(0.2)
-            comm.send(tensor, 1, Note("", name)).wait()
-            comm.recv(tensor, 1, Note(name, name)).wait()
-        if comm.rank == 1:
-            comm.recv(tensor, 0, Note("", name)).wait()
-            comm.send(tensor + 1, 0, Note(name, name)).wait()
-        comm.barrier(AXES)
-        return tensor.sum().item()
-
-    assert run(Mesh(pipe=2), body, deadline=30) == [8.0, 6.0]
-
-
-@pytest.mark.parametrize("name", LONG, ids=lambda name: f"{len(name)}-{ord(name[0]):x}")
-@pytest.mark.parametrize("kind", ["collective", "message", "waits"])
-def test_long_names_that_differ_at_the_end_are_told_with_their_lines(name: str, kind: str) -> None:
+def test_long_names_that_differ_at_the_end_are_told_with_their_lines(name: str) -> None:
     def body(comm: Comm) -> str:
         check_collectives(comm)
-        tensor, note = torch.ones(2), Note("", f"{name}{comm.rank}")
+        comm.all_reduce(torch.ones(2), AXES, note=Note(name, name)).wait()
         with pytest.raises(MismatchError) as caught:
-            if kind == "message" and comm.rank == 0:
-                comm.send(tensor, 1, note)
-            if kind == "collective":
-                comm.all_reduce(tensor, AXES, note=note).wait()
-            if kind == "waits" or comm.rank == 1:
-                comm.recv(tensor, 1 - comm.rank, note).wait()
-            comm.barrier(AXES)
+            comm.all_reduce(torch.ones(2), AXES, note=Note("", f"{name}{comm.rank}")).wait()
         return str(caught.value)
 
-    texts = run(Mesh(pipe=2), body, deadline=30)
-    wanted = "wait for a message of each other" if kind == "waits" else f"mean different {kind}s (other unit"
-    for text in texts:
-        assert wanted in text, text
+    for text in run(Mesh(pipe=2), body, deadline=30):
+        assert "mean different collectives (other unit" in text, text
         assert len(re.findall(r"^  rank [01]: .* at comm/test_check.py:\d+$", text, re.M)) == 2, text
 
 
 def test_a_row_has_one_size_and_all_fields() -> None:
     for text in (*LONG, ""):
-        mine = Description(text, {"number": 3, "unit": "ü" * 20}, "waits")
+        mine = Description(text, {"number": 3, "unit": "ü" * 20})
         assert len(mine.as_row()) == ROW_BYTES
         assert Description.read(mine.as_row()).fields == mine.fields

@@ -146,13 +146,6 @@ def test_with_the_check_each_fault_is_told_at_once(mesh: str, shared: bool) -> N
         assert status == 0 and output == "done\n", output
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared"])
-@pytest.mark.parametrize(("scene", "deadline"), [("checked_to_the_end", 3600), ("checked_and_never_read", 10)])
-def test_with_the_check_a_last_message_is_no_other_than_without(scene: str, deadline: float, shared: bool) -> None:
-    for status, output in play(scene, "pipe=2", deadline=deadline, shared=shared):
-        assert status == 0 and output == "done\n", output
-
-
 def test_a_message_of_another_shape_is_not_taken_in() -> None:
     (_, sender), (_, receiver) = play("other_shape", "shard=2", deadline=8)
     assert re.search(

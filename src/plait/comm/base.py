@@ -347,13 +347,11 @@ class Comm(ABC):
         for observer in self.observers:
             observer.asked(operation)
         if self.check is not None:
-            operation = self.check.begin(operation, what)
+            operation = self.check.begin(operation)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                work = prepared.method(operation, *what)
-        else:
-            work = prepared.method(operation, *what)
-        return self.check.receive(operation, what, work) if self.check and operation.kind == "recv" else work
+                return prepared.method(operation, *what)
+        return prepared.method(operation, *what)
 
     def _cut(
         self,

@@ -14,9 +14,7 @@ from contextlib import nullcontext
 from types import TracebackType
 from typing import Protocol
 
-from torch import Tensor
-
-from plait.comm.operation import Operation, Work
+from plait.comm.operation import Operation
 
 NOBODY = nullcontext()
 """Surrounds a wait without observers."""
@@ -44,14 +42,8 @@ class Observer:
 class OperationCheck(Protocol):
     """A comparison of operations with the other ranks."""
 
-    def begin(self, operation: Operation, what: Sequence[Tensor | int | None]) -> Operation:
+    def begin(self, operation: Operation) -> Operation:
         """Compares an operation before it runs; returns it with the place where it was asked for."""
-
-    def receive(self, operation: Operation, what: Sequence[Tensor | int | None], work: Work) -> Work:
-        """Returns the work of a receive, to be compared where it is waited for."""
-
-    def leave(self) -> None:
-        """Called before this rank leaves."""
 
 
 class Waiting:

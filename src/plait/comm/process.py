@@ -153,15 +153,13 @@ class ProcessComm(Comm):
         return self.transport.progresses and super().overlaps
 
     def close(self) -> None:
-        """Waits for the sends whose handles were dropped, and for their check, then leaves."""
+        """Waits for the sends whose handles were dropped, then leaves."""
         if self._closed:
             return
         self._closed = True
         try:
             while self.sends and not self.transport.broken:
                 next(iter(self.sends.values())).wait()
-            if self.check is not None and not self.transport.broken:
-                self.check.leave()
         finally:
             self.transport.close()
             super().close()

@@ -35,7 +35,7 @@ class MachineConfig:
     deadline: float = 60.0
     """Seconds after which a rank that waits for another gives up."""
     check_collectives: bool = False
-    """Compare every collective and message across its ranks before it runs: its kind, its size, the calling line."""
+    """Compare every collective across its ranks before it runs: its kind, its size, the calling line."""
 
     @cached_property
     def parsed_mesh(self) -> Mesh:

@@ -22,7 +22,6 @@ Rules of every world:
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -62,7 +61,7 @@ if TYPE_CHECKING:
 __all__ = ["DONE", "NO_NOTE", "Comm", "MismatchError", "Observer", "Operation", "Work"]
 
 
-class Comm(ABC):
+class Comm:
     """One rank's access to its world.  Subclasses move tensors in the ``_`` methods; all else is here."""
 
     def __init__(
@@ -249,53 +248,25 @@ class Comm(ABC):
             observer.begin_step(number)
 
     # ---- what a world supplies -----------------------------------------------------------------
-    # Tensors are 1-D here, and the group has at least two members.
+    # Each takes the operation, then tensors of 1 dim; the group has at least two members.
 
-    @abstractmethod
-    def _all_gather(self, operation: Operation, out: Tensor, piece: Tensor) -> Work: ...
-
-    @abstractmethod
-    def _reduce_scatter(self, operation: Operation, out: Tensor, whole: Tensor) -> Work: ...
-
-    @abstractmethod
-    def _all_reduce(self, operation: Operation, tensor: Tensor) -> Work: ...
-
-    @abstractmethod
-    def _broadcast(self, operation: Operation, tensor: Tensor) -> Work: ...
-
-    @abstractmethod
-    def _reduce(self, operation: Operation, tensor: Tensor) -> Work: ...
-
-    @abstractmethod
-    def _scatter(self, operation: Operation, out: Tensor, whole: Tensor | None) -> Work: ...
-
-    @abstractmethod
-    def _gather(self, operation: Operation, out: Tensor | None, piece: Tensor) -> Work: ...
-
-    @abstractmethod
-    def _all_to_all(self, operation: Operation, out: Tensor, whole: Tensor) -> Work: ...
-
-    @abstractmethod
-    def _send(self, operation: Operation, tensor: Tensor, dst: int) -> Work: ...
-
-    @abstractmethod
-    def _recv(self, operation: Operation, tensor: Tensor, src: int) -> Work: ...
-
-    @abstractmethod
-    def _barrier(self, operation: Operation) -> None: ...
+    _all_gather: Callable[..., Work]  # out, piece
+    _reduce_scatter: Callable[..., Work]  # out, whole
+    _all_reduce: Callable[..., Work]  # tensor
+    _broadcast: Callable[..., Work]  # tensor
+    _reduce: Callable[..., Work]  # tensor
+    _scatter: Callable[..., Work]  # out, whole or None
+    _gather: Callable[..., Work]  # out or None, piece
+    _all_to_all: Callable[..., Work]  # out, whole
+    _send: Callable[..., Work]  # tensor, dst
+    _recv: Callable[..., Work]  # tensor, src
+    _barrier: Callable[..., Work | None]
+    # For checks: a small message ahead of an operation, in order with others of its kind, and separate from all else.
+    _tell: Callable[..., Work]  # row, dst
+    _hear: Callable[..., None]  # row, src; waits for it
 
     def _common(self, group: Group, numel: int, dtype: torch.dtype) -> Tensor | None:
         return None
-
-    # A world without these cannot be checked.
-
-    def _tell(self, operation: Operation, row: Tensor, dst: int) -> Work:
-        """Sends a small message ahead of an operation, in order with others of its kind, and separate from all else."""
-        raise ValueError(f"{type(self).__name__} has no _tell and _hear, so its collectives cannot be checked")
-
-    def _hear(self, operation: Operation, row: Tensor, src: int) -> None:
-        """Waits for the next such message from a rank, on behalf of an operation."""
-        raise ValueError(f"{type(self).__name__} has no _tell and _hear, so its collectives cannot be checked")
 
     def _abandon(self, why: str) -> None:
         """Stops this rank's part in the world; ``why`` is for the ranks that wait for it."""

@@ -1,21 +1,19 @@
 """Messages under way in a process, and the work that a wait for them does.
 
-    P2PWork    messages, then something to finish (an ordered reduction)
+    P2PWork    messages, then something to finish (an ordered reduction, and the second phase of a large all-reduce)
     Sent       the handle of a message that was sent, whether it is kept or dropped
-    TwoPhase   a large all-reduce: reduce-scatter, then all-gather
 
 torch's handles and the memory they work on are kept until a wait, even where the user drops the work.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
 
-from plait.comm.operation import Operation, Work
+from plait.comm.operation import Operation
 from plait.comm.transport import Started, Transport
 
 NO_GRADIENTS = nullcontext()
@@ -67,22 +65,3 @@ class Sent:
     def __del__(self) -> None:
         if self._message.is_under_way:
             self._dropped[id(self._message)] = self._message
-
-
-class TwoPhase:
-    """Work whose second phase starts when this rank waits.
-
-    Works of one group (``queue``) finish in the order of issue, whichever is waited for first: otherwise two ranks
-    could wait for each other.
-    """
-
-    def __init__(self, first: Work, second: Callable[[], Work], queue: deque[TwoPhase]) -> None:
-        self._first, self._second, self._queue = first, second, queue
-        queue.append(self)
-
-    def wait(self) -> None:
-        """Finishes all earlier works of the group, then this one."""
-        while self in self._queue:
-            oldest = self._queue.popleft()
-            oldest._first.wait()
-            oldest._second().wait()

@@ -11,6 +11,7 @@ message.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -22,40 +23,27 @@ if TYPE_CHECKING:
     from plait.comm.base import Comm
 
 
+@dataclass(frozen=True, slots=True)
 class Prepared:
-    """One operation of a group with other members.
+    """One operation of a group with other members."""
 
-    Args:
-        entry: its line in the ledger.
-        what: the tensors, and the other rank of a message.
-        method: the world's own, which moves them.
-    """
-
-    __slots__ = ("_comm", "entry", "method", "operation", "what")
-
-    def __init__(
-        self,
-        comm: Comm,
-        entry: Entry,
-        operation: Operation,
-        what: Sequence[Tensor | int | None],
-        method: Callable[..., Work],
-    ) -> None:
-        self._comm, self.entry, self.operation, self.what, self.method = comm, entry, operation, what, method
+    comm: Comm
+    entry: Entry
+    """Its line in the ledger."""
+    operation: Operation
+    what: Sequence[Tensor | int | None]
+    """The tensors, and the other rank of a message."""
+    method: Callable[..., Work]
+    """The world's own, which moves them."""
 
     def start(self) -> Work:
         """Begins the operation."""
-        return self._comm.begin(self)
+        return self.comm.begin(self)
 
 
+@dataclass(frozen=True, slots=True)
 class Alone:
     """The same for a group of one, which has no member to send to."""
 
-    __slots__ = ("_copy",)
-
-    def __init__(self, copy: Callable[[], Work] = lambda: DONE) -> None:
-        self._copy = copy
-
-    def start(self) -> Work:
-        """Copies the piece if it has to be elsewhere."""
-        return self._copy()
+    start: Callable[[], Work] = lambda: DONE
+    """Copies the piece if it has to be elsewhere."""

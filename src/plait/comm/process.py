@@ -19,7 +19,6 @@ inside the library.  A single message is moved by the transport: ``gloo.py``, or
 from __future__ import annotations
 
 import zlib
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ from plait.comm.init_process import code_facts, init_process
 from plait.comm.nccl import NcclTransport
 from plait.comm.operation import DONE, NO_NOTE, Group, copied, label
 from plait.comm.ordered_reduce import ordered_sum
-from plait.comm.p2p_work import P2PWork, Sent, TwoPhase
+from plait.comm.p2p_work import P2PWork, Sent
 from plait.comm.process_identity import Peer, on_hosts
 from plait.comm.transport import Started, Transport, Wires, shared_memory_transport
 from plait.table.mesh import Mesh
@@ -83,7 +82,6 @@ class ProcessComm(Comm):
             self.transport = NcclTransport(mesh, self.device, deterministic, wires)
         else:
             self.transport = GlooTransport(wires)
-        self._two_phase: dict[tuple[str, ...], deque[TwoPhase]] = {}
         self._under_way: dict[int, P2PWork] = {}
         self._tags: dict[tuple[object, ...], int] = {}
         """Checksums of the meanings of operations; a repr of one costs more than a small message."""
@@ -196,12 +194,15 @@ class ProcessComm(Comm):
         chunk = -(-tensor.numel() // n)
         slices = [tensor[k * chunk : (k + 1) * chunk] for k in range(n)]
         mine = slices[operation.group.index]
-        first, then = self._exchanged(operation, mine, slices, mine, tag), self._tag(operation)
+        works, add = self.transport.reduce(operation, mine, slices, mine, tag)
+        then = self._tag(operation)
 
-        def second() -> Work:
-            return self._work(operation, self.transport.exchange(operation, slices, [mine] * n, then))
+        def gather() -> None:  # the second phase begins when this rank waits
+            if add is not None:
+                add()
+            self._work(operation, self.transport.exchange(operation, slices, [mine] * n, then)).wait()
 
-        return TwoPhase(first, second, self._two_phase.setdefault(operation.group.axes, deque()))
+        return self._work(operation, works, gather)
 
     def _exchanged(self, operation: Operation, mine: Tensor, slices: Sequence[Tensor], out: Tensor, tag: int) -> Work:
         """Slice k to member k; what comes in, and ``mine``, reduced into ``out``."""

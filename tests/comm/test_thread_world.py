@@ -79,24 +79,6 @@ def test_ranks_that_mean_different_things_are_both_told_at_once(mine, words: str
         assert "rank 0" in text and "rank 1" in text and "blocks.3" in text and words in text, text
 
 
-def test_who_does_not_come_is_named() -> None:
-    begun, over = threading.Barrier(2), threading.Barrier(3)
-
-    def stay_away(comm: Comm) -> str:
-        if comm.rank == 1:
-            over.wait()
-            return ""
-        begun.wait()
-        with pytest.raises(TimeoutError) as caught:
-            comm.all_reduce(torch.ones(3), ("shard",), note=Note("backward", "head"))
-        over.wait()
-        return str(caught.value)
-
-    texts = run(Mesh(shard=3), stay_away, deadline=0.5)
-    assert re.search(r"waited 0.5 s in sum all_reduce of unit 'head' over shard .* rank 1 did not", texts[0])
-    assert "rank 1 did not come" in texts[2]
-
-
 def test_a_message_of_another_shape_names_both_sides() -> None:
     def mismatch(comm: Comm) -> None:
         if comm.rank == 0:
@@ -108,22 +90,6 @@ def test_a_message_of_another_shape_names_both_sides() -> None:
         MismatchError, match=r"rank 1 receives float32 \(4, 3\) from rank 0, which sent .*\(3, 4\).*wanted"
     ):
         run(Mesh(pipe=2), mismatch)
-
-
-def test_a_message_that_is_not_sent_is_named() -> None:
-    over = threading.Event()
-
-    def wait_for_it(comm: Comm) -> None:
-        if comm.rank == 0:
-            over.wait()
-        else:
-            try:
-                comm.recv(torch.empty(1), 0, Note("forward")).wait()
-            finally:
-                over.set()
-
-    with pytest.raises(TimeoutError, match=r"rank 1 waited 0.1 s in recv .*rank 0 did not send"):
-        run(Mesh(pipe=2), wait_for_it, deadline=0.1)
 
 
 @pytest.mark.parametrize("how", ["collective", "message"])
@@ -169,7 +135,10 @@ def test_a_deadline_tells_where_the_others_stand(how: str) -> None:
         return str(caught.value)
 
     said, place = run(Mesh(shard=2), stay_away, deadline=0.2)[0].split("\nrank ")
-    assert re.search(r"rank 1 did not (come|send) \(this process computed [0-9.]+ s meanwhile\)$", said), said
+    assert re.search(
+        r"^rank 0 waited 0.2 s in (barrier|recv) .*: rank 1 did not (come|send) \(this process",
+        said,
+    ), said
     assert place.startswith("1 stands at\n") and ", in stay_away\n" in place, place
     assert place.endswith(", in _far_from_here\n    time.sleep(0.6)"), place
 
@@ -250,19 +219,6 @@ def test_the_abort_reaches_ranks_that_come_later() -> None:
         world.comm(0).all_reduce(torch.ones(1), ("shard",))
     with pytest.raises(AbortedError):
         world.comm(0).send(torch.ones(1), 1)
-
-
-def test_a_sent_tensor_may_change_at_once() -> None:
-    def change(comm: Comm) -> float:
-        x = torch.ones(1)
-        if comm.rank == 0:
-            comm.send(x, 1)
-            x.zero_()
-        else:
-            comm.recv(x.zero_(), 0).wait()
-        return float(x)
-
-    assert run(Mesh(pipe=2), change) == [0.0, 1.0]
 
 
 def test_a_tensor_that_others_still_read_does_not_change() -> None:

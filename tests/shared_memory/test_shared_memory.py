@@ -21,11 +21,9 @@ from shared_worlds import play
 from plait.comm import ProcessComm
 from plait.comm.operation import NO_NOTE, Operation, pair_of
 from plait.comm.process_identity import Peer, on_hosts
-from plait.shared_memory import alarm, mailbox, outgoing
-from plait.shared_memory.alarm import Alarm
-from plait.shared_memory.arena import Arena, rounded
+from plait.shared_memory import mailbox, outgoing
+from plait.shared_memory.arena import rounded
 from plait.shared_memory.c10d import SharedMemoryGroup
-from plait.shared_memory.mailbox import Mailbox, MailRecord
 from plait.shared_memory.segment import Segment
 from plait.shared_memory.semaphore import SIZE, Semaphore
 from plait.table.mesh import Mesh
@@ -72,38 +70,6 @@ def test_memory_that_cannot_be_had_is_refused_with_its_size() -> None:
 def test_blocks_are_rounded_up_to_four_sizes_in_a_power_of_two(nbytes: int) -> None:
     size = rounded(nbytes)
     assert nbytes <= size <= max(64 + nbytes, nbytes * 5 / 4) and size % 64 == 0 and rounded(size) == size
-
-
-def test_blocks_are_used_again_when_the_last_reader_has_read_and_never_before() -> None:
-    arena, data = Arena("plait-test"), torch.arange(1000, dtype=torch.uint8)
-    first, second = arena.put(data, 2), arena.put(data, 1)
-    assert not torch.equal(torch.tensor(first.offset), torch.tensor(second.offset))
-    assert arena.read(first.number).readers == 1
-    assert arena.put(data, 1).offset not in (first.offset, second.offset)
-    assert arena.read(first.number) is first
-    assert arena.put(data + 1, 1) is first
-    assert torch.equal(first.segment.view(first.offset, 1000, torch.uint8), data + 1)
-    arena.close()
-
-
-def test_a_mailbox_keeps_order_goes_round_and_says_when_it_is_full() -> None:
-    segment = Segment.make(mailbox.BYTES)
-    reader, writer = Mailbox(segment, 0), Mailbox(segment, 0)
-    reader.begin()
-    records = [MailRecord(0, i, i + 1, 2**40 + i, 2**33 + i) for i in range(3 * mailbox.RECORDS)]
-    for half in (records[: len(records) // 2], records[len(records) // 2 :]):
-        got, left = [], list(half)
-        while len(got) < len(half):
-            while left and writer.write(left[0]):
-                left.pop(0)
-            assert not writer.delivered
-            for _ in range(700):
-                if reader.filled.take():
-                    got.append(reader.read())
-                    reader.room.post()
-        assert got == half
-    assert writer.delivered
-    segment.close()
 
 
 @pytest.mark.parametrize("mesh", ["shard=3", "shard=2 replica=2"])
@@ -279,30 +245,6 @@ def test_memory_that_cannot_be_had_breaks_the_world_and_the_others_hear_of_it(
 
     errors = world("shard=3", body)
     assert sorted(type(error).__name__ for error in errors) == ["ConnectionError", "ConnectionError", "MemoryError"]
-
-
-def test_an_alarm_wakes_who_sleeps_and_leaves_nothing_behind() -> None:
-    segment = Segment.make(alarm.BYTES)
-    mine, theirs = Alarm(segment.address), Alarm(segment.address)
-    mine.begin()
-    theirs.ring()  # nobody sleeps
-    assert not mine.sleep(lambda: False, 0.01)
-    assert mine.sleep(lambda: True, 30.0), "what is there is found, without a wait"
-    for _ in range(200):  # whenever it rings: before, while or after it looks for the last time
-        written: list[int] = []
-
-        def write(written: list[int] = written) -> None:
-            written.append(1)
-            theirs.ring()
-
-        other = threading.Thread(target=write)
-        other.start()
-        while not written:
-            assert mine.sleep(lambda written=written: bool(written), 30.0)  # type: ignore[misc]
-        other.join()
-    theirs.ring()
-    mine.sleep(lambda: False, 0.01)  # the last bell may have come late
-    assert not mine.sleep(lambda: False, 0.01)
 
 
 def test_more_messages_than_a_mailbox_holds(world: Callable[..., list[object]]) -> None:

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import plait.table.additions as additions_module
-from plait.comm import Comm, ordered_sum, run
+from plait.comm import ordered_sum
 from plait.table.additions import MICROBATCH, additions, fold
 from plait.table.cells import TABLE, find_strategy
-from plait.table.mesh import Mesh
 
 
 def written(order: tuple[str, ...], sizes: dict[str, int], names: tuple[str, ...]) -> str:
@@ -85,16 +84,6 @@ def test_a_sum_is_a_left_fold_and_the_first_named_is_innermost(order: str, sizes
     assert written(tuple(order), dict(zip(names, map(int, sizes), strict=True)), names) == text
 
 
-def test_add_may_reuse_its_first_term() -> None:
-    total = fold(
-        ("x", "y"),
-        {"x": 3, "y": 4},
-        lambda at: [at["x"], at["y"]],
-        lambda a, b: [a.__setitem__(i, a[i] + b[i]) for i in range(2)] and a,
-    )
-    assert total == [4 * (0 + 1 + 2), 3 * (0 + 1 + 2 + 3)]
-
-
 # ---- the worlds fold the same tree -----------------------------------------------------------------------
 
 
@@ -121,24 +110,3 @@ def test_a_fused_group_adds_in_the_order_of_its_axes(sizes: list[int], seed: int
     out = torch.empty(8)
     ordered_sum(stack, sizes, "sum", out)
     assert torch.equal(out, fold(axes, dict(zip(axes, sizes, strict=True)), member, torch.add))
-
-
-def test_one_fused_reduction_is_the_hierarchy_bit_for_bit() -> None:
-    """all_reduce over (shard, replica) = over shard, then over replica = the fold of the reference."""
-    mesh = Mesh(replica=3, shard=4)
-    random = torch.Generator().manual_seed(1)
-    values = [wide(64, random) for _ in range(mesh.size)]
-    expected = fold(("shard", "replica"), {"shard": 4, "replica": 3}, lambda at: values[mesh.rank(**at)], torch.add)
-    turned = fold(("replica", "shard"), {"shard": 4, "replica": 3}, lambda at: values[mesh.rank(**at)], torch.add)
-    assert not torch.equal(expected, turned)  # the order can be seen in these values
-
-    def rank_main(comm: Comm) -> None:
-        fused = values[comm.rank].clone()
-        comm.all_reduce(fused, ("shard", "replica")).wait()
-        assert torch.equal(fused, expected)
-        steps = values[comm.rank].clone()
-        comm.all_reduce(steps, ("shard",)).wait()
-        comm.all_reduce(steps, ("replica",)).wait()
-        assert torch.equal(steps, expected)
-
-    run(mesh, rank_main, deadline=20)

@@ -14,7 +14,6 @@ from plait.table.cells import (
     Cell,
     Strategy,
     find_strategy,
-    move,
     moves,
     parse_strategy,
 )
@@ -30,18 +29,6 @@ CELLS = [
 """All there are."""
 
 # ---- the table -------------------------------------------------------------------------------------------
-
-ROWS = """
-row        | params at rest | kept          | grads while accumulating     | optimizer state
-ddp        | full           | full          | full, pending(shard, replica)| full
-zero1      | full           | full          | full, pending(shard, replica)| shard/replica
-zero2      | full           | full          | shard/replica                | shard/replica
-zero3      | shard/replica  | shard/replica | shard/replica                | shard/replica
-zero3_keep | shard/replica  | full          | shard/replica                | shard/replica
-hsdp       | shard          | shard         | shard, pending(replica)      | shard
-psdp       | shard          | shard         | shard, pending(replica)      | shard/replica
-hpz        | shard/replica  | shard         | shard/replica                | shard/replica
-"""
 
 # Every phase in which a row sends or cuts anything; a phase that is not here does nothing.
 MOVES = """
@@ -89,64 +76,12 @@ def phases_of(row: Strategy) -> dict[str, str]:
     return {phase: text for phase, text in found.items() if text}
 
 
-def test_the_table_has_these_rows() -> None:
-    lines = [[word.strip() for word in line.split("|")] for line in ROWS.strip().splitlines()[1:]]
-    assert [[name, *row.row().split(" | ")] for name, row in TABLE.items()] == lines
-
-
 def test_the_rows_send_this() -> None:
     expected: dict[str, dict[str, str]] = {}
     for block in MOVES.strip().split("\n\n"):
         name, lines = block.split(maxsplit=1)
         expected[name] = dict(re.split(r" +", line.strip(), maxsplit=1) for line in lines.splitlines())
     assert {name: phases_of(row) for name, row in TABLE.items()} == expected
-
-
-MOVE_TABLE = """
-full, pending(shard, replica) -> full                    : all_reduce(shard, replica)
-full, pending(shard)          -> full                    : all_reduce(shard)
-full, pending(shard, replica) -> full, pending(replica)  : all_reduce(shard)
-full, pending(shard, replica) -> shard/replica           : reduce_scatter(shard, replica)
-full, pending(shard, replica) -> replica/shard           : reduce_scatter(replica, shard)
-full, pending(shard, replica) -> shard, pending(replica) : reduce_scatter(shard)
-full, pending(shard, replica) -> shard                   : reduce_scatter(shard), then all_reduce(replica) inside shard
-full, pending(replica)        -> shard/replica           : slice(shard), then reduce_scatter(replica) inside shard
-full, pending(shard)          -> shard/replica           : reduce_scatter(shard), then slice(replica) inside shard
-full, pending(shard)          -> replica                 : slice(replica), then all_reduce(shard) inside replica
-shard, pending(replica)       -> shard                   : all_reduce(replica) inside shard
-shard, pending(replica)       -> shard/replica           : reduce_scatter(replica) inside shard
-shard, pending(replica)       -> full                    : all_reduce(replica) inside shard, then all_gather(shard)
-shard/replica                 -> full                    : all_gather(shard, replica)
-shard/replica                 -> shard                   : all_gather(replica) inside shard
-full                          -> shard/replica           : slice(shard, replica)
-full                          -> full                    : nothing
-"""
-
-
-@pytest.mark.parametrize("line", MOVE_TABLE.strip().splitlines())
-def test_from_cell_to_cell(line: str) -> None:
-    start, end, path = (part.strip() for part in re.split(r"->|:", line))
-    assert (", then ".join(map(str, move(Cell.parse(start), Cell.parse(end)))) or "nothing") == path
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_staying_costs_nothing(cell: Cell) -> None:
-    assert move(cell, cell) == ()
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "reason"),
-    [
-        ("replica/shard", "shard", "full reshuffle.*outermost cut must be the same"),
-        ("shard", "replica", "full reshuffle"),
-        ("shard/replica", "replica/shard", "full reshuffle"),
-        ("full", "full, pending(shard)", "'full' to 'full, pending.shard.': a finished sum cannot become pending"),
-        ("shard", "shard, pending(replica)", "finished sum"),
-    ],
-)
-def test_moves_that_do_not_exist(start: str, end: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        move(Cell.parse(start), Cell.parse(end))
 
 
 # ---- text ------------------------------------------------------------------------------------------------

@@ -33,28 +33,6 @@ def test_the_picture_of_the_docstring() -> None:
     assert [run.whole for run in layout.runs(32, 64)] == [False, True]
 
 
-def test_tensors_stay_whole_and_the_largest_piece_is_smallest() -> None:
-    shapes = [(32,), (16,), (16,), (32,)]
-    assert lay(named(shapes), 4, 2, "tensor").bounds == (0, 48, 96)
-    assert lay(named(shapes), 4, 3, "tensor").bounds == (0, 32, 64, 96)
-    assert lay(named([(16,)]), 4, 3, "tensor").numel == 16  # two owners have nothing
-
-
-def test_tensors_go_where_least_lies_already() -> None:
-    """Loads are bytes, so that units of different dtypes share them."""
-    shapes = [(16,), (16,), (16,)]
-    assert lay(named(shapes), 4, 2, "tensor", loads=[4 * 64, 0]).bounds == (0, 0, 48)
-    assert lay(named(shapes), 4, 2, "tensor", loads=[0, 4 * 64]).bounds == (0, 48, 48)
-    assert lay(named(shapes), 4, 3, "tensor", loads=[400, 0, 400]).bounds == (0, 0, 48, 48)
-
-
-def test_a_unit_without_elements() -> None:
-    for cut in ("element", "tensor"):
-        for shapes in ([], [(0,)], [(3, 0), (0, 5)]):
-            layout = lay(named(shapes), 4, 3, cut)
-            assert layout.bounds == (0, 0, 0, 0) and layout.even and layout.runs(0, 0) == ()
-
-
 # ---- any shapes, any number of pieces --------------------------------------------------------------------
 
 
@@ -120,13 +98,6 @@ def test_the_tensor_cut_is_the_best_there_is(sizes: list[int], loads: list[int],
 
 
 # ---- runs as regions -------------------------------------------------------------------------------------
-
-
-def test_a_run_in_the_middle_is_a_rest_of_a_row_rows_and_a_beginning() -> None:
-    assert regions((3, 4), 2, 9) == (((0, 1), (2, 4)), ((1, 2), (0, 4)), ((2, 3), (0, 1)))
-    assert regions((3, 4), 5, 7) == (((1, 2), (1, 3)),)
-    assert regions((3, 4), 0, 12) == (((0, 3), (0, 4)),)
-    assert regions((), 0, 1) == ((),) and regions((3,), 1, 2) == (((1, 2),),) and regions((3, 0), 0, 0) == ()
 
 
 @given(st.lists(st.integers(1, 4), max_size=4).map(tuple), st.data())

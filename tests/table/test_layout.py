@@ -8,7 +8,7 @@ import math
 import pytest
 
 from plait.table.collectives import Note
-from plait.table.layout import Layout, entries, extent, part, path, region
+from plait.table.layout import Layout, entries, extent, path, region
 from plait.table.mesh import Mesh
 
 MESH = Mesh.parse("replica=2 shard=3 tensor=2")
@@ -170,8 +170,3 @@ def test_what_is_free_and_what_is_empty_is_no_line() -> None:
     assert lines("a b", "a b, pending(tensor)", (5, 3), Mesh(tensor=4)) == []
     assert lines("a/tensor b", "a b", (5, 0), Mesh(tensor=4)) == []
     assert lines("a/tensor b", "a b", (5, 3), Mesh(shard=4)) == []
-
-
-def test_part_is_torch_chunk() -> None:
-    assert [part(5, 4, k) for k in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
-    assert [part(0, 2, k) for k in range(2)] == [(0, 0), (0, 0)]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.table.cells import TABLE, Move, moves
-from plait.table.flat import Cut, FlatLayout, Message, lay, lower
+from plait.table.flat import Cut, lay, lower
 from plait.table.mesh import Mesh
 
 BOTH = ("shard", "replica")
@@ -29,70 +29,7 @@ MOVES = sorted(
 )
 
 
-def even() -> FlatLayout:
-    """Four pieces of 32."""
-    return lay([("w", (100,))], 4, 4)
-
-
-def uneven() -> FlatLayout:
-    """Four pieces of 48, 0, 16 and 32, say."""
-    return FlatLayout(lay([("a", (48,)), ("b", (16,)), ("c", (32,))], 4, 1).slots, 4, (0, 48, 48, 64, 96))
-
-
 MESH = Mesh(replica=2, shard=2)  # ranks: replica 0 has 0 1, replica 1 has 2 3; pieces are shard/replica
-
-
-@pytest.mark.parametrize(
-    ("step", "rank", "messages"),
-    [
-        (Move("all_gather", BOTH), 0, [Message("all_gather", BOTH, 0, 128)]),
-        (Move("all_gather", BOTH), 3, [Message("all_gather", BOTH, 0, 128)]),
-        (Move("reduce_scatter", ("shard",)), 1, [Message("reduce_scatter", ("shard",), 0, 128)]),
-        (Move("all_reduce", ("replica",), ("shard",)), 2, [Message("all_reduce", ("replica",), 0, 64)]),
-        (Move("all_reduce", ("replica",), ("shard",)), 3, [Message("all_reduce", ("replica",), 64, 128)]),
-        (Move("all_gather", ("replica",), ("shard",)), 1, [Message("all_gather", ("replica",), 64, 128)]),
-        (Move("slice", BOTH), 0, []),
-    ],
-    ids=str,
-)
-def test_even_pieces_travel_in_one_collective(step: Move, rank: int, messages: list[Message]) -> None:
-    assert list(lower(step, even(), MESH, rank)) == messages
-
-
-@pytest.mark.parametrize(
-    ("step", "rank", "messages"),
-    [
-        # a gather is a broadcast by each owner that has anything, a reduce-scatter a reduce to it
-        (
-            Move("all_gather", BOTH),
-            1,
-            [
-                Message("broadcast", BOTH, 0, 48, root=0),
-                Message("broadcast", BOTH, 48, 64, root=2),
-                Message("broadcast", BOTH, 64, 96, root=3),
-            ],
-        ),
-        (
-            Move("reduce_scatter", ("shard",)),
-            2,
-            [Message("reduce", ("shard",), 0, 48, root=0), Message("reduce", ("shard",), 48, 96, root=1)],
-        ),
-        (Move("reduce_scatter", ("replica",), ("shard",)), 2, [Message("reduce", ("replica",), 0, 48, root=0)]),
-        (
-            Move("all_gather", ("replica",), ("shard",)),
-            1,
-            [
-                Message("broadcast", ("replica",), 48, 64, root=0),
-                Message("broadcast", ("replica",), 64, 96, root=1),
-            ],
-        ),
-        (Move("all_reduce", ("replica",), ("shard",)), 0, [Message("all_reduce", ("replica",), 0, 48)]),
-        (Move("slice", BOTH), 0, []),
-    ],
-    ids=str,
-)
-def test_uneven_pieces_travel_owner_by_owner(step: Move, rank: int, messages: list[Message]) -> None:
-    assert list(lower(step, uneven(), MESH, rank)) == messages
 
 
 @pytest.mark.parametrize("step", MOVES, ids=str)

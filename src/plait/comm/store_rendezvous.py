@@ -77,7 +77,8 @@ def meet(store: Store, mine: Peer, size: int, end: float) -> Met:
     if verdict.problem:
         raise ValueError(printable(verdict.problem, 5000))
     if verdict.size != size:
-        raise _other_size(mine, size, verdict)
+        problem = f"{mine} has WORLD_SIZE={size}, {Peer.parse(verdict.peers[0])} has {verdict.size}"
+        raise ValueError(f"ranks differ: {problem}. Start all of them alike")
     if absent := sorted(set(range(size)) - {peer.rank for peer in peers}):
         raise _late(mine, size, started, absent)
     return Met(here, tuple(peers), verdict.attempt)
@@ -130,32 +131,13 @@ def _enter(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, Worl
         elif not over and here.add(came, 0) > place:  # a place may be left by a process that has ended: it says nothing
             here.set("problem", _same_rank(mine, _at(here, mine.rank) or mine))
         time.sleep(min(SLOWEST_POLL, POLL_SECONDS + (now - started) / 20))
-    if over:
-        raise _late(mine, size, started, [0], _before(here, mine, size))
-    raise _late(mine, size, started, [rank for rank in range(size) if not here.check([f"here/{rank}"])] or [0])
+    absent = [rank for rank in range(size) if not (over or here.check([f"here/{rank}"]))]
+    raise _late(mine, size, started, absent or [0])
 
 
-def _late(mine: Peer, size: int, started: float, absent: list[int], more: str = "") -> TimeoutError:
+def _late(mine: Peer, size: int, started: float, absent: list[int]) -> TimeoutError:
     waited = f"rank {mine.rank} waited {clock() - started:.1f} s for {size} ranks"
-    return TimeoutError(f"{waited}: {named(absent)} did not come{more}")
-
-
-def _before(here: Store, mine: Peer, size: int) -> str:
-    """Says how the world before ended, to a rank for which rank 0 has opened no other."""
-    if not here.check(["verdict"]):
-        return ""
-    last = from_json(WorldVerdict, here.get("verdict"))
-    other = next((peer for peer in map(Peer.parse, last.peers) if peer.rank == mine.rank), None)
-    if last.problem:
-        return f". The world before was refused: {printable(last.problem, 2000)}"
-    if last.size != size:
-        raise _other_size(mine, size, last)
-    return f". In the world before {other} had this place" if other and other.token != mine.token else ""
-
-
-def _other_size(mine: Peer, size: int, verdict: WorldVerdict) -> ValueError:
-    problem = f"{mine} has WORLD_SIZE={size}, {Peer.parse(verdict.peers[0])} has {verdict.size}"
-    return ValueError(f"ranks differ: {problem}. Start all of them alike")
+    return TimeoutError(f"{waited}: {named(absent)} did not come")
 
 
 def _same_rank(one: Peer, other: Peer) -> str:

@@ -227,7 +227,7 @@ class SparseBias(Tower):
 @pytest.mark.parametrize(
     "kind, words",
     [
-        (Deciding, "asks for numbers by '__bool__'"),
+        (Deciding, "'__bool__' reads what another stage has"),
         (Noting, r"'blocks\.\d' writes into a list or a dict"),
         (Hooked, r"the modules inside of 'blocks\.\d' belongs to another stage"),
         (Hidden, "stage 0 ends with 'blocks.2', which returns object"),

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.anymodel import cut
-from plait.anymodel.not_here import NotHere
 from plait.anymodel.stage_model import ForeignLayer
+from plait.pipeline.not_here import NotHere
 
 
 def part_of(model: nn.Module, here: range, device: str = "cpu") -> nn.Module:

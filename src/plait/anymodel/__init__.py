@@ -4,7 +4,6 @@ split_points.py     between which modules a model may be cut, and where everythi
 stage_model.py      the part of a model that one stage has
 boundary.py         the program of a stage: where a forward enters it and leaves it
 boundary_state.py   one microbatch on its way over these boundaries
-not_here.py         stands in for values that another stage has
 stage_io.py         values as text, for the next stage
 
 tensor/             tensor plans for code that works on pieces, plans of Hugging Face models, and their checks

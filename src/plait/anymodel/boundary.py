@@ -27,21 +27,20 @@ What later stages read besides the stream (a bias table, an encoder's output, a 
 
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, MutableSet
 from contextlib import nullcontext
-from functools import partial
-from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
 from plait.anymodel.boundary_state import NOTHING, BoundaryState
-from plait.anymodel.not_here import NotHere
 from plait.anymodel.stage_io import HandOver, HandOverForm, Key, tree_of, value_of
 from plait.anymodel.stage_model import CHILDREN, ForeignLayer, UnmodifiedPart, empty, kind_of
 from plait.forward.context import CurrentForward, in_backward
+from plait.pipeline.blocks import CutProgram
 from plait.pipeline.message import Handed, MessageForm, shape_of
+from plait.pipeline.not_here import NotHere
 from plait.pipeline.p2p import Signature, signature_of
-from plait.pipeline.program import Blocks, StageDone, StageProgram
-from plait.torch_private import is_fwd_grad_enabled, tree_flatten, tree_leaves, tree_unflatten
+from plait.pipeline.program import Blocks, StageDone
+from plait.torch_private import tree_flatten, tree_leaves, tree_unflatten
 
 SHARED = MutableMapping, MutableSequence, MutableSet
 
@@ -50,50 +49,38 @@ def _inside(container: Any) -> list[int]:
     return [id(one) for one in (container.values() if isinstance(container, MutableMapping) else container)]
 
 
-def _run_by(run: Callable[..., Any], module: nn.Module) -> None:
-    """Have ``run`` call a module: what that returns is known behind all of its hooks, also those that come later."""
-    vars(module)["_call_impl"] = partial(run, module._call_impl)
-
-
-class UnmodifiedProgram(StageProgram):
+class UnmodifiedProgram(CutProgram):
     """Runs a stage's part of a model as it is: its blocks report when they run, and those of other stages are foreign
     layers.  On the last stage calls run to their end."""
 
+    word = "link"
+
     def __init__(self, part: UnmodifiedPart, blocks: Blocks, number: int, current: CurrentForward) -> None:
-        self.number, self.current, self.last = number, current, part.here.stop == len(blocks)
-        self._copies, model, last = part.cutting.copies(), part.cutting.model, part.here.stop == len(blocks)
-        self.model, self.links, self.names = model, part.here, blocks.names
+        super().__init__(part.cutting, blocks.names, part.here, number, current)
         self._forms: dict[tuple[Signature, bool], HandOverForm] = {}
         """Of the messages to the next stage, for the shapes of a batch that it has seen, and the mode (training or
         not)."""
         self._read: dict[tuple[MessageForm, str], HandOverForm] = {}
         """The forms of messages received."""
-        self._kinds = [kind_of(model.get_submodule(name)) for name in self.names]
-        self._indices: dict[int, list[int]] = {}
+        self._kinds = list(map(kind_of, self.modules))
         self._name_of: dict[int, str] = {}
         outside = part.cutting.outside
         self.own = {name: module for name, module in outside.items() if not isinstance(module, ForeignLayer)}
         """Modules outside of the links that this stage has; another one may have a copy, and run it."""
-        for index, name in enumerate(self.names):
-            link = model.get_submodule(name)
-            self._indices.setdefault(id(link), []).append(index)
+        for link in dict.fromkeys(self.modules):
             if isinstance(link, ForeignLayer):
                 link.at_call, link.at_look = self._at_foreign_link, self._at_look
-        for link in dict.fromkeys(model.get_submodule(self.names[index]) for index in self.links):
-            link.register_forward_pre_hook(self._before_link, with_kwargs=True)  # after other hooks of theirs
-            _run_by(self._run_link, link)
+            else:
+                link.register_forward_pre_hook(self._before_link, with_kwargs=True)  # after other hooks of theirs
+                self.see(link, self._run_link)
         for name, module in outside.items():
             self._name_of[id(module)] = name
             if isinstance(module, ForeignLayer):
                 module.at_call, module.at_look = self._at_foreign_module, self._at_look
-            elif not last:
-                _run_by(self._run_module, module)
-        if not last:
-            model.register_forward_hook(self._after_model, prepend=True)  # before its units are left
-
-    def follow(self) -> None:
-        for copy in self._copies:
-            copy.follow()
+            elif not self.last:
+                self.see(module, self._run_module)
+        if not self.last:
+            self.model.register_forward_hook(self._after_model, prepend=True)  # before its units are left
 
     def forward(self, received: Handed | None, batch: Any, call: Callable[[], Any]) -> Any:
         key = signature_of(batch), self.model.training
@@ -148,31 +135,19 @@ class UnmodifiedProgram(StageProgram):
     def _reached(self, module: nn.Module) -> BoundaryState:
         """The boundary of the forward that has come to a link, which must be the next one (else ValueError)."""
         boundary: BoundaryState | None = self.current.context.boundary
-        if boundary is None:
-            raise ValueError(f"stage {self.number} has only some links of the model: train it by engine.step")
-        indices, index = self._indices[id(module)], boundary.next_link
-        if index not in indices:
-            expected = repr(self.names[index]) if index < len(self.names) else "no more"
-            raise ValueError(
-                f"the pipeline's link {self.names[indices[0]]!r} ran where {expected} was to come: links run once "
-                f"each, in the order in which the model names them, and loss_fn calls the model once"
-            )
+        self.check_next(module, None if boundary is None else boundary.next_link)
+        assert boundary is not None
         boundary.next_link += 1
         return boundary
 
     # ---- what other stages have -----------------------------------------------------------------------------------
 
     def _at_foreign_link(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        if in_backward():
-            raise ValueError(
-                "a checkpoint around several links of the pipeline holds links of two stages: checkpoint inside of a "
-                "link, or around one"
-            )
         boundary, given = self._reached(module), tree_leaves((args, kwargs))
         index, name = boundary.next_link - 1, self.names[boundary.next_link - 1]
-        if index + 1 == self.links.start:
+        if index + 1 == self.here.start:
             return boundary.enter(name, given)
-        if index < self.links.start:
+        if index < self.here.start:
             return boundary.stand_in(name)
         boundary.offer(name, given)
         if not self._goes_on(boundary):
@@ -196,7 +171,7 @@ class UnmodifiedProgram(StageProgram):
         boundary = self.state
         behind = boundary is not None and boundary.next_link == len(self.names) and self.last
         if boundary is not None and (behind or what == CHILDREN) and not in_backward():
-            name = self._name_of.get(id(module)) or self.names[self._indices[id(module)][0]]
+            name = self._name_of.get(id(module)) or self.names[self.places[id(module)][0]]
             raise ValueError(
                 f"the model's modules are searched, in or behind their forward, for what all of them leave (an "
                 f"auxiliary loss, a penalty, outputs of layers): {what} of {name!r} belongs to another stage. Let each "
@@ -216,7 +191,7 @@ class UnmodifiedProgram(StageProgram):
         if in_backward():
             return None
         boundary = self._reached(module)
-        ends_here = boundary.next_link == self.links.stop and not self.last
+        ends_here = boundary.next_link == self.here.stop and not self.last
         boundary.shared, boundary.beside = [], []
         if not (ends_here or kwargs) and len(args) == 1 and type(args[0]) is Tensor:
             return None  # nothing to look into: most links are given their stream alone
@@ -242,7 +217,7 @@ class UnmodifiedProgram(StageProgram):
                     )
         return tree_unflatten(leaves, spec)
 
-    def _run_link(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_link(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = call(*args, **kwargs)
         if in_backward():
             return output
@@ -264,29 +239,21 @@ class UnmodifiedProgram(StageProgram):
         if self.last:
             return output
         boundary.returns(name, output)
-        if boundary.next_link < self.links.stop:
+        if boundary.next_link < self.here.stop:
             return output
         try:
             tensors: list[Tensor] = []
             tree_of(output, tensors)
         except ValueError as error:
             raise ValueError(f"stage {self.number} ends with {name!r}, which returns {error}") from None
-        if not tensors:
-            raise ValueError(f"stage {self.number} ends with {name!r}, which returns no tensor: return one")
-        if any(isinstance(tensor, NotHere) for tensor in tensors):
-            raise ValueError(f"the pipeline's link {name!r} returns something made of what another stage has")
-        if not is_fwd_grad_enabled():  # inside the forward of an autograd.Function
-            raise ValueError(
-                f"{name!r}, the last link of stage {self.number}, runs inside an autograd.Function, where nothing is "
-                f"recorded (a checkpoint): use checkpoint(..., use_reentrant=False)"
-            )
+        self.check_end(tensors)
         boundary.output = output
         if not self._goes_on(boundary):
             raise StageDone
         return self._behind(boundary)
 
-    def _run_module(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        output, module = call(*args, **kwargs), cast(MethodType, call).__self__
+    def _run_module(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
         boundary = self.state
         if boundary is not None and boundary.output is None and not in_backward():
             boundary.returns(self._name_of[id(module)], output)

@@ -20,7 +20,6 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
-from plait.anymodel.not_here import NotHere, not_here
 from plait.anymodel.stage_io import (
     HandOver,
     HandOverForm,
@@ -33,6 +32,7 @@ from plait.anymodel.stage_io import (
 from plait.comm.header import Shape
 from plait.forward.interceptor import EngineMode
 from plait.pipeline.message import shape_of, shapes_in_words
+from plait.pipeline.not_here import NotHere, not_here
 from plait.tensor.metadata import only_metadata
 from plait.torch_private import DisableTorchFunction, tree_leaves
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from plait.anymodel.not_here import not_here
 from plait.forward.attributes import attributes_of
 from plait.forward.random_ops import OwnLayer
 from plait.pipeline.cutting import Cutting, cut_out
+from plait.pipeline.not_here import not_here
 from plait.pipeline.program import Blocks
 
 CHILDREN = "the modules inside"

@@ -3,6 +3,7 @@
 stage.py             one stage: its part of the model, its units, its passes                  start here
 program.py           the seam: how a part of a model runs, whatever it is
 blocks.py            a model as blocks that run in turn: the library's program
+not_here.py          tensors that replace what another stage has
 cutting.py           takes the part of a stage out of a model
 build_stages.py      from a model and a pipeline to the stages of this rank
 message.py           tensors on their way from stage to stage, and their form

@@ -10,7 +10,7 @@ A model promises two things by naming its blocks.  Its forward runs them in this
 positions) it makes of its own inputs, without parameters.  An ``nn.Sequential`` keeps this by construction.  So does a
 decoder of Hugging Face whose plan has all of its parameters, and whose layers take and return the hidden states.
 
-Each stage runs the model's own forward.  A block before the stage's first one returns NaN, marked ``Unknown``: a broken
+Each stage runs the model's own forward.  A block before the stage's first one returns NaN, marked ``NotHere``: a broken
 promise brings it into the carry or the loss, which are refused.  The last of these blocks returns what came from the
 stage before.  After the stage's last block the forward ends.
 """
@@ -20,7 +20,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,9 @@ from plait.forward.context import CurrentForward, in_backward
 from plait.forward.random_ops import OwnLayer
 from plait.pipeline.cutting import Cutting, cut_out, release
 from plait.pipeline.message import Handed, MessageForm, shape_of
+from plait.pipeline.not_here import ELSEWHERE, NotHere, not_here
 from plait.pipeline.program import Blocks, ModelCut, StageDone, StagePart, StageProgram
-from plait.tensor.metadata import name_of, only_metadata
 from plait.torch_private import (
-    DisableTorchFunctionSubclass,
     is_fwd_grad_enabled,
     tree_flatten,
     tree_map_only,
@@ -159,30 +158,6 @@ def _keeps_promise(model: nn.Module, names: Sequence[str]) -> bool:
     return bool(told) and all(s.return_annotation is Tensor and s.parameters.keys() <= OF_THE_BATCH for s in told)
 
 
-class Unknown(Tensor):
-    """Replaces a carry that another stage has.  What is computed from it is unknown too."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if name_of(func) in TO_PYTHON:
-            raise ValueError(f"{name_of(func)!r} reads {ELSEWHERE}")
-        if only_metadata(func, args, kwargs):
-            with DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-
-
-TO_PYTHON = ("__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__", "item", "tolist", "numpy")
-"""Functions whose results are no tensors."""
-
-ELSEWHERE = (
-    "what another stage has: a pipeline's block takes the carry of the one before, and nothing else of other blocks; "
-    "hand it on in the carry"
-)
-
-
 class SkippedBlock(OwnLayer):
     """Replaces a block of another stage.  Until that has run in a forward, it has the block's plain attributes."""
 
@@ -224,67 +199,100 @@ def part_of(model: nn.Module, blocks: Blocks, here: range, taken: set[int], devi
     return StagePart(cutting.model, cutting.origin, blocks, here, (), program)
 
 
-class BlockProgram(StageProgram):
-    """Runs some blocks of a model."""
+class CutProgram(StageProgram):
+    """The program of a stage that has some blocks of a model: it sees them run, and checks their order."""
 
-    def __init__(self, cutting: Cutting, blocks: Blocks, here: range, number: int, current: CurrentForward) -> None:
-        self.names, self.here, self.number, self.current = blocks.names, here, number, current
-        self.last = here.stop == len(blocks)
+    word: ClassVar[str] = "block"
+
+    def __init__(
+        self, cutting: Cutting, names: tuple[str, ...], here: range, number: int, current: CurrentForward
+    ) -> None:
+        self.names, self.here, self.number, self.current = names, here, number, current
+        self.model, self.last = cutting.model, here.stop == len(names)
         self._copies = cutting.copies()
-        self._received: Handed | None = None
-        self._nothing: Any = None
-        self._next: int | None = None
-        """The block that is to run next; None outside of a forward of the stage."""
-        self._places: dict[int, list[int]] = {}
+        self.places: dict[int, list[int]] = {}
         """Which blocks a module is, by ``id``."""
-        modules = [cutting.model.get_submodule(name) for name in self.names]
-        for index, module in enumerate(modules):
-            self._places.setdefault(id(module), []).append(index)
-        cutting.model.register_forward_hook(_check_collected)
-        for module in dict.fromkeys(modules):
-            if isinstance(module, SkippedBlock):
-                vars(module)["program"] = self
-            else:  # around all of its hooks, also those that come later
-                vars(module)["_call_impl"] = partial(self._run, module._call_impl, module)
+        self.modules = [cutting.model.get_submodule(name) for name in names]
+        for index, module in enumerate(self.modules):
+            self.places.setdefault(id(module), []).append(index)
 
     def follow(self) -> None:
         for copy in self._copies:
             copy.follow()
 
+    def see(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        """Has ``run(call, module, ...)`` call a module: around all of its hooks, also those that come later."""
+        vars(module)["_call_impl"] = partial(run, module._call_impl, module)
+
+    def check_next(self, module: nn.Module, index: int | None) -> int:
+        """Returns the index of a block that has come to run; ValueError if it is not this one, which is to be next."""
+        word, places = self.word, self.places[id(module)]
+        if in_backward():
+            raise ValueError(
+                f"a checkpoint around several {word}s of the pipeline holds {word}s of two stages: checkpoint inside "
+                f"of a {word}, or around one"
+            )
+        if index is None:
+            raise ValueError(f"stage {self.number} has only some {word}s of the model: train it by engine.step")
+        if index not in places:
+            expected = repr(self.names[index]) if index < len(self.names) else "no more"
+            raise ValueError(
+                f"the pipeline's {word} {self.names[places[0]]!r} ran where {expected} was to come: {word}s run once "
+                f"each, in the order in which the model names them, and loss_fn calls the model once"
+            )
+        return index
+
+    def check_end(self, tensors: Sequence[Any]) -> None:
+        """Raises ValueError where the stage's last block cannot end it with these."""
+        name = self.names[self.here.stop - 1]
+        if any(isinstance(one, NotHere) for one in tensors):
+            raise ValueError(f"{name!r}, the last {self.word} of stage {self.number}, reads {ELSEWHERE}")
+        if not tensors:
+            raise ValueError(f"stage {self.number} ends with {name!r}, which returns no tensor: return one")
+        if not is_fwd_grad_enabled():  # inside the forward of an autograd.Function
+            raise ValueError(
+                f"{name!r}, the last {self.word} of stage {self.number}, runs inside an autograd.Function, where "
+                f"nothing is recorded (a checkpoint): use checkpoint(..., use_reentrant=False)"
+            )
+
+
+class BlockProgram(CutProgram):
+    """Runs some blocks of a model."""
+
+    def __init__(self, cutting: Cutting, blocks: Blocks, here: range, number: int, current: CurrentForward) -> None:
+        super().__init__(cutting, blocks.names, here, number, current)
+        self._received: Handed | None = None
+        self._nothing: Any = None
+        self._next: int | None = None
+        """The block that is to run next; None outside of a forward of the stage."""
+        cutting.model.register_forward_hook(_check_collected)
+        for module in dict.fromkeys(self.modules):
+            if isinstance(module, SkippedBlock):
+                vars(module)["program"] = self
+            else:
+                self.see(module, self._run)
+
     def forward(self, received: Handed | None, batch: Any, call: Callable[[], Any]) -> Any:
         self._received, self._nothing, self._next = received, None, 0
         try:
             output = call()
-            if isinstance(output, Unknown):
+            if isinstance(output, NotHere):
                 raise ValueError(f"the loss reads {ELSEWHERE}")
             return output
         except StageDone as done:
-            return self._handed(done.args[0])
+            return _handed(done.args[0])
         finally:
             self._received = self._nothing = self._next = None
 
     def _reached(self, module: nn.Module) -> int:
         """The block that has come to run, which must be the next one (else ValueError)."""
-        index, places = self._next, self._places[id(module)]
-        if in_backward():
-            raise ValueError(
-                "a checkpoint around several blocks of the pipeline holds blocks of two stages: checkpoint inside of a "
-                "block, or around one"
-            )
-        if index is None:
-            raise ValueError(f"stage {self.number} has only some blocks of the model: train it by engine.step")
-        if index not in places:
-            expected = repr(self.names[index]) if index < len(self.names) else "no more"
-            raise ValueError(
-                f"the pipeline's block {self.names[places[0]]!r} ran where {expected} was to come: blocks run once "
-                f"each, in the order in which the model names them, and loss_fn calls the model once"
-            )
+        index = self.check_next(module, self._next)
         self._next = index + 1
         return index
 
     def is_over(self, module: nn.Module) -> bool:
         """Returns True for a block that has run in the forward that is under way."""
-        return self._next is not None and self._next > self._places[id(module)][-1]
+        return self._next is not None and self._next > self.places[id(module)][-1]
 
     def pass_by(self, module: nn.Module) -> Any:
         """Returns what a block of an earlier stage does here."""
@@ -293,17 +301,15 @@ class BlockProgram(StageProgram):
         if index + 1 == self.here.start:
             return _carry(self._received)
         if self._nothing is None:
-            self._nothing = tree_map_only(Tensor, self._unknown, _carry(self._received))
+            self._nothing = tree_map_only(Tensor, self._stand_in, _carry(self._received))
         return self._nothing
 
-    def _unknown(self, received: Tensor) -> Tensor:
+    def _stand_in(self, received: Tensor) -> Tensor:
         """Replaces a carry that another stage has, whole in time where the stream is cut."""
         shape, length = list(received.shape), self.current.context.length
         if length and len(shape) > 1:
             shape[1] = length
-        number = float("nan") if received.is_floating_point() or received.is_complex() else 0
-        with torch.no_grad():
-            return received.new_full(shape, number).as_subclass(Unknown)
+        return not_here(shape, received.dtype, received.device)
 
     def _run(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._next is None or in_backward():
@@ -312,27 +318,20 @@ class BlockProgram(StageProgram):
         output = call(*args, **kwargs)
         if index + 1 < self.here.stop or self.last:
             return output
-        if not is_fwd_grad_enabled():  # inside the forward of an autograd.Function
-            raise ValueError(
-                f"{self.names[index]!r}, the last block of stage {self.number}, runs inside an autograd.Function, "
-                f"where nothing is recorded (a checkpoint): use checkpoint(..., use_reentrant=False)"
-            )
-        raise StageDone(output)
-
-    def _handed(self, carry: Any) -> Handed:
-        tensors, spec = tree_flatten(carry)
-        name = self.names[self.here.stop - 1]
+        tensors, _ = tree_flatten(output)
         if wrong := [type(one).__name__ for one in tensors if not isinstance(one, Tensor)]:
             raise ValueError(
-                f"stage {self.number} ends with {name!r}, which returns a {wrong[0]}: a carry is a tensor, or a tuple, "
-                f"list or dict of tensors"
+                f"stage {self.number} ends with {self.names[index]!r}, which returns a {wrong[0]}: a carry is a "
+                f"tensor, or a tuple, list or dict of tensors"
             )
-        if any(isinstance(one, Unknown) for one in tensors):
-            raise ValueError(f"{name!r}, the last block of stage {self.number}, reads {ELSEWHERE}")
-        if not tensors:
-            raise ValueError(f"stage {self.number} ends with {name!r}, which returns no tensor: return one")
-        told = "" if carry is tensors[0] else json.dumps(treespec_dumps(spec))
-        return Handed(tensors, MessageForm(tuple(map(shape_of, tensors)), told))
+        self.check_end(tensors)
+        raise StageDone(output)
+
+
+def _handed(carry: Any) -> Handed:
+    tensors, spec = tree_flatten(carry)
+    told = "" if carry is tensors[0] else json.dumps(treespec_dumps(spec))
+    return Handed(tensors, MessageForm(tuple(map(shape_of, tensors)), told))
 
 
 def _check_collected(model: nn.Module, args: Any, output: Any) -> None:

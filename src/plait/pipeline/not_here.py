@@ -1,11 +1,11 @@
-"""What stands for values that another stage has: of the right shape, passing through any code, and read by none.
+"""Tensors that replace what another stage has: of the right shape, passing through any code, and read by none.
 
-    h = NotHere             h = norm(h) * 2          NotHere        on a stage whose links come later: not used
-                            link(h)                  refused, by the link: it would compute with it
-                            if h.sum() > 0           refused here: the program would go on with a number of nobody
+    h = NotHere             h = norm(h) * 2          NotHere
+                            torch.ones_like(h)       a plain tensor: the shape is known here
+                            if h.sum() > 0           refused: the program would branch on a placeholder
                             mask[0] = h              mask is NotHere, too
 
-Its values are NaN, or 0 where the dtype has none: should one get by, the loss is refused as not finite.
+The values are NaN, or 0 where the dtype has none: should one get by, the loss is refused as not finite.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.pipeline.blocks import TO_PYTHON
+from plait.tensor.metadata import name_of, only_metadata
+from plait.torch_private import DisableTorchFunctionSubclass
 
-NUMBERS = {*TO_PYTHON, "equal"}
+TO_PYTHON = {
+    *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__"),
+    *("item", "tolist", "numpy", "equal"),
+}
 """Functions that make numbers, or a decision, of a tensor's values."""
+
+ELSEWHERE = (
+    "what another stage has: a pipeline's block takes the carry of the one before, and nothing else of other blocks; "
+    "hand it on in the carry, or train without a pipe axis"
+)
 
 
 class NotHere(Tensor):
@@ -28,11 +37,11 @@ class NotHere(Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in NUMBERS:
-            raise ValueError(
-                f"the model asks for numbers by {func.__name__!r}, in what another stage of the pipeline has: let the "
-                f"link that makes the tensor ask, or train without a pipe axis"
-            )
+        if name_of(func) in TO_PYTHON:
+            raise ValueError(f"{name_of(func)!r} reads {ELSEWHERE}")
+        if only_metadata(func, args, kwargs):
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         written = [t for t in (*args[:1], kwargs.get("out")) if isinstance(t, Tensor) and not isinstance(t, NotHere)]
         versions = [t._version for t in written]
         with torch.no_grad():

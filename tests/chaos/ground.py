@@ -94,8 +94,8 @@ class Ground:
             return f"{len(steps)} steps have other numbers, the first is {steps[0] if steps else [*mine][-1]}"
         name = f"step-{self.steps:06}"
         one, other = (Checkpoint.find(folder / CHECKPOINTS / name) for folder in (out, self.whole))
-        found = [d for d in differences(one, other) if "/" in d.name]
-        return f"{len(found)} tensors of {name} differ, the first is {found[0].name}" if found else ""
+        found = [name for name, _ in differences(one, other) if "/" in name]
+        return f"{len(found)} tensors of {name} differ, the first is {found[0]}" if found else ""
 
 
 def lines_of(path: Path) -> list[Mapping[str, object]]:

@@ -38,8 +38,6 @@ class RankPiece:
     tensor: Tensor
     kind: str = ""
     """``weight``, ``optimizer``, or empty for buffers and values."""
-    first: bool = True
-    """True if no earlier rank holds the region."""
 
     def check_finite(self) -> None:
         """Raises ValueError for inf or NaN."""
@@ -91,14 +89,14 @@ def values_of(engine: Engine, ema: EMA | None, extra: Any) -> Any:
 
 
 def taken(engine: Engine, ema: EMA | None, values: Any) -> tuple[list[RankPiece], Any]:
-    """The pieces that this rank writes, and on rank 0 the manifest's values.
+    """The pieces that this rank writes, because no earlier rank has them, and on rank 0 the manifest's values.
 
     Raises:
         ValueError: a weight is not finite, or a value cannot be saved.
     """
     tensors: dict[str, Tensor] = {}
     state = None if engine.comm.rank else encoded(values, tensors)
-    pieces = [piece for piece in pieces_of(engine, ema, tensors) if piece.first]
+    pieces = [*_cut_pieces(engine, ema), *_whole_pieces(engine, tensors)]
     for one in pieces:
         if one.tensor.dtype not in SAVABLE:
             raise ValueError(f"{one.name!r} is of {one.tensor.dtype}, which cannot be saved")
@@ -107,21 +105,25 @@ def taken(engine: Engine, ema: EMA | None, values: Any) -> tuple[list[RankPiece]
     return pieces, state
 
 
-def pieces_of(engine: Engine, ema: EMA | None, values: Mapping[str, Tensor] | None = None) -> Iterator[RankPiece]:
-    """This rank's pieces of parameters, optimizer state and the average; its buffers and ``values``, whole."""
+def _cut_pieces(engine: Engine, ema: EMA | None) -> Iterator[RankPiece]:
+    """Pieces of parameters, optimizer state and the average."""
     shapes, aliases = engine.placed.directory.shapes, engine.placed.directory.aliases
     for kind, pieces in (("model", engine.placed.pieces()), ("ema", () if ema is None else ema.pieces())):
-        for one in pieces:
+        for one in (one for one in pieces if one.first):
             name = aliases.get(one.name, one.name)
             full = f"optimizer/{one.key}/{name}" if one.key else f"{kind}/{name}"
             what = OPTIMIZER if one.key else WEIGHT
-            yield RankPiece(full, shapes[name][0], one.region, one.tensor.detach(), what, one.first)
+            yield RankPiece(full, shapes[name][0], one.region, one.tensor.detach(), what)
+
+
+def _whole_pieces(engine: Engine, values: Mapping[str, Tensor]) -> Iterator[RankPiece]:
+    """Buffers that are this rank's to write, and tensors among the values."""
     own = engine.placed.own_buffers()
-    buffers = [(name, one) for part in engine.placed.parts() for name, one in buffers_of(part.model).items()]
-    whole = [(f"model/{name}", one, own.get(name) is one) for name, one in buffers]
-    for name, tensor, first in [*whole, *((name, one, True) for name, one in (values or {}).items())]:
+    buffers = [item for part in engine.placed.parts() for item in buffers_of(part.model).items()]
+    whole = {f"model/{name}": one for name, one in buffers if own.get(name) is one}
+    for name, tensor in (whole | dict(values)).items():
         region = tuple((0, size) for size in tensor.shape)
-        yield RankPiece(name, tuple(tensor.shape), region, tensor.detach(), "", first)
+        yield RankPiece(name, tuple(tensor.shape), region, tensor.detach())
 
 
 def is_finite(tensor: Tensor) -> bool:

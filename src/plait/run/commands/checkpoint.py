@@ -11,7 +11,6 @@ Names in a checkpoint are text from a file of unknown origin, so their control c
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,12 +94,8 @@ class ShowCheckpoint:
             shape = " x ".join(map(str, one.shape)) or "-"
             add(table, name, str(one.dtype).removeprefix("torch."), shape, len(manifest.tensors[name].pieces))
         console.print(table)
-        optimizer, run, classes = (
-            values["optimizer"] or {"param_groups": []},
-            values["run"],
-            values["optimizer_classes"],
-        )
-        for number, group in enumerate(optimizer["param_groups"]):
+        run, classes = values["run"], values["optimizer_classes"]
+        for number, group in enumerate(values["optimizer"]["param_groups"] if values["optimizer"] else ()):
             kind = f"optimizer {classes[number]!r}, " if classes else ""
             options = ", ".join(f"{key} {_plain(one)!r}" for key, one in group.items() if key != "params")
             say(f"group {number}: {len(group['params'])} parameters, {kind}{options}")
@@ -194,11 +189,8 @@ class DiffCheckpoints:
         with working():
             found = list(differences(*pair))
         console = console_of()
-        for one in found:
-            told = f"{one.what}: {one_line(one.one, 80)} and {one_line(one.other, 80)}"
-            if one.elements:
-                told = f"{one.elements:,} elements of {one.one}, by at most {one.largest:.3g}"
-            console.print(one_line(f"{one.name}: {told}"))
+        for name, text in found:
+            console.print(one_line(f"{name}: {text}", 400))
         how = f"{len(found)} differences" if found else f"the same, {len(pair[0].tensors)} tensors"
         console.print(one_line(f"{how}: {pair[0].folder} and {pair[1].folder}"))
         return 1 if found else 0
@@ -255,7 +247,7 @@ class ImportDCP:
 
     def run(self) -> int:
         need = sum(file.stat().st_size for file in Path(self.folder).glob("*.distcp"))
-        with _room(self.out, need), working():
+        with told(self.out, need), working():
             new = import_dcp(self.folder, self.out, step=self.step, seed=self.seed, without=self.without)
         return written(new)
 
@@ -274,21 +266,9 @@ class ExportDCP:
     def run(self) -> int:
         ties = dict(pair.partition("=")[::2] for pair in self.tie)
         saved = Checkpoint.find(self.path)
-        with _room(self.out, _bytes_of(saved)), working():
+        with told(self.out, _bytes_of(saved)), working():
             export_dcp(saved, self.out, ties=ties)
         return written(Path(self.out))
-
-
-@contextmanager
-def _room(path: str | Path, need: int) -> Iterator[None]:
-    """Adds the number of bytes needed to the error of a full disk.  Other errors pass unchanged."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        with told(path, need):
-            raise
 
 
 def _bytes_of(saved: Checkpoint) -> int:

@@ -10,7 +10,6 @@ import re
 import resource
 import shutil
 import socket
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from rich.text import Text
 
 from plait import __version__
 from plait.checkpoint.files.writing import write_json
+from plait.messages.wording import human
 from plait.run.measure import machine
 from plait.run.report.screen import screen
 from plait.tensor.gemm import ONEDNN, has_onednn
@@ -81,14 +81,12 @@ def processor() -> Facts:
     """The processor's model, its cores, and how many of them this process may use."""
     lines = _read("/proc/cpuinfo").splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    nodes = sorted(path.name for path in Path("/sys/devices/system/node").glob("node[0-9]*"))
     quota = _read("/sys/fs/cgroup/cpu.max").split()
     return {
         "model": models[0] if models else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cgroup_cores": int(quota[0]) / int(quota[1]) if len(quota) == 2 and quota[0] != "max" else None,
-        "numa_nodes": len(nodes) or None,
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
     }
 
@@ -104,7 +102,6 @@ def memory() -> Facts:
         "swap_bytes": table.get("SwapTotal"),
         "cgroup_limit_bytes": int(limit) if limit.isdigit() else None,
         "shared_memory_bytes": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
-        "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled").strip() or None,
     }
 
 
@@ -123,21 +120,12 @@ def software() -> Facts:
 
 
 def gpus() -> Facts:
-    """Devices with memory, which of them reach each other directly, and the topology according to the driver."""
-    if not torch.cuda.is_available():
-        return {"devices": []}
-    numbers = range(torch.cuda.device_count())
+    """Devices with their memory."""
     devices = []
-    for one in map(torch.cuda.get_device_properties, numbers):
+    for one in map(torch.cuda.get_device_properties, range(torch.cuda.device_count())):
         facts = {"name": one.name, "bytes": one.total_memory, "capability": f"{one.major}.{one.minor}"}
         devices.append(facts | {"multiprocessors": one.multi_processor_count})
-    peers = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in numbers] for i in numbers]
-    try:
-        words = ("nvidia-smi", "topo", "-m")
-        topology = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        topology = None
-    return {"devices": devices, "peer_access": peers, "topology": topology}
+    return {"devices": devices}
 
 
 def network() -> Facts:
@@ -226,12 +214,10 @@ def _words(name: str, value: Any) -> str:
     if name.endswith("_flops"):
         return f"{value / 1e9:.0f} GFLOP/s"
     if name.endswith("bytes"):
-        return f"{value / 2**30:.1f} GiB" if value >= 1 << 30 else f"{value / 2**20:.1f} MiB"
+        return human(value)
     if name == "devices":
-        rows = [f"{i}: {d['name']}, {d['bytes'] / 2**30:.0f} GiB" for i, d in enumerate(value)]
+        rows = [f"{i}: {d['name']}, {human(d['bytes'])}" for i, d in enumerate(value)]
         return "\n".join(rows) or "none"
-    if name == "peer_access":
-        return "\n".join(" ".join("x" if ok else "." for ok in row) for row in value)
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "nothing"
     return str(value)

@@ -1,13 +1,13 @@
 """The differences between two checkpoints, tensor by tensor and value by value, to the bit.
 
-model/blocks.0.weight    values    3 of 2048 elements, by at most 0.0015
-optimizer.param_groups[0].lr    value    0.001 and 0.0005
+model/blocks.0.weight           3 elements of float32 [64, 32], by at most 0.0015
+optimizer.param_groups[0].lr    value: 0.001 and 0.0005
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,22 +19,6 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class SavedDifference:
-    """One place where two checkpoints differ."""
-
-    name: str
-    """A tensor, or the path to a value."""
-    what: str
-    """missing, shape, dtype, values (of a tensor), value."""
-    one: str
-    other: str
-    elements: int = 0
-    """The number of different elements, in tensors of one shape and dtype."""
-    largest: float = 0.0
-    """The largest difference between two elements; nan where one of them is no number."""
-
-
-@dataclass(frozen=True)
 class _Named:
     """A tensor among the values."""
 
@@ -42,7 +26,11 @@ class _Named:
     tensor: Stored
 
 
-def differences(one: Checkpoint, other: Checkpoint) -> Iterator[SavedDifference]:
+Difference: TypeAlias = tuple[str, str]
+"""A tensor's name or the path to a value, and what differs."""
+
+
+def differences(one: Checkpoint, other: Checkpoint) -> Iterator[Difference]:
     """Compares two checkpoints, but not their ids, files and regions; a block of each is in memory at a time.
 
     Raises:
@@ -51,7 +39,7 @@ def differences(one: Checkpoint, other: Checkpoint) -> Iterator[SavedDifference]
     one.check()
     other.check()
     if one.manifest.step != other.manifest.step:
-        yield SavedDifference("step", "value", str(one.manifest.step), str(other.manifest.step))
+        yield "step", f"value: {one.manifest.step} and {other.manifest.step}"
     mine, theirs = one.tensors, other.tensors
     for name in counted("tensors", list(mine | theirs)):
         if not name.startswith("value/"):  # compared among the values
@@ -60,10 +48,10 @@ def differences(one: Checkpoint, other: Checkpoint) -> Iterator[SavedDifference]
     yield from _values("", one.values(next(named)), other.values(next(named)))
 
 
-def _tensors(name: str, one: Stored | None, other: Stored | None) -> Iterator[SavedDifference]:
+def _tensors(name: str, one: Stored | None, other: Stored | None) -> Iterator[Difference]:
     if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
         what = "missing" if one is None or other is None else "shape" if one.shape != other.shape else "dtype"
-        yield SavedDifference(name, what, _kind(one), _kind(other))
+        yield name, f"{what}: {_kind(one)} and {_kind(other)}"
         return
     elements, largest = 0, 0.0
     for region, block in one.blocks(one.region):
@@ -71,7 +59,7 @@ def _tensors(name: str, one: Stored | None, other: Stored | None) -> Iterator[Sa
         elements += count
         largest = difference if math.isnan(difference) else max(largest, difference)
     if elements:
-        yield SavedDifference(name, "values", _kind(one), _kind(other), elements, largest)
+        yield name, f"{elements:,} elements of {_kind(one)}, by at most {largest:.3g}"
 
 
 def _compared(one: Tensor, other: Tensor) -> tuple[int, float]:
@@ -90,7 +78,7 @@ def _kind(one: Stored | None) -> str:
     return "missing" if one is None else f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}"
 
 
-def _values(path: str, one: Any, other: Any) -> Iterator[SavedDifference]:
+def _values(path: str, one: Any, other: Any) -> Iterator[Difference]:
     if isinstance(one, _Named) and isinstance(other, _Named):
         if one.name != other.name or one.name.startswith("value/"):
             yield from _tensors(path, one.tensor, other.tensor)
@@ -101,12 +89,12 @@ def _values(path: str, one: Any, other: Any) -> Iterator[SavedDifference]:
                 yield from _values(where, one[key], other[key])
             else:
                 mine, theirs = (_text(own[key]) if key in own else "missing" for own in (one, other))
-                yield SavedDifference(where, "missing", mine, theirs)
+                yield where, f"missing: {mine} and {theirs}"
     elif isinstance(one, list | tuple) and type(one) is type(other) and len(one) == len(other):
         for number, pair in enumerate(zip(one, other, strict=True)):
             yield from _values(f"{path}[{number}]", *pair)
     elif type(one) is not type(other) or _text(one) != _text(other):
-        yield SavedDifference(path, "value", _text(one), _text(other))
+        yield path, f"value: {_text(one)} and {_text(other)}"
 
 
 def _text(value: Any) -> str:

@@ -1,7 +1,6 @@
 """What is wrong, and where: the words of a judgement.
 
-values.py          numbers of every dtype, made comparable
-rounding.py        how much two honest computations may differ
+values.py          numbers of every dtype, made comparable; how much two honest computations may differ
 difference.py      the shape of a difference: a factor, a region, a permutation, noise
 contributions.py   which samples a gradient holds, and how often
 tape.py            what happens in a model while it trains

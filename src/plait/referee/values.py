@@ -84,3 +84,27 @@ def restored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name.removesuffix(STORED): torch.view_as_complex(tensor) if name.endswith(STORED) else tensor
         for name, tensor in tensors.items()
     }
+
+
+# ---- rounding: the largest difference between two honest computations of one number
+
+MARGIN = 8.0
+"""Times the largest difference of a few honest runs: of a few, the largest is not the largest there can be."""
+SMALL = 1e-2
+"""A tensor whose largest element is below this share of the largest of all is what larger numbers have left over."""
+
+
+def tolerance(dtype: torch.dtype, largest: float = 0.0, overall: float = 0.0) -> float:
+    """Returns the largest difference of two honest computations of one tensor, in absolute numbers.
+
+    Args:
+        largest: the tensor's largest absolute element.
+        overall: the largest of all tensors of its kind.
+    """
+    return rounding(dtype) * max(largest, SMALL * overall)
+
+
+def last_bits(dtype: torch.dtype, size: float) -> float:
+    """The rounding of a number of that size, a few times; nothing is computed in integers and in fp8."""
+    real = dtype.to_real() if dtype.is_complex else dtype
+    return 4 * torch.finfo(real).eps * size if real in ROUNDING else 0.0

@@ -66,7 +66,7 @@ def _scaled(traces: Traces, same: Sequence[Wrong]) -> str:
     if _is_another(traces, same[0], one) is not None:
         return ""
     factors = {w.pair.where.microbatch: w.discrepancy.factor or 0.0 for w in same}
-    grouping = groupings(traces.config.machine.parsed_mesh.data_size, traces.config.layout.microbatches)[-1]
+    grouping = groupings(traces.mesh.data_size, traces.microbatches)[-1]
     names = grouping.names if len(grouping.names) == len(one.counts) else None
     found = Contributions(tuple(factors.get(m, 1.0) for m in one.counts), 0.0, True)
     return explain(found, list(one.counts.values()), names)
@@ -109,7 +109,7 @@ def _of_sum(traces: Traces, wrong: Sequence[Wrong]) -> str:
     if others := [k for use in traces.ties.get(first.where.name, ()) for k in use if k != first.where.name]:
         return _of_tied_sum(trace, right, wrong[0], [first.where.name, *others])
     mine = [w.pair for w in wrong if w.pair.rank == first.rank and w.pair.piece]
-    ways = groupings(traces.config.machine.parsed_mesh.data_size, traces.config.layout.microbatches)
+    ways = groupings(traces.mesh.data_size, traces.microbatches)
     for pairs in (mine, mine[:1]):  # those of several parameters tell more, if the same happened to all
         pieces = [pair.piece for pair in pairs if pair.piece]
         parts = [[_contribution(trace, right, m, p[0], p) for p in pieces] for m in right.counts]

@@ -19,13 +19,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from plait.referee.rounding import MARGIN
+from plait.referee.values import MARGIN, rounding, scale_of
 from plait.referee.values import gap as gap_of
-from plait.referee.values import rounding, scale_of
 from plait.referee.verify.honest import HonestRuns
 from plait.referee.verify.observed import Piece, RankRecord, Record, Where, as_tensor, observed
 from plait.referee.wrong import Phase
-from plait.run.config import RunConfig
+from plait.run.job.config import JobConfig
+from plait.table.mesh import Mesh
 
 DRIFT = {
     torch.float32: (1e-2, 0.05),
@@ -73,18 +73,15 @@ class Measures:
 BITWISE = Measures()
 
 
-def asked(config: RunConfig, *, one_layout: bool = True) -> Measures:
-    """The requirement of the replay: the same bits, unless the mesh has a tensor axis, or the run began in
-    another layout and was resumed in this one."""
-    return BITWISE if config.machine.parsed_mesh.tensor == 1 and one_layout else full_batch(config).of_split_products()
+def asked(mesh: Mesh, plain: Measures, *, one_layout: bool = True) -> Measures:
+    """The requirement of the replay: the same bits, unless the mesh has a tensor axis, or the run was resumed in this
+    layout from another.  ``plain`` is the requirement of plain full-batch steps."""
+    return BITWISE if mesh.tensor == 1 and one_layout else plain.of_split_products()
 
 
-def full_batch(config: RunConfig) -> Measures:
-    """The requirement of plain full-batch steps."""
-    amplifies = config.task.optimizer_row.amplifies
-    return Measures.full_batch(
-        config.dtypes.computed, config.task.update.lr, config.task.samples.steps, amplifies=amplifies
-    )
+def full_batch(task: JobConfig, dtype: torch.dtype) -> Measures:
+    """The requirement of plain full-batch steps, computed in a dtype."""
+    return Measures.full_batch(dtype, task.update.lr, task.samples.steps, amplifies=task.optimizer_row.amplifies)
 
 
 @dataclass(frozen=True)

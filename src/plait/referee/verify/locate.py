@@ -23,8 +23,10 @@ from plait.referee.verify.compare import (
     HEARD,
     KINDS,
     Finding,
+    Measures,
     Pair,
     asked,
+    full_batch,
     label_of,
     missing,
     of_plain,
@@ -59,6 +61,11 @@ def locate(job: Job, config: RunConfig, ranks: Sequence[RankRecord], findings: S
     return search(trace_layout(job, config, window), job, config, window, ranks[0].ties, excused)
 
 
+def required(config: RunConfig) -> Measures:
+    """The requirement of a layout's replay."""
+    return asked(config.machine.parsed_mesh, full_batch(config.task, config.dtypes.computed))
+
+
 def first_step(findings: Sequence[Finding]) -> int:
     """The first step, from 0, in which something is not what was asked; the last one if nothing is."""
     wrong = [finding.step for finding in findings if not finding.equal]
@@ -91,12 +98,12 @@ def search(
     excused: Collection[str] = (),
 ) -> FirstWrong | None:
     """Replay a layout of which these are the traces, and find the first difference."""
-    within = asked(config)
+    within = required(config)
     pieces = [t.norm_pieces for t in sorted(ranks, key=lambda t: t.rank)] if within == BITWISE else None
     mesh, order = config.machine.parsed_mesh, additions(config.row)
     settings: dict[str, Any] = {"clip": config.task.update.clip, "norm_pieces": pieces, "ties": ties, "window": window}
     one = run_reference(job, mesh, config.layout.microbatches, order, window[-1] + 1, keep_gradients=False, **settings)
-    traces = Traces(ranks, one, config, within, ties, excused)
+    traces = Traces(ranks, one, mesh, config.layout.microbatches, config.task.update.clip, within, ties, excused)
     seen: dict[tuple[int, Phase], list[Pair]] = {}
     for pair in (*pairs(ranks, one), *missing(ranks, one)):
         seen.setdefault((pair.where.step, pair.where.phase), []).append(pair)
@@ -140,7 +147,7 @@ def _told(traces: Traces, wrong: Sequence[Wrong], order_of: Places, after: str) 
         earlier = [place for place, i in order_of.items() if i < first.order]
         after_loss = bool(earlier) and earlier[-1][0] == "loss"
         after = said(earlier[-1][0], earlier[-1][1]) if earlier else ""  # type: ignore[arg-type]
-    if where.phase == "clip" and traces.config.task.update.clip is None:
+    if where.phase == "clip" and traces.clip is None:
         after = "every sum of the gradients"
     microbatches = {w.pair.where.microbatch for w in same if not reads} - {None}
     return FirstWrong(

@@ -20,9 +20,9 @@ from rich.text import Text
 from plait.checkpoint.files.writing import write_json
 from plait.comm import Comm, thread
 from plait.messages.escape import one_line
-from plait.referee.verify.compare import BITWISE, Finding, against_plain, against_tree, asked, full_batch
+from plait.referee.verify.compare import BITWISE, Finding, against_plain, against_tree, full_batch
 from plait.referee.verify.honest import HonestRuns
-from plait.referee.verify.locate import locate, locate_in_plain
+from plait.referee.verify.locate import locate, locate_in_plain, required
 from plait.referee.verify.observed import RankRecord, Record
 from plait.referee.verify.plain import run_plain
 from plait.referee.verify.record import collect_records, left_out, record_run
@@ -97,7 +97,7 @@ def replay(
     job: Job, config: RunConfig, ranks: Sequence[RankRecord], run: Callable[..., Record] = run_reference, **options: Any
 ) -> Record:
     """The single process that adds in the order of the config's layout, of which these are the records."""
-    pieces = [r.norm_pieces for r in sorted(ranks, key=lambda r: r.rank)] if asked(config) == BITWISE else None
+    pieces = [r.norm_pieces for r in sorted(ranks, key=lambda r: r.rank)] if required(config) == BITWISE else None
     layout = config.machine.parsed_mesh, config.layout.microbatches, additions(config.row), config.task.samples.steps
     return run(job, *layout, clip=config.task.update.clip, norm_pieces=pieces, ties=ranks[0].ties, **options)
 
@@ -127,15 +127,17 @@ def _findings(
     job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Record, plain: Record, honest: HonestRuns | None
 ) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
     """Against the layout's own tree, and against plain full-batch steps."""
-    within, may_skip = asked(config), job.dtype == torch.float16
+    within, may_skip = required(config), job.dtype == torch.float16
     of_tree = against_tree(ranks, tree, within, None if within == BITWISE else honest)
-    return tuple(of_tree), tuple(against_plain(ranks, plain, full_batch(config), may_skip=may_skip, honest=honest))
+    return tuple(of_tree), tuple(
+        against_plain(ranks, plain, full_batch(config.task, config.dtypes.computed), may_skip=may_skip, honest=honest)
+    )
 
 
 def _may_be_rounding(config: VerifyConfig, of_tree: Sequence[Finding], of_plain: Sequence[Finding]) -> bool:
     """Whether honest runs could explain what is not equal: neither the first loss, nor what has to be the same bits."""
     unequal = [f for f in (*of_tree, *of_plain) if not f.equal]
-    bits = asked(config) == BITWISE and not all(f.equal for f in of_tree)
+    bits = required(config) == BITWISE and not all(f.equal for f in of_tree)
     first = [f for findings in (of_tree, of_plain) for f in findings[:1]]
     return bool(unequal) and config.comparison.spread != 0 and not bits and all(f.equal for f in first)
 

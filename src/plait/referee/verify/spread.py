@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.referee.rounding import MARGIN
-from plait.referee.values import wide
+from plait.referee.values import MARGIN, wide
 from plait.referee.verify.compare import BITWISE, finding, pairs
 from plait.referee.verify.honest import HonestRuns
 from plait.referee.verify.observed import RankRecord

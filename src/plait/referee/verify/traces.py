@@ -10,8 +10,8 @@ from torch import Tensor
 from plait.referee.difference import Discrepancy, describe
 from plait.referee.verify.compare import BITWISE, HEARD, Measures, Pair
 from plait.referee.verify.observed import RankRecord, Record, TiedWeights, Where, observed
-from plait.run.config import RunConfig
 from plait.table.layout import part
+from plait.table.mesh import Mesh
 from plait.tensor.pieces import piece_of
 
 
@@ -33,7 +33,9 @@ class Traces:
 
     ranks: Sequence[RankRecord]
     one: Record
-    config: RunConfig
+    mesh: Mesh
+    microbatches: int
+    clip: float | None
     asked: Measures
     ties: TiedWeights
     excused: Collection[str] = ()
@@ -42,7 +44,7 @@ class Traces:
     @property
     def tensor(self) -> int:
         """The size of the tensor axis."""
-        return self.config.machine.parsed_mesh.tensor
+        return self.mesh.tensor
 
     def of(self, rank: int) -> RankRecord:
         """A rank's trace."""

@@ -1,9 +1,7 @@
 """Any engine, judged: what a training loop does is written down on every rank, and replayed by a single process.
 
 record.py    ``witness(model, optimizer, folder)``: inputs, gradients, parameters and options, step by step   start here
-rows.py      samples are told by what enters the model
-sources.py   a model, or plait's own engine
-pieces.py    where a rank's tensor is in the whole parameter
+pieces.py    the sources: a model, or plait's own engine; its samples, and where a rank's tensors are in the whole
 stored.py    a witnessed folder, read back and checked
 replay.py    the job in plain PyTorch, at the parameters that were witnessed
 judge.py     the two are compared in the order of cause and effect; the first thing that is wrong is named

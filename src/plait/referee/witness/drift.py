@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from plait.referee.rounding import MARGIN, SMALL
-from plait.referee.values import gap, largest
+from plait.referee.values import MARGIN, SMALL, gap, largest
 from plait.referee.witness.replay import Gradients, Replay, clipped
 from plait.run.data.batches import split_samples
 from plait.step.step import num_samples

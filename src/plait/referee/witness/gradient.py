@@ -18,8 +18,7 @@ from torch import Tensor
 
 from plait.referee.contributions import NEAR, Contributions, contributions, explain
 from plait.referee.difference import Discrepancy, describe, factor_text
-from plait.referee.rounding import tolerance
-from plait.referee.values import finite, largest, wide
+from plait.referee.values import finite, largest, tolerance, wide
 from plait.referee.values import gap as apart
 from plait.referee.witness.drift import Slack
 from plait.referee.witness.inputs import ForwardCall

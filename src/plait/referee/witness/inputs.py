@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from plait.referee.witness.judgement import Judgement, Phase, ranks_text
+from plait.referee.witness.pieces import Row
 from plait.referee.witness.replay import Replay
-from plait.referee.witness.rows import Row
 from plait.referee.witness.stored import RankStep
 
 SHOWN = 6

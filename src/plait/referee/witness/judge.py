@@ -19,7 +19,7 @@ from torch import Tensor
 from plait.messages.progress import counted
 from plait.referee.contributions import over_samples
 from plait.referee.difference import factor_text
-from plait.referee.rounding import MARGIN, tolerance
+from plait.referee.values import MARGIN, tolerance
 from plait.referee.witness.batch_norm import judge_batch_norm
 from plait.referee.witness.declared import DTYPES, Rounding, in_rounding, judge_common_factor
 from plait.referee.witness.drift import PARTS, apart, declared, excused, in_other_orders, in_parts, slack_of
@@ -27,8 +27,8 @@ from plait.referee.witness.gradient import Parts, Setting, compare, judge_gradie
 from plait.referee.witness.inputs import ForwardCall, by_rank, covers, groups_of, judge_inputs, repeats_alone
 from plait.referee.witness.judgement import Judgement, ranks_text
 from plait.referee.witness.one_sided import explain_update, judge_not_finite, judge_unasked, not_finite
+from plait.referee.witness.pieces import Row
 from plait.referee.witness.replay import Gradients, Replay, SampleGradient, check_same_job, clipped
-from plait.referee.witness.rows import Row
 from plait.referee.witness.stored import RankRun, RankStep, Witnessed, read_witnessed
 from plait.referee.witness.unseen import Unseen
 from plait.referee.witness.update import judge_between, judge_options, judge_replicas, judge_update

@@ -14,8 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from plait.referee.rounding import last_bits, tolerance
-from plait.referee.values import finite, gap, largest, scale_of, wide
+from plait.referee.values import finite, gap, largest, last_bits, scale_of, tolerance, wide
 from plait.referee.witness.judgement import Judgement, ranks_text
 from plait.referee.witness.replay import Gradients
 from plait.referee.witness.stored import RankRun, RankStep, Witnessed

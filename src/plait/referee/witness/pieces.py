@@ -1,20 +1,27 @@
-"""Where a rank's tensor lies in the whole parameter, and whose names the parameters have.
+"""The sources of a witness: a model under any engine, or plait's own; its samples, and the pieces of its parameters.
 
 plain tensor                        the whole
 DTensor [6, 4], [Shard(0)] of 2     rows 0 .. 2 on the one, 3 .. 5 on the other
 cut by hand                         as the program says (``pieces``)
+plait's engine                      the runs that this rank's optimizer updates, in the flattened parameters
 
-DDP(model), torch.compile(model)    the names of the model inside
+DDP(model), torch.compile(model)              the names of the model inside
+model(tokens[3, 8], mask[3, 8], scale[])      3 samples: rows 0, 1, 2 of the tensors whose first dim is 3
+
+A sample is told by a checksum of its row of a call's tensors: two with the same numbers are the same sample.
 """
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from plait.step import Engine
 from plait.table.layout import Region
+from plait.torch_private import tree_leaves
 
 INSIDE = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What wrappers call the module that they wrap."""
@@ -92,3 +99,72 @@ def region_of(name: str, tensor: Any, pieces: Mapping[str, Region]) -> Region:
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
     return tuple((0, size) for size in tensor.shape)
+
+
+# ---- sources
+
+
+@dataclass(frozen=True)
+class WitnessSource:
+    """The model whose forwards are seen, and what this rank has of each parameter."""
+
+    model: nn.Module
+    parameters: Mapping[str, Tensor]
+    regions: Mapping[str, Region]
+    buffers: Mapping[str, Tensor]
+    flat: frozenset[str] = frozenset()
+    """Parameters whose regions are of the flattened whole."""
+
+
+def of_model(model: nn.Module, names: Mapping[str, str], pieces: Mapping[str, Region]) -> WitnessSource:
+    """A model and its parameters, under the names that the job's model has for them."""
+    inside = unwrapped(model)
+    parameters = {names.get(name, name): p for name, p in named(inside)}
+    regions = {name: region_of(name, p, pieces) for name, p in parameters.items()}
+    return WitnessSource(inside, parameters, regions, dict(named_buffers(inside)))
+
+
+def of_engine(engine: Engine) -> WitnessSource:
+    """The pieces that this rank owns, and the parameters that do not train, whole; all ranks call it together.
+
+    Raises:
+        ValueError: a tensor axis, which cuts a parameter before it is sharded.
+    """
+    if cut := next((owned.name for owned in engine.placed.owned if owned.cut is not None), None):
+        raise ValueError(f"{cut!r} is cut over a tensor axis, whose pieces no witness can place: take plait verify")
+    frozen = {name for name, p in engine.model.named_parameters() if not p.requires_grad}
+    parameters = {name: p for name, p in engine.full_state_dict().items() if name in frozen} if frozen else {}
+    parameters |= {owned.name: owned.view for owned in engine.placed.owned}
+    regions: dict[str, Region] = {name: tuple((0, size) for size in p.shape) for name, p in parameters.items()}
+    parts = {owned.name: ((owned.run.start, owned.run.stop),) for owned in engine.placed.owned if not owned.run.whole}
+    buffers = {name: buffer for part in engine.placed.parts() for name, buffer in named_buffers(part.model)}
+    return WitnessSource(engine.model, parameters, regions | parts, buffers, frozenset(parts))
+
+
+# ---- samples
+
+Row = str
+"""Sixteen hex digits."""
+
+
+def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Row, ...]:
+    """A checksum for each sample of a call; none where no tensor has a first dim."""
+    tensors = [
+        (leaf.to_local() if hasattr(leaf, "to_local") else leaf)
+        for leaf in tree_leaves((args, dict(kwargs)))
+        if isinstance(leaf, Tensor)
+    ]
+    tensors = [tensor for tensor in tensors if tensor.dim()]
+    if not tensors:
+        return ()
+    count = len(tensors[0])
+    parts = [_bytes(tensor) for tensor in tensors if len(tensor) == count]
+    return tuple(
+        hashlib.blake2b(b"".join(part[i].tobytes() for part in parts), digest_size=8).hexdigest() for i in range(count)
+    )
+
+
+def _bytes(tensor: Tensor) -> Any:
+    """[samples, bytes of one]"""
+    flat = tensor.detach().cpu().contiguous().reshape(len(tensor), -1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else flat.new_zeros((len(flat), 0), dtype=torch.uint8).numpy()

@@ -30,9 +30,7 @@ from torch.optim import Optimizer
 
 from plait.checkpoint.files.writing import told, write_bytes
 from plait.referee.values import storable
-from plait.referee.witness.pieces import Piece, local
-from plait.referee.witness.rows import Row, rows_of
-from plait.referee.witness.sources import WitnessSource, of_engine, of_model
+from plait.referee.witness.pieces import Piece, Row, WitnessSource, local, of_engine, of_model, rows_of
 from plait.step import Engine
 from plait.table.layout import Region
 from plait.zero.optim import has_stepped

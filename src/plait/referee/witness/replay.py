@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.referee.values import wide
-from plait.referee.witness.pieces import piece_of
-from plait.referee.witness.rows import Row, rows_of
+from plait.referee.witness.pieces import Row, piece_of, rows_of
 from plait.referee.witness.stored import Witnessed
 from plait.run.job.job import Job
 from plait.step.step import num_samples, whole_count

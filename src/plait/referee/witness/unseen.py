@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from plait.referee.rounding import tolerance
-from plait.referee.values import largest, wide
+from plait.referee.values import largest, tolerance, wide
 from plait.referee.witness.drift import Slack
 from plait.referee.witness.judgement import Judgement
 from plait.referee.witness.one_sided import hidden_updates

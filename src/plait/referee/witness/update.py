@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.referee.difference import describe, factor_text
-from plait.referee.rounding import last_bits, tolerance
 from plait.referee.values import gap as apart
-from plait.referee.values import gaps, largest, scale_of, wide
+from plait.referee.values import gaps, largest, last_bits, scale_of, tolerance, wide
 from plait.referee.witness.judgement import Judgement, fit, ranks_text
 from plait.referee.witness.record import options_of
 from plait.referee.witness.stored import RankStep, Witnessed, slices

@@ -111,14 +111,6 @@ def test_future_tokens_change_no_past_logit() -> None:
         assert not torch.equal(before[:, time], after[:, time])
 
 
-def test_the_order_of_past_tokens_counts() -> None:
-    """Attention without positions would read the past as a set (one layer; the last token stays in place)."""
-    model = small(num_layers=1)
-    tokens_BT = tokens_of(SMALL)
-    swapped = tokens_BT[:, [1, 0, *range(2, tokens_BT.shape[1])]]
-    assert not torch.allclose(model(tokens_BT)[:, -1], model(swapped)[:, -1])
-
-
 def test_the_head_is_the_embedding() -> None:
     model = small()
     assert model.head.weight is model.embed.weight
@@ -269,23 +261,6 @@ def test_the_loss_of_a_batch_is_the_sum_of_its_tokens() -> None:
     assert 0 < count < batch["targets"].numel()
 
 
-def test_microbatches_add_up_in_loss_count_and_gradient() -> None:
-    model, batch = small(), ragged_batch()
-    parts = [{key: value[a:b] for key, value in batch.items()} for a, b in ((0, 1), (1, 4), (4, 7))]
-    whole = gpt.loss_sum(model, batch)
-    pieces = [gpt.loss_sum(model, part) for part in parts]
-    torch.testing.assert_close(sum(pieces), whole, rtol=1e-13, atol=0)
-    assert sum(map(gpt.token_count, parts)) == gpt.token_count(batch)
-    parameters = list(model.parameters())
-    expected = torch.autograd.grad(whole, parameters)
-    summed = [sum(g) for g in zip(*(torch.autograd.grad(piece, parameters) for piece in pieces), strict=True)]
-    for a, b in zip(summed, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
-    # and the mean of the means is another number, which is why the loss is a sum
-    means = [piece / gpt.token_count(part) for piece, part in zip(pieces, parts, strict=True)]
-    assert not torch.isclose(sum(means) / len(means), whole / gpt.token_count(batch), rtol=1e-4)
-
-
 def test_a_batch_without_targets_or_samples_is_zero() -> None:
     model, batch = small(), ragged_batch()
     masked = {"tokens": batch["tokens"], "targets": torch.full_like(batch["targets"], gpt.IGNORED)}
@@ -299,9 +274,3 @@ def test_a_batch_without_targets_or_samples_is_zero() -> None:
 
 def test_model_and_data_ignore_the_same_target() -> None:
     assert gpt.IGNORED == data_batches.IGNORED == -100
-
-
-def test_backward_runs_the_same_twice() -> None:
-    model, batch = small().float(), ragged_batch()
-    runs = [torch.autograd.grad(gpt.loss_sum(model, batch), list(model.parameters())) for _ in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -65,19 +65,6 @@ def test_the_loss_of_a_batch_is_the_sum_of_its_rows() -> None:
     assert mlp.sample_count(batch) == count
 
 
-def test_microbatches_add_up_in_loss_count_and_gradient() -> None:
-    model, batch = odd(), ragged_batch()
-    parts = [{key: value[a:b] for key, value in batch.items()} for a, b in ((0, 4), (4, 9))]
-    whole = mlp.loss_sum(model, batch)
-    pieces = [mlp.loss_sum(model, part) for part in parts]
-    torch.testing.assert_close(sum(pieces), whole, rtol=1e-13, atol=0)
-    assert sum(map(mlp.sample_count, parts)) == mlp.sample_count(batch)
-    parameters = list(model.parameters())
-    summed = [sum(g) for g in zip(*(torch.autograd.grad(piece, parameters) for piece in pieces), strict=True)]
-    for a, b in zip(summed, torch.autograd.grad(whole, parameters), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
-
-
 def test_low_precision_counts_and_sums_without_loss() -> None:
     """bf16 has no 257: a mask or a loss summed in it would stop counting."""
     batch = {key: torch.ones(301, 1, dtype=torch.bfloat16) for key in ("x", "y")}

@@ -147,8 +147,6 @@ def stopped(finished: Path, tmp_path: Path) -> Path:
         ("--resume {whole} --steps 6", "has made 6 steps, and the run ends at 6"),
         ("--resume {whole}/checkpoints/step-000004", "the metrics of another run than the one to go on with"),
         ("--resume {part}/checkpoints/step-000001", "is no whole checkpoint"),
-        ("--save-every 0 --resume auto", "save_every is 0"),
-        ("--keep 0 --resume auto", "keep is 0"),
     ],
 )
 def test_another_run_is_refused_field_by_field(

@@ -12,7 +12,7 @@ from plait.pipeline.build_stages import split_of
 from plait.run.config.bounds import check_values
 from plait.run.config.machine import check_machine, resolve_device
 from plait.run.config.room import check_room, checkpoint_bytes
-from plait.run.config.settings import CourseConfig, RunConfig, TrainConfig, VerifyConfig
+from plait.run.config.settings import RunConfig, TrainConfig, VerifyConfig
 from plait.run.config.sinks import METRICS, check_sinks
 from plait.run.data.text import size_of
 from plait.run.data.tokens import token_files
@@ -24,7 +24,6 @@ from plait.run.job.families import FOLDER, OF_THE_FOLDER
 from plait.run.job.job import build_model, make_job
 from plait.run.job.sections import flags
 from plait.schedule.check import check
-from plait.table.precision import LossScale
 from plait.tensor.gemm import find_gemm
 
 WRITTEN = (METRICS, "config.toml", "summary.json", "timeline.svg", "trace.json")
@@ -62,7 +61,6 @@ def validate(config: RunConfig) -> None:
         _check_training(config)
     if config.files.json not in (None, "-"):
         check_file("json", config.files.json)
-    _check_dtypes(config)
     _check_model(config)
 
 
@@ -118,10 +116,8 @@ def _check_data(config: RunConfig) -> None:
 
 
 def _check_training(config: TrainConfig) -> None:
-    """Refuses paths that a run could not write to, and a limit on evaluations if there are none."""
+    """Refuses paths that a run could not write to."""
     output = config.output
-    if output.overwrite and output.out is None:
-        raise ValueError("overwrite without out: there is nothing to replace; give --out DIR, or leave it out")
     if output.out is not None:
         files = [name for name in WRITTEN if os.path.lexists(os.path.join(output.out, name))]
         if files and not (output.overwrite or output.resume):
@@ -144,23 +140,6 @@ def _check_training(config: TrainConfig) -> None:
         check_folder("export", output.export)
         copied_files(getattr(config.task.sizes, "path", None))
     check_sinks(output.out, tensorboard=output.tensorboard, wandb=output.wandb)
-    if config.course.eval_every is None and config.course.eval_steps != CourseConfig.eval_steps:
-        raise ValueError(
-            f"eval_steps {config.course.eval_steps} without eval_every: give that as well, 0 for once at the end"
-        )
-
-
-def _check_dtypes(config: RunConfig) -> None:
-    """Refuses a dtype that the device cannot compute in, and an impossible loss scale."""
-    dtype, device = config.dtypes.computed, resolve_device(config.machine)
-    if dtype != torch.float32:
-        try:
-            matrix = torch.ones(2, 2, dtype=dtype, device=device)
-            assert (matrix @ matrix).numel()
-        except RuntimeError as error:
-            raise ValueError(f"{device} cannot multiply matrices in {dtype}: choose another dtype ({error})") from error
-    if config.task.update.loss_scale is not None:
-        LossScale(config.task.update.loss_scale)
 
 
 def _check_model(config: RunConfig) -> None:

@@ -106,6 +106,7 @@ SHARES: dict[str, Share] = {
     "launch/test_fork_server.py::test_each_rank_draws_its_own_numbers_from_numpy": PROCESSES,
     "launch/test_fork_server.py::test_what_a_rank_leaves_with_is_said": PROCESSES,
     "launch/test_local.py": PROCESSES,
+    "launch/test_slurm_cluster.py": NIGHTLY,
     "launch/test_local.py::test_rank_0_speaks_and_every_argument_arrives_as_it_was": FAST,
     "lessons/test_clock.py::test_every_order_is_the_whole_model_to_the_bit": Share("pairs", "pairs"),
     "models/test_hf.py::test_plait_comes_without_transformers": PROCESSES,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import rpc
 
 import plait
 import plait.remote
@@ -190,8 +191,15 @@ def devices() -> None:
 
 def listens() -> None:
     """What torch's agent listens on is loopback alone, where all ranks share a host."""
-    before = set(listening())
+    before, begin, given = set(listening()), rpc.init_rpc, []
+
+    def noted(*args: Any, **more: Any) -> None:
+        given.append(os.environ.get("TP_SOCKET_IFNAME"))
+        begin(*args, **more)
+
+    rpc.init_rpc = noted
     remote = plait.remote.connect(comm, FUNCTIONS)
+    assert given == ["lo"], given
     here = set(listening()) - before
     assert here and all(address.startswith("127.") for address in here), here
     assert "TP_SOCKET_IFNAME" not in os.environ

@@ -141,23 +141,6 @@ def test_the_code_of_the_guide_runs(code: str) -> None:
     exec(compile(code, "<guide>", "exec"), {"__name__": "__guide__"})
 
 
-LESSONS = {
-    "zero_by_hand.py": "sum / count",
-    "one_linear_on_four_ranks.py": "ten steps on the pieces",
-    "a_pipeline_by_hand.py": "those of the whole model, to the bit",
-}
-"""Each with words that it prints near its end."""
-
-
-@pytest.mark.parametrize(("lesson", "says"), LESSONS.items())
-def test_the_lessons_hold(lesson: str, says: str) -> None:
-    assert says in start(f"lessons/{lesson}")
-
-
-def test_every_lesson_is_run() -> None:
-    assert {page.name for page in (ROOT / "lessons").glob("[a-z]*.py")} == LESSONS.keys()
-
-
 VERIFY = sorted(
     {
         words.replace("\\|", "|")

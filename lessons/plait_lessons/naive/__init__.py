@@ -6,5 +6,5 @@
 
 The engine does the same with messages between ranks, with waits and overlap; these show what it must come to.
 Functions called ``without_...`` and ``mean_of_means`` are wrong on purpose, as people write them, and named for what is
-lost.  ``lessons/a_pipeline_by_hand.py`` goes through all of it.
+lost.  ``lessons/17_pipelines.py`` goes through all of it.
 """

@@ -45,6 +45,9 @@ def test_a_trillion_on_256_devices(capsys: pytest.CaptureFixture[str], tmp_path:
     rows = {row["row"]: row for row in json.loads(file.read_text())["rows"]}
     assert rows["zero3"]["params"] + rows["zero3"]["grads"] + rows["zero3"]["optimizer"] == 62.5e9
     assert rows["zero3"]["fits"] and not rows["zero2"]["fits"]
+    assert main(["plan", *words, "--offload"]) == 0
+    rows = {row["row"]: row for row in json.loads(file.read_text())["rows"]}
+    assert rows["zero3"]["optimizer"] == 0 and rows["zero3"]["params"] + rows["zero3"]["grads"] == 31.25e9
 
 
 def test_a_ranked_list_and_the_file_that_train_takes(
@@ -73,10 +76,12 @@ def test_sizes_by_flags_become_a_model_of_train(capsys: pytest.CaptureFixture[st
     words = ["--layers", "6", "--width", "256", "--heads", "8", "--kv-heads", "4", "--vocab", "512", "--gpus", "4xh100"]
     mesh = ["--mesh", "pipe=2 tensor=2", "--batch", "8", "--microbatches", "8", "--schedule", "interleaved"]
     more = ["--chunks", "2", "--length", "128", "--sequence-parallel", "--recompute", "full", "--strategy", "ddp"]
+    more.append("--offload")
     assert "1 layouts judged, 1 fit" in said(capsys, 0, *words, *mesh, *more, "--toml", str(toml))
     read = from_toml(TrainConfig, str(toml))
     assert read.task.sizes.num_layers == 6 and read.task.sizes.num_kv_heads == 4
     assert read.pipeline.num_stages == 4 and read.layout.sequence_parallel and read.layout.recompute == "full"
+    assert read.layout.offload and read.row.optim.device == "cpu"
 
 
 def test_what_does_not_fit_is_told_with_the_change_that_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,12 @@ from plait.table.mesh import AXES, Mesh
 
 TILE = 128
 """Rows and columns of a tile of a product."""
+ALIGNED = 8
+"""Tensor cores take 16-bit matrices whose sides are multiples of this (NVIDIA, Matrix Multiplication Background)."""
+UNALIGNED = 4.0
+"""Times that attention takes with heads of other sizes: two runs of tr11 with heads of 108 and 144 elements."""
+HOST_LINK, HOST_MEMORY = 25e9, 200e9
+"""Bytes per second of a device to its host (PCIe 4 x16), and of a host's memory, for an optimizer on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ def block_passes(s: DecoderSizes, cluster: Cluster, dtype: str, tensor: float) -
 
     products = product(s.width, head + 2 * keys) + product(head, s.width)
     products += product(s.width, ffn * (2 if s.gated else 1)) + product(ffn, s.width)
-    attention = 4 * s.tokens * s.length * head / (peak * reached.attention)
+    attention = 4 * s.tokens * s.length * head / (peak * reached.attention) * (UNALIGNED if s.head % ALIGNED else 1.0)
     moved = traffic_of_block(s) * reached.passes / (cluster.device.bandwidth * reached.memory)
     collectives = (4 if s.sequence else 2) * (s.ways > 1)
     passes = []
@@ -314,11 +320,14 @@ def data_seconds(plan: Plan, share: RankLinks, there: Pass, back: Pass) -> float
 
 
 def update_seconds(plan: Plan, share: RankLinks) -> float:
-    """Seconds in which the optimizer reads and writes what a rank owns."""
+    """Seconds in which the optimizer reads and writes what a rank owns, on its device or on the host's CPU."""
     row, device = plan.strategy, plan.cluster.device
     owned = elements_on(plan, share) / plan.mesh.count(row.optim.split)
     own, wide = plan.itemsize(row.params), plan.itemsize(row.optim)
     moved = plan.itemsize(row.grads) + own + 2 * wide * (plan.states + 1)
+    if row.optim.device:
+        crossing = owned * (plan.itemsize(row.grads) + own) / HOST_LINK
+        return crossing + owned * moved * plan.cluster.devices / HOST_MEMORY
     return owned * moved / (device.bandwidth * plan.cluster.reached.memory)
 
 

@@ -162,6 +162,7 @@ def _judged(plan: Plan, changes: Iterable[Change]) -> Iterator[tuple[str, Candid
             yield words, Candidate.of(replace(plan, **changed))
 
 
-def rows_in(dtype: str, *, mixed: bool) -> list[Strategy]:
-    """The rows of the table, in mixed precision if asked."""
-    return [row.mixed(dtype) if mixed else row for row in TABLE.values()]
+def rows_in(dtype: str, *, mixed: bool, offload: bool = False) -> list[Strategy]:
+    """The rows of the table, in mixed precision and with the optimizer on the CPU if asked."""
+    rows = [row.mixed(dtype) if mixed else row for row in TABLE.values()]
+    return [row.offloaded() for row in rows] if offload else rows

@@ -74,6 +74,8 @@ class PlanConfig:
     """Tokens of a sample."""
     dtype: Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"] = "bf16-mixed"
     """Type of parameters and activations; mixed: sums of gradients and the optimizer are in fp32."""
+    offload: bool = False
+    """Keep the optimizer's state, and the copy of the parameters that it updates, in the hosts' memory."""
     search: bool = False
     """Try every mesh, row, order, number of microbatches and recomputation; otherwise the usual ones."""
     mesh: str | None = None
@@ -118,7 +120,7 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
             f"no mesh of {cluster.size:,} devices divides a batch of {config.batch:,} samples and {model.kv_heads} key "
             f"and value heads: give another batch, as in --batch {cluster.size}"
         )
-    best = found[0]
+    best, (dtype, _, mixed) = found[0], config.dtype.partition("-")
     console.print(
         f"{model.num_parameters:,} parameters on {described(cluster)}; {best.plan.batch:,} samples of "
         f"{best.plan.length:,} tokens a step; {len(found):,} layouts judged, {sum(one.fits for one in found):,} fit"
@@ -127,7 +129,7 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
     for line in details(best):
         console.print(line)
     if not best.fits:
-        console.print(what_would_fit(best, config.dtype))
+        console.print(what_would_fit(best, rows_in(dtype, mixed=bool(mixed), offload=config.offload)))
     toml = to_config(config, best.plan)
     console.print("\nplait train --config FILE, with this in it:\n")
     console.print(toml)
@@ -178,8 +180,9 @@ def usable_rows(config: PlanConfig) -> list[Strategy]:
     dtype, _, mixed = config.dtype.partition("-")
     if config.strategy is not None:
         row = find_strategy(config.strategy)
-        return [row.mixed(dtype) if mixed and not row.params.dtype else row]
-    rows = rows_in(dtype, mixed=bool(mixed))
+        row = row.mixed(dtype) if mixed and not row.params.dtype else row
+        return [row.offloaded() if config.offload else row]
+    rows = rows_in(dtype, mixed=bool(mixed), offload=config.offload)
     if config.mesh is not None:
         rows = [row for row in rows if row.name == "zero3"]
     return [row for row in rows if config.search or row.name in USUAL]
@@ -279,6 +282,7 @@ def to_config(config: PlanConfig, plan: Plan) -> str:
     values |= {"strategy": plan.strategy.name if named else str(plan.strategy), "microbatches": plan.microbatches}
     optional = {"schedule": plan.schedule, "chunks": plan.chunks, "recompute": plan.recompute}
     values |= {name: value for name, value in optional.items() if value is not None}
+    values |= {"offload": True} if config.offload else {}
     values |= {"sequence_parallel": plan.sequence_parallel, "world": "process", "device": "cuda"}
     return tomli_w.dumps(values)
 

@@ -8,7 +8,8 @@ from rich.table import Table
 
 from plait.predict.cluster import Cluster
 from plait.predict.duration import messages
-from plait.predict.search import Candidate, room, rows_in, smallest_change
+from plait.predict.search import Candidate, room, smallest_change
+from plait.table.cells import Strategy
 
 
 def described(cluster: Cluster) -> str:
@@ -96,9 +97,9 @@ def details(one: Candidate) -> list[Table]:
 LOOK: dict[str, Any] = {"box": None, "show_header": False, "title_justify": "left", "padding": (0, 2)}
 
 
-def what_would_fit(best: Candidate, dtype: str) -> str:
-    """The single change with which the layout that is nearest would fit, in words."""
-    found = smallest_change(best.plan, rows_in(dtype.partition("-")[0], mixed="-" in dtype))
+def what_would_fit(best: Candidate, rows: Sequence[Strategy]) -> str:
+    """The smallest change with which the layout that is nearest would fit, in words."""
+    found = smallest_change(best.plan, rows)
     need, have = gb(best.fullest.total), gb(room(best.plan))
     if found is None:
         return f"no layout fits: the nearest needs {need} of {have}, and no two changes of it help: use more devices"

@@ -84,6 +84,19 @@ def test_sizes_by_flags_become_a_model_of_train(capsys: pytest.CaptureFixture[st
     assert read.layout.offload and read.row.optim.device == "cpu"
 
 
+@pytest.mark.parametrize("dtype", ["", " bf16"])
+def test_a_row_of_your_own_is_written_as_train_reads_it(
+    dtype: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    toml = tmp_path / "run.toml"
+    wide = dtype and " fp32"
+    row = f"mine: shard{dtype} | full{dtype} | shard{wide}, pending(replica) | shard/replica{wide}"
+    words = ["--layers", "4", "--width", "64", "--heads", "4", "--vocab", "64", "--gpus", "4xh100", "--hosts", "2"]
+    said(capsys, 0, *words, "--batch", "8", "--length", "32", "--strategy", row, "--toml", str(toml))
+    read = from_toml(TrainConfig, str(toml))
+    assert read.row.params.dtype == "bf16" and read.machine.parsed_mesh.replica > 1
+
+
 def test_what_does_not_fit_is_told_with_the_change_that_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", f"hf:{folder}", "--gpus", "8xa100-40", "--mesh", "shard=8", "--batch", "64"]
     shown = said(capsys, 1, *words, "--microbatches", "4")

@@ -105,7 +105,7 @@ def candidates(asked: Question, rows: Sequence[Strategy], *, everything: bool = 
         if mesh.pipe > 1:
             orders = [("1f1b", None), *[("zb_h1", None)] * everything]
             orders += [("interleaved", 2)] * (everything and 2 * mesh.pipe <= asked.model.layers)
-        usable = [row for row in rows if (mesh.replica > 1) == (row.name in TWO_LEVELS)]
+        usable = [row for row in rows if (mesh.replica > 1) == two_levels(row)]
         for row in usable[:1] if mesh.data_size == 1 else usable:
             for m in divisors(asked.batch // mesh.data_size):
                 for order, chunks in orders if mesh.pipe == 1 or m >= mesh.pipe else ():
@@ -131,8 +131,10 @@ def candidates(asked: Question, rows: Sequence[Strategy], *, everything: bool = 
 MOST_STAGES = 64
 """Largest pipe axis that a search tries."""
 
-TWO_LEVELS = ("hsdp", "psdp", "hpz")
-"""Rows that differ from the others only where there are both data axes."""
+
+def two_levels(row: Strategy) -> bool:
+    """True if a row cuts some state over ``shard`` alone, and so is for meshes with both data axes."""
+    return any(cell.split == ("shard",) for cell in (row.params, row.kept, row.grads, row.optim))
 
 
 Change = tuple[str, Mapping[str, Any]]

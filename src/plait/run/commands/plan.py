@@ -28,7 +28,7 @@ from plait.run.launch.render import TARGETS
 from plait.run.launch.spec import JobLimits, LaunchSpec
 from plait.run.report.plans import described, details, gb, table_of, what_would_fit
 from plait.run.report.screen import screen
-from plait.table.cells import ITEMSIZE, TABLE, Strategy, find_strategy
+from plait.table.cells import ITEMSIZE, Strategy, find_strategy
 from plait.table.mesh import Mesh
 
 TOKENS = 1 << 22
@@ -180,7 +180,7 @@ def usable_rows(config: PlanConfig) -> list[Strategy]:
     dtype, _, mixed = config.dtype.partition("-")
     if config.strategy is not None:
         row = find_strategy(config.strategy)
-        row = row.mixed(dtype) if mixed and not row.params.dtype else row
+        row = row.mixed(dtype) if mixed and not names_dtypes(row) else row
         return [row.offloaded() if config.offload else row]
     rows = rows_in(dtype, mixed=bool(mixed), offload=config.offload)
     if config.mesh is not None:
@@ -188,9 +188,16 @@ def usable_rows(config: PlanConfig) -> list[Strategy]:
     return [row for row in rows if config.search or row.name in USUAL]
 
 
+def names_dtypes(row: Strategy) -> bool:
+    """True if a row says itself in which dtypes its state is."""
+    return any(cell.dtype for cell in (row.params, row.grads, row.optim))
+
+
 def asked_plans(config: PlanConfig, model: Transformer, cluster: Cluster, rows: Sequence[Strategy]) -> Iterable[Plan]:
     """The plan of the flags where there is a mesh, and otherwise the candidates."""
     dtype, parts = config.dtype.partition("-")[0], cluster.size
+    if config.strategy is not None and names_dtypes(find_strategy(config.strategy)):
+        dtype = rows[0].params.dtype or "fp32"  # as train has it
     if config.mesh is None:
         batch = config.batch or max(1, round(TOKENS / config.length / parts)) * parts
         return candidates(Question(model, cluster, batch, config.length, dtype), rows, everything=config.search)
@@ -278,8 +285,10 @@ def to_config(config: PlanConfig, plan: Plan) -> str:
         values |= {"width": model.hidden, "ffn": model.ffn, "heads": model.heads, "kv_heads": model.kv_heads}
         values |= {"vocab": model.vocab, "dropout": 0.0}
     values |= {"length": plan.length, "batch": plan.batch, "dtype": config.dtype, "mesh": str(plan.mesh)}
-    named = plan.strategy.name in TABLE
-    values |= {"strategy": plan.strategy.name if named else str(plan.strategy), "microbatches": plan.microbatches}
+    own = config.strategy if config.strategy is not None and ":" in config.strategy else None
+    if own is not None and names_dtypes(find_strategy(own)):
+        values["dtype"] = "fp32"  # the row names its dtypes itself
+    values |= {"strategy": own or plan.strategy.name, "microbatches": plan.microbatches}
     optional = {"schedule": plan.schedule, "chunks": plan.chunks, "recompute": plan.recompute}
     values |= {name: value for name, value in optional.items() if value is not None}
     values |= {"offload": True} if config.offload else {}

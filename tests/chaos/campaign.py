@@ -9,7 +9,7 @@ and watches it from outside.  A row meets its goal where every trial is right an
 its limit.
 
 trials.py         faults that end, stop and slow ranks, and signals
-refusals.py       faults that must be refused or reported: ranks, a full disk, strangers
+refusals.py       faults that must be reported or change nothing: a full disk, strangers
 between_hosts.py  faults of another host's ranks, and of the link
 two_hosts.py      two hosts on one machine, made of the kernel's namespaces
 ground.py         the folder of a campaign: the run that is disturbed, and the one that is not
@@ -112,23 +112,7 @@ ROWS = (
         "slow", "a rank that is twice as slow, in steps of 0.1 s", "told, and not ended", trials.slow, {"steps": 20}
     ),
     CampaignRow("even", "no rank is slow", "nobody is told to be", trials.even, {"share": 0.01}),
-    CampaignRow(
-        "ranks",
-        "a rank missing, twice, impossible, of another world",
-        "a line that names it",
-        refusals.wrong_ranks,
-        {"refused": refusals.SHORT + 5},
-        short=2,
-    ),
-    CampaignRow(
-        "port",
-        "somebody else at the port",
-        "a line with the port, exit code 2",
-        refusals.port_taken,
-        {"refused": refusals.SHORT + 5},
-    ),
     CampaignRow("disk", "a rank whose disk is full", "all end; the checkpoint before loads", refusals.full_disk),
-    CampaignRow("exception", "an exception in a stage", "its traceback first", trials.raised, {"ended": 1.0}),
     CampaignRow("stranger", "garbage at every port", "loopback only; the run to the bit", refusals.strangers),
 )
 """All of the campaign."""

@@ -1,87 +1,19 @@
-"""Faults that must be refused or reported: ranks that do not fit together, a full disk, strangers."""
+"""Faults that must be reported or change nothing: a full disk, strangers."""
 
 from __future__ import annotations
 
 import os
-import re
 import socket
 import subprocess
 import time
 from contextlib import closing, suppress
 
 from ground import EVERY, PATIENCE, RANKS, Ground, wait_for_step
-from observed import LOOPBACK, Observed, listening
+from observed import LOOPBACK, listening
 from trials import Result, injected, outcome
 
 from plait.checkpoint.places import CHECKPOINTS
 from plait.run.launch.fork_server import PYTHON
-
-SHORT = 5.0
-"""The deadline of runs whose ranks do not find each other."""
-
-
-def _ranks(ground: Ground, changes: dict[int, dict[str, str]]) -> list[Observed]:
-    """Starts three ranks by hand, some with other variables."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    out, children = ground.new(), []
-    for rank in range(RANKS):
-        given = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        given |= {"LOCAL_RANK": str(rank), **changes.get(rank, {})}
-        if given.pop("absent", None) is None:
-            words = ground.words(out, "--deadline", f"{SHORT:g}")
-            children.append(ground.start(words, given))
-    return children
-
-
-WRONG_RANKS = (
-    ({2: {"absent": "yes"}}, r"rank 2\b|ranks 2\b"),
-    ({2: {"RANK": "1"}}, r"rank 1\b|rank 2\b|ranks 2\b"),
-    ({1: {"WORLD_SIZE": "4"}}, r"4 processes|WORLD_SIZE"),
-    ({1: {"RANK": "abc"}}, r"RANK"),
-    ({1: {"MASTER_PORT": "port"}}, r"MASTER_PORT"),
-    ({1: {"RANK": "7"}}, r"rank 7|RANK"),
-)
-
-
-def wrong_ranks(ground: Ground, number: int) -> Result:
-    """A rank that is missing, there twice, impossible, or of another world."""
-    changes, says = WRONG_RANKS[number % len(WRONG_RANKS)]
-    children = _ranks(ground, changes)
-    codes = [child.finish(PATIENCE) for child in children]
-    seconds = max((child.lines[-1].at if child.lines else 0) - child.began for child in children)
-    for child, code in zip(children, codes, strict=True):
-        if code not in (1, 2) or "Traceback" in child.text():
-            return Result(f"exit code {code}: {child.text()[-800:]}")
-    if not any(re.search(says, child.text()) for child in children):
-        return Result(f"nobody says {says!r}: {[child.text()[-300:] for child in children]}")
-    return Result("", {"refused": seconds})
-
-
-def port_taken(ground: Ground, number: int) -> Result:
-    """Somebody else listens at the port, and is silent, talks HTTP, or closes at once."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0.1)
-        port, kept = server.getsockname()[1], []
-        child = ground.start(
-            ground.words(ground.new(), "--deadline", f"{SHORT:g}"),
-            {"RANK": "1", "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        )
-        while child.process.poll() is None and time.monotonic() < child.began + PATIENCE:
-            with suppress(TimeoutError, OSError):
-                connection, _ = server.accept()
-                kept.append(connection)
-                if number % 3 == 1:
-                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-                elif number % 3 == 2:
-                    connection.close()
-        code, seconds = child.finish(1), time.monotonic() - child.began
-        for connection in kept:
-            connection.close()
-    lines = child.text().splitlines()
-    right = code == 2 and len(lines) == 1 and f"127.0.0.1:{port}" in lines[0]
-    return Result("" if right else f"exit code {code}: {child.text()[-800:]}", {"refused": seconds})
 
 
 def full_disk(ground: Ground, number: int) -> Result:

@@ -51,7 +51,7 @@ def test_a_trial_that_breaks_is_wrong_and_the_campaign_goes_on(tmp_path: Path) -
     assert last.wrong == ["OSError: no such process"] and not last.late() and not last.met
 
 
-ONCE = dict.fromkeys(["kill", "launcher", "stop", "disk", "exception", "stranger"], 1)
+ONCE = dict.fromkeys(["kill", "launcher", "stop", "disk", "stranger"], 1)
 SHORT = {**ONCE, "signal": 4, "hosts": 2, "link": 2}
 """How often: the fourth signal is one to a rank."""
 

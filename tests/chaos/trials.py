@@ -181,20 +181,3 @@ def _false_alarms(child: Observed, but: int) -> str:
     others = [rank for rank in range(RANKS) if rank != but]
     found = [rank for rank in others if re.search(rf"rank {rank} {SLOWER}", child.text())]
     return f"ranks {found} were told to be slow as well" if found else ""
-
-
-def raised(ground: Ground, number: int) -> Result:
-    """An exception in one stage of a pipeline: its traceback first, the others end."""
-    rank, out = number % RANKS, ground.new()
-    fault = f"exception@rank={rank},step={ground.random.randrange(2, 9)}"
-    layout = {"mesh": f"pipe={RANKS}", "strategy": "ddp"}
-    child = ground.start(ground.words(out, "--microbatches", "3", "--inject", fault, **layout))
-    moment = injected(child)
-    code = child.finish(PATIENCE)
-    seen = {"ended": time.monotonic() - moment.at}
-    said = [line.text for line in child.lines if line.stream == "err" and line.at > moment.at]
-    if code != 1 or not said or not said[0].startswith("Traceback"):
-        return Result(f"exit code {code}, and it says first: {said[:3]}", seen)
-    tracebacks = sum(line.startswith("Traceback") for line in said)
-    named = any(re.search(rf"rank {rank}\b", line) for line in said)
-    return Result("" if tracebacks == 1 and named else f"{tracebacks} tracebacks: {child.text()[-800:]}", seen)

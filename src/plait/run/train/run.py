@@ -46,7 +46,6 @@ from plait.run.formats.huggingface import write_folder
 from plait.run.injection import inject
 from plait.run.job.job import Job, make_job
 from plait.run.job.sections import flags
-from plait.run.measure.gpu import GpuUtilisation
 from plait.run.measure.machine import peak_memory
 from plait.run.report.screen import screen, working
 from plait.run.report.training import ProgressView, RankBytes, bytes_table, spark
@@ -112,7 +111,6 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     first: dict[str, Any] = {}
     last: dict[str, Any] = {}
     lines: list[dict[str, Any]] = []
-    watch = GpuUtilisation(comm.device.index or 0) if comm.device.type == "cuda" else nullcontext()
     view = ProgressView(
         console, engine.steps + 1, config.task.samples.steps, config.course.log_every, config.task.family.unit
     )
@@ -134,7 +132,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
             write_text(Path(config.output.out) / SETTINGS, to_toml(config))
     training.saver = saver_of(config, engine)
     inject(engine, config.course.inject)
-    with sinks, watch as watched, view, stream, training.saver or nullcontext():
+    with sinks, view, stream, training.saver or nullcontext():
         try:
             for line in _steps(training, stream):
                 sinks.write(line)
@@ -178,7 +176,6 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         "bytes_per_rank": [asdict(r) for r in ranks],
         "stages": engine.placed.split,
         "busy_share_per_rank": recorded.busy,
-        "gpu_busy_share": watched.share if watched else None,
         "idle_share": dict(zip(("measured", "simulated"), recorded.idle, strict=True)),
         "equal_to_one_process": same,
     }

@@ -39,6 +39,9 @@ def judged(
     path: Path,
     body: Body | None = None,
     *,
+    change: Callable[[Any], object] = lambda model: None,
+    sizes: int | list[int] | None = None,
+    scale: float = 1.0,
     build: Callable[[], nn.Module] = net,
     loss: Callable[[nn.Module, Batch], Tensor] = squares,
     batches: Callable[[int], Batch] = batch,
@@ -47,11 +50,19 @@ def judged(
     steps: int = 3,
     witnessed: int = 10,
     due: int | None = None,
+    seed: int = 1,
     **settings: Any,
 ) -> Judgement:
-    """The judgement of a loop of one process; ``body`` is its step, the plain one if it is None."""
+    """The judgement of a loop of one process.
+
+    Args:
+        body: its step; None: the plain one.
+        change: what the plain step does between backward and update.
+        sizes: of the forwards of the plain step; None: one of the whole batch.
+        scale: of the losses of the plain step.
+    """
     job = plait.UserJob(build, loss, batches, lambda b: b[1].numel(), optimizer)
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     model = build()
     own = optimizers(model) if optimizers else optimizer(model.parameters())
     with plait.witness(model, own, path / "w", steps=witnessed):
@@ -59,7 +70,10 @@ def judged(
             if body is not None:
                 body(model, own, step)
             else:
-                backward(model, batches(step), loss)
+                whole = batches(step)
+                for part in zip(*(x.split(sizes or len(x)) for x in whole), strict=True):
+                    (loss(model, part) * scale / whole[1].numel()).backward()
+                change(model)
                 own.step()
                 own.zero_grad()
     return plait.judge(job, path / "w", steps=due, **settings)

@@ -32,16 +32,8 @@ def normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Linear(16, WIDTH))
 
 
-def undivided(model: nn.Module, optimizer: Any, step: int) -> None:
-    x, y = batch(step)
-    for part, target in zip(x.split(6), y.split(6), strict=True):
-        ((model(part) - target).square().sum() / target.numel()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def test_forwards_of_one_count_are_no_means_of_different_counts(tmp_path: Path) -> None:
-    judgement = judged(tmp_path, undivided, build=normalised)
+    judgement = judged(tmp_path, build=normalised, sizes=6, scale=2.0)
     assert judgement.phase == "gradient" and "different counts" not in judgement.text
 
 
@@ -58,18 +50,6 @@ class Scaled(nn.Module):
         return out.float()
 
 
-def in_halves(change: Callable[[nn.Module], None]) -> Any:
-    def body(model: nn.Module, optimizer: Any, step: int) -> None:
-        x, y = batch(step)
-        for part, target in zip(x.split(5), y.split(5), strict=True):
-            (squares(model, (part, target)) / y.numel()).backward()
-        change(model)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return body
-
-
 def test_what_the_noise_of_16_bits_hides_is_said(tmp_path: Path) -> None:
     def no_branch(model: Any) -> None:
         model.up.weight.grad.zero_()
@@ -78,9 +58,9 @@ def test_what_the_noise_of_16_bits_hides_is_said(tmp_path: Path) -> None:
         model.out.weight.grad.mul_(1.5)
 
     for change in (lambda model: None, no_branch):
-        judgement = judged(tmp_path / change.__name__, in_halves(change), build=Scaled)
+        judgement = judged(tmp_path / change.__name__, sizes=5, change=change, build=Scaled)
         assert judgement.equal and "not judged: 2 gradients far below the largest one (up.weight" in judgement.text
-    assert not judged(tmp_path / "head", in_halves(no_head), build=Scaled).equal
+    assert not judged(tmp_path / "head", sizes=5, change=no_head, build=Scaled).equal
 
 
 def test_a_dtype_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -134,16 +114,8 @@ def many(step: int) -> Any:
     return x, x.sin()
 
 
-def in_quarters(model: nn.Module, optimizer: Any, step: int) -> None:
-    x, y = many(step)
-    for part, target in zip(x.split(15), y.split(15), strict=True):
-        (squares(model, (part, target)) / y.numel()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def test_a_right_loop_in_16_bits_is_right(tmp_path: Path) -> None:
-    assert judged(tmp_path, in_quarters, build=Residual, batches=many).equal
+    assert judged(tmp_path, sizes=15, build=Residual, batches=many).equal
 
 
 def spread_too(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -156,15 +128,8 @@ def spread_too(model: nn.Module, batch: Any) -> torch.Tensor:
 def test_a_loss_that_compares_samples_excuses_no_more_in_fp32(tmp_path: Path) -> None:
     """Its parts are off by 1 to 2 %, and a gradient that is 4 % too large is a fault."""
 
-    def too_large(model: Any, optimizer: Any, step: int) -> None:
-        x, y = many(step)
-        (spread_too(model, (x, y)) / y.numel()).backward()
-        model[0].weight.grad.mul_(1.04)
-        optimizer.step()
-        optimizer.zero_grad()
-
     assert judged(tmp_path, loss=spread_too, batches=many).equal
-    judgement = judged(tmp_path / "wrong", too_large, loss=spread_too, batches=many)
+    judgement = judged(tmp_path / "wrong", change=lambda m: m[0].weight.grad.mul_(1.04), loss=spread_too, batches=many)
     assert (judgement.phase, judgement.name) == ("gradient", "0.weight"), judgement.text
 
 
@@ -247,3 +212,70 @@ def test_the_gradient_of_the_step_before_is_not_called_a_forgotten_zero_grad(
     found = judged(tmp_path, body, clip=clip)
     assert (found.step, found.phase) == (1, "gradient"), found
     assert "is given the gradient of the step before, and this step's is lost" in found.cause, found
+
+
+# ---- steps that are made in an unusual way --------------------------------------------------------------------------
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+
+def test_a_fused_optimizer_that_unscales_inside_its_step(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+
+    def body(model: nn.Module, optimizer: Any, step: int) -> None:
+        x, y = batch(step)
+        scaler.scale(squares(model, (x, y)) / y.numel()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    assert judged(tmp_path, body, optimizer=fused).equal
+
+
+def test_gradients_that_are_thrown_away_before_the_step(tmp_path: Path) -> None:
+    found = judged(tmp_path, change=lambda model: model.zero_grad())
+    assert (found.step, found.phase, found.factor) == (0, "gradient", 0)
+    assert "it is thrown away before the optimizer's step" in found.text
+
+
+def test_steps_that_cannot_be_witnessed_are_refused(tmp_path: Path) -> None:
+    def closes(model: nn.Module, optimizer: Any, step: int) -> None:
+        optimizer.step(lambda: backward(model, batch(step)))
+
+    with pytest.raises(ValueError, match=r"optimizer.step\(closure\) makes its gradients inside of the step"):
+        judged(tmp_path / "closure", closes)
+
+    def stepped(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        backward(model, batch(0))
+        optimizer.step()
+        return optimizer
+
+    with pytest.raises(ValueError, match="has made steps already, and the judge begins with a new one"):
+        judged(tmp_path / "before", optimizers=stepped)
+
+
+class Towers(nn.Module):
+    """Two models in one, of which one has gradients ten million times as large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = layers(2), layers(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.large(x) * 1e4, self.small(x) * 1e-3], dim=1)
+
+
+def test_gradients_that_are_too_small_to_be_judged_are_named(tmp_path: Path) -> None:
+    def wrong(model: Any) -> None:
+        for parameter in model.small.parameters():
+            parameter.grad.neg_()
+
+    def batches(step: int) -> Any:
+        x, y = batch(step)
+        return x, torch.cat([y * 1e4, y], dim=1)
+
+    found = judged(tmp_path, change=wrong, build=Towers, batches=batches)
+    assert found.equal and "not judged: 4 gradients far below the largest one (small.0.weight, " in found.text

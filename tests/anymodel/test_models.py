@@ -219,16 +219,6 @@ class Scaled(Chain):
         return 2 * x
 
 
-class Masked(Chain):
-    """Every link gets a mask that is made of the batch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = x.gt(0)
-        for link in self.links:
-            x = link(x) * mask
-        return x
-
-
 class Outside(Chain):
     """Recomputes its links from outside; the first two without gradients."""
 
@@ -242,7 +232,7 @@ class Outside(Chain):
 
 @ROWS
 @BOTH
-@pytest.mark.parametrize("kind", [Scaled, Masked, Outside])
+@pytest.mark.parametrize("kind", [Scaled, Outside])
 def test_code_of_the_model_around_its_links_runs_once(kind: type[Chain], order: str, row: str, mesh: str) -> None:
     model = distinct(kind(linear(), linear(), linear(), linear()))
     for split in ((1, 3), (2, 2), (3, 1)):

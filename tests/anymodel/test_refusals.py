@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import engine_cases as cases
@@ -15,31 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from plait.comm import Comm
-from plait.schedule.actions import parse_schedule
 
 # ---- models that no chain of links is -------------------------------------------------------------------------
-
-
-class Between(Chain):
-    def forward(self, x: Tensor) -> Tensor:
-        for link in self.links:
-            x = torch.tanh(link(x))
-        return x
-
-
-class Residual(Chain):
-    def forward(self, x: Tensor) -> Tensor:
-        for link in self.links:
-            x = x + link(x)
-        return x
-
-
-class InPlace(Chain):
-    def forward(self, x: Tensor) -> Tensor:
-        for link in self.links:
-            x = link(x)
-            x *= 3
-        return x
 
 
 class Transposed(Chain):
@@ -65,58 +41,27 @@ class Doubled(Chain):
     def pipeline_links(self) -> list[str]:
         return ["l0", "l1", "l1", "l2"]
 
-    def forward(self, x: Tensor) -> Tensor:
-        for name in ("l0", "l1", "l2"):
-            x = getattr(self, name)(x)
-        return x
-
-
-class Pair(nn.Module):
-    """Takes a second tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = linear()
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        out: Tensor = self.inner(x) + y
-        return out
-
-
-class Skipping(Chain):
-    def forward(self, x: Tensor) -> Tensor:
-        early = self.l0(x)
-        out: Tensor = self.l2(self.l1(early), early)
-        return out
-
-
-class Reading(Chain):
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.l2(self.l1(self.l0(x)), x)
-        return out
-
-
-class Scaling(Chain):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(super().forward(x * 3))
-
-
-WRONG = (Between, Residual, InPlace, Transposed, Reordered, Looped, Doubled, Skipping, Reading, Scaling)
-
 
 @pytest.mark.parametrize("split", [(1, 2), (2, 1)])
-@pytest.mark.parametrize("kind", WRONG)
-def test_a_model_that_is_no_chain_is_right_or_refused(kind: type[Chain], split: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Transposed, ""),
+        (Reordered, "link 'l2' ran where 'l1' was to come"),
+        (Looped, "link 'l0' ran where|loss_fn called the model twice|no more"),
+        (Doubled, "the pipeline link 'l1' of Doubled stands twice"),
+    ],
+)
+def test_a_model_that_is_no_chain_is_right_or_refused(kind: type[Chain], words: str, split: tuple[int, int]) -> None:
     """Never wrong: a stage that computed twice, or on another stage's tensor, would train on nonsense."""
-    model = distinct(kind(linear(), linear(), Pair() if kind in (Skipping, Reading) else linear()))
+    model = distinct(kind(linear(), linear(), linear()))
     data = [{name: tensor[:5] for name, tensor in batch.items()} for batch in batches(2)]  # square: 5 x 5
     sizes = (split[0], split[1] + (kind is Doubled))
-    try:
-        ranks = cases.train(model, "pipe=2", "ddp", data, split=sizes)
-    except ValueError as error:
-        assert re.search(r"link|stage|stream|pipeline", str(error)), error
-    else:
-        cases.agree(ranks, cases.plain(model, data))
+    if not words:
+        cases.agree(cases.train(model, "pipe=2", "ddp", data, split=sizes), cases.plain(model, data))
+        return
+    with pytest.raises(ValueError, match=words):
+        cases.train(model, "pipe=2", "ddp", data, split=sizes)
 
 
 class Unnamed(nn.Module):
@@ -258,49 +203,10 @@ def test_an_output_whose_shape_changes_for_batches_of_one_shape() -> None:
         )
 
 
-# ---- schedules and splits -----------------------------------------------------------------------------------
-
-GOOD = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
-
-
-@pytest.mark.parametrize(
-    "words, settings",
-    [
-        ("8 stages, but the model has 4 links", {"schedule": "interleaved", "chunks": 4}),
-        ("1 \\+ 2 = 3 links, but the model has 4", {"split": (1, 2)}),
-        ("at least one", {"split": (4, 0)}),
-        ("at least one", {"split": (5, -1)}),
-        (r"a split with 2\.0: give whole numbers, .* as in \(5, 4\)", {"split": (2.0, 2.0)}),
-        ("a split with '2': give whole numbers", {"split": ["2", "2"]}),
-        ("for 3 stages, but the pipeline has 2", {"split": (1, 2, 1)}),
-        ("deadlock: rank 0 waits at 0B0", {"schedule": "0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"}),
-        ("rank 1", {"schedule": "0F0 0B0 0F1 0B1\n-"}),
-    ],
-)
-def test_schedules_and_splits_that_do_not_fit(words: str, settings: dict[str, Any]) -> None:
-    if " " in settings.get("schedule", ""):
-        settings = settings | {"schedule": parse_schedule(settings["schedule"])}
-    refused(words, chain(), microbatches=2, **settings)
-
-
-# ---- ranks that disagree ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name, values",
-    [
-        ("schedule", ("gpipe", "1f1b")),
-        ("schedule", ("interleaved", "1f1b")),
-        ("split", ((1, 3), (2, 2))),
-        ("split", ((3, 1), (2, 2))),
-    ],
-)
-def test_ranks_that_were_built_differently_are_told(name: str, values: tuple[Any, Any]) -> None:
-    def body(comm: Comm) -> None:
-        build(chain(), comm, **{name: values[comm.rank]})
-
-    with pytest.raises(ValueError, match=name):
-        on("pipe=2", body)
+@pytest.mark.parametrize("values", [((1, 3), (2, 2)), ((3, 1), (2, 2))])
+def test_ranks_that_were_split_differently_are_told(values: Any) -> None:
+    with pytest.raises(ValueError, match="split"):
+        on("pipe=2", lambda comm: build(chain(), comm, split=values[comm.rank]) and None)
 
 
 class Decaying(nn.Module):
@@ -325,7 +231,7 @@ def test_a_buffer_that_the_next_microbatch_writes_to_before_the_backward_reads_i
 
 
 def test_a_schedule_that_is_still_text() -> None:
-    refused(r"parse_schedule\(text\)", chain(), schedule=GOOD)
+    refused(r"parse_schedule\(text\)", chain(), schedule="0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
 
 
 def test_a_step_without_gradients() -> None:
@@ -338,21 +244,8 @@ def test_a_step_without_gradients() -> None:
 
 
 def test_ranks_that_bring_different_batches() -> None:
-    def numbers(comm: Comm) -> None:
-        step(build(chain(), comm), batches(1)[0], 3 + comm.rank)
-
     def samples(comm: Comm) -> None:
         step(build(chain(), comm), batches(2)[comm.rank])
 
-    with pytest.raises(ValueError, match="different numbers of microbatches"):
-        on("pipe=2", numbers)
     with pytest.raises(ValueError, match="differ in pipe only"):
         on("pipe=2", samples)
-
-
-@pytest.mark.parametrize(
-    "links, named", [(12, ", ".join(f"l{i}" for i in range(12))), (13, r"l0, l1, l2, \.\.\., l11, l12")]
-)
-def test_a_split_that_does_not_fit_names_the_links_of_a_long_model_by_its_ends(links: int, named: str) -> None:
-    model = chain(*(nn.Tanh() for _ in range(links - 1)), linear())
-    refused(f"but the model has {links}.*; the blocks are {named}\n", model, split=(1, 1))

@@ -10,7 +10,7 @@ import engine_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_cases import SPLIT_ROWS, WIDTH, Batch, batches, distinct, train
+from engine_cases import WIDTH, Batch, batches, distinct, train
 from recompute_cases import Attends, Drops, Recurrent, bits, messages, model_of, unchanged, with_blocks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -22,13 +22,6 @@ from plait.step import Engine
 from plait.table.mesh import Mesh
 
 # ---- the same bits ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero2", *SPLIT_ROWS])
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_every_row(recompute: str, row: str) -> None:
-    """Each unit is gathered once for the recomputation and the backward behind it."""
-    unchanged(model_of(Attends(), Drops(), Attends()), "replica=2 shard=2", row, recompute)
 
 
 class Saving(nn.Module):

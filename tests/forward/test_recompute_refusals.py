@@ -126,14 +126,6 @@ def test_what_cannot_be_recomputed_is_refused() -> None:
     refused(distinct(nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 3))), "no unit of this model is inside of one")
 
 
-def test_ranks_that_disagree_are_refused() -> None:
-    def body(comm: Comm) -> None:
-        Engine(model_of(Drops()), comm, recompute="full" if comm.rank else None)
-
-    with pytest.raises(ValueError, match="different settings"):
-        run(Mesh(shard=2), body, deadline=20)
-
-
 def test_a_unit_whose_stream_is_gathered_before_its_forward_is_refused() -> None:
     """Its recomputation would begin behind the message."""
     sizes = HFConfig(vocabulary=11, num_layers=1, width=8, num_heads=2, num_kv_heads=2, max_length=7)

@@ -35,13 +35,6 @@ def test_every_style_at_once_is_the_single_process(sequence: bool, mesh: str, ro
     same_run(ranks, single)
 
 
-@pytest.mark.parametrize("ways", [2, 3, 6])
-def test_without_dropout_it_is_the_loop_of_plain_pytorch(ways: int) -> None:
-    data = token_batches()
-    ranks = train(model(0.0), f"tensor={ways}", "ddp", data, adamw, clip=0.5)
-    same_run(ranks, cases.plain(model(0.0), data, adamw, clip=0.5), 1e-11)
-
-
 @pytest.mark.parametrize("ways", [2, 3, 4, 5])
 def test_features_that_ranks_share_unevenly_or_not_at_all(ways: int) -> None:
     """11 features in each block, and 5 inputs: every rank count up to one with single features."""
@@ -54,16 +47,6 @@ def test_features_that_ranks_share_unevenly_or_not_at_all(ways: int) -> None:
 def test_fused_heads_that_the_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(ValueError, match="6 heads of 2 cannot be shared by tensor=4 ranks"):
         train(model(), "tensor=4", "ddp", token_batches())
-
-
-@pytest.mark.parametrize("row", ["zero1", "zero2", "zero3", "psdp"])
-@pytest.mark.parametrize("sequence", [False, True])
-def test_whole_tensors_on_one_owner(sequence: bool, row: str) -> None:
-    """Pieces of unlike sizes on the tensor ranks; who owns a summed norm must not depend on them."""
-    data = token_batches()
-    for mesh in ("shard=3 tensor=2", "shard=2 tensor=3"):
-        ranks = train(model(), mesh, row, data, sgd, cut="tensor", sequence_parallel=sequence)
-        same_run(ranks, alone(model(), data))
 
 
 # ---- a small net of two columns and a row ------------------------------------------------------------------------

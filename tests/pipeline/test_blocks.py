@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from plait.forward.context import CurrentForward
 from plait.forward.sites import Sites
 from plait.pipeline.blocks import SkippedBlock, blocks_of, cut, declared_blocks
-from plait.pipeline.build_stages import parallel_of, stages_using
+from plait.pipeline.build_stages import parallel_of, split_of, stages_using
 from plait.pipeline.cutting import release
 from plait.pipeline.message import Handed, MessageForm, shape_of
-from plait.pipeline.program import StagePart, whole
+from plait.pipeline.program import Blocks, StagePart, whole
 from plait.run.models.gpt import GPT, GPTConfig
 from plait.run.models.hf import HFConfig
 from plait.run.models.hf import build as build_hf
@@ -243,6 +243,27 @@ def test_frozen_parameters_marks_and_meta_come_along() -> None:
     assert not weights["1.weight"].requires_grad and weights["1.bias"].requires_grad
     assert weights["1.weight"].mark == "mine"
     assert weights["2.weight"].is_meta and weights["2.weight"].shape == (5, 5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((1, 2), r"1 \+ 2 = 3 links, but the model has 4.*; the blocks are l0, l1, l2, l3"),
+        ((4, 0), "at least one"),
+        ((5, -1), "at least one"),
+        ((2.0, 2.0), r"a split with 2\.0: give whole numbers, .* as in \(5, 4\)"),
+        (["2", "2"], "a split with '2': give whole numbers"),
+        ((1, 2, 1), "a split for 3 stages, but the pipeline has 2"),
+    ],
+)
+def test_splits_that_do_not_fit(sizes: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        split_of(Blocks(("l0", "l1", "l2", "l3")), 2, sizes)
+
+
+def test_a_split_that_does_not_fit_names_the_blocks_of_a_long_model_by_its_ends() -> None:
+    with pytest.raises(ValueError, match=r"the blocks are l0, l1, l2, \.\.\., l11, l12$"):
+        split_of(Blocks(tuple(f"l{i}" for i in range(13))), 2, (1, 1))
 
 
 @pytest.mark.parametrize("sizes", [(6,), (1, 5), (2, 2, 2), (1, 1, 1, 1, 1, 1)], ids=str)

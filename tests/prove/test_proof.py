@@ -13,7 +13,8 @@ import pytest
 from mutants import CASES, Case, make, of_schedules
 
 import plait
-from plait.referee.prove import Decoder, PaperRun, Refuted, from_config, prove
+from plait.predict.model import from_hugging_face
+from plait.referee.prove import Decoder, PaperRun, Refuted, prove
 from plait.referee.prove.machine import Machine
 from plait.referee.prove.proof import check_parameters
 from plait.referee.prove.scenes import of_flat, of_pipe, of_ranks
@@ -151,21 +152,26 @@ CONFIG = {
 }
 
 
+def from_config(path: str) -> Decoder:
+    place = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    return Decoder.of(from_hugging_face(place.read_text(), str(place)))
+
+
 def test_a_config_without_weights_is_enough(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert from_config(str(tmp_path)) == from_config(str(tmp_path / "config.json")) == SMALL
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": "qwen2"}))
-    assert from_config(str(tmp_path)) == replace(SMALL, bias=True)
+    assert from_config(str(tmp_path)) == replace(SMALL, qkv_bias=True, family="qwen2")
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model_type": "gpt2"}, "gpt2 is not among llama"),
+        ({"model_type": "qwen3"}, "qwen3 has other parameters than llama"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
-        ({"hidden_size": None}, "no config of a decoder"),
+        ({"hidden_size": None}, "give a whole number from 1"),
         ({"num_key_value_heads": 3}, "3 kv_heads"),
-        ({"num_hidden_layers": 0}, "layers is 0"),
+        ({"num_hidden_layers": 0}, "layers: 0: give a whole number"),
     ],
 )
 def test_other_configs_are_refused(tmp_path: Path, changes: dict[str, object], says: str) -> None:

@@ -17,8 +17,8 @@ room.py        the memory of the fullest rank
 proof.py       all claims together                                         start here
 """
 
-from plait.referee.prove.decoder import Decoder, PaperRun, from_config
+from plait.referee.prove.decoder import Decoder, PaperRun
 from plait.referee.prove.proof import Proved, prove
 from plait.referee.prove.scenes import Counterexample, Refuted
 
-__all__ = ["Counterexample", "Decoder", "PaperRun", "Proved", "Refuted", "from_config", "prove"]
+__all__ = ["Counterexample", "Decoder", "PaperRun", "Proved", "Refuted", "prove"]

@@ -8,16 +8,13 @@ The names are those of ``LlamaForCausalLM``, so that a proof and an engine name 
 them.  Sizes come from flags or from the ``config.json`` of a Hugging Face folder; weights are not needed, nor torch.
 """
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
-from plait.checkpoint.files.reading import read_text
+from plait.predict.model import Transformer
 from plait.schedule.partition import by_sizes, even
 from plait.schedule.pipeline import Pipeline
 from plait.table.cells import ITEMSIZE, Strategy
@@ -26,49 +23,28 @@ from plait.table.mesh import Mesh
 from plait.table.tensor_cut import TensorCut
 from plait.table.tensor_plan import Site
 
-FAMILIES = ("llama", "mistral", "qwen2")
-"""The families of Hugging Face whose decoders have the parameters that are described here."""
-
 Named = tuple[str, tuple[int, ...], int]
 """A parameter: its name, its shape, and the dim that the tensor axis cuts (-1: every rank has it whole)."""
 
 
 @dataclass(frozen=True)
-class Decoder:
-    """The sizes of a decoder; ValueError where they do not fit together.
-
-    ``gated`` is SwiGLU, three matrices; else there are two.
-    """
-
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    head_dim: int = 0
-    """Elements of a head; 0 is ``hidden / heads``."""
-    gated: bool = True
-    bias: bool = False
-    """True if query, key and value have a bias."""
+class Decoder(Transformer):
+    """The sizes of a decoder, with its parameters by name; ValueError for one that no proof covers."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a number from 1")
-        if not self.head_dim and self.hidden % self.heads:
-            raise ValueError(f"hidden {self.hidden} is no multiple of {self.heads} heads: give a multiple")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads evenly: give a divisor")
+        super().__post_init__()
+        if self.tied:
+            raise ValueError(
+                "the head's weight is the embedding's (tie_word_embeddings), which no proof covers: set it to false, "
+                "or run `plait verify`"
+            )
+        if self.biases or self.positions or self.head_norms:
+            raise ValueError(f"{self.family} has other parameters than llama: describe it by --layers --width ...")
 
-    @property
-    def head(self) -> int:
-        return self.head_dim or self.hidden // self.heads
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all parameters."""
-        return sum(math.prod(shape) for link in self.links for _, shape, _ in self.parameters(link))
+    @classmethod
+    def of(cls, sizes: Transformer) -> "Decoder":
+        """The decoder of these sizes."""
+        return cls(**{field.name: getattr(sizes, field.name) for field in fields(sizes)})
 
     @property
     def num_tensors(self) -> int:
@@ -89,7 +65,7 @@ class Decoder:
         rows: list[Named] = []
         for short, size in (("q", query), ("k", key), ("v", key)):
             rows.append((f"{link}.self_attn.{short}_proj.weight", (size, width), 0))
-            rows += [(f"{link}.self_attn.{short}_proj.bias", (size,), 0)] * self.bias
+            rows += [(f"{link}.self_attn.{short}_proj.bias", (size,), 0)] * self.qkv_bias
         rows.append((f"{link}.self_attn.o_proj.weight", (width, query), 1))
         up = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
         rows += [(f"{link}.mlp.{short}.weight", (self.ffn, width), 0) for short in up]
@@ -125,52 +101,6 @@ class Decoder:
                 for enters, leaves in inside:
                     found += [Site("enter", enters, self.hidden), Site("leave", leaves, self.hidden)]
         return tuple(found)
-
-
-def from_config(path: str) -> Decoder:
-    """The decoder of a Hugging Face ``config.json``, or of a folder with one.
-
-    Raises:
-        ValueError: the file is missing or of another family, or the head's weight is the embedding's.
-    """
-    place = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    try:
-        found: Mapping[str, Any] = json.loads(read_text(place, "the config"))
-        family = found["model_type"]
-        if family not in FAMILIES:
-            raise ValueError(
-                f"{path}: {family} is not among {', '.join(FAMILIES)}: describe it by --layers --width ..."
-            )
-        if found.get("tie_word_embeddings", False):
-            raise ValueError(
-                f"{path}: the head's weight is the embedding's (tie_word_embeddings), which no proof covers: set "
-                f"it to false, or run `plait verify`"
-            )
-        whole = {name: int(found[key]) for name, key in KEYS.items()}
-        heads = int(found.get("num_key_value_heads") or whole["heads"])
-        size = int(found.get("head_dim") or 0)
-        biased = family == "qwen2" or bool(found.get("attention_bias", False))
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, OverflowError) as error:
-        raise ValueError(f"{place} is no config of a decoder: {type(error).__name__} {error}") from None
-    return Decoder(
-        layers=whole["layers"],
-        hidden=whole["hidden"],
-        ffn=whole["ffn"],
-        heads=whole["heads"],
-        kv_heads=heads,
-        vocab=whole["vocab"],
-        head_dim=size,
-        bias=biased,
-    )
-
-
-KEYS = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "ffn": "intermediate_size",
-    "heads": "num_attention_heads",
-    "vocab": "vocab_size",
-}
 
 
 def lay_stage(

@@ -155,24 +155,28 @@ def read_cluster(config: PlanConfig) -> Cluster:
     return found if config.hosts is None else replace(found, hosts=config.hosts)
 
 
-def read_model(config: PlanConfig) -> Transformer:
-    """The model's sizes, from its config or from the flags."""
-    flags = {name: getattr(config, name) for name in ("layers", "width", "ffn", "heads", "kv_heads", "vocab")}
+SIZES = ("layers", "width", "ffn", "heads", "kv_heads", "vocab")
+
+
+def read_model(config: Any, *, gated: bool = True) -> Transformer:
+    """The model's sizes, from the flags ``model`` and ``SIZES`` of a command."""
+    model, flags = config.model, {name: getattr(config, name) for name in SIZES}
     given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
-    if config.model is not None:
+    if model is not None:
         if given:
-            raise ValueError(f"{given[0]} beside --model {config.model}, which says it: leave one of them out")
-        kind, _, path = config.model.partition(":")
+            raise ValueError(f"{given[0]} beside --model {model}, which says it: leave one of them out")
+        kind, _, path = model.partition(":")
         if kind != "hf" or not path:
-            raise ValueError(f"model {config.model!r}: give hf:PATH, or sizes: --layers --width --heads --vocab")
+            raise ValueError(f"model {model!r}: give hf:PATH, or sizes: --layers --width --heads --vocab")
         place = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
         return from_hugging_face(read_text(place, "the config"), str(place))
     if missing := [name for name in ("layers", "width", "heads", "vocab") if flags[name] is None]:
-        raise ValueError(f"no {missing[0]}: give --model hf:PATH, --params, or --layers --width --heads --vocab")
+        more = ", --params" * hasattr(config, "params")
+        raise ValueError(f"no {missing[0]}: give --model hf:PATH{more}, or --layers --width --heads --vocab")
     width = flags.pop("width")
-    flags["ffn"] = flags["ffn"] or -(-8 * width // 96) * 32
+    flags["ffn"] = flags["ffn"] or (-(-8 * width // 96) * 32 if gated else 4 * width)
     flags["kv_heads"] = flags["kv_heads"] or flags["heads"]
-    return Transformer(**flags, hidden=width)
+    return Transformer(**flags, hidden=width, gated=gated)
 
 
 def usable_rows(config: PlanConfig) -> list[Strategy]:

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from plait.checkpoint.files.writing import write_json
 from plait.messages.wording import human
-from plait.referee.prove import Decoder, PaperRun, Proved, Refuted, from_config, prove
+from plait.referee.prove import Decoder, PaperRun, Proved, Refuted, prove
+from plait.run.commands.plan import read_model
 from plait.run.config import names_a_file, read_schedule
 from plait.run.report.screen import screen, working
 from plait.schedule.orders import describe_chunks, describe_orders
@@ -96,7 +97,7 @@ class ProveConfig:
         if self.batch is not None and self.batch < parts:
             raise ValueError(f"a batch of {self.batch} samples cannot fill {parts} parts: give batch >= {parts}")
         return PaperRun(
-            decoder=self.decoder(),
+            decoder=Decoder.of(read_model(self, gated=self.gated)),
             mesh=mesh,
             strategy=strategy.mixed(dtype) if mixed else strategy,
             pipeline=Pipeline(order, mesh.pipe, self.chunks, self.hold),
@@ -110,25 +111,6 @@ class ProveConfig:
             recompute=self.recompute,
             memory=None if self.memory is None else parse_bytes(self.memory),
         )
-
-    def decoder(self) -> Decoder:
-        """The model's sizes, from its config or from the flags."""
-        flags = {name: getattr(self, name) for name in ("layers", "width", "ffn", "heads", "kv_heads", "vocab")}
-        given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
-        if self.model is not None:
-            if given:
-                raise ValueError(f"{given[0]} beside --model {self.model}, which says it: leave one of them out")
-            kind, _, path = self.model.partition(":")
-            if kind != "hf" or not path:
-                raise ValueError(f"model {self.model!r}: give hf:PATH, or sizes: --layers --width --heads --vocab")
-            return from_config(path)
-        needed = ("layers", "width", "heads", "vocab")
-        if missing := [name for name in needed if flags[name] is None]:
-            raise ValueError(f"no {missing[0]}: give --model hf:PATH, or --layers --width --heads --vocab")
-        width = flags.pop("width")
-        flags["ffn"] = flags["ffn"] or (-(-8 * width // 96) * 32 if self.gated else 4 * width)
-        flags["kv_heads"] = flags["kv_heads"] or flags["heads"]
-        return Decoder(**flags, hidden=width, gated=self.gated)
 
 
 def parse_bytes(text: str) -> int:

@@ -10,6 +10,7 @@ from plait.run.commands.main import main
 from plait.run.launch.render import TARGETS
 
 TRAIN = ("train", "--mesh", "replica=2 shard=2")
+LARGE = ("--width", "16384", "--heads", "128", "--layers", "96", "--strategy", "ddp")
 SIZES = ("--hosts", "2", "--ranks-per-host", "2")
 
 
@@ -66,7 +67,8 @@ def test_ray_gets_the_files_beside_the_program(clients: Path, tmp_path: Path, mo
     [
         (("slurm", *SIZES, "--", "train", "--mesh", "shard=3"), "has 3 ranks, and 2 hosts x 2 ranks are 4"),
         (("slurm", "--", "bench", "comm", "--mesh", "shard=2"), "has 2 ranks, and 1 hosts x 1 ranks are 1"),
-        (("slurm", *SIZES, "--", *TRAIN, "--stepz", "3"), "plait train has no flag --stepz: did you mean --steps?"),
+        (("slurm", *SIZES, "--memory", "1", "--", *TRAIN, *LARGE), "2 ranks need at least "),
+        (("slurm", *SIZES, "--gpu", "H100", "--", *TRAIN, *LARGE), "of memory, and one H100 has 74.51 GiB"),
         (("slurm", "--hosts", "0", "--", *TRAIN), "hosts is 0: give a whole number from 1"),
         (("slurm",), "no command: give one after --"),
         (("slurm", "--", "htop"), "'htop' is no command of plait and no script"),
@@ -76,7 +78,6 @@ def test_ray_gets_the_files_beside_the_program(clients: Path, tmp_path: Path, mo
         (("ray", "--files", "no-such", "--", "x.py"), "files 'no-such': give the relative path"),
         (("slurm", "--files", "/etc", "--", "x.py"), "files '/etc': give the relative path"),
         (("ray", "--requeue", "--", "x.py"), "requeue is for slurm"),
-        (("slurm", "--hostz", "2", "--", "x.py"), "plait submit has no flag --hostz: did you mean --hosts?"),
     ],
 )
 def test_a_mistake_is_one_line(words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +85,13 @@ def test_a_mistake_is_one_line(words: tuple[str, ...], says: str, capsys: pytest
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith("plait: error: ") and shown.err.count("\n") == 1
     assert says in shown.err
+
+
+@pytest.mark.parametrize("words", [("--", *TRAIN, "--stepz", "3"), ("--hostz", "2", "--", "x.py")])
+def test_a_wrong_flag_of_either_command_is_a_usage_error(words: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(("submit", "slurm", "--dry-run", *words))
+    assert left.value.code == 2
 
 
 def test_files_where_none_are_sent_and_a_client_that_is_not_there(

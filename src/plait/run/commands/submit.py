@@ -20,6 +20,8 @@ import tyro
 from plait.checkpoint.files.writing import told
 from plait.messages.escape import one_line, say
 from plait.run.commands.main import COMMANDS, parse
+from plait.run.config.room import check_job
+from plait.run.config.settings import RunConfig
 from plait.run.launch.render import TARGETS
 from plait.run.launch.spec import JobLimits, LaunchSpec, variables
 
@@ -117,6 +119,8 @@ def spec_of(config: SubmitConfig, command: tuple[str, ...]) -> LaunchSpec:
         asked = parse(command[2:])
         if machine := getattr(asked, "machine", None) or (asked if hasattr(asked, "parsed_mesh") else None):
             spec.check_mesh(machine.parsed_mesh)
+        if isinstance(asked, RunConfig):
+            check_job(asked, spec.ranks_per_host, config.gpu, config.memory)
     elif not command[0].endswith(".py"):
         raise ValueError(f"{one_line(command[0], 60)!r} is no command of plait and no script: give one after --")
     for one in config.files:

@@ -13,9 +13,11 @@ from plait.checkpoint.files.reading import memory
 from plait.comm.environment import started
 from plait.messages.wording import human
 from plait.predict.activations import DecoderSizes, decoder
+from plait.predict.cluster import PRESETS
 from plait.predict.memory import formula
 from plait.run.config.machine import resolve_device
 from plait.run.config.settings import RunConfig, TrainConfig
+from plait.run.job.families import FOLDER
 
 
 def check_room(config: RunConfig) -> None:
@@ -28,12 +30,33 @@ def check_room(config: RunConfig) -> None:
         ranks = min(int(given), size)
     else:  # started by hand, perhaps one on each host, or by plait
         ranks = 1 if started() else size
-    kinds, have = _kinds(config), memory(1 if config.machine.world == "thread" else ranks)
+    check_fits(config, ranks, memory(1 if config.machine.world == "thread" else ranks), "this machine")
+
+
+def check_job(config: RunConfig, ranks_per_host: int, gpu: str | None, memory: int | None) -> None:
+    """Raises ValueError for a run that cannot fit into these GPUs or hosts.  Models that only the hosts know may pass.
+
+    Args:
+        gpu: the kind; each rank has one. None: ranks compute on CPUs.
+        memory: GiB of a host, if known.
+    """
+    network = config.task.network
+    if network.job is not None or network.model.startswith(FOLDER):
+        return
+    if gpu and gpu.lower() in PRESETS:
+        check_fits(config, 1, int(PRESETS[gpu.lower()].device.memory), f"one {gpu}")
+    elif memory and not gpu:
+        check_fits(config, ranks_per_host, memory << 30, "a host (--memory)")
+
+
+def check_fits(config: RunConfig, ranks: int, have: int, where: str) -> None:
+    """Raises ValueError, with need and have, if ranks need more memory than there is."""
+    kinds = _kinds(config)
     need = ranks * sum(kinds.values())
     if need > have:
         parts = ", ".join(f"{human(one)} of {what}" for what, one in kinds.items())
         raise ValueError(
-            f"{ranks} ranks need at least {human(need)} of memory, and this machine has {human(have)} ({parts} on each "
+            f"{ranks} ranks need at least {human(need)} of memory, and {where} has {human(have)} ({parts} on each "
             f"rank): plait plan finds layouts that fit; or give smaller sizes, or more hosts"
         )
 

@@ -6,6 +6,11 @@ Everything else is in pyproject.toml.
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages("src"), *find_packages("lessons"), "plait_lessons.course"],
-    package_dir={"": "src", "plait_lessons": "lessons/plait_lessons", "plait_lessons.course": "lessons"},
+    packages=[*find_packages("src"), *find_packages("lessons"), "plait_lessons.course", "plait_lessons.course.faults"],
+    package_dir={
+        "": "src",
+        "plait_lessons": "lessons/plait_lessons",
+        "plait_lessons.course": "lessons",
+        "plait_lessons.course.faults": "lessons/faults",
+    },
 )

@@ -41,6 +41,20 @@ def test_a_lesson_holds(number: int, capfd: pytest.CaptureFixture[str]) -> None:
     assert SAYS[number] in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("number", range(1, 10))
+def test_a_fault_is_named_and_its_fix_holds(number: int, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["lesson", "find", str(number)]) == 0
+    out = capfd.readouterr().out
+    assert "verdict" in out and "the fix: " in out
+
+
+def test_there_are_nine_faults() -> None:
+    faults = numbered("faults")
+    assert [fault.number for fault in faults] == list(range(1, 10))
+    assert all(fault.text.startswith(f"Fault {fault.number}: ") for fault in faults)
+    assert all(f"plait lesson find {fault.number}" in fault.text for fault in faults)
+
+
 def test_every_lesson_is_run_and_reads_like_one() -> None:
     lessons = numbered()
     assert [lesson.number for lesson in lessons] == list(SAYS)

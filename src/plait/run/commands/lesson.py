@@ -3,6 +3,7 @@
 plait lesson list               shows the lessons
 plait lesson run 9              runs one: it prints what it finds and asserts what it claims
 plait lesson run 9 --ranks 2    the same on another number of ranks
+plait lesson find 3             runs a file with a fault, its verdict, and the fix
 """
 
 import sys
@@ -19,12 +20,14 @@ from plait.run.job.user_code import load_file
 
 @dataclass(frozen=True)
 class ListLessons:
-    """Show the lessons, with their files."""
+    """Show the lessons and the faults to find, with their files."""
 
     def run(self) -> None:
         for lesson in numbered():
             say(f"{lesson.number:3}  {lesson.title:58} {lesson.path.name}\n", sys.stdout)
-        say(f"in {numbered()[0].path.parent}; plait lesson run 1\n", sys.stdout)
+        for fault in numbered("faults"):
+            say(f"{fault.number:3}  find the fault: {fault.title:42} faults/{fault.path.name}\n", sys.stdout)
+        say(f"in {numbered()[0].path.parent}; plait lesson run 1, plait lesson find 1\n", sys.stdout)
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,24 @@ class RunLesson:
 
 
 @dataclass(frozen=True)
+class FindFault:
+    """Run a file with a fault: the symptom, the verdict, and the same with the fix. Read the file first."""
+
+    number: tyro.conf.Positional[int]
+    """The fault, as in plait lesson list."""
+
+    def run(self) -> None:
+        load_file(str(find(self.number, "faults").path), "fault").main()
+
+
+@dataclass(frozen=True)
 class LessonCommand:
     """Learn by running: a course of lessons, each a file that asserts what it says."""
 
     what: Annotated[
-        Annotated[ListLessons, tyro.conf.subcommand("list")] | Annotated[RunLesson, tyro.conf.subcommand("run")],
+        Annotated[ListLessons, tyro.conf.subcommand("list")]
+        | Annotated[RunLesson, tyro.conf.subcommand("run")]
+        | Annotated[FindFault, tyro.conf.subcommand("find")],
         tyro.conf.arg(name=""),
     ]
     """The operation."""

@@ -29,6 +29,9 @@ import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
+import plait
+import plait.remote
+
 WIDTH, SAMPLES = 16, 8
 torch.manual_seed(0)  # every process builds the same layers, and keeps those of its stage
 LAYERS = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
@@ -118,7 +121,21 @@ def drive() -> None:
     print(f"as a list {1e3 * seconds['list']:.1f} ms, {ratio:.0f} times as long")
 
 
-# 3. Joining: each process has a rank and a name.
+# 3. The same in plait: each rank offers the functions that others may call, and no others.
+
+
+def by_plait(comm: plait.Comm) -> Tensor | None:
+    stage = Stage(2 * (comm.rank - 1), 2 * comm.rank) if comm.rank else None
+    remote = plait.remote.connect(comm, {"forward": stage.forward} if stage else {})
+    loss = None
+    if comm.rank == 0:
+        h = remote.call(1, "forward", X).result()
+        loss = remote.call(2, "forward", h).result().square().sum()
+    remote.close()
+    return loss
+
+
+# 4. Joining: each process has a rank and a name.
 
 
 def device_map_is_checked() -> str:
@@ -145,19 +162,31 @@ def one_of_three() -> None:
         print("a device map without such a device is", device_map_is_checked())
 
 
+def one_of_plaits() -> None:
+    comm = plait.join()
+    loss = by_plait(comm)
+    if loss is not None:
+        assert torch.equal(loss, LAYERS(X).square().sum().detach())
+        print(f"the same by plait.remote: loss {loss.item():.4f}, to the bit")
+    comm.close()
+
+
 def main(ranks: int = 3) -> None:
     if ranks != 3:
         raise ValueError(f"a driver and two workers are 3 ranks, not {ranks}")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", __file__]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    print(done.stdout, end="")
-    assert done.returncode == 0, done.stderr
-    assert "equal to the bit" in done.stdout
-    print("plait's engine sends messages instead: both sides know what comes, so nobody has to ask")
+    for words in ([], ["plait"]):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=100)
+        print(done.stdout, end="")
+        assert done.returncode == 0, done.stderr
+        assert "to the bit" in done.stdout
 
 
 if __name__ == "__main__":
-    if "WORLD_SIZE" in os.environ:
-        one_of_three()
-    else:
+    if "WORLD_SIZE" not in os.environ:
         main()
+    elif sys.argv[1:] == ["plait"]:
+        one_of_plaits()
+    else:
+        one_of_three()

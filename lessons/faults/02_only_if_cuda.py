@@ -41,6 +41,4 @@ def main() -> None:
     right = apart(plait.run_threads("shard=4", lambda comm: body(comm, fixed=True)))
     print(f"verdict: replicas differ by up to {wrong:.3f}: four ranks train four models, each on a quarter of the data")
     assert wrong > 1e-3 and right == 0
-    print(
-        "the fix: sum on every device; fixed, all ranks have the same bits; see plait train --check-drift"
-    )
+    print("the fix: sum on every device; fixed, all ranks have the same bits; see plait train --check-drift")

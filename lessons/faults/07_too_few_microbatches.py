@@ -45,6 +45,4 @@ def main() -> None:
     seen = [sum(map(len, split(torch.arange(27), 8, fixed))) for fixed in (False, True)]
     print(f"and {27 - seen[0]} of 27 samples are in no microbatch")
     assert seen == [24, 27]
-    print(
-        "the fix: warm up with min(p - 1 - r, m) forwards; tensor_split; plait schedule check FILE"
-    )
+    print("the fix: warm up with min(p - 1 - r, m) forwards; tensor_split; plait schedule check FILE")

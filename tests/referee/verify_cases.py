@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from plait.comm import run
-from plait.comm.prepared import Alone
+from plait.comm.operation import Alone
 from plait.referee.verify.observed import RankRecord, Record
 from plait.referee.verify.plain import run_plain
 from plait.referee.verify.record import record_run

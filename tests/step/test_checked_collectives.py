@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from plait.comm import DONE, AbortedError, Comm, MismatchError, Work, run
-from plait.comm.prepared import Prepared
+from plait.comm.operation import Prepared
 from plait.referee.sanitize.collectives import COMM, check_collectives
 from plait.step import Engine
 from plait.table.mesh import Mesh

@@ -3,8 +3,7 @@
 .. code-block:: text
 
     base.py              Comm: the operations of a world, with the same checks and ledger for all   start here
-    operation.py         one operation, its group, and the refusals before anything moves
-    prepared.py          an operation that is checked once and begun in every step
+    operation.py         one operation, its group, the refusals before anything moves; one begun in every step
     ordered_reduce.py    the order in which a group's values are added
     ledger.py            one line per message
     agree.py             small agreements: rows of numbers, checksums, bytes, errors
@@ -24,7 +23,6 @@
     transport.py         moves single messages: starts, waits, fails; the seam to shared memory
     gloo.py              over sockets
     nccl.py              between GPUs
-    p2p_work.py          messages under way, and the memory they need
     failures.py          reports of ranks whose operation failed
 
     trace.py             one rank, nothing moves   for the planner

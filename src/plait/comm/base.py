@@ -35,9 +35,11 @@ from plait.comm.observer import NOBODY, Observer, OperationCheck, Waiting
 from plait.comm.operation import (
     DONE,
     NO_NOTE,
+    Alone,
     Group,
     MismatchError,
     Operation,
+    Prepared,
     Work,
     check_pieces,
     copied,
@@ -50,7 +52,6 @@ from plait.comm.operation import (
     pair_of,
     same_dtype,
 )
-from plait.comm.prepared import Alone, Prepared
 from plait.comm.process_identity import Peer
 from plait.table.collectives import Entry, Note, bytes_sent
 from plait.table.mesh import Mesh

@@ -6,16 +6,21 @@ errors name it:
     sum all_reduce of unit 'blocks.3' over shard (4096 x float32, phase 'backward', microbatch 0)
 """
 
-from collections.abc import Iterable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from plait.comm.ordered_reduce import OPS
-from plait.table.collectives import Note
+from plait.table.collectives import Entry, Note
 from plait.table.mesh import AXES, Mesh
+
+if TYPE_CHECKING:
+    from plait.comm.base import Comm
 
 NO_NOTE: Final = Note()
 
@@ -88,6 +93,35 @@ class Operation:
         about += f", phase {note.phase!r}" if note.phase else ""
         about += f", microbatch {note.microbatch}" if note.microbatch >= 0 else ""
         return f"{text} ({about})" + (f" at {self.site}" if self.site else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An operation of a group with other members, checked once and begun as often as wanted, on the same tensors.
+
+    A step requests the same operations every time, and checking one costs as much as a small message.
+    """
+
+    comm: Comm
+    entry: Entry
+    """Its line in the ledger."""
+    operation: Operation
+    what: Sequence[Tensor | int | None]
+    """The tensors, and the other rank of a message."""
+    method: Callable[..., Work]
+    """The world's own, which moves them."""
+
+    def start(self) -> Work:
+        """Begins the operation."""
+        return self.comm.begin(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """The same for a group of one, which has no member to send to."""
+
+    start: Callable[[], Work] = lambda: DONE
+    """Copies the piece if it has to be elsewhere."""
 
 
 def advice(meant: Iterable[tuple[object, object]]) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,6 @@ from plait.comm.init_process import code_facts, init_process
 from plait.comm.nccl import NcclTransport
 from plait.comm.operation import DONE, NO_NOTE, Group, copied, label
 from plait.comm.ordered_reduce import ordered_sum
-from plait.comm.p2p_work import P2PWork, Sent
 from plait.comm.process_identity import Peer, on_hosts
 from plait.comm.transport import Started, Transport, Wires, shared_memory_transport
 from plait.table.mesh import Mesh
@@ -53,6 +53,57 @@ MOST_TAGS = 4096
 
 MOST_DROPPED = 64
 """Sends under way whose handles were dropped; one more waits for the oldest of them."""
+
+
+NO_GRADIENTS = nullcontext()
+"""The context where no gradients are recorded anyway, as in a backward."""
+
+
+class P2PWork:
+    """Messages, and their last step; ``under_way`` keeps them until a wait."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        operation: Operation,
+        works: list[Started],
+        under_way: dict[int, P2PWork],
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._transport, self._operation, self._works, self._finish = transport, operation, works, finish
+        self._under_way = under_way
+        under_way[id(self)] = self
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._under_way.get(id(self)) is self
+
+    def wait(self) -> None:
+        """Waits for the messages, then finishes; a second call does nothing."""
+        if not self.is_under_way:
+            return
+        with torch.no_grad() if torch.is_grad_enabled() else NO_GRADIENTS:
+            try:
+                self._transport.wait(self._operation, self._works)
+            finally:
+                del self._under_way[id(self)]
+            if self._finish is not None:
+                self._finish()
+        self._works, self._finish = [], None
+
+
+class Sent:
+    """The handle of a message to another rank; where it is dropped before a wait, ``dropped`` keeps the message."""
+
+    def __init__(self, message: P2PWork, dropped: dict[int, P2PWork]) -> None:
+        self._message, self._dropped = message, dropped
+
+    def wait(self) -> None:
+        self._message.wait()
+
+    def __del__(self) -> None:
+        if self._message.is_under_way:
+            self._dropped[id(self._message)] = self._message
 
 
 class ProcessComm(Comm):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,6 +39,15 @@ def transport(store: Store, peers: Sequence[Peer], wires: Wires) -> Transport:
     across = GlooTransport(wires) if len(here) < len(peers) else None
     inside = SharedMemoryTransport(MailboxRegistry(wires.rank, store, here, clock() + wires.deadline), wires)
     return inside if across is None else HostsTransport(here, inside, across, wires)
+
+
+def _by_group(name: str) -> Callable[..., Any]:
+    """Returns a method that the transport of an operation's group carries out."""
+
+    def carried_out(self: HostsTransport, operation: Operation, *given: Any) -> Any:
+        return getattr(self._of(operation), name)(operation, *given)
+
+    return carried_out
 
 
 class HostsTransport(Transport):
@@ -70,33 +79,12 @@ class HostsTransport(Transport):
         self.broken = self.broken
         return self.inside if self._here.issuperset(operation.group.ranks) else self.across
 
-    def send(self, operation: Operation, tensor: Tensor, dst: int, tag: int) -> list[Started]:
-        return self._of(operation).send(operation, tensor, dst, tag)
-
-    def recv(self, operation: Operation, tensor: Tensor, src: int, tag: int) -> list[Started]:
-        return self._of(operation).recv(operation, tensor, src, tag)
-
-    def exchange(
-        self, operation: Operation, slots: Sequence[Tensor], slices: Sequence[Tensor], tag: int
-    ) -> list[Started]:
-        return self._of(operation).exchange(operation, slots, slices, tag)
-
-    def reduce(
-        self, operation: Operation, mine: Tensor, slices: Sequence[Tensor], out: Tensor, tag: int
-    ) -> tuple[list[Started], Callable[[], None] | None]:
-        return self._of(operation).reduce(operation, mine, slices, out, tag)
-
-    def all_reduce(self, operation: Operation, tensor: Tensor, tag: int) -> list[Started]:
-        return self._of(operation).all_reduce(operation, tensor, tag)
-
-    def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started] | None:
-        return self._of(operation).library(operation, out, source)
+    send, recv = _by_group("send"), _by_group("recv")
+    exchange, reduce, all_reduce = _by_group("exchange"), _by_group("reduce"), _by_group("all_reduce")
+    library, common = _by_group("library"), _by_group("common")
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         return self.inside.empty(numel, dtype)
-
-    def common(self, operation: Operation) -> Tensor | None:
-        return self._of(operation).common(operation)
 
     def wait_for_readers(self) -> None:
         self.inside.wait_for_readers()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Comm, Work
-from plait.comm.prepared import Alone, Prepared
+from plait.comm.operation import Alone, Prepared
 from plait.forward.parameter import AtRest, as_class
 from plait.table.cells import LONG, Cell, Strategy, moves
 from plait.table.collectives import Note

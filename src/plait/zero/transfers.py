@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from plait.comm import Comm, Work
-from plait.comm.prepared import Alone, Prepared
+from plait.comm.operation import Alone, Prepared
 from plait.table.cells import Move
 from plait.table.collectives import Note
 from plait.table.flat import FlatLayout, Message, lower

@@ -17,7 +17,7 @@ import torch
 
 from plait.comm.base import DONE, Comm, Operation, Work
 from plait.comm.observer import Observer
-from plait.comm.prepared import Prepared
+from plait.comm.operation import Prepared
 from plait.comm.thread import ThreadComm
 from plait.messages.escape import say
 from plait.run.injection.faults import Fault, parse_fault

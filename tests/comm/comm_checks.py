@@ -184,19 +184,13 @@ def check_ledger(comm: Comm) -> None:
 
 
 def check_messages(comm: Comm) -> None:
-    """Around the line and back; handles dropped; order kept; other shapes and dtypes refused by name."""
+    """Around the line and back; of no element and of many."""
     last = comm.mesh.size - 1
     right, left = (comm.rank + 1) % (last + 1), (comm.rank - 1) % (last + 1)
     coming = comm.recv(first := torch.empty(2, 3), left)  # everybody asks first, then sends
     comm.send(torch.full((2, 3), float(comm.rank)), right)
     coming.wait()
     same(first, torch.full((2, 3), float(left)))
-    for k in range(100):  # more than may be under way with dropped handles
-        if comm.rank == 0:
-            comm.send(torch.full((4,), k), 1)
-        elif comm.rank == 1:
-            comm.recv(got := torch.empty(4, dtype=torch.int64), 0).wait()
-            same(got, torch.full((4,), k))
     if comm.rank == 0:
         comm.send(torch.empty(0), 1)
         big = value(0, 3_000_000)

@@ -12,6 +12,7 @@ import torch
 from engine_cases import batches, count, deal, distinct, loss_sum
 from shared_worlds import play
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from plait.comm import run
 from plait.shared_memory.common import CommonMemory
@@ -19,6 +20,21 @@ from plait.step import Engine, elementwise
 from plait.table.mesh import Mesh
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="anonymous files are Linux's")
+
+
+def comes_to_the_same(mesh: str, body: Callable[..., Any], **threads: Any) -> None:
+    """Compares results of ``body(comm)`` over common memory with those of threads, given ``threads``, to the bit."""
+    expected, spec = tree_flatten(run(Mesh.parse(mesh), lambda comm: body(comm, **threads))[0])
+    for result in play(mesh, body):
+        found, same = tree_flatten(result)
+        assert same == spec, result
+        assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(found, expected, strict=True))
+
+
+def engine_of(comm: Any, model: nn.Module, row: str, optimizer: Any = None) -> tuple[nn.Module, Any, Engine]:
+    model = distinct(model)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, Engine(model, comm, strategy=row, optimizer=optimizer, loss_fn=loss_sum, count_fn=count)
 
 
 class SlowToUpdate(torch.optim.SGD):
@@ -35,8 +51,7 @@ class SlowToUpdate(torch.optim.SGD):
 def test_parameters_are_read_when_all_have_written_them(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank updates late, with two optimizers, and the others go on to the next step meanwhile; whatever they gather
     in it waits for nobody twice."""
-    shape, told = Mesh.parse(mesh), []
-    heard = CommonMemory.silent
+    shape, told, heard = Mesh.parse(mesh), [], CommonMemory.silent
     monkeypatch.setattr(CommonMemory, "silent", lambda self, n: told.append(found := heard(self, n)) or found)
 
     def body(comm: Any, seconds: float = 0.15) -> tuple[list[float], Any]:
@@ -48,11 +63,7 @@ def test_parameters_are_read_when_all_have_written_them(mesh: str, monkeypatch: 
         losses = [engine.step(deal(batch, shape, comm.rank, 2)).loss for batch in batches(3)]
         return losses, engine.full_state_dict()
 
-    expected = run(shape, lambda comm: body(comm, 0.0))[0]
-    for result in play(mesh, body):
-        assert isinstance(result, tuple), result
-        assert result[0] == expected[0]
-        assert all(torch.equal(result[1][name], value) for name, value in expected[1].items())
+    comes_to_the_same(mesh, body, seconds=0.0)
     assert any(told) and not all(told)
 
 
@@ -61,10 +72,9 @@ def test_sums_that_are_thrown_away_do_not_come_into_the_next_ones(row: str) -> N
     """What was under way of them when ``zero_grad`` came, or a loss raised on all ranks, ends before the next begin."""
     shape = Mesh(shard=3)
 
-    def body(comm: Any, *, discards: bool) -> Any:
-        model = distinct(nn.Sequential(*(nn.Linear(5, 5) for _ in range(6)), nn.Linear(5, 3)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = Engine(model, comm, strategy=row, optimizer=optimizer, loss_fn=loss_sum, count_fn=count)
+    def body(comm: Any, discards: bool = True) -> Any:
+        net = nn.Sequential(*(nn.Linear(5, 5) for _ in range(6)), nn.Linear(5, 3))
+        model, optimizer, engine = engine_of(comm, net, row)
         for batch in batches(8):
             (mine,) = deal(batch, shape, comm.rank, 1)
             if discards:
@@ -74,10 +84,7 @@ def test_sums_that_are_thrown_away_do_not_come_into_the_next_ones(row: str) -> N
             optimizer.step()
         return engine.full_state_dict()
 
-    expected = run(shape, lambda comm: body(comm, discards=False))[0]
-    for result in play("shard=3", lambda comm: body(comm, discards=True)):
-        assert isinstance(result, dict), result
-        assert all(torch.equal(result[name], value) for name, value in expected.items())
+    comes_to_the_same("shard=3", body, discards=False)
 
 
 class SlowToRead(nn.Linear):
@@ -148,23 +155,16 @@ def test_a_forward_at_any_place_reads_what_is_due(row: str, when: str) -> None:
                 READS[when](engine, read, optimizers)
         return seen, engine.full_state_dict()
 
-    expected = run(shape, lambda comm: body(comm, 0.0))[0]
-    for result in play("replica=2 shard=2", body):
-        assert isinstance(result, tuple), result
-        assert all(map(torch.equal, result[0], expected[0]))
-        assert all(torch.equal(result[1][name], value) for name, value in expected[1].items())
+    comes_to_the_same("replica=2 shard=2", body, seconds=0.0)
 
 
 @pytest.mark.parametrize("row", ["zero3", "zero3_keep", "hpz"])
-@pytest.mark.parametrize("common", [False, True], ids=["threads", "common memory"])
-def test_a_step_that_was_given_up_leaves_nothing_behind(row: str, common: bool) -> None:
+def test_a_step_that_was_given_up_leaves_nothing_behind(row: str) -> None:
     """A forward without its backward; then every rank halves the parameters, and keeps what it sees."""
-    shape = Mesh.parse("replica=2 shard=2")
 
     def body(comm: Any) -> Any:
-        model = distinct(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine, x = Engine(model, comm, strategy=row, optimizer=optimizer), batches(1)[0]["x"]
+        model, optimizer, engine = engine_of(comm, nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), row)
+        x = batches(1)[0]["x"]
         before = engine.full_state_dict()
         loss_sum(model, batches(1)[0])
         optimizer.zero_grad()
@@ -179,18 +179,10 @@ def test_a_step_that_was_given_up_leaves_nothing_behind(row: str, common: bool) 
         optimizer.step()
         return before, kept, model(x).detach(), engine.full_state_dict()
 
-    ranks = play("replica=2 shard=2", body) if common else run(shape, body)
-    plain = distinct(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)))
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.mul_(0.5)
-    torch.autograd.backward(loss_sum(plain, batches(1)[0]))
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    for result in ranks:
+    for result in play("replica=2 shard=2", body):
         assert isinstance(result, tuple), result
-        before, kept, _, after = result
-        assert all(torch.equal(kept[name], value / 2) for name, value in before.items())
-        assert all(torch.allclose(after[name], value, rtol=1e-11) for name, value in plain.state_dict().items())
+        assert all(torch.equal(result[1][name], value / 2) for name, value in result[0].items())
+    comes_to_the_same("replica=2 shard=2", body)
 
 
 def test_where_all_is_gathered_ranks_may_run_other_numbers_of_forwards() -> None:
@@ -198,9 +190,7 @@ def test_where_all_is_gathered_ranks_may_run_other_numbers_of_forwards() -> None
     shape = Mesh.parse("shard=2")
 
     def body(comm: Any) -> Any:
-        model = distinct(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = Engine(model, comm, strategy="zero3", optimizer=optimizer, loss_fn=loss_sum, count_fn=count)
+        model, optimizer, engine = engine_of(comm, nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), "zero3")
         for batch in batches(2):
             with engine.gathered(), torch.no_grad():
                 for _ in range(1 + 2 * comm.rank):
@@ -210,7 +200,4 @@ def test_where_all_is_gathered_ranks_may_run_other_numbers_of_forwards() -> None
             optimizer.step()
         return engine.full_state_dict()
 
-    expected = run(shape, body)[0]
-    for result in play("shard=2", body, deadline=10.0):
-        assert isinstance(result, dict), result
-        assert all(torch.equal(result[name], value) for name, value in expected.items())
+    comes_to_the_same("shard=2", body)

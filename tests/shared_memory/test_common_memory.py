@@ -198,20 +198,15 @@ def test_the_memory_of_a_tensor_that_is_gone_is_used_again() -> None:
     arena.close()
 
 
-@pytest.mark.parametrize("version", ["one", "two"])
 def test_the_files_that_a_container_has_read_are_no_memory_in_use(
-    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("memory.max", "memory.current")
-    if version == "one":
-        tmp_path, names = tmp_path / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        tmp_path.mkdir()
-    for name, value in zip(names, ("1000000", "990000"), strict=True):
-        (tmp_path / name).write_text(f"{value}\n")
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("990000\n")
     (tmp_path / "memory.stat").write_text("anon 10000\nfile 970000\ninactive_file 600000\nactive_file 300000\n")
-    monkeypatch.setattr(segment, "CGROUP", tmp_path.parent if version == "one" else tmp_path)
+    monkeypatch.setattr(segment, "CGROUP", tmp_path)
     assert segment.available() == 910000
-    (tmp_path / names[0]).write_text("max\n")
+    (tmp_path / "memory.max").write_text("max\n")
     assert segment.available() > 1000000
 
 

@@ -60,7 +60,6 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
         self._comm = ProcessComm(Mesh(shard=size), rank, store, peers, deadline=deadline, shared_memory=True)
         assert isinstance(self._comm.transport, SharedMemoryTransport)
         self._transport = self._comm.transport
-        self._name = self._text = ""
         self._leave = weakref.finalize(self, _close, self._comm)  # also when the program ends
 
     # What torch asks of a group, and its C++ keeps only where there are backends of its own.
@@ -71,19 +70,13 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
     def _get_backend(self, device: Any) -> Any:
         return self
 
+    group_name = group_desc = ""
+
     def _set_group_name(self, name: str) -> None:
-        self._name = name
+        self.group_name = name
 
     def _set_group_desc(self, text: str) -> None:
-        self._text = text
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._name
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self._text
-
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+        self.group_desc = text
 
     def shutdown(self) -> None:
         self._leave()

@@ -12,7 +12,6 @@ import errno
 import mmap
 import os
 import re
-import resource
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,9 +48,6 @@ class Segment:
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         text = f"{size / 2**20:.1f} MiB of shared memory cannot be had"
         fix = "give smaller units or a smaller batch, or take --world process"
-        if 0 <= (most := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) < size:
-            limit = f"`ulimit -f` allows {most / 2**20:.1f} MiB, to shared memory as well"
-            raise MemoryError(f"{text}, {limit}: raise it, or take --world process")
         if size > (have := available()):  # the kernel would end processes to find it
             raise MemoryError(f"{text}, {have / 2**20:.1f} MiB are available: {fix}")
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -61,7 +57,8 @@ class Segment:
             os.close(descriptor)
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
-            raise MemoryError(f"{text} ({os.strerror(error.errno)}): {fix}") from error
+            limit = "; `ulimit -f` limits it too" if error.errno == errno.EFBIG else ""
+            raise MemoryError(f"{text} ({os.strerror(error.errno)}{limit}): {fix}") from error
         return cls(descriptor, size)
 
     @classmethod
@@ -102,11 +99,7 @@ def available() -> int:
     found = [2**63]
     with suppress(OSError, ValueError, IndexError):
         found.append(1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]))
-    for folder, limit, used in (
-        (CGROUP, "memory.max", "memory.current"),
-        (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        with suppress(OSError, ValueError):  # there is no such limit
-            room = int((folder / limit).read_text()) - int((folder / used).read_text())
-            found.append(room + sum(map(int, _CACHE.findall((folder / "memory.stat").read_text()))))
+    with suppress(OSError, ValueError):  # there is no such limit
+        room = int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text())
+        found.append(room + sum(map(int, _CACHE.findall((CGROUP / "memory.stat").read_text()))))
     return min(found)

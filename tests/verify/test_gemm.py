@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from pipe_cases import CHAIN, is_bitwise, runs
+from pipe_cases import CHAIN
 from verify_cases import GPT, job_of, record
 
 from plait.forward import products
 from plait.referee.verify.run import judge, references
-from plait.run.config import VerifyConfig, validate
+from plait.run.config import validate
 from plait.tensor import gemm
 from plait.tensor.gemm import has_onednn
 
@@ -22,20 +21,6 @@ DROPPING = replace(GPT, layers=3, steps=2, dropout=0.2, gemm="onednn")
 HEADS = replace(GPT, heads=6, kv_heads=6, dtype="fp32", length=9, steps=2, gemm="onednn")
 WIDE = replace(CHAIN, width=389, layers=5, gemm="onednn")
 """Sums of 389 terms, which oneDNN and torch's BLAS add in different orders; of few terms they give the same bits."""
-
-
-@pytest.mark.parametrize(
-    ("config", "mesh", "layout"),
-    [
-        (DROPPING, "shard=3", {"strategy": "zero3", "microbatches": 2}),
-        (DROPPING, "shard=2", {"strategy": "hpz", "recompute": "selective"}),
-        (replace(DROPPING, model="llama"), "shard=2", {"strategy": "zero3"}),
-        (WIDE, "pipe=2 replica=2", {"strategy": "zero2", "schedule": "1f1b", "microbatches": 2}),
-    ],
-)
-def test_bitwise(config: VerifyConfig, mesh: str, layout: dict[str, Any]) -> None:
-    """Cases that the matrix, which has this setting beside all others, lacks."""
-    is_bitwise(runs(config, mesh, **layout), clip=None)
 
 
 def test_products_of_tensor_ranks_are_onednns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,7 @@
-"""Schedules written by hand, in files; what verify refuses and train takes; and the same runs in real processes."""
+"""Schedules written by hand, in files; what verify refuses and train takes."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -108,27 +105,3 @@ def test_training_takes_any_order_of_additions(tmp_path: Path, capsys: pytest.Ca
     file.write_text(LATE)
     assert main(["train", *flags(mesh="pipe=2", schedule=file, microbatches=3, world="thread")]) == 0
     assert "mesh pipe=2: 2 ranks" in capsys.readouterr().out
-
-
-# ---- processes ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mesh", "words"),
-    [
-        ("pipe=2", {"schedule": "zbv", "strategy": "ddp", "microbatches": 5}),
-        ("pipe=2 shard=2", {"schedule": "interleaved", "strategy": "zero3", "microbatches": 3}),
-        ("pipe=2 shard=2", {"schedule": "zb_h1", "strategy": "zero2", "microbatches": 3, "split": "3 6"}),
-    ],
-    ids=["2 ranks, zbv", "4 ranks, interleaved", "4 ranks, zb_h1"],
-)
-def test_processes_make_the_same_run(mesh: str, words: dict[str, object], tmp_path: Path) -> None:
-    """Real processes, every message of theirs as predicted too."""
-    out = tmp_path / "verdict.json"
-    command = [sys.executable, "-m", "plait", "verify", *flags(mesh=mesh, world="process", json=out, **words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(out.read_text())
-    assert told["verdict"] == "bitwise" and not told["ledger_differences"]
-    threads = runs(DECODER, mesh, **words).verdict.tree
-    assert [f["name"] for f in told["against_tree"]] == [f.name for f in threads], "nothing is left out"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loops import RATE, Net, batch, loss_sum, terms, the_job, user_job
+from loops import RATE, Net, batch, loss_sum, terms, the_job
 from torch import Tensor, nn
 
 import plait
@@ -77,19 +77,6 @@ def test_a_model_in_a_wrapper_and_an_optimizer_for_each_layer(tmp_path: Path) ->
     assert judge(the_job(), tmp_path / "w").equal
 
 
-def test_a_users_job_is_judged_in_a_test(tmp_path: Path) -> None:
-    model = fresh()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    with plait.witness(model, optimizer, tmp_path / "w"):
-        train(model, [optimizer], 2)
-    found = plait.judge(user_job("adamw"), tmp_path / "w")
-    assert found.equal, found
-    with pytest.raises(AssertionError, match=r"lr is 0\.1 and the job's is 0\.003"):
-        job = plait.UserJob(Net, loss_sum, batch, terms)
-        other = plait.judge(job, tmp_path / "w")
-        assert other.equal, other
-
-
 def test_mistakes_are_refused_before_the_first_step(tmp_path: Path) -> None:
     model = fresh()
     optimizer = sgd(list(model.parameters()))
@@ -108,18 +95,6 @@ def test_mistakes_are_refused_before_the_first_step(tmp_path: Path) -> None:
         pass
 
 
-def test_a_job_that_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
-    model = fresh()
-    optimizer = sgd(list(model.parameters()))
-    with plait.witness(model, optimizer, tmp_path / "w"):
-        train(model, [optimizer], 1)
-    job = plait.UserJob(
-        lambda: nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.5), nn.Linear(7, 3)), loss_sum, batch, terms
-    )
-    with pytest.raises(ValueError, match=r"drops with p=0\.5"):
-        plait.judge(job, tmp_path / "w")
-
-
 def test_one_of_two_optimizers_steps_twice(tmp_path: Path) -> None:
     model = fresh()
     optimizers = [sgd(list(model.up.parameters())), sgd(list(model.down.parameters()))]
@@ -127,16 +102,3 @@ def test_one_of_two_optimizers_steps_twice(tmp_path: Path) -> None:
         train(model, [optimizers[0], *optimizers], 1)
     found = judge(the_job(), tmp_path / "w")
     assert (found.step, found.phase) == (0, "update") and "applied twice" in found.cause, found
-
-
-def test_optimizers_that_take_turns(tmp_path: Path) -> None:
-    model = fresh()
-    optimizers = [sgd(list(model.up.parameters())), sgd(list(model.down.parameters()))]
-    with plait.witness(model, optimizers, tmp_path / "w"):
-        for step in range(4):
-            whole = batch(step)
-            (loss_sum(model, whole) / terms(whole)).backward()  # type: ignore[no-untyped-call]
-            optimizers[step % 2].step()
-            model.zero_grad()
-    found = judge(the_job(), tmp_path / "w")
-    assert found.equal and found.text.startswith("4 steps"), found

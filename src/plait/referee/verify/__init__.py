@@ -11,7 +11,6 @@ locate.py      the first wrong tensor: the layout and its replay run once more, 
 traces.py      what is compared in a search
 causes.py      why the first wrong tensor is wrong
 
-honest.py      how far honest runs are from one another
 spread.py      benign or not: a layout beside honest runs
 
 covering.py    a small set of cases in which every two values meet

@@ -8,12 +8,16 @@ Against plain full-batch steps the additions differ, so the first step's loss, g
 rounding.  Parameters after k steps are compared relative to lr * k, the distance that the optimizer can have moved
 them, because Adam turns the rounding noise of a gradient that should be zero into a full step.  Plain SGD does not
 amplify: its parameters must agree within rounding too.
+
+A gradient that is zero by symmetry (that of a key's bias, which softmax cancels) is made of rounding alone: two right
+runs differ by all of it.  So a difference beyond the tolerance is held to the spread of honest runs.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -21,7 +25,6 @@ from torch import Tensor
 
 from plait.referee.values import MARGIN, rounding, scale_of
 from plait.referee.values import gap as gap_of
-from plait.referee.verify.honest import HonestRuns
 from plait.referee.verify.observed import Piece, RankRecord, Record, Where, as_tensor, observed
 from plait.referee.wrong import Phase
 from plait.run.job.config import JobConfig
@@ -82,6 +85,32 @@ def asked(mesh: Mesh, plain: Measures, *, one_layout: bool = True) -> Measures:
 def full_batch(task: JobConfig, dtype: torch.dtype) -> Measures:
     """The requirement of plain full-batch steps, computed in a dtype."""
     return Measures.full_batch(dtype, task.update.lr, task.samples.steps, amplifies=task.optimizer_row.amplifies)
+
+
+@dataclass(frozen=True, eq=False)
+class HonestRuns:
+    """Honest runs around one that is exact; ``unit`` is one in the last place of 1, in the dtype of the computation.
+
+    Nothing in it is taken from a layout, or a layout's fault would widen it.
+    """
+
+    exact: Record
+    runs: Sequence[Record]
+    unit: float
+
+    @cached_property
+    def _values(self) -> list[dict[Where, Tensor]]:
+        return [{one.where: one.value for one in observed(run)} for run in (self.exact, *self.runs)]
+
+    def spread(self, where: Where) -> float:
+        """The largest difference between the exact value and one of the runs', and at least a unit in the last place of
+        its largest element, for a few runs may have the same number; 0 where there is nothing."""
+        exact, *others = self._values
+        if (whole := exact.get(where)) is None:
+            return 0.0
+        if where.phase == "norm" and bool(whole.isnan().all()):
+            return math.inf
+        return max(*(gap_of(other.get(where, whole), whole) for other in others), self.unit * scale_of(whole))
 
 
 @dataclass(frozen=True)

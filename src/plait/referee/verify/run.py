@@ -20,8 +20,7 @@ from rich.text import Text
 from plait.checkpoint.files.writing import write_json
 from plait.comm import Comm, thread
 from plait.messages.escape import one_line
-from plait.referee.verify.compare import BITWISE, Finding, against_plain, against_tree, full_batch
-from plait.referee.verify.honest import HonestRuns
+from plait.referee.verify.compare import BITWISE, Finding, HonestRuns, against_plain, against_tree, full_batch
 from plait.referee.verify.locate import locate, locate_in_plain, required
 from plait.referee.verify.observed import RankRecord, Record
 from plait.referee.verify.plain import run_plain

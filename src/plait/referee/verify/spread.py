@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.referee.values import MARGIN, wide
-from plait.referee.verify.compare import BITWISE, finding, pairs
-from plait.referee.verify.honest import HonestRuns
+from plait.referee.verify.compare import BITWISE, HonestRuns, finding, pairs
 from plait.referee.verify.observed import RankRecord
 from plait.referee.verify.reference import SingleProcess, run_reference
 from plait.run.config import RunConfig

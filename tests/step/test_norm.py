@@ -8,9 +8,9 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import batches, distinct, net, sgd, train
+from engine_cases import batches, net, sgd, train
 from programs import World, assert_same, check, on_ranks, step
-from tensor_models import alone, model, same_run, token_batches
+from tensor_models import alone, same_run
 from torch import Tensor, nn
 
 from plait.step import Engine
@@ -35,13 +35,6 @@ def test_under_a_tensor_axis(mesh: str, row: str) -> None:
 
 def counted(engine: Engine) -> list[tuple[str, int]]:
     return [(owned.name, owned.run.numel) for owned in engine.placed.owned if engine.placed.norm.counts(owned)]
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_summed_parameters_are_counted_once_too(sequence: bool) -> None:
-    data = token_batches()
-    ranks = train(model(), "shard=2 tensor=2", "zero2", data, sgd, sequence_parallel=sequence, clip=math.inf)
-    same_run(ranks, alone(model(), data, clip=math.inf))
 
 
 @pytest.mark.parametrize("where", ["ddp", "zero2", "hsdp"])
@@ -113,15 +106,3 @@ def test_the_norm_is_summed_in_fp64_and_rounded_once() -> None:
     exact = math.sqrt((1 << 20) * torch.tensor(0.001).double().item() ** 2 + 4096.0**2)
     assert norm == pytest.approx(exact, rel=1e-6) and norm != 4096.0
     assert torch.tensor(norm).item() == norm, "a number that fp32 can hold"
-
-
-def test_weights_of_tied_stages_are_counted_once() -> None:
-    """Two stages have a weight; its gradient is the sum of theirs."""
-    links = [nn.Linear(5, 5) for _ in range(4)]
-    links[3].weight = links[0].weight
-
-    def program(world: World) -> Any:
-        engine = world.engine(distinct(nn.Sequential(*links)), sgd, clip=0.1)
-        return engine.step(world.parts(batches(1)[0], 2)).grad_norm, engine.full_state_dict()
-
-    check(program, "pipe")

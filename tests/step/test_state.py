@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import adamw, batches, count, distinct, loss_sum, sgd
-from programs import EVERY, STAGES, World, assert_same, chain, on_ranks, refused, step, update
+from programs import STAGES, World, assert_same, chain, on_ranks, refused, step, update
 from tensor_models import model as tensor_model
 from tensor_models import token_batches
 from test_together import two
@@ -146,22 +146,6 @@ def test_it_is_what_plain_torch_has_by_name_and_the_other_way_round(where: str) 
             assert_same(found, alone.full_state_dict(), 1e-11)
 
 
-def test_where_a_rank_has_everything_the_optimizers_own_state_is_the_plain_one() -> None:
-    """An empty parameter and a frozen one, of which no rank updates anything, have their numbers too."""
-    model = distinct(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)))
-    model[0].weight.requires_grad_(False)
-    model[1].register_parameter("empty", nn.Parameter(torch.zeros(0, 2).double()))
-
-    def program(world: World) -> Any:
-        engine = world.engine(model, groups)
-        go(engine, world, 0, 2)
-        return engine.optimizers[0].state_dict()
-
-    for state in on_ranks(program, "ddp"):
-        assert len(state["state"]) == 5
-        assert_same(state, program(World("ddp")), 1e-11)
-
-
 class OnDisk:
     """Gives what a file has: a shape, and the regions that are asked for."""
 
@@ -265,7 +249,7 @@ def test_another_seed_or_loss_scale_is_refused(settings: dict[str, Any], text: s
     )
 
 
-@pytest.mark.parametrize("where", [where for where in EVERY if where not in ("none", "ddp", "ddp+bf16")])
+@pytest.mark.parametrize("where", ["none", "ddp", "zero3", "pipe"])
 def test_pieces_are_not_given_out_as_a_state(where: str) -> None:
     def program(world: World) -> None:
         engine = begun("groups", world)

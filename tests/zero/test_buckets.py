@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import adamw, agree, batches, net, plain, sgd, train
+from engine_cases import batches, net, sgd, train
 from torch import nn
 
 from plait import run_threads as run
@@ -59,29 +58,6 @@ def test_what_is_gathered_stays_in_units() -> None:
     assert messages(net(), "shard=2", "zero3", bucket=BUCKET_BYTES) == messages(net(), "shard=2", "zero3", bucket=0)
 
 
-def tied() -> nn.Module:
-    model = cases.Net(2)
-    model.head = nn.Linear(cases.WIDTH, cases.WIDTH, bias=False)
-    model.head.weight = model.first.weight
-    return cases.distinct(model)
-
-
-def half_frozen() -> nn.Module:
-    model = net()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias") or name.startswith("blocks.0"):
-            parameter.requires_grad_(False)
-    return model
-
-
-@pytest.mark.parametrize("make", [net, tied, half_frozen])
-@pytest.mark.parametrize("cut", ["element", "tensor"])
-@pytest.mark.parametrize(("row", "mesh"), [("ddp", "shard=3"), ("zero1", "replica=2 shard=2"), ("zero2", "shard=3")])
-def test_it_is_the_single_process(row: str, mesh: str, cut: str, make: Callable[[], nn.Module]) -> None:
-    ranks = train(make(), mesh, row, batches(), optimizer=adamw, microbatches=3, clip=0.5, bucket=BUCKET_BYTES, cut=cut)
-    agree(ranks, plain(make(), batches(), optimizer=adamw, clip=0.5))
-
-
 def test_two_dtypes_in_one_bucket() -> None:
     """A buffer holds one dtype, so there are two of each message."""
 
@@ -113,30 +89,3 @@ def test_a_stage_without_parameters_has_no_unit() -> None:
 
     (first, loss), (second, again) = run(Mesh(pipe=2), body)
     assert (first, second) == (1, 0) and loss == again
-
-
-def test_a_run_goes_on_with_other_buckets() -> None:
-    """The state of one layout enters the other, though its pieces lie elsewhere."""
-
-    def body(comm: Comm) -> bool:
-        engines = []
-        for bucket in (0, BUCKET_BYTES):
-            model = copy.deepcopy(net())
-            optimizer = adamw(model.parameters())
-            engines.append(
-                Engine(
-                    model, comm, strategy="zero1", bucket=bucket, optimizer=optimizer,
-                    loss_fn=cases.loss_sum, count_fn=cases.count,
-                )
-            )  # fmt: skip
-        one, other = engines
-        data = [cases.deal(batch, comm.mesh, comm.rank, 1) for batch in batches()]
-        one.step(data[0])
-        other.load_optimizer_state_dict(one.optimizer_state_dict())
-        other.load_full_state_dict(one.full_state_dict())
-        other.load_step_state(one.step_state())
-        losses = [engine.step(data[1]).loss for engine in engines]
-        states = [engine.full_state_dict() for engine in engines]
-        return losses[0] == losses[1] and all(states[0][name].equal(value) for name, value in states[1].items())
-
-    assert all(run(Mesh(shard=3), body))

@@ -5,20 +5,9 @@ from __future__ import annotations
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import MESHES, ROWS, agree, batches, distinct, net, plain, train
+from engine_cases import ROWS, agree, batches, distinct, net, plain, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-TRUTH: dict[tuple[object, ...], cases.Run] = {}
-
-
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_ragged_batches_give_the_single_process(mesh: str, row: str, microbatches: int) -> None:
-    """13 samples on 1 to 4 ranks with 1 or 3 microbatches: no two hold the same number of targets."""
-    truth = TRUTH.get(("net",)) or TRUTH.setdefault(("net",), plain(net(), batches()))
-    agree(train(net(), mesh, row, batches(), microbatches=microbatches), truth)
 
 
 def test_losses_differ_per_rank_while_gradients_and_parameters_do_not() -> None:

@@ -6,7 +6,6 @@ unit (frozen weights, borrowed weights), in a second call, or between a backward
 
 from __future__ import annotations
 
-import copy
 import re
 from pathlib import Path
 
@@ -18,10 +17,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import plait
-from plait import run_threads as run
-from plait.comm import Comm
-from plait.step import Engine
-from plait.table.mesh import Mesh
 
 WIDTH = cases.WIDTH
 
@@ -145,33 +140,6 @@ def test_frozen_and_shared_parameters_stay_until_they_were_read(model: str, row:
 
 
 @pytest.mark.parametrize("row", ["ddp", *SPLIT_ROWS])
-def test_what_is_frozen_between_steps_stays_until_it_was_read(row: str) -> None:
-    template, data = distinct(nn.Sequential(FrozenFirst(), FrozenFirst())).requires_grad_(True), batches()[0]
-
-    def loop(model: nn.Module, engine: Engine | None, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        for _ in range(2):
-            optimizer.zero_grad()
-            if engine is None:
-                (cases.loss_sum(model, data) / cases.count(data)).backward()
-            else:
-                engine.backward(cases.loss_sum(model, data), cases.count(data))
-            optimizer.step()
-            for block in model:  # type: ignore[union-attr]
-                frozen(block.base)
-        return model.state_dict() if engine is None else engine.full_state_dict()
-
-    def body(comm: Comm) -> dict[str, Tensor]:
-        model = copy.deepcopy(template)
-        optimizer = sgd(model.parameters())
-        return loop(model, Engine(model, comm, strategy=row, optimizer=optimizer), optimizer)
-
-    alone = copy.deepcopy(template)
-    truth = loop(alone, None, sgd(alone.parameters()))
-    for state in run(Mesh(shard=2), body):
-        assert all(cases.close(state[name], value) for name, value in truth.items())
-
-
-@pytest.mark.parametrize("row", ["ddp", *SPLIT_ROWS])
 def test_a_loss_of_a_units_own_beside_its_output(row: str) -> None:
     """An auxiliary loss, kept as an attribute; its backward may run before the unit's output is reached."""
 
@@ -221,53 +189,6 @@ def test_recomputation(row: str, inside: bool) -> None:
     for ours, theirs in zip(again, straight, strict=True):
         assert ours.losses == theirs.losses
         assert all(torch.equal(ours.state[name], theirs.state[name]) for name in theirs.state)
-
-
-@pytest.mark.parametrize("row", cases.ROWS)
-@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-def test_evaluation_between_backward_and_step_keeps_nothing_old(row: str, grad: bool) -> None:
-    """What a forward without a backward left gathered must not survive the update."""
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.middle = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
-            self.last = nn.Linear(WIDTH, WIDTH, bias=False)
-            self.last.weight = self.first.weight
-
-        def forward(self, x_BC: Tensor) -> Tensor:
-            out: Tensor = self.last(self.middle(self.first(x_BC)).tanh())
-            return out
-
-    template, batch = distinct(Tied()), batches()[0]
-
-    def loop(comm: Comm) -> list[Tensor]:
-        model = copy.deepcopy(template)
-        optimizer = sgd(model.parameters())
-        engine = Engine(model, comm, strategy=row, optimizer=optimizer)
-        outputs = []
-        for _ in range(2):
-            engine.backward(cases.loss_sum(model, batch), cases.count(batch))
-            model.eval()
-            with torch.set_grad_enabled(grad):
-                outputs.append(model(batch["x"]).detach())
-            optimizer.step()
-            with torch.set_grad_enabled(grad):
-                outputs.append(model(batch["x"]).detach())
-            model.train()
-        return outputs
-
-    truth, reference = [], copy.deepcopy(template)
-    stepper = sgd(reference.parameters())
-    for _ in range(2):
-        stepper.zero_grad()
-        (cases.loss_sum(reference, batch) / cases.count(batch)).backward()
-        truth.append(reference(batch["x"]).detach())
-        stepper.step()
-        truth.append(reference(batch["x"]).detach())
-    for outputs in run(Mesh(replica=2, shard=2), loop):
-        for ours, theirs in zip(outputs, truth, strict=True):
-            assert cases.close(ours, theirs)
 
 
 class Biased(nn.Module):

@@ -131,8 +131,6 @@ class PlacedModel(StaysHere):
         if self.owned_optimizer is None:
             return None
         first = [piece for piece in self.owned if self.norm.counts(piece)]
-        mesh = self.comm.mesh
-        whole = mesh.count(self.strategy.optim.split) * mesh.pipe == 1 and not self.cuts
         return OptimizerState(
             self.comm,
             self.owned_optimizer,
@@ -140,7 +138,6 @@ class PlacedModel(StaysHere):
             self.cuts,
             first,
             trainable=self.exchange.names,
-            whole=whole,
         )
 
     def needed_optimizer_state(self) -> OptimizerState:

@@ -36,10 +36,9 @@ class Buffers:
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Takes ``numel`` elements, with arbitrary values."""
-        free = None
-        for buffer in self._free:  # the smallest that is large enough, or the largest
-            if buffer.base.dtype == dtype and (free is None or buffer.fits_better(free, numel)):
-                free = buffer
+        fitting = [buffer for buffer in self._free if buffer.base.dtype == dtype]
+        large = [buffer for buffer in fitting if buffer.numel >= numel]
+        free = min(large, key=Buffer.size) if large else max(fitting, key=Buffer.size, default=None)
         if free is not None:
             self._free.remove(free)
         if free is None or free.numel < numel:
@@ -79,11 +78,9 @@ class Buffer:
         found: Tensor = self.made[numel]
         return found
 
-    def fits_better(self, other: Buffer, numel: int) -> bool:
-        """True if it fits ``numel`` better than another buffer: large enough, and no larger than necessary."""
-        if self.numel < numel or other.numel < numel:
-            return self.numel > other.numel
-        return self.numel < other.numel
+    def size(self) -> int:
+        """Its number of elements."""
+        return self.numel
 
 
 class FlatGradient:
@@ -171,7 +168,7 @@ class FlatGradient:
         """Adds a microbatch's sum."""
         if self.started:
             self.accumulated.add_(piece)
-        elif piece.data_ptr() != self.accumulated.data_ptr():
+        elif piece is not self.accumulated:
             self.accumulated.copy_(piece)
         self.started = True
 

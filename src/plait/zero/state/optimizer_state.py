@@ -9,7 +9,7 @@
 
 It is the format of torch's ``get_optimizer_state_dict``; the groups of several optimizers follow one another.
 ``optimizer.load_state_dict`` takes it too, as it takes the state of a plain optimizer, whose parameters have numbers
-instead of names; ``optimizer.state_dict()`` is that of a plain one where a rank has everything, and refused elsewhere.
+instead of names; ``optimizer.state_dict()`` is refused, as a rank has pieces.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class OptimizerState:
         cuts: how the tensor axis cuts parameters, by name, where it does.
         first: the runs of this rank that no rank before it has.
         trainable: the parameters that were not frozen when the model was placed.
-        whole: every rank has the whole state.
     """
 
     def __init__(
@@ -72,16 +71,14 @@ class OptimizerState:
         first: Sequence[Owned],
         *,
         trainable: Collection[str],
-        whole: bool,
     ) -> None:
-        self.comm, self.owner, self.shapes, self.cuts, self.first, self.whole = comm, owner, shapes, cuts, first, whole
+        self.comm, self.owner, self.shapes, self.cuts, self.first = comm, owner, shapes, cuts, first
         self.trainable = frozenset(trainable)
         self._by_view = {id(piece.view): piece for piece in owner.owned}
         self._exact: dict[Tensor, dict[str, Any]] = {}
         """Values that torch would convert to the parameter's dtype while an optimizer loads."""
         for optimizer in owner.optimizers:  # hooks on the user's objects: see docs/guide/your-own-loop.md
-            optimizer.register_state_dict_pre_hook(self._check_whole)
-            optimizer.register_state_dict_post_hook(self._numbered)
+            optimizer.register_state_dict_pre_hook(self._refuse)
             optimizer.register_load_state_dict_pre_hook(self.cut)
             optimizer.register_load_state_dict_post_hook(self._as_saved)
 
@@ -283,25 +280,12 @@ class OptimizerState:
 
     # ---- the optimizer's own calls ----------------------------------------------------------------------------------
 
-    def _check_whole(self, optimizer: Optimizer) -> None:
-        if not self.whole:
-            raise ValueError(
-                f"{type(optimizer).__name__}.state_dict() would have this rank's pieces only: call "
-                f"engine.optimizer_state_dict() on all ranks, which is whole and by name, and "
-                f"engine.load_optimizer_state_dict(state)"
-            )
-
-    def _numbered(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """The numbers that a plain optimizer on the same parameters gives them."""
-        names = self.owner.groups[optimizer]
-        numbers = {name: number for number, name in enumerate(name for own in names for name in own)}
-        views = [view for group in optimizer.param_groups for view in group["params"]]
-        groups = zip(state["param_groups"], names, strict=True)
-        return {
-            **state,
-            "state": {numbers[self._by_view[id(views[i])].name]: value for i, value in state["state"].items()},
-            "param_groups": [{**group, "params": [numbers[name] for name in own]} for group, own in groups],
-        }
+    def _refuse(self, optimizer: Optimizer) -> None:
+        raise ValueError(
+            f"{type(optimizer).__name__}.state_dict() would have this rank's pieces only: call "
+            f"engine.optimizer_state_dict() on all ranks, which is whole and by name, and "
+            f"engine.load_optimizer_state_dict(state)"
+        )
 
 
 def _classes(optimizer: Optimizer) -> str:

@@ -174,6 +174,34 @@ def a_model_that_another_one_looks_at(kind: str, world: World) -> Any:
     return g.full_state_dict()
 
 
+class Tied(nn.Module):
+    """The head is tied to the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(5, 5, bias=False) for _ in range(3))
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)).tanh())  # type: ignore[no-any-return]
+
+
+@claim(ALONE, False, True)
+def evaluations_around_the_update(grad: bool, world: World) -> Any:
+    """A forward without a backward leaves nothing gathered that is old after the update."""
+    engine, outputs = world.engine(distinct(Tied())), []
+    x = batches(1)[0]["x"]
+    for batch in map(world.part, batches(3)):
+        engine.backward(loss_sum(engine.model, batch), count(batch))
+        for then in (update, id):
+            engine.model.eval()
+            with torch.set_grad_enabled(grad):
+                outputs.append(engine.model(x).detach())
+            engine.model.train()
+            then(engine)
+    return outputs, engine.full_state_dict()
+
+
 # ---- terms that modules leave, numbers beside the loss --------------------------------------------------------------
 
 

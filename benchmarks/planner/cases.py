@@ -121,8 +121,9 @@ def nanotron_split(layers: int, hidden: int, ffn: int, vocab: int, pipe: int) ->
 
 def playbook(data: Path) -> Source:
     """nanotron in bf16: it holds 16-bit gradients beside the sums in fp32, and gathers the cut stream again in the
-    backward; bytes are those of the first rank of the pipe axis, as rows with one microbatch show."""
-    found = Source("ultrascale_playbook.csv")
+    backward; bytes are those of the first rank of the pipe axis, as rows with one microbatch show.  Between hosts its
+    network is as fast as the source's own chart of all-reduces says."""
+    found, network = Source("ultrascale_playbook.csv"), measured_network(data)
     for row in rows_of(data, found.name):
         layers, hidden, ffn, heads, vocab, length = ints(row, "layers hidden ffn heads vocab seq")
         nodes, shard, tensor, pipe = ints(row, "nodes dp tp pp")
@@ -139,7 +140,7 @@ def playbook(data: Path) -> Source:
         kernels = replace(FUSED, gathers_again=True)
         try:
             plan = Plan(
-                model, preset("8xh100", nodes), Mesh(pipe=pipe, shard=shard, tensor=tensor), strategy,
+                model, network[nodes], Mesh(pipe=pipe, shard=shard, tensor=tensor), strategy,
                 micro * m * shard, length, m, split=split, sequence_parallel=True, kernels=kernels,
             )  # fmt: skip
         except ValueError as error:
@@ -154,6 +155,20 @@ def playbook(data: Path) -> Source:
         size = float(row["memory_gb"]) * 1e9 if measured else None
         held = 2 * fullest_params(plan)
         found.cases.append(Case(plan, kinds, seconds, size, held, first_rank=True, fitted=measured))
+    return found
+
+
+def measured_network(data: Path) -> dict[int, Cluster]:
+    """The source's cluster for each number of hosts, with the bus bandwidth of all-reduces that its chart has.
+
+    A ring sends as many bytes out of a host as over any link, so this is what a host reaches."""
+    found = {1: preset("8xh100")}
+    for row in rows_of(data, "ultrascale_charts.csv"):
+        if row["chart"] == "pp_comm_bandwidth" and row["series"] == "AllReduce" and float(row["x"]):
+            hosts = 2 ** int(float(row["x"]))
+            cluster = preset("8xh100", hosts)
+            reached = float(row["y"]) * 1e9 / cluster.reached.network
+            found[hosts] = replace(cluster, between=replace(cluster.between, bandwidth=min(reached, 400e9)))
     return found
 
 

@@ -127,6 +127,32 @@ def shape_of(case: Case) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
+class Picked:
+    """How fast the layout that is predicted to be fastest was, among those that were measured for one question."""
+
+    runs: int
+    first: float
+    """Speed of the predicted best, over that of the measured best."""
+    of_three: float
+    """Speed of the fastest of the three that are predicted to be best."""
+    middle: float
+    """Speed of the median run."""
+
+
+def picks(cases: Sequence[Case], constants: Constants, question: Callable[[Case], str]) -> dict[str, Picked]:
+    """The picks for each question: a model, a cluster and a batch."""
+    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for case, predicted in zip(cases, times(cases, constants), strict=True):
+        groups[question(case)].append((float(predicted), case.seconds or 1.0))
+    found = {}
+    for name, group in groups.items():
+        best = min(seconds for _, seconds in group)
+        in_order = [best / seconds for _, seconds in sorted(group)]
+        found[name] = Picked(len(group), in_order[0], max(in_order[:3]), statistics.median(in_order))
+    return found
+
+
+@dataclass(frozen=True)
 class Fits:
     """How often a card's memory is enough."""
 
@@ -136,8 +162,13 @@ class Fits:
     said_no: int
 
 
+def said_to_fit(case: Case) -> bool:
+    """True if a run is predicted to fit an 80 GB card."""
+    return fullest(case.plan).total + case.more_bytes <= CARD * 1e9
+
+
 def does_it_fit(cases: Sequence[Case]) -> Fits:
     """Runs that were measured ran, so they fit; runs that failed may have failed for another reason."""
-    ran = [fullest(case.plan).total + case.more_bytes <= CARD * 1e9 for case in cases if case.fitted]
-    failed = [fullest(case.plan).total + case.more_bytes <= CARD * 1e9 for case in cases if not case.fitted]
+    ran = [said_to_fit(case) for case in cases if case.fitted]
+    failed = [said_to_fit(case) for case in cases if not case.fitted]
     return Fits(len(ran), sum(ran), len(failed), len(failed) - sum(failed))

@@ -160,6 +160,14 @@ def main(arguments: Arguments) -> None:
         "MEMORY": page.kinds(by_kind(ran, memory_errors(ran))),
         "SCIENCE_MEMORY": f"{memory_errors(science.cases)}",
         "FITS": page.fits(fits),
+        "PICKED": page.picked(
+            judge.picks(multi.cases, of_vtrain, lambda case: f"vTrain, hidden {case.kinds['hidden']}")
+            | judge.picks(
+                [case for case in judged[book.name] if judge.said_to_fit(case)],
+                of_foundry,
+                lambda case: f"Playbook {case.kinds['model']}, {case.kinds['hosts']} hosts",
+            )
+        ),
         "KORTHIKANTI": korthikanti_table(data, of_vtrain),
         "ZERO": zero_table(),
         "LEFT_OUT": page.left_out((single, multi, book, foundry, titan, bridge, science)),

@@ -8,7 +8,7 @@ from dataclasses import fields
 from html import escape
 
 from cases import Source
-from judge import Errors, Fits
+from judge import Errors, Fits, Picked
 
 from plait.predict.cluster import Reached
 
@@ -40,6 +40,15 @@ def constants(sets: dict[str, Reached]) -> str:
     names = [field.name for field in fields(Reached)]
     rows = [(name, *(f"{getattr(one, name):.3g}" for one in sets.values())) for name in names]
     return table(("constant", *sets), rows)
+
+
+def picked(found: dict[str, Picked]) -> str:
+    """A table of the layouts that the planner would have picked."""
+    rows = [
+        (name, one.runs, *(f"{100 * share:.0f}" for share in (one.first, one.of_three, one.middle)))
+        for name, one in found.items()
+    ]
+    return table(("question", "runs", "first %", "best of three %", "median run %"), rows)
 
 
 def left_out(sources: Sequence[Source]) -> str:

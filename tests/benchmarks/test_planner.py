@@ -53,6 +53,18 @@ def test_constants_are_found_again(parts: Any, tmp_path: Path) -> None:
     assert found.kernels == pytest.approx(60, rel=0.2)
 
 
+def test_a_pick_is_held_against_the_best_that_was_measured(parts: Any, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("\n".join([HEAD, *ROWS[:4]]))
+    cases = parts["cases"].vtrain(tmp_path, "rows.csv").cases
+    known = {"": parts["fit"].START}
+    right = [replace(c, seconds=float(t)) for c, t in zip(cases, parts["fit"].times(cases, known), strict=True)]
+    (found,) = parts["judge"].picks(right, known, lambda case: "all").values()
+    assert (found.runs, found.first, found.of_three) == (4, 1.0, 1.0) and found.middle < 1
+    slow = [replace(case, seconds=1 / case.seconds) for case in right]
+    (found,) = parts["judge"].picks(slow, known, lambda case: "all").values()
+    assert found.first < found.of_three < 1
+
+
 def test_a_model_is_split_as_nanotron_splits_it(parts: Any) -> None:
     """Llama 3 8B on eight stages, as its documentation prints it: five blocks first, then four, the head alone."""
     split = parts["cases"].nanotron_split(32, 4096, 14336, 128256, 8)

@@ -84,6 +84,14 @@ def test_sizes_by_flags_become_a_model_of_train(capsys: pytest.CaptureFixture[st
     assert read.layout.offload and read.row.optim.device == "cpu"
 
 
+def test_train_runs_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toml = tmp_path / "run.toml"
+    words = ["--layers", "2", "--width", "64", "--heads", "4", "--vocab", "256", "--gpus", "2xh100", "--batch", "8"]
+    said(capsys, 0, *words, "--length", "32", "--mesh", "shard=2", "--microbatches", "2", "--toml", str(toml))
+    assert main(["train", "--config", str(toml), "--device", "cpu", "--world", "thread", "--steps", "1"]) == 0
+    assert "to the byte" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("dtype", ["", " bf16"])
 def test_a_row_of_your_own_is_written_as_train_reads_it(
     dtype: str, capsys: pytest.CaptureFixture[str], tmp_path: Path

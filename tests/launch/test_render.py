@@ -192,6 +192,20 @@ def test_a_program_of_modal_gives_each_word_to_torchrun(monkeypatch: pytest.Monk
     assert started == [([sys.executable, *TORCHRUN, *place, *COMMAND], True)]
 
 
+def test_files_go_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b").mkdir()
+    spec = LaunchSpec(1, 1, ("x.py",), files=("a b", "x.py"), image="i")
+    task = pytest.importorskip("yaml").safe_load(text("skypilot", spec))
+    assert task["file_mounts"] == {f"~/plait-job/{one}": str(tmp_path / one) for one in spec.files}
+    assert task["run"].startswith("mkdir -p ~/plait-job && cd ~/plait-job\n")
+    folder, file = str(tmp_path / "a b"), str(tmp_path / "x.py")
+    added = f".add_local_dir({folder!r}, '/root/a b').add_local_file({file!r}, '/root/x.py')\n"
+    assert added in text("modal", spec) and "clustered" not in text("modal", spec)
+    with pytest.raises(ValueError, match=r"SkyPilot expands \$"):
+        text("skypilot", LaunchSpec(1, 1, ("x.py",), files=("$HOME",)))
+
+
 def test_modals_limits_are_named() -> None:
     with pytest.raises(ValueError, match="no clusters without GPUs, and --hosts is 2"):
         text("modal", LaunchSpec(2, 1, ("x.py",), image="a"))

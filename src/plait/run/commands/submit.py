@@ -79,17 +79,17 @@ def run(config: SubmitConfig, argv: Sequence[str]) -> int:
         raise ValueError(
             f"{client} is not installed here: install it, or save the text (--dry-run) and submit it there"
         )
-    with told(tempfile.gettempdir(), 0):
-        folder = Path(tempfile.mkdtemp(prefix="plait-submit-"))
+    with tempfile.TemporaryDirectory(prefix="plait-submit-") as name:  # clients read it before they return
+        folder = Path(name)
         file = folder / target.file
-        file.write_text(text, encoding="utf-8")
-        for one in spec.files if config.target == "ray" else ():  # Ray sends one folder
-            where = folder / one
-            where.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copytree(one, where) if os.path.isdir(one) else shutil.copy(one, where)
-    last = [word.format(file=file, folder=folder) for word in target.last]
-    say(f"plait: {client} gets {file}\n")
-    return subprocess.run([program, *target.client[1:], *config.option, *last]).returncode
+        with told(name, 0):
+            file.write_text(text, encoding="utf-8")
+            for one in spec.files if config.target == "ray" else ():  # Ray sends one folder
+                where = folder / one
+                where.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copytree(one, where) if os.path.isdir(one) else shutil.copy(one, where)
+        last = [word.format(file=file, folder=folder) for word in target.last]
+        return subprocess.run([program, *target.client[1:], *config.option, *last]).returncode
 
 
 def command_of(argv: Sequence[str]) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ def test_the_smallest_batch_that_fills_all_parts_is_valid() -> None:
         ({"optimizer": "adamx"}, ["unknown optimizer 'adamx'", "did you mean adam"]),
         ({"optimizer": "lion"}, ["unknown optimizer 'lion'", "adamw, adam, sgd"]),
         ({"model": "lama"}, ["unknown model 'lama'", "did you mean llama"]),
-        ({"out": __file__}, ["is a file", "give a folder"]),
+        ({"out": __file__}, ["Not a directory", "give another place"]),
     ],
 )
 def test_a_mistake_is_refused_with_its_numbers(changes: dict[str, Any], says: list[str]) -> None:

@@ -43,7 +43,8 @@ def test_it_is_refused_at_once(reader: str, odd: str, tmp_path: Path) -> None:
     ODD[odd](place)
     with pytest.raises(ValueError) as caught:
         READERS[reader](str(place))
-    assert str(tmp_path) in str(caught.value) and str(caught.value).isprintable()
+    named = str(tmp_path), repr(os.path.realpath(place))  # weights name the end of a link
+    assert any(name in str(caught.value) for name in named) and str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize("name", ["n" * 300, "a\0b", "n/" * 5000])

@@ -151,11 +151,10 @@ def check_file(name: str, path: str) -> None:
     Raises:
         ValueError: it is a folder, a pipe or a device, its folder is missing, or nothing can be written there.
     """
-    place = os.path.abspath(path)
-    if not os.path.isdir(os.path.dirname(place)):
+    _check_plain(name, path)
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
         raise ValueError(f"{name} {shown(path)}: there is no such folder; make it, or give another")
-    _check_plain(name, path, place)
-    _try(name, path, os.path.dirname(os.path.realpath(place)))  # where write_text puts it
+    _try(name, path, os.path.dirname(os.path.realpath(path)))  # where write_text puts it
 
 
 def check_folder(name: str, path: str, files: Iterable[str] = (), need: int = 0) -> None:
@@ -170,17 +169,10 @@ def check_folder(name: str, path: str, files: Iterable[str] = (), need: int = 0)
         ValueError: something else is there, nothing can be written, or there is less room.
     """
     place = os.path.abspath(path)
-    while not (status := _status(name, path, place)):
-        place = os.path.dirname(place)
-    if not stat.S_ISDIR(status.st_mode):
-        what = "a file" if stat.S_ISREG(status.st_mode) else "no folder"
-        raise ValueError(
-            f"{name} {shown(path)} is {what}: give a folder"
-            if place == os.path.abspath(path)
-            else f"{name} {shown(path)}: {shown(place)} is {what}; give another place"
-        )
     for file in files:
-        _check_plain(name, os.path.join(path, file), os.path.join(os.path.abspath(path), file))
+        _check_plain(name, os.path.join(place, file))
+    while not _there(name, place):
+        place = os.path.dirname(place)
     _try(name, path, place)
     if (have := free(place)) is not None and need > have:
         raise ValueError(
@@ -188,26 +180,19 @@ def check_folder(name: str, path: str, files: Iterable[str] = (), need: int = 0)
         )
 
 
-def _status(name: str, path: str, place: str) -> os.stat_result | None:
-    """Returns the status of a place, links followed; None if nothing is there."""
+def _there(name: str, place: str) -> bool:
     try:
-        return os.stat(place)
+        os.lstat(place)
     except FileNotFoundError:
-        if not os.path.islink(place):
-            return None
-        raise ValueError(f"{name} {shown(path)}: {shown(place)} is a link to nothing; give another place") from None
+        return False
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{name} {shown(path)}: {reason}; give another place") from error
+        raise ValueError(f"{name} {shown(place)}: {getattr(error, 'strerror', error)}; give another place") from error
+    return True
 
 
-def _check_plain(name: str, path: str, place: str) -> None:
-    status = _status(name, path, place)
-    if status and not stat.S_ISREG(status.st_mode):
-        what = "a folder" if stat.S_ISDIR(status.st_mode) else "no plain file"
-        raise ValueError(f"{name} {shown(path)} is {what}: give a file")
-    if status and not os.access(place, os.W_OK):
-        raise ValueError(f"{name} {shown(path)}: nothing can be written in {shown(place)}; give another place")
+def _check_plain(name: str, place: str) -> None:
+    if _there(name, place) and not (os.path.isfile(place) and os.access(place, os.W_OK)):
+        raise ValueError(f"{name} {shown(place)} is no plain file that can be written: give another place")
 
 
 def _try(name: str, path: str, folder: str) -> None:
@@ -219,5 +204,5 @@ def _try(name: str, path: str, folder: str) -> None:
     except OSError as error:
         have = free(folder)
         room = "" if have is None else f", {have} bytes are free"
-        reason = f"nothing can be written in {folder!r} ({error.strerror}{room})"
+        reason = f"nothing can be written in {shown(folder)} ({error.strerror}{room})"
         raise ValueError(f"{name} {shown(path)}: {reason}; give another place") from error

@@ -289,31 +289,6 @@ def sorted_tokens(step: int) -> Tensor:
     return tokens_B[(tokens_B % 3).argsort(stable=True)][:, None].repeat(1, 2) * torch.tensor([1, step % 2])
 
 
-class Noisy(nn.Module):
-    """Whole channels dropped with torch's default of a half, plain dropout of a half, noise, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4)
-        self.channels, self.drop = nn.Dropout2d(), nn.Dropout(0.5)
-        self.register_buffer("scale", torch.ones(1))
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        x_BCHW = self.norm(self.conv(x_BCHW + 0.1 * torch.randn_like(x_BCHW)) * self.scale)
-        return self.drop(self.channels(x_BCHW)) * torch.rand(len(x_BCHW), 1, 1, 1)
-
-
-def images(step: int) -> Tensor:
-    return torch.randn(7, 2, 5, 5, generator=torch.Generator().manual_seed(step))
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
-def test_whatever_draws_is_the_same_in_all_three(dtype: Any) -> None:
-    job = plait.UserJob(Noisy, lambda model, x: (model(x) - 1).square().sum(), images)
-    verdict = plait.verify(job, "shard=3", "zero2", microbatches=2, dtype=dtype)
-    assert verdict.word == "bitwise", verdict
-
-
 def test_counts_are_whole_numbers() -> None:
     of_tensors = replace(JOB, count_fn=lambda batch: torch.tensor(len(batch[0])))
     assert plait.verify(of_tensors, microbatches=2).word == "bitwise"

@@ -106,25 +106,6 @@ def test_a_unit_that_stays_open_around_others_because_it_is_lent(row: str) -> No
     bitwise(job_of(valued(Lent), vectors()), "shard=2", row, units=units, foretold=False)
 
 
-def test_heads_that_only_some_ranks_use_get_no_gradient_where_nobody_does() -> None:
-    """Under rows that keep parameters whole, which module runs may depend on the samples."""
-
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Linear(6, 6)
-            self.heads = nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.heads[len(x) % 3](torch.tanh(self.body(x)))
-            return out
-
-    heads = job_of(valued(Heads), vectors())
-    for row in ("ddp", "zero1", "zero2"):
-        held = bitwise(heads, "shard=2", row, microbatches=3)
-        assert not any("heads.3" in name for record in held.ranks for name, *_ in record.gradients[0])
-
-
 def test_a_frozen_decoder_with_adapters() -> None:
     def build() -> nn.Module:
         model = hf.build(hf.HFConfig(32, 2, 16, 4, 2, 20, 6, 0.1)).requires_grad_(False)

@@ -118,10 +118,11 @@ def test_what_does_not_fit_is_told_with_the_change_that_does(folder: Path, capsy
         (["--gpus", "8xh1000"], "gpus '8xh1000': did you mean h100 or"),
         (["--model", "hf:config.json", "--layers", "3"], "--layers beside --model hf:config.json"),
         (["--params", "1B", "--write-script", "slurm"], "write_script slurm without toml"),
+        (["--model", "hf:other.json"], "model 'hf:other.json': give a folder with a config.json"),
         (["--model", "llama"], "model 'llama': give hf:PATH"),
         (["--layers", "3"], "no width: give --model hf:PATH, --params"),
         (["--params", "10"], "params '10': give a number and M, B or T"),
-        (["--model", "hf:nowhere"], "the config"),
+        (["--model", "hf:nowhere/config.json"], "the config"),
         (["--cluster", "nowhere.toml", "--params", "1B"], "the cluster"),
         (
             ["--layers", "2", "--width", "8", "--heads", "1", "--vocab", "8", "--batch", "7", "--length", "16"],

@@ -47,7 +47,7 @@ class PlanConfig:
     """
 
     model: str | None = None
-    """hf:PATH, a Hugging Face config.json or a folder with one; its weights are not read. None: the sizes below."""
+    """hf:PATH, a folder with a Hugging Face config.json, or that file; weights are not read. None: the sizes below."""
     params: str | None = None
     """Number of parameters, as 10B or 1T, where no sizes are known: only their state is counted."""
     layers: int | None = None
@@ -169,6 +169,8 @@ def read_model(config: Any, *, gated: bool = True) -> Transformer:
         if kind != "hf" or not path:
             raise ValueError(f"model {model!r}: give hf:PATH, or sizes: --layers --width --heads --vocab")
         place = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+        if place.name != "config.json":
+            raise ValueError(f"model {config.model!r}: give a folder with a config.json, which train reads too")
         return from_hugging_face(read_text(place, "the config"), str(place))
     if missing := [name for name in ("layers", "width", "heads", "vocab") if flags[name] is None]:
         more = ", --params" * hasattr(config, "params")
@@ -281,11 +283,11 @@ def state_bytes(row: Strategy, dtype: str) -> dict[str, float]:
 def to_config(config: PlanConfig, plan: Plan) -> str:
     """The layout as the TOML that ``plait train --config`` reads."""
     model, values = plan.model, dict[str, Any]()
-    path = (config.model or "").removeprefix("hf:")
-    if path and (Path(path).is_dir() or Path(path).name == "config.json"):
+    if config.model is not None:
+        path = config.model.removeprefix("hf:")
         values["model"] = f"hf:{path if Path(path).is_dir() else Path(path).parent}"
     else:
-        values |= {"model": model.family if model.family in ("llama", "qwen2") else "llama", "layers": model.layers}
+        values |= {"model": "llama", "layers": model.layers}
         values |= {"width": model.hidden, "ffn": model.ffn, "heads": model.heads, "kv_heads": model.kv_heads}
         values |= {"vocab": model.vocab, "dropout": 0.0}
     values |= {"length": plan.length, "batch": plan.batch, "dtype": config.dtype, "mesh": str(plan.mesh)}

@@ -27,20 +27,8 @@ def gb(size: float) -> str:
 def table_of(found: Sequence[Candidate]) -> Table:
     """The layouts, the best first."""
     table = Table(box=box.SIMPLE_HEAD)
-    headings = (
-        "",
-        "mesh",
-        "row",
-        "order",
-        "microbatches",
-        "recompute",
-        "s/step",
-        "tokens/s",
-        "MFU",
-        "memory",
-        "bound by",
-    )
-    for heading in (*headings, "loses"):
+    settings = ("", "mesh", "row", "order", "microbatches", "recompute")
+    for heading in (*settings, "s/step", "tokens/s", "MFU", "memory", "bound by", "loses"):
         left = heading in ("mesh", "row", "order", "recompute", "bound by", "loses")
         table.add_column(heading, justify="left" if left else "right")
     for place, one in enumerate(found, 1):

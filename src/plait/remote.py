@@ -47,7 +47,7 @@ LOOK_SECONDS, ASK_SECONDS = 0.02, 1.0
 _served: dict[str, Callable[..., Any]] = {}
 """The functions that this process offers, by name; torch's agent calls module-level functions only."""
 _stores: list[Store] = []
-"""The store in which the agents of this process meet, while they do."""
+"""The store in which the agents of this process meet, while they are connected."""
 
 
 class RemoteError(RuntimeError):
@@ -171,6 +171,7 @@ class Remote:
         self._closed = True
         rpc.shutdown(graceful=together, timeout=max(1, round(self.deadline)))
         _served.clear()
+        _stores.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -196,6 +197,7 @@ def connect(
 
     Raises:
         ValueError: the ranks are no processes, are connected already, or a device of the map is not there.
+        ConnectionError: torch's agents do not reach each other.
     """
     from torch.distributed import rpc
 
@@ -207,8 +209,10 @@ def connect(
         )
     counts = [count for (count,) in gather_ints(comm, [torch.cuda.device_count()], AXES, NO_NOTE)]
     wrong = _wrong(devices, comm.rank, counts)
-    if _served or _stores or not rpc.is_available():
-        wrong = wrong or "remote calls are connected here already: close them first"
+    if not rpc.is_available():
+        wrong = "this torch was built without torch.distributed.rpc, which carries remote calls"
+    elif _stores:
+        wrong = "remote calls are connected here already: close them first"
     check_together(comm, ValueError(wrong) if wrong else None, AXES)
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=threads, rpc_timeout=seconds, init_method="plait://")
     for rank, there in devices.items():
@@ -220,11 +224,14 @@ def connect(
         with _own_interface(getattr(comm, "peers", ())), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of a call of its own
             rpc.init_rpc(_worker(comm.rank), rank=comm.rank, world_size=comm.mesh.size, rpc_backend_options=options)
-    except BaseException:
+    except BaseException as error:
         _served.clear()
+        _stores.clear()
+        if isinstance(error, RuntimeError):
+            why = one_line(str(error).partition("\n")[0], 200)
+            raise ConnectionError(f"rank {comm.rank} could not connect its remote calls ({why})") from error
         raise
     finally:
-        _stores.clear()
         store.set_timeout(before)
     number = int(store.add(f"remote calls {comm.rank}", 1))
     return Remote(comm, dist.PrefixStore(f"remote calls {number}", store), devices, seconds)  # type: ignore[attr-defined]

@@ -121,16 +121,6 @@ def test_no_product_is_made_that_nobody_wants(shape: tuple[int, ...], onednn_cal
 # ---- what is left to torch ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_are_torchs_to_the_bit(dtype: torch.dtype, onednn_calls: list[tuple[int, ...]]) -> None:
-    for bias in (False, True):
-        model = nn.Linear(300, 31, bias=bias, dtype=dtype)
-        for shape in ((65, 300), (3, 7, 300)):
-            x = draws(torch.empty(shape, dtype=dtype), 0)
-            assert_equal(trained(model, [x], multiplying(ONEDNN)), trained(model, [x], torch.enable_grad()))
-    assert not onednn_calls
-
-
 def test_products_that_are_no_linear_layer(onednn_calls: list[tuple[int, ...]]) -> None:
     x, w = draws(torch.empty(7, 5), 0), draws(torch.empty(6, 5), 1)
     with multiplying(ONEDNN):
@@ -204,16 +194,6 @@ def test_an_engine_multiplies_by_it(
     assert len(onednn_calls) == 2 * shape.data_size * (6 + 6 + 5 + again)
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
-
-
-def test_an_unknown_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="gemm='mkl': give 'torch' or 'onednn'"):
-        run(Mesh(), lambda comm: engine_of(comm, "ddp", "mkl"), deadline=20)
-
-
-def test_ranks_with_different_ones_are_refused() -> None:
-    with pytest.raises(ValueError, match="gemm"):
-        run(Mesh(shard=2), lambda comm: engine_of(comm, "ddp", ("torch", "onednn")[comm.rank]), deadline=20)
 
 
 def test_cut_layers_under_autocast_stay_with_torch(onednn_calls: list[tuple[int, ...]]) -> None:

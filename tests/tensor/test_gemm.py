@@ -114,26 +114,19 @@ LAYOUTS: list[Callable[[tuple[int, ...], int], Tensor]] = [
 ]
 
 
-@pytest.mark.parametrize("bias", [None, *LAYOUTS[:2], one_number])
-@pytest.mark.parametrize("weight", LAYOUTS)
-def test_layouts(weight: Callable[..., Tensor], bias: Callable[..., Tensor] | None) -> None:
-    """oneDNN itself takes a bias for contiguous that is not, and refuses a weight whose rows overlap."""
-    for layout in LAYOUTS:
-        for shape in ((17,), (7, 17), (1, 17), (3, 4, 17), (2, 3, 1)):
-            x, w = layout(shape, 0), weight((5, shape[-1]), 1)
-            b = None if bias is None else bias((5,), 2)
-            within_rounding(ONEDNN.linear(x, w, b), x, w, b)
-            within_rounding(ONEDNN.product(x, w.t()), x, w)
-
-
 def test_random_shapes_and_layouts() -> None:
-    """A thousand products; no layout reads memory that is not its own."""
+    """A thousand products; no layout reads memory that is not its own.
+
+    oneDNN itself takes a bias for contiguous that is not, and refuses a weight whose rows overlap.
+    """
     draw = random.Random(0)
     for seed in range(1000):
         lead = [draw.choice((1, 2, 3, 7)) for _ in range(draw.randint(0, 3))]
         k, out = draw.choice((1, 2, 5, 16, 17, 33)), draw.choice((1, 2, 5, 16, 31))
         x, w, b = (draw.choice(LAYOUTS)(shape, seed) for shape in ((*lead, k), (out, k), (out,)))
         within_rounding(ONEDNN.linear(x, w, b), x, w, b)
+        within_rounding(ONEDNN.linear(x, w, None), x, w)
+        within_rounding(ONEDNN.product(x, w.t()), x, w)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

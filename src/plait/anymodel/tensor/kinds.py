@@ -77,7 +77,7 @@ def _once(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module) ->
 def _split(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module) -> None:
     """Its stream is cut in time."""
     if axis.sequence:
-        changes_stream(module, name, "split", axis, lambda x: cut_in_time(axis, x, name))
+        changes_stream(module, name, "split", axis, lambda x: cast(Any, Split).apply(x, axis, name))
 
 
 def _unsplit(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module) -> None:
@@ -101,15 +101,11 @@ def _unsplit(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module)
                 f"[batch, {length}, width] to cut in time: leave sequence parallelism out"
             )
         with DisableTorchFunction():
-            y = cut_in_time(axis, y, name)
+            y = cast(Any, Split).apply(y, axis, name)
         return (y, *output[1:]) if isinstance(output, tuple) else y
 
     changes_stream(module, name, "unsplit", axis, stream)
     module.register_forward_hook(again)
-
-
-def cut_in_time(axis: TensorAxis, x: Tensor, name: str) -> Tensor:
-    return cast(Tensor, cast(Any, Split).apply(x, axis, name))
 
 
 # ---- sites -------------------------------------------------------------------------------------------------------

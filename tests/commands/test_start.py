@@ -22,6 +22,7 @@ JOB = """
 import os, subprocess, sys, torch, plait, beside
 helper = os.path.join(os.path.dirname(__file__), "helper.py")
 subprocess.run([sys.executable, helper], env={**os.environ, "PYTHONSAFEPATH": ""}, check=True)
+ranks = lambda comm: comm.rank
 job = plait.UserJob(lambda: torch.nn.Linear(2, 1), lambda model, x: beside.loss(model(x)), [torch.ones(4, 2)])
 """
 
@@ -42,6 +43,7 @@ STARTED = {
     "judge": ["judge run"],
     "submit": ["submit slurm --dry-run -- prove --mesh shard=1"],
     "lesson": ["lesson list", "lesson run 2"],
+    "trace": ["trace jobs/mine.py:ranks --mesh shard=2"],
 }
 """Words of each command that start all kinds of processes."""
 

@@ -11,7 +11,8 @@ doctor.py      ``plait doctor``: examines this machine, its torch and its links
 explain.py     ``plait explain``: shows how a tensor axis distributes a model over its ranks
 judge.py       ``plait judge``: compares a witnessed run of any engine with the single process
 submit.py      ``plait submit``: writes a job for a scheduler, and hands it to its client
-lesson.py      ``plait lesson``: lists and runs the lessons of the course
+lesson.py      ``plait lesson``: lists, runs and opens the lessons of the course
+trace.py       ``plait trace``: writes a page that steps through a file on every rank
 interrupt.py   handles Ctrl-C while a command still imports its modules
 bench.py       ``plait bench comm``: shows the measurements as a table and as JSON
 """

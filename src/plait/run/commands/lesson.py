@@ -4,11 +4,14 @@ plait lesson list               shows the lessons
 plait lesson run 9              runs one: it prints what it finds and asserts what it claims
 plait lesson run 9 --ranks 2    the same on another number of ranks
 plait lesson find 3             runs a file with a fault, its verdict, and the fix
+plait lesson open 9             writes a page that steps through a lesson, with one column per rank
 """
 
 import sys
+import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -57,13 +60,38 @@ class FindFault:
 
 
 @dataclass(frozen=True)
+class OpenLesson:
+    """Write a page that steps through a lesson's ranks, side by side, and open it in the browser."""
+
+    number: tyro.conf.Positional[int]
+    """The lesson, as in plait lesson list."""
+    out: str | None = None
+    """The file to write; lesson-09.html and so on unless given."""
+    no_browser: bool = False
+    """Write the page only."""
+
+    def run(self) -> None:
+        from plait.run.commands.trace import write_page
+
+        lesson = find(self.number)
+        module = load_file(str(lesson.path), "lesson")
+        if not hasattr(module, "body"):
+            raise ValueError(f"lesson {self.number} has no ranks to step through: plait lesson run {self.number}")
+        place = self.out or f"lesson-{self.number:02}.html"
+        write_page(place, f"Lesson {self.number}: {lesson.title}", lesson.path, module.body, module.MESH)
+        if not self.no_browser:
+            webbrowser.open(Path(place).resolve().as_uri())
+
+
+@dataclass(frozen=True)
 class LessonCommand:
     """Learn by running: a course of lessons, each a file that asserts what it says."""
 
     what: Annotated[
         Annotated[ListLessons, tyro.conf.subcommand("list")]
         | Annotated[RunLesson, tyro.conf.subcommand("run")]
-        | Annotated[FindFault, tyro.conf.subcommand("find")],
+        | Annotated[FindFault, tyro.conf.subcommand("find")]
+        | Annotated[OpenLesson, tyro.conf.subcommand("open")],
         tyro.conf.arg(name=""),
     ]
     """The operation."""

@@ -1,0 +1,48 @@
+"""``plait trace``: steps through a function of a file on every rank, and writes a page with one column per rank.
+
+plait trace FILE.py:body --mesh shard=4
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from plait.checkpoint.files.writing import check_file, write_text
+from plait.messages.escape import say
+from plait.run.course.page import page
+from plait.run.course.tracer import trace
+from plait.run.job.user_code import load_name
+from plait.table.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class TraceConfig:
+    """Step through a function of a file on every rank, and write a page with one column per rank."""
+
+    function: tyro.conf.Positional[str]
+    """A file and a function of one argument, the rank's comm, as in FILE.py:body."""
+    mesh: str = "shard=4"
+    """The axes and their sizes; each rank is a thread."""
+    out: str = "trace.html"
+    """The file to write."""
+
+
+def run(config: TraceConfig, argv: Sequence[str] = ()) -> int:
+    """Traces and writes the page."""
+    body = load_name(config.function, "function")
+    if not callable(body):
+        raise ValueError(f"function {config.function!r} is a {type(body).__name__}: name a function of the rank's comm")
+    write_page(config.out, config.function, Path(config.function.rpartition(":")[0]), body, config.mesh)
+    return 0
+
+
+def write_page(place: str, title: str, file: Path, body: Callable[[Any], object], mesh: str) -> None:
+    """Runs ``body`` on the mesh, step by step, and writes the page."""
+    check_file("out", place)
+    text = page(title, file.read_text(encoding="utf-8"), trace(file, body, Mesh.parse(mesh)))
+    write_text(place, text)
+    say(f"written: {place} ({len(text.encode()):,} bytes); arrow keys step, #12 is step 12\n", sys.stdout)

@@ -1,0 +1,159 @@
+"""The page that steps through a file: what it records of each rank, how ranks are aligned, that nothing in it runs."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.run.commands.main import main
+from plait.run.course.lessons import numbered
+from plait.run.course.tracer import align, show, trace
+from plait.run.job.user_code import load_name
+from plait.table.mesh import Mesh
+
+PROGRAM = """
+import torch
+
+def body(comm):
+    x = torch.full((3,), float(comm.rank))
+    hostile = "</script><script>document.title = 'taken'</script><img src=x onerror=alert(1)>"
+    if comm.rank:
+        x = x + 10
+    comm.all_reduce(x, ("shard",)).wait()
+    total = helper(x)
+    return total
+
+def helper(x):
+    twice = 2 * x
+    return twice.sum()
+
+def line(comm):
+    token = torch.zeros(1)
+    if comm.rank:
+        comm.recv(token, comm.rank - 1).wait()
+    token += 1
+    if comm.rank + 1 < comm.world_size:
+        comm.send(token, comm.rank + 1)
+    return token
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    return file
+
+
+def data_of(page: str) -> Any:
+    return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def value(rank: Any, name: str, end: int) -> Any:
+    """The last value of a variable up to a step."""
+    return next(step["changed"][name] for step in reversed(rank["steps"][: end + 1]) if name in step["changed"])
+
+
+def test_ranks_differ_before_the_sum_and_agree_after_it(program: Path, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    assert main(["trace", f"{program}:body", "--mesh", "shard=3", "--out", str(out)]) == 0
+    data = data_of(out.read_text())
+    before = next(i for i, frame in enumerate(data["frames"]) if data["ranks"][0]["steps"][frame[0]]["line"] == 9)
+    meeting = [
+        max(k for k, step in enumerate(rank["steps"]) if not step["operations"] and "x" in step["changed"])
+        for rank in data["ranks"]
+    ]
+    starts = [value(rank, "x", at)["rows"][0] for rank, at in zip(data["ranks"], meeting, strict=True)]
+    assert starts == [[0.0] * 3, [11.0] * 3, [12.0] * 3] and before > 0
+    ends = [value(rank, "x", len(rank["steps"]) - 1)["rows"][0] for rank in data["ranks"]]
+    assert ends == [[23.0] * 3] * 3
+    for frame in data["frames"]:  # aligned: all ranks are on the same side of the collective
+        assert len({rank["steps"][k]["operations"] for rank, k in zip(data["ranks"], frame, strict=True)}) == 1
+    assert data["ranks"][1]["operations"] == ["all_reduce over shard, 12 bytes, this rank sends 16"]
+    assert {step["function"] for step in data["ranks"][0]["steps"]} == {"body", "helper"}
+
+
+def test_messages_are_shown_in_the_order_in_which_they_went(program: Path) -> None:
+    ranks = trace(program, load_name(f"{program}:line", "function"), Mesh(shard=3))
+    frames = align(ranks)
+    assert frames[-1] == [len(rank.steps) - 1 for rank in ranks]
+    received = [
+        next(i for i, f in enumerate(frames) if ranks[r].steps[f[r]]["line"] == 21) for r in (0, 1, 2)
+    ]  # token += 1
+    assert received == sorted(received)
+
+
+def test_only_changes_are_kept_and_a_body_that_raises_is_reported(program: Path) -> None:
+    ranks = trace(program, load_name(f"{program}:body", "function"), Mesh(shard=2))
+    assert sum("hostile" in step["changed"] for step in ranks[0].steps) == 1
+    with pytest.raises(ZeroDivisionError):
+        trace(program, lambda comm: 1 / 0, Mesh(shard=2))
+
+
+def test_a_hostile_string_is_text_and_the_policy_names_our_script_alone(program: Path, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    main(["trace", f"{program}:body", "--mesh", "shard=2", "--out", str(out)])
+    page = out.read_text()
+    assert page.count("</script>") == 2 and "<img" not in page and "http" not in page.split("</head>")[1]
+    script, style = re.search(r"script-src '([^']+)'; style-src '([^']+)'", page).groups()
+    for tag, named in (("script", script), ("style", style)):
+        text = re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)[1]
+        assert named == "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    assert "default-src 'none'" in page and "innerHTML" not in page and "eval" not in page
+
+
+def test_a_tensor_without_values_and_odd_ones_are_shown() -> None:
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    assert show(freed) == {"text": "float32 (4,), no values here"}
+    assert show(torch.empty(2, device="meta"))["text"].endswith("no values here")
+    assert show(torch.tensor(3))["rows"] == [[3.0]] and show(torch.empty(0))["text"] == "float32 (0,)"
+    assert show(torch.ones(9, 9))["rows"] == [[1.0] * 8] * 4
+    assert show([torch.ones(2), 1, print])["text"] == "list of 3: float32 (2,); 1; builtin_function_or_method"
+
+
+def test_a_lesson_is_opened(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "lesson.html"
+    assert main(["lesson", "open", "5", "--out", str(out), "--no-browser"]) == 0
+    assert out.stat().st_size < 2_000_000 and len(data_of(out.read_text())["ranks"]) == 4
+    assert main(["lesson", "open", "1", "--no-browser"]) == 2
+    assert "lesson 1 has no ranks to step through" in capfd.readouterr().err
+
+
+def test_every_lesson_with_ranks_can_be_opened() -> None:
+    with_ranks = [lesson.number for lesson in numbered() if "\ndef body(" in lesson.path.read_text()]
+    assert with_ranks == [n for n in range(3, 21) if n not in (8, 18)]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("playwright") is None or shutil.which("chromium") is None,
+    reason="Playwright and chromium are not installed",
+)
+def test_a_browser_steps_through_it(program: Path, tmp_path: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    out = tmp_path / "page.html"
+    main(["trace", f"{program}:body", "--mesh", "shard=2", "--out", str(out)])
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        tab, said = browser.new_page(), []
+        tab.on("console", lambda message: said.append(message.text))
+        tab.on("pageerror", lambda error: said.append(str(error)))
+        tab.goto(out.as_uri())
+        assert tab.locator("section").count() == 2 and tab.title() == f"{program}:body"
+        tab.keyboard.press("ArrowRight")
+        assert tab.url.endswith("#2") and "step 2 of" in tab.locator("#count").inner_text()
+        tab.keyboard.press("End")
+        assert "all_reduce over shard" in tab.locator("section").first.inner_text()
+        tab.keyboard.press("ArrowLeft")
+        assert tab.title() == f"{program}:body" and said == []
+        browser.close()

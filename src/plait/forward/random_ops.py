@@ -65,6 +65,12 @@ def all_silent(model: nn.Module) -> bool:
     return all(map(silent, model.modules()))
 
 
+def may_draw(model: nn.Module) -> bool:
+    """True if the model has a layer of torch's that is made to draw; other code shows it when it runs."""
+    drawing = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention, nn.RReLU)
+    return any(isinstance(module, drawing) for module in model.modules())
+
+
 def _changed(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 

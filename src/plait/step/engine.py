@@ -1,16 +1,7 @@
-"""The engine: forward and backward of every microbatch, one reduction, one update.
+"""The engine: forward and backward of every microbatch, one reduction, one update (docs/guide/a-step.md).
 
-    engine.step(microbatches)
-      counts              samples and targets of every rank                          one small all_gather
-      runtime.run         F0 B0 F1 B1 ...: units are unsharded and resharded,
-                          gradients are reduced                                      as the row says
-      optimizer.step      the program's optimizer, with two calls of the engine around its update
-        reduce            pending sums; losses, norm, which parameters have          as the row says
-                          gradients; clipping; ``.grad`` of the pieces               one small all_gather
-        the optimizer     updates the pieces that this rank owns
-        publish           new values go to where the row keeps them                  as the row says
-
-A program's own loop calls ``engine.backward(loss, count)`` for each microbatch, and ``optimizer.step()``.
+``step`` makes a whole step.  A program's own loop calls ``engine.backward(loss, count)`` for each microbatch, and
+``optimizer.step()``, around whose update the engine reduces and publishes.
 
 Gradients are sums: the loss is a sum, or a mean times its count, and the step divides once, by the global count of
 targets.  So ragged microbatches and uneven ranks agree with a single process.

@@ -2,8 +2,8 @@
 
 optimizer.step()
   engine.reduce()        unless the loop has called it
-  the update             on this rank's pieces, with the program's own hooks on the step
-  engine.publish()       with the last optimizer of the step
+  the update             on this rank's pieces
+  engine.publish()       with the last optimizer of the step; hooks that a program adds to the step later come after it
 optimizer.zero_grad()    between backward and step: the sums so far are thrown away
 """
 
@@ -25,7 +25,7 @@ Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer
 
 def drive(optimizer: Optimizer, engine: Engine) -> None:
     """Lets the engine reduce before each step of this optimizer and publish after it."""
-    update, clear = optimizer.step, optimizer.zero_grad
+    update, clear, depth = optimizer.step, optimizer.zero_grad, 0
 
     @wraps(update)
     def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -34,15 +34,27 @@ def drive(optimizer: Optimizer, engine: Engine) -> None:
                 "optimizer.step(closure): the gradients are summed over the ranks before the update, so the "
                 "closure's backward would come too late. Run it first: loss = closure(); optimizer.step()"
             )
+        nonlocal depth
+        depth = 0
         engine.before_update(optimizer)
-        result = update(*args, **kwargs)
-        engine.after_update(optimizer)
-        return result
+        return update(*args, **kwargs)
+
+    def begins(*_: Any) -> None:  # a step that calls that of its base class runs the hooks twice
+        nonlocal depth
+        depth += 1
+
+    def ends(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if not depth:
+            engine.after_update(optimizer)
 
     def zero_grad(*args: Any, **kwargs: Any) -> None:
         engine.discard()
         clear(*args, **kwargs)
 
+    optimizer.register_step_pre_hook(begins)
+    optimizer.register_step_post_hook(ends)
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 

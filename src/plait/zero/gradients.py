@@ -1,12 +1,7 @@
 """Brings every gradient to its owner.
 
 Autograd delivers a parameter's gradient once per backward.  A hook moves it into the unit's flat gradient buffer (see
-``flat_gradient``).  After the unit's last gradient, the row's ``microbatch`` move starts:
-
-    row          a microbatch's gradient goes            after the microbatch              at the step
-    ddp, zero1   straight into the full accumulator      -                                 all_reduce / reduce_scatter
-    hsdp, psdp   into a transient buffer                 reduce_scatter, piece is added    all_reduce / reduce_scatter
-    zero2, 3     into a transient buffer                 reduce_scatter, piece is added    -
+``flat_gradient``).  After the unit's last gradient, the row's ``microbatch`` move starts; at the step, its ``step`` move.
 
 The step's sums start as soon as a unit's last backward is over, if messages travel during computation.  On a CPU with
 no core to spare the two would only take turns, so all sums start together after the backward, which is faster.

@@ -1,10 +1,8 @@
 """When units are unsharded and resharded.
 
 Every unit that reads split parameters has hooks on its module: they call ``unshard`` before the parameters are read and
-``reshard`` afterwards.  The *prefetch* gathers the next unit while this one computes.
-
-    forward     unshard 0 | compute 0 ‖ gather 1 | reshard 0, unshard 1 | compute 1 ‖ gather 2 | ...
-    backward    the same from the other end; units that the row let go are gathered again
+``reshard`` afterwards.  The *prefetch* gathers the next unit while this one computes.  Backward does the same from the
+other end, and gathers again units that the row let go.
 
 Under a pipeline the schedule may hold a whole stage unsharded over several passes: its actions UNSHARD and RESHARD call
 ``hold`` and ``release``.  The hooks then find everything gathered.

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.step.engine import Engine
+from plait.step.optimizer_hooks import drive
 from plait.torch_private import DisableTorchFunctionSubclass
 from plait.zero.optim import is_plain
 from plait.zero.unit import parameters_of
@@ -171,7 +172,7 @@ class HookWrites:
         for one in cast(Any, engine.optimizers) if self._needed else ():
             for hooks, after in ((one._optimizer_step_pre_hooks, False), (one._optimizer_step_post_hooks, True)):
                 for key, hook in hooks.items():
-                    if not isinstance(hook, WatchedHook):
+                    if not isinstance(hook, WatchedHook) and getattr(hook, "__module__", "") != drive.__module__:
                         hook = hooks[key] = WatchedHook(hook, lambda: engine.placed.modified, after=after)
                     if isinstance(hook, WatchedHook):
                         hook.on = on

@@ -1,7 +1,7 @@
 """Brings every gradient to its owner.
 
 Autograd delivers a parameter's gradient once per backward.  A hook moves it into the unit's flat gradient buffer (see
-``flat_gradient``).  After the unit's last gradient the row's ``microbatch`` moves start, at the step its ``step`` moves.
+``flat_gradient``).  After the last gradient of a unit the row's ``microbatch`` moves start.
 
 The step's sums start as soon as a unit's last backward is over, if messages travel during computation.  On a CPU with
 no core to spare the two would only take turns, so all sums start together after the backward, which is faster.

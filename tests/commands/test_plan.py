@@ -112,13 +112,17 @@ def test_what_does_not_fit_is_told_with_the_change_that_does(folder: Path, capsy
     assert "--recompute full" in shown
 
 
+def test_a_file_that_train_could_not_read_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "config.json").rename(folder / "llama.json")
+    assert "give a folder with a config.json" in said(capsys, 2, "--model", f"hf:{folder}/llama.json")
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
         (["--gpus", "8xh1000"], "gpus '8xh1000': did you mean h100 or"),
         (["--model", "hf:config.json", "--layers", "3"], "--layers beside --model hf:config.json"),
         (["--params", "1B", "--write-script", "slurm"], "write_script slurm without toml"),
-        (["--model", "hf:other.json"], "model 'hf:other.json': give a folder with a config.json"),
         (["--model", "llama"], "model 'llama': give hf:PATH"),
         (["--layers", "3"], "no width: give --model hf:PATH, --params"),
         (["--params", "10"], "params '10': give a number and M, B or T"),

@@ -113,6 +113,9 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
     if config.params is not None:
         return _show_states(config, cluster, console)
     model = read_model(config)
+    if config.model is not None and not Path(path := config.model.removeprefix("hf:")).is_dir():
+        if Path(path).name != "config.json":
+            raise ValueError(f"model {config.model!r}: give a folder with a config.json, which train reads too")
     rows = usable_rows(config)
     found = ranked(asked_plans(config, model, cluster, rows))
     if not found:
@@ -169,8 +172,6 @@ def read_model(config: Any, *, gated: bool = True) -> Transformer:
         if kind != "hf" or not path:
             raise ValueError(f"model {model!r}: give hf:PATH, or sizes: --layers --width --heads --vocab")
         place = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-        if place.name != "config.json":
-            raise ValueError(f"model {config.model!r}: give a folder with a config.json, which train reads too")
         return from_hugging_face(read_text(place, "the config"), str(place))
     if missing := [name for name in ("layers", "width", "heads", "vocab") if flags[name] is None]:
         more = ", --params" * hasattr(config, "params")

@@ -113,9 +113,9 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
     if config.params is not None:
         return _show_states(config, cluster, console)
     model = read_model(config)
-    if config.model is not None and not Path(path := config.model.removeprefix("hf:")).is_dir():
-        if Path(path).name != "config.json":
-            raise ValueError(f"model {config.model!r}: give a folder with a config.json, which train reads too")
+    place = Path((config.model or "hf:.").removeprefix("hf:"))
+    if not place.is_dir() and place.name != "config.json":
+        raise ValueError(f"model {config.model!r}: give a folder with a config.json, which train reads too")
     rows = usable_rows(config)
     found = ranked(asked_plans(config, model, cluster, rows))
     if not found:

@@ -4,6 +4,7 @@ plait lesson list               shows the lessons
 plait lesson run 9              runs one: it prints what it finds and asserts what it claims
 plait lesson run 9 --ranks 2    the same on another number of ranks
 plait lesson find 3             runs a file with a fault, its verdict, and the fix
+plait lesson check 1            judges your solution of a puzzle, in bytes and elements
 plait lesson open 9             writes a page that steps through a lesson, with one column per rank
 """
 
@@ -18,7 +19,7 @@ import tyro
 
 from plait.messages.escape import say
 from plait.run.course.lessons import find, numbered
-from plait.run.job.user_code import load_file
+from plait.run.job.user_code import load_file, load_name
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class ListLessons:
             say(f"{lesson.number:3}  {lesson.title:58} {lesson.path.name}\n", sys.stdout)
         for fault in numbered("faults"):
             say(f"{fault.number:3}  find the fault: {fault.title:42} faults/{fault.path.name}\n", sys.stdout)
+        for puzzle in numbered("puzzles"):
+            say(f"{puzzle.number:3}  puzzle: {puzzle.title:49} puzzles/{puzzle.path.name}\n", sys.stdout)
         say(f"in {numbered()[0].path.parent}; plait lesson run 1, plait lesson find 1\n", sys.stdout)
 
 
@@ -57,6 +60,26 @@ class FindFault:
 
     def run(self) -> None:
         load_file(str(find(self.number, "faults").path), "fault").main()
+
+
+@dataclass(frozen=True)
+class CheckPuzzle:
+    """Judge a solution of a puzzle. Exit code 0: solved, 1: not yet, with what is wrong."""
+
+    number: tyro.conf.Positional[int]
+    """The puzzle, as in plait lesson list."""
+    file: str | None = None
+    """A file with your solve; the puzzle's own file unless given."""
+
+    def run(self) -> int:
+        puzzle = load_file(str(find(self.number, "puzzles").path), "puzzle")
+        solve = puzzle.solve if self.file is None else load_name(f"{self.file}:solve", "solution")
+        try:
+            problems = puzzle.judge(solve)
+        except NotImplementedError:
+            problems = [f"solve is still to be written, in {puzzle.__file__}, or a copy of it: --file FILE"]
+        say("".join(f"{problem}\n" for problem in problems) or "solved\n", sys.stdout)
+        return int(bool(problems))
 
 
 @dataclass(frozen=True)
@@ -91,6 +114,7 @@ class LessonCommand:
         Annotated[ListLessons, tyro.conf.subcommand("list")]
         | Annotated[RunLesson, tyro.conf.subcommand("run")]
         | Annotated[FindFault, tyro.conf.subcommand("find")]
+        | Annotated[CheckPuzzle, tyro.conf.subcommand("check")]
         | Annotated[OpenLesson, tyro.conf.subcommand("open")],
         tyro.conf.arg(name=""),
     ]
@@ -99,5 +123,4 @@ class LessonCommand:
 
 def run(config: LessonCommand, argv: Sequence[str]) -> int:
     """Runs the operation and returns the exit code."""
-    config.what.run()
-    return 0
+    return config.what.run() or 0

@@ -21,6 +21,8 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     page = Page(tmp_path, 3)
     page.write(WAITS)
     assert Page(tmp_path, 3).read_all() == [Status(0), WAITS, Status(2)]
+    page.begins(1, 8)
+    assert page.read(1) == replace(WAITS, step=8)
     assert not page.failed
     page.write(Status(2, "host a", 4712, "failed", error="ValueError: no"))
     assert page.failed and page.read(2).error == "ValueError: no"
@@ -37,12 +39,12 @@ def test_a_reader_never_sees_two_records_in_one(tmp_path: Path) -> None:
     writer, step = os.fork(), 0
     while not writer:
         step += 1
-        page.write(Status(0, pid=1, step=step, operation="abcdefgh"[step % 8] * 200))
+        page.write(Status(0, pid=1, finished=step, operation="abcdefgh"[step % 8] * 200))
     try:
         while time.monotonic() < end or len(seen) < 2:
             if (read := page.read(0)).pid:
                 seen.add(read.operation)
-                assert read.operation == "abcdefgh"[read.step % 8] * 200
+                assert read.operation == "abcdefgh"[read.finished % 8] * 200
     finally:
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
@@ -62,8 +64,8 @@ def test_half_a_record_is_passed_over_for_the_one_before(tmp_path: Path) -> None
     page, draw = Page(tmp_path, 2), random.Random(3)
     for _ in range(3):
         page.write(WAITS)
-        page.write(replace(WAITS, step=8))
-        start = SLOT * (3 + page._slot) + draw.randrange(100)
+        page.write(replace(WAITS, operation="another"))
+        start = SLOT * (3 + page._slot) + 8 + draw.randrange(100)
         page._memory[start : start + 99] = draw.randbytes(99)
         assert page.read(1) == WAITS
 

@@ -100,7 +100,7 @@ class RankSide(Observer):
                 self._finished += 1
             self._began, self._waited, self.step = now, 0.0, number
             self._now = "running", self._now[1], time.monotonic()
-        self._write()
+        self.page.begins(self.comm.rank, number)
         if self.reporter is not None and first:
             self.reporter.all_came()
             self._signals.wake()

@@ -46,7 +46,9 @@ function tensor(value, parent) {
   for (const row of value.rows) {
     const line = make("div", undefined, parent, "row");
     for (const number of row) {
-      make("span", String(number), line).style.backgroundColor = color(number, largest);
+      const cell = make("span", String(Number(number.toPrecision(2))), line);
+      cell.style.backgroundColor = color(number, largest);
+      cell.title = String(number);
     }
   }
 }
@@ -63,7 +65,7 @@ function draw(frame) {
     if (!step) { make("p", "no steps in this file", column); return; }
     const line = lines[step.line - 1];
     line.className = "at";
-    line.firstChild.textContent = `r${r} ${line.firstChild.textContent.replace(/^\d+$/, "")}`.trim();
+    line.firstChild.textContent = `${line.firstChild.textContent.replace(/^\d+$/, "")} r${r}`.trim();
     const n = step.operations;
     make("p", `${step.function}, line ${step.line}${step.ends ? ", returns" : ""}`, column);
     make("p", n ? `operation ${n}: ${rank.operations[n - 1]}` : "nothing sent yet", column);

@@ -198,7 +198,7 @@ def test_a_forked_worker_has_its_own_signals(comm: Comm, page: Page) -> None:
         assert run_in_fork(lambda: os.kill(os.getpid(), signal.SIGTERM)) == -signal.SIGTERM
         time.sleep(0.1)
         assert comm.stop_signal == 0
-        assert page.read(0).state == "running"
+        wait_for(lambda: page.read(0).state == "running")
         os.kill(os.getpid(), signal.SIGTERM)  # this process still hears its own
         wait_for(lambda: comm.stop_signal == signal.SIGTERM)
 

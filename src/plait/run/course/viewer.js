@@ -92,7 +92,10 @@ function show() {
   draw(Number.isInteger(asked) ? Math.max(0, Math.min(last, asked - 1)) : 0);
 }
 
-function go(frame) { location.replace(`#${Math.max(0, Math.min(last, frame)) + 1}`); }
+function go(frame) {
+  location.replace(`#${Math.max(0, Math.min(last, frame)) + 1}`);
+  show();  // the event of the new address comes later
+}
 
 slider.max = last;
 slider.addEventListener("input", () => go(Number(slider.value)));

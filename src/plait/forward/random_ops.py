@@ -67,8 +67,8 @@ def all_silent(model: nn.Module) -> bool:
 
 def may_draw(model: nn.Module) -> bool:
     """True if the model has a layer of torch's that is made to draw; other code shows it when it runs."""
-    drawing = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention, nn.RReLU)
-    return any(isinstance(module, drawing) for module in model.modules())
+    dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    return any(isinstance(one, (*dropouts, nn.RNNBase, nn.MultiheadAttention, nn.RReLU)) for one in model.modules())
 
 
 def _changed(module: nn.Module) -> bool:

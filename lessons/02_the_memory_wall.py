@@ -113,7 +113,8 @@ def main(ranks: int = 4) -> None:
     for stage, row in enumerate(("ddp", "zero1", "zero2", "zero3")):
         share = formula(10e9, plait.Mesh.parse(f"shard={ranks}"), plait.TABLE[row])
         by_hand = held(10e9, stage, ranks)
-        assert (share.params, share.grads, share.optimizer) == tuple(by_hand.values())
+        counted = (share.params, share.grads, share.optimizer)
+        assert all(abs(a - b) < 8 for a, b in zip(counted, by_hand.values(), strict=True))  # whole elements
         print(f"  {row:6} on {ranks} ranks: {share.total / GB:6.1f} GB each")
     print("Lesson 19 does this for every row, and counts what it costs in bytes sent.")
 

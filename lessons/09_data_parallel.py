@@ -87,6 +87,8 @@ def engine(comm: plait.Comm) -> dict:
 
 
 def main(ranks: int = 4) -> None:
+    if ranks not in (1, 2, 4):
+        raise ValueError(f"{ranks} ranks: samples and gradients are cut evenly here: give 1, 2 or 4")
     torch.set_num_threads(1)
     alone = copy.deepcopy(MODEL)
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)

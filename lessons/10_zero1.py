@@ -126,6 +126,8 @@ def engine(comm: plait.Comm, make: Make = adam) -> dict:
 
 
 def main(ranks: int = 4) -> None:
+    if ranks not in (1, 2, 4):
+        raise ValueError(f"{ranks} ranks: samples and weights are cut evenly here: give 1, 2 or 4")
     torch.set_num_threads(1)
     mesh = f"shard={ranks}"
     full = plait.run_threads(mesh, ddp)

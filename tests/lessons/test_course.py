@@ -91,6 +91,13 @@ def test_every_lesson_is_run_and_reads_like_one() -> None:
 
 def test_another_number_of_ranks() -> None:
     assert main(["lesson", "run", "5", "--ranks", "3"]) == 0
+    assert main(["lesson", "run", "2", "--ranks", "3"]) == 0  # 10 B parameters do not divide
+
+
+@pytest.mark.parametrize("lesson", ["9", "10", "11"])
+def test_a_number_of_ranks_that_a_lesson_cannot_have_is_said(lesson: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["lesson", "run", lesson, "--ranks", "3"]) == 1
+    assert "3 ranks: samples and" in capfd.readouterr().err
 
 
 def test_a_lesson_that_is_not_there_is_named(capfd: pytest.CaptureFixture[str]) -> None:

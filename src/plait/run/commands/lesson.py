@@ -33,7 +33,10 @@ class ListLessons:
             say(f"{fault.number:3}  find the fault: {fault.title:42} faults/{fault.path.name}\n", sys.stdout)
         for puzzle in numbered("puzzles"):
             say(f"{puzzle.number:3}  puzzle: {puzzle.title:49} puzzles/{puzzle.path.name}\n", sys.stdout)
-        say(f"in {numbered()[0].path.parent}; plait lesson run 1, plait lesson find 1\n", sys.stdout)
+        say(
+            f"in {numbered()[0].path.parent}; plait lesson run 1, plait lesson find 1, plait lesson check 1\n",
+            sys.stdout,
+        )
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,14 @@ def test_a_wrong_flag_of_either_command_is_a_usage_error(words: tuple[str, ...])
     assert left.value.code == 2
 
 
+@pytest.mark.parametrize("target, flag", [("skypilot", "minutes"), ("torchx", "minutes"), ("ray", "memory")])
+def test_a_limit_that_the_target_would_not_keep_is_refused(
+    target: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(("submit", target, "--dry-run", f"--{flag}", "30", "--", "x.py")) == 2
+    assert f"{target} has no place for --{flag}: leave it out" in capsys.readouterr().err
+
+
 def test_files_where_none_are_sent_and_a_client_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

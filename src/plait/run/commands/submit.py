@@ -130,6 +130,9 @@ def spec_of(config: SubmitConfig, command: tuple[str, ...]) -> LaunchSpec:
         raise ValueError(f"{config.target} copies no files: {NO_FILES[config.target]}")
     if config.requeue and config.target != "slurm":
         raise ValueError(f"requeue is for slurm: leave it out for {config.target}")
+    for flag in UNUSED.get(config.target, ()):
+        if getattr(config, flag) is not None:
+            raise ValueError(f"{config.target} has no place for --{flag}: leave it out")
     return spec
 
 
@@ -138,4 +141,11 @@ NO_FILES = {
     "kubernetes": "put them into the image, or use a volume of the runtime",
     "torchx": "it sends its own workspace",
 }
+UNUSED = {
+    "slurm": ("image",),
+    "skypilot": ("minutes",),
+    "ray": ("minutes", "memory", "image"),
+    "torchx": ("minutes",),
+}
+"""Flags that a target's job would not have: refused, since a limit that nobody keeps would cost money."""
 """Targets that send no files, with another way."""

@@ -122,7 +122,7 @@ def test_a_file_that_train_could_not_read_is_refused(folder: Path, capsys: pytes
     [
         (["--gpus", "8xh1000"], "gpus '8xh1000': did you mean h100 or"),
         (["--model", "hf:config.json", "--layers", "3"], "--layers beside --model hf:config.json"),
-        (["--params", "1B", "--write-script", "slurm"], "write_script slurm without toml"),
+        (["--params", "1B", "--write-script", "slurm"], "--write-script slurm without --toml"),
         (["--model", "llama"], "model 'llama': give hf:PATH"),
         (["--layers", "3"], "no width: give --model hf:PATH, --params"),
         (["--params", "10"], "params '10': give a number and M, B or T"),
@@ -137,3 +137,9 @@ def test_a_file_that_train_could_not_read_is_refused(folder: Path, capsys: pytes
 def test_mistakes_are_one_line(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = said(capsys, 2, *words)
     assert error in shown and shown.count("\n") == 1
+
+
+def test_no_value_of_the_list_is_cut_at_the_screens_edge(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--layers", "4", "--width", "512", "--heads", "8", "--vocab", "1000", "--hosts", "2", "--batch", "64")
+    out = said(capsys, 0, *words)
+    assert "…" not in out and "tokens/s" in out and "products" in out

@@ -150,9 +150,10 @@ def from_hugging_face(text: str, place: str) -> Transformer:
         raise ValueError(f"{place}, line 1: a list or a value, not the object of a config")
     family = found.get("model_type")
     if family not in HF_FAMILIES:
+        said = repr(family) if "model_type" in found else "missing"
         hint = did_you_mean(str(family), HF_FAMILIES)
         known = f"{hint}{' ' * bool(hint)}the planner knows {', '.join(HF_FAMILIES)}"
-        raise ValueError(f"{where(place, text, 'model_type')}: {family!r}: {known}; or give --layers --width ...")
+        raise ValueError(f"{where(place, text, 'model_type')}: {said}: {known}; or give --layers --width ...")
     keys = HF_FAMILIES[family]
 
     def whole(key: str, otherwise: int | None = None) -> int:

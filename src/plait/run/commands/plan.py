@@ -107,7 +107,7 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
     console = screen(stderr=config.json == "-", soft_wrap=True)
     cluster = read_cluster(config)
     if config.write_script is not None and config.toml is None:
-        raise ValueError(f"write_script {config.write_script} without toml, which the job reads: give --toml FILE")
+        raise ValueError(f"--write-script {config.write_script} without --toml, which the job reads: give --toml FILE")
     if config.toml is not None:
         check_file("toml", config.toml)
     if config.params is not None:
@@ -128,7 +128,7 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
         f"{model.num_parameters:,} parameters on {described(cluster)}; {best.plan.batch:,} samples of "
         f"{best.plan.length:,} tokens a step; {len(found):,} layouts judged, {sum(one.fits for one in found):,} fit"
     )
-    console.print(table_of(found[: config.top]))
+    console.print(table_of(found[: config.top], console))
     for line in details(best):
         console.print(line)
     if not best.fits:

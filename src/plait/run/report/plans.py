@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich import box
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from plait.predict.cluster import Cluster
@@ -24,32 +26,47 @@ def gb(size: float) -> str:
     return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}" if value >= 10 else f"{value:.2f} {unit}"
 
 
-def table_of(found: Sequence[Candidate]) -> Table:
-    """The layouts, the best first."""
-    table = Table(box=box.SIMPLE_HEAD)
-    settings = ("", "mesh", "row", "order", "microbatches", "recompute")
-    for heading in (*settings, "s/step", "tokens/s", "MFU", "memory", "bound by", "loses"):
-        left = heading in ("mesh", "row", "order", "recompute", "bound by", "loses")
-        table.add_column(heading, justify="left" if left else "right")
-    for place, one in enumerate(found, 1):
-        plan, speed = one.plan, one.speed
-        order = "" if plan.order is None else plan.order + (f" x{plan.chunks}" if plan.chunks else "")
-        memory = gb(one.fullest.total) if one.fits else f"{gb(-one.spare)} too many"
-        table.add_row(
-            str(place),
-            str(plan.mesh),
-            plan.strategy.name,
-            order,
-            f"{plan.microbatches} x {plan.samples}",
-            plan.recompute or "",
-            f"{speed.seconds:.3g}",
-            f"{speed.tokens:,.0f}",
-            f"{100 * speed.mfu:.1f} %",
-            memory,
-            one.duration.bound,
-            loses(one, found[0]),
-        )
+def table_of(found: Sequence[Candidate], console: Console) -> Table:
+    """The layouts, the best first.  A value is never cut: a narrow terminal gets fewer columns, and a file all."""
+    least = console.options.update(max_width=1000)
+    for left_out in ((), ("tokens/s",), ("tokens/s", "bound by")):
+        table = _layouts(found, left_out)
+        needed = Measurement.get(console, least, table)
+        if not console.is_terminal or needed.minimum <= console.width:
+            break
+    table.width = max(needed.minimum, min(needed.maximum, console.width)) if console.is_terminal else needed.maximum
     return table
+
+
+def _layouts(found: Sequence[Candidate], left_out: Sequence[str]) -> Table:
+    rows = [_row(place, one, found[0]) for place, one in enumerate(found, 1)]
+    shown = [name for name in rows[0] if name not in left_out and any(row[name] for row in rows)]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in shown:
+        left = name in ("mesh", "row", "order", "recompute", "bound by", "loses")
+        folds = name in ("mesh", "order", "memory", "loses")
+        table.add_column(name.replace("microb", "micro-\nb"), justify="left" if left else "right", no_wrap=not folds)
+    for row in rows:
+        table.add_row(*(row[name] for name in shown))
+    return table
+
+
+def _row(place: int, one: Candidate, best: Candidate) -> dict[str, str]:
+    plan, speed = one.plan, one.speed
+    return {
+        "": str(place),
+        "mesh": str(plan.mesh),
+        "row": plan.strategy.name,
+        "order": "" if plan.order is None else plan.order + (f" x{plan.chunks}" if plan.chunks else ""),
+        "microbatches": f"{plan.microbatches} x {plan.samples}",
+        "recompute": plan.recompute or "",
+        "s/step": f"{speed.seconds:.3g}",
+        "tokens/s": f"{speed.tokens:,.0f}",
+        "MFU": f"{100 * speed.mfu:.1f} %",
+        "memory": gb(one.fullest.total) if one.fits else f"{gb(-one.spare)} too many",
+        "bound by": one.duration.bound,
+        "loses": loses(one, best),
+    }
 
 
 def loses(one: Candidate, best: Candidate) -> str:

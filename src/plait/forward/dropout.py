@@ -2,7 +2,7 @@
 
 A mask is a pure function of (seed, step, *global sample index*, site, number of the draw there, element index), and the
 name of a site comes from ``sites``.  Whoever computes a sample, in whatever microbatch, on whatever rank, draws the
-same mask: no cut of the batch changes it, and nothing draws from a global generator.  The bits (see ``sharded.masks``)
+same mask: no cut of the batch changes it, and nothing draws from a global generator.  The bits (see ``forward.masks``)
 come from a hash of the "hash prospector" family, which needs no generator object and runs on every device.
 
 It sees every function that draws: it serves ``F.dropout`` and the attention kernel, runs composite

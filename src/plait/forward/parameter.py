@@ -1,4 +1,4 @@
-"""What a parameter answers while its values, its gradient or its master weight are elsewhere: nothing in silence.
+"""Parameters whose values or gradient are elsewhere: a read is an error that names them.
 
     type(p)            while                                   and then
     nn.Parameter       its values are here                     it is torch's own, at torch's own speed
@@ -60,5 +60,5 @@ class AtRest(Elsewhere, nn.Parameter):
 
 
 def as_class(state: type[nn.Parameter], kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """What a parameter of the class ``kind`` is in a state: at rest, or with a master weight."""
+    """The class of a parameter of class ``kind`` while it is at rest."""
     return state if kind is nn.Parameter else type(state.__name__, (state, kind), {})

@@ -9,7 +9,7 @@ A draw belongs to the samples if its first dim is the microbatch's number of sam
 length that the batch has), and to the step if it has no dim: then no cut of the batch changes it, and all ranks drop
 the same layer.  Of other shapes nobody can say what they belong to.
 
-    bits            32 for each element, and 32 more for the normal distribution       (``sharded.masks``)
+    bits            32 for each element, and 32 more for the normal distribution       (``forward.masks``)
     uniform         the first bits, as many as the dtype has digits, / 2**digits       [0, 1)
     normal          sqrt(-2 ln u) cos(2 pi v)                                          Box and Muller (1958), in fp64
     exponential     -ln u

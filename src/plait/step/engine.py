@@ -115,8 +115,11 @@ class Engine(StaysHere):
         """Number of steps made."""
         self.last = StepResult(-1, math.nan, 0, (), None)
         """The numbers of the last step."""
-        self._discarded = self._blocks = self._forwards = 0
-        self._broken = self._gave_pieces = False
+        self._discarded = 0  # times that gradients were thrown away
+        self._blocks = 0  # open gathered or swapped blocks
+        self._forwards = 0  # forwards of the own loop's step so far
+        self._broken = False  # a step failed in a pipeline
+        self._gave_pieces = False  # ``parameters()`` was called
         self._open: OpenStep | None = None
         """The step under way."""
         self._stepped: list[Optimizer] = []

@@ -1,7 +1,7 @@
 """Everything between a step's last backward and its update: all ranks agree on the step's numbers.
 
     sums ──► divided by the loss scale ──► norm, losses, who has a gradient ──► clipped ──► the optimizer's
-                                           one small all_gather
+             (in own loops the count, too)  one small all_gather
 
 A step whose numbers are not finite raises on all ranks, or is skipped: the optimizer gets no gradient, so neither
 parameters nor its state change.  With a loss scale such a step is always skipped, since there it is expected.

@@ -3,7 +3,7 @@
 Autograd delivers a parameter's gradient once per backward.  A hook moves it into the unit's flat gradient buffer (see
 ``flat_gradient``).  After the last gradient of a unit the row's ``microbatch`` moves start.
 
-The step's sums start as soon as a unit's last backward is over, if messages travel during computation.  On a CPU with
+The *step's* moves (none under zero3) start as soon as a unit's last backward is over, if messages travel during computation.  On a CPU with
 no core to spare the two would only take turns, so all sums start together after the backward, which is faster.
 
 *Order.*  Where parameters are split, every rank runs the same units in the same order (or their gathers would not
@@ -227,7 +227,7 @@ class Gradients:
             self._has_sum(unit)
 
     def _start(self, flow: Flow) -> None:
-        """Issues a flow's first messages and finishes the flows before it, so that only one unit's are under way."""
+        """Issues a flow's first messages, then finishes the flows before it: the next start, or ``reduce``, finishes this."""
         for _ in flow:
             self._flying.append(flow)
             self._drain(1)

@@ -96,7 +96,7 @@ class Unsharding(StaysHere):
     # ---- unshard and reshard ------------------------------------------------------------------------------------
 
     def unshard(self, unit: Unit, phase: str) -> None:
-        """Makes the parameters that a unit reads whole, and starts to gather the units that come next."""
+        """Gathers the parameters that a unit reads, waits for them, then starts to gather the units that come next."""
         order = self.orders.get(phase)
         for needed in unit.needs:
             self._unshard_one(needed, phase)

@@ -100,7 +100,7 @@ class RankSide(Observer):
                 self._finished += 1
             self._began, self._waited, self.step = now, 0.0, number
             self._now = "running", self._now[1], time.monotonic()
-        self.page.begins(self.comm.rank, number)
+            self.page.begins(self.comm.rank, number)
         if self.reporter is not None and first:
             self.reporter.all_came()
             self._signals.wake()
@@ -122,14 +122,14 @@ class RankSide(Observer):
 
     def _write(self) -> None:
         """Writes the record."""
-        with self._lock:
+        with self._lock:  # until it is written: an older record would hide a newer one
             state, operation, since = self._now
             steps, finished, step = list(self._steps), self._finished, self.step
-        text, peers = ("", []) if operation is None else (str(operation), list(operation.group.ranks))
-        who = {"rank": self.comm.rank, "host": socket.gethostname(), "pid": self._pid, "born": self._born}
-        now = {"state": state, "since": since, "heartbeat": time.monotonic(), "step": step}
-        about = {"operation": text, "peers": peers, "steps": steps, "finished": finished}
-        self.page.write(Status(**who, **now, **about, signal=self._signal, error=self._error))  # type: ignore[arg-type]
+            text, peers = ("", []) if operation is None else (str(operation), list(operation.group.ranks))
+            who = {"rank": self.comm.rank, "host": socket.gethostname(), "pid": self._pid, "born": self._born}
+            now = {"state": state, "since": since, "heartbeat": time.monotonic(), "step": step}
+            about = {"operation": text, "peers": peers, "steps": steps, "finished": finished}
+            self.page.write(Status(**who, **now, **about, signal=self._signal, error=self._error))  # type: ignore[arg-type]
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends all of it; the record says how this rank left.  A second call, or one in a fork, does nothing."""

@@ -159,34 +159,12 @@ class ForwardContext(NamedTuple):
         return self._replace(module=inside, units=(), column_input=None, boundary=None, counts=counts)
 
 
-FIRST_STEPS, EVERY = 3, 100
-
-
 class CurrentForward:
     """Holds the context of the forward that runs on a stage, or whose backward does."""
 
     def __init__(self) -> None:
         self.context = ForwardContext()
         self.sites = Sites(nn.Module())
-        self.model_draws = True
-        """False until a forward draws, of a model that shows this only when it runs."""
-        self._first_step = -1
-
-    def age(self) -> int:
-        """Steps since the first one of this stage; 0 outside of a step."""
-        position = self.context.position
-        if position is None:
-            return 0
-        if self._first_step < 0:
-            self._first_step = position.step
-        return position.step - self._first_step
-
-    def may_draw(self) -> bool:
-        """True if draws of the forward that begins have to be served.  A model that drew nothing in its first steps is
-        looked at in every ``EVERY``-th step alone."""
-        if not self.context.draws or self.model_draws:
-            return self.context.draws
-        return self.age() < FIRST_STEPS or self.age() % EVERY == 0
 
     def begin(self, position: RNGPosition | None = None, **fields: Any) -> None:
         """A forward begins; ``fields`` are those of its context."""

@@ -12,14 +12,14 @@ It leaves alone what is given a generator, unless that runs twice, and everythin
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.forward.context import EVERY, FIRST_STEPS, CurrentForward, RNGPosition
+from plait.forward.context import CurrentForward, RNGPosition
 from plait.forward.interceptor import Function, Handler
 from plait.forward.masks import Slice, keep_mask, stream_key
 from plait.forward.random_ops import draws_nothing, is_random, no_stream, seeded
@@ -41,21 +41,6 @@ class DropoutRNG(Handler):
 
     def sees(self, func: Function) -> bool:
         return func in _SERVED or func in _COMPOSITE or is_random(func)
-
-    def _drawn(self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Notes that the model draws.  Raises ValueError if it began after the first steps."""
-        current = self.current
-        if func is F.scaled_dot_product_attention and not (kwargs.get("dropout_p") or any(args[4:5])):
-            return
-        if not current.model_draws and current.age() >= FIRST_STEPS:
-            where = f"module {current.context.module.name!r}" if current.context.module.name else "the model"
-            raise ValueError(
-                f"{where} calls {getattr(func, '__name__', func)!r} for the first time {current.age()} steps after the "
-                f"engine's first one: it may have drawn unseen, for a model that draws nothing in {FIRST_STEPS} steps "
-                f"is looked at in every {EVERY}th alone. Call it from the first step on (dropout with p=0 draws "
-                f"nothing), or draw in the data pipeline"
-            )
-        current.model_draws = True
 
     def mask(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
         """The next mask of the running module: bool, ``shape``, True where an element survives.
@@ -169,8 +154,6 @@ class DropoutRNG(Handler):
             )
         if not context.draws:
             return call_next(*args, **kwargs)
-        if not own_generator:
-            self._drawn(func, args, kwargs)
         if func in _SERVED:
             return _SERVED[func](self, *args, **kwargs)
         if func in _COMPOSITE:

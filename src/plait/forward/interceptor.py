@@ -10,8 +10,7 @@ The order matters: handlers to the left of ``Products`` read parameters, those t
 recomputation does again all that the others do; dropout is drawn last.  A handler without work is not in the list.
 
 Which functions a handler sees, and of which parameters every read, is looked up once: a function that no handler sees
-costs a dictionary lookup and a glance at its arguments.  Where all are idle (dropout in eval mode, or of a model that
-draws nothing) no mode is active, and an operator costs nothing.
+costs a dictionary lookup and a glance at its arguments.  Where all are idle (dropout in eval mode) no mode is active.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -137,7 +136,7 @@ class Interceptor(EngineMode, StaysHere):
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _idle(self) -> bool:
-        return not self._in_eval and not self.current.may_draw()
+        return not self.current.context.draws and not self._in_eval
 
     def follow(
         self,

@@ -65,12 +65,6 @@ def all_silent(model: nn.Module) -> bool:
     return all(map(silent, model.modules()))
 
 
-def may_draw(model: nn.Module) -> bool:
-    """True if the model has a layer of torch's that is made to draw; other code shows it when it runs."""
-    dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-    return any(isinstance(one, (*dropouts, nn.RNNBase, nn.MultiheadAttention, nn.RReLU)) for one in model.modules())
-
-
 def _changed(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 

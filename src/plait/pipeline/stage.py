@@ -30,7 +30,7 @@ from plait.forward.derivatives import Derivatives
 from plait.forward.dropout import DropoutRNG
 from plait.forward.interceptor import Handler, Interceptor
 from plait.forward.products import Products
-from plait.forward.random_ops import all_silent, may_draw
+from plait.forward.random_ops import all_silent
 from plait.forward.recompute import AttentionRecompute, blocks_of, run_twice
 from plait.forward.sites import Sites
 from plait.forward.tensor_parallel import StageAxis, StageTensor
@@ -94,7 +94,6 @@ class Stage:
         self.number, self.count, self.last = number, settings.count, number == settings.count - 1
         parallelism = settings.parallelism
         self.current = CurrentForward()
-        self.current.model_draws = may_draw(self.model)
         self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel, gemm=settings.gemm)
         self.products: Products | None = None
         self.interceptor = Interceptor(self.current, self._handlers(settings, part.blocks.names))

@@ -6,7 +6,6 @@ import copy
 import random
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import engine_cases as cases
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 from plait import run_threads as run
 from plait.comm import Comm
-from plait.forward import context
 from plait.forward.context import CurrentForward, RNGPosition, token_counts
 from plait.forward.dropout import DropoutRNG
 from plait.forward.interceptor import Interceptor
@@ -258,46 +256,6 @@ def test_it_is_noticed_when_it_begins_later() -> None:
 
     with pytest.raises(ValueError, match=r"from the generator of random"):
         trained("none", model_of(late), batches(12), microbatches=1)
-
-
-def test_a_model_that_draws_nothing_is_followed_in_its_first_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    original = Interceptor.__torch_function__
-
-    def noting(self: Interceptor, func: Any, *call: Any) -> Any:
-        seen.append("cos" if func is torch.cos else "other")
-        return original(self, func, *call)
-
-    monkeypatch.setattr(Interceptor, "__torch_function__", noting)
-    monkeypatch.setattr(context, "EVERY", 5)
-    trained("none", model_of(torch.cos), batches(9), microbatches=1)
-    assert seen.count("cos") == 4 * 4  # steps 0, 1, 2 and 5, of four blocks
-
-
-@pytest.mark.parametrize("where", ["none", "zero1"])
-def test_draws_that_begin_after_the_first_steps(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer of torch's that drops is followed from the start; what code draws is refused by name."""
-    monkeypatch.setattr(context, "EVERY", 5)
-
-    class Late(nn.Module):
-        def __init__(self, own: bool) -> None:
-            super().__init__()
-            self.drop, self.calls = nn.Dropout(0.5) if own else partial(F.dropout, p=0.5), 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            dropped: Tensor = self.drop(x) if self.calls > 4 else x
-            return dropped
-
-    def late(own: bool) -> nn.Module:
-        return cases.distinct(nn.Sequential(nn.Linear(5, 5), Late(own)))
-
-    model, data = late(True), batches(7)
-    expected, _ = one_process(model, data)
-    losses, _ = trained(where, model, data, microbatches=1)[0]
-    assert losses == pytest.approx(expected, rel=1e-12)
-    with pytest.raises(ValueError, match=r"module '1' calls 'dropout' for the first time 5 steps after"):
-        trained(where, late(False), data, microbatches=1)
 
 
 def test_data_that_is_drawn_beside_the_forward_is_nobody_elses_business() -> None:

@@ -20,7 +20,8 @@ def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     note = "import json, pathlib, sys\nfiles = [p for p in sys.argv[1:] if p[0] == '/']\n"
-    note += "path = pathlib.Path(files[0].removesuffix(':job'))\npath = path / 'job.py' if path.is_dir() else path\n"
+    note += "path = pathlib.Path(files[0].removesuffix(':job'))\n"
+    note += "path = path / 'plait_launch.py' if path.is_dir() else path\n"
     note += f"found = sorted(p.name for p in path.parent.rglob('*'))\npathlib.Path({str(tmp_path / 'note')!r})"
     note += ".write_text(json.dumps([sys.argv[1:], path.read_text(), found]))\nsys.exit(3)\n"
     for target in TARGETS.values():
@@ -54,12 +55,13 @@ def test_ray_gets_the_files_beside_the_program(clients: Path, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "corpus.txt").write_text("x")
-    (tmp_path / "train.py").write_text("")
-    files = ("--files", "data", "--files", "train.py")
+    for name in ("train.py", "job.py"):
+        (tmp_path / name).write_text("")
+    files = ("--files", "data", "--files", "train.py", "--files", "job.py")
     assert main(("submit", "ray", *files, "--", "train.py", "--lr", "$(id) '\n'")) == 3
     given, _, found = json.loads(clients.read_text())
-    assert found == ["corpus.txt", "data", "job.py", "train.py"]
-    assert given[:3] == ["job", "submit", "--working-dir"] and given[4:] == ["--", "python", "job.py"]
+    assert found == ["corpus.txt", "data", "job.py", "plait_launch.py", "train.py"]
+    assert given[:3] == ["job", "submit", "--working-dir"] and given[4:] == ["--", "python", "plait_launch.py"]
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,7 @@ def test_the_mesh_has_the_ranks_of_all_hosts() -> None:
 def test_any_text_is_read_back_from_yaml() -> None:
     load = pytest.importorskip("yaml").safe_load
     value = {"a": [*HOSTILE], "b": {f"k{n}": word for n, word in enumerate(HOSTILE)}, "c": [{"x": 1, "y": {"z": "q"}}]}
+    value |= dict.fromkeys((*HOSTILE, "ON", "a: b.txt", "null"), "q")
     assert load(yaml(value)) == value
 
 

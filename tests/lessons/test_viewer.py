@@ -116,6 +116,7 @@ def test_a_tensor_without_values_and_odd_ones_are_shown() -> None:
     assert show(freed) == {"text": "float32 (4,), no values here"}
     assert show(torch.empty(2, device="meta"))["text"].endswith("no values here")
     assert show(torch.tensor(3))["rows"] == [[3.0]] and show(torch.empty(0))["text"] == "float32 (0,)"
+    assert show(torch.tensor([1.0, -torch.inf, torch.nan]))["rows"] == [[1.0, "-inf", "nan"]]
     assert show(torch.ones(9, 9))["rows"] == [[1.0] * 8] * 4
     assert show([torch.ones(2), 1, print])["text"] == "list of 3: float32 (2,); 1; builtin_function_or_method"
 

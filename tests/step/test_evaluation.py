@@ -319,6 +319,9 @@ def test_what_cannot_be_evaluated_is_refused_and_the_training_goes_on(mesh: str)
             evaluate(engine, batch, 2 + comm.rank)
         with pytest.raises(ValueError, match="no target in any rank's"):
             evaluate(engine, batch | {"mask": torch.zeros_like(batch["mask"])}, 2)
+        if comm.mesh.pipe > 1:
+            with pytest.raises(ValueError, match="different batches"):
+                evaluate(engine, batch | {"x": batch["x"] + comm.rank}, 2)
         for missing in ("loss_fn", "count_fn"):
             with pytest.raises(ValueError, match="need loss_fn and count_fn"):
                 evaluate(build(template, comm, **{missing: None}), batch, 2)

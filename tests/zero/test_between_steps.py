@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -198,6 +199,24 @@ def test_hooks_behind_a_step_that_take_the_right_door(row: str) -> None:
 
     for state in run(Mesh(shard=2), body, deadline=20):
         assert state["weight"].abs().max() <= 0.1
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_a_step_that_was_bound_before_the_engine(row: str) -> None:
+    template, x = nn.Linear(5, 3), torch.ones(2, 5)
+
+    def body(comm: Comm, old: bool) -> Any:
+        model = copy.deepcopy(template)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        update = optimizer.step
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer)
+        for _ in range(2):
+            engine.backward(model(x + comm.rank).square().sum(), 2)
+            update() if old else optimizer.step()
+        return engine.full_state_dict()
+
+    states = [state for old in (True, False) for state in run(Mesh(shard=2), partial(body, old=old), deadline=20)]
+    assert all(torch.equal(states[0][name], state[name]) for state in states for name in state)
 
 
 def test_hooks_where_ranks_have_other_parameters() -> None:

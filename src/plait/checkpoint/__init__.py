@@ -8,6 +8,7 @@ load.py          ``plait.load``: into any layout, each rank reads its regions
 fits.py          a checkpoint against an engine: nothing is lost, nothing is left over
 places.py        the place that a path or URL names, and the checkpoints in it
 folder.py        a place on a file system: folders that are complete or absent
+same_folder.py   a check that all hosts see the same folder
 objects.py       a place under a URL, where nothing can be renamed
 hashing.py       digests of files, by any number of threads
 manifest.py      a checkpoint's description, checked field by field

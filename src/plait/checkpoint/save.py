@@ -18,6 +18,7 @@ from typing import Any
 
 from plait.checkpoint.folder import Folder
 from plait.checkpoint.places import Storage, place, step_name
+from plait.checkpoint.same_folder import check_same_folder
 from plait.checkpoint.snapshot import HostMemory, taken, values_of
 from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing, disk_errors
 from plait.comm.agree import broadcast_text, check_together, gather_ints
@@ -157,6 +158,8 @@ class Saver:
         except Exception as problem:
             error = problem
         self._check_together(error, partial)
+        if first and isinstance(folder := self.place.given(), Path):
+            check_same_folder(folder, comm)
         about = Save(partial, own, engine.steps, comm.world_size, self.keep, self.deadline, comm.deadline)
         return Writing(about, comm.rank, pieces, state)
 

@@ -239,7 +239,7 @@ class Stage:
         try:
             output = call() if self.count == 1 else self.program.forward(self._enter(entry, batch), batch, call)
         except RuntimeError as error:
-            if type(error) is RuntimeError and self.parallel.cuts:
+            if type(error) is RuntimeError and self.parallel.cuts and "dtype" not in str(error):
                 raise ValueError(
                     f"the model's code fails where each of {self.axis.ways} tensor ranks has pieces, so the tensor "
                     f"plan leaves something out, or does not fit it (does it run on one rank?): {error}"

@@ -61,7 +61,9 @@ class Evaluator:
         with ExitStack() as stack, torch.no_grad():
             stack.enter_context(comm.ledger.phase(EVALUATE))
             samples = sum(num_samples(batch) for batch in microbatches)
-            _, total = self.exchange.counts(num, sum(whole_count(count_fn(batch)) for batch in microbatches), samples)
+            count = sum(whole_count(count_fn(batch)) for batch in microbatches)
+            shared = microbatches if comm.mesh.pipe * comm.mesh.tensor > 1 else ()
+            _, total = self.exchange.counts(num, count, samples, (), shared)
             models = [stage.model for stage in stages]
             stack.enter_context(eval_mode(self.placed.model, *models))
             stack.enter_context(buffers_of_data_rank_0(models, comm))

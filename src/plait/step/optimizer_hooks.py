@@ -25,7 +25,7 @@ Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer
 
 def drive(optimizer: Optimizer, engine: Engine) -> None:
     """Lets the engine reduce before each step of this optimizer and publish after it."""
-    update, clear, depth = optimizer.step, optimizer.zero_grad, 0
+    update, clear, depth, entered = optimizer.step, optimizer.zero_grad, 0, False
 
     @wraps(update)
     def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -34,13 +34,18 @@ def drive(optimizer: Optimizer, engine: Engine) -> None:
                 "optimizer.step(closure): the gradients are summed over the ranks before the update, so the "
                 "closure's backward would come too late. Run it first: loss = closure(); optimizer.step()"
             )
-        nonlocal depth
-        depth = 0
-        engine.before_update(optimizer)
-        return update(*args, **kwargs)
+        nonlocal depth, entered
+        depth, entered = 0, True
+        try:
+            engine.before_update(optimizer)
+            return update(*args, **kwargs)
+        finally:
+            entered = False
 
     def begins(*_: Any) -> None:  # a step that calls that of its base class runs the hooks twice
         nonlocal depth
+        if not entered and not depth:  # a bound method that is older than this engine
+            engine.before_update(optimizer)
         depth += 1
 
     def ends(*_: Any) -> None:

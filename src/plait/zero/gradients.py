@@ -3,8 +3,8 @@
 Autograd delivers a parameter's gradient once per backward.  A hook moves it into the unit's flat gradient buffer (see
 ``flat_gradient``).  After the last gradient of a unit the row's ``microbatch`` moves start.
 
-The *step's* moves (none under zero3) start as soon as a unit's last backward is over, if messages travel during computation.  On a CPU with
-no core to spare the two would only take turns, so all sums start together after the backward, which is faster.
+The *step's* moves (none under zero3) start as soon as a unit's last backward is over, if messages travel during
+computation.  On a CPU with no core to spare the two would only take turns, so all start together after the backward.
 
 *Order.*  Where parameters are split, every rank runs the same units in the same order (or their gathers would not
 match), so a microbatch's reductions start as units complete.  All other reductions start in one fixed order, last unit

@@ -83,11 +83,11 @@ def run(config: SubmitConfig, argv: Sequence[str]) -> int:
         folder = Path(name)
         file = folder / target.file
         with told(name, 0):
-            file.write_text(text, encoding="utf-8")
             for one in spec.files if config.target == "ray" else ():  # Ray sends one folder
                 where = folder / one
                 where.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copytree(one, where) if os.path.isdir(one) else shutil.copy(one, where)
+                shutil.copytree(one, where, dirs_exist_ok=True) if os.path.isdir(one) else shutil.copy(one, where)
+            file.write_text(text, encoding="utf-8")
         last = [word.format(file=file, folder=folder) for word in target.last]
         return subprocess.run([program, *target.client[1:], *config.option, *last]).returncode
 

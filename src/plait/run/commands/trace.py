@@ -36,8 +36,16 @@ def run(config: TraceConfig, argv: Sequence[str] = ()) -> int:
     body = load_name(config.function, "function")
     if not callable(body):
         raise ValueError(f"function {config.function!r} is a {type(body).__name__}: name a function of the rank's comm")
-    write_page(config.out, config.function, Path(config.function.rpartition(":")[0]), body, config.mesh)
+    write_page(config.out, config.function, Path(_file_of(body)), body, config.mesh)
     return 0
+
+
+def _file_of(body: Callable[..., object]) -> str:
+    """The file of a function, as Python names it while it runs."""
+    code = getattr(body, "__code__", None)
+    if code is None:
+        raise ValueError(f"{body!r} is no function of a file: name one, as in FILE.py:body")
+    return str(code.co_filename)
 
 
 def write_page(place: str, title: str, file: Path, body: Callable[[Any], object], mesh: str) -> None:

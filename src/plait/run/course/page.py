@@ -24,7 +24,7 @@ def page(title: str, source: str, ranks: list[RankTrace]) -> str:
     """The page, with everything in it."""
     css, js = ((files(__package__) / f"viewer.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     recorded = {"source": source.splitlines(), "ranks": [asdict(rank) for rank in ranks], "frames": align(ranks)}
-    data = json.dumps(recorded, separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
+    data = json.dumps(recorded, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
     return PAGE.format(title=html.escape(title), css=css, js=js, data=data, script=_hash(js), style=_hash(css))
 
 

@@ -8,6 +8,7 @@ together; where they send messages to each other, in the order in which they did
 """
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -146,10 +147,15 @@ def _tensor(value: Tensor) -> Shown:
         if value.is_meta or storage.nbytes() < (plain.storage_offset() + plain.numel()) * plain.element_size():
             return {"text": f"{text}, no values here"}
         corner = plain.reshape(-1, plain.shape[-1] if plain.dim() > 1 else max(1, plain.numel()))[:ROWS, :COLUMNS]
-        rows = [[float(f"{number:.4g}") for number in row] for row in corner.double().tolist()]
+        rows = [[_number(number) for number in row] for row in corner.double().tolist()]
         return {"text": text, "rows": rows, "bytes": storage.nbytes(), "sum": f"{plain.double().sum().item():.6g}"}
     except (RuntimeError, ValueError, TypeError, NotImplementedError):  # a parameter that is not gathered
         return {"text": f"{text}, no values here"}
+
+
+def _number(value: float) -> float | str:
+    """Rounds a number; JSON has no infinities, so these are words."""
+    return float(f"{value:.4g}") if math.isfinite(value) else str(value)
 
 
 def align(ranks: list[RankTrace]) -> list[list[int]]:

@@ -46,7 +46,7 @@ function tensor(value, parent) {
   for (const row of value.rows) {
     const line = make("div", undefined, parent, "row");
     for (const number of row) {
-      const cell = make("span", String(Number(number.toPrecision(2))), line);
+      const cell = make("span", typeof number === "number" ? String(Number(number.toPrecision(2))) : number, line);
       cell.style.backgroundColor = color(number, largest);
       cell.title = String(number);
     }

@@ -195,10 +195,22 @@ def _tensors(files: Sequence[Folder]) -> dict[str, InFolder]:
 
 
 def _file(folder: Path, name: str) -> Folder:
-    """A file of weights in a folder, links resolved, as into ``blobs`` in the cache of Hugging Face."""
+    """A file of weights in a folder."""
     if not FILE.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is no name of a file in the folder")
-    return Folder(Path(os.path.realpath(folder / name)))
+    return Folder(_inside(folder, name))
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A file with links resolved; ValueError for a link out of the folder.
+
+    In the cache of Hugging Face, ``snapshots/9f3c/model.safetensors`` is a link into ``blobs``.
+    """
+    home, real = folder.resolve(), Path(os.path.realpath(folder / name))
+    blobs = home.parent.with_name("blobs") if home.parent.name == "snapshots" else home
+    if real.parent not in ((home / name).parent, blobs):
+        raise ValueError(f"{str(folder / name)!r} is a link out of its folder, to {str(real)!r}: copy the file instead")
+    return real
 
 
 def write_folder(path: str | Path, engine: Engine, source: str | Path | None = None) -> None:
@@ -256,14 +268,14 @@ def copied_files(source: str | Path | None) -> dict[str, Path]:
     """The files that an export copies from a model's folder, by name; checked before a run and again at its end.
 
     Raises:
-        ValueError: a file is no plain file, or too large.
+        ValueError: a file is a link out of the folder, no plain file, or too large.
     """
     if source is None:
         return {}
     home, found = Path(source), dict[str, Path]()
     for name in sorted({str(file.relative_to(home)) for pattern in COPIED for file in home.glob(pattern)}):
         if not (home / name).is_dir():  # a folder LICENSES is none of the files LICENSE*
-            found[name] = home / name
+            found[name] = _inside(home, name)
             check_readable(found[name], "what is copied,", LARGEST_COPIED)
     return found
 

@@ -12,6 +12,7 @@ All but Slurm's start one torchrun on each host.  Each argument is quoted once, 
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from typing import Any
 
 from plait.run.launch.spec import LaunchSpec
 
+LAUNCHER = "plait_launch.py"
+YAML_WORDS = {"on", "off", "yes", "no", "y", "n", "true", "false", "null"}
 PORT = 29500
 """The port of the store on the first host."""
 
@@ -62,8 +65,14 @@ def torchrun(spec: LaunchSpec) -> list[str]:
 def yaml(value: Any, indent: str = "") -> str:
     """Writes mappings, lists, numbers and texts as YAML; a text of whole lines becomes a block."""
     if isinstance(value, Mapping):
-        return "".join(f"{indent}{key}:{_below(one, indent)}" for key, one in value.items())
+        return "".join(f"{indent}{_key(key)}:{_below(one, indent)}" for key, one in value.items())
     return "".join(f"{indent}-{_beside(one, indent)}" for one in value)
+
+
+def _key(name: str) -> str:
+    """Quotes what YAML could read as something else than this name: ``a: b``, and ``ON``, a truth value of YAML 1.1."""
+    plain = re.fullmatch(r"[A-Za-z_]\w*", name) and name.lower() not in YAML_WORDS
+    return name if plain else text_of(name)
 
 
 def _beside(value: Any, indent: str) -> str:
@@ -268,7 +277,7 @@ TARGETS = {
     "slurm": Target(slurm, "job.sh", ("sbatch",)),
     "kubernetes": Target(kubernetes, "job.yaml", ("kubectl", "create"), ("-f", "{file}")),
     "skypilot": Target(skypilot, "job.yaml", ("sky", "launch")),
-    "modal": Target(modal, "job.py", ("modal", "run")),
-    "ray": Target(ray, "job.py", ("ray", "job", "submit"), ("--working-dir", "{folder}", "--", "python", "job.py")),
+    "modal": Target(modal, LAUNCHER, ("modal", "run")),
+    "ray": Target(ray, LAUNCHER, ("ray", "job", "submit"), ("--working-dir", "{folder}", "--", "python", LAUNCHER)),
     "torchx": Target(torchx, "job.py", ("torchx", "run"), ("{file}:job",)),
 }

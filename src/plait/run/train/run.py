@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from plait import __version__
 from plait.checkpoint.files.writing import write_json, write_text
+from plait.checkpoint.same_folder import check_same_folder
 from plait.checkpoint.save import Saver
 from plait.comm import Comm
 from plait.comm.agree import gather_ints
@@ -131,6 +132,8 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
             (Path(config.output.out) / SUMMARY).unlink(missing_ok=True)
             write_text(Path(config.output.out) / SETTINGS, to_toml(config))
     training.saver = saver_of(config, engine)
+    if config.output.out and training.saver is not None:
+        check_same_folder(Path(config.output.out), comm)
     inject(engine, config.course.inject)
     with sinks, view, stream, training.saver or nullcontext():
         try:

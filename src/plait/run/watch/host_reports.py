@@ -113,6 +113,8 @@ class HostBoard:
         """
         report, now = from_json(HostReport, data), self._clock()
         seen = report.ranks(now)
+        if any(len(pair) != 2 for status, _ in seen for pair in status.steps):
+            raise ConnectionError(f"host {one_line(host, 80)} has steps without two times")
         if strange := [s.rank for s, _ in seen if s.rank not in self.ranks[host]]:
             raise ConnectionError(f"host {one_line(host, 80)} has no {named(strange)}")
         with self._lock:

@@ -1,0 +1,46 @@
+"""A check that all hosts see the same folder, before hours of work are lost.
+
+rank 0       .common-9f3c...     made        ...        removed
+the others                       seen?   ◄── each reports it to all
+"""
+
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from plait.comm.agree import broadcast_text, check_together
+from plait.comm.base import Comm
+from plait.messages.escape import one_line
+from plait.table.collectives import Note
+from plait.table.mesh import AXES
+
+
+def check_same_folder(folder: Path, comm: Comm) -> None:
+    """Does nothing on one host.  All ranks call it together, and rank 0 can write to the folder.
+
+    Raises:
+        ValueError: this rank's host has another folder there.
+        RuntimeError: another rank's error.
+    """
+    if len({peer.host for peer in comm.peers}) < 2:
+        return
+    mark = folder / broadcast_text(comm, f".common-{secrets.token_hex(8)}", Note("state"))
+    error: Exception | None = None
+    try:
+        if not comm.rank:
+            mark.touch()
+    except OSError as problem:
+        error = problem
+    try:
+        check_together(comm, error, AXES)
+        if not mark.exists():
+            host = {peer.rank: peer.host for peer in comm.peers}
+            error = ValueError(
+                f"{str(folder)!r} on host {one_line(host[comm.rank], 80)} is not the folder that rank 0 writes to on "
+                f"host {one_line(host[0], 80)}: checkpoints need one that all hosts share"
+            )
+        check_together(comm, error, AXES)
+    finally:
+        if not comm.rank:
+            with suppress(OSError):
+                mark.unlink()

@@ -11,6 +11,7 @@ what is around the tensors, so the ranks of a job trust each other, and torch ha
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import time
@@ -165,10 +166,16 @@ class Remote:
                         raise
                 asked = time.monotonic()
 
+    def leave(self) -> None:
+        """Ends this rank's part alone, as its process ends: torch's threads would abort it."""
+        if not self._closed:
+            self._end(False)
+
     def _end(self, together: bool) -> None:
         from torch.distributed import rpc
 
         self._closed = True
+        atexit.unregister(self.leave)
         rpc.shutdown(graceful=together, timeout=max(1, round(self.deadline)))
         _served.clear()
         _stores.clear()
@@ -234,7 +241,9 @@ def connect(
     finally:
         store.set_timeout(before)
     number = int(store.add(f"remote calls {comm.rank}", 1))
-    return Remote(comm, dist.PrefixStore(f"remote calls {number}", store), devices, seconds)  # type: ignore[attr-defined]
+    remote = Remote(comm, dist.PrefixStore(f"remote calls {number}", store), devices, seconds)  # type: ignore[attr-defined]
+    atexit.register(remote.leave)
+    return remote
 
 
 def sendable(value: Any, devices: Collection[str], where: str) -> Any:

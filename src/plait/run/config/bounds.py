@@ -69,7 +69,7 @@ BOUNDS: dict[str, Bounds] = {
     "grace": Bounds(0, 1e6),
     "restarts": Bounds(0, 1_000),
     "repeat": Bounds(1, 1_000_000),
-    **dict.fromkeys(("hosts", "ranks_per_host"), Bounds(1, 1 << 16)),
+    "ranks_per_host": Bounds(1, 1 << 16),
     **dict.fromkeys(("minutes", "memory", "cpus"), Bounds(1, 1 << 20)),
     **dict.fromkeys(("forward", "input", "weight", "latency"), _TIME),
 }

@@ -159,8 +159,8 @@ def test_the_same_command_runs_under_torchrun(tmp_path: Path) -> None:
         "all_reduce",
         "--repeat",
         "2",
-        "--out",
-        str(tmp_path),
+        "--json",
+        str(tmp_path / "comm.json"),
     ]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*torchrun, "-m", "plait", *words], capture_output=True, text=True, timeout=110)
@@ -192,10 +192,10 @@ def test_another_number_of_processes_than_ranks_is_refused(
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT not set: start this program with torchrun"),
         ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
-        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_PROCID is 1: this program has been started several times"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_PROCID is 1, and SLURM_STEP_NUM_TASKS, SLURM_GTIDS"),
         (
             {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"},
-            "SLURM_STEP_NUM_TASKS is 2: this program has been started",
+            "SLURM_STEP_NUM_TASKS is 2, and SLURM_GTIDS",
         ),
         (
             {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},

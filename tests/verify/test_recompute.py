@@ -55,7 +55,7 @@ def test_a_unit_that_is_gathered_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         begins(self, unit)
         if known and unit.state is State.UNSHARDED:
             unit.reshard()
-            unit.unshard("backward", self.microbatch)
+            unit.unshard("backward", self.current.context.microbatch)
             unit.wait()
 
     monkeypatch.setattr(Unsharding, "_begin_backward_of", again)

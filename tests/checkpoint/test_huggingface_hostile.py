@@ -103,11 +103,13 @@ HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no map": (index(lambda data: data.clear()), "no weight_map"),
     "deep": (lambda f: (f / INDEX).write_text('{"weight_map":' * 100_000), "nested too deeply"),
     "giant index": (lambda f: os.truncate(f / INDEX, 1 << 40), "bytes, and may have"),
+    "a link out": (lambda f: (f / FILES[0]).symlink_to(elsewhere(f)), "a link out of its folder"),
+    "an index out": (lambda f: (f / INDEX).symlink_to(elsewhere(f, INDEX)), "a link out of its folder"),
     "a loop": (lambda f: (elsewhere(f), (f / FILES[0]).symlink_to(f / FILES[0])), "no file that can be read"),
     "a pipe": (lambda f: (elsewhere(f), os.mkfifo(f / FILES[0])), "no plain file"),
     "a pipe for an index": (lambda f: (elsewhere(f, INDEX), os.mkfifo(f / INDEX)), "no plain file"),
     "a folder": (lambda f: (elsewhere(f), (f / FILES[0]).mkdir()), "no plain file"),
-    "a device": (lambda f: (elsewhere(f), (f / FILES[0]).symlink_to("/dev/zero")), "no plain file"),
+    "a device": (lambda f: (elsewhere(f), (f / FILES[0]).symlink_to("/dev/zero")), "a link out of its folder"),
     "missing": (elsewhere, "No such file"),
     "emptied": (lambda f: os.truncate(f / FILES[0], 0), "it has 0 bytes"),
     "truncated": (lambda f: os.truncate(f / FILES[0], 300), "copy the file again"),
@@ -201,6 +203,7 @@ def test_weights_that_are_not_finite_are_refused_by_all_ranks_with_their_name(va
 ODD: dict[str, Callable[[Path], object]] = {
     "a pipe": os.mkfifo,
     "a device": lambda place: place.symlink_to("/dev/zero"),
+    "a file from elsewhere": lambda place: place.symlink_to("/etc/hostname"),
     "a folder": Path.mkdir,
     "a loop": lambda place: place.symlink_to(place),
     "nested": lambda place: place.write_text('{"a":' * 100_000),
@@ -252,5 +255,8 @@ def test_what_an_export_copies_is_found_in_the_cache_too(tmp_path: Path) -> None
     (snapshot / "tokenizer.json").symlink_to("../../blobs/a1")
     (snapshot / "additional_chat_templates" / "a.jinja").symlink_to("../../../blobs/a1")
     names = ("additional_chat_templates/a.jinja", "tokenizer.json")
-    assert copied_files(snapshot) == {name: snapshot / name for name in names}
+    assert copied_files(snapshot) == dict.fromkeys(names, blobs / "a1")
+    (snapshot / "vocab.json").symlink_to("/etc/hostname")
+    with pytest.raises(ValueError, match="a link out of its folder"):
+        copied_files(snapshot)
     assert copied_files(None) == {}

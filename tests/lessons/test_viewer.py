@@ -83,7 +83,7 @@ def test_ranks_differ_before_the_sum_and_agree_after_it(program: Path, tmp_path:
 
 
 def test_messages_are_shown_in_the_order_in_which_they_went(program: Path) -> None:
-    ranks = trace(program, load_name(f"{program}:line", "function"), Mesh(shard=3))
+    ranks = trace(str(program), load_name(f"{program}:line", "function"), Mesh(shard=3))
     frames = align(ranks)
     assert frames[-1] == [len(rank.steps) - 1 for rank in ranks]
     added = PROGRAM.splitlines().index("    token += 1") + 1
@@ -92,10 +92,10 @@ def test_messages_are_shown_in_the_order_in_which_they_went(program: Path) -> No
 
 
 def test_only_changes_are_kept_and_a_body_that_raises_is_reported(program: Path) -> None:
-    ranks = trace(program, load_name(f"{program}:body", "function"), Mesh(shard=2))
+    ranks = trace(str(program), load_name(f"{program}:body", "function"), Mesh(shard=2))
     assert sum("hostile" in step["changed"] for step in ranks[0].steps) == 1
     with pytest.raises(ZeroDivisionError):
-        trace(program, lambda comm: 1 / 0, Mesh(shard=2))
+        trace(str(program), lambda comm: 1 / 0, Mesh(shard=2))
 
 
 def test_a_hostile_string_is_text_and_the_policy_names_our_script_alone(program: Path, tmp_path: Path) -> None:
@@ -119,6 +119,12 @@ def test_a_tensor_without_values_and_odd_ones_are_shown() -> None:
     assert show(torch.tensor([1.0, -torch.inf, torch.nan]))["rows"] == [[1.0, "-inf", "nan"]]
     assert show(torch.ones(9, 9))["rows"] == [[1.0] * 8] * 4
     assert show([torch.ones(2), 1, print])["text"] == "list of 3: float32 (2,); 1; builtin_function_or_method"
+
+
+def test_a_file_of_this_folder_is_traced(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(program.parent)
+    assert main(["trace", f"./{program.name}:body", "--mesh", "shard=2", "--out", "page.html"]) == 0
+    assert all(rank["steps"] for rank in data_of(Path("page.html").read_text())["ranks"])
 
 
 def test_a_lesson_is_opened(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

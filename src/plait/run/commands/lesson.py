@@ -104,7 +104,7 @@ class OpenLesson:
         if not hasattr(module, "body"):
             raise ValueError(f"lesson {self.number} has no ranks to step through: plait lesson run {self.number}")
         place = self.out or f"lesson-{self.number:02}.html"
-        write_page(place, f"Lesson {self.number}: {lesson.title}", lesson.path, module.body, module.MESH)
+        write_page(place, f"Lesson {self.number}: {lesson.title}", str(lesson.path), module.body, module.MESH)
         if not self.no_browser:
             webbrowser.open(Path(place).resolve().as_uri())
 

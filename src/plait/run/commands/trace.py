@@ -36,7 +36,7 @@ def run(config: TraceConfig, argv: Sequence[str] = ()) -> int:
     body = load_name(config.function, "function")
     if not callable(body):
         raise ValueError(f"function {config.function!r} is a {type(body).__name__}: name a function of the rank's comm")
-    write_page(config.out, config.function, Path(_file_of(body)), body, config.mesh)
+    write_page(config.out, config.function, _file_of(body), body, config.mesh)
     return 0
 
 
@@ -48,9 +48,9 @@ def _file_of(body: Callable[..., object]) -> str:
     return str(code.co_filename)
 
 
-def write_page(place: str, title: str, file: Path, body: Callable[[Any], object], mesh: str) -> None:
+def write_page(place: str, title: str, file: str, body: Callable[[Any], object], mesh: str) -> None:
     """Runs ``body`` on the mesh, step by step, and writes the page."""
     check_file("out", place)
-    text = page(title, file.read_text(encoding="utf-8"), trace(file, body, Mesh.parse(mesh)))
+    text = page(title, Path(file).read_text(encoding="utf-8"), trace(file, body, Mesh.parse(mesh)))
     write_text(place, text)
     say(f"written: {place} ({len(text.encode()):,} bytes); arrow keys step, #12 is step 12\n", sys.stdout)

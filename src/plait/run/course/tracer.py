@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -47,13 +46,13 @@ class RankTrace:
     """Collectives among the first n operations, for each n."""
 
 
-def trace(file: Path, body: Callable[[Comm], object], mesh: Mesh) -> list[RankTrace]:
-    """Runs ``body`` on every rank and returns their steps in frames of ``file``.
+def trace(file: str, body: Callable[[Comm], object], mesh: Mesh) -> list[RankTrace]:
+    """Runs ``body`` on every rank and returns their steps in frames of ``file``, as Python names it.
 
     Raises:
         Exception: what the body raised on the first rank that failed.
     """
-    clock, source = itertools.count(), str(file)
+    clock, source = itertools.count(), file
 
     def traced(comm: Comm) -> RankTrace:
         found = RankTrace()

@@ -114,7 +114,7 @@ def _rows(whole: Any, rows: Tensor) -> Any:
 
 
 class _Entered(Exception):  # noqa: N818
-    """What a loss gives to its model."""
+    """Passes a loss's argument to its model."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ continued by hand:
 Predict before you run it:
   1. Nothing is sent back.  Does the loss still fall?
   2. ``requires_grad_()`` is forgotten on what arrives.  What does torch say, and where?
-  3. Somebody mends that error with ``y.backward(torch.ones_like(y))``.  Which layers get wrong gradients?
+  3. A colleague mends that error with ``y.backward(torch.ones_like(y))``.  Which layers get wrong gradients?
 
     plait lesson run 3
 """
@@ -47,7 +47,7 @@ def slices(layers: int, stages: int) -> list[range]:
 
 
 def gradients(model: nn.Module) -> Gradients:
-    """By name; a slice of an nn.Sequential keeps the names of the whole."""
+    """Returns gradients by name; a slice of an nn.Sequential keeps the names of the whole."""
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -127,7 +127,7 @@ def torchrun(ranks: int) -> list[str]:
 
 
 def one_of_many() -> None:
-    """What a rank that torchrun has started does: the same body, over sockets.  Rank 0 reports for all."""
+    """Runs the same body on a rank that torchrun has started, over sockets.  Rank 0 reports for all."""
     comm = plait.join(f"pipe={os.environ['WORLD_SIZE']}")
     me, everyone = report(comm), torch.empty(2 * comm.world_size, dtype=torch.int64)
     comm.all_gather(everyone, torch.tensor([me["process"], me["token"]]), ("pipe",)).wait()

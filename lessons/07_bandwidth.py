@@ -16,7 +16,7 @@ crosses hosts with as few bytes as it can:
 
 Predict before you run it:
   1. Reduce-scatter, 4 ranks, 64 MB in all, 16 MB out per rank, 0.1 s.  What is algbw?  And busbw?
-  2. Somebody divides the *output's* size by the time.  How wrong is that?
+  2. A report divides the *output's* size by the time.  How wrong is that?
   3. Two hosts with two ranks each, an all-reduce of S bytes.  How many bytes must a rank send to the other host?
 
     plait lesson run 7

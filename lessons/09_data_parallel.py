@@ -10,7 +10,7 @@ wrong as soon as two ranks have different numbers of samples.
 
 Predict before you run it, with four ranks:
   1. Rank 0 prints its own loss, rank 1 prints its own.  Are they equal?  Are their gradients, after the sum?
-  2. Somebody wrote ``if torch.cuda.is_available(): all_reduce(...)``.  What happens on this CPU?  Does it crash?
+  2. A script has ``if torch.cuda.is_available(): all_reduce(...)``.  What happens on this CPU?  Does it crash?
   3. 48 samples on 4 ranks, then on 2, then on 1: are the trained parameters the same?
 
     plait lesson run 9
@@ -107,7 +107,7 @@ def main(ranks: int = 4) -> None:
         assert torch.equal(rank["grads"], found[0]["grads"]) and torch.equal(rank["parameters"], found[0]["parameters"])
     print("gradients and parameters: the same bits on every rank")
 
-    # Prediction 2: no crash, and every loss falls.  Each rank trains a model of its own.  Compare whole tensors.
+    # Prediction 2: no crash, and every loss falls.  Each rank trains its own model.  Compare whole tensors.
     apart = plait.run_threads(f"shard={ranks}", lambda comm: body(comm, only_if_cuda))
     gap = max((r["parameters"] - apart[0]["parameters"]).abs().max().item() for r in apart)
     print(f"find the fault: summed only if there is CUDA, parameters drift apart by up to {gap:.3f}")

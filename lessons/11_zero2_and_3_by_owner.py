@@ -2,7 +2,7 @@
 
 The idea.  ZeRO-1 divided the optimizer state.  Gradients are next: once a layer's gradient is summed, only the
 layer's owner needs it, so it is *reduced to the owner*, and the others free theirs at once (stage 2).  Then the
-parameters: nobody but the owner keeps the layer.  When its turn comes, the owner *broadcasts* it, all compute, and
+parameters: only the owner keeps the layer.  When its turn comes, the owner *broadcasts* it, all compute, and
 all but the owner free it; the backward needs it a second time (stage 3).
 
     forward    for each layer:            broadcast the layer | compute | free

@@ -13,8 +13,8 @@ which a rank is idle (the *bubble*), and how many activations it holds at once.
 
 Predict before you run it, with four ranks and eight microbatches:
   1. Is 1F1B faster than GPipe?
-  2. Somebody writes 1F1B with ``steady = m - (p - 1 - r)`` and calls it with two microbatches.  What happens on rank 0?
-  3. Somebody cuts 27 samples with ``batch // chunks``.  How many samples does the model see?
+  2. A 1F1B is written with ``steady = m - (p - 1 - r)`` and called with two microbatches.  What happens on rank 0?
+  3. A program cuts 27 samples with ``batch // chunks``.  How many samples does the model see?
 
     plait lesson run 17
 """

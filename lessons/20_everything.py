@@ -30,14 +30,14 @@ torch.manual_seed(0)
 MODEL = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
 DATA = torch.randn(STEPS, SAMPLES, WIDTH)
 MICROBATCHES = 4
-"""Of all data ranks together.  Which rank has which is part of the layout; the samples of a step are not."""
+"""Samples of all data ranks together.  The layout says which rank has which; it does not change a step's samples."""
 
 
 def loss_sum(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x) - x.flip(1).sin()).square().sum()
 
 
-# 1. From nothing: the whole run in one process.  It adds gradients in the order of the layout that it stands for.
+# 1. From nothing: the whole run in one process.  It adds gradients in the order of the layout that it represents.
 
 
 def one_process(data_ranks: int) -> dict[str, Tensor]:

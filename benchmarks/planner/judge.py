@@ -128,7 +128,7 @@ def shape_of(case: Case) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Picked:
-    """How fast the layout that is predicted to be fastest was, among those that were measured for one question."""
+    """The layout that is predicted to be fastest, beside those that were measured for one question."""
 
     runs: int
     first: float
@@ -154,7 +154,7 @@ def picks(cases: Sequence[Case], constants: Constants, question: Callable[[Case]
 
 @dataclass(frozen=True)
 class Fits:
-    """How often a card's memory is enough."""
+    """Numbers of rows whose memory fits the card, predicted and measured."""
 
     measured: int
     said_yes: int

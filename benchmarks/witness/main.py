@@ -1,4 +1,4 @@
-"""What a witness costs: a step without one, and the same step under one.
+"""Times a step without a witness, and the same step under one.
 
     python benchmarks/witness/main.py                              # everything, about 5 minutes on 2 cores
     python benchmarks/witness/main.py --model mlp1024 --engine ddp --rounds 15

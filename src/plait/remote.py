@@ -229,7 +229,7 @@ def connect(
     _stores.append(dist.PrefixStore("remote calls", store))  # type: ignore[attr-defined]
     try:
         with _own_interface(getattr(comm, "peers", ())), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of a call of its own
+            warnings.simplefilter("ignore")  # of torch, about its own call
             rpc.init_rpc(_worker(comm.rank), rank=comm.rank, world_size=comm.mesh.size, rpc_backend_options=options)
     except BaseException as error:
         _served.clear()

@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "planner"
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The modules of the benchmark, which lie beside its script."""
+    """The modules of the benchmark, which are beside its script."""
     import importlib
 
     monkeypatch.syspath_prepend(str(FOLDER))

@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def said(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
-    """What a command prints that leaves with this code, on both streams."""
+    """Runs a command that ends with this code; returns what it prints on both streams."""
     assert main(["plan", *words]) == code
     shown = capsys.readouterr()
     return shown.out + shown.err

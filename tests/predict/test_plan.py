@@ -134,7 +134,7 @@ MESHES = (
 @pytest.mark.parametrize("row", TABLE)
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_bytes_are_those_that_a_proof_counts(mesh: Mesh, row: str, recompute: str | None) -> None:
-    """What is sent by all ranks, and what the fullest one holds, against the proof of every message and buffer."""
+    """Compares bytes sent by all ranks and held by the fullest with the proof of every message and buffer."""
     sizes = {"layers": 13, "ffn": 352, "heads": 8, "kv_heads": 4, "vocab": 512}
     strategy = TABLE[row].mixed("bf16")
     pipeline = Pipeline("1f1b" if mesh.pipe > 1 else None, mesh.pipe)
@@ -145,8 +145,8 @@ def test_bytes_are_those_that_a_proof_counts(mesh: Mesh, row: str, recompute: st
     cluster = replace(preset("h100"), devices=mesh.size)
     found = Plan(Transformer(hidden=128, **sizes), cluster, mesh, strategy, 16 * mesh.data_size, 64, 8)
     found = replace(found, recompute=recompute)
-    alike = mesh.size / mesh.pipe
-    sent = sum(one.bytes for share in found.shares for one in messages(found, share)) * alike
+    ranks = mesh.size / mesh.pipe
+    sent = sum(one.bytes for share in found.shares for one in messages(found, share)) * ranks
     assert sent == pytest.approx(proved.traffic.bytes, rel=2e-3)
     most = fullest(found)
     assert most.state == pytest.approx(proved.room.state, rel=1e-3)

@@ -190,7 +190,7 @@ def devices() -> None:
 
 
 def listens() -> None:
-    """What torch's agent listens on is loopback alone, where all ranks share a host."""
+    """Asserts that torch's agent listens on loopback alone, where all ranks share a host."""
     before, begin, given = set(listening()), rpc.init_rpc, []
 
     def noted(*args: Any, **more: Any) -> None:

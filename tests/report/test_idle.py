@@ -36,7 +36,7 @@ def test_each_wait_has_its_cause() -> None:
         (event("2F0", 0, 9, (0, 7)), event("2UNSHARD", 9, 11, (9.5, 11)), event("2B0", 11, 13)),
     )
     zero, one, two = map(nonzero, idle_times(log))
-    # The order's own waits: 0, 2 and 4 before the first pass, 8, 4 and 0 between, 0, 2 and 4 behind the last.
+    # The order's own waits: 0, 2 and 4 before the first pass, 8, 4 and 0 between, 0, 2 and 4 after the last.
     late = 12.75 - 8
     assert zero == {"busy": 4, "other": 0.5 + 0.5, "communication": 0.25, "bubble": 8, "knock_on": late, "update": 2}
     assert one == {"busy": 4, "warm_up": 2, "bubble": 4, "cool_down": 2, "knock_on": 2 + 4 + 2}

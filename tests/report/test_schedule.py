@@ -1,4 +1,4 @@
-"""What a timeline looks like: the grid, and the table."""
+"""The form of a timeline: the grid, and the table."""
 
 from __future__ import annotations
 

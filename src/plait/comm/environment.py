@@ -4,7 +4,7 @@ RANK, WORLD_SIZE              who am I, of how many
 MASTER_ADDR, MASTER_PORT      where the store listens; rank 0 (or torchrun itself) hosts it
 LOCAL_RANK, LOCAL_WORLD_SIZE  the same within this host, where the launcher says so; several may share a host
 
-Other launchers have variables of their own, which ``as_torchrun`` translates.
+Other launchers have other variables, which ``as_torchrun`` translates.
 
     srun        SLURM_STEP_NUM_TASKS, SLURM_PROCID     a task is a rank, among SLURM_GTIDS on its node
                 SLURM_STEP_NODELIST                    its first node has task 0, which hosts the store
@@ -180,7 +180,7 @@ def launched(environment: MutableMapping[str, str] = os.environ, ranks: int | No
             if (number := environment.get(name, alone)) != alone:
                 raise ValueError(
                     f"{name} is {one_line(number, 60)}{unknown}: this program has been started several times, and each "
-                    f"would be the whole run: {fix}; for runs of their own unset {', '.join(launcher.alone)}"
+                    f"would be the whole run: {fix}; for separate runs unset {', '.join(launcher.alone)}"
                 )
     return False
 

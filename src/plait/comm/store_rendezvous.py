@@ -78,7 +78,7 @@ def meet(store: Store, mine: Peer, size: int, end: float) -> Met:
         raise ValueError(printable(verdict.problem, 5000))
     if verdict.size != size:
         problem = f"{mine} has WORLD_SIZE={size}, {Peer.parse(verdict.peers[0])} has {verdict.size}"
-        raise ValueError(f"ranks differ: {problem}. Start all of them alike")
+        raise ValueError(f"ranks differ: {problem}. Start all of them in the same way")
     if absent := sorted(set(range(size)) - {peer.rank for peer in peers}):
         raise _late(mine, size, started, absent)
     return Met(here, tuple(peers), verdict.attempt)
@@ -170,7 +170,7 @@ def _problem(peers: Collection[Peer]) -> str:
     if lines := differing(facts):
         told = "; ".join(one_line(line, 1000) for line in lines)
         some = ", ".join(map(str, [*peers][:8])) + (", ..." if len(peers) > 8 else "")
-        return f"ranks differ: {told}. Start all of them alike: {some}"
+        return f"ranks differ: {told}. Start all of them in the same way: {some}"
     return ""
 
 

@@ -46,15 +46,15 @@ class Reached:
     The defaults are llm-foundry's on A100 (docs/planner.md), rounded."""
 
     product: float = 0.74
-    """Of the peak, a large matrix product without a partly filled wave."""
+    """Share of the peak that a large matrix product reaches, without a partly filled wave."""
     depth: float = 135.0
     """Elements of the inner dimension at which a product takes twice its time."""
     wave: float = 0.7
-    """Of the last wave of tiles that is not full, the part that costs time (0: none, 1: all)."""
+    """Share of a last, partly filled wave of tiles that costs time (0: none, 1: all)."""
     attention: float = 0.51
-    """Of the peak, the products inside attention."""
+    """Share of the peak that the products inside attention reach."""
     memory: float = 0.8
-    """Of the memory's bandwidth."""
+    """Share of the memory's bandwidth that kernels reach."""
     passes: float = 1.05
     """Element-wise traffic of a block, over that of fused operators."""
     kernels: float = 70.0
@@ -62,11 +62,11 @@ class Reached:
     calls: float = 4.0
     """Kernels in whose launching time a collective is called."""
     starts: float = 0.42
-    """Of the time to launch a kernel, the part that its start takes on the device."""
+    """Share of the time to launch a kernel that its start takes on the device."""
     head: float = 1.0
     """Times that the head's products take where the tensor axis does not cut them."""
     network: float = 0.8
-    """Of a link's bandwidth, a large message."""
+    """Share of a link's bandwidth that a large message reaches."""
     fixed: float = 1e-3
     """Seconds of a step that nothing else explains."""
 

@@ -47,7 +47,7 @@ class Transformer:
     biases: bool = False
     """True if every linear layer has a bias, and norms too (GPT-2's family)."""
     head_norms: bool = False
-    """True if queries and keys have norms of their own (Qwen 3)."""
+    """True if queries and keys have their own norms (Qwen 3)."""
     tied: bool = False
     """True if the head's weight is the embedding's."""
     positions: int = 0

@@ -1,4 +1,4 @@
-"""What the engine adds to the object of a stock optimizer: reduce before its step, publish after it.
+"""Adds to a stock optimizer's object: reduce before its step, publish after it.
 
 optimizer.step()
   engine.reduce()        unless the loop has called it

@@ -115,7 +115,7 @@ class Lines:
         except BlockingIOError:
             os.close(self.number)
             raise ValueError(
-                f"{shown(path)}: another run is writing to it; give each run a folder of its own (--out), or end that "
+                f"{shown(path)}: another run is writing to it; give each run its own folder (--out), or end that "
                 f"run first"
             ) from None
         except OSError:

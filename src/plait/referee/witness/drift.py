@@ -30,7 +30,7 @@ NO_SUM_IN_16 = 0.1
 """Parts of a batch that are further off than this share do not add up to it: the loss compares samples."""
 
 Slack: TypeAlias = Mapping[str, float]
-"""By how much rounding may change an element of each parameter's gradient, beyond a fixed tolerance."""
+"""Bound by which rounding may change an element of each parameter's gradient, beyond a fixed tolerance."""
 
 
 def added(replay: Replay, step: int, parts: Iterable[Sequence[int]], count: int) -> Gradients:

@@ -288,7 +288,7 @@ def _common(one: Seen) -> float:
 
 
 def _shape(one: Seen, name: str, times: float = 1.0, slack: float = 0.0) -> Discrepancy:
-    """How a parameter's gradient differs from ``times`` the true one."""
+    """Describes how a parameter's gradient differs from ``times`` the true one."""
     true = one.true[name] if times == 1 else one.true[name] * times
     within = max(0.0 if times == 1 else NEAR, slack / max(largest(true), 1e-300))
     return describe(one.observed[name], true, within)

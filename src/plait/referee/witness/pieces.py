@@ -8,7 +8,7 @@ plait's engine                      the runs that this rank's optimizer updates,
 DDP(model), torch.compile(model)              the names of the model inside
 model(tokens[3, 8], mask[3, 8], scale[])      3 samples: rows 0, 1, 2 of the tensors whose first dim is 3
 
-A sample is told by a checksum of its row of a call's tensors: two with the same numbers are the same sample.
+A sample is identified by a checksum of its row of a call's tensors: two with the same numbers are the same sample.
 """
 
 import hashlib

@@ -24,7 +24,7 @@ from plait.referee.witness.record import BUFFER, FORMAT, KEY, rank_folder, step_
 from plait.table.layout import Region
 
 STEP = {"step", "calls", "losses", "late", "stepped", "options"}
-"""What a step's JSON has."""
+"""Fields of a step's JSON."""
 
 
 @dataclass(frozen=True)

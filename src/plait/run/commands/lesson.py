@@ -46,7 +46,7 @@ class RunLesson:
     number: tyro.conf.Positional[int]
     """The lesson, as in plait lesson list."""
     ranks: int | None = None
-    """How many ranks it uses, where that is not the lesson's own number."""
+    """Number of ranks; the lesson's own unless given."""
 
     def run(self) -> None:
         lesson = find(self.number)

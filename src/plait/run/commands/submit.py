@@ -147,5 +147,5 @@ UNUSED = {
     "ray": ("minutes", "memory", "image"),
     "torchx": ("minutes",),
 }
-"""Flags that a target's job would not have: refused, since a limit that nobody keeps would cost money."""
+"""Flags that a target's job would not have: refused, since a limit that is not kept would cost money."""
 """Targets that send no files, with another way."""

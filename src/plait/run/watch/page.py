@@ -99,7 +99,7 @@ class Page:
             self._memory[0] = 1
 
     def begins(self, rank: int, step: int) -> None:
-        """Notes that a rank begins a step: a word of its own, because it comes often."""
+        """Notes that a rank begins a step: a separate word, because it comes often."""
         self._words[SLOT * (1 + 2 * rank) // STEP_BYTES] = step
 
     def read(self, rank: int) -> Status:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,29 +39,35 @@ USUAL = ("ddp", "zero1", "zero3", "hsdp")
 """Rows that are tried without a search."""
 
 
-@dataclass(frozen=True)
-class PlanConfig:
-    """Rank layouts of a model on a cluster: whether they fit, how long a step takes, and what bounds it.
-
-    Exit code 0: a layout fits, 1: none does, 2: bad input.
-    """
+@dataclass(frozen=True, kw_only=True)
+class SizeFlags:
+    """A decoder's sizes, from a file or by flags."""
 
     model: str | None = None
     """hf:PATH, a folder with a Hugging Face config.json, or that file; weights are not read. None: the sizes below."""
-    params: str | None = None
-    """Number of parameters, as 10B or 1T, where no sizes are known: only their state is counted."""
     layers: int | None = None
     """Layers of a decoder."""
     width: int | None = None
     """Elements of a hidden vector."""
     ffn: int | None = None
-    """The width inside its MLP; unless given, 8/3 of the width, up to a multiple of 32."""
+    """The width inside its MLP; unless given, 8/3 of the width, up to a multiple of 32, or 4 x width if not gated."""
     heads: int | None = None
     """Attention heads."""
     kv_heads: int | None = None
     """Key and value heads; as many as attention heads unless given."""
     vocab: int | None = None
     """Rows of its embedding, and of its head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(SizeFlags):
+    """Rank layouts of a model on a cluster: whether they fit, how long a step takes, and what bounds it.
+
+    Exit code 0: a layout fits, 1: none does, 2: bad input.
+    """
+
+    params: str | None = None
+    """Number of parameters, as 10B or 1T, where no sizes are known: only their state is counted."""
     hosts: int | None = None
     """Hosts of the cluster; 1 unless a cluster file says otherwise."""
     gpus: str = "8xh100"
@@ -158,12 +164,12 @@ def read_cluster(config: PlanConfig) -> Cluster:
     return found if config.hosts is None else replace(found, hosts=config.hosts)
 
 
-SIZES = ("layers", "width", "ffn", "heads", "kv_heads", "vocab")
-
-
-def read_model(config: Any, *, gated: bool = True) -> Transformer:
-    """The model's sizes, from the flags ``model`` and ``SIZES`` of a command."""
-    model, flags = config.model, {name: getattr(config, name) for name in SIZES}
+def read_model(config: SizeFlags, *, gated: bool = True) -> Transformer:
+    """The model's sizes, from the flags of a command."""
+    model, flags = (
+        config.model,
+        {one.name: getattr(config, one.name) for one in fields(SizeFlags) if one.name != "model"},
+    )
     given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
     if model is not None:
         if given:

@@ -17,7 +17,7 @@ from rich.table import Table
 from plait.checkpoint.files.writing import write_json
 from plait.messages.wording import human
 from plait.referee.prove import Decoder, PaperRun, Proved, Refuted, prove
-from plait.run.commands.plan import read_model
+from plait.run.commands.plan import SizeFlags, read_model
 from plait.run.config import names_a_file, read_schedule
 from plait.run.report.screen import screen, working
 from plait.schedule.orders import describe_chunks, describe_orders
@@ -30,8 +30,8 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
-@dataclass(frozen=True)
-class ProveConfig:
+@dataclass(frozen=True, kw_only=True)
+class ProveConfig(SizeFlags):
     """Prove that a layout is the run of a single process, for every rank, without running it.
 
     Exit code 0: proved, 1: refuted, with a counterexample, 2: bad input.
@@ -39,20 +39,6 @@ class ProveConfig:
 
     mesh: str
     """Sizes of the axes, as in "replica=16 shard=64 tensor=8 pipe=16"."""
-    model: str | None = None
-    """hf:PATH, a Hugging Face config.json or a folder with one; its weights are not read. None: the sizes below."""
-    layers: int | None = None
-    """Layers of a decoder."""
-    width: int | None = None
-    """Elements of a hidden vector."""
-    ffn: int | None = None
-    """The width inside its MLP; unless given, 8/3 of the width, up to a multiple of 32, or 4 x width if not gated."""
-    heads: int | None = None
-    """Attention heads."""
-    kv_heads: int | None = None
-    """Key and value heads; as many as attention heads unless given."""
-    vocab: int | None = None
-    """Rows of its embedding, and of its head."""
     gated: bool = True
     """Three matrices in the MLP (SwiGLU), or two."""
     strategy: str = "zero3"

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,6 +57,23 @@ def watch(comm: Comm, page: Page) -> Iterator[None]:
         yield
     finally:
         side.close()
+
+
+def test_an_older_record_does_not_hide_a_step(comm: Comm, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step begins while another thread is writing the record."""
+    with watch(comm, page):
+        comm.begin_step(6)
+        thread, name = threading.Thread(target=comm.begin_step, args=(7,)), socket.gethostname()
+
+        def slow() -> str:
+            if thread.ident is None:
+                thread.start()
+                thread.join(0.2)
+            return name
+
+        monkeypatch.setattr(socket, "gethostname", slow)
+        wait_for(lambda: thread.ident is not None and not thread.is_alive())
+        assert page.read(0).step == 7
 
 
 def test_every_step_operation_and_wait_is_on_the_page(comm: Comm, page: Page) -> None:

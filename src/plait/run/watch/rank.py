@@ -80,7 +80,7 @@ class RankSide(Observer):
         self._now: tuple[State, Operation | None, float] = "starting", None, time.monotonic()
         """State, last operation, since when: as a whole, because another thread reads it."""
         self.step, self._finished, self._began, self._waited = -1, 0, 0.0, 0.0
-        self._steps, self._lock = deque[list[float]](maxlen=RECENT), threading.Lock()
+        self._steps, self._lock = deque[list[float]](maxlen=RECENT), threading.RLock()
         self._signals = _Signals()
         self._stop_at: tuple[int, int] | None = None  # a signal that would have ended us, and the step it came in
         self._stacks = stacks.listen(page.folder, comm.rank)

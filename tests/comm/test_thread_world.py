@@ -13,6 +13,7 @@ from typing import Any
 import comm_checks
 import pytest
 import torch
+from torch import Tensor, nn
 
 from plait.comm import AbortedError, Comm, MismatchError, ThreadWorld, run
 from plait.comm.agree import check_together
@@ -275,3 +276,15 @@ def test_a_rank_is_gone_with_all_that_torch_kept_in_its_thread() -> None:
 
     run(Mesh(shard=2), body)
     assert len(destroyed) == 2
+
+
+def test_a_ranks_products_have_the_same_bits_before_and_after_torch_sets_its_threads() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)))
+    x = torch.linspace(-1, 1, 6 * 32).view(6, 32)
+
+    def body(comm: Comm) -> tuple[Tensor, Tensor]:
+        before = model(x)
+        assert torch.get_num_threads() == 1  # which tells MKL
+        return before, model(x)
+
+    assert torch.equal(*run(Mesh(), body)[0])

@@ -96,8 +96,9 @@ def test_another_number_of_ranks() -> None:
 
 @pytest.mark.parametrize("lesson", ["9", "10", "11"])
 def test_a_number_of_ranks_that_a_lesson_cannot_have_is_said(lesson: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["lesson", "run", lesson, "--ranks", "3"]) == 1
-    assert "3 ranks: samples and" in capfd.readouterr().err
+    assert main(["lesson", "run", lesson, "--ranks", "3"]) == 2
+    shown = capfd.readouterr().err
+    assert f"lesson {lesson}: 3 ranks: samples and" in shown and "Traceback" not in shown
 
 
 def test_a_lesson_that_is_not_there_is_named(capfd: pytest.CaptureFixture[str]) -> None:

@@ -207,6 +207,7 @@ def run(
 
     def rank_main(rank: int) -> None:
         world.begin(rank)
+        torch.get_num_threads()  # which tells MKL in this thread: else products change their bits when torch does
         torch.set_autocast_cache_enabled(False)  # all threads share its casts, and the first to leave drops them
         try:
             # torch has one thread for the backwards of a GPU, in which a rank would wait for one whose turn comes later

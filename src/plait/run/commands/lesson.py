@@ -13,6 +13,7 @@ import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import extract_tb
 from typing import Annotated
 
 import tyro
@@ -51,7 +52,12 @@ class RunLesson:
     def run(self) -> None:
         lesson = find(self.number)
         module = load_file(str(lesson.path), "lesson")
-        module.main(*(() if self.ranks is None else (self.ranks,)))
+        try:
+            module.main(*(() if self.ranks is None else (self.ranks,)))
+        except ValueError as error:
+            if len(extract_tb(error.__traceback__)) > 2:  # not of main itself, which refuses numbers of ranks
+                raise
+            raise ValueError(f"lesson {self.number}: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Lesson 19: the game, memory against communication.
 
 The idea.  Every row of the table (lesson 13) trains the same model.  They differ in two numbers: the bytes that a rank
-*holds* between steps and the bytes that it *sends* in a step.  A layout that saves one usually pays with the other.  Both can
-be computed before anything runs: held from shapes and cells, sent from the moves between cells.  So plan first, then
-measure, and let a difference of one byte be an error.
+*holds* between steps and the bytes that it *sends* in a step.  A layout that saves one usually pays with the other.
+Both can be computed before anything runs: held from shapes and cells, sent from the moves between cells.  So plan
+first, then measure, and let a difference of one byte be an error.
 
 In units of the parameters' bytes P, on n ranks with M microbatches, and f = (n - 1) / n:
 

@@ -19,13 +19,13 @@ SOURCE = Path(__file__).parent.parent / "src" / "plait"
 
 OPENINGS = re.compile(r"^(What|Whether|Of|Those|By|How)\b")
 HABITS: dict[str, tuple[re.Pattern[str], int]] = {
-    "a docstring that opens with What, Whether, Of, Those, By or How": (OPENINGS, 216),
-    "nobody, somebody, whoever": (re.compile(r"\b(nobody|somebody|whoever)\b", re.IGNORECASE), 23),
-    "of one's own, of the user's": (re.compile(r"\bof (one's own|the user's)\b"), 10),
-    "is told": (re.compile(r"\b(is|are|was|were) told\b"), 12),
-    "alike": (re.compile(r"\balike\b"), 7),
-    "behind for after": (re.compile(r"\bbehind (the|a|its|each|every|it)\b"), 19),
-    "lies, stands for is": (re.compile(r"\b(lies|lie|stands) (in|on|at|there|beside|for|where|behind)\b"), 18),
+    "a docstring that opens with What, Whether, Of, Those, By or How": (OPENINGS, 137),
+    "nobody, somebody, whoever": (re.compile(r"\b(nobody|somebody|whoever)\b", re.IGNORECASE), 14),
+    "of one's own, of the user's": (re.compile(r"\bof (one's own|the user's)\b"), 6),
+    "is told": (re.compile(r"\b(is|are|was|were) told\b"), 5),
+    "alike": (re.compile(r"\balike\b"), 4),
+    "behind for after": (re.compile(r"\bbehind (the|a|its|each|every|it)\b"), 15),
+    "lies, stands for is": (re.compile(r"\b(lies|lie|stands) (in|on|at|there|beside|for|where|behind)\b"), 10),
 }
 
 

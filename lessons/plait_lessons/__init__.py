@@ -3,5 +3,6 @@
 naive/      pipelining in one process, every line to be read
 ring.py     the ring algorithms of the collectives, written with ``send`` and ``recv``
 tree.py     the same as binomial trees
+judge.py    how far an answer to a puzzle is off
 script.py   ranks on a line and tensors that go from one to another, for short scripts
 """

@@ -1,13 +1,14 @@
 """Puzzle 3: an update with a quarter of Adam's state.
 
-Fill in ``solve``: make one step of AdamW (lr=0.01) on ``parameters``, a flat vector that all ranks have, with
-the sum of all ranks' ``gradient``, in place.  Return the optimizer.  It may keep state for a quarter of the elements,
-and a rank may send no more than data parallel does.  Lesson 10 has the idea.
+Fill in ``solve``: make one step of AdamW (lr=0.01) on ``parameters``, a flat vector that all ranks have, with the sum
+of all ranks' ``gradient``, in place.  Return the optimizer.  It may keep state for a quarter of the elements, and a
+rank may send no more than data parallel does.  Lesson 10 has the idea.
 
     plait lesson check 3
 """
 
 import torch
+from plait_lessons.judge import off, over
 
 import plait
 
@@ -32,8 +33,7 @@ def judge(solve) -> list[str]:
 
     most, problems = 2 * (RANKS - 1) * 4 * NUMEL // RANKS, []
     for rank, (found, state, sent) in enumerate(plait.run_threads(f"shard={RANKS}", body, deadline=5.0)):
-        off = (found - whole).abs().max().item()
-        problems += [f"rank {rank}: parameters are off by up to {off:.1e}"] * (off > 1e-6)
-        problems += [f"rank {rank} keeps {state} numbers, {state - 2 * NUMEL // RANKS} too many"] * (state > NUMEL // 2)
-        problems += [f"rank {rank} sends {sent} bytes, {sent - most} too many"] * (sent > most)
+        problems += off(f"rank {rank}, parameters", found, whole, 1e-6)
+        problems += over(f"rank {rank} keeps", state, NUMEL // 2, "numbers of state")
+        problems += over(f"rank {rank} sends", sent, most)
     return problems

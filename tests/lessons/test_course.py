@@ -48,30 +48,6 @@ def test_a_fault_is_named_and_its_fix_holds(number: int, capfd: pytest.CaptureFi
     assert "verdict" in out and "the fix: " in out
 
 
-PUZZLES = [puzzle.number for puzzle in numbered("puzzles")]
-
-
-@pytest.mark.parametrize("number", PUZZLES)
-def test_a_solution_solves_and_an_empty_puzzle_does_not(number: int, capfd: pytest.CaptureFixture[str]) -> None:
-    solution = str(find(number, "solutions").path)
-    assert main(["lesson", "check", str(number), "--file", solution]) == 0
-    assert capfd.readouterr().out == "solved\n"
-    assert main(["lesson", "check", str(number)]) == 1
-    assert "solve is still to be written" in capfd.readouterr().out
-
-
-def test_a_puzzle_says_how_far_off(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text(
-        "def solve(comm, gradients):\n    for g in gradients:\n        comm.all_reduce(g, ('shard',)).wait()\n"
-    )
-    assert main(["lesson", "check", "2", "--file", str(mine)]) == 1
-    assert "rank 0 asks for 8 collectives, 7 too many" in capfd.readouterr().out
-    mine.write_text("def solve(comm, gradients):\n    comm.all_reduce(gradients[0], ('shard',)).wait()\n")
-    assert main(["lesson", "check", "2", "--file", str(mine)]) == 1
-    assert "rank 3: 7 of 8 tensors are not the sum" in capfd.readouterr().out
-
-
 def test_there_are_nine_faults() -> None:
     faults = numbered("faults")
     assert [fault.number for fault in faults] == list(range(1, 10))

@@ -22,6 +22,9 @@ from plait.messages.escape import say
 from plait.run.course.lessons import find, numbered
 from plait.run.job.user_code import load_file, load_name
 
+MOST_PROBLEMS = 12
+"""The number of problems of a solution that are shown."""
+
 
 @dataclass(frozen=True)
 class ListLessons:
@@ -87,7 +90,10 @@ class CheckPuzzle:
             problems = puzzle.judge(solve)
         except NotImplementedError:
             problems = [f"solve is still to be written, in {puzzle.__file__}, or a copy of it: --file FILE"]
-        say("".join(f"{problem}\n" for problem in problems) or "solved\n", sys.stdout)
+        except TimeoutError as error:
+            problems = [str(error)]
+        more = [f"and {len(problems) - MOST_PROBLEMS} more"] * (len(problems) > MOST_PROBLEMS)
+        say("".join(f"{line}\n" for line in problems[:MOST_PROBLEMS] + more) or "solved\n", sys.stdout)
         return int(bool(problems))
 
 

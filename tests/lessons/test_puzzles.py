@@ -1,0 +1,270 @@
+"""Every solution solves its puzzle; the judge says how far an answer is off that misses its target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plait.run.commands.main import main
+from plait.run.course.lessons import find, numbered
+
+PUZZLES = [puzzle.number for puzzle in numbered("puzzles")]
+
+
+@pytest.mark.parametrize("number", PUZZLES)
+def test_a_solution_solves_and_an_empty_puzzle_does_not(number: int, capfd: pytest.CaptureFixture[str]) -> None:
+    solution = str(find(number, "solutions").path)
+    assert main(["lesson", "check", str(number), "--file", solution]) == 0
+    assert capfd.readouterr().out == "solved\n"
+    assert main(["lesson", "check", str(number)]) == 1
+    assert "solve is still to be written" in capfd.readouterr().out
+
+
+WRONG: dict[str, tuple[int, str, list[str]]] = {
+    "through rank 0": (
+        1,
+        """
+def solve(comm, x):
+    if comm.rank:
+        comm.send(x, 0)
+        comm.recv(x, 0).wait()
+        return
+    for other in range(1, comm.world_size):
+        term = torch.empty_like(x)
+        comm.recv(term, other).wait()
+        x += term
+    for other in range(1, comm.world_size):
+        comm.send(x, other)
+""",
+        ["rank 0 sends 12,000 bytes, 6,000 more than 6,000"],
+    ),
+    "all wait first": (
+        1,
+        """
+def solve(comm, x):
+    comm.recv(x, (comm.rank - 1) % comm.world_size).wait()
+    comm.send(x, (comm.rank + 1) % comm.world_size)
+""",
+        ["rank 3", "waited"],
+    ),
+    "tensor by tensor": (
+        2,
+        """
+def solve(comm, gradients):
+    for g in gradients:
+        comm.all_reduce(g, ("shard",)).wait()
+""",
+        ["rank 0 asks for 8 collectives, 7 more than 1"],
+    ),
+    "the first only": (
+        2,
+        'def solve(comm, gradients):\n    comm.all_reduce(gradients[0], ("shard",)).wait()\n',
+        ["rank 0, tensor 1: 4 of 4 elements are wrong, by up to 9.0e+00", "and 16 more"],
+    ),
+    "all of the state": (
+        3,
+        """
+def solve(comm, parameters, gradient):
+    comm.all_reduce(gradient, ("shard",)).wait()
+    whole = torch.nn.Parameter(parameters)
+    whole.grad = gradient
+    optimizer = torch.optim.AdamW([whole], lr=0.01)
+    optimizer.step()
+    return optimizer
+""",
+        ["rank 0 keeps 512 numbers of state, 384 more than 128"],
+    ),
+    "another order of additions": (
+        4,
+        """
+def solve(comm, x):
+    pieces = x.chunk(comm.world_size)
+    for other in range(comm.world_size):
+        comm.send(pieces[other], other) if other != comm.rank else None
+    total = pieces[comm.rank].clone()
+    for other in reversed(range(comm.world_size)):
+        if other != comm.rank:
+            term = torch.empty_like(total)
+            comm.recv(term, other).wait()
+            total += term
+    return total
+""",
+        ["of 250 elements are wrong, by up to 5.0e-01; 23 of 24 bits agree"],
+    ),
+    "owners in turn": (
+        5,
+        """
+def solve(comm, parameters):
+    mine = parameters[comm.rank :: comm.world_size]
+    for i, p in enumerate(parameters):
+        comm.reduce(p.grad, ("shard",), dst=i % comm.world_size).wait()
+    optimizer = torch.optim.Adafactor(mine, lr=0.01)
+    optimizer.step()
+    for i, p in enumerate(parameters):
+        comm.broadcast(p.detach(), ("shard",), src=i % comm.world_size).wait()
+    return optimizer
+""",
+        ["rank 0's optimizer looks at 2,048 numbers, 1,024 more than 1,024"],
+    ),
+    "autograd keeps all": (
+        6,
+        """
+def solve(gather, reduce, x, y):
+    weights, h = [], x
+    for i in range(6):
+        weights.append(gather(i).requires_grad_())
+        h = torch.tanh(h @ weights[i].T)
+    for i, g in enumerate(torch.autograd.grad((h - y).square().sum(), weights)):
+        reduce(i, g)
+""",
+        ["rank 0 has 6 weights at once: 12,288 bytes, 10,240 more than 2,048"],
+    ),
+    "layer 0 never trains": (
+        6,
+        """
+def solve(gather, reduce, x, y):
+    inputs, h = [], x
+    for i in range(6):
+        inputs.append(h)
+        h = torch.tanh(h @ gather(i).T)
+    g = 2 * (h - y)
+    for i in range(5, 0, -1):
+        g = step(inputs[i].detach().requires_grad_(), gather(i).requires_grad_(), g, i, reduce)
+
+def step(h, w, g, i, reduce):
+    g, for_weight = torch.autograd.grad(torch.tanh(h @ w.T), (h, w), g)
+    reduce(i, for_weight)
+    return g
+""",
+        ["rank 0, gradient 0: NoneType, where a tensor of shape (4, 16) is expected"],
+    ),
+    "no prefetch": (
+        7,
+        """
+def solve(start, compute, x):
+    for i in range(6):
+        x = compute(x, start(i).wait())
+    return x
+""",
+        ["rank 0 waits for 6 gathers that nothing hides, 5 more than 1"],
+    ),
+    "all at once": (
+        7,
+        """
+def solve(start, compute, x):
+    for handle in [start(i) for i in range(6)]:
+        x = compute(x, handle.wait())
+    return x
+""",
+        ["rank 0 has 6 weights at once: 6,144 bytes, 4,096 more than 2,048"],
+    ),
+    "over replica each time": (
+        8,
+        """
+def solve(comm, parameters, gradient, microbatches):
+    quarter = torch.zeros_like(parameters).chunk(2)[0]
+    for m in range(microbatches):
+        whole = parameters.new_empty(2 * len(parameters))
+        comm.all_gather(whole, parameters, ("shard",)).wait()
+        half, part = torch.empty_like(parameters), torch.empty_like(quarter)
+        comm.reduce_scatter(half, gradient(whole, m), ("shard",)).wait()
+        comm.reduce_scatter(part, half, ("replica",)).wait()
+        quarter = quarter + part
+    return quarter
+""",
+        [
+            "rank 0 takes part in 4 messages over replica, 3 more than 1",
+            "rank 0 sends over replica 512 bytes, 384 more than 128",
+        ],
+    ),
+    "nothing backward": (
+        9,
+        """
+def solve(comm, x, w1, w2):
+    y = torch.relu(x @ w1.T) @ w2.T
+    total = y.detach().clone()
+    comm.all_reduce(total, ("tensor",)).wait()
+    return y + (total - y.detach())
+""",
+        ["rank 0, gradient of x: 48 of 48 elements are wrong"],
+    ),
+    "the whole logits": (
+        10,
+        """
+def solve(comm, logits, targets):
+    n, mine = comm.world_size, logits.detach().T.contiguous()
+    whole = mine.new_empty(n * mine.size(0), mine.size(1))
+    comm.all_gather(whole, mine, ("tensor",)).wait()
+    parts = [logits.T if r == comm.rank else part for r, part in enumerate(whole.chunk(n))]
+    return torch.nn.functional.cross_entropy(torch.cat(parts).T, targets, reduction="sum")
+""",
+        ["rank 0 sends 3,840 bytes, 3,480 more than 360"],
+    ),
+    "stop and wait": (
+        11,
+        'def solve(ranks):\n    return "\\n".join(f"{r}F0 {r}B0 {r}F1 {r}B1" for r in range(ranks))\n',
+        ["ranks are idle for 75 % of the time, 55 more than 20"],
+    ),
+    "no order at all": (
+        11,
+        'def solve(ranks):\n    return "forward, then backward"\n',
+        ["the schedule is refused: "],
+    ),
+    "all forwards first": (
+        12,
+        """
+def solve(ranks, microbatches):
+    order = [f"F{m}" for m in range(microbatches)] + [f"B{m}" for m in range(microbatches)]
+    return "\\n".join(" ".join(f"{r}{action}" for action in order) for r in range(ranks))
+""",
+        ["8 microbatches: rank 0 holds 8 activations at once, 4 more than 4"],
+    ),
+    "too few microbatches": (
+        12,
+        """
+def solve(ranks, microbatches):
+    lines = []
+    for r in range(ranks):
+        ahead = ranks - 1 - r
+        line = [f"F{m}" for m in range(ahead)]
+        for m in range(microbatches - ahead):
+            line += [f"F{ahead + m}", f"B{m}"]
+        line += [f"B{m}" for m in range(max(microbatches - ahead, 0), microbatches)]
+        lines.append(" ".join(f"{r}{action}" for action in line))
+    return "\\n".join(lines)
+""",
+        ["2 microbatches: the schedule is refused: "],
+    ),
+    "each weight at once": (
+        13,
+        """
+def solve(ranks, microbatches):
+    lines = []
+    for r in range(ranks):
+        late = {"F": 0, "I": ranks - 1 - r, "W": ranks - 1 - r}
+        line = [(k, t - lag) for t in range(microbatches + ranks) for k, lag in late.items()]
+        lines.append(" ".join(f"{r}{k}{m}" for k, m in line if 0 <= m < microbatches))
+    return "\\n".join(lines)
+""",
+        ["ranks are idle for ", "more than 11.11"],
+    ),
+}
+"""Answers that people give: the puzzle, the file, and words of the verdict."""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_puzzle_says_how_far_off(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    number, code, words = WRONG[name]
+    mine = tmp_path / "mine.py"
+    mine.write_text(f"import torch\n{code}")
+    assert main(["lesson", "check", str(number), "--file", str(mine)]) == 1
+    shown = capfd.readouterr().out
+    assert all(word in shown for word in words), shown
+
+
+def test_every_puzzle_has_a_wrong_answer_and_reads_like_one() -> None:
+    assert {number for number, _, _ in WRONG.values()} == set(PUZZLES) == set(range(1, 14))
+    for puzzle in numbered("puzzles"):
+        assert puzzle.text.startswith(f"Puzzle {puzzle.number}: ") and "Fill in ``solve``" in puzzle.text
+        assert "esson " in puzzle.text and f"plait lesson check {puzzle.number}" in puzzle.text

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from torch import Tensor
 
 from plait.comm import ThreadWorld
 from plait.comm.deadline import clock
@@ -28,7 +27,6 @@ from plait.sharded.rules import RULES
 from plait.table.mesh import Mesh
 from plait.table.tensor_plan import KINDS
 from plait.table.tensor_plan import MESSAGES as SENDS
-from plait.tensor import gemm
 from plait.tensor.cut_weight import LINEARS
 
 TESTS = Path(__file__).parent
@@ -120,32 +118,6 @@ def compiler_in_threads() -> None:
     """torch.compile runs where ranks are threads: torch 2.11 built for CUDA crashes now and then if there is no GPU."""
     if torch.__version__ < (2, 13) and torch.version.cuda and not torch.cuda.is_available():
         pytest.skip("torch 2.11 built for CUDA crashes when threads compile on a host without a GPU")
-
-
-@pytest.fixture
-def onednn_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the products that oneDNN made."""
-    made: list[tuple[int, ...]] = []
-    original = gemm._onednn
-
-    def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = original(x, weight, bias)
-        made.append(tuple(y.shape))
-        return y
-
-    monkeypatch.setattr(gemm, "_onednn", counted)
-    return made
-
-
-@pytest.fixture
-def onednn_nudged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN's products have other last bits than torch's: of its own, that depends on processor and sizes."""
-    original = gemm._onednn
-
-    def nudged(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.nextafter(original(x, weight, bias), torch.tensor(torch.inf))
-
-    monkeypatch.setattr(gemm, "_onednn", nudged)
 
 
 @pytest.fixture

@@ -143,7 +143,7 @@ SHARES: dict[str, Share] = {
     "verify/test_matrix.py": FAST,
     "verify/test_matrix.py::test_the_small_matrix": FULL,
     "verify/test_matrix.py::test_the_full_matrix": NIGHTLY,
-    "verify/test_matrix.py::test_grouped_heads_and_split_products_of_onednn": NIGHTLY,
+    "verify/test_matrix.py::test_grouped_heads": NIGHTLY,
     "verify/test_resume_engine.py": Share("few", "all"),
     "verify/test_resume_processes.py": PROCESSES,
     "verify/test_stock_models.py::test_every_row_on_every_mesh": TRAINING,

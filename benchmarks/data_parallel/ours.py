@@ -8,7 +8,7 @@ While ``plait.step`` cannot be imported the rows are left out and the reason is 
 from __future__ import annotations
 
 import torch.distributed as dist
-from harness.contestants import COMPILED, GEMMS, SHARED, Build, Contestant, adamw, comm_beside
+from harness.contestants import COMPILED, SHARED, TRANSPORTS, Build, Contestant, adamw, comm_beside
 from harness.models import Workload
 from harness.report import Match
 from peers import DDP_VARIANTS, PEERS
@@ -41,7 +41,7 @@ def _matches(who: str) -> tuple[Match, ...]:
     )
 
 
-MATCHES = tuple(match for who in GEMMS for match in _matches(who))
+MATCHES = tuple(match for who in TRANSPORTS for match in _matches(who))
 MATCHES += (Match("ddp/plait_shm", ("ddp",), {"mlp16": 1.3}), Match("fsdp2/plait_shm", ("fsdp2",), {"mlp16": 2.0}))
 MATCHES += (
     Match(f"{COMPILED}-ddp", ("ddp/compiled",), {"gpt256": 1.0}),
@@ -59,8 +59,8 @@ def rows() -> tuple[dict[str, Build], str]:
         from plait.step import Engine  # noqa: F401
     except ImportError as reason:
         return {}, f"{reason}"
-    ours = {f"{who}-{row}": _row(row, gemm, who) for who, gemm in GEMMS.items() for row in ROWS}
-    ours |= {f"{COMPILED}-{row}": _row(row, "torch", COMPILED) for row in ROWS}
+    ours = {f"{who}-{row}": _row(row, who) for who in TRANSPORTS for row in ROWS}
+    ours |= {f"{COMPILED}-{row}": _row(row, COMPILED) for row in ROWS}
     return {**ours, **{f"{name}/plait_shm": _on_shared_memory(PEERS[name]) for name in ("ddp", "fsdp2")}}, ""
 
 
@@ -75,7 +75,7 @@ def _on_shared_memory(peer: Build) -> Build:
     return build
 
 
-def _row(strategy: str, gemm: str, who: str) -> Build:
+def _row(strategy: str, who: str) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
         from plait.step import Engine
         from plait.table.mesh import Mesh
@@ -90,7 +90,6 @@ def _row(strategy: str, gemm: str, who: str) -> Build:
             count_fn=workload.count,
             clip=None,
             seed=0,
-            gemm=gemm,
             compile=who == COMPILED,
         )
 

@@ -41,8 +41,8 @@ SHARED = "plait/shm"
 COMPILED = "plait/compiled"
 """Rows whose blocks are compiled, joined by gloo."""
 
-GEMMS = {"plait": "torch", "plait/onednn": "onednn", SHARED: "torch"}
-"""Who multiplies matrices, by the first word of a row's name: with torch's own, the engine alone is compared."""
+TRANSPORTS = ("plait", SHARED)
+"""The first words of plait's uncompiled rows."""
 
 Build = Callable[..., Contestant]
 """(workload, number of ranks) -> a contestant, inside an initialised process group; torch's take another ``group``."""

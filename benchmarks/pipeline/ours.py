@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from harness.contestants import GEMMS, SHARED, Build, Contestant, adamw, comm_beside
-from harness.models import Batch, Workload
+from harness.contestants import SHARED, TRANSPORTS, Build, Contestant, adamw, comm_beside
+from harness.models import Workload
 from harness.report import Match
 from models import microbatches
-from peers import SCHEDULES, pipeline
 from splits import Placement, SplitName, loop, sizes_of, twice, v
-from torch import Tensor
 
 if TYPE_CHECKING:
     from plait.step import Engine
@@ -40,24 +37,23 @@ BEST_GOAL = {"plait": 1.0, SHARED: 1.05}
 
 
 def matches(seconds: dict[str, list[float]]) -> tuple[Match, ...]:
-    """Each schedule against torch's of the same name and split; with oneDNN, also against torch's with oneDNN."""
+    """Each schedule against torch's of the same name and split."""
     found = []
     for name in seconds:
         who, _, what = name.partition("-")
-        if who in GEMMS:
-            others = (f"torch-{what}", f"torch/onednn-{what}") if GEMMS[who] == "onednn" else (f"torch-{what}",)
-            found += [Match(name, (other,), {}) for other in others]
+        if who in TRANSPORTS:
+            found.append(Match(name, (f"torch-{what}",), {}))
     return tuple(found)
 
 
 def best_matches(seconds: dict[str, list[float]]) -> tuple[Match, ...]:
-    """Our fastest, with each gemm, against all of torch's: with each split, and whatever the split."""
+    """Our fastest, over each transport, against all of torch's: with each split, and whatever the split."""
 
     def of(who: str, split: str) -> tuple[str, ...]:
         return tuple(n for n in seconds if n.startswith(f"{who}-") and n.endswith(split))
 
     found = []
-    for split, who in product(("-even", "-balanced", ""), GEMMS):
+    for split, who in product(("-even", "-balanced", ""), TRANSPORTS):
         if ours := of(who, split):
             best = min(ours, key=lambda name: statistics.median(seconds[name]))
             goal = {"gpt256": BEST_GOAL[who]} if who in BEST_GOAL and not split else {}
@@ -74,27 +70,18 @@ def by_stage(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 def rows(splits: Sequence[SplitName], costs: Sequence[float]) -> tuple[dict[str, Build], str]:
-    """plait's contestants by name, and why there are none ("" if there are); ``costs`` of the links, which balance.
-
-    ``torch/onednn`` are torch's schedules with the model's forward under plait's ``Products``.
-    """
+    """plait's contestants by name, and why there are none ("" if there are); ``costs`` of the links, which balance."""
     try:
         from plait.step import Engine  # noqa: F401
     except ImportError as reason:
         return {}, f"{reason}"
     ours = {
-        f"{who}-{name}-{split}": _row(name, split, costs, gemm, who)
-        for who, gemm in GEMMS.items()
+        f"{who}-{name}-{split}": _row(name, split, costs, who)
+        for who in TRANSPORTS
         for name in PLACEMENTS
         for split in splits
     }
-    helped = {
-        f"torch/onednn-{name}-{split}": _helped(pipeline(SCHEDULES[name], split, costs))
-        for name in PLACEMENTS
-        for split in splits
-        if name in SCHEDULES
-    }
-    return ours | helped, ""
+    return ours, ""
 
 
 def engine_for(
@@ -103,7 +90,6 @@ def engine_for(
     schedule: str,
     split: SplitName,
     costs: Sequence[float],
-    gemm: str = "torch",
     who: str = "plait",
 ) -> Engine:
     """A rank's engine, on the process group that all contestants share."""
@@ -120,32 +106,12 @@ def engine_for(
         count_fn=workload.count,
         schedule=schedule,
         split=sizes_of(split, costs, PLACEMENTS[schedule](ranks)),
-        gemm=gemm,
     )
 
 
-def _row(schedule: str, split: SplitName, costs: Sequence[float], gemm: str, who: str) -> Build:
+def _row(schedule: str, split: SplitName, costs: Sequence[float], who: str) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
-        engine = engine_for(workload, ranks, schedule, split, costs, gemm, who)
+        engine = engine_for(workload, ranks, schedule, split, costs, who)
         return Contestant(lambda batch: engine.step(microbatches(batch)).loss, loss_is_global=True)
-
-    return build
-
-
-def _helped(theirs: Build) -> Build:
-    def build(workload: Workload, ranks: int) -> Contestant:
-        from plait.forward.context import CurrentForward
-        from plait.forward.interceptor import Interceptor
-        from plait.forward.products import Products
-        from plait.tensor.gemm import ONEDNN
-
-        contestant, current = theirs(workload, ranks), CurrentForward()
-        multiply = Interceptor(current, [Products(current, ONEDNN)])
-
-        def step(batch: Batch) -> Tensor | float:
-            with multiply:
-                return contestant.step(batch)
-
-        return replace(contestant, step=step)
 
     return build

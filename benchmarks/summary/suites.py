@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 ENGINES = ("local", "ddp", "ddp-view-static", "ddp-view-static-4MB", "ddp-view-static-100MB", "redundancy", "fsdp2")
 ROWS = ("ddp", "zero1", "zero2", "zero3")
-OURS = tuple(f"{who}-{row}" for who in ("plait", "plait/onednn", "plait/shm") for row in ROWS)
+OURS = tuple(f"{who}-{row}" for who in ("plait", "plait/shm") for row in ROWS)
 ON_OURS = ("ddp/plait_shm", "fsdp2/plait_shm")
 COMPILED = ("ddp/compiled", "fsdp2/compiled", "plait/compiled-ddp", "plait/compiled-zero3", "plait-ddp", "plait-zero3")
 QUICK_ENGINES = ("local", "ddp", "ddp-view-static", "fsdp2")

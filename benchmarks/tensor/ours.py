@@ -7,7 +7,7 @@ and the reason is printed.
 
 from __future__ import annotations
 
-from harness.contestants import GEMMS, SHARED, Build, Contestant, adamw, comm_beside
+from harness.contestants import SHARED, TRANSPORTS, Build, Contestant, adamw, comm_beside
 from harness.models import Batch, Workload
 from harness.report import Match
 from models import MLPS
@@ -38,7 +38,7 @@ def matches(model: str, ranks: int) -> tuple[Match, ...]:
 
     return tuple(
         match
-        for who in GEMMS
+        for who in TRANSPORTS
         for match in (
             Match(f"{who}-tensor", tuple(plans(model)), goal(who), FASTEST),
             Match(f"{who}-tensor", ("torch-blocks",), {}),
@@ -57,10 +57,10 @@ def rows(model: str) -> tuple[dict[str, Build], str]:
     except ImportError as reason:
         return {}, f"{reason}"
     kinds = {"tensor": False} if model in MLPS else {"tensor": False, "sequence": True}
-    return {f"{who}-{kind}": _row(s, gemm, who) for who, gemm in GEMMS.items() for kind, s in kinds.items()}, ""
+    return {f"{who}-{kind}": _row(s, who) for who in TRANSPORTS for kind, s in kinds.items()}, ""
 
 
-def _row(sequence: bool, gemm: str, who: str) -> Build:
+def _row(sequence: bool, who: str) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
         from plait.step import Engine
         from plait.table.mesh import Mesh
@@ -80,7 +80,6 @@ def _row(sequence: bool, gemm: str, who: str) -> Build:
             count_fn=workload.count,
             tensor_plan=MLP_PLAN if is_mlp else PLAN,
             sequence_parallel=sequence,
-            gemm=gemm,
         )
         return Contestant(lambda batch: engine.step([batch]).loss, loss_is_global=True)
 

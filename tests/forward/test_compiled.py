@@ -53,7 +53,6 @@ def test_units_with_no_unit_inside_are_compiled() -> None:
     [
         ({}, 2, "compile with a mesh of tensor=2: the messages inside of cut modules"),
         ({"recompute": "selective"}, 1, "compile with recompute 'selective'"),
-        ({"gemm": "onednn"}, 1, "compile with gemm 'onednn'"),
     ],
 )
 def test_settings_that_do_not_go_with_it(settings: dict[str, Any], tensor: int, says: str) -> None:

@@ -1,4 +1,4 @@
-"""Products made in torch's place (by oneDNN, or in two parts): where they must not be, and what they keep."""
+"""Products made in torch's place in two parts: where they must not be, and what they keep."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import engine_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_cases import WIDTH, batches, sgd
+from engine_cases import WIDTH, batches
 from pipeline_cases import chain, linear, same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from weight_grads_cases import Deferring, multiplying
+from weight_grads_cases import Deferring
 
-from plait.tensor.gemm import ONEDNN, has_onednn
-
-onednn = pytest.mark.skipif(not has_onednn(), reason="this torch was built without oneDNN")
+from plait.forward import products
 
 
 class Again(nn.Module):
@@ -55,19 +53,6 @@ AROUND = pytest.mark.parametrize("around", ["function", "call", "layer"])
 RECOMPUTE = pytest.mark.parametrize("recompute", [None, "full"])
 
 
-@onednn
-@AROUND
-@RECOMPUTE
-@pytest.mark.parametrize(("mesh", "row"), [("replica=2", "ddp"), ("shard=2", "zero3")])
-def test_a_checkpoint_around_a_function_under_onednn(mesh: str, row: str, recompute: str | None, around: str) -> None:
-    model = again(around).float()
-    data = [{name: value.float() for name, value in batch.items()} for batch in batches(3)]
-    ours = cases.train(model, mesh, row, data, optimizer=sgd, gemm="onednn", recompute=recompute, units=UNITS)[0]
-    theirs = cases.train(model, "replica=2", "ddp", data, optimizer=sgd)[0]
-    for name, value in theirs.state.items():
-        torch.testing.assert_close(ours.state[name], value, rtol=1e-5, atol=1e-6)
-
-
 @AROUND
 @RECOMPUTE
 def test_a_checkpoint_around_a_function_in_a_backward_in_two_parts(recompute: str | None, around: str) -> None:
@@ -87,14 +72,7 @@ def penalised(layer: Callable[[Tensor], Tensor]) -> None:
     torch.autograd.grad(layer(x).sum(), x, create_graph=True)
 
 
-@onednn
-def test_gradients_of_onednn_cannot_be_differentiated_again_and_say_so() -> None:
-    penalised(layer := nn.Linear(WIDTH, 4))
-    with multiplying(ONEDNN), pytest.raises(ValueError, match=r"create_graph=True.*leave gemm out"):
-        penalised(layer)
-
-
-def test_nor_can_those_of_a_backward_in_two_parts() -> None:
+def test_a_backward_in_two_parts_cannot_be_differentiated_again() -> None:
     penalised(layer := nn.Linear(WIDTH, 4))
     deferred = Deferring(layer.parameters())
     deferred.begin(0)
@@ -116,11 +94,13 @@ FOREIGN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 
 
-@onednn
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("call", FOREIGN)
-def test_what_is_not_ours_is_left_to_torch(call: str) -> None:
+def test_foreign_tensors_are_left_to_torch(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = cases.distinct(nn.Linear(WIDTH, 4)).float(), torch.randn(3, WIDTH)
     wanted = FOREIGN[call](layer, x)
-    with multiplying(ONEDNN):
+    monkeypatch.setattr(products, "linear", lambda *args, **kwargs: pytest.fail("plait multiplied"))
+    deferred = Deferring(layer.parameters())
+    deferred.begin(0)
+    with deferred:
         assert torch.equal(FOREIGN[call](layer, x), wanted)

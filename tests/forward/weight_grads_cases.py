@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from plait.forward.context import CurrentForward
 from plait.forward.interceptor import Interceptor
 from plait.forward.products import Products
-from plait.tensor.gemm import TORCH, Gemm
 
 ORDER = "F0 F1 F2 I0 F3 I1 W0 I2 W2 W1 I3 W3"
 
@@ -18,9 +17,9 @@ ORDER = "F0 F1 F2 I0 F3 I1 W0 I2 W2 W1 I3 W3"
 class Deferring(Interceptor):
     """Forwards on stand-ins, microbatch by microbatch, as a stage makes them; on inside of ``with``."""
 
-    def __init__(self, parameters: Iterable[Tensor], gemm: Gemm = TORCH) -> None:
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
         current = CurrentForward()
-        self.handler = Products(current, gemm, parameters)  # type: ignore[arg-type]
+        self.handler = Products(current, parameters)  # type: ignore[arg-type]
         super().__init__(current, [self.handler])
         self.stand_ins: dict[int, dict[int, Tensor]] = {}
 
@@ -40,12 +39,6 @@ class Deferring(Interceptor):
     def weigh(self, microbatch: int) -> None:
         """Its weight part."""
         self.handler.weigh(self.stand_ins.pop(microbatch))
-
-
-def multiplying(gemm: Gemm) -> Interceptor:
-    """A mode in which linear layers are multiplied by this one."""
-    current = CurrentForward()
-    return Interceptor(current, [Products(current, gemm)])
 
 
 def draws(x: Tensor, seed: int) -> Tensor:

@@ -16,7 +16,6 @@ from plait.run.config import VerifyConfig
 from plait.run.job.block_costs import Seconds, agreed_block_costs, block_costs
 from plait.run.job.job import make_job
 from plait.table.mesh import Mesh
-from plait.tensor.gemm import TORCH, Gemm
 
 
 def model() -> nn.Sequential:
@@ -41,7 +40,7 @@ def test_the_dear_link_is_found_and_the_model_left_alone() -> None:
 
 
 def test_links_are_measured_as_they_will_run() -> None:
-    """Blocks run a second time in the backward, and the run's own gemm multiplies."""
+    """Blocks run a second time in the backward."""
     calls = Counter[str]()
 
     class Counted(cases.Block):
@@ -49,17 +48,12 @@ def test_links_are_measured_as_they_will_run() -> None:
             calls["block"] += 1
             return super().forward(x_BC)
 
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        calls["linear"] += 1
-        return TORCH.linear(x, weight, bias)
-
     net = cases.distinct(nn.Sequential(nn.Linear(5, 5), Counted(), nn.Linear(5, 3)))
     usual = list(block_costs(net, cases.loss_sum, batch(), 64, repeats=1))
     assert len(usual) == 3 and calls == {"block": 2}
     calls.clear()
-    gemm = Gemm("counted", linear, TORCH.product)
-    assert len(list(block_costs(net, cases.loss_sum, batch(), 64, repeats=1, recompute="full", gemm=gemm))) == 3
-    assert calls == {"block": 4, "linear": 2 * (1 + 4 + 1)}
+    assert len(list(block_costs(net, cases.loss_sum, batch(), 64, repeats=1, recompute="full"))) == 3
+    assert calls == {"block": 4}
 
 
 def test_a_run_measures_its_links_as_it_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +66,7 @@ def test_a_run_measures_its_links_as_it_runs_them(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("plait.run.job.job.agreed_block_costs", costs)
     config = VerifyConfig(mesh="pipe=2", split="measured", layers=1, recompute="full", microbatches=2)
     (layout,) = run(Mesh(), lambda comm: config.measured(make_job(config.task, config.dtypes), comm))
-    assert asked == {"recompute": "full", "gemm": TORCH} and sum(layout.split or ()) == 4
+    assert asked == {"recompute": "full"} and sum(layout.split or ()) == 4
 
 
 def test_all_ranks_agree() -> None:

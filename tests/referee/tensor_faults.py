@@ -194,7 +194,7 @@ def drop_the_message_of_the_loss(patch: Patch) -> None:
 def multiply_with_another_input(patch: Patch) -> None:
     """A weight product computed from the neighbour's sample."""
     original = linear.weight_product
-    patch.setattr(linear, "weight_product", lambda gradient, x, gemm: original(gradient, x.roll(1, 0), gemm))
+    patch.setattr(linear, "weight_product", lambda gradient, x: original(gradient, x.roll(1, 0)))
 
 
 def multiply_siblings_with_each_others_gradients(patch: Patch) -> None:

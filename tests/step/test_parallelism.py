@@ -33,7 +33,6 @@ OTHER: dict[str, Any] = {
     "hold": 2,
     "split": [2, 1],
     "recompute": "full",
-    "gemm": "onednn",
     "compile": True,
 }
 """A value for each field that is not its default."""

@@ -28,7 +28,6 @@ from plait.run.job.job import Job, make_job
 from plait.step.norm import Norm
 from plait.table.cells import TABLE
 from plait.table.mesh import AXES
-from plait.tensor.gemm import has_onednn
 
 SHARDED = config_of({"model": "gpt", "bucket": 0, "strategy": "zero3", "shard": 3, "microbatches": 2})
 PIPED = config_of(
@@ -73,8 +72,6 @@ def impossible(most: int) -> set[tuple[str, Any, str, Any]]:
     found |= {(axis, n, *several) for axis in ("pipe", "tensor") for n in (2, 3, 4) if 4 * n > most}
     split: list[tuple[str, Any]] = [("sequence_parallel", True), *(("tensor", t) for t in (2, 3, 4))]
     found |= {(*there, "dtype", d) for there in split for d in MIXED}
-    if has_onednn():
-        found |= {(*there, "gemm", "onednn") for there in (*split, *(("dtype", d) for d in MIXED))}
     return found
 
 
@@ -102,9 +99,8 @@ def test_full_has_every_row_on_every_mesh(full: tuple[VerifyConfig, ...]) -> Non
 
 def test_dtypes_go_with_what_the_verdict_can_say(full: tuple[VerifyConfig, ...]) -> None:
     """16 bits only where bits are due, fp64 where products are split."""
-    found = {(c.machine.parsed_mesh.tensor > 1, c.task.network.dtype, c.task.network.gemm) for c in full}
-    wanted = {(False, "fp32", "torch"), *((False, dtype, "torch") for dtype in MIXED), (True, "fp64", "torch")}
-    assert found == wanted | {(False, "fp32", "onednn") for _ in range(has_onednn())}
+    found = {(c.machine.parsed_mesh.tensor > 1, c.task.network.dtype) for c in full}
+    assert found == {(False, "fp32"), *((False, dtype) for dtype in MIXED), (True, "fp64")}
 
 
 def test_no_cell_of_full_is_refused(full: tuple[VerifyConfig, ...]) -> None:
@@ -157,16 +153,14 @@ def test_cells_are_as_due() -> None:
 
 OTHERS: tuple[dict[str, Any], ...] = (
     *({"dtype": dtype} for dtype in MIXED),
-    *({"gemm": "onednn"} for _ in range(has_onednn())),
     {"dtype": "fp16-mixed", "loss_scale": 64.0},
     {"strategy": "mine: shard bf16 | full bf16 | shard fp32, pending(replica) | shard/replica fp64"},
 )
 
 
-@pytest.mark.usefixtures("onednn_nudged")
 @pytest.mark.parametrize("changes", OTHERS, ids=lambda changes: " ".join(map(str, changes.values())))
 def test_a_reference_of_another_cell_is_seen(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job is that of plain fp32 and torch's products: every one of these settings shows in the bits."""
+    """The job is that of plain fp32: every one of these settings shows in the bits."""
     plain, config = make_job(PIPED.task, PIPED.dtypes), replace(PIPED, **{"strategy": "zero3", **changes})
     assert outcome_of(config).word == "bitwise"
     monkeypatch.setattr(matrix, "references", lambda job, *rest: references(plain, *rest))
@@ -290,20 +284,12 @@ BESIDE: list[dict[str, Any]] = [
         (4, "pipe=2 tensor=2", "zero3", "zb_h1"),
         (3, "pipe=2 replica=2 tensor=3", "hpz", "1f1b"),
     )),
-    *({"mesh": mesh, "strategy": row, "schedule": order, "recompute": again, "sequence_parallel": sequence,
-       "dtype": "fp32", "gemm": "onednn"}
-      for sequence in (False, True) if has_onednn() for mesh, row, order, again in (
-        ("tensor=3", "ddp", None, None),
-        ("shard=2 tensor=2", "zero3", None, "full"),
-        ("pipe=2 tensor=2", "zero1", "zb_h1", None),
-        ("pipe=2 replica=2 tensor=4", "hsdp", "zbv", "full"),
-    )),
 ]  # fmt: skip
-"""Key/value heads that serve 2, 3 or 4 query heads each; oneDNN's products, in fp32, that a tensor axis splits."""
+"""Key/value heads that serve 2, 3 or 4 query heads each."""
 
 
 @pytest.mark.parametrize("settings", BESIDE, ids=lambda settings: " ".join(map(str, settings.values())))
-def test_grouped_heads_and_split_products_of_onednn(settings: dict[str, Any]) -> None:
+def test_grouped_heads(settings: dict[str, Any]) -> None:
     base = config_of({"model": "gpt", "microbatches": 2, "tensor": 2 if "tensor" in settings["mesh"] else 1})
     outcome = outcome_of(base.with_flags(**settings))
     assert not outcome.failed, outcome.told

@@ -9,7 +9,7 @@ recompute.py           handler: activations that are made a second time; blocks 
 at_rest.py             handler: a parameter at rest is never read
 derivatives.py         handler: gradients that the model takes itself
 tensor_parallel.py     the tensor axis of a stage, and the slices of dropout masks where activations are cut
-products.py            handler: who multiplies for linear layers, and when weight gradients are made
+products.py            handler: makes the weight gradients of linear layers in a pass of their own
 sites.py               the names of the places where a forward draws
 dropout.py             handler: dropout that belongs to the model, not to the process
 compiled.py            units whose forward is compiled, between the engine's hooks

@@ -50,8 +50,6 @@ def check_compile(parallelism: Parallelism, tensor: int, device: torch.device) -
             "compile with recompute 'selective': the compiler decides itself what of a block is made again; give "
             "'full', or leave one of them out"
         )
-    if parallelism.gemm != "torch":
-        raise ValueError(f"compile with gemm {parallelism.gemm!r}: the compiler multiplies by torch's; leave one out")
     if why := missing_compiler(device):
         raise ValueError(f"compile needs {why}; or leave compile out")
 

@@ -1,7 +1,4 @@
-"""Who multiplies, and when, a handler: by another ``Gemm`` than torch's own, and a backward in two parts.
-
-``F.linear`` is carried out with the run's ``Gemm``.  Where the schedule says so, the gradient of a stage's input is
-made now, and those of its weights later:
+"""A backward in two parts, a handler: the gradient of a stage's input is made now, those of its weights later.
 
     F    forward, on *stand-ins*: one leaf per microbatch and parameter, which shares the parameter's memory
     I    the caller's backward: the input's gradient; what makes a linear weight's waits with its stand-in
@@ -15,7 +12,7 @@ of a weight's uses in the lower precision; those with subclasses of tensors; and
 checkpoint around a function that is no module's call), where torch would save other tensors.
 
 The formulas are those of torch's own backward, to the bit: which operand is transposed, and in which layout a product
-is made, decides the order in which a BLAS adds (``tensor.gemm`` says which BLAS).
+is made, decides the order in which a BLAS adds.
 
 It does not see ``apply`` of an autograd.Function: whoever passes a parameter to one asks for its ``stand_in``.
 
@@ -35,7 +32,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from plait.forward.context import CurrentForward
 from plait.forward.interceptor import Function, Handler
 from plait.tensor import CutWeight
-from plait.tensor.gemm import TORCH, Gemm
 from plait.tensor.no_double_backward import no_double_backward
 from plait.torch_private import DisableTorchFunction, are_functorch_transforms_active, will_engine_execute_node
 
@@ -43,24 +39,19 @@ DENSE = (Tensor, nn.Parameter)
 Later = list[Callable[[], Tensor]]
 """Gradients of a weight's uses, to be made and added in this order."""
 
-first_order = no_double_backward(
-    "gemm='onednn', or a schedule that splits backwards,", "leave gemm out, and choose another order (1f1b)"
-)
+first_order = no_double_backward("a schedule that splits backwards", "choose another order (1f1b)")
 
 
 class Products(Handler):
-    """Products by ``gemm``; forwards on stand-ins, and the weight part of their backwards.
+    """Runs forwards on stand-ins, and the weight part of their backwards.
 
     A forward whose context has ``stand_ins`` (an empty dict when it begins) fills them, for those of the stage's
     ``parameters`` that are not frozen; where it has None, the backward comes in one piece.
     """
 
-    def __init__(self, current: CurrentForward, gemm: Gemm, parameters: Iterable[nn.Parameter] = ()) -> None:
-        self.current, self.gemm = current, gemm
+    def __init__(self, current: CurrentForward, parameters: Iterable[nn.Parameter]) -> None:
+        self.current = current
         self.parameters: Mapping[int, nn.Parameter] = {id(p): p for p in parameters if p.requires_grad}
-
-    def sees(self, func: Function) -> bool:
-        return func is F.linear and self.gemm is not TORCH
 
     def weigh(self, stand_ins: dict[int, Tensor]) -> None:
         """The weight part: make the gradients and give them to the parameters, those used last first.  It empties
@@ -98,10 +89,9 @@ class Products(Handler):
             waits = id(kwargs.get("weight", args[1] if len(args) > 1 else None)) in self.parameters
             args = self._replaced(args)
             kwargs = {name: self._replaced(argument) for name, argument in kwargs.items()}
-        ours = func is F.linear and (waits or self.gemm is not TORCH)
-        if ours and self.current.comes_back and plain(*args, **kwargs):
+        if waits and func is F.linear and self.current.comes_back and plain(*args, **kwargs):
             with DisableTorchFunction():
-                if (result := linear(*args, **kwargs, gemm=self.gemm)) is not None:
+                if (result := linear(*args, **kwargs)) is not None:
                     return result
         return call_next(*args, **kwargs)
 
@@ -144,7 +134,7 @@ def _itself(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, gemm: Gemm = TORCH) -> Tensor | None:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """``F.linear``, [..., in] -> [..., out], in the steps that torch takes; None where it is left to torch.
 
     Gradients of a stand-in wait with it; others are made in backward.
@@ -156,10 +146,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, gemm: G
         return None
     apply: Callable[..., Tensor] = Linear.apply
     if x.dim() == 2:
-        return apply(x, weight, bias, gemm, _waiting(weight), _waiting(bias))
+        return apply(x, weight, bias, _waiting(weight), _waiting(bias))
     fused = bias if x.is_contiguous() else None
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y = apply(rows, weight, fused, gemm, _waiting(weight), _waiting(fused)).view(*x.shape[:-1], weight.shape[0])
+    y = apply(rows, weight, fused, _waiting(weight), _waiting(fused)).view(*x.shape[:-1], weight.shape[0])
     return y if bias is fused or bias is None else y + bias
 
 
@@ -172,29 +162,28 @@ class Linear(torch.autograd.Function):
     """y = x W^T + b of matrices; the gradients of W and b are made now, or by what is left in ``later``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, *later: Later | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *later: Later | None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-        ctx.gemm, ctx.later, ctx.by_rows = gemm, later, weight.stride() == (weight.shape[1], 1)
+        ctx.later, ctx.by_rows = later, weight.stride() == (weight.shape[1], 1)
         ctx.x_by_columns = x.stride() == (1, x.shape[0])
-        return gemm.linear(x, weight, bias)
+        return F.linear(x, weight, bias)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
         if g is None:
-            return (None,) * 6
+            return (None,) * 5
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        product = ctx.gemm.product
         dx = dw = db = None
         if wants_x:
-            dx = product(weight.t(), g.t()).t() if ctx.x_by_columns else product(g, weight)
+            dx = (weight.t() @ g.t()).t() if ctx.x_by_columns else g @ weight
         if wants_weight:
-            dw = _made(ctx, 0, partial(_weight_gradient, product, ctx.by_rows), g, x)
+            dw = _made(ctx, 0, partial(_weight_gradient, ctx.by_rows), g, x)
         if wants_bias:
             db = _made(ctx, 1, partial(torch.sum, dim=0), g)
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None
 
 
 def _made(ctx: Any, place: int, make: Callable[..., Tensor], *operands: Tensor) -> Tensor | None:
@@ -225,5 +214,5 @@ def _reaches(node: Any) -> bool:
         return False
 
 
-def _weight_gradient(product: Callable[[Tensor, Tensor], Tensor], by_rows: bool, g: Tensor, x: Tensor) -> Tensor:
-    return product(g.t(), x) if by_rows else product(x.t(), g).t()
+def _weight_gradient(by_rows: bool, g: Tensor, x: Tensor) -> Tensor:
+    return g.t() @ x if by_rows else (x.t() @ g).t()

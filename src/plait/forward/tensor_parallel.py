@@ -20,7 +20,6 @@ from plait.table.collectives import Note
 from plait.tensor import Parallel, TensorAxis
 from plait.tensor.axis import AXES, NOTHING, Later
 from plait.tensor.cut_weight import place
-from plait.tensor.gemm import TORCH, Gemm
 from plait.torch_private import tree_leaves
 
 
@@ -39,9 +38,9 @@ class StageAxis(TensorAxis):
     whole_logits, unsplit = map(_in_context, ("whole_logits", "unsplit"))
     in_loss_fn = False
 
-    def __init__(self, comm: Comm, current: CurrentForward, *, sequence: bool, gemm: Gemm = TORCH) -> None:
+    def __init__(self, comm: Comm, current: CurrentForward, *, sequence: bool) -> None:
         self.current = current
-        super().__init__(comm, sequence=sequence, gemm=gemm)
+        super().__init__(comm, sequence=sequence)
 
     @property
     def sequence(self) -> bool:

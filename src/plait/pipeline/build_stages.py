@@ -27,7 +27,6 @@ from plait.schedule.pipeline import Pipeline
 from plait.table.mesh import AXES
 from plait.table.parallelism import Parallelism
 from plait.tensor import Parallel, parallel_plan
-from plait.tensor.gemm import find_gemm
 from plait.zero.build import SourceModel, build_units
 from plait.zero.flat_gradient import FlatGradient
 from plait.zero.state.full import Directory
@@ -91,7 +90,6 @@ def build_stages(
     be cut, fewer blocks than stages, or a split that does not fit."""
     sizes, units = parallelism.split, parallelism.units
     parallel = parallel_plan(model, comm.mesh.tensor, parallelism.tensor_plan, sequence=parallelism.sequence_parallel)
-    gemm = find_gemm(parallelism.gemm)
     check_compile(parallelism, comm.mesh.tensor, comm.device)
     wrapped = automatic(model) if units is None else ("", *units)
     check_recompute(model, wrapped, parallelism.recompute)
@@ -114,7 +112,7 @@ def build_stages(
     parts = {s: cutter.part(split[s], taken, comm.device) for s in mine}
     if units is not None:
         wrap(model, units)  # refuses names that are nowhere
-    settings = StageSettings(source, comm, parallelism, gemm, count, seed, pipeline.splits_backward, before_forward)
+    settings = StageSettings(source, comm, parallelism, count, seed, pipeline.splits_backward, before_forward)
     stages = lay_stages(settings, parts, parallel, weights)
     if count > 1:
         cutter.release(list(parts.values()))

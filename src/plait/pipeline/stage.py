@@ -43,7 +43,6 @@ from plait.table.collectives import Note
 from plait.table.flat import UnitLayout
 from plait.table.parallelism import Parallelism
 from plait.tensor import Parallel
-from plait.tensor.gemm import TORCH, Gemm
 from plait.zero.build import BuiltUnits, SourceModel
 from plait.zero.gradients import Gradients
 from plait.zero.unit import Unit, parameters_of
@@ -60,7 +59,6 @@ class StageSettings:
     whole: SourceModel
     comm: Comm
     parallelism: Parallelism
-    gemm: Gemm
     count: int
     seed: int = 0
     split_backward: bool = False
@@ -94,7 +92,7 @@ class Stage:
         self.number, self.count, self.last = number, settings.count, number == settings.count - 1
         parallelism = settings.parallelism
         self.current = CurrentForward()
-        self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel, gemm=settings.gemm)
+        self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel)
         self.products: Products | None = None
         self.interceptor = Interceptor(self.current, self._handlers(settings, part.blocks.names))
         names = laid.names
@@ -122,7 +120,7 @@ class Stage:
     def _handlers(self, settings: StageSettings, links: Sequence[str]) -> list[Handler]:
         """The handlers that this run needs, in the order of ``interceptor``."""
         current, parameters = self.current, list(parameters_of(self.units))
-        gemm, recompute = settings.gemm, settings.parallelism.recompute
+        recompute = settings.parallelism.recompute
         handlers: list[Handler] = []
         if recompute == "selective":
             attention = AttentionRecompute(current)
@@ -134,9 +132,8 @@ class Stage:
         if staged or (split and not all_silent(self.model)):  # torch's own layers read their own parameters alone
             handlers.append(AtRestCheck(current, split, staged))
             handlers.append(Derivatives(current, links if self.count > 1 else ()))
-        if settings.split_backward or gemm is not TORCH:
-            deferred = [p for _, p, flat, _ in parameters if flat.trainable] if settings.split_backward else []
-            self.products = Products(current, gemm, deferred)
+        if settings.split_backward:
+            self.products = Products(current, [p for _, p, flat, _ in parameters if flat.trainable])
             handlers.append(self.products)
         slice_of = StageTensor(self.model, self.parallel, self.axis).slice_of if self.parallel.styles else None
         handlers.append(DropoutRNG(settings.seed, current, slice_of=slice_of, recomputes=recompute is not None))

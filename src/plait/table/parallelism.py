@@ -57,8 +57,6 @@ class Parallelism:
     """Number of links of the model in each stage (see ``pipeline.stage_model``); None divides them equally."""
     recompute: Recompute | None = None
     """``"full"`` runs blocks again in backward, ``"selective"`` attention; None keeps every activation."""
-    gemm: str = "torch"
-    """The library that multiplies linear layers' fp32 matrices on a CPU: ``"torch"`` or ``"onednn"``."""
     compile: bool = False
     """Compiles the forward of every unit that has no other unit inside."""
 

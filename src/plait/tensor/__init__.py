@@ -8,7 +8,6 @@
     transformers.py        the tensor plan that a Hugging Face model carries, in our words
     pieces.py              a rank's piece of a cut parameter, and the whole from all pieces
     metadata.py            which torch functions read values
-    gemm.py                who multiplies fp32 matrices on a CPU
     no_double_backward.py  backwards that can be taken once
 
 A new style is a row of ``KINDS`` and one of ``MESSAGES`` in ``table/tensor_plan.py`` (which dim is cut, where it sends

@@ -20,7 +20,6 @@ from plait.comm.padded import Finish, start_gather, start_scatter
 from plait.table.collectives import Note
 from plait.table.layout import part
 from plait.table.tensor_plan import BACKWARD, FORWARD
-from plait.tensor.gemm import TORCH, Gemm
 from plait.tensor.no_double_backward import no_double_backward
 
 AXES = ("tensor",)
@@ -50,8 +49,8 @@ class TensorAxis:
     running = True
     """A forward of the model, or its loss, is under way."""
 
-    def __init__(self, comm: Comm, *, sequence: bool, gemm: Gemm = TORCH) -> None:
-        self.comm, self.sequence, self.gemm = comm, sequence, gemm
+    def __init__(self, comm: Comm, *, sequence: bool) -> None:
+        self.comm, self.sequence = comm, sequence
         self.ways, self.index = comm.mesh.tensor, comm.mesh.index(comm.rank, AXES)
 
     def left(self, width: int, shape: torch.Size = NOTHING, *, fused: bool = False) -> None:

@@ -32,21 +32,21 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from plait.comm.padded import Finish as Finishing
 from plait.table.tensor_plan import BACKWARD, FORWARD
 from plait.tensor.axis import Later, TensorAxis, first_order
-from plait.tensor.gemm import TORCH, Gemm
 from plait.torch_private import DisableTorchFunctionSubclass
 
 Pair = tuple[Tensor, Tensor | None]
 """A weight and its bias."""
 
 
-def weight_product(gradient: Tensor, x: Tensor, gemm: Gemm = TORCH) -> Tensor:
+def weight_product(gradient: Tensor, x: Tensor) -> Tensor:
     """dW [out, in] of y = x W^T."""
-    return gemm.product(rows(gradient).t(), rows(x).to(gradient.dtype))
+    return rows(gradient).t() @ rows(x).to(gradient.dtype)
 
 
 def rows(x: Tensor) -> Tensor:
@@ -54,9 +54,9 @@ def rows(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
-def input_product(gradient: Tensor, weight: Tensor, gemm: Gemm = TORCH) -> Tensor:
+def input_product(gradient: Tensor, weight: Tensor) -> Tensor:
     """dx of y = x W^T, in the dtype of the gradient (under autocast the weight is stored in another)."""
-    return gemm.product(gradient, weight.to(gradient.dtype))
+    return gradient @ weight.to(gradient.dtype)
 
 
 def bias_sum(gradient: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ class Hold(torch.autograd.Function):
         dw = db = None
         for gradient, x in entry.waiting.pop(ctx.index, ()):
             if wants_weight:
-                product = weight_product(gradient, x, entry.axis.gemm)
+                product = weight_product(gradient, x)
                 dw = product if dw is None else dw.add_(product)
             if wants_bias:
                 total = bias_sum(gradient)
@@ -223,7 +223,7 @@ class Column(torch.autograd.Function):
         ctx.weight = Reread(weight) if entry.wants_input else None
         ctx.save_for_backward(None if hold is None else x)
         b = None if bias is None or not with_bias else values(bias)
-        y = entry.axis.gemm.linear(x, values(weight), b)
+        y = F.linear(x, values(weight), b)
         # A product of more than two dims is a view of one of two, and autograd refuses writes to such a view.
         unviewed: Tensor = torch.ops.aten._unsafe_view.default(y, y.shape) if y._is_view() else y
         return unviewed
@@ -235,11 +235,11 @@ class Column(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         if x is not None:
             weight, bias = entry.pairs[ctx.index]
-            if not put_off(entry.axis, weight, partial(weight_product, gradient, x, entry.axis.gemm)):
+            if not put_off(entry.axis, weight, partial(weight_product, gradient, x)):
                 entry.waiting.setdefault(ctx.index, []).append((gradient, x))
             elif bias is not None and ctx.with_bias:
                 put_off(entry.axis, bias, partial(bias_sum, gradient))
-        dx = input_product(gradient, ctx.weight.values(), entry.axis.gemm) if ctx.weight else None
+        dx = input_product(gradient, ctx.weight.values()) if ctx.weight else None
         return dx, None, None, None, None
 
 
@@ -266,7 +266,7 @@ class Row(torch.autograd.Function):
         ctx.weight = Reread(weight[0])
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         start = axis.start_scatter if axis.sequence else axis.start_sum
-        return start(axis.gemm.linear(x, values(weight[0]), None), axis.note(FORWARD, site))()
+        return start(F.linear(x, values(weight[0]), None), axis.note(FORWARD, site))()
 
     @staticmethod
     @first_order
@@ -275,10 +275,10 @@ class Row(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         if ctx.length:
             gradient = axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))()
-        dx = input_product(gradient, ctx.weight.values(), axis.gemm) if ctx.needs_input_grad[0] else None
+        dx = input_product(gradient, ctx.weight.values()) if ctx.needs_input_grad[0] else None
         dw = None
-        if x is not None and not put_off(axis, weight, partial(weight_product, gradient, x, axis.gemm)):
-            dw = weight_product(gradient, x, axis.gemm)
+        if x is not None and not put_off(axis, weight, partial(weight_product, gradient, x)):
+            dw = weight_product(gradient, x)
         return dx, dw, None, None, None
 
 

@@ -26,7 +26,6 @@ from plait.schedule.orders import ORDERS, stages_per_rank
 from plait.table.cells import TABLE
 from plait.table.flat import BUCKET_BYTES
 from plait.table.mesh import AXES, Mesh
-from plait.tensor.gemm import has_onednn
 
 Size = Literal["small", "full"]
 
@@ -54,7 +53,6 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "split": ("even", "uneven"),
     "dtype": ("full", "bf16-mixed", "fp16-mixed"),
     "recompute": (None, "full"),
-    "gemm": ("torch", "onednn") if has_onednn() else ("torch",),
     "offload": (False, True),
 }
 """The fields of a config that the matrix varies; an uneven ``split`` depends on the number of stages, ``hosts`` are one
@@ -78,8 +76,6 @@ RULES = (
     Rule(("strategy", "hold"), lambda row, hold: hold == 1 or bool(TABLE[row].params.split)),
     Rule(("pipe", "schedule", "split"), lambda pipe, order, split: split == "even" or stages(pipe, order, None) > 1),
     Rule(("tensor", "dtype"), lambda tensor, dtype: tensor == 1 or dtype == "full"),
-    Rule(("tensor", "gemm"), lambda tensor, gemm: tensor == 1 or gemm == "torch"),
-    Rule(("dtype", "gemm"), lambda dtype, gemm: dtype == "full" or gemm == "torch"),
 )
 """They leave out what plait refuses, settings that change nothing, and products of few bits that a tensor axis splits:
 of those a verdict says little, since they are equal only within the rounding of those bits."""

@@ -5,7 +5,6 @@
     dropout          the engine's streams                  the documented formula, written again (``Masks``)
     learning rate    torch's LambdaLR                      ``rate``
     optimizer        the table's row, ``decay_groups``     torch's classes, constants and groups written out
-    products         as the run multiplies                 torch's
 
 A fault that a layout and its replay have in common is bitwise there, and different here.  What is left in common: the
 model, its loss, its data, its initial values, names of sites, and random operators other than dropout.

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from plait.forward.compiled import CompiledUnits, closed_units
 from plait.forward.context import CurrentForward, RNGPosition, token_counts
 from plait.forward.dropout import DropoutRNG
-from plait.forward.interceptor import Handler, Interceptor
-from plait.forward.products import Products
+from plait.forward.interceptor import Interceptor
 from plait.messages.progress import counted
 from plait.referee.tape import Tape
 from plait.referee.verify.observed import OneStep, Piece, Record, TiedWeights
@@ -27,7 +26,6 @@ from plait.step.norm import clip_factor, dtype_of_norm, norm_of, square_sum
 from plait.step.step import num_samples, whole_count
 from plait.table.additions import MICROBATCH, fold
 from plait.table.mesh import Mesh
-from plait.tensor.gemm import find_gemm
 from plait.zero.state.init import materialise
 from plait.zero.storage import dtype_in
 from plait.zero.wrap import automatic
@@ -86,10 +84,7 @@ class SingleProcess:
         self.model = job.build()
         materialise(self.model, job.seed, torch.device("cpu"), job.weights)
         self.current = CurrentForward()
-        handlers: list[Handler] = [DropoutRNG(job.seed, self.current)]
-        if job.gemm != "torch":
-            handlers.insert(0, Products(self.current, find_gemm(job.gemm)))
-        interceptor = Interceptor(self.current, handlers)
+        interceptor = Interceptor(self.current, [DropoutRNG(job.seed, self.current)])
         closed = closed_units(self.model, automatic(self.model)) if job.compile else []
         interceptor.follow(self.model, closed=closed)
         CompiledUnits(interceptor, self.model, closed)

@@ -53,7 +53,7 @@ def with_engine(config: VerifyConfig) -> VerifyConfig:
 def ours() -> list[str]:
     """The settings that say how plait's own engine works, and how it is judged."""
     layout = [field.name for field in fields(LayoutConfig) if field.name != "microbatches"]
-    return [*layout, "gemm", "compile", "locate", "spread", "tensors"]
+    return [*layout, "compile", "locate", "spread", "tensors"]
 
 
 def run_engine(config: VerifyConfig, comm: Comm) -> Judgement | None:

@@ -25,7 +25,6 @@ from plait.checkpoint.files.writing import write_json
 from plait.messages.wording import human
 from plait.run.measure import machine
 from plait.run.report.screen import screen
-from plait.tensor.gemm import ONEDNN, has_onednn
 
 Facts = dict[str, Any]
 
@@ -161,7 +160,6 @@ def measured() -> Facts:
         "threads": torch.get_num_threads(),
         "memory_copy_bytes_per_second": machine.copy_rate(),
         "matrix_product_flops": machine.product_rate(),
-        "onednn_product_flops": machine.product_rate(gemm=ONEDNN) if has_onednn() else None,
     }
     if torch.cuda.is_available():
         facts["gpu_memory_copy_bytes_per_second"] = machine.copy_rate(0.3, 1 << 30, "cuda")
@@ -193,13 +191,6 @@ def warnings(facts: Facts) -> list[str]:
         texts.append(f"the cgroup grants {quota:g} of {cores} visible cores: use at most {quota:g} threads")
     if not facts["software"]["gloo"]:
         texts.append("this torch has no gloo: process worlds on CPU need it; --world thread works")
-    speeds = facts.get("measured", {})
-    torchs, onednns = speeds.get("matrix_product_flops"), speeds.get("onednn_product_flops")
-    if torchs and onednns and onednns >= 1.2 * torchs:
-        texts.append(
-            f"oneDNN multiplies fp32 matrices at {_words('_flops', onednns)}, torch's own BLAS at "
-            f"{_words('_flops', torchs)}: train and verify with --gemm onednn on this processor"
-        )
     return texts
 
 

@@ -24,7 +24,6 @@ from plait.run.job.families import FOLDER, OF_THE_FOLDER
 from plait.run.job.job import build_model, make_job
 from plait.run.job.sections import flags
 from plait.schedule.check import check
-from plait.tensor.gemm import find_gemm
 
 WRITTEN = (METRICS, "config.toml", "summary.json", "timeline.svg", "trace.json")
 """Files that a run leaves in its folder, besides checkpoints."""
@@ -143,9 +142,8 @@ def _check_training(config: TrainConfig) -> None:
 
 
 def _check_model(config: RunConfig) -> None:
-    """Refuses files that do not fit together, a missing gemm or compiler, and a mesh that cannot cut this model."""
+    """Refuses files that do not fit together, a missing compiler, and a mesh that cannot cut this model."""
     mesh, pipeline = config.machine.parsed_mesh, config.pipeline
-    find_gemm(config.task.network.gemm)
     check_compile(config.parallelism, mesh.tensor, torch.device(resolve_device(config.machine)))
     if config.task.family.weights is not None:
         make_job(config.task, config.dtypes)

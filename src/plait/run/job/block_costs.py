@@ -24,7 +24,6 @@ from plait.table.collectives import Note
 from plait.table.mesh import AXES, Mesh
 from plait.table.parallelism import Parallelism, Recompute
 from plait.tensor import Parallel
-from plait.tensor.gemm import TORCH, Gemm
 from plait.zero.build import SourceModel
 
 Seconds = tuple[tuple[float, ...], tuple[float, ...]]
@@ -39,14 +38,13 @@ def block_costs(
     repeats: int = 5,
     device: torch.device | str = "cpu",
     recompute: Recompute | None = None,
-    gemm: Gemm = TORCH,
 ) -> Iterator[tuple[float, float]]:
     """Measures seconds of forward and backward of each block on one microbatch: medians without the first round.
 
     Args:
         model: its parameters may be on meta; it is not changed.
         batch: a microbatch of the run, with ``num_samples`` samples, on the device.
-        recompute, gemm: as in the run.
+        recompute: as in the run.
     """
     count = len(blocks_of(model))
     comm = ThreadWorld(Mesh(), device=device).comm(0)
@@ -58,7 +56,7 @@ def block_costs(
         copied: nn.Module = copy.deepcopy(model, fresh)  # values are shared, or on meta
         whole = SourceModel(copied, {id(p): n for n, p in copied.named_parameters()})
         parts = {index: cut(copied).part(range(index, index + 1), set(), comm.device)}
-        settings = StageSettings(whole, comm, parallelism, gemm, count)
+        settings = StageSettings(whole, comm, parallelism, count)
         stage = lay_stages(settings, parts, Parallel())[index]
         seconds: list[tuple[float, float]] = []
         for _ in range(repeats + 1):

@@ -82,8 +82,6 @@ class ModelConfig:
     dtype: Literal["fp32", "fp64", "bf16", "bf16-mixed", "fp16-mixed"] = "fp32"
     """Type of the parameters and the computation; mixed: sums of gradients, and the copy of the parameters that the
     optimizer updates, are in fp32. A row written by hand may set its own dtypes, as in "full bf16 | ..."."""
-    gemm: Literal["torch", "onednn"] = "torch"
-    """Backend for the fp32 products of linear layers on a CPU; plait doctor measures both on this machine."""
     compile: bool = False
     """Compile the model's blocks by torch.compile, also in the process that it is compared with; needs g++."""
 

@@ -31,7 +31,6 @@ from plait.table.parallelism import Parallelism, Recompute
 from plait.table.precision import AS_IT_COMES, Precision
 from plait.table.tensor_plan import Passings, everywhere
 from plait.tensor import Parallel
-from plait.tensor.gemm import find_gemm
 from plait.zero.state.weights import Weights
 
 
@@ -66,8 +65,6 @@ class Job:
     """Steps of the whole run, also where they follow from epochs."""
     weights: Weights | None = None
     """Source of the model's initial values; None: they are drawn from the seed."""
-    gemm: str = "torch"
-    """Backend for the matrix products of linear layers."""
     compile: bool = False
     """Compile the model's units."""
     digest: Callable[[], str | None] = lambda: None
@@ -109,10 +106,8 @@ class Job:
     ) -> tuple[int, ...]:
         """Balances the number of links per stage by their cost on rank 0.  All ranks call it together."""
         batch = self.microbatches(0, 0, comm.mesh.data_size, num_microbatches, str(comm.device))[0]
-        model, gemm = _cast(self.build(), self.dtype), find_gemm(self.gemm)
-        costs = agreed_block_costs(
-            model, comm, self.loss_fn, batch, self.leading(batch)[0], recompute=recompute, gemm=gemm
-        )
+        model = _cast(self.build(), self.dtype)
+        costs = agreed_block_costs(model, comm, self.loss_fn, batch, self.leading(batch)[0], recompute=recompute)
         return shortest_step(pipeline.written(num_microbatches), *costs)
 
     def stream(
@@ -210,7 +205,6 @@ def make_job(config: JobConfig, dtypes: Dtypes | None = None) -> Job:
         precision=dtypes.precision,
         steps=data.steps,
         weights=None if family.weights is None else family.weights(config.sizes, build_model(config, dtypes)),
-        gemm=config.network.gemm,
         compile=config.network.compile,
         digest=data.digest,
     )

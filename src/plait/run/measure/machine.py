@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 import torch
 
-from plait.tensor.gemm import TORCH, Gemm
-
 
 def synchronise(device: str) -> None:
     """Returns when the device has finished all its work."""
@@ -24,10 +22,10 @@ def copy_rate(budget: float = 0.5, size: int = 64 << 20, device: str = "cpu") ->
     return size / _median_seconds(lambda: target.copy_(source), budget, device)
 
 
-def product_rate(budget: float = 0.5, width: int = 1024, device: str = "cpu", gemm: Gemm = TORCH) -> float:
+def product_rate(budget: float = 0.5, width: int = 1024, device: str = "cpu") -> float:
     """Floating-point operations per second of a square fp32 matrix product, with torch's default threads."""
     a, b = torch.ones(width, width, device=device), torch.ones(width, width, device=device)
-    return 2 * width**3 / _median_seconds(lambda: gemm.product(a, b), budget, device)
+    return 2 * width**3 / _median_seconds(lambda: a @ b, budget, device)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -15,7 +15,7 @@ from random import Random
 
 from observed import Observed
 
-from plait.checkpoint.places import CHECKPOINTS
+from plait.checkpoint.folder import CHECKPOINTS
 from plait.checkpoint.stored import Checkpoint
 from plait.run.formats.differences import differences
 

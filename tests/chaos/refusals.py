@@ -12,7 +12,7 @@ from ground import EVERY, PATIENCE, RANKS, Ground, wait_for_step
 from observed import LOOPBACK, listening
 from trials import Result, injected, outcome
 
-from plait.checkpoint.places import CHECKPOINTS
+from plait.checkpoint.folder import CHECKPOINTS
 from plait.run.launch.fork_server import PYTHON
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from ground import EVERY, PATIENCE, RANKS, Ground, lines_of, wait_for_step
 from observed import Observed, SaidLine, alive
 
-from plait.checkpoint.places import CHECKPOINTS
+from plait.checkpoint.folder import CHECKPOINTS
 
 SOON = 30.0
 """Seconds within which what has a goal of a second is still waited for."""

@@ -287,7 +287,7 @@ def test_what_cannot_be_saved_leaves_what_was_there(copied: Path, monkeypatch: p
     def no_manifest(*_: Any) -> None:
         raise OSError(5, "Input/output error", "manifest.json")
 
-    monkeypatch.setattr("plait.checkpoint.folder.Folder.publish", no_manifest)
+    monkeypatch.setattr("plait.checkpoint.writing.publish", no_manifest)
     raised_together(saver(go), "Input/output error")
     assert names(copied) == before
     monkeypatch.undo()

@@ -106,10 +106,10 @@ def test_nothing_is_in_memory_twice(tmp_path: Path, mesh: str, dtype: str, monke
     """Values are read to where they stay; where they take another dtype, a few at a time."""
     read, sizes, memory = tensor_file._read, list[int](), set[int]()
 
-    def seen(source: Any, place: Any, start: int, shape: Any, region: Region, into: Tensor) -> None:
+    def seen(source: Any, start: int, shape: Any, region: Region, into: Tensor) -> None:
         sizes.append(into.numel())
         memory.add(into.untyped_storage().data_ptr())
-        read(source, place, start, shape, region, into)
+        read(source, start, shape, region, into)
 
     monkeypatch.setattr(tensor_file, "_read", seen)
     monkeypatch.setattr(tensor_file, "MOST", 7)

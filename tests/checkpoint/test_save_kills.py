@@ -18,7 +18,7 @@ from run_cases import differences
 from small_runs import build, go, names, ranks, state
 
 import plait
-from plait.checkpoint.places import checkpoints
+from plait.checkpoint.folder import checkpoints
 from plait.checkpoint.stored import Checkpoint
 from plait.comm import Comm
 

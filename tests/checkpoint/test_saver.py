@@ -103,8 +103,8 @@ def test_what_a_thread_could_not_write_all_ranks_raise_later(
     original = writing.write_tensor_file
 
     def failing(path: Any, tensors: Any) -> Any:
-        if path.name == f"rank-{broken:05d}.safetensors" and "step-000001" in path.path.parent.name:
-            path.path.write_bytes(b"half")
+        if path.name == f"rank-{broken:05d}.safetensors" and "step-000001" in path.parent.name:
+            path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
         return original(path, tensors)
 
@@ -253,7 +253,7 @@ def test_nothing_is_removed_before_the_newest_has_been_read_back(
 
     def damaging(*given: Any) -> Any:
         published = original(*given)
-        file = published.path / "rank-00002.safetensors"
+        file = published / "rank-00002.safetensors"
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from plait.checkpoint.places import checkpoints
+from plait.checkpoint.folder import checkpoints
 from plait.run.commands.main import main
 from plait.run.job.own import load_job
 
@@ -49,7 +49,7 @@ def cut_off(whole: Path, part: Path, step: int) -> None:
     shutil.copytree(whole, part)
     for folder in checkpoints(part / "checkpoints"):
         if int(folder.name.removeprefix("step-")) > step:
-            folder.discard()
+            shutil.rmtree(folder)
     (part / "summary.json").unlink()
     lines = (part / "metrics.jsonl").read_text().splitlines(keepends=True)
     (part / "metrics.jsonl").write_text("".join(lines[: step + 2]) + lines[step + 2][:20])

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from sockets import children
 
-from plait.checkpoint.places import checkpoints
+from plait.checkpoint.folder import checkpoints
 from plait.run.commands.main import main, parse
 from plait.run.config import TrainConfig, to_toml
 from plait.run.train.resume import has_settings, newest_sound, restarted

@@ -6,10 +6,8 @@ writing.py       a rank's thread: its file, a note about it; the manifest of all
 retention.py     removal of old checkpoints
 load.py          ``plait.load``: into any layout, each rank reads its regions
 fits.py          a checkpoint against an engine: nothing is lost, nothing is left over
-places.py        the place that a path or URL names, and the checkpoints in it
-folder.py        a place on a file system: folders that are complete or absent
+folder.py        checkpoints in a folder, each complete or absent: found, begun, published, removed
 same_folder.py   a check that all hosts see the same folder
-objects.py       a place under a URL, where nothing can be renamed
 hashing.py       digests of files, by any number of threads
 manifest.py      a checkpoint's description, checked field by field
 values.py        numbers, strings, lists, dicts as JSON and back

@@ -1,13 +1,13 @@
-"""A place on a file system: checkpoints are folders that are complete or absent.
+"""Checkpoints in a folder of a file system: each is complete or absent.
 
-                 a folder of a file system (here)                    objects under a URL (``objects``)
-    begun        .step-000123.9f3c.partial/rank-00000.safetensors    step-000123/rank-00000.9f3c.safetensors
-    published    manifest flushed, then the folder renamed           manifest put last
-    complete     once the folder has its name                        once the manifest exists
-    left over    hidden folders                                      files of a save without a manifest
+    begun        .step-000123.9f3c.partial/rank-00000.safetensors
+    published    manifest flushed, then the folder renamed
+    complete     once the folder has its name
+    left over    hidden folders
 
 A run that ends before the rename changes nothing that existed.  A published folder is never written to again, and
-the next save in the same place removes the files of an interrupted one.
+the next save in the same place removes the files of an interrupted one.  An object store is mounted as a folder
+(decision 149).
 """
 
 import os
@@ -21,145 +21,90 @@ from pathlib import Path
 from typing import BinaryIO
 
 from plait.checkpoint.files.reading import open_plain
-from plait.checkpoint.manifest import NAME
+from plait.checkpoint.manifest import LARGEST, NAME, Manifest
 
 LATEST = "latest"
-"""A file with one line, the newest checkpoint's name, for scripts and people."""
+"""A file with one line, the newest checkpoint's name, for scripts and people; it may be one behind."""
 STEP = re.compile(r"step-[0-9]{6,18}")
 PARTIAL = re.compile(rf"\.{STEP.pattern}\.[0-9a-f]+\.partial")
+CHECKPOINTS = "checkpoints"
+"""The folder of checkpoints in the folder of a ``plait train`` run."""
 
 
-@dataclass(frozen=True)
-class Folder:
-    """A file or folder of a file system; ``place / name`` is inside it."""
+def folder_at(path: str | Path) -> Path:
+    """The path; ValueError for a URL or a null byte."""
+    if "\0" in str(path):
+        raise ValueError(f"{str(path)!r} is no path: it has a null byte")
+    if isinstance(path, str) and "://" in path:
+        raise ValueError(f"{path!r} is a URL: mount the object store (rclone mount, s3fs), and give the folder")
+    return Path(path)
 
-    path: Path
 
-    gap = 1 << 16
-    """Bytes that are cheaper to read than to skip."""
-    chunk = 1 << 20
-    """Bytes to read at a time."""
-    pause = 0.02
-    """Longest pause between two looks for other ranks' files, in seconds."""
+def find(path: str | Path) -> Path:
+    """The checkpoint at a path, or the newest one in it, a run's folder included; ValueError if there is none."""
+    path = folder_at(path)
+    if NAME in names(path):
+        return path
+    if others := all_of(path):
+        return others[-1]
+    if STEP.fullmatch(path.name):
+        raise ValueError(f"{str(path / NAME)!r} is not there: {str(path)!r} is no whole checkpoint")
+    raise ValueError(f"there is no checkpoint in {str(path)!r}: it has no folder {step_name(1)} or the like")
 
-    def __str__(self) -> str:
-        return str(self.path)
 
-    def given(self) -> Path:
-        """The path as a user writes it."""
-        return self.path
+def all_of(path: str | Path) -> list[Path]:
+    """All checkpoints in a folder and in its ``checkpoints``, the newest last."""
+    path = folder_at(path)
+    return sorted((*checkpoints(path), *checkpoints(path / CHECKPOINTS)), key=step_of)
 
-    @property
-    def name(self) -> str:
-        return self.path.name
 
-    def home(self) -> tuple["Folder", str]:
-        """The folder that contains it, with links resolved, and its name there."""
-        real = self.path.resolve()
-        return Folder(real.parent), real.name
+def checkpoints(path: Path) -> list[Path]:
+    """The checkpoints in a folder, the newest last; damaged ones too, for example without a manifest."""
+    found = (path / name for name in names(path) if STEP.fullmatch(name))
+    return sorted((folder for folder in found if folder.is_dir()), key=step_of)
 
-    def __truediv__(self, name: str) -> "Folder":
-        return Folder(self.path / name)
 
-    def names(self) -> list[str]:
-        """Names in a folder; empty if there is no folder."""
-        return os.listdir(self.path) if self.path.is_dir() else []
+def step_of(checkpoint: Path) -> int:
+    """The number of steps in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step-"))
 
-    @contextmanager
-    def opened(self) -> Iterator["OpenFile"]:
-        """Opens a plain file, without waiting; ValueError if it is missing, a link, a pipe, a device or a folder."""
-        try:
-            number, size = open_plain(self.path, links=False)
-        except ValueError as error:
-            raise ValueError(f"{str(self)!r} is no file that can be read: {error}") from error
-        try:
-            yield OpenFile(str(self), number, size)
-        finally:
-            os.close(number)
 
-    @contextmanager
-    def created(self) -> Iterator[BinaryIO]:
-        """Opens a new file; the disk has it when the block ends, and an error in the block removes it."""
-        with self.path.open("xb") as file:
-            try:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            except BaseException:
-                self.path.unlink(missing_ok=True)
-                raise
+def step_name(step: int) -> str:
+    """A checkpoint's name."""
+    return f"step-{step:06d}"
 
-    def put(self, data: bytes) -> None:
-        """Writes or replaces a small file atomically."""
-        begun = self.path.with_name(f".{self.name}")
-        begun.unlink(missing_ok=True)  # left by a run that ended here
-        with Folder(begun).created() as file:
-            file.write(data)
-        begun.replace(self.path)
 
-    def free(self) -> int | None:
-        """Returns free bytes; None where they are unknown."""
-        return shutil.disk_usage(next(folder for folder in self.path.absolute().parents if folder.exists())).free
+def names(folder: Path) -> list[str]:
+    """Names in a folder; empty if there is no folder."""
+    return os.listdir(folder) if folder.is_dir() else []
 
-    def checkpoints(self) -> list[str]:
-        """Names of the checkpoints in it, in any order; damaged ones too, for example without a manifest."""
-        return [name for name in self.names() if STEP.fullmatch(name) and (self.path / name).is_dir()]
 
-    def partial(self, folder: str, own: str) -> "Folder":
-        """The place for the files of the save ``own`` until they are published as ``folder``."""
-        return self / f".{folder}.{own}.partial"
+def read_manifest(folder: Path) -> Manifest:
+    """Reads a checkpoint's manifest; ValueError for anything else."""
+    return parse_manifest(folder, contents(folder / NAME, LARGEST))
 
-    def file(self, rank: int, kind: str) -> "Folder":
-        """A rank's file in a ``partial``; ``kind`` is its suffix."""
-        return self / f"rank-{rank:05d}.{kind}"
 
-    def begin(self, *, first: bool = True) -> None:
-        """Creates a ``partial`` and removes those of other saves.
+def parse_manifest(folder: Path, data: bytes) -> Manifest:
+    """The manifest with these bytes; ValueError if it is damaged, or the folder's name has another step."""
+    try:
+        manifest = Manifest.parse(data.decode())
+    except ValueError as error:
+        raise ValueError(f"{str(folder / NAME)!r} is no manifest that plait wrote: {error}") from error
+    if STEP.fullmatch(folder.name) and step_of(folder) != manifest.step:
+        raise ValueError(
+            f"{str(folder)!r} has step {manifest.step} in it, so it is a copy under another's name: call it "
+            f"{step_name(manifest.step)}, or something that is no step"
+        )
+    return manifest
 
-        The ``first`` save of a run also makes the folder around it.  Later a missing one (an unmounted disk) is an
-        OSError.  ValueError if the checkpoint exists.
-        """
-        parent = self.path.parent
-        if os.path.lexists(folder := self._published()):
-            raise exists_already(Folder(folder))
-        if first:
-            parent.mkdir(parents=True, exist_ok=True)
-        for left in filter(PARTIAL.fullmatch, os.listdir(parent)):
-            with suppress(OSError):
-                Folder(parent / left).discard()
-        self.path.mkdir()
 
-    def _published(self) -> Path:
-        """The path that a ``partial`` will have."""
-        return self.path.with_name(self.name.split(".")[1])
-
-    def publish(self, manifest: str, files: Sequence[str]) -> "Folder":
-        """Turns a ``partial`` into a checkpoint: adds the manifest and drops all but these ``files``.
-
-        OSError if the checkpoint could not be published, or if only the line in ``latest`` could not be written.
-        """
-        parent, folder = self.path.parent, self._published()
-        for name in set(self.names()) - set(files):
-            (self.path / name).unlink()
-        (self / NAME).put(manifest.encode())
-        flush_folder(self.path)
-        self.path.rename(folder)
-        flush_folder(parent)
-        Folder(parent / LATEST).put(f"{folder.name}\n".encode())
-        flush_folder(parent)
-        return Folder(folder)
-
-    def discard(self) -> None:
-        """Removes a checkpoint or a ``partial``, invisible from the first moment on.
-
-        A writer that is still at work, or about to rename it, no longer finds it under its name.
-        """
-        step = STEP.search(self.name)
-        assert step is not None
-        hidden = self.path.with_name(f".{step[0]}.{secrets.token_hex(8)}.partial")
-        self.path.rename(hidden)
-        flush_folder(hidden.parent)
-        shutil.rmtree(hidden, ignore_errors=True)
+def contents(path: Path, largest: int) -> bytes:
+    """Reads a small file; ValueError for more than ``largest`` bytes."""
+    with opened(path) as file:
+        if file.size > largest:
+            raise ValueError(f"{str(path)!r} has {file.size} bytes, and may have {largest}")
+        file.read(0, memoryview(data := bytearray(file.size)))
+    return bytes(data)
 
 
 @dataclass(frozen=True)
@@ -178,6 +123,106 @@ class OpenFile:
             start, into = start + count, into[count:]
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[OpenFile]:
+    """Opens a plain file, without waiting; ValueError if it is missing, a link, a pipe, a device or a folder."""
+    try:
+        number, size = open_plain(path, links=False)
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is no file that can be read: {error}") from error
+    try:
+        yield OpenFile(str(path), number, size)
+    finally:
+        os.close(number)
+
+
+@contextmanager
+def created(path: Path) -> Iterator[BinaryIO]:
+    """Opens a new file; the disk has it when the block ends, and an error in the block removes it."""
+    with path.open("xb") as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+
+def put(path: Path, data: bytes) -> None:
+    """Writes or replaces a small file atomically."""
+    begun = path.with_name(f".{path.name}")
+    begun.unlink(missing_ok=True)  # left by a run that ended here
+    with created(begun) as file:
+        file.write(data)
+    begun.replace(path)
+
+
+def partial_of(path: Path, step: int, own: str) -> Path:
+    """The folder for the files of the save ``own`` until they are published."""
+    return path / f".{step_name(step)}.{own}.partial"
+
+
+def rank_file(folder: Path, rank: int, kind: str) -> Path:
+    """A rank's file; ``kind`` is its suffix."""
+    return folder / f"rank-{rank:05d}.{kind}"
+
+
+def begin(partial: Path, *, first: bool = True) -> None:
+    """Creates the folder of a save and removes those of other saves.
+
+    The ``first`` save of a run also makes the folder around it.  Later a missing one (an unmounted disk) is an
+    OSError.  ValueError if the checkpoint exists.
+    """
+    parent = partial.parent
+    if os.path.lexists(folder := _published(partial)):
+        raise ValueError(
+            f"{str(folder)!r} exists already, and a checkpoint is never overwritten: save to another folder, or move "
+            f"this one away"
+        )
+    if first:
+        parent.mkdir(parents=True, exist_ok=True)
+    for left in filter(PARTIAL.fullmatch, os.listdir(parent)):
+        with suppress(OSError):
+            discard(parent / left)
+    partial.mkdir()
+
+
+def _published(partial: Path) -> Path:
+    """The path that the folder of a save will have."""
+    return partial.with_name(partial.name.split(".")[1])
+
+
+def publish(partial: Path, manifest: str, files: Sequence[str]) -> Path:
+    """Turns the folder of a save into a checkpoint: adds the manifest and drops all but these ``files``.
+
+    OSError if the checkpoint could not be published, or if only the line in ``latest`` could not be written.
+    """
+    parent, folder = partial.parent, _published(partial)
+    for name in set(names(partial)) - set(files):
+        (partial / name).unlink()
+    put(partial / NAME, manifest.encode())
+    flush_folder(partial)
+    partial.rename(folder)
+    flush_folder(parent)
+    put(parent / LATEST, f"{folder.name}\n".encode())
+    flush_folder(parent)
+    return folder
+
+
+def discard(folder: Path) -> None:
+    """Removes a checkpoint or the folder of a save, invisible from the first moment on.
+
+    A writer that is still at work, or about to rename it, no longer finds it under its name.
+    """
+    step = STEP.search(folder.name)
+    assert step is not None
+    hidden = folder.with_name(f".{step[0]}.{secrets.token_hex(8)}.partial")
+    folder.rename(hidden)
+    flush_folder(hidden.parent)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
 def flush_folder(path: Path) -> None:
     """Waits until the disk has a folder's entries."""
     number = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -185,11 +230,3 @@ def flush_folder(path: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
-
-
-def exists_already(place: object) -> ValueError:
-    """The error for a checkpoint that exists."""
-    return ValueError(
-        f"{str(place)!r} exists already, and a checkpoint is never overwritten: save to another folder, or move this "
-        f"one away"
-    )

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from plait.checkpoint.fits import check_fits, weights_of
+from plait.checkpoint.folder import checkpoints, contents, find, folder_at, parse_manifest
 from plait.checkpoint.manifest import LARGEST, NAME
-from plait.checkpoint.places import Storage, checkpoints, contents, find, parse_manifest, place
 from plait.checkpoint.stored import Checkpoint, StoredWeights
 from plait.comm import Comm
 from plait.comm.agree import broadcast_bytes, check_together
@@ -32,8 +32,8 @@ LONGEST = 1900
 class Loaded:
     """The checkpoint that was loaded."""
 
-    path: Path | str
-    """Its folder, or its URL."""
+    path: Path
+    """Its folder."""
     step: int
     """Steps made when it was saved."""
     extra: Any
@@ -47,7 +47,7 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
     The options of the optimizer's groups are taken from the checkpoint.
 
     Args:
-        path: a checkpoint, or a folder of them, of which the newest is loaded; a folder, or a URL as for ``save``.
+        path: a checkpoint, or a folder of them, of which the newest is loaded.
         ema: the average to load; needed if and only if one was saved.
 
     Raises:
@@ -78,23 +78,23 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
             ema.decay = state["ema"]
             ema.load_full_state_dict(saved.kind("ema"))  # type: ignore[arg-type]
         extra = saved.value("extra")  # read whole; a rank has read only its part of all else
-    return Loaded(saved.folder.given(), saved.manifest.step, extra)
+    return Loaded(saved.folder, saved.manifest.step, extra)
 
 
-def read_together(path: str | Path | Storage, comm: Comm) -> Checkpoint:
+def read_together(path: str | Path, comm: Comm) -> Checkpoint:
     """The checkpoint that rank 0 finds; all ranks call it together."""
-    folder, data = place(path), b""
+    folder, data = folder_at(path), b""
     with _together(comm):
         if not comm.rank:
             folder = find(folder)
             with _offering_another(folder):
                 data = contents(folder / NAME, LARGEST)
     where, data = broadcast_bytes(comm, os.fsencode(str(folder)) + b"\0" + data, Note("state")).split(b"\0", 1)
-    with _together(comm), _offering_another(folder := place(os.fsdecode(where))):
+    with _together(comm), _offering_another(folder := Path(os.fsdecode(where))):
         return Checkpoint(folder, parse_manifest(folder, data))
 
 
-def read_values(folder: Storage) -> Any:
+def read_values(folder: Path) -> Any:
     """Everything that is no tensor, from the manifest alone; for one process.  ValueError if it is damaged."""
     with _offering_another(folder):
         return Checkpoint.find(folder).values()
@@ -114,14 +114,13 @@ def _together(comm: Comm) -> Iterator[None]:
 
 
 @contextmanager
-def _offering_another(folder: Storage) -> Iterator[None]:
+def _offering_another(folder: Path) -> Iterator[None]:
     """Names the checkpoint before this one in an error about it."""
     try:
         yield
     except ValueError as error:
-        home, name = folder.home()
-        others = checkpoints(home)
-        names = [other.name for other in others]
-        before = others[: names.index(name)] if name in names else []
+        real = folder.resolve()
+        others = checkpoints(real.parent)
+        before = others[: others.index(real)] if real in others else []
         fix = f"the one before it is {str(before[-1])!r}" if before else "there is none before it"
         raise ValueError(f"{error}; the checkpoint cannot be loaded, and {fix}") from error

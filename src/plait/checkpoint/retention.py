@@ -6,23 +6,25 @@
 A checkpoint is renamed to a hidden name first, so a kill leaves it complete or absent.
 """
 
+from pathlib import Path
+
+from plait.checkpoint.folder import checkpoints, discard, names
 from plait.checkpoint.manifest import NAME
-from plait.checkpoint.places import Storage, checkpoints
 from plait.checkpoint.stored import Checkpoint
 
 PINNED = "pinned"
 """A checkpoint whose folder has a file of this name is never removed."""
 
 
-def remove_older(newest: Storage, keep: int) -> None:
+def remove_older(newest: Path, keep: int) -> None:
     """Removes checkpoints of fewer steps until ``keep`` are left, the newest included.
 
     Raises:
         ValueError: the newest one is damaged; nothing has been removed.
     """
-    home, name = newest.home()
-    folders = checkpoints(home)
-    older = [folder for folder in folders[: folders.index(home / name)] if _may_go(folder)]
+    newest = newest.resolve()
+    folders = checkpoints(newest.parent)
+    older = [folder for folder in folders[: folders.index(newest)] if _may_go(folder)]
     going = older[: max(0, len(older) - (keep - 1))]
     if not going:
         return
@@ -33,9 +35,9 @@ def remove_older(newest: Storage, keep: int) -> None:
     except ValueError as error:
         raise ValueError(f"{str(newest)!r} has been saved, but {error}; no older checkpoint was removed") from error
     for folder in going:
-        folder.discard()
+        discard(folder)
 
 
-def _may_go(folder: Storage) -> bool:
-    names = folder.names()
-    return folder.home()[1] == folder.name and NAME in names and PINNED not in names
+def _may_go(folder: Path) -> bool:
+    there = names(folder)
+    return not folder.is_symlink() and NAME in there and PINNED not in there

@@ -16,11 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from plait.checkpoint.folder import Folder
-from plait.checkpoint.places import Storage, place, step_name
+from plait.checkpoint.files.writing import told
+from plait.checkpoint.folder import begin, discard, folder_at, partial_of, step_name
 from plait.checkpoint.same_folder import check_same_folder
 from plait.checkpoint.snapshot import HostMemory, taken, values_of
-from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing, disk_errors
+from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing
 from plait.comm.agree import broadcast_text, check_together, gather_ints
 from plait.step import EMA, Engine
 from plait.table.collectives import Note
@@ -31,19 +31,19 @@ ASKED = 0.25
 """Seconds after which waiting ranks ask each other again, well within a collective's deadline."""
 
 
-def save(path: str | Path, engine: Engine, *, ema: EMA | None = None, extra: Any = None) -> Path | str:
+def save(path: str | Path, engine: Engine, *, ema: EMA | None = None, extra: Any = None) -> Path:
     """Saves a run between two steps; any layout can go on with it.  All ranks call it together.
 
     The checkpoint is ``path/step-000123``.  It has parameters, buffers, the optimizers' state and groups, the number of
     steps, the seed, the loss scale, and an average of the weights.  An existing one is never overwritten.
 
     Args:
-        path: a folder for one run's checkpoints that all ranks see, or a URL such as ``s3://bucket/run``.
+        path: a folder for one run's checkpoints that all ranks see.
         extra: any other state, from rank 0: numbers, strings, tensors, and lists, tuples and dicts of them (a
             scheduler's ``state_dict()``, an epoch).
 
     Returns:
-        The checkpoint's folder, or its URL.
+        The checkpoint's folder.
 
     Raises:
         ValueError: in a step; the checkpoint exists, a weight is not finite, ``extra`` has another type.
@@ -87,15 +87,14 @@ class Saver:
             raise ValueError(f"keep={keep}: at least the newest checkpoint stays; None removes none")
         if ema is not None:
             ema.check_of(engine)
-        given = place(path)
-        self.place = Folder(given.path.absolute()) if isinstance(given, Folder) else given
+        self.place = folder_at(path).absolute()
         self.engine, self.ema, self.keep = engine, ema, keep
         self.background, self.deadline = background, deadline
         self.waited = 0.0
         """Seconds that the last ``save`` waited for the one before it."""
         self._memory = HostMemory()
         self._writing: Writing | None = None
-        self._published: Path | str | None = None
+        self._published: Path | None = None
         self._own, self._begun = "", 0
         """Rank 0's word for this saver, and the number of saves so far; together they name each save on all ranks."""
 
@@ -113,11 +112,11 @@ class Saver:
         if not self.background:
             self.wait()
 
-    def wait(self) -> Path | str | None:
+    def wait(self) -> Path | None:
         """Waits for the last save; all ranks call it together.
 
         Returns:
-            The last checkpoint's folder or URL; None before the first.
+            The last checkpoint's folder; None before the first.
 
         Raises:
             OSError: as for ``plait.save``; TimeoutError names the ranks that missed the deadline.
@@ -135,7 +134,7 @@ class Saver:
                 writing.stop.set()
         self._writing = None
         self._check_together(writing.error, writing.save.partial)
-        self._published = (self.place / step_name(writing.save.step)).given()
+        self._published = self.place / step_name(writing.save.step)
         return self._published
 
     def _begin(self, extra: Any) -> Writing:
@@ -146,24 +145,24 @@ class Saver:
             self._own = broadcast_text(comm, secrets.token_hex(8), Note("state"))
         self._begun += 1
         own, first = f"{self._own}{self._begun:08x}", self._published is None
-        partial = self.place.partial(step_name(engine.steps), own)
+        partial = partial_of(self.place, engine.steps, own)
         error: Exception | None = None
         try:
             pieces, state = taken(engine, self.ema, values)
             if self.background or comm.device.type != "cpu":  # one transfer for both hashing and writing
                 pieces = self._memory.copies(pieces)
             if not comm.rank:
-                with disk_errors(self.place, sum(piece.tensor.nbytes for piece in pieces)):
-                    partial.begin(first=first)
+                with told(self.place, sum(piece.tensor.nbytes for piece in pieces)):
+                    begin(partial, first=first)
         except Exception as problem:
             error = problem
         self._check_together(error, partial)
-        if first and isinstance(folder := self.place.given(), Path):
-            check_same_folder(folder, comm)
+        if first:
+            check_same_folder(self.place, comm)
         about = Save(partial, own, engine.steps, comm.world_size, self.keep, self.deadline, comm.deadline)
         return Writing(about, comm.rank, pieces, state)
 
-    def _check_together(self, error: Exception | None, partial: Storage) -> None:
+    def _check_together(self, error: Exception | None, partial: Path) -> None:
         """Raises any rank's error on all ranks, and removes the unfinished save."""
         try:
             check_together(self.engine.comm, error, AXES)
@@ -171,7 +170,7 @@ class Saver:
             self._memory = HostMemory()  # a late thread may still read the old one
             if not self.engine.comm.rank:
                 with suppress(OSError):  # it may be gone, or be a checkpoint by now
-                    partial.discard()
+                    discard(partial)
             raise
 
     def __enter__(self) -> "Saver":

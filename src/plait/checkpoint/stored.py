@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.checkpoint.folder import find, opened, read_manifest
 from plait.checkpoint.hashing import HASH, digest_of
 from plait.checkpoint.manifest import Manifest, in_file
-from plait.checkpoint.places import Storage, find, read_manifest
-from plait.checkpoint.tensor_file import TensorFile
+from plait.checkpoint.tensor_file import CHUNK, TensorFile
 from plait.checkpoint.values import check_run, decoded
 from plait.messages.progress import counted
 from plait.table.layout import Region, blocks, extent, inside, overlap
@@ -94,11 +94,11 @@ class StoredWeights:
 class Checkpoint:
     """A checkpoint; of its files only the manifest has been read."""
 
-    folder: Storage
+    folder: Path
     manifest: Manifest
 
     @classmethod
-    def find(cls, path: str | Path | Storage) -> "Checkpoint":
+    def find(cls, path: str | Path) -> "Checkpoint":
         """The checkpoint that a path names; ValueError if there is none, or its manifest is damaged."""
         folder = find(path)
         return cls(folder, read_manifest(folder))
@@ -148,10 +148,10 @@ class Checkpoint:
         """Raises ValueError if a file has other bytes than were written, or other tensors than the manifest says."""
         path, stored, pieces = self.folder / name, self.manifest.files[name], self.manifest.contents[name]
         try:
-            with path.opened() as file:
+            with opened(path) as file:
                 if file.size != stored.bytes:
                     raise ValueError(f"{str(path)!r} has {file.size} bytes, and {stored.bytes} were written")
-                if digest_of(file.size, path.chunk, file.read) != stored.digest:
+                if digest_of(file.size, CHUNK, file.read) != stored.digest:
                     raise ValueError(f"{str(path)!r} is not what was written: its digest ({HASH}) is another")
         except ValueError as error:
             names = list(dict.fromkeys(tensor for tensor, _ in pieces))

@@ -16,14 +16,15 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from plait.checkpoint.folder import OpenFile, created, opened
 from plait.checkpoint.hashing import Hasher
 from plait.checkpoint.manifest import NAMES, in_file, is_shape, is_size, parsed
-from plait.checkpoint.places import Opened, Storage
 from plait.table.layout import Region, blocks, extent, inside
 
 _OTHERS = {"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64}
@@ -33,7 +34,11 @@ READ = {**{name: dtype for dtype, name in NAMES.items()}, **_OTHERS, **_FLOAT8}
 LONGEST = 100_000_000
 """Bytes of a header, the limit of every reader of safetensors."""
 MOST = 1 << 22
-"""Elements to convert at a time: worth a request to an object store, small beside a rank's pieces."""
+"""Elements to convert at a time."""
+GAP = 1 << 16
+"""Bytes that are cheaper to read than to skip."""
+CHUNK = 1 << 20
+"""Bytes to read at a time."""
 
 ToWrite: TypeAlias = tuple[tuple[int, ...], torch.dtype, Iterable[Tensor]]
 """Shape, dtype, and the values as blocks that are contiguous in it, in order."""
@@ -52,16 +57,16 @@ class TensorEntry:
 class TensorFile:
     """A file whose header is read once."""
 
-    place: Storage
+    path: Path
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
         """Its tensors by name; ValueError if it is no safetensors file."""
-        with self.place.opened() as file:
+        with opened(self.path) as file:
             try:
                 return _entries(file)
             except ValueError as error:
-                raise ValueError(f"{str(self.place)!r} is no safetensors file: {error}") from error
+                raise ValueError(f"{str(self.path)!r} is no safetensors file: {error}") from error
 
     def fill(self, key: str, region: Region, into: Tensor) -> None:
         """Reads a block into a tensor of its extent, of any dtype, strides and device."""
@@ -69,16 +74,16 @@ class TensorFile:
         if into.is_complex() and not entry.dtype.is_complex:
             into, region = torch.view_as_real(into), (*region, (0, 2))
         straight = into.dtype == entry.dtype and into.device.type == "cpu"
-        with self.place.opened() as file:
+        with opened(self.path) as file:
             for part in (region,) if straight else blocks(region, MOST):
                 here = into[tuple(slice(*ends) for ends in inside(part, region))]
                 value = here if straight else torch.empty(extent(part), dtype=entry.dtype)
-                _read(file, self.place, entry.start, entry.shape, part, value)
+                _read(file, entry.start, entry.shape, part, value)
                 if not straight:
                     here.copy_(value)
 
 
-def _read(source: Opened, place: Storage, start: int, shape: tuple[int, ...], region: Region, into: Tensor) -> None:
+def _read(source: OpenFile, start: int, shape: tuple[int, ...], region: Region, into: Tensor) -> None:
     """Reads from a tensor whose bytes begin at ``start``."""
     if not into.numel():
         return
@@ -86,11 +91,11 @@ def _read(source: Opened, place: Storage, start: int, shape: tuple[int, ...], re
     first, last = region[0] if region else (0, 1)
     if into.is_contiguous() and region[1:] == tuple((0, size) for size in shape[1:]):
         source.read(start + first * row, bytes_of(into))
-    elif row > place.gap or last - first == 1:
+    elif row > GAP or last - first == 1:
         for index in range(first, last):
-            _read(source, place, start + index * row, shape[1:], region[1:], into[index - first])
+            _read(source, start + index * row, shape[1:], region[1:], into[index - first])
     else:
-        count = min(max(1, place.chunk // row), last - first)
+        count = min(max(1, CHUNK // row), last - first)
         rows = torch.empty((count, *shape[1:]), dtype=into.dtype)
         for index in range(first, last, count):
             part = rows[: last - index]
@@ -104,7 +109,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_tensor_file(place: Storage, tensors: Sequence[ToWrite]) -> tuple[int, str]:
+def write_tensor_file(path: Path, tensors: Sequence[ToWrite]) -> tuple[int, str]:
     """Writes tensors under their numbers, and hashes them meanwhile in a thread.
 
     Returns:
@@ -121,7 +126,7 @@ def write_tensor_file(place: Storage, tensors: Sequence[ToWrite]) -> tuple[int, 
     hashing = threading.Thread(target=hash_all, name="plait.hash")
     hashing.start()
     try:
-        with place.created() as file:
+        with created(path) as file:
             for data in _in_order(header, starts, tensors):
                 waiting.put(data)
                 file.write(data)
@@ -160,7 +165,7 @@ def safetensors_header(
     return len(text).to_bytes(8, "little") + text, starts, begin + end
 
 
-def _entries(file: Opened) -> dict[str, TensorEntry]:
+def _entries(file: OpenFile) -> dict[str, TensorEntry]:
     if file.size < 8:
         raise ValueError(f"it has {file.size} bytes")
     file.read(0, memoryview(length := bytearray(8)))

@@ -12,14 +12,14 @@ import errno
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from plait.checkpoint.files.writing import DiskError
+from plait.checkpoint.files.writing import told
+from plait.checkpoint.folder import contents, names, publish, put, rank_file
 from plait.checkpoint.manifest import LARGEST, NAME, entries_of, manifest_text
-from plait.checkpoint.places import Storage, contents
 from plait.checkpoint.retention import remove_older
 from plait.checkpoint.snapshot import OPTIMIZER, RankPiece
 from plait.checkpoint.tensor_file import write_tensor_file
@@ -28,13 +28,15 @@ from plait.comm.deadline import clock
 
 FILE, NOTE = "safetensors", "json"
 RUNNING, DONE, FAILED = range(3)
+PAUSE = 0.02
+"""Longest pause between two looks for other ranks' files, in seconds."""
 
 
 @dataclass(frozen=True)
 class Save:
     """One save, the same on all ranks."""
 
-    partial: Storage
+    partial: Path
     id: str
     step: int
     ranks: int
@@ -65,7 +67,7 @@ class Writing:
         """RUNNING, DONE (without an error) or FAILED."""
         if not self.done.is_set() and self.error is None and clock() > self._end:
             self.error = TimeoutError(
-                f"rank {self.rank} has not written {str(self.save.partial.file(self.rank, FILE))!r} within "
+                f"rank {self.rank} has not written {str(rank_file(self.save.partial, self.rank, FILE))!r} within "
                 f"{self.save.deadline:g} s: look at its disk, or give Saver(deadline=...) more"
             )
         if self.error is not None:
@@ -77,9 +79,7 @@ class Writing:
         try:
             write_part(self.save.partial, self.rank, self.pieces)
             if not self.rank and (notes := self._notes()) is not None:
-                published = publish(self.save, notes, self.state)
-                if self.save.keep is not None:
-                    remove_older(published, self.save.keep)
+                self._publish(notes)
         except Exception as problem:
             if self.error is None:
                 self.error = problem
@@ -88,17 +88,26 @@ class Writing:
         finally:
             self.done.set()
 
+    def _publish(self, notes: Sequence[Any]) -> None:
+        """Adds the manifest of all notes, and removes old checkpoints."""
+        save = self.save
+        text = manifest_text(save.id, save.step, notes, self.state)
+        with told(save.partial / NAME, len(text)):
+            published = publish(save.partial, text, [name for note in notes for name in note["files"]])
+        if save.keep is not None:
+            remove_older(published, save.keep)
+
     def _notes(self) -> list[Any] | None:
         """The notes of all ranks; None once they are no longer wanted."""
         partial, missing, pause = self.save.partial, list(range(self.save.ranks)), 0.01
         while True:
-            there = set(partial.names())
-            if not (missing := [rank for rank in missing if partial.file(rank, NOTE).name not in there]):
+            there = set(names(partial))
+            if not (missing := [rank for rank in missing if rank_file(partial, rank, NOTE).name not in there]):
                 break
-            if self.stop.wait(pause := min(2 * pause, partial.pause)):
+            if self.stop.wait(pause := min(2 * pause, PAUSE)):
                 return None
-            if partial.file(0, NOTE).name not in there:
-                with disk_errors(partial, sum(one.tensor.nbytes for one in self.pieces)):
+            if rank_file(partial, 0, NOTE).name not in there:
+                with told(partial, sum(one.tensor.nbytes for one in self.pieces)):
                     raise FileNotFoundError(errno.ENOENT, "the folder of a save has vanished")
             if not self._program.is_alive():
                 self._end = min(self._end, clock() + self.save.patience)
@@ -108,10 +117,10 @@ class Writing:
                     f"{str(partial)!r}: nothing is saved; look at their disks, see that all hosts share this "
                     f"folder, or give Saver(deadline=...) more"
                 )
-        return [json.loads(contents(partial.file(rank, NOTE), LARGEST)) for rank in range(self.save.ranks)]
+        return [json.loads(contents(rank_file(partial, rank, NOTE), LARGEST)) for rank in range(self.save.ranks)]
 
 
-def write_part(partial: Storage, rank: int, pieces: Sequence[RankPiece]) -> None:
+def write_part(partial: Path, rank: int, pieces: Sequence[RankPiece]) -> None:
     """Writes a rank's file and its note.
 
     Raises:
@@ -121,27 +130,9 @@ def write_part(partial: Storage, rank: int, pieces: Sequence[RankPiece]) -> None
     for one in pieces:
         if one.kind == OPTIMIZER:
             one.check_finite()
-    file = partial.file(rank, FILE)
-    with disk_errors(file, sum(one.tensor.nbytes for one in pieces)):
+    file = rank_file(partial, rank, FILE)
+    with told(file, sum(one.tensor.nbytes for one in pieces)):
         tensors = [(tuple(one.tensor.shape), one.tensor.dtype, [one.tensor]) for one in pieces]
         size, digest = write_tensor_file(file, tensors)
         rows = [(one.name, one.tensor.dtype, one.shape, one.region) for one in pieces]
-        partial.file(rank, NOTE).put(json.dumps(entries_of(file.name, size, digest, rows)).encode())
-
-
-@contextmanager
-def disk_errors(file: Storage, need: int) -> Iterator[None]:
-    """Turns an OSError into a DiskError with the path, the bytes to write and those that are free."""
-    try:
-        yield
-    except OSError as error:
-        have = file.free()
-        reason = f"{error.strerror or error}; need {need} bytes" + ("" if have is None else f", have {have} bytes")
-        raise DiskError(error.errno or errno.EIO, reason, str(file)) from error
-
-
-def publish(save: Save, notes: Sequence[Any], state: Any) -> Storage:
-    """Adds the manifest of all notes; returns the checkpoint."""
-    text = manifest_text(save.id, save.step, notes, state)
-    with disk_errors(save.partial / NAME, len(text)):
-        return save.partial.publish(text, [name for note in notes for name in note["files"]])
+        put(rank_file(partial, rank, NOTE), json.dumps(entries_of(file.name, size, digest, rows)).encode())

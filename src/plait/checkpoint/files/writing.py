@@ -43,9 +43,9 @@ def told(path: str | Path, need: int) -> Iterator[None]:
     """Turns an OSError of the disk inside into a DiskError with all facts in one line; one of another rank stays."""
     try:
         yield
-    except (TimeoutError, ConnectionError):
-        raise
     except OSError as error:
+        if error.errno is None and isinstance(error, TimeoutError | ConnectionError):
+            raise
         have = free(path)
         room = f"; need {need} bytes, have {have} bytes" if have is not None else ""
         raise DiskError(error.errno or errno.EIO, f"{error.strerror or error}{room}", str(path)) from error

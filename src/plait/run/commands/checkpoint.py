@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text as Cell
 
 from plait.checkpoint.files.writing import told
-from plait.checkpoint.places import Storage, all_of, checkpoints, find, place
+from plait.checkpoint.folder import all_of, checkpoints, find
 from plait.checkpoint.stored import Checkpoint, Stored
 from plait.messages.escape import one_line
 from plait.messages.wording import human
@@ -102,7 +102,7 @@ class ShowCheckpoint:
         for name, value in (("seed", run["seed"]), ("loss scale", run["loss_scale"]), ("average", values["ema"])):
             say(f"{name}: {'none' if value is None else _plain(value)}")
         say(f"extra: {shape_of(values['extra'])}")
-        others = [other.name for other in checkpoints(saved.folder.home()[0]) if other.name != saved.folder.name]
+        others = [other.name for other in checkpoints(saved.folder.resolve().parent) if other.name != saved.folder.name]
         say(f"beside it: {', '.join(others) or 'no other checkpoint'}")
         return 0
 
@@ -156,7 +156,7 @@ class VerifyCheckpoint:
     def run(self) -> int:
         console = console_of()
         newest = find(self.path)
-        folders = all_of(self.path) if self.all and newest != place(self.path) else [newest]
+        folders = all_of(self.path) if self.all and newest != Path(self.path) else [newest]
         damaged = 0
         for folder in folders:
             problems = []
@@ -275,7 +275,7 @@ def _bytes_of(saved: Checkpoint) -> int:
     return sum(file.bytes for file in saved.manifest.files.values())
 
 
-def written(path: Storage | Path) -> int:
+def written(path: Path) -> int:
     console_of().print(one_line(f"written: {path}"))
     return 0
 

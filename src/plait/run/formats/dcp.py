@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from plait.checkpoint.folder import begin, discard, folder_at, partial_of, publish, rank_file
 from plait.checkpoint.manifest import entries_of, manifest_text
-from plait.checkpoint.places import Storage, place, step_name
 from plait.checkpoint.stored import Checkpoint, Stored
 from plait.checkpoint.tensor_file import write_tensor_file
 from plait.checkpoint.values import InFile, encoded
@@ -39,7 +39,7 @@ def import_dcp(
     step: int | None = None,
     seed: int = 0,
     without: Sequence[str] = (),
-) -> Storage:
+) -> Path:
     """Writes the contents of a folder of torch.distributed.checkpoint as a checkpoint; returns the one in ``out``.
 
     Args:
@@ -67,24 +67,24 @@ def import_dcp(
     return write_checkpoint(out, made, encoded(values, tensors), tensors)
 
 
-def write_checkpoint(out: str | Path, step: int, values: Any, tensors: Mapping[str, Tensor]) -> Storage:
+def write_checkpoint(out: str | Path, step: int, values: Any, tensors: Mapping[str, Tensor]) -> Path:
     """Writes a checkpoint of these tensors and encoded values, in one file; returns it.
 
     Raises:
         ValueError: ``out`` has one of this step.
     """
     own = secrets.token_hex(8)
-    partial = place(out).partial(step_name(step), own)
-    partial.begin()
+    partial = partial_of(folder_at(out), step, own)
+    begin(partial)
     try:
-        file = partial.file(0, "safetensors")
+        file = rank_file(partial, 0, "safetensors")
         size, digest = write_tensor_file(file, [(tuple(t.shape), t.dtype, [t]) for t in tensors.values()])
         rows = [(name, t.dtype, t.shape, tuple((0, size) for size in t.shape)) for name, t in tensors.items()]
         entries = entries_of(file.name, size, digest, rows)
-        return partial.publish(manifest_text(own, step, [entries], values), list(entries["files"]))
+        return publish(partial, manifest_text(own, step, [entries], values), list(entries["files"]))
     except BaseException:
         with suppress(OSError):
-            partial.discard()
+            discard(partial)
         raise
 
 

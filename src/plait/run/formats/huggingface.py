@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from plait.checkpoint.files.reading import check_readable, read_file
 from plait.checkpoint.files.writing import told
-from plait.checkpoint.folder import Folder
+from plait.checkpoint.folder import contents
 from plait.checkpoint.manifest import REAL, parsed
-from plait.checkpoint.places import contents
 from plait.checkpoint.snapshot import is_finite
 from plait.checkpoint.stored import Checkpoint
 from plait.checkpoint.tensor_file import TensorEntry, TensorFile, bytes_of, safetensors_header
@@ -70,7 +69,7 @@ class InFolder:
         self.file.fill(self.key, region, into)
         if into.is_floating_point() and not is_finite(into):
             raise ValueError(
-                f"{self.key!r} in {str(self.file.place)!r} has values that are not finite in its region {region}, read "
+                f"{self.key!r} in {str(self.file.path)!r} has values that are not finite in its region {region}, read "
                 f"as {into.dtype}: the file is damaged, or its training had failed; take another"
             )
 
@@ -130,7 +129,7 @@ def open_folder(path: str | Path, model: nn.Module) -> FolderWeights:
             entry, shape = at.entry, tuple(state[name].shape)
             if entry.shape != shape or (state[name].is_floating_point() and not entry.dtype.is_floating_point):
                 raise ValueError(
-                    f"{at.key!r} has the shape {entry.shape} and {entry.dtype} in {str(at.file.place)!r}, but {shape} "
+                    f"{at.key!r} has the shape {entry.shape} and {entry.dtype} in {str(at.file.path)!r}, but {shape} "
                     f"and {state[name].dtype} by config.json: take the config and the weights from one model"
                 )
         if differing := [at.key for at in copies[1:] if not torch.equal(at.read(), copies[0].read())]:
@@ -172,14 +171,14 @@ def _stored(folder: Path) -> dict[str, InFolder]:
         raise ValueError(f"cannot read {str(index)!r}: {error}") from error
     stored = _tensors(list(files.values()))
     for key, name in places.items():
-        if key not in stored or stored[key].file.place != files[name]:
+        if key not in stored or stored[key].file.path != files[name]:
             raise ValueError(
                 f"{str(index)!r} says that {key[:80]!r} is in {name[:80]!r}, and it is not: copy both again"
             )
     return stored
 
 
-def _tensors(files: Sequence[Folder]) -> dict[str, InFolder]:
+def _tensors(files: Sequence[Path]) -> dict[str, InFolder]:
     stored: dict[str, InFolder] = {}
     for place in files:
         file = TensorFile(place)
@@ -189,16 +188,16 @@ def _tensors(files: Sequence[Folder]) -> dict[str, InFolder]:
             raise ValueError(f"cannot read the weights in {str(place)!r}: {error}; copy the file again") from error
         for key in keys:
             if key in stored:
-                raise ValueError(f"{key[:80]!r} is in {str(stored[key].file.place)!r} and in {str(place)!r}: drop one")
+                raise ValueError(f"{key[:80]!r} is in {str(stored[key].file.path)!r} and in {str(place)!r}: drop one")
             stored[key] = InFolder(file, key)
     return stored
 
 
-def _file(folder: Path, name: str) -> Folder:
+def _file(folder: Path, name: str) -> Path:
     """A file of weights in a folder."""
     if not FILE.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is no name of a file in the folder")
-    return Folder(_inside(folder, name))
+    return _inside(folder, name)
 
 
 def _inside(folder: Path, name: str) -> Path:

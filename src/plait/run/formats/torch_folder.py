@@ -23,9 +23,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from plait.checkpoint.folder import Folder
+from plait.checkpoint.folder import contents, opened
 from plait.checkpoint.manifest import DTYPES, LARGEST, check_tiling
-from plait.checkpoint.places import contents
 from plait.checkpoint.values import encoded
 from plait.messages.progress import counted
 from plait.run.formats.foreign_pickle import unpickled
@@ -53,7 +52,7 @@ def read_folder(path: Path) -> dict[Keys, Any]:
     if not (path / METADATA).exists() and not (path / METADATA).is_symlink():
         raise ValueError(f"{str(path)!r} is no folder of torch.distributed.checkpoint: it has no {METADATA}")
     try:
-        meta = unpickled(contents(Folder(path / METADATA), LARGEST))
+        meta = unpickled(contents(path / METADATA, LARGEST))
         if not isinstance(meta, Metadata) or not isinstance(meta.storage_data, dict):
             raise ValueError("its metadata has not the fields of a Metadata")
         _check_records(path, meta)
@@ -77,7 +76,7 @@ def _check_records(folder: Path, meta: Metadata) -> None:
             raise ValueError(f"{str(own)[:80]!r} is not the name of a file beside {METADATA}")
         if vars(info).get("transform_descriptors"):
             raise ValueError("its records are compressed: save it without extensions")
-        with Folder(folder / own).opened() as file:
+        with opened(folder / own) as file:
             if not (type(begin) is type(length) is int and 0 <= begin <= begin + length <= file.size):
                 raise ValueError(f"{own!r} has {file.size} bytes, and its metadata has a record at {begin}")
             file.read(begin, memoryview(data := bytearray(length)))

@@ -20,8 +20,8 @@ import torch
 from rich.console import Console
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from plait.checkpoint.folder import CHECKPOINTS, checkpoints, discard, find, step_of
 from plait.checkpoint.load import load, read_values
-from plait.checkpoint.places import CHECKPOINTS, Storage, checkpoints, find, place
 from plait.checkpoint.save import Saver
 from plait.checkpoint.stored import Checkpoint
 from plait.comm import Comm
@@ -71,7 +71,7 @@ def folder_of(config: TrainConfig) -> Path:
     return Path(config.output.out) / CHECKPOINTS
 
 
-def find_resumed(config: TrainConfig) -> Storage | None:
+def find_resumed(config: TrainConfig) -> Path | None:
     """Returns the checkpoint that the run goes on from; None: it begins anew.
 
     Raises:
@@ -125,7 +125,7 @@ def check_places(config: TrainConfig) -> str | None:
     if output.out is not None and output.resume is not None and not output.overwrite:
         _check_metrics(config, resumed)
     if output.out is not None and output.save_every is not None and (course.restarts or not output.overwrite):
-        later = [folder for folder in checkpoints(folder_of(config)) if int(folder.name.removeprefix("step-")) > step]
+        later = [folder for folder in checkpoints(folder_of(config)) if step_of(folder) > step]
         if later:
             where = f"step {step}" if step else "the beginning"
             fix = "" if course.restarts else ", or --overwrite"  # a restart would take it for its own
@@ -167,7 +167,7 @@ def end_of(config: TrainConfig, kept: Mapping[str, Any]) -> int | None:
     return kept["config"]["steps"] if kept["config"].get("epochs") == config.task.samples.epochs else None
 
 
-def check_finished(config: TrainConfig, last: Storage) -> None:
+def check_finished(config: TrainConfig, last: Path) -> None:
     """Raises ValueError if a run has made all of its steps but ended before its summary, which comes last."""
     if not (Path(config.output.out or "") / SUMMARY).exists():
         raise ValueError(
@@ -187,8 +187,8 @@ def newest_sound(config: TrainConfig) -> str:
         try:
             Checkpoint.find(folder).check()
         except ValueError as error:
-            damaged = Path(str(folder)).with_name(f"damaged-{folder.name}-{secrets.token_hex(4)}")
-            Path(str(folder)).rename(damaged)
+            damaged = folder.with_name(f"damaged-{folder.name}-{secrets.token_hex(4)}")
+            folder.rename(damaged)
             say(f"plait: {error}\nplait: it is put aside as {str(damaged)!r}\n")
             continue
         values = read_values(folder)
@@ -207,10 +207,10 @@ def check_left(path: object, step: int, end: int) -> None:
         )
 
 
-def _check_metrics(config: TrainConfig, resumed: Storage | None) -> None:
+def _check_metrics(config: TrainConfig, resumed: Path | None) -> None:
     """Refuses a folder whose metrics belong to another run than the one that goes on or begins again."""
     out = Path(config.output.out or "")
-    if not (out / METRICS).exists() or (resumed and resumed.home()[0] == place(folder_of(config).resolve())):
+    if not (out / METRICS).exists() or (resumed and resumed.resolve().parent == folder_of(config).resolve()):
         return
     if resumed is not None or not _has_begun(config):
         raise ValueError(
@@ -231,7 +231,7 @@ def _has_begun(config: TrainConfig) -> bool:
     return all(flags(before)[name] == flags(config)[name] for name in names)
 
 
-def kept_of(values: Mapping[str, Any], path: Path | str | Storage) -> Mapping[str, Any]:
+def kept_of(values: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """Returns the values that this module added to a checkpoint; ValueError if another program wrote it."""
     match values:
         case {
@@ -363,5 +363,5 @@ def extra_of(config: TrainConfig, job: Job, scheduler: LRScheduler | None, layou
 def remove_later(config: TrainConfig, step: int) -> None:
     """With ``overwrite``, removes the checkpoints of an earlier run that this one would come upon."""
     for folder in checkpoints(folder_of(config)):
-        if config.output.overwrite and int(folder.name.removeprefix("step-")) > step:
-            folder.discard()
+        if config.output.overwrite and step_of(folder) > step:
+            discard(folder)

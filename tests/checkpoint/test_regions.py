@@ -1,0 +1,87 @@
+"""Regions of tensors in files: the bytes that are read, and the folders in which checkpoints are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import build, go, ranks
+
+import plait
+from plait.checkpoint import tensor_file
+from plait.checkpoint.folder import CHECKPOINTS, OpenFile, all_of, find
+from plait.checkpoint.tensor_file import TensorFile, safetensors_header
+from plait.comm import Comm, run
+from plait.table.mesh import Mesh
+
+
+@pytest.mark.parametrize("gap", [0, 50, 1 << 20])
+@pytest.mark.parametrize("shape", [(7, 5, 3), (6, 4), (9,), ()])
+def test_a_block_is_read_as_the_same_bytes_whatever_lies_between(
+    shape: tuple[int, ...], gap: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_file, "GAP", gap)
+    monkeypatch.setattr(tensor_file, "CHUNK", 100)
+    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    header, _, _ = safetensors_header({"w": (shape, whole.dtype)})
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(header + whole.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    file = TensorFile(path)
+    ends = [[(0, size), (1, size - 1), (size - 1, size), (2, 2)] for size in shape]
+    for number in range(4 ** len(shape)):
+        region = tuple(one[number // 4**dim % 4] for dim, one in enumerate(ends))
+        read = torch.full([stop - start for start, stop in region], -1.0)
+        file.fill("w", region, read)
+        assert torch.equal(read, whole[tuple(slice(*pair) for pair in region)]), region
+
+
+def test_a_rank_reads_the_bytes_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks load what three have saved: the files once for their hashes, and once for their regions."""
+
+    def save(comm: Comm) -> Path:
+        engine = build(comm)
+        go(engine)
+        return plait.save(tmp_path, engine)
+
+    saved = ranks(save)[0]
+    size = sum(file.stat().st_size for file in saved.glob("rank-*"))
+    asked: list[int] = []
+    read = OpenFile.read
+
+    def counted(self: OpenFile, start: int, into: memoryview) -> None:
+        if "rank" in self.path:
+            asked.append(len(into))
+        read(self, start, into)
+
+    monkeypatch.setattr(OpenFile, "read", counted)
+
+    def load(comm: Comm) -> Any:
+        return plait.load(tmp_path, build(comm, 1.0)).path
+
+    assert ranks(load)[0] == saved
+    headers = 3 * 3 * 4096
+    assert 2 * size <= sum(asked) + headers and sum(asked) <= 2 * size + headers
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("s3://bucket/run", "'s3://bucket/run' is a URL: mount the object store"),
+        ("nothing/here", "there is no checkpoint in 'nothing/here'"),
+        ("a\0b", "it has a null byte"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_one_message(path: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        run(Mesh(shard=1), lambda comm: plait.load(path, build(comm)), deadline=20)
+    assert "Traceback" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_the_newest_of_a_run_is_that_of_both_places(tmp_path: Path) -> None:
+    """A conversion may have put one beside the folder in which the run saves."""
+    for folder in ("step-000005", f"{CHECKPOINTS}/step-000004", f"{CHECKPOINTS}/step-000008"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert [found.name for found in all_of(tmp_path)] == ["step-000004", "step-000005", "step-000008"]
+    assert str(find(tmp_path)) == str(tmp_path / CHECKPOINTS / "step-000008")

@@ -46,11 +46,15 @@ class Decoder(nn.Module):
     def __init__(self, layers: int) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-        self.places = nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.places = nn.Parameter(torch.empty(LENGTH, WIDTH))
         self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
         self.blocks = nn.ModuleList(Block() for _ in range(layers))
         self.norm = nn.LayerNorm(WIDTH)
         self.head.weight = self.embed.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.places)
 
     def forward(self, words: Tensor, shift: Tensor | None = None) -> Tensor:
         x = (self.embed(words) + self.places) * self.scale
@@ -84,11 +88,20 @@ def model_on(device: torch.device, template: Decoder) -> Decoder:
     return model
 
 
+def drawn_on(device: torch.device) -> Decoder:
+    """A model whose parameters the engine draws; its buffer is on the device."""
+    with plait.empty_parameters():
+        model = Decoder(4).double()
+    model.scale = model.scale.to(device)
+    return model
+
+
 def train(comm: plait.Comm, template: Decoder, waits: Any, settings: dict[str, Any]) -> dict[str, Any]:
     settings = {**settings}
     own = settings.pop("own_loop", False)
     loss_fn = penalised if settings.pop("penalised", False) else plain
-    model, rank = model_on(comm.device, template), comm.mesh.data_rank(comm.rank)
+    model = drawn_on(comm.device) if settings.pop("drawn", False) else model_on(comm.device, template)
+    rank = comm.mesh.data_rank(comm.rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     comm.engine_watchers += (partial(DriftCheck, every=settings.pop("check_drift", 1)),)
     common: dict[str, Any] = {"optimizer": optimizer}
@@ -128,6 +141,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3": ("shard=3", {"strategy": "zero3"}),
     "zero3 with an own loop": ("shard=2", {"strategy": "zero3", "own_loop": True}),
     "zero3 with a gradient inside": ("shard=2", {"strategy": "zero3", "penalised": True}),
+    "zero3, drawn by the engine": ("shard=3", {"strategy": "zero3", "drawn": True}),
     "hybrid": ("replica=2 shard=2", {"strategy": "psdp"}),
     "offload": ("shard=2", {"strategy": plait.TABLE["zero2"].offloaded()}),
     "1f1b": ("pipe=2", {"schedule": "1f1b"}),

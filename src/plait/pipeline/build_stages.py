@@ -130,7 +130,7 @@ def lay_stages(
     laid = {s: build_units(part.model, part.origin, whole, comm, cut, plans[s]) for s, part in parts.items()}
     error: Exception | None = None
     try:
-        give_values(whole, list(laid.values()), settings.seed, comm.device, weights)
+        give_values(whole, list(laid.values()), settings.seed, weights)
     except Exception as problem:
         if weights is None:
             raise

@@ -2,8 +2,9 @@
 
 ``empty_parameters()`` builds a model whose parameters are on the meta device (shapes without memory) while buffers are
 computed for real.  ``initial_values`` then walks the modules once: each draws its own parameters, on their full shapes,
-by its own initialiser, from a stream that depends on (seed, module name) alone.  The caller keeps its pieces and drops
-the rest before the next module comes, so that a rank never has more than its pieces and one module.
+by its own initialiser, from a stream that depends on (seed, module name) alone.  The CPU's generator draws for every
+device, since a GPU's has other bits.  The caller keeps its pieces and drops the rest before the next module comes, so
+that a rank never has more than its pieces and one module.
 
 A module's initialiser is what building the model runs on it: its ``reset_parameters()``, then, for the module and for
 each module around it, the ``_init_weights(module)`` that Hugging Face's models have.  All other modules are on meta
@@ -31,6 +32,7 @@ from plait.zero.build import BuiltUnits, SourceModel, Unmaterialized
 from plait.zero.state.checks import check_buffers
 from plait.zero.state.weights import Weights, read_piece, whole_values
 
+CPU = torch.device("cpu")
 UNSEEN = ". Building inside plait.empty_parameters(), in place of torch.device('meta'), shows which writes count"
 
 _EMPTY: ContextVar[bool] = ContextVar("empty_parameters", default=False)
@@ -118,11 +120,10 @@ def empty_parameters() -> Iterator[None]:
 def initial_values(
     model: nn.Module,
     seed: int,
-    device: torch.device,
     shapes: Mapping[int, tuple[int, ...]] | None = None,
     wanted: Container[int] | None = None,
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Every parameter on meta and its initial value, whole, which is valid until the next module comes.
+    """Every parameter on meta and its initial value, whole, on the CPU, which is valid until the next module comes.
 
     Args:
         shapes: whole shapes, by ``id``, of parameters that are cut already.
@@ -139,12 +140,12 @@ def initial_values(
         new = {k: p for k, p in own.items() if p.is_meta and id(p) not in done and (wanted is None or id(p) in wanted)}
         if not new:
             continue
-        fresh = {k: _unwritten(p, (shapes or {}).get(id(p), p.shape), device) for k, p in own.items()}
+        fresh = {k: _unwritten(p, (shapes or {}).get(id(p), p.shape)) for k, p in own.items()}
         try:
             for k, p in own.items():
                 module._parameters[k] = nn.Parameter(fresh[k], requires_grad=p.requires_grad)
             start = {k: value._version for k, value in fresh.items()}
-            with torch.no_grad(), PrivateGenerator(device, "init", seed, name), _NotesWrites(on_meta=False):
+            with torch.no_grad(), PrivateGenerator(CPU, "init", seed, name), _NotesWrites(on_meta=False):
                 for initialise in initialisers(model, name):
                     initialise()
         finally:
@@ -186,9 +187,9 @@ def initialisers(model: nn.Module, name: str) -> Iterator[Callable[[], object]]:
             yield partial(nearest, path[depth - 1])
 
 
-def _unwritten(parameter: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
+def _unwritten(parameter: Tensor, shape: Sequence[int]) -> Tensor:
     """Memory full of NaN, which shows the elements that an initialiser leaves out."""
-    value = torch.empty(tuple(shape), dtype=parameter.dtype, device=device)
+    value = torch.empty(tuple(shape), dtype=parameter.dtype, device=CPU)
     return value.fill_(torch.nan) if value.is_floating_point() else value
 
 
@@ -203,14 +204,12 @@ def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) ->
 def materialise(model: nn.Module, seed: int, device: torch.device, weights: Weights | None = None) -> None:
     """Gives a whole model its values in this process, drawn or read: those that a single process would train."""
     check_buffers(model)
-    values = initial_values(model, seed, device) if weights is None else whole_values(model, weights, device)
+    values = initial_values(model, seed) if weights is None else whole_values(model, weights, device)
     for old, value in list(values):
-        replace_parameter(model, old, nn.Parameter(value, requires_grad=old.requires_grad))
+        replace_parameter(model, old, nn.Parameter(value.to(device), requires_grad=old.requires_grad))
 
 
-def give_values(
-    whole: SourceModel, stages: Sequence[BuiltUnits], seed: int, device: torch.device, weights: Weights | None = None
-) -> None:
+def give_values(whole: SourceModel, stages: Sequence[BuiltUnits], seed: int, weights: Weights | None = None) -> None:
     """Reads or draws the values of all parameters that are still on meta, and puts real parameters in their places."""
     wanted: dict[int, list[Unmaterialized]] = {}
     shapes: dict[int, tuple[int, ...]] = {}
@@ -221,7 +220,7 @@ def give_values(
             if weights is not None:
                 read_piece(weights, whole.names[id(fresh.origin)], fresh.flat, fresh.index)
     if weights is None:
-        for old, value in initial_values(whole.model, seed, device, shapes, wanted):
+        for old, value in initial_values(whole.model, seed, shapes, wanted):
             for fresh in wanted[id(old)]:
                 fresh.flat.write(fresh.index, value)
     for stage in stages:

@@ -44,12 +44,13 @@ class Size:
 SIZES = {
     "tiny": Size("tiny", 2, 64, 128, 4, 128, 32, 4, recompute=True),
     "1b": Size("1b", 16, 2048, 5632, 16, 32000, 2048, 4, recompute=False),
+    "deep": Size("deep", 48, 512, 1408, 8, 32000, 1024, 4, recompute=False),
     "7b": Size("7b", 32, 4096, 11008, 32, 32000, 2048, 2, recompute=True),
 }
 
 
 class Block(nn.Module):
-    """Attention and a gated MLP, each behind a norm."""
+    """Attention and a gated MLP, each after a norm."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()

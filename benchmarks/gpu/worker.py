@@ -1,4 +1,4 @@
-"""One contestant in one process: ``worker.py <contestant> <size> <device> <steps>`` prints a JSON object."""
+"""One contestant in one process: ``worker.py <contestant> <size> <device> <steps> <rounds>`` prints a JSON object."""
 
 from __future__ import annotations
 
@@ -85,19 +85,21 @@ def plait_step(size: Size, comm: plait.Comm, model: nn.Module, strategy: str) ->
 
 
 def timed(
-    step: Step, device: torch.device, steps: int, meet: Step = lambda: None, *, alone: bool = True
+    step: Step, device: torch.device, steps: int, rounds: int, meet: Step = lambda: None, *, alone: bool = True
 ) -> dict[str, Any]:
-    """Seconds of each step, the loss of the first, the most memory, and how often the host waited in one."""
+    """Seconds of each step by rounds, the loss of the first, the most memory, and how often the host waited in one."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     losses = [float(step()) for _ in range(UNTIMED)]
-    seconds = []
-    for _ in range(steps):
-        meet()
-        wait()
-        start = time.perf_counter()
-        step()
-        wait()
-        seconds.append(time.perf_counter() - start)
+    seconds: list[list[float]] = []
+    for _ in range(rounds):
+        seconds.append([])
+        for _ in range(steps):
+            meet()
+            wait()
+            start = time.perf_counter()
+            step()
+            wait()
+            seconds[-1].append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return {
         "seconds": seconds,
@@ -135,7 +137,7 @@ def product_rate(device: torch.device) -> float:
     return 2 * width**3 / best
 
 
-def in_threads(size: Size, device: torch.device, steps: int) -> dict[str, Any]:
+def in_threads(size: Size, device: torch.device, steps: int, rounds: int) -> dict[str, Any]:
     """Two ranks on one device, each with half of the samples."""
     one_by_one = threading.Lock()  # they share torch's generator
 
@@ -143,23 +145,27 @@ def in_threads(size: Size, device: torch.device, steps: int) -> dict[str, Any]:
         with one_by_one:
             model = model_of(size, device)
         step = plait_step(size, comm, model, "zero3")
-        return timed(step, device, steps, lambda: comm.barrier(("shard",)), alone=False)
+        return timed(step, device, steps, rounds, lambda: comm.barrier(("shard",)), alone=False)
 
     first, second = plait.run_threads("shard=2", body, device=device)
-    return {**first, "seconds": list(map(max, first["seconds"], second["seconds"]))}
+    return {
+        **first,
+        "seconds": [list(map(max, a, b)) for a, b in zip(first["seconds"], second["seconds"], strict=True)],
+    }
 
 
-def main(name: str, size: Size, device: torch.device, steps: int) -> None:
+def main(name: str, size: Size, device: torch.device, steps: int, rounds: int) -> None:
     rate = product_rate(device)
     if name == "plait-zero3-threads":
-        found = in_threads(size, device, steps)
+        found = in_threads(size, device, steps, rounds)
     elif name.startswith("plait-"):
         comm = plait.join(device=device)
-        found = timed(plait_step(size, comm, model_of(size, comm.device), name.removeprefix("plait-")), device, steps)
+        step = plait_step(size, comm, model_of(size, comm.device), name.removeprefix("plait-"))
+        found = timed(step, device, steps, rounds)
     else:
-        found = timed(torch_step(size, device, name), device, steps)
+        found = timed(torch_step(size, device, name), device, steps, rounds)
     print(json.dumps({**found, "product_rate": rate}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], SIZES[sys.argv[2]], torch.device(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], SIZES[sys.argv[2]], torch.device(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))

@@ -11,23 +11,19 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "main.py"
 
 
 def test_every_contestant_runs_and_agrees(tmp_path: Path) -> None:
-    asked = [
-        "--device",
-        "cpu",
-        "--sizes",
-        "tiny",
-        "--rounds",
-        "1",
-        "--steps",
-        "1",
-        "--json",
-        str(tmp_path / "all.json"),
-    ]
+    asked = ["--device", "cpu", "--sizes", "tiny", "--rounds", "2", "--steps", "1", "--minutes", "5", "--json"]
+    asked.append(str(tmp_path / "all.json"))
     ran = subprocess.run([sys.executable, str(SCRIPT), *asked], capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "losses: all that ran agree" in ran.stdout
     turns = json.loads((tmp_path / "all.json").read_text())["sizes"]["tiny"]
-    assert len(turns) == 5 and all(one["seconds"] for of_name in turns.values() for one in of_name)
+    assert len(turns) == 5 and all(len(one["seconds"]) == 2 for one in turns.values())
+
+
+def test_contestants_for_which_the_time_does_not_last_are_named() -> None:
+    asked = ["--device", "cpu", "--sizes", "tiny", "--only", "torch", "--minutes", "0.01"]
+    ran = subprocess.run([sys.executable, str(SCRIPT), *asked], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 1 and "| torch | left out" in ran.stdout
 
 
 def test_a_contestant_that_is_none_is_refused() -> None:

@@ -4,8 +4,8 @@
     python benchmarks/gpu/main.py --sizes 1b --json gpu.json
     python benchmarks/gpu/main.py --device cpu --sizes tiny  # tries the script itself, where there is no GPU
 
-Each contestant of a size has one process, for memory, in which all its rounds run.  Exit code 1 if a contestant fails, or
-if their losses disagree.
+Each contestant of a size has one process, for memory, in which all its rounds run.  Exit code 1 if one fails or if
+their losses disagree.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "referee/verify": (VERIFY - {"referee/verify"}) | {"sharded"},
     "referee/witness": VERIFY | {"sharded"},
     "run": set(),
-    "run/report": PURE,
+    "run/report": PURE | {"checkpoint/files"},
     "run/models": FORWARD | {"sharded", "checkpoint/files", "zero"},
     "run/data": {"messages", "table", "comm", "checkpoint/files"},
     "run/injection": ENGINE,
@@ -64,7 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run/config": (CONFIG - {"run/config"}) | {"later"},
     "run/watch": {"messages", "table", "comm"},
     "run/measure": CONFIG,
-    "run/course": {"messages", "table", "comm"},
+    "run/course": {"messages", "table", "comm", "run/report"},
     "run/train": VERIFY | {"run/measure", "run/watch"},
     "run/launch": VERIFY | {"run/train", "run/watch", "referee/sanitize"},
     "run/commands": VERIFY

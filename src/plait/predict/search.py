@@ -143,19 +143,43 @@ Change = tuple[str, Mapping[str, Any]]
 
 def smallest_change(plan: Plan, rows: Sequence[Strategy]) -> tuple[str, Candidate] | None:
     """The change of one setting, or else of two, with which a plan fits at least time; None if there is none."""
+    changes = _changes(plan, rows)
+    pairs = ((f"{a} {b}", {**one, **two}) for (a, one), (b, two) in combinations(changes, 2))
+    return _fastest(plan, changes) or _fastest(plan, pairs)
+
+
+def faster_change(plan: Plan, rows: Sequence[Strategy]) -> tuple[str, Candidate] | None:
+    """The change of one setting with which a plan fits and is fastest; None if none saves ``WORTH_SAVING``."""
+    changes = _changes(plan, rows)
+    changes += [("without --recompute", {"recompute": None})] * (plan.recompute is not None)
+    counts = divisors(plan.batch // plan.mesh.data_size)
+    changes += [(f"--microbatches {m}", {"microbatches": m}) for m in counts if m < plan.microbatches]
+    if plan.mesh.pipe > 1:
+        changes += [(f"--schedule {name}", {"schedule": name, "chunks": None}) for name in ("1f1b", "zb_h1")]
+        changes.append(("--schedule interleaved --chunks 2", {"schedule": "interleaved", "chunks": 2}))
+    found = _fastest(plan, changes)
+    return found if found and found[1].duration.total < (1 - WORTH_SAVING) * Candidate.of(plan).duration.total else None
+
+
+WORTH_SAVING = 0.01
+"""Share of a step that a change has to save."""
+
+
+def _changes(plan: Plan, rows: Sequence[Strategy]) -> list[Change]:
+    """Changes of one setting that may save memory."""
     changes: list[Change] = [(f"--recompute {mode}", {"recompute": mode}) for mode in ("selective", "full")]
-    changes += [(f"--strategy {row.name}", {"strategy": row}) for row in rows]
+    usable = [row for row in rows if plan.mesh.replica > 1 or not two_levels(row)]
+    changes += [(f"--strategy {row.name}", {"strategy": row}) for row in usable]
     counts = divisors(plan.batch // plan.mesh.data_size)
     changes += [(f"--microbatches {m}", {"microbatches": m}) for m in counts if m > plan.microbatches]
     if plan.mesh.tensor > 1:
         changes.append(("--sequence-parallel", {"sequence_parallel": True}))
-    pairs = ((f"{a} {b}", {**one, **two}) for (a, one), (b, two) in combinations(changes, 2))
-    for tried in (changes, pairs):
-        found = [(one.duration.total, words, one) for words, one in _judged(plan, tried) if one.fits]
-        if found:
-            _, words, one = min(found, key=lambda each: each[0])
-            return words, one
-    return None
+    return changes
+
+
+def _fastest(plan: Plan, changes: Iterable[Change]) -> tuple[str, Candidate] | None:
+    found = [(one.duration.total, words, one) for words, one in _judged(plan, changes) if one.fits]
+    return min(found, key=lambda each: each[0])[1:] if found else None
 
 
 def _judged(plan: Plan, changes: Iterable[Change]) -> Iterator[tuple[str, Candidate]]:

@@ -1,7 +1,7 @@
 """The ``plait`` command: takes words and flags, returns an exit code.  Other modules do the work.
 
     plait train | verify | prove | plan | doctor | bench comm | schedule | explain | checkpoint | judge | submit
-    plait lesson | trace
+    plait lesson | trace | report
 
 Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; prove: refuted; checkpoint: damaged,
 different), 2 bad input; 128 + n for signal n.
@@ -46,6 +46,7 @@ COMMANDS = {
     "client.",
     "lesson": "Learn by running: a course of lessons, each a file that asserts what it says.",
     "trace": "Step through a function of a file on every rank, and write a page with one column per rank.",
+    "report": "Compare two reports that plait train --out or plait plan --out wrote.",
 }
 """The commands.  Each has a module of the same name in this package, which is imported only when the command is used.
 Its words are parsed into the config that the module's ``run(config, argv)`` takes."""

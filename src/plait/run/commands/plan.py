@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from plait.checkpoint.files.reading import read_text
-from plait.checkpoint.files.writing import check_file, write_json, write_text
+from plait.checkpoint.files.writing import check_file, check_folder, write_json, write_text
 from plait.predict.cluster import Cluster, parse_cluster, preset
 from plait.predict.duration import messages
 from plait.predict.memory import formula
@@ -26,6 +26,9 @@ from plait.predict.plan import Plan
 from plait.predict.search import Candidate, Question, candidates, ranked, rows_in
 from plait.run.launch.render import TARGETS
 from plait.run.launch.spec import JobLimits, LaunchSpec
+from plait.run.report.page.explorer import explorer
+from plait.run.report.page.planned import plan_report
+from plait.run.report.page.saved import REPORT, page
 from plait.run.report.plans import described, details, gb, table_of, what_would_fit
 from plait.run.report.screen import screen
 from plait.table.cells import ITEMSIZE, Strategy, find_strategy
@@ -100,6 +103,8 @@ class PlanConfig(SizeFlags):
     """With a mesh: cut the activations between tensor-parallel products in time."""
     top: int = 10
     """Layouts to show."""
+    out: str | None = None
+    """A folder for report.html: one page that draws the best layout, with sliders for its neighbours."""
     toml: str | None = None
     """Write the best layout here, as plait train --config reads it."""
     write_script: Literal["slurm", "kubernetes", "skypilot", "modal", "ray", "torchx"] | None = None
@@ -116,6 +121,10 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
         raise ValueError(f"--write-script {config.write_script} without --toml, which the job reads: give --toml FILE")
     if config.toml is not None:
         check_file("toml", config.toml)
+    if config.out is not None:
+        if config.params is not None:
+            raise ValueError("out beside params: a page needs sizes; give --model, or --layers --width --heads --vocab")
+        check_folder("out", config.out, [REPORT])
     if config.params is not None:
         return _show_states(config, cluster, console)
     model = read_model(config)
@@ -137,8 +146,9 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
     console.print(table_of(found[: config.top], console))
     for line in details(best):
         console.print(line)
+    every_row = rows_in(dtype, mixed=bool(mixed), offload=config.offload)
     if not best.fits:
-        console.print(what_would_fit(best, rows_in(dtype, mixed=bool(mixed), offload=config.offload)))
+        console.print(what_would_fit(best, every_row))
     toml = to_config(config, best.plan)
     console.print("\nplait train --config FILE, with this in it:\n")
     console.print(toml)
@@ -148,6 +158,14 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
             file, text = script_of(config.write_script, config.toml, cluster)
             write_text(file, text)
             console.print(f"{file}:\n\n{text}")
+    if config.out is not None:
+        report = plan_report(found, every_row, name_of(config, best.plan), config.top)
+        report["explorer"] = explorer(
+            best.plan, [row for row in every_row if row.name in USUAL or row == best.plan.strategy]
+        )
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+        write_text(Path(config.out) / REPORT, page([report]))
+        console.print(f"report: {Path(config.out) / REPORT}")
     if config.json is not None:
         write_json(config.json, {"layouts": [as_json(one) for one in found[: config.top]], "judged": len(found)})
     return 0 if best.fits else 1
@@ -319,6 +337,12 @@ def script_of(target: str, toml: str, cluster: Cluster) -> tuple[Path, str]:
     )
     row = TARGETS[target]
     return Path(toml).with_suffix(Path(row.file).suffix), row.render(spec)
+
+
+def name_of(config: PlanConfig, plan: Plan) -> str:
+    """The title of the report."""
+    model = config.model or f"{plan.model.num_parameters / 1e9:.3g} B parameters"
+    return f"{model} on {described(plan.cluster)}"
 
 
 def as_json(one: Candidate) -> Mapping[str, object]:

@@ -4,6 +4,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const source = document.getElementById("source"), columns = document.getElementById("ranks");
 const slider = document.getElementById("slider"), count = document.getElementById("count");
 const last = data.frames.length - 1;
+document.getElementById("title").textContent = document.title;
 
 function make(tag, text, parent, name) {
   const element = document.createElement(tag);

@@ -1,0 +1,35 @@
+"""``plait report``: puts two reports of runs or plans on one page.
+
+plait report runs/a runs/b --out compared.html
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from plait.checkpoint.files.writing import check_file, write_text
+from plait.messages.escape import say
+from plait.run.report.page.saved import page, saved_reports
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Compare two reports of plait train --out or plait plan --out: numbers, curves, and the rest side by side."""
+
+    first: tyro.conf.Positional[str]
+    """A folder with a report.html, or such a file."""
+    second: tyro.conf.Positional[str]
+    """Another one."""
+    out: str = "compared.html"
+    """The file to write."""
+
+
+def run(config: ReportConfig, argv: Sequence[str] = ()) -> int:
+    """Reads both reports and writes the page."""
+    check_file("out", config.out)
+    reports = [one for place in (config.first, config.second) for one in saved_reports(place)]
+    write_text(config.out, text := page(reports))
+    say(f"written: {config.out} ({len(text.encode()):,} bytes)\n", sys.stdout)
+    return 0

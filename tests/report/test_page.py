@@ -1,0 +1,193 @@
+"""The report of a plan as one page: its numbers, its policy, that nothing in it runs, what a browser makes of it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.predict.cluster import preset
+from plait.predict.duration import duration
+from plait.predict.model import Transformer
+from plait.predict.plan import Plan
+from plait.predict.search import Candidate
+from plait.run.commands.main import main
+from plait.run.report.measured import as_log
+from plait.run.report.page.explorer import FIELDS, explorer
+from plait.run.report.page.lanes import GATHER, measured_lanes, planned_lanes
+from plait.run.report.page.layout import layout_facts
+from plait.run.report.page.planned import plan_report
+from plait.run.report.page.saved import page, saved_reports
+from plait.schedule.orders import write_order
+from plait.schedule.simulate import Costs, simulate
+from plait.table.cells import TABLE
+from plait.table.mesh import Mesh
+
+SMALL = Transformer(layers=30, hidden=1024, ffn=4096, heads=16, kv_heads=16, vocab=32000)
+ROW = TABLE["zero3"].mixed("bf16")
+ROWS = [row.mixed("bf16") for row in TABLE.values()]
+HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=alert(1)>"
+SIZES = "--layers 8 --width 512 --heads 8 --vocab 32000 --hosts 2 --gpus 4xh100 --batch 64 --length 1024"
+
+
+def plan(mesh: str = "shard=8", microbatches: int = 4, **changed: Any) -> Plan:
+    parsed = Mesh.parse(mesh)
+    cluster = replace(preset("h100"), devices=parsed.size)
+    batch = parsed.data_size * microbatches
+    return Plan(SMALL, cluster, parsed, changed.pop("strategy", ROW), batch, 1024, microbatches, **changed)
+
+
+def report(name: str = "a plan", of: Plan | None = None) -> dict[str, Any]:
+    of = of or plan()
+    return plan_report([Candidate.of(of)], ROWS, name) | {"explorer": explorer(of, ROWS)}
+
+
+def test_the_command_writes_the_numbers_that_it_prints(tmp_path: Path) -> None:
+    words = ["plan", *SIZES.split(), "--out", str(tmp_path / "out"), "--json", str(tmp_path / "plan.json")]
+    assert main(words) == 0
+    best = json.loads((tmp_path / "plan.json").read_text())["layouts"][0]
+    (one,) = saved_reports(str(tmp_path / "out"))
+    numbers = {name: predicted for name, predicted, *_ in one["numbers"]}
+    assert numbers["seconds a step"] == best["seconds"]["total"] and numbers["MFU"] == 100 * best["mfu"]
+    assert numbers["bytes of the fullest rank"] == best["bytes"]["total"] and one["layout"]["row"] == best["strategy"]
+    assert sum(line["predicted"] for line in one["messages"]) == sum(line["bytes"] for line in best["messages"])
+    line = one["explorer"]["lines"][one["explorer"]["at"]]
+    mesh = Mesh.parse(best["mesh"])
+    assert line[:5] == [8, mesh.pipe, mesh.tensor, mesh.replica, best["strategy"]] and line[5] == best["microbatches"]
+    took = line[len(FIELDS) + len(one["explorer"]["kinds"]) :]
+    assert sum(took) == pytest.approx(best["seconds"]["total"], rel=1e-3)
+    assert main([*words[:1], "--params", "10B", "--out", str(tmp_path / "no")]) == 2
+
+
+def test_two_reports_stand_on_one_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "report.html").write_text(page([report(name)]))
+    out = tmp_path / "both.html"
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b" / "report.html"), "--out", str(out)]) == 0
+    assert [one["name"] for one in saved_reports(str(out))] == ["a", "b"]
+    (tmp_path / "a" / "report.html").write_text("<p>another page</p>")
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out)]) == 2
+    assert "is no report of plait train or plait plan" in capfd.readouterr().err
+
+
+def test_each_rank_holds_its_part_by_the_row() -> None:
+    facts = layout_facts(Mesh(replica=2, shard=2), TABLE["psdp"])
+    assert [one["parts"]["parameters"] for one in facts["ranks"]] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert [one["parts"]["optimizer"] for one in facts["ranks"]] == [(0, 4), (2, 4), (1, 4), (3, 4)]
+    large = layout_facts(Mesh(pipe=4, shard=4096, tensor=8), TABLE["zero3"])
+    assert len(large["ranks"]) == 64 and large["ranks"][-1]["at"]["pipe"] == 3, "all along each short axis"
+
+
+@pytest.mark.parametrize("mesh", ["shard=8", "pipe=4 shard=2", "pipe=2 shard=2 tensor=2"])
+def test_the_planned_step_takes_as_long_as_its_count(mesh: str) -> None:
+    of = plan(mesh, 8)
+    lanes = planned_lanes(of)
+    assert lanes is not None and len(lanes) == of.mesh.pipe
+    end = max(box[4] for one in lanes for box in one["compute"] + one["messages"])
+    assert end == pytest.approx(duration(of).total - of.cluster.reached.fixed, rel=0.05)
+    gathers = [box for box in lanes[0]["messages"] if box[0] == GATHER]
+    assert len(gathers) == (8 if of.mesh.pipe == 1 else 1)
+
+
+def test_the_policy_names_every_script_and_a_hostile_name_is_text() -> None:
+    text = page([report(HOSTILE)])
+    script, style = re.search(r"script-src (.*?); style-src (.*?);", text).groups()
+    for tag, named in (("script", script), ("style", style)):
+        bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in bodies]
+        assert named == " ".join(f"'sha256-{one}'" for one in digests)
+    assert "default-src 'none'" in text and "<img" not in text and text.count("</script>") == 5
+    assert not re.search(r'(src|href)="', text)
+
+
+def test_libraries_are_those_of_the_list() -> None:
+    folder = files("plait.run.report.page") / "vendor"
+    listed = dict(
+        re.findall(r"^\| (\S+) \|.*\| ([0-9a-f]{64}) \|$", (folder / "LICENSES.md").read_text(), re.MULTILINE)
+    )
+    found = {one.name: hashlib.sha256(one.read_bytes()).hexdigest() for one in folder.iterdir() if "." in one.name}
+    assert {name: digest for name, digest in found.items() if name != "LICENSES.md"} == listed
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if importlib.util.find_spec("playwright") is None or shutil.which("chromium") is None:
+        pytest.skip("Playwright and chromium are not installed")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        found = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def tab(browser: Any) -> Iterator[Any]:
+    """A page without a network; a test may not leave anything on its console."""
+    context = browser.new_context(offline=True)
+    one, said = context.new_page(), []
+    one.on("console", lambda message: said.append(message.text))
+    one.on("pageerror", lambda error: said.append(str(error)))
+    one.on("request", lambda request: said.append(request.url) if not request.url.startswith("file:") else None)
+    yield one
+    assert said == []
+    context.close()
+
+
+def test_a_browser_shows_it_and_sliders_choose_another_layout(tab: Any, tmp_path: Path) -> None:
+    place = tmp_path / "report.html"
+    place.write_text(page([report(HOSTILE)]))
+    tab.goto(place.as_uri())
+    assert tab.title() == HOSTILE and tab.locator("h1").inner_text() == HOSTILE and tab.locator("img").count() == 0
+    before = tab.locator(".answer").inner_text()
+    tab.locator(".sliders input").nth(FIELDS.index("microbatches")).focus()
+    tab.keyboard.press("Home")
+    assert tab.locator(".sliders output").nth(FIELDS.index("microbatches")).inner_text() == "1"
+    assert tab.locator(".answer").inner_text() != before
+    tab.locator("button").click()
+    assert "Number 1 of" in tab.locator(".answer").inner_text()
+    drawn = "document.querySelector('canvas').toDataURL()"
+    whole = tab.evaluate(drawn)
+    tab.locator("canvas").focus()
+    tab.keyboard.press("+")
+    closer = tab.evaluate(drawn)
+    tab.keyboard.press("0")
+    assert closer != whole and tab.evaluate(drawn) == whole
+
+
+def test_two_reports_in_a_browser(tab: Any, tmp_path: Path) -> None:
+    curves = {"steps": [1, 2, 3], "values": {"loss": [3.0, 2.0, None]}}
+    place = tmp_path / "both.html"
+    place.write_text(
+        page([report("a") | {"curves": curves}, report("b", plan("shard=4 tensor=2")) | {"curves": curves}])
+    )
+    tab.goto(place.as_uri())
+    assert tab.locator("article").count() == 2 and tab.locator(".u-over").count() == 1
+    assert "%" in tab.locator("table").first.locator("tr").nth(1).inner_text()
+
+
+def test_32_ranks_and_64_microbatches_open_within_two_seconds(tab: Any, tmp_path: Path) -> None:
+    one = report("large", plan("pipe=32", 64))
+    step = simulate(write_order("1f1b", 32, 64), Costs())
+    one["timelines"]["measured"] = measured_lanes(as_log(step))
+    place = tmp_path / "large.html"
+    place.write_text(page([one]))
+    took = []
+    for _ in range(3):  # the machine may be busy
+        started = time.monotonic()
+        tab.goto(place.as_uri())
+        tab.locator("canvas").wait_for()
+        took.append(time.monotonic() - started)
+    assert min(took) < 2

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from plait.referee.prove.program import COLLECTIVES, PHASES, Key, Op, Program, Settled, settle_all, write_program
-from plait.referee.prove.scenes import Laid, Played, Scene, by_key, expected, passes_of
+from plait.referee.prove.scenes import BETWEEN_STAGES, Laid, Played, Scene, by_key, expected
 from plait.referee.prove.sums import Sums
-from plait.schedule.actions import Action, Schedule, count_stages, owners
+from plait.schedule.actions import Action, Schedule, owners
 from plait.schedule.pipeline import Pipeline
 from plait.table.cells import TABLE, Move, Moves, Strategy, moves
 from plait.table.flat import FlatLayout, Slot, UnitLayout
@@ -70,21 +70,20 @@ def make(
 def whole(
     schedule: Schedule, laid: Laid, mesh: Mesh, strategy: Strategy, sums: Sums, path: Moves | None = None
 ) -> Played:
-    """All ranks of a mesh, with all their operations."""
+    """All ranks of a mesh, with all their operations on buffers."""
     owner = owners(schedule)
     programs: dict[int, Program] = {}
     flats: dict[int, dict[Key, Settled]] = {}
     for rank in range(mesh.size):
         at = mesh.coordinates(rank)
         stages = {s: laid[s, at["tensor"]] for s in owner if owner[s] == at["pipe"]}
-        programs[rank] = write_program(schedule[at["pipe"]], settle_all(stages, mesh, strategy, rank, path), mesh)
+        ops = write_program(schedule[at["pipe"]], settle_all(stages, mesh, strategy, rank, path), mesh)
+        programs[rank] = tuple(op for op in ops if op.kind not in BETWEEN_STAGES)
         flats[rank] = by_key(settle_all(stages, mesh, strategy, rank))
     lines = {s: schedule[pipe] for s, pipe in owner.items()}
     keys = {key: flat for of_rank in flats.values() for key, flat in of_rank.items()}
     due, reads = expected(keys, lines, mesh, strategy, sums)
-    passes = {rank: passes_of(schedule[mesh.coordinates(rank)["pipe"]]) for rank in programs}
-    scene = Scene(mesh, flats, strategy.optim.split, due, count_stages(schedule), owner, reads, passes)
-    return Played(scene, programs)
+    return Played(Scene(mesh, flats, strategy.optim.split, due, reads), programs)
 
 
 CASES = (
@@ -156,7 +155,9 @@ def _change(case: Case, op: Op, draw: random.Random) -> dict[str, object] | None
         ways += [{"by": d} for d in ((1, 0), (0, -1), (1, 1), (-1, -1), (0, 1), (2, 2), (-2, -2))]
     if op.kind in COLLECTIVES:
         ways += [
-            {"axes": axes} for axes in (("shard",), ("replica",), DATA_AXES, ("tensor",), ("pipe",)) if axes != op.axes
+            {"axes": axes}
+            for axes in (("shard",), ("replica",), DATA_AXES, ("tensor",), ("pipe",))
+            if axes != op.axes and op.root < case.mesh.count(axes)
         ]
         ways += [
             {"kind": kind} for kind in COLLECTIVES if kind != op.kind and (op.root >= 0 or kind[:2] not in ("br",))

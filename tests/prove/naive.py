@@ -9,15 +9,13 @@ samples are in it and how often.  With ``ordered`` addition no two orders give t
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 from plait.referee.prove.program import COLLECTIVES, Key, Op, Program, Settled
-from plait.schedule.actions import Value, awaits, carries, makes, needs
-from plait.table.mesh import AXES, Mesh
+from plait.table.mesh import Mesh
 
 Add = Callable[[int, int], int]
 Numbers = list[Any]
@@ -55,9 +53,6 @@ class Person:
     divisor: Any = None
     ran: set[tuple[Key, str, int]] = field(default_factory=set)
     """The passes of this step that have read a flat."""
-    inbox: dict[Value, tuple[int, int]] = field(default_factory=dict)
-    posted: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    made: dict[Value, object] = field(default_factory=dict)
     log: list[object] = field(default_factory=list)
 
 
@@ -65,12 +60,10 @@ def simulate(
     programs: Mapping[int, Program],
     flats: Mapping[int, Mapping[Key, Settled]],
     mesh: Mesh,
-    owner: Mapping[int, int],
     add: Add,
     steps: int = 2,
 ) -> object:
-    """All that a run does that could be seen: parameters, reads, updates, what passes were given.  A text where it
-    cannot go on."""
+    """All that a run does that could be seen: parameters, reads, updates.  A text where it cannot go on."""
     people = {}
     for rank, program in programs.items():
         memory = {}
@@ -79,8 +72,7 @@ def simulate(
             at_rest = [1000 + e if flat.held[0] <= e < flat.held[1] else None for e in range(n)]
             memory[key] = Memory(at_rest, *([None] * n for _ in range(4)))
         people[rank] = Person([*program, Op("end")] * steps, memory)
-    mail: dict[tuple[int, int], list[object]] = defaultdict(list)
-    world = World(people, flats, mesh, owner, add, mail)
+    world = World(people, flats, mesh, add)
     while True:
         moved = False
         for rank, person in people.items():
@@ -96,9 +88,8 @@ def simulate(
             break
         if not moved:
             return "stuck"
-    left = [len(sent) - people[target].posted[source] for (source, target), sent in mail.items()]
     rests = {r: {k: tuple(m.rest[slice(*flats[r][k].held)]) for k, m in p.memory.items()} for r, p in people.items()}
-    return rests, {r: sorted(p.log, key=repr) for r, p in people.items()}, sorted(left)
+    return rests, {r: sorted(p.log, key=repr) for r, p in people.items()}
 
 
 class WrongError(Exception):
@@ -110,26 +101,21 @@ class World:
     people: dict[int, Person]
     flats: Mapping[int, Mapping[Key, Settled]]
     mesh: Mesh
-    owner: Mapping[int, int]
     add: Add
-    mail: dict[tuple[int, int], list[object]]
     groups: dict[tuple[int, tuple[str, ...]], tuple[int, ...]] = field(default_factory=dict)
 
     def group(self, rank: int, op: Op) -> tuple[int, ...]:
-        axes = AXES if op.kind == "report" else op.axes
-        if (rank, axes) not in self.groups:
-            self.groups[rank, axes] = self.mesh.group(rank, axes)
-        return self.groups[rank, axes]
+        if (rank, op.axes) not in self.groups:
+            self.groups[rank, op.axes] = self.mesh.group(rank, op.axes)
+        return self.groups[rank, op.axes]
 
     def plus(self, a: Any, b: Any) -> Any:
         return None if a is None or b is None else self.add(a, b)
 
     def do(self, rank: int, person: Person, op: Op) -> bool:
         """Carries one operation out; False where it has to wait."""
-        if op.kind in COLLECTIVES or op.kind == "report":
+        if op.kind in COLLECTIVES:
             return self.together(rank, op)
-        if op.kind in ("pass", "send", "recv"):
-            return self.pipeline(rank, person, op)
         if op.kind == "count":
             if max(op.rows[:2]) > self.mesh.size:
                 raise WrongError("no such row")
@@ -138,8 +124,6 @@ class World:
         if op.kind == "end":
             person.step, person.divisor = person.step + 1, None
             person.ran.clear()
-            person.made.clear()
-            person.inbox.clear()
             return True
         mine, flat = person.memory[op.flat], self.flats[rank][op.flat]
         n = flat.layout.numel
@@ -193,13 +177,12 @@ class World:
         for member in group:
             person = self.people[member]
             other = person.ops[person.at] if person.at < len(person.ops) else None
-            if other is None or other.kind not in (*COLLECTIVES, "report") or self.group(member, other) != group:
+            if other is None or other.kind not in COLLECTIVES or self.group(member, other) != group:
                 return False
             ops.append(other)
         if len({(o.kind, o.axes, o.stop - o.start, o.root, o.flat, o.buffer) for o in ops}) > 1:
             raise WrongError("members mean different things")
-        if op.kind != "report":
-            self.move(group, ops)
+        self.move(group, ops)
         for member in group:
             if member != rank:
                 self.people[member].at += 1
@@ -241,39 +224,3 @@ class World:
                 rest[key] = self.plus(rest[key], at[place]) if key in rest else at[place]
             at = rest
         return at[()]
-
-    # ---- the pipeline ---------------------------------------------------------------------------------------------
-
-    def peer(self, rank: int, stage: int) -> int:
-        at = self.mesh.coordinates(rank)
-        return self.mesh.rank(**{**at, "pipe": self.owner.get(stage, 0)})
-
-    def pipeline(self, rank: int, person: Person, op: Op) -> bool:
-        action, count = op.action, len(self.owner)
-        assert action is not None
-        if op.kind == "send":
-            value = carries(action)
-            self.mail[rank, self.peer(rank, value.target)].append(person.made.get(value))
-            return True
-        if op.kind == "recv":
-            value = carries(action)
-            source = self.peer(rank, value.stage)
-            person.inbox[value] = source, person.posted[source]
-            person.posted[source] += 1
-            return True
-        given: list[object] = []
-        for value in needs(action, count):
-            if value == awaits(action, count) and value in person.inbox:
-                source, place = person.inbox[value]
-                if place >= len(self.mail[source, rank]):
-                    return False
-                given.append(self.mail[source, rank][place])
-            elif value in person.made:
-                given.append(person.made[value])
-            else:
-                raise WrongError(f"{action} lacks {value}")
-        person.log.append((person.step, "pass", str(action), tuple(given)))
-        value = makes(action)
-        if value is not None:
-            person.made[value] = (value, person.step)
-        return True

@@ -17,7 +17,7 @@ from plait.predict.model import from_hugging_face
 from plait.referee.prove import Decoder, PaperRun, Refuted, prove
 from plait.referee.prove.machine import Machine
 from plait.referee.prove.proof import check_parameters
-from plait.referee.prove.scenes import of_flat, of_pipe, of_ranks
+from plait.referee.prove.scenes import of_flat, of_ranks
 from plait.referee.prove.sums import Sums
 from plait.referee.prove.symmetry import check_symmetry, model_ranks
 from plait.schedule.actions import Schedule, owners
@@ -75,8 +75,6 @@ def parts(case: Case, schedule: Schedule) -> str:
                 sums = Sums()
                 played = of_flat(schedule[pipe], flats, mesh, strategy, sums)
                 Machine(played.scene, played.programs, sums).run()
-        pipes = of_pipe(schedule, mesh, strategy)
-        Machine(pipes.scene, pipes.programs, Sums()).run()
     except (Refuted, ValueError) as wrong:
         return str(wrong) or "wrong"
     return ""

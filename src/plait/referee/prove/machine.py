@@ -3,9 +3,9 @@
     rest, full, kept     interval ──► the step for which its values were published
     whole, sum           interval ──► a number of ``Sums``: which samples, in which order
 
-Every rank obeys its program.  A collective waits until its whole group has come to it.  No rank waits for a send; the
-pass that needs a receive waits for it.  So a program that comes through here cannot hang, whatever is started earlier.
-Memory that a collective leaves undefined has no value: a read, an update or a sum that meets it is refuted.
+Every rank obeys its program.  A collective waits until its whole group has come to it.  ``schedule.check`` proves what
+stages send each other.  Memory that a collective leaves undefined has no value: a read, an update or a sum that meets
+it is refuted.
 
 Programs run for two steps, because the remains of a step (a copy that is kept too long, a sum that is not cleared) harm
 the next one.  A refutation names a rank, an element and, where there is one, a microbatch.
@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, replace
 from plait.referee.prove.program import COLLECTIVES, Key, Op, Program
 from plait.referee.prove.scenes import Counterexample, Refuted, Scene
 from plait.referee.prove.sums import Pieces, Sums, added, cut, lacking, left_behind, misowned, value_at, write
-from plait.schedule.actions import Action, Value, awaits, carries, makes, needs
-from plait.table.agreement import AGREEING
 from plait.table.collectives import CUT_EVENLY
+
+STEPS = 2
+"""Steps that are carried out: what a step leaves behind harms the next one."""
 
 
 @dataclass
@@ -46,11 +47,6 @@ class _Rank:
     buffers: dict[Key, _Buffers]
     at: int = 0
     step: int = 0
-    made: set[Value] = field(default_factory=set)
-    posted: dict[tuple[Value, int], tuple[int, int]] = field(default_factory=dict)
-    """The posted receives, by value and step: the source rank, and the number of the message."""
-    num_posted: Counter[int] = field(default_factory=Counter)
-    passed: Counter[Action] = field(default_factory=Counter)
     counted: bool = False
 
 
@@ -62,17 +58,14 @@ class Machine:
         end = Op("end")
         self.ranks = {
             rank: _Rank(
-                (*program, end) * scene.steps,
+                (*program, end) * STEPS,
                 {key: _Buffers([(*flat.held, version(0))]) for key, flat in scene.flats[rank].items()},
             )
             for rank, program in programs.items()
         }
-        self.channels: dict[tuple[int, int], list[tuple[Value, int]]] = defaultdict(list)
         self.meeting: dict[tuple[int, ...], dict[int, Op]] = defaultdict(dict)
         self.groups: dict[tuple[int, tuple[str, ...]], tuple[int, ...]] = {}
-        self.sleeping: dict[tuple[int, int], set[int]] = defaultdict(set)
         self.ready = deque(self.ranks)
-        self.peers: dict[tuple[int, int], int] = {}
         self.divisors: dict[tuple[int, int, int], Counter[int]] = {}
         self.right: set[tuple[int, int, int]] = set()
         """The divisors that count every rank's targets once."""
@@ -81,8 +74,7 @@ class Machine:
         self._handlers: dict[str, Callable[[int, _Rank, Op], bool]] = {
             "open": self._open, "close": self._drop, "forget": self._drop, "clear": self._drop, "keep": self._keep,
             "read": self._read, "gradient": self._gradient, "add": self._add, "update": self._update,
-            "pass": self._pass, "send": self._send, "recv": self._recv, "count": self._count, "end": self._end,
-            "report": self._meet, **dict.fromkeys(COLLECTIVES, self._meet),
+            "count": self._count, "end": self._end, **dict.fromkeys(COLLECTIVES, self._meet),
         }  # fmt: skip
 
     def run(self) -> None:
@@ -98,10 +90,6 @@ class Machine:
         stuck = [number for number, rank in self.ranks.items() if rank.at < len(rank.program)]
         if stuck:
             self._refute_stuck(stuck)
-        for (source, target), sent in self.channels.items():
-            if received := len(sent) - self.ranks[target].num_posted[source]:
-                text = f"{received} messages from rank {source} to rank {target} are never received"
-                raise Refuted(Counterexample("messages", text, target, self.scene.steps - 1))
         for (step, key), updates in self.owners.items():
             numel = {number: self.scene.flats[number][key].layout.numel for number, _, _ in updates}
             if wrong := misowned(updates, self.mesh, self.scene.owned_by, numel):
@@ -123,14 +111,12 @@ class Machine:
         number = stuck[0]
         rank = self.ranks[number]
         op = rank.program[rank.at]
-        text = f"it waits forever at {op}"
-        if op.kind in COLLECTIVES or op.kind == "report":
-            missing = [m for m in self._group(number, op) if self.meeting[self._group(number, op)].get(m) is None]
-            if missing:
-                other = self.ranks[missing[0]]
-                at = other.program[other.at] if other.at < len(other.program) else "the end of its program"
-                text += f" for rank {missing[0]}, which is at {at}"
-        raise Refuted(Counterexample("messages", f"deadlock: {text}", number, rank.step, microbatch=op.microbatch))
+        group = self._group(number, op)
+        missing = next(member for member in group if member not in self.meeting[group])
+        other = self.ranks[missing]
+        at = other.program[other.at] if other.at < len(other.program) else "the end of its program"
+        text = f"deadlock: it waits forever at {op} for rank {missing}, which is at {at}"
+        raise Refuted(Counterexample("messages", text, number, rank.step, microbatch=op.microbatch))
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
@@ -159,9 +145,7 @@ class Machine:
         wrong = lacking(pieces, 0, stop, version(now))
         if wrong >= 0:
             found = value_at(pieces, wrong)
-            has: dict[int | None, str] = {
-                version(step): f"its value of step {step}" for step in range(self.scene.steps + 1)
-            }
+            has: dict[int | None, str] = {version(step): f"its value of step {step}" for step in range(STEPS + 1)}
             text = f"pass {op.phase} reads {has.get(found, 'memory that does not hold it')}, and not that of step {now}"
             raise self._refute("reads", text, number, op, wrong)
         way, m = op.phase, op.microbatch
@@ -216,11 +200,10 @@ class Machine:
     # ---- messages -----------------------------------------------------------------------------------------------
 
     def _group(self, number: int, op: Op) -> tuple[int, ...]:
-        axes = AGREEING if op.kind == "report" else op.axes
-        if (number, axes) not in self.groups:
-            group = tuple(self.ranks) if axes == AGREEING else self.mesh.group(number, axes)
-            self.groups.update({(member, axes): group for member in group})
-        return self.groups[number, axes]
+        if (number, op.axes) not in self.groups:
+            group = self.mesh.group(number, op.axes)
+            self.groups.update({(member, op.axes): group for member in group})
+        return self.groups[number, op.axes]
 
     def _meet(self, number: int, rank: _Rank, op: Op) -> bool:
         group = self._group(number, op)
@@ -233,8 +216,7 @@ class Machine:
             if other[:4] != op[:4] or other[5:8] != op[5:8]:
                 text = f"{op} meets {other} of rank {member} in one collective"
                 raise self._refute("messages", text, number, op)
-        if op.kind in COLLECTIVES:
-            self._collective(group, op)
+        self._collective(group, op)
         for member in group:
             if member != number:
                 self.ranks[member].at += 1
@@ -267,57 +249,6 @@ class Machine:
         rank.counted = True
         return True
 
-    # ---- the pipeline -------------------------------------------------------------------------------------------
-
-    def _peer(self, number: int, stage: int) -> int:
-        if (number, stage) not in self.peers:
-            at = {**self.mesh.coordinates(number), "pipe": self.scene.owner.get(stage, 0)}
-            self.peers[number, stage] = self.mesh.rank(**at)
-        return self.peers[number, stage]
-
-    def _pass(self, number: int, rank: _Rank, op: Op) -> bool:
-        assert op.action is not None
-        action, made = op.action, rank.made
-        awaited = awaits(action, self.scene.stages)
-        for value in needs(action, self.scene.stages):
-            if value in made:
-                continue
-            at = rank.posted.get((value, rank.step))
-            if value != awaited or at is None:
-                raise self._refute("messages", f"pass {action} needs {_named(value)}, which is not there", number, op)
-            source, place = at
-            if place >= len(self.channels[source, number]):
-                self.sleeping[source, number].add(number)
-                return False
-            got, step = self.channels[source, number][place]
-            if (got, step) != (value, rank.step):
-                text = f"pass {action} needs {_named(value)} of step {rank.step}, and gets {_named(got)} of step {step}"
-                raise self._refute("messages", text, number, op)
-        if rank.passed[action]:
-            raise self._refute("messages", f"pass {action} runs twice", number, op)
-        rank.passed[action] += 1
-        if (result := makes(action)) is not None:
-            made.add(result)
-        return True
-
-    def _send(self, number: int, rank: _Rank, op: Op) -> bool:
-        assert op.action is not None
-        value = carries(op.action)
-        if value not in rank.made:
-            raise self._refute("messages", f"{op} sends {_named(value)} before it is made", number, op)
-        channel = number, self._peer(number, value.target)
-        self.channels[channel].append((value, rank.step))
-        self.ready.extend(self.sleeping.pop(channel, ()))
-        return True
-
-    def _recv(self, number: int, rank: _Rank, op: Op) -> bool:
-        assert op.action is not None
-        value = carries(op.action)
-        source = self._peer(number, value.stage)
-        rank.posted[value, rank.step] = source, rank.num_posted[source]
-        rank.num_posted[source] += 1
-        return True
-
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def _end(self, number: int, rank: _Rank, op: Op) -> bool:
@@ -332,12 +263,6 @@ class Machine:
                 text = "its new value is not published to a rank that has it at rest"
                 raise self._refute("owners", text, number, about, wrong)
             buffers.seen.clear()
-        if never := self.scene.passes[number] - rank.passed.keys():
-            action = min(never, key=str)
-            text = f"pass {action} does not run"
-            raise self._refute("messages", text, number, Op("end", microbatch=action.microbatch))
-        rank.passed.clear()
-        rank.made.clear()
         rank.counted = False
         rank.step += 1
         return True
@@ -346,8 +271,3 @@ class Machine:
 def version(step: int) -> int:
     """The values that a step reads, as a number that ``Sums`` never gives."""
     return -1 - step
-
-
-def _named(value: Value) -> str:
-    what = "the activation" if value.way == "F" else "the gradient of the input"
-    return f"{what} of stage {value.stage}, microbatch {value.microbatch}"

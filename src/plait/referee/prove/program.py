@@ -18,7 +18,7 @@ them.  The other operations describe the numbers in between:
     add               a reduced piece of ``whole`` is added to ``sum``
     clear             ``sum`` is empty, before a step
     update            the optimizer changes a piece of ``rest``, by the same piece of ``sum``
-    pass, send, recv  of the pipeline
+    send, recv        of the pipeline; ``schedule.check`` proves them
     count, report     agreements of all ranks: the divisor of the loss; the end of the step
 """
 
@@ -55,7 +55,7 @@ class Op(NamedTuple):
     phase: str = ""
     """The phase of a message, as in the ledger; of a read, ``F`` or ``B``."""
     action: Action | None = None
-    """The action of ``pass``, ``send`` and ``recv``."""
+    """The action of ``send`` and ``recv``."""
     rows: tuple[int, int, int] = (0, 0, 0)
     """For ``count``: the ranks whose targets are added up, as a range."""
 
@@ -231,7 +231,7 @@ class _Writer:
         """A forward, a backward or a part of one, with the row's operations around it."""
         s, m, kind = action.stage, action.microbatch, action.kind
         flats, backward = self.flats[s], kind in (Kind.BACKWARD, Kind.INPUT)
-        ops: list[Op] = [Op("pass", action=action)]
+        ops: list[Op] = []
         if kind is Kind.FORWARD:
             for flat in flats:
                 ops += [] if self.holds else self.gather(flat, "forward", m)

@@ -1,10 +1,9 @@
 """Proves a layout that has never run, from the table, the plan and the schedule.
 
-    schedule    written, completed, proved by ``schedule.check``
+    schedule    written, completed, proved by ``schedule.check``: passes, sends and receives
     owners      every parameter is on one stage; tensor ranks' pieces fill it
     symmetry    every rank of the mesh against its model rank
     buffers     per kind of flat buffer: sums, owners, reads, the order of collectives, for two steps
-    pipe        sends, receives and agreements
     memory      the bytes of the fullest rank
 
 Buffers with the same pieces in the same actions are one kind, and are proved once.  A failure is ``Refuted``.
@@ -24,7 +23,7 @@ from plait.referee.prove.decoder import PaperRun
 from plait.referee.prove.machine import Machine
 from plait.referee.prove.program import COLLECTIVES, Program, Settled
 from plait.referee.prove.room import AROUND, Room, changes, room_of
-from plait.referee.prove.scenes import Counterexample, Laid, Refuted, of_flat, of_pipe, of_ranks, program_of
+from plait.referee.prove.scenes import Counterexample, Laid, Refuted, of_flat, of_ranks, program_of
 from plait.referee.prove.sums import Sums
 from plait.referee.prove.symmetry import check_symmetry, model_ranks
 from plait.schedule.actions import ADDS_GRADIENTS, SENDS, Schedule, owners, placed
@@ -97,10 +96,6 @@ def prove(run: PaperRun) -> Proved:
         compared = check_symmetry(mesh, strategy, list(flats.values()))
     with timed(seconds, "buffers"):
         kinds, operations, traffic = _prove_buffers(run, schedule, laid)
-    with timed(seconds, "pipe"):
-        pipe = of_pipe(schedule, mesh, strategy)
-        Machine(pipe.scene, pipe.programs, Sums()).run()
-        operations += sum(map(len, pipe.programs.values()))
     with timed(seconds, "memory"):
         room = room_of(run, schedule, laid)
         if run.memory is not None and room.total > run.memory:

@@ -4,13 +4,11 @@ sums        an update's gradient has every sample of every data rank once, added
 owners      every element has one owner in each group over which the optimizer's cell is cut, is updated once,
             and published to every rank that has it at rest
 reads       every pass reads the values that were published last
-messages    all members of a collective mean the same, every send is received, no rank waits for ever
+messages    all members of a collective mean the same, no rank waits for ever; sends: ``schedule.check``
 memory      the fullest rank has room
 
-    of_flat     the ranks that share one flat buffer, and its operations       sums, owners, reads
-    of_pipe     one rank for each coordinate of the pipe axis                  sends, receives, agreements
-
-The parts are enough where ranks behave the same: see ``symmetry``.
+``of_flat`` has the ranks that share one flat buffer, and its operations.  One rank of each kind is enough where ranks
+behave the same: see ``symmetry``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +18,8 @@ from plait.referee.prove.program import Buffered, Key, Program, Settled, settle_
 from plait.referee.prove.sums import Sums, promised
 from plait.schedule.actions import (
     ADDS_GRADIENTS,
-    PASSES,
-    Action,
     Line,
-    Schedule,
     count_microbatches,
-    count_stages,
-    owners,
 )
 from plait.table.cells import Strategy, moves
 from plait.table.flat import UnitLayout
@@ -34,8 +27,8 @@ from plait.table.mesh import Mesh
 
 Laid = Mapping[tuple[int, int], Sequence[UnitLayout]]
 """The units of each stage (first) on each tensor rank (second)."""
-OF_PIPE = ("pass", "send", "recv", "report")
-"""Operations that concern several stages."""
+BETWEEN_STAGES = ("send", "recv", "report")
+"""Operations that concern several stages, and no buffer."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +73,8 @@ class Scene:
     """The axes over which the optimizer's cell is cut."""
     due: Mapping[Key, int]
     """The sum of each buffer's gradient."""
-    stages: int
-    owner: Mapping[int, int]
-    """The pipe coordinate of each stage."""
     reads: Mapping[Key, frozenset[tuple[str, int]]]
     """Pass and microbatch of every read that a step makes of a buffer."""
-    passes: Mapping[int, frozenset[Action]]
-    """The passes that a step makes, by rank."""
-    steps: int = 2
-    """The number of steps that are carried out."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +83,6 @@ class Played:
 
     scene: Scene
     programs: Mapping[int, Program]
-
-
-def passes_of(line: Line) -> frozenset[Action]:
-    """The passes in a line."""
-    return frozenset(action for action in line if action.kind in PASSES)
 
 
 def by_key(flats: Buffered) -> dict[Key, Settled]:
@@ -148,7 +129,7 @@ def program_of(line: Line, flat: Settled, mesh: Mesh) -> Program:
     """The operations on one buffer, as the line of its pipeline rank has them."""
     stage = flat.key[0]
     own = tuple(action for action in line if action.stage == stage)
-    return tuple(op for op in write_program(own, {stage: (flat,)}, mesh) if op.kind not in OF_PIPE)
+    return tuple(op for op in write_program(own, {stage: (flat,)}, mesh) if op.kind not in BETWEEN_STAGES)
 
 
 def of_flat(line: Line, flats: Mapping[int, Settled], mesh: Mesh, strategy: Strategy, sums: Sums) -> Played:
@@ -162,18 +143,4 @@ def of_flat(line: Line, flats: Mapping[int, Settled], mesh: Mesh, strategy: Stra
     buffers = next(iter(keyed.values()))
     ((stage, _, _),) = buffers
     due, reads = expected(buffers, {stage: line}, mesh, strategy, sums)
-    passes: dict[int, frozenset[Action]] = {rank: frozenset() for rank in flats}
-    return Played(Scene(mesh, keyed, strategy.optim.split, due, 1, {stage: 0}, reads, passes), programs)
-
-
-def of_pipe(schedule: Schedule, mesh: Mesh, strategy: Strategy) -> Played:
-    """One rank for each coordinate of the pipe axis, with its sends, receives and agreements."""
-    owner = owners(schedule)
-    programs: dict[int, Program] = {}
-    for pipe, line in enumerate(schedule):
-        programs[mesh.rank(pipe=pipe)] = write_program(line, {s: () for s in owner if owner[s] == pipe}, mesh)
-    nothing: dict[int, dict[Key, Settled]] = {rank: {} for rank in programs}
-    # Every message is received within its step, so the next step begins as this one did.
-    passes = {mesh.rank(pipe=pipe): passes_of(line) for pipe, line in enumerate(schedule)}
-    scene = Scene(mesh, nothing, strategy.optim.split, {}, count_stages(schedule), owner, {}, passes, steps=1)
-    return Played(scene, programs)
+    return Played(Scene(mesh, keyed, strategy.optim.split, due, reads), programs)

@@ -91,7 +91,7 @@ def test_sixteen_bits_over_a_tensor_axis_are_judged_by_the_spread() -> None:
     assert verdict.word == "equal" and verdict.spread is not None and verdict.spread.runs == 8
     assert "benign" in str(verdict.spread)
     assert placed(verdict, job, config, ranks, references(job, config, ranks)) is verdict
-    far = replace(verdict, spread=replace(verdict.spread, worst=replace(verdict.spread.worst, gap=1e9)))
+    far = replace(verdict, spread=replace(verdict.spread, worst=replace(verdict.spread.worst, max_abs=1e9)))
     assert far.word == "different" and "a bug" in str(far)
     told = placed(far, job, config, ranks, references(job, config, ranks))
     assert told.first is None and "within its tolerance" in told.unplaced

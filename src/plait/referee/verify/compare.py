@@ -136,6 +136,13 @@ class Finding:
     """The parameter, if it is about one."""
 
     @property
+    def times(self) -> float:
+        """The difference in spreads."""
+        if not math.isfinite(self.max_abs):
+            return math.inf
+        return self.max_abs / self.spread if self.spread else (math.inf if self.max_abs else 0.0)
+
+    @property
     def equal(self) -> bool:
         within = self.tolerance > 0 and self.measured <= self.tolerance
         honest = 0 < self.spread < math.inf and self.max_abs <= MARGIN * self.spread

@@ -10,7 +10,6 @@ outside.
 Perturbation as the measure of a tolerance: TTrace (arXiv 2506.09280).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.referee.values import MARGIN, wide
-from plait.referee.verify.compare import BITWISE, HonestRuns, finding, pairs
+from plait.referee.verify.compare import BITWISE, Finding, HonestRuns, finding, pairs
 from plait.referee.verify.observed import RankRecord
 from plait.referee.verify.reference import SingleProcess, run_reference
 from plait.run.config import RunConfig
@@ -33,28 +32,11 @@ RUNS = 8
 
 
 @dataclass(frozen=True)
-class Outside:
-    """One tensor of a layout beside the honest runs: ``gap`` is max|a - b|, ``spread`` the largest of theirs."""
-
-    kind: str
-    name: str
-    gap: float
-    spread: float
-
-    @property
-    def times(self) -> float:
-        """The gap in spreads."""
-        if not math.isfinite(self.gap):
-            return math.inf
-        return self.gap / self.spread if self.spread else (math.inf if self.gap else 0.0)
-
-
-@dataclass(frozen=True)
 class Spread:
     """A layout beside ``runs`` honest runs; ``worst`` is the tensor that lies farthest out."""
 
     runs: int
-    worst: Outside
+    worst: Finding
     compared: int
 
     @property
@@ -134,12 +116,11 @@ def honest_runs(job: Job, config: RunConfig, ranks: Sequence[RankRecord], runs: 
 def spread_of(ranks: Sequence[RankRecord], honest: HonestRuns) -> Spread:
     """Where a layout is among honest runs: its losses, norms, gradients of all steps, and last parameters."""
     found = [
-        Outside(one.kind, one.name, one.max_abs, one.spread)
+        finding(pair, BITWISE, honest)
         for pair in pairs(ranks, honest.exact)
         if pair.ours is not None and pair.theirs is not None
         if pair.where.phase in ("loss", "norm", "sum", "publish")
         if pair.where.microbatch is None and pair.where.name not in honest.exact.buffers
         if pair.where.phase != "norm" or not (pair.ours + pair.theirs).isnan().any()  # a step was skipped
-        for one in [finding(pair, BITWISE, honest)]
     ]
-    return Spread(len(honest.runs), max(found, key=lambda o: o.times), len(found))
+    return Spread(len(honest.runs), max(found, key=lambda one: one.times), len(found))

@@ -5,6 +5,7 @@ torchrun --nproc-per-node 3 examples/parameter_server.py
 A step ends when every trainer has pushed its gradients; they are added in the order of the ranks, so that runs repeat.
 """
 
+import sys
 import threading
 
 import torch
@@ -72,6 +73,9 @@ def train(comm):
 
 if __name__ == "__main__":
     comm = plait.join()
+    if comm.mesh.size < 2:
+        print(f"{sys.argv[0]}: a server and its trainers are 2 ranks or more", file=sys.stderr)
+        sys.exit(2)
     values = train(comm)
     print(f"rank {comm.rank}: {sum(value.sum().item() for value in values):.6f}", flush=True)
     comm.close()

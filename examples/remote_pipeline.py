@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 examples/remote_pipeline.py
 It trains as plait's own pipeline does under 1F1B, to the bit: microbatches go forward and backward in one order.
 """
 
+import sys
 from collections import deque
 
 import torch
@@ -68,6 +69,10 @@ def train(comm, steps=3):
 
 
 if __name__ == "__main__":
-    comm = plait.join("pipe=2")
+    try:
+        comm = plait.join("pipe=2")
+    except ValueError as error:  # another number of ranks
+        print(f"{sys.argv[0]}: two stages are two ranks: {error}", file=sys.stderr)
+        sys.exit(2)
     train(comm)
     comm.close()

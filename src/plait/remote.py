@@ -19,6 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -42,6 +43,8 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 CARRIED = "tensors, numbers, texts, bytes, None, dtypes, devices, and lists, tuples and dicts of them"
 CLOSING = "are you there, before you close?"
 """The name of a call that every rank answers."""
+DEEPEST = 100
+"""Lists, tuples and dicts inside each other that a call carries."""
 LOOK_SECONDS, ASK_SECONDS = 0.02, 1.0
 """While a rank closes: time between two looks at the others, and until it asks those that are not there."""
 
@@ -228,7 +231,7 @@ def connect(
     before: Any = store.timeout  # type: ignore[attr-defined]
     _stores.append(dist.PrefixStore("remote calls", store))  # type: ignore[attr-defined]
     try:
-        with _own_interface(getattr(comm, "peers", ())), warnings.catch_warnings():
+        with _own_interface(getattr(comm, "peers", ())), _within(seconds), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch, about its own call
             rpc.init_rpc(_worker(comm.rank), rank=comm.rank, world_size=comm.mesh.size, rpc_backend_options=options)
     except BaseException as error:
@@ -236,7 +239,11 @@ def connect(
         _stores.clear()
         if isinstance(error, RuntimeError):
             why = one_line(str(error).partition("\n")[0], 200)
-            raise ConnectionError(f"rank {comm.rank} could not connect its remote calls ({why})") from error
+            raise ConnectionError(
+                f"rank {comm.rank} could not connect its remote calls within {seconds:g} s ({why}): if this process "
+                f"has used torch's own RPC, some rank has begun it more often than another, and torch counts; connect "
+                f"before that, or in new processes"
+            ) from error
         raise
     finally:
         store.set_timeout(before)
@@ -246,12 +253,17 @@ def connect(
     return remote
 
 
-def sendable(value: Any, devices: Collection[str], where: str) -> Any:
+def sendable(value: Any, devices: Collection[str], where: str, depth: int = 0) -> Any:
     """Returns a value as it is sent: tensors without their gradients.
 
     Raises:
         ValueError: a part is of another kind, or a tensor is on a device that the map does not have.
     """
+    if depth > DEEPEST:
+        raise ValueError(
+            f"{where.partition('[')[0]} has over {DEEPEST} lists, tuples or dicts inside each other, or contains "
+            f"itself: send a flat list"
+        )
     if type(value) in (Tensor, nn.Parameter):
         if value.layout is not torch.strided:
             raise ValueError(f"{where} has the layout {value.layout}: send .to_dense()")
@@ -262,9 +274,10 @@ def sendable(value: Any, devices: Collection[str], where: str) -> Any:
             )
         return value.detach()
     if type(value) in (list, tuple):
-        return type(value)(sendable(one, devices, f"{where}[{n}]") for n, one in enumerate(value))
+        return type(value)(sendable(one, devices, f"{where}[{n}]", depth + 1) for n, one in enumerate(value))
     if type(value) is dict:
-        return {_key(key, where): sendable(one, devices, f"{where}[{key!r}]") for key, one in value.items()}
+        inside = depth + 1
+        return {_key(key, where): sendable(one, devices, f"{where}[{key!r}]", inside) for key, one in value.items()}
     if type(value) in PLAIN:
         return value
     raise ValueError(f"{where} is a {one_line(type(value).__qualname__, 60)}: remote calls carry {CARRIED}")
@@ -334,6 +347,19 @@ def _own_interface(peers: Any) -> Iterator[None]:
     finally:
         for one in names:
             os.environ.pop(one, None)
+
+
+@contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """Bounds how long torch's agents wait for each other as they start: by itself torch waits 24 days."""
+    from torch.distributed.rpc import constants
+
+    before = constants.DEFAULT_PROCESS_GROUP_TIMEOUT
+    constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=seconds)
+    try:
+        yield
+    finally:
+        constants.DEFAULT_PROCESS_GROUP_TIMEOUT = before
 
 
 def _meeting(_url: str, **_more: Any) -> Iterator[tuple[Store, int, int]]:

@@ -1,6 +1,8 @@
 """``plait submit``: the text is shown, checked, and given to the user's own client."""
 
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -33,6 +35,13 @@ def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "note"
 
 
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script x.py in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").write_text("")
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_client_gets_the_text_that_was_shown(target: str, clients: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ("--gpu", "H100", "--image", "me/plait:1") if target == "modal" else ()
@@ -41,13 +50,22 @@ def test_a_client_gets_the_text_that_was_shown(target: str, clients: Path, capsy
     shown = capsys.readouterr()
     given, text, _ = json.loads(clients.read_text())
     assert shown.out == text and "replica=2 shard=2" in text
+    command = shlex.split(shown.err.removeprefix("plait: "))
+    assert [word.replace("FOLDER", "") for word in command] == [TARGETS[target].client[0], *map(_without_folder, given)]
     own = [*TARGETS[target].client[1:], "--user=a b"]
     assert given[: len(own)] == own
 
 
+def _without_folder(word: str) -> str:
+    """A word that names the temporary folder, or a file in it, without that folder."""
+    return re.sub(r"^/.*plait-submit-[^/]*/?", "", word)
+
+
 def test_a_dry_run_only_shows(clients: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(("submit", "slurm", "--dry-run", *SIZES, "--", *TRAIN)) == 0
-    assert "srun python -m plait train --mesh 'replica=2 shard=2'\n" in capsys.readouterr().out
+    assert main(("submit", "slurm", "--dry-run", *SIZES, "--option=-p a b", "--", *TRAIN)) == 0
+    shown = capsys.readouterr()
+    assert "srun python -m plait train --mesh 'replica=2 shard=2'\n" in shown.out
+    assert shown.err == "plait: sbatch '-p a b' job.sh\n"
     assert not clients.exists()
 
 
@@ -58,8 +76,9 @@ def test_ray_gets_the_files_beside_the_program(clients: Path, tmp_path: Path, mo
     for name in ("train.py", "job.py"):
         (tmp_path / name).write_text("")
     files = ("--files", "data", "--files", "train.py", "--files", "job.py")
-    assert main(("submit", "ray", *files, "--", "train.py", "--lr", "$(id) '\n'")) == 3
-    given, _, found = json.loads(clients.read_text())
+    assert main(("submit", "ray", "--memory", "2", *files, "--", "train.py", "--lr", "$(id) '\n'")) == 3
+    given, text, found = json.loads(clients.read_text())
+    assert f"'memory': {2 << 30}" in text
     assert found == ["corpus.txt", "data", "job.py", "plait_launch.py", "train.py"]
     assert given[:3] == ["job", "submit", "--working-dir"] and given[4:] == ["--", "python", "plait_launch.py"]
 
@@ -76,13 +95,15 @@ def test_ray_gets_the_files_beside_the_program(clients: Path, tmp_path: Path, mo
         (("slurm", "--", "htop"), "'htop' is no command of plait and no script"),
         (("slurm", "--environment", "NOT_THERE", "--", "x.py"), "NOT_THERE: this variable is not set"),
         (("slurm", "--environment", "HF_TOKEN=1", "--", "x.py"), "HF_TOKEN: the name looks like a secret"),
-        (("ray", "--files", "../x", "--", "x.py"), "files '../x': give the relative path"),
-        (("ray", "--files", "no-such", "--", "x.py"), "files 'no-such': give the relative path"),
+        (("modal", "--image", "i", "--files", "../x", "--", "x.py"), "files '../x': give the relative path"),
+        (("modal", "--image", "i", "--files", "no-such", "--", "x.py"), "files 'no-such': give the relative path"),
         (("slurm", "--files", "/etc", "--", "x.py"), "files '/etc': give the relative path"),
-        (("ray", "--requeue", "--", "x.py"), "requeue is for slurm"),
+        (("kubernetes", "--requeue", "--", "x.py"), "requeue is for slurm"),
     ],
 )
-def test_a_mistake_is_one_line(words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line(
+    words: tuple[str, ...], says: str, script: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(("submit", *words)) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith("plait: error: ") and shown.err.count("\n") == 1
@@ -96,11 +117,12 @@ def test_a_wrong_flag_of_either_command_is_a_usage_error(words: tuple[str, ...])
     assert left.value.code == 2
 
 
-@pytest.mark.parametrize("target, flag", [("skypilot", "minutes"), ("torchx", "minutes"), ("ray", "memory")])
+@pytest.mark.parametrize("target, flag", [("skypilot", "minutes"), ("torchx", "minutes"), ("ray", "image")])
 def test_a_limit_that_the_target_would_not_keep_is_refused(
-    target: str, flag: str, capsys: pytest.CaptureFixture[str]
+    target: str, flag: str, script: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(("submit", target, "--dry-run", f"--{flag}", "30", "--", "x.py")) == 2
+    files = ("--files", "x.py") if target in ("ray", "skypilot") else ()
+    assert main(("submit", target, "--dry-run", f"--{flag}", "30", *files, "--", "x.py")) == 2
     assert f"{target} has no place for --{flag}: leave it out" in capsys.readouterr().err
 
 

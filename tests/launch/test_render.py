@@ -222,7 +222,7 @@ def test_a_program_of_ray_has_each_word() -> None:
     )
     compile(source, "job.py", "exec")
     assert names["COMMAND"] == [*COMMAND] and names["TORCHRUN"] == TORCHRUN and names["ENVIRONMENT"] == ENVIRONMENT
-    assert names["BUNDLE"] == {"CPU": 12, "GPU": 4} and names["HOSTS"] == 2
+    assert names["BUNDLE"] == {"CPU": 12, "GPU": 4, "memory": 64 << 30} and names["HOSTS"] == 2
 
 
 def test_a_component_of_torchx_has_each_word_and_no_dollar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,23 @@ def devices() -> None:
     say("done")
 
 
+def counted() -> None:
+    """A rank that has begun torch's own RPC more often than another: one error within the deadline."""
+    if comm.rank == 0:
+        where = os.environ["PLAIT_STORE"] + "-alone"
+        rpc.init_rpc(
+            "alone",
+            rank=0,
+            world_size=1,
+            rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=f"file://{where}"),
+        )
+        rpc.shutdown()
+    found = error_of(lambda: plait.remote.connect(comm, {}, deadline=2))
+    assert found[0] == "ConnectionError" and "could not connect its remote calls within 2 s" in found[1], found
+    assert "has begun it more often than another" in found[1] and found[2] < 8, found
+    say("done")
+
+
 def listens() -> None:
     """Asserts that torch's agent listens on loopback alone, where all ranks share a host."""
     before, begin, given = set(listening()), rpc.init_rpc, []
@@ -226,7 +243,7 @@ def listening() -> list[str]:
 
 
 scenes: dict[str, Callable[[], None]] = {
-    one.__name__: one for one in (values, errors, killed, stopped, devices, listens)
+    one.__name__: one for one in (values, errors, killed, stopped, devices, counted, listens)
 }
 kept: Comm = comm
 scenes[sys.argv[1]]()

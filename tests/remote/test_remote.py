@@ -31,7 +31,7 @@ def play(start: Any, folder: Path, *words: str, ranks: int = 2) -> list[tuple[in
     return found
 
 
-@pytest.mark.parametrize("scene", ["values", "errors", "devices", "listens"])
+@pytest.mark.parametrize("scene", ["values", "errors", "devices", "counted", "listens"])
 def test_a_scene(scene: str, start: Any, tmp_path: Path) -> None:
     for status, out, err in play(start, tmp_path, str(RANKS), scene):
         assert (status, out) == (0, "done\n"), err
@@ -57,6 +57,24 @@ def test_tensors_of_classes_are_refused() -> None:
 
     with pytest.raises(ValueError, match=r"argument 0\[0\] is a .*Mine: remote calls carry tensors"):
         sendable([torch.ones(2).as_subclass(Mine)], (), "argument 0")
+
+
+def test_a_value_that_contains_itself_is_refused() -> None:
+    again: list[Any] = [1]
+    again.append({"k": again})
+    with pytest.raises(ValueError, match="argument 0 of 'f' has over 100 lists, tuples or dicts inside each other"):
+        sendable(again, (), "argument 0 of 'f'")
+    deep: Any = 1
+    for _ in range(100):
+        deep = [deep]
+    assert sendable(deep, (), "argument 0") == deep
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("remote_pipeline", 3), ("parameter_server", 1)])
+def test_an_example_on_other_ranks_is_one_line(name: str, ranks: int, start: Any, tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    for status, out, err in play(start, tmp_path, str(script), ranks=ranks):
+        assert (status, out) == (2, "") and "ranks" in err and err.count("\n") == 1, err
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("pipeline", 2), ("parameter_server", 3)])

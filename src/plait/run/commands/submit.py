@@ -19,10 +19,11 @@ import tyro
 
 from plait.checkpoint.files.writing import told
 from plait.messages.escape import one_line, say
+from plait.messages.wording import did_you_mean
 from plait.run.commands.main import COMMANDS, parse
-from plait.run.config.room import check_job
+from plait.run.config.room import GPUS, check_job
 from plait.run.config.settings import RunConfig
-from plait.run.launch.render import TARGETS
+from plait.run.launch.render import TARGETS, shell
 from plait.run.launch.spec import JobLimits, LaunchSpec, variables
 
 Words = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
@@ -38,7 +39,7 @@ class SubmitConfig:
     target: tyro.conf.Positional[Literal["slurm", "kubernetes", "skypilot", "modal", "ray", "torchx"]]
     """The scheduler."""
     dry_run: bool = False
-    """Only show the job."""
+    """Only show the job, and on standard error the client's command."""
     hosts: int = 1
     """Number of hosts."""
     ranks_per_host: int = 1
@@ -71,10 +72,13 @@ def run(config: SubmitConfig, argv: Sequence[str]) -> int:
     spec = spec_of(config, command_of(argv))
     target = TARGETS[config.target]
     text = target.render(spec)
+    client = target.client[0]
+    words = [client, *target.client[1:], *config.option]
     say(text, sys.stdout)
+    last = [word.format(file=target.file, folder="FOLDER") for word in target.last]
+    say(f"plait: {shell([*words, *last])}\n", sys.stderr)
     if config.dry_run:
         return 0
-    client = target.client[0]
     if not (program := shutil.which(client)):
         raise ValueError(
             f"{client} is not installed here: install it, or save the text (--dry-run) and submit it there"
@@ -89,7 +93,7 @@ def run(config: SubmitConfig, argv: Sequence[str]) -> int:
                 shutil.copytree(one, where, dirs_exist_ok=True) if os.path.isdir(one) else shutil.copy(one, where)
             file.write_text(text, encoding="utf-8")
         last = [word.format(file=file, folder=folder) for word in target.last]
-        return subprocess.run([program, *target.client[1:], *config.option, *last]).returncode
+        return subprocess.run([program, *words[1:], *last]).returncode
 
 
 def command_of(argv: Sequence[str]) -> tuple[str, ...]:
@@ -104,6 +108,12 @@ def spec_of(config: SubmitConfig, command: tuple[str, ...]) -> LaunchSpec:
     Raises:
         ValueError: the mesh has another number of ranks than the job, or the target cannot do what is asked.
     """
+    if config.gpu and config.gpu.upper() not in GPUS:
+        hint = did_you_mean(config.gpu.upper(), GPUS, "")
+        raise ValueError(
+            f"gpu {one_line(config.gpu, 60)!r}: {hint}{' ' * bool(hint)}the names are {', '.join(GPUS)}; "
+            f"another name of your cluster goes to its client by --option"
+        )
     spec = LaunchSpec(
         hosts=config.hosts,
         ranks_per_host=config.ranks_per_host,
@@ -123,6 +133,13 @@ def spec_of(config: SubmitConfig, command: tuple[str, ...]) -> LaunchSpec:
             check_job(asked, spec.ranks_per_host, config.gpu, config.memory)
     elif not command[0].endswith(".py"):
         raise ValueError(f"{one_line(command[0], 60)!r} is no command of plait and no script: give one after --")
+    elif not config.image and not os.path.isfile(command[0]):
+        raise ValueError(f"script {one_line(command[0], 200)!r}: there is no such file here, and no --image has it")
+    elif not config.image and config.target in ("ray", "skypilot") and not _sent(command[0], config.files):
+        raise ValueError(
+            f"script {one_line(command[0], 200)!r}: {config.target} runs it in a folder that has only --files: add "
+            f"--files {shell([command[0]])}"
+        )
     for one in config.files:
         if os.path.isabs(one) or ".." in Path(one).parts or not os.path.exists(one):
             raise ValueError(f"files {one_line(one, 200)!r}: give the relative path of a file that is there")
@@ -136,16 +153,20 @@ def spec_of(config: SubmitConfig, command: tuple[str, ...]) -> LaunchSpec:
     return spec
 
 
+def _sent(script: str, files: Sequence[str]) -> bool:
+    return os.path.isabs(script) or any(Path(script).is_relative_to(Path(one)) for one in files)
+
+
 NO_FILES = {
     "slurm": "use a folder that all hosts share",
     "kubernetes": "put them into the image, or use a volume of the runtime",
     "torchx": "it sends its own workspace",
 }
+"""Targets that send no files, with another way."""
 UNUSED = {
     "slurm": ("image",),
     "skypilot": ("minutes",),
-    "ray": ("minutes", "memory", "image"),
+    "ray": ("minutes", "image"),
     "torchx": ("minutes",),
 }
 """Flags that a target's job would not have: refused, since a limit that is not kept would cost money."""
-"""Targets that send no files, with another way."""

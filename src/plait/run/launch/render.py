@@ -200,6 +200,7 @@ def ray(spec: LaunchSpec) -> str:
     """A program for ``ray job submit``: one actor on each host starts its torchrun."""
     limits = spec.limits
     bundle = {"CPU": limits.cpus * spec.ranks_per_host} | ({"GPU": spec.ranks_per_host} if limits.gpu else {})
+    bundle |= {"memory": limits.memory << 30} if limits.memory else {}
     return f'''import os
 import subprocess
 import sys
@@ -214,7 +215,7 @@ BUNDLE = {bundle!r}
 HOSTS = {spec.hosts}
 
 
-@ray.remote(num_cpus=BUNDLE["CPU"], num_gpus=BUNDLE.get("GPU", 0))
+@ray.remote(num_cpus=BUNDLE["CPU"], num_gpus=BUNDLE.get("GPU", 0), memory=BUNDLE.get("memory"))
 class Host:
     def address(self):
         return ray.util.get_node_ip_address()

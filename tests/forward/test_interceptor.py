@@ -87,7 +87,9 @@ def stock() -> nn.Module:
         return nn.Sequential(nn.Linear(cases.WIDTH, 4), inner, nn.Linear(4, 3)).double()
 
 
-def functions_seen(loss_fn: Any, change: Any = lambda model: None, *, own_loop: bool = False) -> list[str]:
+def functions_seen(
+    loss_fn: Any, change: Any = lambda model: None, *, own_loop: bool = False, mesh: str = "shard=1"
+) -> list[str]:
     """What the interceptors see in a step of a model whose hooks are changed after the engine was built."""
     seen: list[str] = []
     original = Interceptor.__torch_function__
@@ -107,13 +109,26 @@ def functions_seen(loss_fn: Any, change: Any = lambda model: None, *, own_loop: 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Interceptor, "__torch_function__", noting)
-        run(Mesh(), body, deadline=20)
+        run(Mesh.parse(mesh), body, deadline=20)
     return seen
 
 
 def squares(model: nn.Module, x: Tensor) -> Tensor:
     total: Tensor = model(x.tanh()).square().sum()
     return total
+
+
+def test_inside_of_torchs_silent_layers_nothing_is_seen() -> None:
+    assert functions_seen(squares) == ["tanh", "square", "sum"]
+    assert functions_seen(squares, own_loop=True) == []
+    assert functions_seen(squares, own_loop=True, mesh="shard=2") == []
+    assert "linear" not in functions_seen(squares, mesh="pipe=2 shard=2")
+
+    def under_a_device(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.device("cpu"):  # a mode of torch's own, on top of ours
+            return squares(model, x)
+
+    assert "linear" in functions_seen(under_a_device), "ours stays where it cannot be taken off"
 
 
 def test_what_a_loss_draws_is_served_or_refused_beside_a_model_that_cannot_draw() -> None:

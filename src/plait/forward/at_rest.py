@@ -36,6 +36,8 @@ class AtRestCheck(Handler):
     """Watches who reads parameters, by ``id``: those of ``split`` units, and in ``loss_fn`` those that are ``staged``,
     for it runs on one stage of several."""
 
+    in_silent = False  # torch's own layers read their own parameters, and hand out nothing else
+
     def __init__(self, current: CurrentForward, split: Mapping[int, nn.Parameter], staged: set[int]) -> None:
         self.current, self.split, self.staged = current, split, staged
         self.parameters = split.keys() | staged

@@ -90,7 +90,7 @@ class ModuleCall(NamedTuple):
     checkpoint: object = None  # around it when it was called (see ``checkpoint_around``)
     again: int = 0  # called in a backward, it counts its masks anew: how many calls of the forward it may repeat
     twice: bool = False  # what runs in it will run again in the backward, or is running for the second time
-    switched_on: bool = False  # the interceptor is on for this call, and no longer
+    switches: bool = False  # the interceptor is switched on, or off, for this call
     in_model: bool = False  # the stage's model, or called by it; not a part of it that ``loss_fn`` calls
     site: str = ""  # where it draws (see ``sites``)
 
@@ -185,7 +185,7 @@ class CurrentForward:
 
     # ---- modules and units --------------------------------------------------------------------------------------
 
-    def enter_module(self, name: str, *, switched_on: bool, is_model: bool) -> None:
+    def enter_module(self, name: str, *, switches: bool, is_model: bool) -> None:
         context, again, key = self.context, 0, self.sites.key(name)
         counts, outer = context.counts, context.module
         if in_backward() and not outer.again:  # a checkpoint of the program's begins here
@@ -203,7 +203,7 @@ class CurrentForward:
                 counts.sites[key] = site if counts.sites.get(key, site) == site else None
         in_model = is_model or outer.in_model
         self.context = context.within(
-            ModuleCall(name, outer, checkpoint_around(), again, outer.twice, switched_on, in_model, site)
+            ModuleCall(name, outer, checkpoint_around(), again, outer.twice, switches, in_model, site)
         )
 
     def leave_module(self) -> ModuleCall:

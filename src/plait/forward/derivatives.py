@@ -19,6 +19,8 @@ from plait.torch_private import tree_leaves
 class Derivatives(Handler):
     """Watches a stage's; ``links``: the names of a pipeline's, none where there is one stage."""
 
+    in_silent = False
+
     def __init__(self, current: CurrentForward, links: Collection[str]) -> None:
         self.current, self.links = current, frozenset(links)
 

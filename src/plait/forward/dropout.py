@@ -37,7 +37,7 @@ class DropoutRNG(Handler):
         self, seed: int, current: CurrentForward, *, slice_of: SliceOf | None = None, recomputes: bool = False
     ) -> None:
         self.seed, self.current, self.slice_of = seed, current, slice_of
-        self.in_eval = recomputes
+        self.in_eval = self.in_silent = recomputes
 
     def sees(self, func: Function) -> bool:
         return func in _SERVED or func in _COMPOSITE or is_random(func)

@@ -10,7 +10,8 @@ The order matters: handlers to the left of ``Products`` read parameters, those t
 recomputation does again all that the others do; dropout is drawn last.  A handler without work is not in the list.
 
 Which functions a handler sees, and of which parameters every read, is looked up once: a function that no handler sees
-costs a dictionary lookup and a glance at its arguments.  Where all are idle (dropout in eval mode) no mode is active.
+costs a dictionary lookup and a glance at its arguments.  Where all are idle (dropout in eval mode) no mode is active,
+nor inside of a model of torch's own layers that draw nothing: there an operator costs nothing.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -22,12 +23,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from plait.forward.context import CurrentForward
-from plait.forward.random_ops import quiet
+from plait.forward.random_ops import all_silent, quiet
 from plait.forward.sites import Sites
 from plait.forward.stays import StaysHere
 from plait.tensor.metadata import only_metadata
 from plait.torch_private import (
     get_function_stack_at,
+    global_forward_hooks,
+    global_forward_pre_hooks,
     len_torch_function_stack,
     pop_torch_function_stack,
     push_on_torch_function_stack,
@@ -43,6 +46,8 @@ class Handler:
     """By ``id``: it sees every function that reads one of these."""
     in_eval = True
     """False if it leaves everything alone in a forward that draws no random numbers."""
+    in_silent = True
+    """False if it leaves the insides of torch's own layers alone that draw nothing."""
 
     def sees(self, func: Function) -> bool:
         """Whether it sees a function whatever the arguments are."""
@@ -97,6 +102,10 @@ class Interceptor(EngineMode, StaysHere):
         self._in_eval = any(handler.in_eval for handler in self.handlers)
         self._every = False
         """Layers that draw nothing are followed, too."""
+        self._silent: list[Any] = []
+        """Hooks and attributes of a model in which no handler has work; ``_sizes``: their numbers before a program's
+        additions, which may draw."""
+        self._sizes: list[int] = []
 
     def __torch_function__(
         self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -133,7 +142,8 @@ class Interceptor(EngineMode, StaysHere):
         try:
             yield
         finally:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            if self in _active_modes():  # Ctrl-C in a silent model leaves it off
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _idle(self) -> bool:
         return not self.current.context.draws and not self._in_eval
@@ -154,9 +164,18 @@ class Interceptor(EngineMode, StaysHere):
             closed: modules whose insides are left to the compiler (see ``compiled``).
         """
         self._every, self.current.sites = every, sites or Sites(model)
+        watched: list[Any] = [global_forward_pre_hooks, global_forward_hooks]
+        if all_silent(model) and not any(watched) and not any(handler.in_silent for handler in self.handlers):
+            for module in model.modules():
+                watched += [module._forward_pre_hooks, module._forward_hooks, vars(module)]
+            self._silent = watched
         for name, module in model.named_modules():
             if not any(_inside(name, one) for one in closed):
                 self._track(model, name, module)
+
+    def remember(self) -> None:
+        """Ends the engine's own additions to the model."""
+        self._sizes = list(map(len, self._silent))
 
     def open(self, model: nn.Module, name: str) -> None:
         """Follow the insides of a module that was closed."""
@@ -170,15 +189,26 @@ class Interceptor(EngineMode, StaysHere):
             module.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, model: nn.Module, name: str, module: nn.Module, args: Any) -> None:
-        current, switches_on = self.current, False
+        current, switches = self.current, False
         if current.context.module.outer is None:
             if current.context.draws != model.training:
                 current.replace(draws=model.training)
             if self._idle() or self._runs_elsewhere():
                 return
-            if switches_on := self not in _active_modes():
-                self.__enter__()  # type: ignore[no-untyped-call]
-        current.enter_module(name, switched_on=switches_on, is_model=module is model)
+            modes = _active_modes()
+            if module is model and self._sizes and self._sizes == list(map(len, self._silent)):
+                switches = modes[-1:] == [self]  # it is on for the rest of loss_fn
+            else:
+                switches = self not in modes
+            if switches:
+                self._switch()
+        current.enter_module(name, switches=switches, is_model=module is model)
+
+    def _switch(self) -> None:
+        if self in _active_modes():
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        else:
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def _runs_elsewhere(self) -> bool:
         """Whether a stage of the same model runs that has this module in its own parts, or by a reference alone."""
@@ -187,8 +217,8 @@ class Interceptor(EngineMode, StaysHere):
         return self not in modes and any(mode.current.sites is sites for mode in others)
 
     def _leave(self, *call: Any) -> None:
-        if self.current.leave_module().switched_on:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if self.current.leave_module().switches:
+            self._switch()
 
 
 def _inside(name: str, outer: str) -> bool:

@@ -292,12 +292,12 @@ def test_said_to_be_summed_it_is_right(mesh: str, row: str) -> None:
 
 def test_the_check_ends_when_every_whole_parameter_was_seen() -> None:
     def setup(engine: Engine) -> list[str]:
-        return [e.note.phase for e in engine.comm.ledger.entries if e.note.phase in ("setup", "report")]
+        return [e.note.phase for e in engine.comm.ledger.entries if e.note.phase in ("sanitize", "report")]
 
     for run in train(around(Pair), "tensor=2", "ddp", batches(4), sgd, tensor_plan=PLAN, look=setup):
         phases = run.seen
         assert phases.count("report") == 4
-        assert "setup" not in phases[phases.index("report") + 2 :], "a message in every step that no ledger predicts"
+        assert "sanitize" not in phases[phases.index("report") + 2 :], "a message in every step that no ledger predicts"
 
 
 # ---- batches -----------------------------------------------------------------------------------------------------

@@ -130,12 +130,6 @@ class Exchange:
         first = self.losses_at * self.in_stage
         return list(range(first, first + self.in_stage, self.tensor))
 
-    def sums(self, mine: Sequence[float]) -> list[list[float]]:
-        """The sum over the data ranks of some numbers, for each tensor rank."""
-        rows = torch.tensor(gather_floats(self.comm, mine, IN_STAGE, Note("setup")), dtype=torch.float64)
-        sums: list[list[float]] = rows.view(-1, self.tensor, len(mine)).sum(0).tolist()
-        return sums
-
 
 def _digest(microbatches: Sequence[Any]) -> int:
     """31 bits of some elements of every tensor that is on the host."""

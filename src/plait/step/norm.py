@@ -8,13 +8,12 @@ one on several stages    each of them                          the first
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
 
 from plait.comm import Comm
-from plait.step.exchange import Exchange
 from plait.table.cells import Strategy
 from plait.table.mesh import DATA_AXES
 from plait.torch_private import foreach_norm
@@ -44,29 +43,6 @@ class Norm:
     def of(self, squares: float) -> float:
         """``norm_of`` a sum of squares over all ranks."""
         return norm_of(squares, self.dtype)
-
-
-def check_whole(norm: Norm, owned: Sequence[Owned], exchange: Exchange, names: Sequence[str]) -> list[str]:
-    """Raises ValueError where a parameter that every tensor rank has whole (``names``) has different gradients on them.
-
-    One small message shows it.  Returns the names of those whose gradients are zero, which shows nothing yet.
-    """
-    squares = dict.fromkeys(names, 0.0)
-    for run in owned:
-        if run.name in squares and norm.first_copy:
-            squares[run.name] += square_sum([run.gradient])
-    zero = []
-    for name, *values in zip(squares, *exchange.sums(list(squares.values())), strict=True):
-        if max(values) == 0:
-            zero.append(name)
-        if max(values) > min(values) * 1.0001:  # bitwise equal, except for the cuts of the runs
-            norms = ", ".join(f"{math.sqrt(v):.3g}" for v in values)
-            raise ValueError(
-                f"the gradient of {name!r} differs between the tensor ranks (norms {norms}), though each holds the "
-                f"whole parameter: it works on a cut activation; add its module to the tensor plan as 'summed' "
-                f"(or 'sequence', on the stream that sequence parallelism cuts)"
-            )
-    return zero
 
 
 def square_sum(runs: Iterable[Tensor]) -> float:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from plait.comm.agree import differences
 from plait.step.exchange import Report
 from plait.step.nonfinite import NonFinite, described, encoded
-from plait.step.norm import check_whole, clip_factor, scale, square_sum
+from plait.step.norm import clip_factor, scale, square_sum
 from plait.step.placed_model import PlacedModel
 from plait.step.step import OpenStep, StepResult
 from plait.step.watcher import Event
@@ -27,7 +27,6 @@ from plait.table.collectives import Note
 from plait.table.precision import LossScale
 from plait.zero.gradient_watch import GradientWatch
 from plait.zero.optim import give_gradients
-from plait.zero.unit import parameters_of
 
 
 def position_of(step: int, discarded: int, optimizers: Iterable[Optimizer]) -> dict[str, str]:
@@ -53,9 +52,6 @@ class Reduce:
             raise ValueError(f"nonfinite={nonfinite!r}: it is {' or '.join(map(repr, known))}")
         self.placed, self.nonfinite = placed, nonfinite
         self.loss_scale = None if loss_scale is None else replace(loss_scale)
-        whole = [n for n, _, f, i in parameters_of(placed.units) if f.trainable and f.cuts[i] is None]
-        self.unchecked = list(dict.fromkeys(whole)) if placed.parallel.styles else []
-        """Parameters whose gradients have not yet been compared over the tensor ranks."""
         self.made = True
         """True if the last step was made, False if it was skipped."""
         self.have_gradient: dict[str, bool] = {}
@@ -121,9 +117,6 @@ class Reduce:
         total, losses_by_rank, self.have_gradient = report.squares, report.losses, report.have_gradient
         self.made = self._finite(report, step)
         losses = tuple(losses_by_rank[placed.comm.mesh.data_rank(placed.comm.rank)])
-        if checked := [name for name in self.unchecked if self.have_gradient[name]]:
-            zero = check_whole(norm, owned, exchange, checked)
-            self.unchecked = [name for name in self.unchecked if name in zero or name not in checked]
         tell("agreed")
         grad_norm = None
         if clip is not None and self.made:

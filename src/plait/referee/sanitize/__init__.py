@@ -1,12 +1,13 @@
 """Sanitizers: watchers of an engine that detect what a program does wrong and the engine itself does not look for.
 
-changed.py       modules and parameters that were added or replaced
-collectives.py   ranks that mean different operations, before any of them runs
-drift.py         state that ranks hold together and that is not the same any more
-host_random.py   numbers from the generators of Python and numpy in a forward
-probe.py         optimizers that depend on more than an element, or than a tensor
-unreduced.py     gradients that are read before they are summed
-written.py       writes to parameters, pieces and gradients that would be lost
+changed.py          modules and parameters that were added or replaced
+collectives.py      ranks that mean different operations, before any of them runs
+drift.py            state that ranks hold together and that is not the same any more
+host_random.py      numbers from the generators of Python and numpy in a forward
+probe.py            optimizers that depend on more than an element, or than a tensor
+unreduced.py        gradients that are read before they are summed
+whole_gradients.py  gradients that tensor ranks should have in common
+written.py          writes to parameters, pieces and gradients that would be lost
 
 They work in steps 0, 1, 2, 100, 200, ...: at most 1 % of a run's time.  ``plait.join``, ``plait.run_threads``, ``plait
 train`` and ``plait verify`` put them on; ``sanitize=False`` leaves them off.
@@ -19,6 +20,7 @@ from plait.referee.sanitize.changed import ChangedModel
 from plait.referee.sanitize.host_random import HostRandomness
 from plait.referee.sanitize.probe import check_optimizers
 from plait.referee.sanitize.unreduced import UnreducedGradients
+from plait.referee.sanitize.whole_gradients import WholeGradients
 from plait.referee.sanitize.written import HookWrites, OptimizerWrites, WrittenParameters
 from plait.step.engine import Engine
 
@@ -47,6 +49,7 @@ class Sanitizers:
             WrittenParameters(engine),
             OptimizerWrites(engine),
             HookWrites(engine),
+            WholeGradients(engine),
         ]
 
     def __call__(self, event: str, engine: Engine) -> None:

@@ -59,7 +59,7 @@ from plait.table.mesh import AXES
 STATES = ("params", "grads", "optimizer")
 """The kinds of state that a rank holds between steps."""
 
-UNPREDICTED = ("setup", "state")
+UNPREDICTED = ("setup", "state", "sanitize")
 """Phases that the prediction of a step leaves out."""
 
 

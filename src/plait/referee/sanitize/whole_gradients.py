@@ -1,0 +1,47 @@
+"""Compares the gradients of parameters that every tensor rank has whole.
+
+A module that works on a cut activation without being named in the tensor plan gets a part of its gradient on each rank.
+"""
+
+import math
+
+import torch
+
+from plait.comm.agree import gather_floats
+from plait.step.engine import Engine
+from plait.step.norm import square_sum
+from plait.table.agreement import IN_STAGE
+from plait.table.collectives import Note
+from plait.zero.unit import parameters_of
+
+
+class WholeGradients:
+    """Compares each such gradient once, in the first step that it is not zero in, by one small message."""
+
+    def __init__(self, engine: Engine) -> None:
+        placed = engine.placed
+        whole = [name for name, _, f, i in parameters_of(placed.units) if f.trainable and f.cuts[i] is None]
+        self.unchecked = list(dict.fromkeys(whole)) if placed.parallel.styles else []
+
+    def __call__(self, event: str, engine: Engine) -> None:
+        if event != "agreed":
+            return
+        squares = {name: 0.0 for name in self.unchecked if engine.gradients.have_gradient[name]}
+        if not squares:
+            return
+        placed, comm = engine.placed, engine.comm
+        for run in placed.owned:
+            if run.name in squares and placed.norm.first_copy:
+                squares[run.name] += square_sum([run.gradient])
+        rows = gather_floats(comm, list(squares.values()), IN_STAGE, Note("sanitize"))
+        sums = torch.tensor(rows, dtype=torch.float64).view(-1, comm.mesh.tensor, len(squares)).sum(0)
+        for name, values in zip(squares, sums.T.tolist(), strict=True):
+            if max(values) > min(values) * 1.0001:  # bitwise equal, except for the cuts of the runs
+                norms = ", ".join(f"{math.sqrt(v):.3g}" for v in values)
+                raise ValueError(
+                    f"the gradient of {name!r} differs between the tensor ranks (norms {norms}), though each holds the "
+                    f"whole parameter: it works on a cut activation; add its module to the tensor plan as 'summed' "
+                    f"(or 'sequence', on the stream that sequence parallelism cuts)"
+                )
+            if max(values) != 0:
+                self.unchecked.remove(name)

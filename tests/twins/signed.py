@@ -18,6 +18,7 @@ SIGNED: list[tuple[str, str, str]] = [
     ("", r"all_gather \S+ .* report", "a report no longer has a digest of what forwards have written to modules"),
     ("", r"all_gather \S+ .* evaluate", "a report has one digest of the position in the run, not three numbers"),
     ("pipe", r"all_gather pipe \d+ \d+ setup", "batches are compared by the digest in every step's counts alone"),
+    ("tensor=", r"all_gather \S+ \d+ \d+ (setup|sanitize)", "a sanitizer compares whole gradients, not the engine"),
     ("save_and_load", r"ledger save .* check ", "ranks ask whether files are written: it depends on time"),
     ("clip_in_two_ways", "only the frozen side raises", "engine.reduce(clip=...) overrides Engine(clip=...)"),
 ]

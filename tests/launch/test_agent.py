@@ -89,7 +89,7 @@ def test_a_temporary_folder_that_takes_no_more_is_no_reason_to_stay_down(
         with private_folder() as folder:
             meets = f': > "$PLAIT_STORE"; [ $RANK = 1 ] || exec sleep 100; ({harm}) 2> /dev/null; {KILLED}'
             shells = Shells(meets, f'{DONE}: > "$PLAIT_STORE" || exit 4; exit 0')
-            assert run(folder, shells, Limits(restarts=1)).code == 0
+            assert run(Path(folder), shells, Limits(restarts=1)).code == 0
 
 
 def test_a_lost_server_ends_all_and_they_are_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from plait.run.launch.fork_server import ForkServer, LostError
 from plait.run.launch.limits import Limits, Restarts
 from plait.run.launch.rank_monitor import RankMonitor
 from plait.run.launch.signals import Asked, announced
-from plait.run.watch.folder import WATCH, make_again
+from plait.run.watch.folder import WATCH
 from plait.run.watch.processes import look
 from plait.table.mesh import Mesh
 
@@ -82,8 +82,7 @@ class RankAgent:
         shutil.rmtree(self._here, ignore_errors=True)  # its room is the next one's
         self._attempt += 1
         with told(self._here, 0):
-            if not self._folder.exists():  # another program has cleared the temporary folder
-                make_again(self._folder)
+            self._folder.mkdir(mode=0o700, exist_ok=True)  # another program may have cleared the temporary folder
             self._here.mkdir(mode=0o700)
         self._monitor = RankMonitor(self._mesh, self._here, self._deadline)
         if self.asked.number:  # there is no step to end after

@@ -188,7 +188,7 @@ def _start_ranks(config: MachineConfig, command: Sequence[str], limits: Limits) 
     environment = {**os.environ, **rank_environment(config)}
     with contextlib.ExitStack() as stack:
         with told(os.environ.get("TMPDIR", "/tmp"), 0):
-            folder = stack.enter_context(private_folder())
+            folder = Path(stack.enter_context(private_folder()))
         server = ForkServer(command, environment, config.deadline)
         stack.callback(server.close)
         agent = RankAgent(config.parsed_mesh, folder, server, limits, config.deadline)

@@ -31,7 +31,7 @@ from plait.comm.process_identity import hosts_of
 from plait.messages.escape import one_line, say
 from plait.run.watch import processes
 from plait.run.watch.diagnose import ENDED, LONG, STANDING, Diagnosis, block, diagnose
-from plait.run.watch.folder import WATCH, locked_folder
+from plait.run.watch.folder import WATCH, shared_folder
 from plait.run.watch.host_reports import HostReports, Seen
 from plait.run.watch.page import Page, Status
 from plait.run.watch.processes import ProcessState, out_of_memory_kills, readable
@@ -52,9 +52,9 @@ def watch_joined(comm: Comm) -> None:
     """Starts the rank's side until ``comm.close()`` or the end of the program; prints a line where it cannot."""
     given, lacks = os.environ.get(WATCH), "a status page"
     try:
-        folder, lock = (Path(given), -1) if given else locked_folder(_name(comm))
+        folder = Path(given) if given else shared_folder(_name(comm))
         page = Page(folder, comm.world_size)
-        neighbours = None if given else Neighbours(comm, page, lock)
+        neighbours = None if given else Neighbours(comm, page)
         RankSide(comm, page, neighbours)
         lacks = "word of other hosts"
         if neighbours is not None and comm.store is not None and len(hosts_of(comm.peers)) > 1:
@@ -76,14 +76,10 @@ def _ended_badly(s: Status, p: ProcessState) -> bool:
 
 
 class Neighbours:
-    """One rank's watch over the others of its host.
+    """One rank's watch over the others of its host."""
 
-    Args:
-        lock: the descriptor of this rank's lock on the folder.
-    """
-
-    def __init__(self, comm: Comm, page: Page, lock: int) -> None:
-        self.comm, self.page, self._lock = comm, page, [lock]
+    def __init__(self, comm: Comm, page: Page) -> None:
+        self.comm, self.page = comm, page
         self._open: dict[int, int] = {}  # by rank: a descriptor that is readable once its process has ended
         self._ended: dict[int, ProcessState] = {}
         self._told: set[str] = set()
@@ -122,9 +118,9 @@ class Neighbours:
             self._tell(ENDED | {"stopped", "crossed"}, but=self.comm.rank)
         if self.hosts is not None:
             self.hosts.close()
-        for descriptor in [*self._open.values(), *self._lock]:
+        for descriptor in self._open.values():
             os.close(descriptor)
-        self._open, self._lock = {}, []
+        self._open = {}
         left = [s.state in ("done", "failed") or s.signal < 0 or p.state == "gone" for s, p in seen]
         if all(one or s.rank == self.comm.rank for one, (s, _) in zip(left, seen, strict=True)):
             shutil.rmtree(self.page.folder, ignore_errors=True)

@@ -22,7 +22,7 @@ from plait.comm import Comm
 from plait.comm.agree import gather_floats
 from plait.referee.sanitize.collectives import CollectiveCheck
 from plait.referee.sanitize.drift import DriftCheck
-from plait.run.config import TrainConfig
+from plait.run.config.settings import TrainConfig
 from plait.run.job.job import make_job
 from plait.run.launch.local import launch
 from plait.run.watch.rank import RankObserver

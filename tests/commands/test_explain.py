@@ -12,7 +12,7 @@ from plait.anymodel.tensor import resolve_carried
 from plait.comm import Comm, run
 from plait.run.commands.explain import planned
 from plait.run.commands.main import main
-from plait.run.config import VerifyConfig
+from plait.run.config.settings import VerifyConfig
 from plait.run.job.job import build_model, make_job
 
 GPT = VerifyConfig(model="gpt", layers=2, width=24, heads=6, kv_heads=2, batch=4, length=9, steps=1, mesh="tensor=2")

@@ -17,7 +17,8 @@ import torch
 import plait
 from plait.run.commands.bench import BenchCommand
 from plait.run.commands.main import main, parse
-from plait.run.config import TrainConfig, VerifyConfig, to_toml, with_job
+from plait.run.config.file import to_toml
+from plait.run.config.settings import TrainConfig, VerifyConfig, with_job
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from plait.run.commands.main import main
-from plait.run.config import TrainConfig, from_toml
+from plait.run.config.file import from_toml
+from plait.run.config.settings import TrainConfig
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}

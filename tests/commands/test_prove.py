@@ -10,7 +10,7 @@ import pytest
 
 from plait.run.commands.main import main, parse
 from plait.run.commands.prove import ProveConfig, parse_bytes
-from plait.run.config import TrainConfig
+from plait.run.config.settings import TrainConfig
 from plait.run.job.sections import flag_hints
 
 

@@ -10,9 +10,10 @@ import torch
 
 from plait.checkpoint.files.reading import memory
 from plait.run.commands.main import COMMANDS, kind_of, main
-from plait.run.config import TrainConfig, VerifyConfig, validate
 from plait.run.config.bounds import BOUNDS, LONGEST, check_values
+from plait.run.config.check import validate
 from plait.run.config.room import check_room
+from plait.run.config.settings import TrainConfig, VerifyConfig
 from plait.run.job.sections import flag_hints
 from plait.schedule.actions import MOST_PASSES, parse_schedule
 from plait.schedule.check import check

@@ -10,19 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from plait.run.config import (
-    MachineConfig,
-    RunConfig,
-    TrainConfig,
-    VerifyConfig,
-    from_toml,
-    resolve_device,
-    validate,
-)
-from plait.run.config.file import FileConfig
+from plait.run.config.check import validate
+from plait.run.config.file import FileConfig, from_toml
 from plait.run.config.layout import LayoutConfig
-from plait.run.config.machine import idle_devices
-from plait.run.config.settings import ComparisonConfig, CourseConfig, OutputConfig
+from plait.run.config.machine import MachineConfig, idle_devices, resolve_device
+from plait.run.config.settings import ComparisonConfig, CourseConfig, OutputConfig, RunConfig, TrainConfig, VerifyConfig
 from plait.run.job.config import DataConfig, JobConfig
 from plait.run.job.families import ModelConfig
 from plait.run.job.optimizer import OptimizerConfig
@@ -65,7 +57,8 @@ def test_the_smallest_batch_that_fills_all_parts_is_valid() -> None:
         ({"optimizer": "adamx"}, ["unknown optimizer 'adamx'", "did you mean adam"]),
         ({"optimizer": "lion"}, ["unknown optimizer 'lion'", "adamw, adam, sgd"]),
         ({"model": "lama"}, ["unknown model 'lama'", "did you mean llama"]),
-        ({"out": __file__}, ["Not a directory", "give another place"]),
+        ({"out": __file__}, [f"{__file__}' is no folder", "give another place"]),
+        ({"eval_steps": 5}, ["eval_steps 5 without eval_every", "--eval-every"]),
     ],
 )
 def test_a_mistake_is_refused_with_its_numbers(changes: dict[str, Any], says: list[str]) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from plait.referee.verify.matrix import verdict_of
-from plait.run.config import VerifyConfig, validate
+from plait.run.config.check import validate
+from plait.run.config.settings import VerifyConfig
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"mesh": "tensor=3"}, ["4 heads of 16", "tensor=3", "use tensor=2"]),

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.run.data import Batches, SyntheticRegression, TextBatches, split_samples
-from plait.run.data.batches import IGNORED
+from plait.run.data.batches import IGNORED, Batches, split_samples
 from plait.run.data.order import mix, scramble
-from plait.run.data.regression import scramble_tensor
+from plait.run.data.regression import SyntheticRegression, scramble_tensor
+from plait.run.data.windows import TextBatches
 
 TEXT = bytes((i * i + i // 7) % 256 for i in range(1003))
 

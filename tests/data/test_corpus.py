@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.run.data import Batch, Corpus, Epochs, TextBatches
-from plait.run.data.batches import IGNORED
+from plait.run.data.batches import IGNORED, Batch
+from plait.run.data.corpus import Corpus, Epochs
+from plait.run.data.windows import TextBatches
 
 BLANK = -1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait.run.data import load_documents, load_text, split_documents
+from plait.run.data.text import load_documents, load_text, split_documents
 
 
 def lines(*values: object) -> bytes:

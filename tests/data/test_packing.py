@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.run.data import PackedBatches
 from plait.run.data.batches import IGNORED
-from plait.run.data.packing import best_fit
+from plait.run.data.packing import PackedBatches, best_fit
 
 
 def rows_of(source: PackedBatches) -> list[dict[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import plait
 from plait.comm import Comm
-from plait.run.data import RankBatches
+from plait.run.data.rank_batches import RankBatches
 from plait.table.mesh import Mesh
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.run.data import load_text, split_text
 from plait.run.data import text as text_module
+from plait.run.data.text import load_text, split_text
 
 
 def test_without_a_path_it_is_pythons_own_source() -> None:

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from plait.run.commands.main import main
-from plait.run.config import TrainConfig, validate
-from plait.run.data import TextBatches
+from plait.run.config.check import validate
+from plait.run.config.settings import TrainConfig
 from plait.run.data.tokens import Tokens, load_tokens, token_files
+from plait.run.data.windows import TextBatches
 from plait.run.job.config import JobConfig
 from plait.run.job.dataset import make_data
 

@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from plait.comm import Comm, run
-from plait.run.data import Batch, Epochs, PackedBatches, StepDataset, StepStream, TextBatches
-from plait.run.data.workers import WorkerError
+from plait.run.data.batches import Batch
+from plait.run.data.corpus import Epochs
+from plait.run.data.packing import PackedBatches
+from plait.run.data.windows import TextBatches
+from plait.run.data.workers import StepDataset, StepStream, WorkerError
 from plait.table.mesh import Mesh
 
 TEXT = bytes((i * i + i // 7) % 256 for i in range(1003))
@@ -105,7 +108,8 @@ def test_a_killed_worker_is_named() -> None:
 
 KILLED = """
 import sys
-from plait.run.data import StepDataset, StepStream, TextBatches
+from plait.run.data.windows import TextBatches
+from plait.run.data.workers import StepDataset, StepStream
 class Unsendable(TextBatches):
     def microbatches(self, *place):
         return [super().microbatches(*place), lambda: "stands for a batch for which /dev/shm has no room"]

@@ -7,7 +7,8 @@ import pytest
 from guide import code_of, run_section
 
 from plait.run.commands.main import main
-from plait.run.config import TrainConfig, from_toml
+from plait.run.config.file import from_toml
+from plait.run.config.settings import TrainConfig
 from plait.run.job.user_code import load_installed
 
 LAYOUTS = {

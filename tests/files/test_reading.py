@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from plait.checkpoint.files.reading import LARGEST_TEXT, read_file, read_text
-from plait.run.config import TrainConfig, from_toml, read_schedule, validate
+from plait.run.config.check import validate
+from plait.run.config.file import from_toml
+from plait.run.config.layout import read_schedule
+from plait.run.config.settings import TrainConfig
 from plait.run.data.text import load_text
 from plait.run.formats.huggingface import open_folder
 from plait.run.job.own import load_job

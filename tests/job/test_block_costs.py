@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from plait.comm import Comm, run
-from plait.run.config import VerifyConfig
+from plait.run.config.settings import VerifyConfig
 from plait.run.job.block_costs import Seconds, agreed_block_costs, block_costs
 from plait.run.job.job import make_job
 from plait.table.mesh import Mesh

@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.run.data import Epochs, PackedBatches, SyntheticRegression, TextBatches
 from plait.run.data.batches import IGNORED
+from plait.run.data.corpus import Epochs
+from plait.run.data.packing import PackedBatches
+from plait.run.data.regression import SyntheticRegression
+from plait.run.data.windows import TextBatches
 from plait.run.job.config import JobConfig
 from plait.run.job.dataset import make_data
 from plait.run.job.families import FAMILIES

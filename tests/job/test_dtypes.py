@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from plait.run.config import TrainConfig
+from plait.run.config.settings import TrainConfig
 from plait.run.job.job import build_model
 
 

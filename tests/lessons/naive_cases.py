@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from plait.forward.context import CurrentForward, RNGPosition
 from plait.forward.dropout import DropoutRNG
 from plait.forward.interceptor import Interceptor
-from plait.run.data import SyntheticRegression
+from plait.run.data.regression import SyntheticRegression
 from plait.run.models.mlp import MLP, MLPConfig, sample_count, squared_error_sum
 from plait.zero.state.init import materialise
 

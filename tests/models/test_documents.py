@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.run.data import PackedBatches
 from plait.run.data.batches import IGNORED
+from plait.run.data.packing import PackedBatches
 from plait.run.models import gpt, hf
 from plait.run.models.documents import attention_mask, positions
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.run.data import TextBatches
 from plait.run.data import batches as data_batches
+from plait.run.data.windows import TextBatches
 from plait.run.models import gpt
 
 SMALL = gpt.GPTConfig(vocabulary=31, num_layers=2, width=24, num_heads=6, num_kv_heads=2, max_length=12, dropout=0.0)

@@ -15,7 +15,7 @@ from plait.comm import Comm, run
 from plait.referee.verify.observed import Record
 from plait.referee.verify.reference import run_reference
 from plait.run.commands.main import main
-from plait.run.config import VerifyConfig
+from plait.run.config.settings import VerifyConfig
 from plait.run.job.job import make_job
 from plait.run.models import hf
 from plait.step import Engine, empty_parameters

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.run.data import SyntheticRegression
+from plait.run.data.regression import SyntheticRegression
 from plait.run.models import mlp
 
 ODD = mlp.MLPConfig(num_layers=3, widths=(5, 7, 3, 2))

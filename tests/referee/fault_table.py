@@ -24,7 +24,7 @@ import tensor_faults as t
 from torch.optim import SGD, AdamW
 from verify_cases import GPT, TINY
 
-from plait.run.config import VerifyConfig
+from plait.run.config.settings import VerifyConfig
 
 Put = Callable[[pytest.MonkeyPatch], None]
 

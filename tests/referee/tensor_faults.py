@@ -17,7 +17,7 @@ from verify_cases import MLP, not_sent
 from plait.comm.base import DONE, NO_NOTE
 from plait.comm.thread import ThreadComm
 from plait.forward.tensor_parallel import StageTensor
-from plait.run.config import VerifyConfig
+from plait.run.config.settings import VerifyConfig
 from plait.step.exchange import Exchange
 from plait.step.norm import Norm
 from plait.table.collectives import Note

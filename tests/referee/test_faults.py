@@ -25,7 +25,7 @@ from plait.referee.verify.record import trace_layout
 from plait.referee.verify.run import judge, placed, references
 from plait.referee.witness.judge import judge as judge_witnessed
 from plait.referee.wrong import FirstWrong
-from plait.run.config import VerifyConfig
+from plait.run.config.settings import VerifyConfig
 from plait.run.job.job import make_job
 
 Patch = pytest.MonkeyPatch

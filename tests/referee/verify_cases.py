@@ -16,7 +16,7 @@ from plait.referee.verify.plain import run_plain
 from plait.referee.verify.record import record_run
 from plait.referee.verify.reference import run_reference
 from plait.referee.verify.run import Verdict, judge, replay
-from plait.run.config import VerifyConfig
+from plait.run.config.settings import VerifyConfig
 from plait.run.job.config import JobConfig
 from plait.run.job.job import Job, make_job
 from plait.table.collectives import Note

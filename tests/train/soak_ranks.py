@@ -15,7 +15,7 @@ from pathlib import Path
 
 from plait.comm import Comm, Observer
 from plait.run.commands.main import parse
-from plait.run.config import TrainConfig
+from plait.run.config.settings import TrainConfig
 from plait.run.launch.local import launch
 from plait.run.train.run import run_train
 

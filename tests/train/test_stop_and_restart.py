@@ -19,7 +19,8 @@ from sockets import children
 
 from plait.checkpoint.folder import checkpoints
 from plait.run.commands.main import main, parse
-from plait.run.config import TrainConfig, to_toml
+from plait.run.config.file import to_toml
+from plait.run.config.settings import TrainConfig
 from plait.run.train.resume import has_settings, newest_sound, restarted
 
 SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--kv-heads", "1", "--length", "12", "--batch", "6"]

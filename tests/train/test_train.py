@@ -16,7 +16,8 @@ import torch
 from plait.comm.base import Comm
 from plait.referee.verify.reference import run_reference
 from plait.run.commands.main import main, parse
-from plait.run.config import TrainConfig, from_toml, to_toml
+from plait.run.config.file import from_toml, to_toml
+from plait.run.config.settings import TrainConfig
 from plait.run.config.sinks import Sinks
 from plait.run.job.job import make_job
 from plait.run.job.sections import flags

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from verify_cases import GPT, TINY, Verified, verify
 
-from plait.run.config import VerifyConfig, validate
+from plait.run.config.check import validate
+from plait.run.config.settings import VerifyConfig
 
 CHAIN = replace(TINY, layers=11, steps=2)
 """11 links: uneven on any number of stages up to 8; 5 elements wide, 13 samples."""

@@ -14,7 +14,8 @@ from plait.referee.verify.cases import DIMENSIONS, RULES, command, config_of, du
 from plait.referee.verify.covering import Rule, covering
 from plait.referee.verify.record import collect_records, record_run
 from plait.referee.verify.run import references
-from plait.run.config import VerifyConfig, validate, with_job
+from plait.run.config.check import validate
+from plait.run.config.settings import VerifyConfig, with_job
 from plait.run.job.job import make_job
 from plait.table.mesh import AXES
 

@@ -23,7 +23,7 @@ from plait.referee.verify.compare import Finding, against_tree
 from plait.referee.verify.observed import RankRecord
 from plait.referee.verify.record import record_layout
 from plait.referee.verify.reference import run_reference
-from plait.run.data import Batches
+from plait.run.data.batches import Batches
 from plait.run.job.job import Job
 from plait.run.models import hf
 from plait.step import empty_parameters

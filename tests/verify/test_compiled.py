@@ -25,7 +25,7 @@ from plait.comm import Comm, run
 from plait.forward.compiled import missing_compiler
 from plait.pipeline.stage import LossFn, Stage
 from plait.referee.verify.record import record_run
-from plait.run.config import VerifyConfig
+from plait.run.config.settings import VerifyConfig
 from plait.step import Engine
 from plait.table.mesh import Mesh
 

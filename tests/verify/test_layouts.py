@@ -22,7 +22,8 @@ from verify_cases import GPT, MLP, MODELS, TINY, record, verify
 from plait.referee.verify.cases import command, due
 from plait.referee.verify.covering import covering
 from plait.referee.verify.run import judge, references
-from plait.run.config import VerifyConfig, validate
+from plait.run.config.check import validate
+from plait.run.config.settings import VerifyConfig
 from plait.run.job.job import make_job
 from plait.schedule.orders import ORDERS
 from plait.table.additions import additions

@@ -23,7 +23,8 @@ from plait.referee.verify.covering import pairs
 from plait.referee.verify.matrix import Outcome, outcome_of, run_cells
 from plait.referee.verify.run import Verdict, judge, references
 from plait.run.commands.main import main, parse
-from plait.run.config import VerifyConfig, validate
+from plait.run.config.check import validate
+from plait.run.config.settings import VerifyConfig
 from plait.run.job.job import Job, make_job
 from plait.step.norm import Norm
 from plait.table.cells import TABLE

@@ -18,7 +18,7 @@ from plait.comm.operation import MismatchError
 from plait.referee.verify import record
 from plait.referee.verify.cases import cells_of_job
 from plait.run.commands.main import main
-from plait.run.config import VerifyConfig
+from plait.run.config.settings import VerifyConfig
 from plait.table.tensor_plan import FORWARD
 
 

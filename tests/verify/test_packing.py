@@ -10,7 +10,8 @@ import pytest
 from plait.comm import run
 from plait.referee.verify.record import record_run
 from plait.referee.verify.run import Verdict, judge, references
-from plait.run.config import VerifyConfig, validate
+from plait.run.config.check import validate
+from plait.run.config.settings import VerifyConfig
 from plait.run.job.job import make_job
 
 GPT = VerifyConfig(

@@ -14,7 +14,7 @@ from verify_cases import TINY
 from plait.referee.verify.observed import RankRecord, Record
 from plait.referee.verify.run import judge, placed, references
 from plait.referee.verify.spread import Spread, honest_runs, spread_of
-from plait.run.config import VerifyConfig
+from plait.run.config.settings import VerifyConfig
 
 Patch = pytest.MonkeyPatch
 GPT = replace(tensors.GPT, steps=3, strategy="zero1")

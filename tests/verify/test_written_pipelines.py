@@ -9,7 +9,7 @@ from pipe_cases import CHAIN, DECODER, is_bitwise, runs
 from verify_cases import verify
 
 from plait.run.commands.main import main
-from plait.run.config import VerifyConfig
+from plait.run.config.settings import VerifyConfig
 from plait.schedule.actions import parse_schedule
 
 WRITTEN = {

@@ -18,7 +18,8 @@ from plait.comm.process import ProcessComm
 from plait.referee.witness.replay import Replay
 from plait.referee.witness.run import drive, with_engine
 from plait.referee.witness.stored import read_witnessed
-from plait.run.config import VerifyConfig, validate
+from plait.run.config.check import validate
+from plait.run.config.settings import VerifyConfig
 from plait.run.job.job import make_job
 from plait.table.mesh import AXES
 

@@ -20,7 +20,8 @@ from plait.comm import Comm
 from plait.comm.process import ProcessComm
 from plait.referee.witness.engines import Driven, ddp
 from plait.referee.witness.run import run_engine, with_engine
-from plait.run.config import VerifyConfig, validate, with_job
+from plait.run.config.check import validate
+from plait.run.config.settings import VerifyConfig, with_job
 from plait.run.job.job import Job
 
 SEQUENTIAL = f"{__file__}:sequential"

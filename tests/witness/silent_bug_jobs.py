@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import plait
 from plait.comm import Comm
 from plait.referee.witness.engines import Driven
-from plait.run.config import VerifyConfig
+from plait.run.config.settings import VerifyConfig
 from plait.run.job.job import Job
 
 TOKENS, WIDTH, TIME, SAMPLES = 11, 8, 6, 8

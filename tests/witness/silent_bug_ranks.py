@@ -11,7 +11,7 @@ from silent_bugs import BUGS, RIGHT
 
 from plait.comm.process import ProcessComm
 from plait.referee.witness.run import run_engine, with_engine
-from plait.run.config import validate
+from plait.run.config.check import validate
 
 
 def rank_main(rank: int, ranks: int, port: int, path: str) -> None:

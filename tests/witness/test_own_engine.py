@@ -18,7 +18,7 @@ from torch import nn
 import plait
 from plait.comm import Comm, thread
 from plait.referee.witness.judgement import Judgement
-from plait.run.config import VerifyConfig
+from plait.run.config.settings import VerifyConfig
 
 STEPS = 3
 

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from plait.checkpoint.files.reading import shown
 from plait.messages.escape import say
@@ -120,6 +121,7 @@ class Lines:
             ) from None
         except OSError:
             pass  # a file system without locks
+        _LOCKED.add(self)
 
     def read(self) -> bytes:
         """Returns the bytes of the file."""
@@ -139,7 +141,21 @@ class Lines:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        os.close(self.number)
+        if self in _LOCKED:
+            _LOCKED.remove(self)
+            os.close(self.number)
+
+
+_LOCKED: WeakSet[Lines] = WeakSet()
+
+
+def _release() -> None:
+    """Closes the descriptors of a fork, which would hold the locks beyond the end of its parent."""
+    for lines in list(_LOCKED):
+        lines.close()
+
+
+os.register_at_fork(after_in_child=_release)
 
 
 def check_file(name: str, path: str) -> None:
@@ -169,10 +185,12 @@ def check_folder(name: str, path: str, files: Iterable[str] = (), need: int = 0)
         ValueError: something else is there, nothing can be written, or there is less room.
     """
     place = os.path.abspath(path)
-    for file in files:
-        _check_plain(name, os.path.join(place, file))
     while not _there(name, place):
         place = os.path.dirname(place)
+    if not os.path.isdir(place):
+        raise ValueError(f"{name} {shown(path)}: {shown(place)} is no folder; give another place")
+    for file in files:
+        _check_plain(name, os.path.join(path, file))
     _try(name, path, place)
     if (have := free(place)) is not None and need > have:
         raise ValueError(
@@ -183,7 +201,7 @@ def check_folder(name: str, path: str, files: Iterable[str] = (), need: int = 0)
 def _there(name: str, place: str) -> bool:
     try:
         os.lstat(place)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError) as error:
         raise ValueError(f"{name} {shown(place)}: {getattr(error, 'strerror', error)}; give another place") from error

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from plait.pipeline.blocks import blocks_of
 from plait.referee.verify.covering import Rule, covering
-from plait.run.config import VerifyConfig, with_job
+from plait.run.config.settings import VerifyConfig, with_job
 from plait.run.job.job import build_model
 from plait.run.job.optimizer import OPTIMIZERS
 from plait.run.job.sections import flags

@@ -38,7 +38,7 @@ from plait.referee.verify.record import trace_layout
 from plait.referee.verify.reference import run_reference
 from plait.referee.verify.traces import Traces, Wrong
 from plait.referee.wrong import FirstWrong, Phase, cause_of_norm, said
-from plait.run.config import RunConfig
+from plait.run.config.settings import RunConfig
 from plait.run.job.job import Job
 from plait.table.additions import additions
 

@@ -21,7 +21,8 @@ from plait.messages.progress import counted, shown_by
 from plait.referee.verify.cases import cells, cells_of_job, command, due
 from plait.referee.verify.record import record_run
 from plait.referee.verify.run import Verdict, judge, line_of, references
-from plait.run.config import VerifyConfig, validate, with_job
+from plait.run.config.check import validate
+from plait.run.config.settings import VerifyConfig, with_job
 from plait.run.job.job import make_job
 from plait.run.job.sections import flags
 from plait.run.report.screen import screen, working

@@ -31,7 +31,7 @@ from plait.referee.tape import Tape
 from plait.referee.values import restored, storable
 from plait.referee.verify.observed import OneStep, Piece, RankRecord
 from plait.referee.verify.reference import uncached
-from plait.run.config import RunConfig
+from plait.run.config.settings import RunConfig
 from plait.run.job.job import Job
 from plait.step import Engine, StepResult
 from plait.table.collectives import Entry

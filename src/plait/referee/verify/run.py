@@ -28,7 +28,8 @@ from plait.referee.verify.record import collect_records, left_out, record_run
 from plait.referee.verify.reference import run_reference
 from plait.referee.verify.spread import RUNS, Spread, honest_runs, spread_of
 from plait.referee.wrong import FirstWrong
-from plait.run.config import RunConfig, VerifyConfig, validate, with_job
+from plait.run.config.check import validate
+from plait.run.config.settings import RunConfig, VerifyConfig, with_job
 from plait.run.job.job import Job, make_job
 from plait.run.job.own import UserJob
 from plait.run.report.screen import screen, working

@@ -23,7 +23,7 @@ from plait.referee.values import MARGIN, wide
 from plait.referee.verify.compare import BITWISE, Finding, HonestRuns, finding, pairs
 from plait.referee.verify.observed import RankRecord
 from plait.referee.verify.reference import SingleProcess, run_reference
-from plait.run.config import RunConfig
+from plait.run.config.settings import RunConfig
 from plait.run.job.job import Job
 from plait.table.additions import additions
 from plait.torch_private import DisableTorchFunction, tree_map

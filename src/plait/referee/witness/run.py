@@ -19,8 +19,8 @@ from plait.referee.witness.judge import judge
 from plait.referee.witness.judgement import Judgement
 from plait.referee.witness.record import witness
 from plait.referee.witness.replay import check_replayable
-from plait.run.config import VerifyConfig
 from plait.run.config.layout import LayoutConfig
+from plait.run.config.settings import VerifyConfig
 from plait.run.job.job import Job, build_model, make_job
 from plait.run.job.sections import flags
 from plait.step import Engine

@@ -13,7 +13,7 @@ from torch import nn
 
 from plait.anymodel.tensor import resolve_carried
 from plait.checkpoint.files.writing import write_json
-from plait.run.config import with_job
+from plait.run.config.settings import with_job
 from plait.run.job.config import TaskConfig
 from plait.run.job.job import build_model
 from plait.run.report.screen import screen

@@ -16,7 +16,7 @@ from plait.referee.witness.declared import Rounding
 from plait.referee.witness.judge import judge
 from plait.referee.witness.judgement import Judgement
 from plait.referee.witness.run import run_engine
-from plait.run.config import VerifyConfig, with_job
+from plait.run.config.settings import VerifyConfig, with_job
 from plait.run.job.config import JobConfig, TaskConfig
 from plait.run.job.job import make_job
 from plait.run.report.screen import screen, working

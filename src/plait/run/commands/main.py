@@ -22,7 +22,6 @@ from plait.checkpoint.files.reading import shown
 from plait.checkpoint.files.writing import check_file
 from plait.messages.ended import to_its_end
 from plait.messages.escape import heard, one_line, say
-from plait.run import config as configs
 from plait.run.commands.interrupt import leave_at_once, raise_again
 from plait.run.config.bounds import check_values
 from plait.run.job.sections import flag_hints
@@ -157,9 +156,12 @@ def parse(argv: Sequence[str]) -> Any:
 
 def _defaults(kind: Any, words: Sequence[str]) -> Any:
     """The defaults of a command, read from the file that ``--config`` names, if any."""
+    from plait.run.config.file import from_toml
+    from plait.run.config.settings import TrainConfig
+
     _, files = take_files(words, "--config")
     if len(files) > 1:
         raise ValueError(f"--config is given {len(files)} times ({', '.join(map(shown, files))}): give one file")
     if not files:
         return kind()
-    return configs.from_toml(kind, files[0], others=flag_hints(configs.TrainConfig))  # verify reads a run's file too
+    return from_toml(kind, files[0], others=flag_hints(TrainConfig))  # verify reads a run's file too

@@ -18,7 +18,7 @@ from plait.checkpoint.files.writing import write_json
 from plait.messages.wording import human
 from plait.referee.prove import Decoder, PaperRun, Proved, Refuted, prove
 from plait.run.commands.plan import SizeFlags, read_model
-from plait.run.config import names_a_file, read_schedule
+from plait.run.config.layout import names_a_file, read_schedule
 from plait.run.report.screen import screen, working
 from plait.schedule.orders import describe_chunks, describe_orders
 from plait.schedule.pipeline import Pipeline

@@ -7,7 +7,8 @@ from functools import partial
 from plait.comm.agree import check_together, gather_ints
 from plait.comm.base import NO_NOTE, Comm
 from plait.messages.escape import say
-from plait.run.config import TrainConfig, validate, with_job
+from plait.run.config.check import validate
+from plait.run.config.settings import TrainConfig, with_job
 from plait.run.job.sections import flags
 from plait.run.launch.limits import Limits
 from plait.run.launch.local import is_a_rank, launch

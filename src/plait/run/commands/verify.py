@@ -8,7 +8,8 @@ from plait.referee.verify import run_verify
 from plait.referee.verify.matrix import run_matrix
 from plait.referee.witness.run import with_engine
 from plait.run.commands.judge import run_verify_engine
-from plait.run.config import VerifyConfig, validate, with_job
+from plait.run.config.check import validate
+from plait.run.config.settings import VerifyConfig, with_job
 from plait.run.job.sections import flags
 from plait.run.launch.local import launch
 

@@ -11,28 +11,3 @@ sinks.py       writes the numbers of each step
 
 The sections for the training job are in ``job``, next to the code that uses them.
 """
-
-from typing import TYPE_CHECKING
-
-from plait.later import later
-
-if TYPE_CHECKING:
-    from plait.run.config.check import validate
-    from plait.run.config.file import from_toml, to_toml
-    from plait.run.config.layout import names_a_file, read_schedule
-    from plait.run.config.machine import Device, MachineConfig, World, check_machine, resolve_device
-    from plait.run.config.settings import RunConfig, TrainConfig, VerifyConfig, with_job
-else:
-    __getattr__ = later(
-        __name__,
-        {
-            "check": "validate",
-            "file": "from_toml to_toml",
-            "layout": "names_a_file read_schedule",
-            "machine": "Device MachineConfig World check_machine resolve_device",
-            "settings": "RunConfig TrainConfig VerifyConfig with_job",
-        },
-    )
-
-__all__ = ["Device", "MachineConfig", "RunConfig", "TrainConfig", "VerifyConfig", "World", "check_machine", "from_toml"]
-__all__ += ["names_a_file", "read_schedule", "resolve_device", "to_toml", "validate", "with_job"]

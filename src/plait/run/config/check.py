@@ -12,7 +12,7 @@ from plait.pipeline.build_stages import split_of
 from plait.run.config.bounds import check_values
 from plait.run.config.machine import check_machine, resolve_device
 from plait.run.config.room import check_room, checkpoint_bytes
-from plait.run.config.settings import RunConfig, TrainConfig, VerifyConfig
+from plait.run.config.settings import CourseConfig, RunConfig, TrainConfig, VerifyConfig
 from plait.run.config.sinks import METRICS, check_sinks
 from plait.run.data.text import size_of
 from plait.run.data.tokens import token_files
@@ -115,8 +115,10 @@ def _check_data(config: RunConfig) -> None:
 
 
 def _check_training(config: TrainConfig) -> None:
-    """Refuses paths that a run could not write to."""
-    output = config.output
+    """Refuses paths that a run could not write to, and settings without an effect."""
+    output, course = config.output, config.course
+    if course.eval_every is None and course.eval_steps != CourseConfig().eval_steps:
+        raise ValueError(f"eval_steps {course.eval_steps} without eval_every: give --eval-every too, or leave it out")
     if output.out is not None:
         files = [name for name in WRITTEN if os.path.lexists(os.path.join(output.out, name))]
         if files and not (output.overwrite or output.resume):
@@ -125,7 +127,7 @@ def _check_training(config: TrainConfig) -> None:
                 f"--resume auto to go on with that run, or --overwrite"
             )
         check_folder("out", output.out, WRITTEN, checkpoint_bytes(config) if output.save_every else 0)
-    for text in config.course.inject:
+    for text in course.inject:
         fault = parse_fault(text, config.machine.parsed_mesh.size, threads=config.machine.world == "thread")
         if config.task.samples.epochs is None and fault.step > config.task.samples.steps:
             raise ValueError(

@@ -13,9 +13,12 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from plait.run.data import Batches, Corpus, Epochs, PackedBatches, TextBatches
+from plait.run.data.batches import Batches
+from plait.run.data.corpus import Corpus, Epochs
+from plait.run.data.packing import PackedBatches
 from plait.run.data.text import load_documents, load_text, split_documents, split_text
 from plait.run.data.tokens import load_tokens, token_files
+from plait.run.data.windows import TextBatches
 from plait.run.job.config import JobConfig
 from plait.torch_private import tree_leaves
 

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from plait.messages.wording import did_you_mean
-from plait.run.data import Batches, SyntheticRegression, as_tokens
+from plait.run.data.batches import Batches
+from plait.run.data.regression import SyntheticRegression
+from plait.run.data.windows import as_tokens
 from plait.run.formats.huggingface import open_folder
 from plait.run.job.optimizer import OptimizerRow
 from plait.run.job.own import PLACE, GivenBatches, UserJob

@@ -18,7 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from plait.anymodel.tensor import plan_of
 from plait.anymodel.tensor.passing import PassingOf
 from plait.comm import Comm
-from plait.run.data import Batches, Epochs, StepDataset, StepStream
+from plait.run.data.batches import Batches
+from plait.run.data.corpus import Epochs
+from plait.run.data.workers import StepDataset, StepStream
 from plait.run.job.block_costs import agreed_block_costs
 from plait.run.job.config import Dtypes, JobConfig
 from plait.run.job.dataset import make_data

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from tyro.constructors import PrimitiveConstructorSpec
 
-from plait.run.data import Batches
+from plait.run.data.batches import Batches
 from plait.run.job.user_code import load_name
 from plait.step.step import num_samples
 from plait.torch_private import tree_leaves, tree_map

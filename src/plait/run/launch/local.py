@@ -28,8 +28,7 @@ from plait.comm.environment import launched
 from plait.messages.ended import to_its_end
 from plait.messages.escape import say
 from plait.referee.sanitize.collectives import check_collectives
-from plait.run.config import MachineConfig, resolve_device
-from plait.run.config.machine import idle_devices, resolve_world
+from plait.run.config.machine import MachineConfig, idle_devices, resolve_device, resolve_world
 from plait.run.job.sections import flags
 from plait.run.launch.agent import RankAgent
 from plait.run.launch.failure import LAUNCHER, leave_note

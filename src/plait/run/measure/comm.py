@@ -22,8 +22,8 @@ from plait.checkpoint.files.reading import memory
 from plait.checkpoint.files.writing import check_file
 from plait.comm.base import Comm
 from plait.messages.wording import human
-from plait.run.config import MachineConfig, check_machine, resolve_device
 from plait.run.config.bounds import check_values
+from plait.run.config.machine import MachineConfig, check_machine, resolve_device
 from plait.run.measure.machine import synchronise
 from plait.run.measure.operations import COLLECTIVES, NOTE, build
 from plait.table.collectives import bus_factor

@@ -28,7 +28,8 @@ from plait.comm import Comm
 from plait.comm.agree import broadcast_text
 from plait.messages.escape import say
 from plait.messages.wording import did_you_mean
-from plait.run.config import TrainConfig, from_toml
+from plait.run.config.file import from_toml
+from plait.run.config.settings import TrainConfig
 from plait.run.config.sinks import METRICS
 from plait.run.job.config import JobConfig
 from plait.run.job.job import Job

@@ -38,11 +38,12 @@ from plait.referee.sanitize.drift import DriftCheck
 from plait.referee.verify.compare import BITWISE, against_tree, asked, full_batch
 from plait.referee.verify.record import Recorder, collect_records, irregular, left_out, predict
 from plait.referee.verify.run import findings_table, replay
-from plait.run.config import TrainConfig, to_toml
+from plait.run.config.file import to_toml
 from plait.run.config.machine import resolve_world
 from plait.run.config.room import decoder_sizes
+from plait.run.config.settings import TrainConfig
 from plait.run.config.sinks import Sinks, open_sinks
-from plait.run.data import StepStream
+from plait.run.data.workers import StepStream
 from plait.run.formats.huggingface import write_folder
 from plait.run.injection import inject
 from plait.run.job.job import Job, make_job

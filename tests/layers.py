@@ -108,6 +108,7 @@ SHARES: dict[str, Share] = {
     "launch/test_local.py": PROCESSES,
     "launch/test_slurm_cluster.py": NIGHTLY,
     "launch/test_local.py::test_rank_0_speaks_and_every_argument_arrives_as_it_was": FAST,
+    "lessons/test_browser.py": DOCUMENTATION,
     "lessons/test_clock.py::test_every_order_is_the_whole_model_to_the_bit": Share("pairs", "pairs"),
     "models/test_hf.py::test_plait_comes_without_transformers": PROCESSES,
     "oracle": ORACLES,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.util
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,12 @@ import torch
 
 from plait.run.commands.main import main
 from plait.run.course.lessons import numbered
-from plait.run.course.tracer import align, show, trace
+from plait.run.course.markers import markers
+from plait.run.course.memory import Held
+from plait.run.course.merge import align
+from plait.run.course.page import predictions
+from plait.run.course.tracer import trace
+from plait.run.course.values import show
 from plait.run.job.user_code import load_name
 from plait.table.mesh import Mesh
 
@@ -78,7 +81,8 @@ def test_ranks_differ_before_the_sum_and_agree_after_it(program: Path, tmp_path:
     assert ends == [[23.0] * 3] * 3
     for frame in data["frames"]:  # aligned: all ranks are on the same side of the collective
         assert len({rank["steps"][k]["operations"] for rank, k in zip(data["ranks"], frame, strict=True)}) == 1
-    assert data["ranks"][1]["operations"] == ["all_reduce over shard, 12 bytes, this rank sends 16"]
+    meant = {"kind": "all_reduce", "axes": ["shard"], "bytes": 12, "sent": 16, "ranks": [0, 1, 2], "root": None}
+    assert data["ranks"][1]["operations"] == [meant] and data["ranks"][1]["name"] == "shard 1"
     assert {step["function"] for step in data["ranks"][0]["steps"]} == {"body", "helper"}
 
 
@@ -102,7 +106,7 @@ def test_a_hostile_string_is_text_and_the_policy_names_our_script_alone(program:
     out = tmp_path / "page.html"
     main(["trace", f"{program}:body", "--mesh", "shard=2", "--out", str(out)])
     page = out.read_text()
-    assert page.count("</script>") == 2 and "<img" not in page and "http" not in page.split("</head>")[1]
+    assert page.count("</script>") == 2 and "<img" not in page and page.count("http:") == 1  # the name of SVG
     script, style = re.search(r"script-src '([^']+)'; style-src '([^']+)'", page).groups()
     for tag, named in (("script", script), ("style", style)):
         text = re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)[1]
@@ -127,6 +131,77 @@ def test_a_file_of_this_folder_is_traced(program: Path, monkeypatch: pytest.Monk
     assert all(rank["steps"] for rank in data_of(Path("page.html").read_text())["ranks"])
 
 
+MARKED = """
+import torch
+
+LIMIT = 3
+
+def body(comm):
+    log = []  # @hide log
+    x = torch.ones(1000)  # @inspect x.sum() + LIMIT, x[missing]
+    print(f"rank {comm.rank} speaks")
+    y = helper(x)  # @over
+    del x
+    z = 1  # @hide
+    comm.barrier(("shard",))
+    return y
+
+def helper(x):
+    return 2 * x.repeat(4)
+"""
+
+
+def test_markers_say_what_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "marked.py"
+    file.write_text(MARKED)
+    ranks = trace(str(file), load_name(f"{file}:body", "function"), Mesh(shard=2))
+    steps = ranks[1].steps
+    named = {name for step in steps for name in step["changed"]}
+    assert named == {"comm", "x", "y", "z", "@ x.sum() + LIMIT", "@ x[missing]"}
+    lines = MARKED.splitlines()
+    assert not any("# @hide" in lines[step["line"] - 1] for step in steps if "log" not in lines[step["line"] - 1])
+    assert {step["function"] for step in steps} == {"body"}
+    first = next(step for step in steps if "@ x[missing]" in step["changed"])
+    assert first["changed"]["@ x.sum() + LIMIT"]["rows"] == [[1003.0]] and first["line"] == 9
+    assert first["changed"]["@ x[missing]"]["text"] == "NameError: name 'missing' is not defined"
+    assert "".join(step.get("said", "") for step in steps) == "rank 1 speaks\n" and capfd.readouterr().out == ""
+    held = [step["held"] for step in steps]
+    assert (held[0], held[-1], max(held)) == (0, 16_000, 20_000) and ranks[1].peak == 4_000 + 2 * 16_000
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("x = 1  # @show x", "'# @show x' is no marker: use @inspect, @over, @hide"),
+        ("# @inspect x +", "give expressions"),
+    ],
+)
+def test_a_wrong_marker_is_named_with_its_line(line: str, words: str) -> None:
+    with pytest.raises(ValueError, match=f"f.py, line 2: .*{words}"):
+        markers(f"\n{line}\n", "f.py")
+
+
+def test_memory_counts_what_is_alive_and_what_autograd_keeps() -> None:
+    outside = torch.ones(100, requires_grad=True)
+    with Held() as held:
+        outside.detach().add_(1)
+        view = outside.view(10, 10)
+        assert held.bytes() == 0
+        kept = (view.exp() * 2).sum()  # exp keeps its result
+        assert held.bytes() == 404
+        kept.backward()
+        assert held.bytes() == 404 and held.peak >= 804
+        outside.grad.untyped_storage().resize_(0)
+        assert held.bytes() == 4
+
+
+def test_predictions_come_with_their_outcomes() -> None:
+    found = predictions(numbered()[11].path.read_text())
+    assert len(found) == 3 and found[0]["question"].startswith("How many units are whole at once")
+    assert found[0]["outcome"] == "two, and one. Not four."
+    assert all(one["question"] and one["outcome"] for one in found) and predictions("x = 1") == []
+
+
 def test_a_lesson_is_opened(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "lesson.html"
     assert main(["lesson", "open", "5", "--out", str(out), "--no-browser"]) == 0
@@ -138,28 +213,3 @@ def test_a_lesson_is_opened(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 def test_every_lesson_with_ranks_can_be_opened() -> None:
     with_ranks = [lesson.number for lesson in numbered() if "\ndef body(" in lesson.path.read_text()]
     assert with_ranks == [n for n in range(3, 21) if n not in (8, 18)]
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("playwright") is None or shutil.which("chromium") is None,
-    reason="Playwright and chromium are not installed",
-)
-def test_a_browser_steps_through_it(program: Path, tmp_path: Path) -> None:
-    from playwright.sync_api import sync_playwright
-
-    out = tmp_path / "page.html"
-    main(["trace", f"{program}:body", "--mesh", "shard=2", "--out", str(out)])
-    with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        tab, said = browser.new_page(), []
-        tab.on("console", lambda message: said.append(message.text))
-        tab.on("pageerror", lambda error: said.append(str(error)))
-        tab.goto(out.as_uri())
-        assert tab.locator("section").count() == 2 and tab.title() == f"{program}:body"
-        tab.keyboard.press("ArrowRight")
-        assert tab.url.endswith("#2") and "step 2 of" in tab.locator("#count").inner_text()
-        tab.keyboard.press("End")
-        assert "all_reduce over shard" in tab.locator("section").first.inner_text()
-        tab.keyboard.press("ArrowLeft")
-        assert tab.title() == f"{program}:body" and said == []
-        browser.close()

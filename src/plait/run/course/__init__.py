@@ -2,5 +2,9 @@
 
 lessons.py  finds the lessons, their titles and their files    start here
 tracer.py   steps through a file on every rank and notes what each line changed
-page.py     a trace as one HTML file; viewer.js and viewer.css are in it
+values.py   values as the page shows them
+memory.py   bytes of the tensors that a rank has made and keeps
+markers.py  comments that say what to show
+merge.py    the records of all ranks as frames, aligned at collectives
+page.py     the frames as one HTML file; viewer.js and viewer.css are in it
 """

@@ -1,10 +1,11 @@
 "use strict";
 // One frame of the page is one step index per rank. All text enters by textContent: nothing of a program can run here.
 const data = JSON.parse(document.getElementById("data").textContent);
-const source = document.getElementById("source"), columns = document.getElementById("ranks");
-const slider = document.getElementById("slider"), count = document.getElementById("count");
+const [source, columns, slider, count, messages, predictions] =
+  ["source", "ranks", "slider", "count", "messages", "predictions"].map(id => document.getElementById(id));
 const last = data.frames.length - 1;
 document.getElementById("title").textContent = document.title;
+const SVG = "http://www.w3.org/2000/svg";
 
 function make(tag, text, parent, name) {
   const element = document.createElement(tag);
@@ -14,12 +15,33 @@ function make(tag, text, parent, name) {
   return element;
 }
 
+function size(bytes) {
+  if (bytes < 1000) return `${bytes} bytes`;
+  const power = Math.min(4, Math.floor(Math.log10(bytes) / 3));
+  return `${Number((bytes / 1000 ** power).toPrecision(3))} ${["", "kB", "MB", "GB", "TB"][power]}`;
+}
+
 const lines = data.source.map((text, i) => {
   const line = make("div", undefined, source);
   make("span", String(i + 1), line, "who");
-  make("span", text, line);
+  make("span", text, line, /^\s*#/.test(text) ? "comment" : "");
   return line;
 });
+
+// The n-th operation of a kind among the same ranks is the same operation on each of them.
+const most = { sent: 1, held: 1 };
+for (const rank of data.ranks) {
+  const seen = {};
+  let sent = 0;
+  for (const one of rank.operations) {
+    const what = `${["send", "recv"].includes(one.kind) ? one.kind : one.kind + one.axes} ${one.ranks}`;
+    seen[what] = (seen[what] || 0) + 1;
+    one.key = `${what.replace(/^(send|recv)/, "message")} ${seen[what]}`;
+    one.total = sent += one.sent;
+  }
+  most.sent = Math.max(most.sent, sent);
+  most.held = Math.max(most.held, rank.peak);
+}
 
 // The variables of a rank's current function after its step `end`: the sum of the changes of that frame.
 function variables(rank, end) {
@@ -43,9 +65,13 @@ function color(value, largest) {
 }
 
 function tensor(value, parent) {
-  const largest = Math.max(...value.rows.flat().map(Math.abs).filter(Number.isFinite), 0);
+  if (value.layout) make("div", value.layout, parent, "small");
+  const numbers = value.rows.flat(), largest = Math.max(...numbers.map(Math.abs).filter(Number.isFinite), 0);
+  const map = make("div", undefined, parent, "map");
+  map.setAttribute("role", "img");
+  map.setAttribute("aria-label", `a corner of the values: ${numbers.slice(0, 8).join(", ")}; sum of all ${value.sum}`);
   for (const row of value.rows) {
-    const line = make("div", undefined, parent, "row");
+    const line = make("div", undefined, map, "row");
     for (const number of row) {
       const cell = make("span", typeof number === "number" ? String(Number(number.toPrecision(2))) : number, line);
       cell.style.backgroundColor = color(number, largest);
@@ -54,36 +80,119 @@ function tensor(value, parent) {
   }
 }
 
-const mostSent = Math.max(1, ...data.ranks.map(rank => rank.sent.at(-1) || 0));
+function bar(column, words, value, largest, title) {
+  make("p", words, column);
+  const meter = make("meter", undefined, column);
+  meter.max = largest;
+  meter.value = value;
+  meter.setAttribute("aria-label", title);
+}
+
+// The operations that each rank has asked for between two frames.
+function fresh(frame) {
+  return data.ranks.map((rank, r) => {
+    const [before, now] = [frame - 1, frame].map(f => f < 0 ? undefined : rank.steps[data.frames[f][r]]);
+    return now ? rank.operations.slice(before ? before.operations : 0, now.operations) : [];
+  });
+}
+
+function news(frame) {
+  const found = new Map();
+  fresh(frame).forEach((operations, r) => operations.forEach(one => {
+    const here = found.get(one.key) || { one, asked: new Set(), kinds: new Set(), sent: 0 };
+    here.asked.add(r); here.kinds.add(one.kind); here.sent += one.sent;
+    found.set(one.key, here);
+  }));
+  return [...found.values()];
+}
+
+function words({ one, asked, kinds, sent }) {
+  if (["send", "recv"].includes(one.kind)) {
+    const done = kinds.has("recv") ? "received" : "sent";
+    return `rank ${one.ranks[0]} → rank ${one.ranks[1]}: ${size(one.bytes)} ${done}`;
+  }
+  const root = one.root === null ? "" : `, root ${one.root}`;
+  return `${one.kind} over ${one.axes.join(", ")} of ${size(one.bytes)}${root}: ranks ${one.ranks.join(", ")}` +
+    `; sent together ${size(sent)}` + (asked.size < one.ranks.length ? "; not all are there yet" : "");
+}
+
+function shape(tag, attributes, parent) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  if (parent) parent.append(element);
+  return element;
+}
+
+const SHOWN = 6;
+
+function drawMessages(frame) {
+  const found = news(frame), left = messages.getBoundingClientRect().left;
+  const middles = [...columns.children].map(column => {
+    const box = column.getBoundingClientRect();
+    return box.left + box.width / 2 - left;
+  });
+  messages.replaceChildren();
+  make("p", found.length ? found.slice(0, SHOWN).map(words).join("\n") : "no message in this step", messages, "said");
+  if (found.length > SHOWN) make("p", `and ${found.length - SHOWN} more in this step`, messages, "small");
+  const svg = shape("svg", { height: 8 + 18 * Math.min(found.length, SHOWN), "aria-hidden": "true" }, messages);
+  found.slice(0, SHOWN).forEach((message, i) => {
+    const { one, kinds, asked } = message, y = 12 + 18 * i, xs = one.ranks.map(r => middles[r]);
+    if (["send", "recv"].includes(one.kind)) {
+      const way = Math.sign(xs[1] - xs[0]), name = kinds.has("recv") ? "arrow" : "arrow leaving";
+      shape("line", { x1: xs[0], y1: y, x2: xs[1] - 9 * way, y2: y, class: name }, svg);
+      shape("path", { d: `M${xs[1]},${y} l${-10 * way},-5 v10 z`, class: "head" }, svg);
+      shape("circle", { cx: xs[0], cy: y, r: 4 }, svg);
+      return;
+    }
+    shape("line", { x1: Math.min(...xs), y1: y, x2: Math.max(...xs), y2: y, class: "together" }, svg);
+    one.ranks.forEach((r, k) => {
+      const open = asked.has(r) ? "" : "waiting";
+      shape("circle", { cx: xs[k], cy: y, r: r === one.root ? 8 : 5, class: open }, svg);
+    });
+  });
+}
+
+function drawRank(rank, r, frame) {
+  const at = data.frames[frame][r], step = rank.steps[at], column = make("section", undefined, columns);
+  column.setAttribute("aria-label", `rank ${r}`);
+  make("h2", `rank ${r}`, column);
+  if (rank.name) make("span", rank.name, column, "small");
+  if (!step) { make("p", "no steps in this file", column); return; }
+  const moved = frame === 0 || data.frames[frame - 1][r] !== at;
+  const line = lines[step.line - 1];
+  line.className = "at";
+  line.setAttribute("aria-current", "step");
+  line.firstChild.textContent = `${line.firstChild.textContent.replace(/^\d+$/, "")} r${r}`.trim();
+  make("p", `${step.function}, line ${step.line}${step.ends ? ", returns" : ""}`, column);
+  const n = step.operations, total = n ? rank.operations[n - 1].total : 0;
+  bar(column, `sent ${size(total)} in ${n} operation${n === 1 ? "" : "s"}`, total, most.sent, "bytes sent");
+  bar(column, `holds ${size(step.held)}, at most ${size(rank.peak)}`, step.held, most.held, "bytes held");
+  const said = rank.steps.slice(0, at + 1).map(one => one.said || "").join("");
+  const list = make("dl", undefined, column);
+  for (const [name, value] of Object.entries(variables(rank, at))) {
+    const changed = moved && name in step.changed;
+    make("dt", name, list);
+    const entry = make("dd", value.text, list, changed ? "new" : "");
+    if (changed) make("span", " changed", entry, "hidden");
+    if (value.rows) tensor(value, entry);
+  }
+  if (said) {
+    make("h3", "printed", column);
+    make("pre", said, column, moved && step.said ? "new" : "");
+  }
+}
 
 function draw(frame) {
-  lines.forEach((line, i) => { line.className = ""; line.firstChild.textContent = String(i + 1); });
-  columns.replaceChildren();
-  data.ranks.forEach((rank, r) => {
-    const at = data.frames[frame][r], step = rank.steps[at];
-    const column = make("section", undefined, columns);
-    make("h2", `rank ${r}`, column);
-    if (!step) { make("p", "no steps in this file", column); return; }
-    const line = lines[step.line - 1];
-    line.className = "at";
-    line.firstChild.textContent = `${line.firstChild.textContent.replace(/^\d+$/, "")} r${r}`.trim();
-    const n = step.operations;
-    make("p", `${step.function}, line ${step.line}${step.ends ? ", returns" : ""}`, column);
-    make("p", n ? `operation ${n}: ${rank.operations[n - 1]}` : "nothing sent yet", column);
-    const bar = make("meter", undefined, column);
-    bar.max = mostSent;
-    bar.value = n ? rank.sent[n - 1] : 0;
-    bar.title = `${bar.value} bytes sent`;
-    const list = make("dl", undefined, column);
-    for (const [name, value] of Object.entries(variables(rank, at))) {
-      const changed = name in step.changed && (frame === 0 || data.frames[frame - 1][r] !== at);
-      make("dt", name, list);
-      const entry = make("dd", value.text, list, changed ? "new" : "");
-      if (value.rows) tensor(value, entry);
-    }
+  lines.forEach((line, i) => {
+    line.className = "";
+    line.removeAttribute("aria-current");
+    line.firstChild.textContent = String(i + 1);
   });
+  columns.replaceChildren();
+  data.ranks.forEach((rank, r) => drawRank(rank, r, frame));
+  drawMessages(frame);
   const first = source.querySelector(".at");
-  if (first) first.scrollIntoView({ block: "center" });
+  if (first) source.scrollTop = first.offsetTop - source.offsetTop - source.clientHeight / 2;
   slider.value = frame;
   count.textContent = `step ${frame + 1} of ${last + 1}`;
 }
@@ -98,12 +207,39 @@ function go(frame) {
   show();  // the event of the new address comes later
 }
 
+function message(from, way) {
+  let frame = from + way;
+  while (frame > 0 && frame < last && !news(frame).length) frame += way;
+  go(frame);
+}
+
+for (const [i, { question, outcome }] of data.predictions.entries()) {
+  const box = make("div", undefined, predictions, "prediction"), label = make("label", `${i + 1}. ${question}`, box);
+  const mine = make("textarea", undefined, box);
+  mine.rows = 1;
+  label.htmlFor = mine.id = `prediction-${i + 1}`;
+  const answer = make("details", undefined, box);
+  make("summary", "the outcome, which the lesson asserts", answer);
+  make("p", outcome || "Step to the end, or run the lesson: it prints the outcome and asserts it.", answer);
+}
+predictions.hidden = !data.predictions.length;
+
+const here = () => Number(slider.value);
+const moves = {
+  ArrowRight: () => go(here() + 1), ArrowLeft: () => go(here() - 1), Home: () => go(0), End: () => go(last),
+  n: () => message(here(), 1), p: () => message(here(), -1),
+};
 slider.max = last;
-slider.addEventListener("input", () => go(Number(slider.value)));
+slider.addEventListener("input", () => go(here()));
+for (const [id, key] of Object.entries({ first: "Home", back: "ArrowLeft", next: "ArrowRight", last: "End", message: "n" }))
+  document.getElementById(id).addEventListener("click", moves[key]);
 window.addEventListener("hashchange", show);
+window.addEventListener("resize", () => drawMessages(here()));
+columns.addEventListener("scroll", () => drawMessages(here()));
 window.addEventListener("keydown", event => {
-  const here = Number(slider.value);
-  const to = { ArrowRight: here + 1, ArrowLeft: here - 1, Home: 0, End: last }[event.key];
-  if (to !== undefined) { event.preventDefault(); go(to); }
+  const typing = event.target.tagName === "TEXTAREA" || event.altKey || event.ctrlKey || event.metaKey;
+  if (typing || !Object.hasOwn(moves, event.key)) return;
+  event.preventDefault();
+  moves[event.key]();
 });
 show();

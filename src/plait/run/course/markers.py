@@ -1,0 +1,75 @@
+"""Markers: comments that tell the page what to show of a file.
+
+piece = whole.chunk(4)[comm.rank]   # @inspect piece.sum(), whole.grad    from here on, in this call
+helper(piece)                       # @over                               steps over the calls on this line
+x = 3                               # @hide                               no step stops here
+log = []                            # @hide log, units                    variables that the page leaves out
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import CodeType
+
+MARKER = re.compile(r"#\s*@(\w+)\s*(.*)")
+WORDS = ("inspect", "over", "hide")
+
+
+@dataclass
+class Markers:
+    """The markers of one file, by line."""
+
+    inspect: dict[int, dict[str, CodeType]] = field(default_factory=dict)
+    """Expressions to show once the line has run, by their text."""
+    over: set[int] = field(default_factory=set)
+    hidden: set[int] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
+    """Variables that are not shown."""
+
+
+def markers(source: str, name: str = "the file") -> Markers:
+    """Reads the markers of a file.
+
+    Raises:
+        ValueError: an unknown marker, or one whose expression is no Python.
+    """
+    found = Markers()
+    for line, text in _comments(source):
+        match = MARKER.match(text)
+        if match is None:
+            continue
+        word, rest = match[1], match[2].strip()
+        where = f"{name}, line {line}: {text.strip()!r}"
+        if word not in WORDS:
+            raise ValueError(f"{where} is no marker: use {', '.join('@' + w for w in WORDS)}")
+        if word == "over":
+            found.over.add(line)
+        elif word == "hide" and not rest:
+            found.hidden.add(line)
+        elif word == "hide":
+            found.names.update(part.strip() for part in rest.split(","))
+        else:
+            found.inspect[line] = dict(_expressions(rest, where))
+    return found
+
+
+def _expressions(text: str, where: str) -> Iterator[tuple[str, CodeType]]:
+    try:
+        elements = ast.parse(f"({text},)", mode="eval").body.elts  # type: ignore[attr-defined]
+    except SyntaxError:
+        raise ValueError(f"{where}: give expressions with commas between them, as in # @inspect x, x.grad") from None
+    for element in elements:
+        expression = ast.unparse(element)
+        yield expression, compile(expression, "<marker>", "eval")
+
+
+def _comments(source: str) -> Iterator[tuple[int, str]]:
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string
+    except (tokenize.TokenError, SyntaxError):  # a file that Python does not read is refused where it is imported
+        return

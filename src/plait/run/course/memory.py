@@ -1,0 +1,48 @@
+"""Counts the bytes of the tensors that one rank has made and still keeps, those that autograd keeps included.
+
+Each operator's new storages are noted by weak references.  A storage that is freed or resized to nothing counts no
+more.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.torch_private import TorchDispatchMode, tree_leaves
+
+
+class Held(TorchDispatchMode):
+    """Counts, while it is entered, what this thread's operators make.  Autograd works on the same thread on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: list[weakref.ref[torch.UntypedStorage]] = []
+        self.peak = 0
+        """The largest number of bytes that was held at once."""
+        self.counts = True
+        """False while values are shown, which is no work of the rank."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.counts:
+            return func(*args, **(kwargs or {}))
+        before = _storages((args, kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        new = [storage for address, storage in _storages(out).items() if address not in before]
+        if new:
+            self._made += map(weakref.ref, new)
+            self.peak = max(self.peak, self.bytes())
+        return out
+
+    def bytes(self) -> int:
+        """Bytes that are held now."""
+        alive = {storage._cdata: (ref, storage) for ref in self._made if (storage := ref()) is not None}
+        self._made = [ref for ref, _ in alive.values()]
+        return sum(storage.nbytes() for _, storage in alive.values())
+
+
+def _storages(tree: object) -> dict[int, torch.UntypedStorage]:
+    """The storages of a tree's tensors, by address."""
+    tensors = [one for one in tree_leaves(tree) if isinstance(one, Tensor) and one.layout == torch.strided]
+    return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}

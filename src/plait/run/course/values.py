@@ -1,0 +1,97 @@
+"""Values as a page shows them: a text, and for a tensor a corner of its numbers.
+
+show(torch.ones(2, 3))    {"text": "float32 (2, 3)", "rows": [[1.0, ...], ...], "bytes": 24, "sum": "6"}
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from plait.comm import Comm
+
+ROWS, COLUMNS = 4, 8
+"""The corner of a tensor whose values are shown."""
+LONGEST, MOST_PARTS = 120, 8
+Shown = dict[str, Any]
+"""A value as JSON: ``text``, and for a tensor ``rows`` of numbers, its ``bytes``, ``sum`` and ``layout``."""
+
+
+def show(value: object, *, inside: bool = False, file: str = "") -> Shown | None:
+    """A value as JSON; None for what explains nothing (functions, modules of Python, classes).
+
+    Args:
+        inside: the value is a part of another, so its own parts are left out.
+        file: objects of classes of this file are shown with their attributes.
+    """
+    if isinstance(value, ModuleType | FunctionType | type):
+        return None
+    if isinstance(value, Tensor):
+        return _tensor(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"text": repr(value)[:LONGEST]}
+    if isinstance(value, Comm):
+        return {"text": f"rank {value.rank} of {value.world_size}"}
+    kind = type(value).__name__
+    if isinstance(value, nn.Module):
+        return {"text": f"{kind}, {len(vars(value)['_modules'])} modules in it"}  # reading its parameters may gather
+    if inside:
+        return {"text": kind}
+    if isinstance(value, dict):
+        return {"text": f"{kind} of {len(value)}: {_parts(((repr(k), one) for k, one in value.items()))}"}
+    if isinstance(value, list | tuple):
+        return {"text": f"{kind} of {len(value)}: {_parts(('', one) for one in value)}"}
+    if file and getattr(type(value), "__module__", "") != "builtins" and _file_of(type(value)) == file:
+        return {"text": f"{kind}: {_parts(_attributes(value).items())}"}
+    return {"text": kind}
+
+
+def _parts(named: Iterable[tuple[str, object]]) -> str:
+    """The first parts of a value in words."""
+    shown = ((name, show(one, inside=True)) for name, one in itertools.islice(named, MOST_PARTS))
+    words = [f"{name}: {one['text']}" if name else str(one["text"]) for name, one in shown if one]
+    return "; ".join(words)[: 3 * LONGEST]
+
+
+def _attributes(value: object) -> Mapping[str, object]:
+    return {name: one for name, one in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
+
+
+def _file_of(cls: type) -> str:
+    """The file whose code defines a class, or nothing."""
+    code = getattr(next((f for f in vars(cls).values() if isinstance(f, FunctionType)), None), "__code__", None)
+    return code.co_filename if code is not None else ""
+
+
+def _tensor(value: Tensor) -> Shown:
+    """Shape, dtype and layout, and a corner of the values, where it has any: a freed buffer has none."""
+    text = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    try:
+        spec = getattr(value, "spec", None)
+        plain = value.detach() if spec is None else value.local.detach()  # type: ignore[attr-defined]
+        storage = plain.untyped_storage()
+        layout = _layout(plain) if spec is None else f"{spec!r}, piece {tuple(plain.shape)}"
+        if value.is_meta or storage.nbytes() < (plain.storage_offset() + plain.numel()) * plain.element_size():
+            return {"text": f"{text}, no values here"}
+        corner = plain.reshape(-1, plain.shape[-1] if plain.dim() > 1 else max(1, plain.numel()))[:ROWS, :COLUMNS]
+        rows = [[_number(number) for number in row] for row in corner.double().tolist()]
+        shown: Shown = {"text": text, "rows": rows, "bytes": storage.nbytes()}
+        return shown | {"sum": f"{plain.double().sum().item():.6g}"} | ({"layout": layout} if layout else {})
+    except (AttributeError, RuntimeError, ValueError, TypeError, NotImplementedError):  # one that is not gathered
+        return {"text": f"{text}, no values here"}
+
+
+def _layout(plain: Tensor) -> str:
+    """Nothing for a tensor that fills its memory in order."""
+    if not plain.is_contiguous():
+        return f"strides {plain.stride()}"
+    whole = plain.untyped_storage().nbytes() // max(1, plain.element_size())
+    return f"view of {whole} elements, from {plain.storage_offset()}" if whole > plain.numel() > 0 else ""
+
+
+def _number(value: float) -> float | str:
+    """Rounds a number; JSON has no infinities, so these are words."""
+    return float(f"{value:.4g}") if math.isfinite(value) else str(value)

@@ -21,7 +21,7 @@ BODY = """<header><h1 id="title"></h1>
 <div id="right"><details id="predictions"><summary>Predict first</summary></details>
 <section id="messages" aria-label="messages of this step"></section>
 <section id="ranks" tabindex="0" aria-label="ranks"></section></div></main>
-<footer>Keys: &larr; &rarr; step, Home and End, n and p next and previous message. Each step has its address.</footer>"""
+<footer>Keys: &larr; &rarr; step, Home, End, n and p next and previous message. Each step has its address.</footer>"""
 
 
 def page(title: str, source: str, ranks: list[RankTrace]) -> str:

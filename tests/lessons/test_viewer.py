@@ -15,7 +15,7 @@ import torch
 from plait.run.commands.main import main
 from plait.run.course.lessons import numbered
 from plait.run.course.markers import markers
-from plait.run.course.memory import Held
+from plait.run.course.memory import HeldBytes
 from plait.run.course.merge import align
 from plait.run.course.page import predictions
 from plait.run.course.tracer import trace
@@ -184,7 +184,7 @@ def test_a_wrong_marker_is_named_with_its_line(line: str, words: str) -> None:
 
 def test_memory_counts_what_is_alive_and_what_autograd_keeps() -> None:
     outside = torch.ones(100, requires_grad=True)
-    with Held() as held:
+    with HeldBytes() as held:
         outside.detach().add_(1)
         view = outside.view(10, 10)
         assert held.bytes() == 0

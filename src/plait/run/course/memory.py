@@ -13,7 +13,7 @@ from torch import Tensor
 from plait.torch_private import TorchDispatchMode, tree_leaves
 
 
-class Held(TorchDispatchMode):
+class HeldBytes(TorchDispatchMode):
     """Counts, while it is entered, what this thread's operators make.  Autograd works on the same thread on a CPU."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from plait.comm.observer import Observer
 from plait.comm.operation import Operation
 from plait.comm.thread import run
 from plait.run.course.markers import Markers, markers, read
-from plait.run.course.memory import Held
+from plait.run.course.memory import HeldBytes
 from plait.run.course.values import Shown, show
 from plait.table.mesh import Mesh
 
@@ -90,7 +90,7 @@ class _Said:
 class _Follower:
     """The trace function of one rank."""
 
-    def __init__(self, comm: Comm, file: str, marked: Markers, held: Held, said: list[str]) -> None:
+    def __init__(self, comm: Comm, file: str, marked: Markers, held: HeldBytes, said: list[str]) -> None:
         self.found = RankTrace(name=_coordinates(comm.mesh, comm.rank))
         self._file, self._marked, self._held, self._said = file, marked, held, said
         self._before: dict[int, dict[str, Shown]] = {}
@@ -162,7 +162,7 @@ class _Follower:
 def follow(comm: Comm, file: str, body: Callable[[Comm], object], said: _Said) -> RankTrace:
     """Runs ``body`` on this rank and returns its record."""
     marked = markers(Path(file).read_text(encoding="utf-8"), Path(file).name)
-    held = Held()
+    held = HeldBytes()
     follower = _Follower(comm, file, marked, held, kept := said.keep())
     observer = _Asked(comm, follower.found.operations)
     comm.observers = (*comm.observers, observer)

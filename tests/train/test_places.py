@@ -81,7 +81,7 @@ def test_a_summary_that_finds_no_room(disk: Path, capsys: pytest.CaptureFixture[
     reason, path = said(capsys)
     assert "No space left" in reason and path.startswith(str(disk / "run")) and steps(disk) == [1, 2, 3, 4]
     left = set(os.listdir(disk / "run"))
-    assert left <= {"metrics.jsonl", "config.toml", "timeline.svg"}, "and nothing that is half of a file"
+    assert left <= {"metrics.jsonl", "config.toml", "trace.json"}, "and nothing that is half of a file"
 
 
 def test_a_full_disk_is_refused_before_the_run(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:

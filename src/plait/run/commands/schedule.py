@@ -119,7 +119,7 @@ class Draw(Timed):
         check_file("out", self.out)
         schedule, proof = self.schedule()
         sizes = f"{proof.num_stages} stages on {len(set(proof.owner))} ranks, {proof.num_microbatches} microbatches"
-        picture = svg({"": simulate(schedule, self.costs())}, f"{self.order}: {sizes}", self.costs())
+        picture = svg(simulate(schedule, self.costs()), f"{self.order}: {sizes}", self.costs())
         write_text(self.out, picture)
         _tell(f"written: {self.out}")
 

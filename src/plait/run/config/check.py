@@ -5,10 +5,12 @@ import os
 import torch
 
 from plait.anymodel.tensor import resolve_carried
+from plait.checkpoint.files.reading import read_text
 from plait.checkpoint.files.writing import check_file, check_folder
 from plait.forward.compiled import check_compile
 from plait.pipeline.blocks import blocks_of
 from plait.pipeline.build_stages import split_of
+from plait.predict.cluster import parse_cluster
 from plait.run.config.bounds import check_values
 from plait.run.config.machine import check_machine, resolve_device
 from plait.run.config.room import check_room, checkpoint_bytes
@@ -23,9 +25,10 @@ from plait.run.job.dataset import make_data
 from plait.run.job.families import FOLDER, OF_THE_FOLDER
 from plait.run.job.job import build_model, make_job
 from plait.run.job.sections import flags
+from plait.run.report.page.saved import REPORT
 from plait.schedule.check import check
 
-WRITTEN = (METRICS, "config.toml", "summary.json", "timeline.svg", "trace.json")
+WRITTEN = (METRICS, "config.toml", "summary.json", REPORT, "trace.json")
 """Files that a run leaves in its folder, besides checkpoints."""
 
 LOOKED_INTO = 1 << 24
@@ -119,6 +122,10 @@ def _check_training(config: TrainConfig) -> None:
     output, course = config.output, config.course
     if course.eval_every is None and course.eval_steps != CourseConfig().eval_steps:
         raise ValueError(f"eval_steps {course.eval_steps} without eval_every: give --eval-every too, or leave it out")
+    if output.cluster is not None:
+        if output.out is None:
+            raise ValueError("cluster without out: it is for the report in the folder out; give --out DIR")
+        parse_cluster(read_text(output.cluster, "the cluster"), output.cluster)
     if output.out is not None:
         files = [name for name in WRITTEN if os.path.lexists(os.path.join(output.out, name))]
         if files and not (output.overwrite or output.resume):

@@ -94,7 +94,9 @@ class OutputConfig:
     """Where a run writes, and where it continues from."""
 
     out: str | None = None
-    """A folder for metrics.jsonl (one object a step), the summary, and the timeline of a step (SVG, Perfetto)."""
+    """A folder for metrics.jsonl (one object a step), the summary, report.html and a step as a trace for Perfetto."""
+    cluster: str | None = None
+    """A file that describes this machine (plait doctor --calibrate): the report then has MFU and the planner's view."""
     overwrite: bool = False
     """Replace what an earlier run has left in the folder out."""
     save_every: int | None = None

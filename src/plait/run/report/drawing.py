@@ -1,12 +1,12 @@
-"""Draws steps over time as an SVG file: a lane for each rank and step, all on one time scale.
+"""Draws a step over time as an SVG file, with a lane for each rank.
 
-    rank 0  simulated  |F0 |F1 |.......|B0     |          blue forward, orange backward, yellow its
-            measured   |F0  |F1 |.......|B0      |        input part, green its weight part, grey all else
+    rank 0  |F0 |F1 |.......|B0     |          blue forward, orange backward, yellow its
+    rank 1      |F0 |B0     |F1 |              input part, green its weight part, grey all else
 
 Boxes are opaque and their text is dark, so they read the same on a light and a dark background.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
 from plait.messages.escape import printable
@@ -22,33 +22,28 @@ LEFT, TOP, ROW, GAP, CURVE, PLOT = 140, 36, 26, 8, 18, 1100
 WIDTH = LEFT + PLOT + 20
 
 
-def svg(steps: Mapping[str, Timeline], title: str, costs: Costs | None = None) -> str:
-    """Draws steps of one schedule, by name.
+def svg(step: Timeline, title: str, costs: Costs | None = None) -> str:
+    """Draws a step.
 
     Args:
         costs: draw also the activation bytes that each rank holds, on one scale for all ranks.
     """
-    ranks, end = len(next(iter(steps.values())).schedule), max(step.makespan for step in steps.values())
+    ranks, end = range(len(step.schedule)), step.makespan
     scale, height = PLOT / (end or 1.0), ROW if costs is None else ROW + CURVE
-    curves = {
-        (name, rank): step.memory(rank, costs) if costs is not None and step.schedule[rank] else ()
-        for name, step in steps.items()
-        for rank in range(ranks)
-    }
-    most = max((size for curve in curves.values() for _, size in curve), default=0.0) or 1.0
+    curves = [step.memory(rank, costs) if costs is not None and step.schedule[rank] else () for rank in ranks]
+    most = max((size for curve in curves for _, size in curve), default=0.0) or 1.0
     out = [f'<text x="8" y="20" font-size="14">{_text(title)}</text>']
     y = TOP
-    for rank in range(ranks):
-        for name, step in steps.items():
-            out.append(f'<text x="8" y="{y + 17}">{_text(f"rank {rank} {name}".rstrip())}</text>')
-            out.append(f'<rect x="{LEFT}" y="{y}" width="{PLOT}" height="{ROW}" fill="#f2f2f2"/>')
-            stages = sorted({action.stage for action in step.schedule[rank]})
-            for action, start, stop in step.line(rank):
-                if stop > start:
-                    out += _box(action, LEFT + start * scale, y, (stop - start) * scale, stages, stop - start)
-            if costs is not None:
-                out.append(_curve(curves[name, rank], end, scale, y + height, (CURVE - 3) / most))
-            y += height + GAP
+    for rank in ranks:
+        out.append(f'<text x="8" y="{y + 17}">rank {rank}</text>')
+        out.append(f'<rect x="{LEFT}" y="{y}" width="{PLOT}" height="{ROW}" fill="#f2f2f2"/>')
+        stages = sorted({action.stage for action in step.schedule[rank]})
+        for action, start, stop in step.line(rank):
+            if stop > start:
+                out += _box(action, LEFT + start * scale, y, (stop - start) * scale, stages, stop - start)
+        if costs is not None:
+            out.append(_curve(curves[rank], end, scale, y + height, (CURVE - 3) / most))
+        y += height + GAP
     out.append(f'<text x="{LEFT}" y="{y + 12}">0</text>')
     out.append(f'<text x="{LEFT + PLOT}" y="{y + 12}" text-anchor="end">{end:g}</text>')
     for number, (kind, name) in enumerate(NAMES.items()):

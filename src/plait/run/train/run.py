@@ -49,12 +49,15 @@ from plait.run.injection import inject
 from plait.run.job.job import Job, make_job
 from plait.run.job.sections import flags
 from plait.run.measure.machine import peak_memory
+from plait.run.report.page.trained import FinishedRun, Totals
 from plait.run.report.screen import screen, working
 from plait.run.report.training import ProgressView, RankBytes, bytes_table, spark
+from plait.run.train.report import plan_of, totals, write_report
 from plait.run.train.resume import SETTINGS, SUMMARY, extra_of, layout_of, remove_later, resume, saver_of
-from plait.run.train.timeline import EventLog, record_timeline, show_timeline, write_timeline
+from plait.run.train.timeline import EventLog, record_timeline, show_timeline, write_trace
 from plait.step import Engine
-from plait.table.collectives import Note
+from plait.table.cells import TABLE
+from plait.table.collectives import Entry, Note
 from plait.table.mesh import AXES
 
 STATES = ("params", "grads", "optimizer")
@@ -85,6 +88,8 @@ class Training:
     """Bytes that this rank sent in the first step, which is the one that is predicted."""
     crossed: int = 0
     """Bytes of ``sent`` over axes that cross hosts."""
+    messages: Totals = field(default_factory=dict)
+    """The messages of that step; empty if there were more than the ledger keeps."""
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -151,7 +156,9 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
             raise
     if training.stopped:
         return _tell_stop(training)
-    ranks, recorded, rate = _bytes_per_rank(training), record_timeline(engine, log), statistics.median(rates)
+    batches = job.microbatches(training.first, *training.place)  # of the step whose messages were counted
+    entries = predict(engine, job, batches)
+    ranks, recorded, rate = _bytes_per_rank(training, entries), record_timeline(engine, log), statistics.median(rates)
     console.print(f"loss {first['loss']:.4f} -> {last['loss']:.4f}  {spark(losses, encoding=console.encoding)}")
     console.print(f"{rate:,.0f} {config.task.family.unit}/s (median over steps, all ranks)")
     console.print(bytes_table(ranks))
@@ -186,25 +193,38 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     if config.files.json:
         write_json(config.files.json, summary | {"metrics": lines})
     if config.output.out:
-        write_timeline(recorded, Path(config.output.out), f"{config.task.title}, {config.row.name} on {comm.mesh}")
+        write_trace(recorded, Path(config.output.out))
+        report = FinishedRun(
+            name=f"{config.task.title}, {config.row.name} on {comm.mesh}",
+            notes=header(training),
+            mesh=comm.mesh,
+            row=config.row,
+            unit=config.task.family.unit,
+            ranks=ranks,
+            activations=_activation_bytes(training) if predictable(config) else None,
+            predicted=totals(entries),
+            measured=training.messages,
+            log=recorded.typical,
+            simulated=recorded.simulated,
+            plan=plan_of(config.task, config.layout, config.machine, config.row, config.output.cluster),
+            rows=[config.task.in_dtype(row) for row in TABLE.values()],
+        )
+        write_report(Path(config.output.out), report)
         write_json(str(Path(config.output.out) / SUMMARY), summary)
-        console.print(f"metrics, config, summary, timeline.svg and trace.json (for Perfetto) in {config.output.out}")
+        console.print(f"report.html, metrics, config, summary and trace.json (for Perfetto) in {config.output.out}")
     return 1 if same is False else 0
 
 
 def _show_header(training: Training, console: Console) -> None:
     """Shows the model and its layout on the ranks."""
     config, engine, mesh = training.config, training.engine, training.comm.mesh
-    task = config.task
-    console.print(
-        f"{task.title}, {engine.placed.num_parameters:,} parameters, {task.network.dtype}, {task.samples.batch} "
-        f"samples a step, microbatches per rank: {config.layout.microbatches}"
-    )
+    first, *others = header(training)
+    console.print(first)
     if getattr(config.task.sizes, "from_scratch", False):
         as_bytes = "; each byte is a token, unless the data has tokens" if config.task.sizes.reads_bytes else ""
         console.print(f"initial values are drawn: the folder has no weights{as_bytes}")
-    console.print(f"{engine.placed.strategy}")
-    console.print(f"mesh {mesh}: {mesh.size} ranks ({resolve_world(config.machine)} world)")
+    for line in others:
+        console.print(line)
     if mesh.replica == 1 and "shard" in mesh.crossing and mesh.shard % mesh.hosts == 0 and mesh.shard > mesh.hosts:
         better = replace(mesh, replica=mesh.hosts, shard=mesh.shard // mesh.hosts, hosts=1)
         console.print(f'shard crosses hosts: with --mesh "{better}" less does, for what is on one host is summed first')
@@ -212,9 +232,26 @@ def _show_header(training: Training, console: Console) -> None:
         for stage, rank in sorted(engine.placed.pipeline.owner.items()):
             names = engine.placed.links_of(stage)
             console.print(f"stage {stage} on pipe rank {rank}: {names[0]} .. {names[-1]} ({len(names)} links)")
-    if config.task.family.predicted and not config.task.samples.pack:
+    if predictable(config):
         kept, recompute = human(_activation_bytes(training)), config.layout.recompute or "none"
         console.print(f"activations of a microbatch on rank 0: {kept} predicted (recompute: {recompute})")
+
+
+def header(training: Training) -> list[str]:
+    """The model, the row and the mesh, in words."""
+    config, engine, mesh = training.config, training.engine, training.comm.mesh
+    task = config.task
+    return [
+        f"{task.title}, {engine.placed.num_parameters:,} parameters, {task.network.dtype}, {task.samples.batch} "
+        f"samples a step, microbatches per rank: {config.layout.microbatches}",
+        f"{engine.placed.strategy}",
+        f"mesh {mesh}: {mesh.size} ranks ({resolve_world(config.machine)} world)",
+    ]
+
+
+def predictable(config: TrainConfig) -> bool:
+    """True if the activations of the run are predicted."""
+    return config.task.family.predicted and not config.task.samples.pack
 
 
 def _activation_bytes(training: Training) -> int:
@@ -243,6 +280,8 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
         if training.sent is None:
             phases = comm.ledger.sent_by_phase()
             training.sent = sum(size for phase, size in phases.items() if phase not in UNPREDICTED)
+            if len(comm.ledger) == len(entries := comm.ledger.entries):
+                training.messages = totals(entries, UNPREDICTED)
             training.crossed = comm.ledger.sent_over(comm.mesh.crossing, without=UNPREDICTED)
         if config.course.verify:  # it keeps the losses of all steps
             training.recorder.step(result)
@@ -299,15 +338,14 @@ def _evaluate(engine: Engine, steps: Sequence[Sequence[Any]]) -> dict[str, Any]:
     return {"eval_loss": loss, "eval_tokens": count, "eval_seconds": time.perf_counter() - start}
 
 
-def _bytes_per_rank(training: Training) -> list[RankBytes]:
-    """Returns the predicted and measured bytes of every rank, on every rank."""
-    job, comm, engine = training.job, training.comm, training.engine
+def _bytes_per_rank(training: Training, entries: Sequence[Entry]) -> list[RankBytes]:
+    """Returns the predicted and measured bytes of every rank, on every rank; ``entries`` are predicted messages."""
+    comm, engine = training.comm, training.engine
     measured = engine.placed.bytes_held()
     predicted = held(
         engine.placed.layouts(), comm.mesh, engine.placed.strategy, comm.rank, training.config.task.optimizer_row.states
     )
-    batches = job.microbatches(training.first, *training.place)  # of the step whose messages were counted
-    entries, crossing = predict(engine, job, batches), comm.mesh.crossing
+    crossing = comm.mesh.crossing
     mine = [
         *astuple(predicted),
         *(measured[kind] for kind in STATES),

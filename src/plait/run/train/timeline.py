@@ -1,7 +1,7 @@
 """The last steps of a run: the events of its ranks, the step they predict, and the causes of idle time.
 
     every rank's log of the last steps ──► rank 0 ──► costs of the stages ──► simulator ──► the same step, predicted
-                                             └──► timeline.svg, trace.json, a table of busy and idle shares
+                                             └──► trace.json, the report, a table of busy and idle shares
 
 The ranks shown are those of one pipeline (of the first data and tensor rank); without a pipeline, all data ranks.
 """
@@ -21,7 +21,6 @@ from plait.comm.agree import gather_bytes
 from plait.comm.observer import Observer
 from plait.comm.operation import Operation
 from plait.pipeline.runtime import Handlers
-from plait.run.report.drawing import svg
 from plait.run.report.idle import idle_times, mean_idle
 from plait.run.report.measured import busy_shares, measured_costs, measured_timeline, schedule_of
 from plait.run.report.timeline import timeline_table
@@ -126,10 +125,8 @@ def shown(comm: Comm) -> list[int]:
     return [rank for rank in range(mesh.size) if not any(mesh.coordinates(rank)[axis] for axis in others)]
 
 
-def write_timeline(recorded: Recorded, folder: Path, title: str) -> None:
-    """Writes ``timeline.svg`` and ``trace.json`` (for Perfetto) of the typical step, beside the predicted one."""
-    steps = {"simulated": recorded.simulated, "measured": measured_timeline(recorded.typical)}
-    write_text(folder / "timeline.svg", svg(steps, title))
+def write_trace(recorded: Recorded, folder: Path) -> None:
+    """Writes ``trace.json`` (for Perfetto) of the typical step, beside the predicted one."""
     write_text(folder / "trace.json", trace_json(recorded.typical, recorded.simulated))
 
 

@@ -1,0 +1,119 @@
+"""Writes report.html of a finished run: what it measured, beside what the planner says of the same run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait.checkpoint.files.reading import read_text
+from plait.checkpoint.files.writing import write_text
+from plait.predict.activations import FUSED, ON_CPU
+from plait.predict.cluster import PRESETS, Cluster, parse_cluster
+from plait.predict.model import Transformer, from_hugging_face
+from plait.predict.plan import Plan
+from plait.run.config.layout import LayoutConfig
+from plait.run.config.machine import MachineConfig, resolve_device
+from plait.run.config.sinks import METRICS
+from plait.run.job.config import JobConfig
+from plait.run.models.gpt import GPTConfig
+from plait.run.models.hf import HFConfig
+from plait.run.report.page.saved import REPORT, page
+from plait.run.report.page.trained import FinishedRun, Totals, trained_report
+from plait.table.cells import Strategy
+from plait.table.collectives import Entry
+
+LARGEST = 1 << 28
+"""Bytes of a file of metrics that is drawn."""
+
+
+def totals(entries: Iterable[Entry], without: Sequence[str] = ()) -> Totals:
+    """Adds up messages by phase, kind and axes, some phases left out."""
+    found: dict[tuple[str, str, tuple[str, ...]], tuple[int, int]] = {}
+    for entry in entries:
+        if entry.note.phase not in without:
+            times, size = found.get(key := (entry.note.phase, entry.kind, entry.axes), (0, 0))
+            found[key] = times + 1, size + entry.sent
+    return found
+
+
+def write_report(folder: Path, run: FinishedRun) -> None:
+    """Writes the report into the run's folder, with the curves of its metrics."""
+    lines = [json.loads(line) for line in read_text(folder / METRICS, "the metrics", LARGEST).splitlines()]
+    run = run._replace(lines=[line for line in lines if drawable(line)])
+    write_text(folder / REPORT, page([trained_report(run)]))
+
+
+def drawable(line: Mapping[str, Any]) -> bool:
+    """True for the line of a step that was made."""
+    return {"step", "loss", "tokens", "seconds", "peak_memory"} <= line.keys() and bool(line["seconds"])
+
+
+def plan_of(
+    task: JobConfig, layout: LayoutConfig, machine: MachineConfig, row: Strategy, file: str | None
+) -> Plan | None:
+    """The run as the planner sees it; None where it does not know the model or the cluster, or batches are ragged.
+
+    Args:
+        file: describes the cluster.
+    """
+    mesh, on_gpu = machine.parsed_mesh, resolve_device(machine) == "cuda"
+    cluster, model = cluster_of(file, on_gpu=on_gpu), transformer_of(task.sizes)
+    if cluster is None or model is None or not task.family.reads_text:
+        return None
+    with suppress(ValueError):  # uneven batches, schedules and splits that were written by hand
+        return Plan(
+            model,
+            replace(cluster, hosts=mesh.hosts, devices=mesh.size // mesh.hosts),
+            mesh,
+            row,
+            task.samples.batch,
+            task.network.length,
+            layout.microbatches,
+            layout.schedule,
+            layout.chunks,
+            recompute=layout.recompute,
+            sequence_parallel=layout.sequence_parallel,
+            dtype=row.params.dtype or "fp32",
+            states=task.optimizer_row.states,
+            kernels=FUSED if on_gpu else ON_CPU,
+            overlap=on_gpu,
+        )
+    return None
+
+
+def transformer_of(sizes: Any) -> Transformer | None:
+    """The sizes of a run's decoder; None for another model."""
+    if isinstance(sizes, GPTConfig):
+        return Transformer(
+            layers=sizes.num_layers,
+            hidden=sizes.width,
+            ffn=sizes.hidden_width,
+            heads=sizes.num_heads,
+            kv_heads=sizes.num_kv_heads,
+            vocab=sizes.vocabulary,
+            qkv_bias=isinstance(sizes, HFConfig) and sizes.kind == "qwen2",
+            tied=sizes.tie if isinstance(sizes, HFConfig) else True,
+            dropout=sizes.dropout > 0,
+        )
+    with suppress(ValueError):
+        file = Path(getattr(sizes, "path", "")) / "config.json"
+        return from_hugging_face(read_text(file, "the config"), str(file))
+    return None
+
+
+def cluster_of(file: str | None, *, on_gpu: bool) -> Cluster | None:
+    """The cluster that a file describes, or that of a known GPU; None for others."""
+    if file is not None:
+        return parse_cluster(read_text(file, "the cluster"), file)
+    if not on_gpu:
+        return None
+    name = torch.cuda.get_device_name().lower().replace(" ", "")
+    memory = round(torch.cuda.get_device_properties(0).total_memory / 1e9)
+    found = [key for key in PRESETS if key.partition("-")[0] in name]
+    return min((PRESETS[key] for key in found), key=lambda one: abs(one.device.memory / 1e9 - memory), default=None)

@@ -1,0 +1,62 @@
+"""The page of a finished run: its numbers are those of the run, and of the planner where the machine is described."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.run.commands.main import main
+from plait.run.report.page.saved import saved_reports
+
+CLUSTER = """
+memory_gb = 8
+memory_gbs = 20
+units = 1
+tflops = { fp32 = 0.1 }
+inside = { gbs = 5, latency_us = 20 }
+between = { gbs = 1, latency_us = 50 }
+"""
+SIZES = "--layers 1 --width 32 --heads 2 --kv-heads 2 --length 16 --batch 8 --steps 4 --world thread --eval-every 2"
+
+
+@pytest.mark.parametrize("mesh", ["shard=2", "pipe=2 shard=2", "shard=2 tensor=2"])
+def test_a_run_leaves_its_report(mesh: str, tmp_path: Path) -> None:
+    out, text, cluster = tmp_path / "out", tmp_path / "text", tmp_path / "cluster.toml"
+    text.write_text("one and two and three " * 200)
+    cluster.write_text(CLUSTER)
+    words = ["train", *SIZES.split(), "--mesh", mesh, "--data", str(text), "--microbatches", "2", "--out", str(out)]
+    assert main([*words, "--cluster", str(cluster)]) == 0
+    (report,), summary = saved_reports(str(out)), json.loads((out / "summary.json").read_text())
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert report["curves"]["values"]["loss"] == [line["loss"] for line in lines]
+    assert [one is None for one in report["curves"]["values"]["held-out loss"]] == [True, False, True, False]
+    numbers = {name: row for name, *row in report["numbers"]}
+    rank = summary["bytes_per_rank"][0]
+    assert numbers["bytes sent in a step"][:2] == [rank["sent_predicted"], rank["sent_measured"]]
+    for column in ("predicted", "measured"):
+        assert sum(line[column] for line in report["messages"]) == rank[f"sent_{column}"]
+    predicted, measured, _ = numbers["MFU"]
+    assert 0 < measured < predicted < 100 and numbers["seconds a step"][0] > 0
+    steps = report["timelines"]
+    assert len(steps["measured"]) == len(steps["simulated"]) == 2
+    passes = [[box[:3] for box in one["compute"]] for one in steps["measured"]]
+    assert passes == [[box[:3] for box in one["compute"]] for one in steps["simulated"]]
+    assert {2 * 2} == {sum(box[0] < 2 for box in one["compute"]) for one in steps["measured"]}
+    assert "ranks compute" in report["limit"] and report["change"]
+
+
+def test_a_machine_that_is_not_described_leaves_out_what_follows_from_it(tmp_path: Path, capfd: Any) -> None:
+    out, text = tmp_path / "out", tmp_path / "text"
+    text.write_text("one and two and three " * 200)
+    words = ["train", *SIZES.split(), "--mesh", "shard=2", "--data", str(text)]
+    assert main([*words, "--out", str(out)]) == 0
+    (report,) = saved_reports(str(out))
+    assert "MFU" not in {name for name, *_ in report["numbers"]} and "plait doctor --calibrate" in report["change"]
+    capfd.readouterr()
+    assert main([*words, "--cluster", str(tmp_path / "none.toml"), "--out", str(out), "--overwrite"]) == 2
+    assert "cannot read the cluster" in capfd.readouterr().err
+    assert main([*words, "--cluster", str(tmp_path / "none.toml")]) == 2
+    assert "cluster without out" in capfd.readouterr().err

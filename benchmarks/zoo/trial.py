@@ -28,9 +28,8 @@ from wide import wide
 
 import plait
 from plait import anymodel
-from plait.anymodel.tensor.passing import PassingOf
 from plait.comm import Comm
-from plait.referee.verify.record import irregular, predict, unlike
+from plait.referee.verify.record import irregular, predict, unlike, unpredicted
 
 STEPS = 2
 TOLERANCE = 1e-10
@@ -133,7 +132,6 @@ def ours(model: nn.Module, batches: Batches, layout: Layout) -> Run:
     size = layout.shape.data_size
     num = len(SIZES) // size
     copies = [copy.deepcopy(model) for _ in range(layout.shape.size)]
-    observed = PassingOf(lambda: copy.deepcopy(model), loss_sum)
 
     def body(comm: Comm) -> Run:
         mine = copies[comm.rank]
@@ -151,8 +149,8 @@ def ours(model: nn.Module, batches: Batches, layout: Layout) -> Run:
             skipped = ("sanitize", "setup") if checks else ("sanitize",)
             mark = len(comm.ledger)
             losses.append(engine.step(made).loss)
-            job = SimpleNamespace(width=0, leading=leading, passing=observed, dtype=torch.float64)
-            sent = [e for e in comm.ledger.since(mark) if e.note.phase not in skipped]
+            job = SimpleNamespace(width=0, leading=leading, one_stream=False, dtype=torch.float64)
+            sent = [e for e in comm.ledger.since(mark) if e.note.phase not in {*skipped, *unpredicted(job)}]
             runs = irregular(engine, num)
             ledger += unlike(predict(engine, job, made), sent, runs)
             once = once and not runs

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 import plait
 from plait.comm import Comm
 from plait.predict.tensor import predict_tensor
-from plait.table.tensor_plan import everywhere
 
 PLAN = {"up": "column", "mid": "mixed", "down": "row"}
 
@@ -40,7 +39,7 @@ def train(comm: Comm, row: str, plan: dict[str, str] | None) -> tuple[list[float
         if not step and comm.mesh.tensor > 1:
             sent = [e for e in comm.ledger.since(mark) if e.note.unit == "mid" and e.axes == ("tensor",)]
             sites = [site for site in next(iter(engine.placed.stages.values())).parallel.sites if site.name == "mid"]
-            predicted = predict_tensor([everywhere(sites, (4,))], comm.mesh, 8, sequence=False)
+            predicted = predict_tensor(sites, [(4,)], comm.mesh, 8, sequence=False)
             shown = [sorted((e.kind, e.bytes, e.note.phase) for e in entries) for entries in (sent, predicted)]
             assert shown[0] == shown[1] and len(sent) == 2
     return losses, engine.full_state_dict()

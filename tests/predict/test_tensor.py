@@ -10,7 +10,7 @@ from plait.predict.tensor import predict_tensor
 from plait.run.models.gpt import GPT, GPTConfig
 from plait.table.collectives import Entry, Note
 from plait.table.mesh import Mesh
-from plait.table.tensor_plan import BACKWARD, FORWARD, Site, everywhere
+from plait.table.tensor_plan import BACKWARD, FORWARD, Site
 from plait.tensor import parallel_plan
 
 BATCH, TIME, WIDTH, LAYERS = 3, 12, 16, 5
@@ -22,9 +22,7 @@ WAYS = [2, 4]
 
 def entries(ways: int, *, sequence: bool, microbatches: int = 1, itemsize: int = 4) -> tuple[Entry, ...]:
     sites = parallel_plan(GPT(SIZES), ways, sequence=sequence).sites
-    return predict_tensor(
-        [everywhere(sites, (BATCH, TIME))] * microbatches, Mesh(tensor=ways), itemsize, sequence=sequence
-    )
+    return predict_tensor(sites, [(BATCH, TIME)] * microbatches, Mesh(tensor=ways), itemsize, sequence=sequence)
 
 
 def of_layers(found: tuple[Entry, ...]) -> list[Entry]:
@@ -57,7 +55,7 @@ def test_sequence_parallelism_sends_the_same_volume_as_reduce_scatters_and_all_g
 
 @pytest.mark.parametrize(("time", "padded"), [(12, 12), (9, 12), (1, 4), (5, 8)])
 def test_time_that_does_not_divide_travels_padded(time: int, padded: int) -> None:
-    found = predict_tensor([everywhere([Site("enter", "a", 5)], (3, time))], Mesh(tensor=4), 4, sequence=True)
+    found = predict_tensor([Site("enter", "a", 5)], [(3, time)], Mesh(tensor=4), 4, sequence=True)
     assert [e.bytes for e in found] == [3 * padded * 5 * 4] * 2
     assert [e.sent for e in found] == [3 * padded * 5 * 4 // 4 * 3] * 2
 
@@ -83,25 +81,25 @@ def test_the_loss_is_summed_in_four_bytes_at_least() -> None:
 def test_a_gathered_output_travels_in_equal_pieces() -> None:
     """5 features over 4 ranks are 2, 2, 1, 0 and travel as 4 times 2."""
     for sequence in (False, True):
-        found = predict_tensor([everywhere([Site("gather", "out", 5)], (3, 7))], Mesh(tensor=4), 8, sequence=sequence)
+        found = predict_tensor([Site("gather", "out", 5)], [(3, 7)], Mesh(tensor=4), 8, sequence=sequence)
         size = 3 * 7 * 8 * 8
         assert found == (Entry("all_gather", ("tensor",), size, size // 4 * 3, Note(FORWARD, "out", 0)),)
 
 
 def test_every_microbatch_sends_its_own() -> None:
     sites = (Site("leave", "down", 5),)
-    found = predict_tensor([everywhere(sites, (n, 7)) for n in (3, 2, 0)], Mesh(tensor=2), 4, sequence=False)
+    found = predict_tensor(sites, [(n, 7) for n in (3, 2, 0)], Mesh(tensor=2), 4, sequence=False)
     assert [(e.bytes, e.note.microbatch) for e in found] == [(3 * 7 * 5 * 4, 0), (2 * 7 * 5 * 4, 1), (0, 2)]
     assert len(entries(2, sequence=True, microbatches=3)) == 3 * len(entries(2, sequence=True))
 
 
 def test_one_rank_sends_nothing() -> None:
-    assert predict_tensor([everywhere([Site("enter", "a", 5)], (3, 7))], Mesh(shard=4), 4, sequence=True) == ()
+    assert predict_tensor([Site("enter", "a", 5)], [(3, 7)], Mesh(shard=4), 4, sequence=True) == ()
 
 
 def test_other_axes_change_nothing() -> None:
     sites = parallel_plan(GPT(SIZES), 2).sites
     for mesh in (Mesh(replica=2, tensor=2), Mesh(shard=3, tensor=2)):
-        assert predict_tensor([everywhere(sites, (3, 7))], mesh, 4, sequence=False) == predict_tensor(
-            [everywhere(sites, (3, 7))], Mesh(tensor=2), 4, sequence=False
+        assert predict_tensor(sites, [(3, 7)], mesh, 4, sequence=False) == predict_tensor(
+            sites, [(3, 7)], Mesh(tensor=2), 4, sequence=False
         )

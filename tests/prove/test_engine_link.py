@@ -29,7 +29,6 @@ from plait.table.collectives import Entry, Note, bytes_sent
 from plait.table.flat import Cut
 from plait.table.mesh import AXES, Mesh
 from plait.table.parallelism import Recompute
-from plait.table.tensor_plan import everywhere
 
 pytest.importorskip("transformers")
 
@@ -86,9 +85,8 @@ def proved(paper: PaperRun, rank: int) -> tuple[object, tuple[Entry, ...]]:
     program = write_program(line, settle_all(stages, mesh, row, rank), mesh)
     found = list(entries(program, paper, rank))
     for s in stages:
-        found += predict_tensor(
-            [everywhere(DECODER.sites(links[s]), (BATCH, LENGTH))] * MICROBATCHES, mesh, 4, sequence=False
-        )
+        shapes = [(BATCH, LENGTH)] * MICROBATCHES
+        found += predict_tensor(DECODER.sites(links[s]), shapes, mesh, 4, sequence=False)
     return stages, tuple(found)
 
 

@@ -31,8 +31,6 @@ from plait.table.additions import additions
 from plait.table.cells import find_strategy
 from plait.table.mesh import Mesh
 from plait.table.parallelism import Parallelism
-from plait.table.tensor_plan import Passings, everywhere
-from plait.tensor import Parallel
 
 Batch = dict[str, Tensor]
 IGNORED = -100
@@ -97,7 +95,6 @@ def causal(build: Callable[[], nn.Module], width: int, dtype: torch.dtype = torc
         dtype,
         0,
         lambda batch: tuple(batch["tokens"].shape),
-        lambda batch, parallel: everywhere(parallel.sites, tuple(batch["tokens"].shape)),
         width,
     )
     return replace(job, **changes)
@@ -241,10 +238,7 @@ def job_of(
     def leading(batch: Any) -> tuple[int, ...]:
         return (len(next(iter(batch.values()))),)
 
-    def passing(batch: Any, parallel: Parallel) -> Passings:
-        return everywhere(parallel.sites, leading(batch))
-
-    return Job(build, loss, count, given, adamw, samples, dtype, 0, leading, passing, width)
+    return Job(build, loss, count, given, adamw, samples, dtype, 0, leading, width)
 
 
 # ---- the question -------------------------------------------------------------------------------------------------

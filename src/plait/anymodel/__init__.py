@@ -19,7 +19,6 @@ from plait.anymodel.split_points import split_points
 from plait.anymodel.stage_model import part_of
 from plait.anymodel.tensor import ModelPlan, plan_of
 from plait.forward.context import CurrentForward
-from plait.forward.random_ops import OwnLayer
 from plait.pipeline.cutting import release
 from plait.pipeline.program import ModelCut, StagePart
 
@@ -36,7 +35,6 @@ def cut(model: nn.Module) -> ModelCut:
         def program(number: int, current: CurrentForward) -> UnmodifiedProgram:
             return UnmodifiedProgram(one, blocks, number, current)
 
-        own = tuple(name for name, module in one.cutting.outside.items() if not isinstance(module, OwnLayer))
-        return StagePart(one.cutting.model, one.cutting.origin, blocks, here, own, program)
+        return StagePart(one.cutting.model, one.cutting.origin, blocks, here, program)
 
     return ModelCut(blocks, part, partial(release, model))

@@ -196,7 +196,7 @@ def part_of(model: nn.Module, blocks: Blocks, here: range, taken: set[int], devi
     """The part of a model that one stage has (see ``cut_out``)."""
     cutting = cut_out(model, blocks, here, taken, SkippedBlock, lambda parameter: parameter)
     program = partial(BlockProgram, cutting, blocks, here)
-    return StagePart(cutting.model, cutting.origin, blocks, here, (), program)
+    return StagePart(cutting.model, cutting.origin, blocks, here, program)
 
 
 class CutProgram(StageProgram):

@@ -67,8 +67,6 @@ class StagePart:
     blocks: Blocks = Blocks()
     here: range = range(0)
     """The blocks of this stage."""
-    outside: tuple[str, ...] = ()
-    """Modules in no block that this stage has, by name; another one may have a copy, and run it."""
     program: Callable[[int, CurrentForward], StageProgram] = lambda number, current: StageProgram()
     """Makes the program of a stage, from its number."""
 

@@ -102,7 +102,7 @@ class Stage:
         self.compiled = CompiledUnits(self.interceptor, self.model, closed) if closed else None
         """The forwards of units that are compiled."""
         self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, settings.before_root)
-        self.program, self.outside = part.program(number, self.current), part.outside
+        self.program = part.program(number, self.current)
         self.blocks = blocks_of(self.model, names) if parallelism.recompute == "full" else []
         """The modules whose forward runs again in the backward."""
         for name in self.blocks:

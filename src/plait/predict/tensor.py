@@ -22,13 +22,14 @@ from collections.abc import Collection, Sequence
 
 from plait.table.collectives import Entry, Note, bytes_sent
 from plait.table.mesh import Mesh
-from plait.table.tensor_plan import BACKWARD, FORWARD, MESSAGES, Passings
+from plait.table.tensor_plan import BACKWARD, FORWARD, MESSAGES, Site
 
 AXES = ("tensor",)
 
 
 def predict_tensor(
-    passings: Sequence[Passings],
+    sites: Sequence[Site],
+    shapes: Sequence[tuple[int, ...]],
     mesh: Mesh,
     itemsize: int,
     *,
@@ -38,8 +39,8 @@ def predict_tensor(
     """Every message of a rank over the tensor axis in one step.
 
     Args:
-        passings: the activations at the sites of a plan, for each microbatch: the same ``everywhere``, or as a forward
-        of     the plain model shows it (``anymodel.tensor.passing``).
+        sites: those of a plan.
+        shapes: of each microbatch's activations, without their last dim: (batch, time), or (batch,).
         itemsize: bytes per element of the activations; losses are summed in 4 bytes at least.
         sequence: the stream is cut in time; time that the ranks cannot share evenly travels padded.
         twice: the modules whose forward runs again in the backward.
@@ -53,16 +54,16 @@ def predict_tensor(
         again = note.phase == FORWARD and any(f"{note.unit}.".startswith(f"{block}.") for block in twice)
         entries.extend([Entry(kind, AXES, numel * size, bytes_sent(kind, numel * size, ways), note)] * (1 + again))
 
-    for microbatch, sites in enumerate(passings):
-        for site, (shape, trains) in ((site, passing) for site, found in sites.items() for passing in found):
-            rows = math.prod(shape)
-            cut = sequence and len(shape) > 1
-            padded = shape[0] * -(-shape[1] // ways) * ways * math.prod(shape[2:]) if cut else rows
+    for microbatch, shape in enumerate(shapes):
+        rows = math.prod(shape)
+        cut = sequence and len(shape) > 1
+        padded = shape[0] * -(-shape[1] // ways) * ways * math.prod(shape[2:]) if cut else rows
+        for site in sites:
             forward, backward = MESSAGES[site.kind][0 if sequence and not site.unsplit else 1]
             if site.kind == "loss":
                 add(forward, ways * 3 * rows, max(itemsize, 4), Note(FORWARD, site.name))
                 continue
-            for phase, kind in ((FORWARD, forward), (BACKWARD, backward if trains else "")):
+            for phase, kind in ((FORWARD, forward), (BACKWARD, backward if site.trains_input else "")):
                 size = (rows if kind == "all_reduce" else padded) * site.width
                 if site.kind in ("gather", "part"):
                     size = rows * -(-site.width // ways) * ways

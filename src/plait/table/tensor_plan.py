@@ -33,10 +33,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 from plait.messages.wording import did_you_mean
 
@@ -232,21 +231,3 @@ class Site:
     """True if something before the site trains, so that its input needs a gradient."""
     unsplit: bool = False
     """True if sequence parallelism leaves activations whole here."""
-
-
-class Passing(NamedTuple):
-    """An activation that passes a site."""
-
-    shape: tuple[int, ...]
-    """Its shape without the last dim: (batch, time), or (batch,)."""
-    trains: bool = True
-    """True if it needs a gradient."""
-
-
-Passings = Mapping[Site, Sequence[Passing]]
-"""The activations that pass each site in one forward of a microbatch."""
-
-
-def everywhere(sites: Iterable[Site], shape: tuple[int, ...]) -> Passings:
-    """Returns one activation of the same shape for each site, which trains as the site says."""
-    return {site: (Passing(shape, site.trains_input),) for site in sites}

@@ -19,7 +19,6 @@ from plait.anymodel import ModelPlan
 from plait.comm import Comm
 from plait.predict.tensor import predict_tensor
 from plait.step import Engine
-from plait.table.tensor_plan import everywhere
 
 WIDTH, HEADS, HEAD = 10, 6, 4
 
@@ -188,7 +187,7 @@ def test_what_is_sent_is_what_was_predicted(sequence: bool) -> None:
         engine.backward(out.square().sum(), count=2)
         sites = next(iter(engine.placed.stages.values())).parallel.sites
         entries = (
-            predict_tensor([everywhere(sites, (2, 7))], comm.mesh, 8, sequence=sequence),
+            predict_tensor(sites, [(2, 7)], comm.mesh, 8, sequence=sequence),
             [e for e in comm.ledger.since(mark) if e.note.phase in ("tensor forward", "tensor backward")],
         )
         return tuple(sorted((e.kind, e.note.phase, e.note.unit, str(e.bytes)) for e in found) for found in entries)

@@ -3,7 +3,6 @@
 functions.py      how activations travel around code that works on pieces
 kinds.py          the styles of such code: hooks on its module, and its sites
 plan.py           plans with these styles, and those that Hugging Face models carry
-passing.py        what passes a plan's sites, seen in a forward of the plain model
 """
 
 from plait.anymodel.tensor.plan import ModelPlan, plan_of, resolve_carried

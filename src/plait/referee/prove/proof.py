@@ -33,7 +33,6 @@ from plait.table.agreement import COUNTS, IN_STAGE, NUMBER_BYTES, num_reported
 from plait.table.cells import ITEMSIZE, Cell
 from plait.table.collectives import bytes_sent
 from plait.table.mesh import Mesh
-from plait.table.tensor_plan import everywhere
 
 
 @dataclass(frozen=True)
@@ -230,8 +229,8 @@ def _with_others(run: PaperRun, schedule: Schedule, traffic: Traffic) -> Traffic
     traffic = traffic.plus(2 * sends * alike, sends * handed * alike)
     for links in run.links():
         twice = [link for link in links if link not in AROUND] if run.recompute == "full" else ()
-        sites = [everywhere(decoder.sites(links), (run.batch, run.length))]
-        entries = predict_tensor(sites, mesh, itemsize, sequence=False, twice=twice)
+        shapes = [(run.batch, run.length)]
+        entries = predict_tensor(decoder.sites(links), shapes, mesh, itemsize, sequence=False, twice=twice)
         times = run.microbatches * alike
         traffic = traffic.plus(len(entries) * times, sum(entry.sent for entry in entries) * times)
     if mesh.size > 1:

@@ -6,7 +6,6 @@ parameters, which every rank records whole.
 
 import json
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
@@ -156,10 +155,9 @@ def record_layout(
         if scheduler is not None:
             scheduler.step()
         predicted = predicted or predict(engine, job, batches)  # with what has been learned of the hand-overs
-        measured = [e for e in comm.ledger.since(mark) if e.note.phase not in skipped]
+        measured = [e for e in comm.ledger.since(mark) if e.note.phase not in {*skipped, *unpredicted(job)}]
         runs = irregular(engine, len(batches))
         recorder.record.irregular |= runs
-        predicted = where_it_ran(engine, predicted, measured)
         recorder.record.ledger_differences += unlike(predicted, measured, runs)
     return recorder.finish(engine)
 
@@ -175,20 +173,12 @@ def irregular(engine: Engine, num_microbatches: int) -> dict[str, float]:
     return {unit.name: n / num_microbatches for n, unit, found in units if found or n != num_microbatches}
 
 
-def where_it_ran(engine: Engine, predicted: Iterable[Entry], measured: Iterable[Entry]) -> tuple[Entry, ...]:
-    """The prediction, in which a module outside of the links sends over the tensor axis where it ran.
+ON_TENSOR = "not predicted: messages over the tensor axis, whose sizes this model's own code decides"
 
-    Several stages have such a module, and its messages are predicted of each, but one of them runs it.  It sends all of
-    them or none: a module that sends some of its messages is left as it was predicted.
-    """
-    due, sent = Counter(predicted), Counter(measured)
-    copies = Counter(name for stage in engine.placed.stages.values() for name in stage.outside)
-    for name, count in copies.items() if len(engine.placed.pipeline.owner) > 1 else ():
-        own = [e for e in due if e.note.phase in (FORWARD, BACKWARD) and f"{e.note.unit}.".startswith(f"{name}.")]
-        runs = {count * sent[entry] / due[entry] for entry in own}
-        if len(runs) == 1 and (times := runs.pop()) in range(count):
-            due.update({entry: int(due[entry] * times / count) - due[entry] for entry in own})
-    return tuple(due.elements())
+
+def unpredicted(job: Job) -> frozenset[str]:
+    """The phases whose messages are not predicted: on the tensor axis, of models that others wrote."""
+    return frozenset() if job.one_stream else frozenset({FORWARD, BACKWARD})
 
 
 def left_out(units: Mapping[str, float]) -> str:
@@ -212,7 +202,7 @@ def _is_gather(entry: Entry, units: Mapping[str, float]) -> bool:
 
 
 def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ...]:
-    """All messages of a step on these microbatches.
+    """All messages of a step on these microbatches, but for those of ``unpredicted``.
 
     Before it is made, unless the job does not tell how wide its activations are: then the sizes of what goes from stage
     to stage are those of earlier steps.
@@ -231,9 +221,9 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
             size_of = engine.placed.runtime.p2p.bytes_handed
             received, handed = (tuple(size_of(number + i, batch) for batch in batches) for i in (-1, 0))
         plans[number] = StageTraffic(stage.layouts(), handed, received)
-        if comm.mesh.tensor > 1:
-            passing = [job.passing(batch, stage.parallel) for batch in batches]
-            entries += predict_tensor(passing, comm.mesh, itemsize, sequence=sequence, twice=stage.blocks)
+        if job.one_stream:
+            sites = stage.parallel.sites
+            entries += predict_tensor(sites, leading, comm.mesh, itemsize, sequence=sequence, twice=stage.blocks)
     tied = [
         TiedTraffic(
             edge.name, tuple(engine.placed.pipeline.owner[s] for s in edge.stages), engine.placed.ties.bytes_owned(edge)

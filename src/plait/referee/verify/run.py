@@ -24,7 +24,7 @@ from plait.referee.verify.compare import BITWISE, Finding, HonestRuns, against_p
 from plait.referee.verify.locate import locate, locate_in_plain, required
 from plait.referee.verify.observed import RankRecord, Record
 from plait.referee.verify.plain import run_plain
-from plait.referee.verify.record import collect_records, left_out, record_run
+from plait.referee.verify.record import ON_TENSOR, collect_records, left_out, record_run
 from plait.referee.verify.reference import run_reference
 from plait.referee.verify.spread import RUNS, Spread, honest_runs, spread_of
 from plait.referee.wrong import FirstWrong
@@ -60,6 +60,8 @@ class Verdict:
     spread: Spread | None = None
     first: FirstWrong | None = None
     unplaced: str = ""
+    unpredicted: bool = False
+    """Messages over the tensor axis were not compared."""
 
     @property
     def bitwise(self) -> bool:
@@ -120,6 +122,7 @@ def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Rec
         not any(ranks[0].made),
         {name: runs for r in ranks for name, runs in r.irregular.items()},
         spread_of(ranks, honest) if honest else None,
+        unpredicted=config.machine.parsed_mesh.tensor > 1 and not job.one_stream,
     )
 
 
@@ -261,6 +264,8 @@ def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> N
             console.print(f"  {line}")
     else:
         console.print("ledger: every message as predicted, byte for byte")
+    if verdict.unpredicted:
+        console.print(f"  {ON_TENSOR}")
     if verdict.irregular:
         console.print(f"  {left_out(verdict.irregular)}", soft_wrap=True)
     if verdict.spread:

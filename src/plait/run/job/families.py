@@ -120,17 +120,15 @@ class Family:
     """Name in help texts; None: the key of its row."""
     valued: bool = False
     """True if ``build`` sets the parameters' values.  Otherwise they are drawn when the model is on its ranks."""
+    one_stream: bool = True
+    """True if all modules of a tensor plan read activations of the shape ``leading``: then their messages can be
+    predicted."""
     samples: int | None = None
     """Samples of one step, if the data decides them and not a flag."""
     optimizer: OptimizerRow | None = None
     """The job's own optimizer, if it has one, made from the parameters alone."""
     rate: float | None = None
     """The learning rate of that optimizer."""
-
-    @property
-    def others(self) -> bool:
-        """True if the model's forward is not plait's code."""
-        return self.valued or self.transformers
 
     @property
     def reads_text(self) -> bool:
@@ -187,6 +185,7 @@ def own_family(job: UserJob, seed: int) -> Family:
         leading=leading_dims,
         batches=lambda seeded, seed, ragged, dtype: GivenBatches(seeded.job, dtype),
         valued=True,
+        one_stream=False,
         samples=num_samples(job.batch(0)),
         optimizer=row,
         rate=rate,
@@ -284,6 +283,7 @@ FAMILIES: dict[str, Family] = {
         encoder=lambda folder: as_tokens if folder.reads_bytes else folder.encoder(),
         weights=lambda folder, model: None if folder.from_scratch else open_folder(folder.path, model),
         transformers=True,
+        one_stream=False,
         heading=f"{FOLDER}PATH",
     ),
     "mlp": Family(

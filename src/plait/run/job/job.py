@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from plait.anymodel.tensor import plan_of
-from plait.anymodel.tensor.passing import PassingOf
 from plait.comm import Comm
 from plait.run.data.batches import Batches
 from plait.run.data.corpus import Epochs
@@ -31,8 +30,6 @@ from plait.step import Engine, empty_parameters
 from plait.step.nonfinite import NonFinite
 from plait.table.parallelism import Parallelism, Recompute
 from plait.table.precision import AS_IT_COMES, Precision
-from plait.table.tensor_plan import Passings, everywhere
-from plait.tensor import Parallel
 from plait.zero.state.weights import Weights
 
 
@@ -53,8 +50,6 @@ class Job:
     seed: int
     leading: Callable[[Any], tuple[int, ...]]
     """The shape of a batch's activations without their last dim."""
-    passing: Callable[[Any, Parallel], Passings]
-    """The tensors that pass the sites of a tensor plan when the model runs a batch."""
     width: int
     """The last dim of the tensors between stages; 0: not known in advance."""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
@@ -69,6 +64,8 @@ class Job:
     """Source of the model's initial values; None: they are drawn from the seed."""
     compile: bool = False
     """Compile the model's units."""
+    one_stream: bool = True
+    """As in ``Family``."""
     digest: Callable[[], str | None] = lambda: None
     """Digest of the data; None: the settings decide the data."""
 
@@ -166,19 +163,6 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _passing(config: JobConfig, dtypes: Dtypes) -> Callable[[Any, Parallel], Passings]:
-    """Finds the passing tensors by a forward if the model's code is not plait's, otherwise from the family."""
-    family = config.family
-    build = partial(build_model, config, dtypes)
-    seen = PassingOf(lambda: _cast(build(), dtypes.computed), family.loss_fn) if family.others else None
-
-    def passing(batch: Any, parallel: Parallel) -> Passings:
-        found = None if seen is None else seen(batch, parallel)
-        return everywhere(parallel.sites, family.leading(batch)) if found is None else found
-
-    return passing
-
-
 def make_job(config: JobConfig, dtypes: Dtypes | None = None) -> Job:
     """Makes the job that a config describes.
 
@@ -200,7 +184,7 @@ def make_job(config: JobConfig, dtypes: Dtypes | None = None) -> Job:
         dtype=dtypes.computed,
         seed=config.samples.seed,
         leading=family.leading,
-        passing=_passing(config, dtypes),
+        one_stream=family.one_stream,
         width=config.sizes.width,
         scheduler=partial(make_scheduler, config.update, data.steps),
         held_out=data.held_out,

@@ -36,7 +36,7 @@ from plait.predict.memory import Held, held
 from plait.referee.sanitize import sanitized
 from plait.referee.sanitize.drift import DriftCheck
 from plait.referee.verify.compare import BITWISE, against_tree, asked, full_batch
-from plait.referee.verify.record import Recorder, collect_records, irregular, left_out, predict
+from plait.referee.verify.record import ON_TENSOR, Recorder, collect_records, irregular, left_out, predict
 from plait.referee.verify.run import findings_table, replay
 from plait.run.config.file import to_toml
 from plait.run.config.machine import resolve_world
@@ -164,6 +164,8 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     console.print(bytes_table(ranks))
     if runs := irregular(engine, config.layout.microbatches):
         console.print(left_out(runs), soft_wrap=True)
+    if comm.mesh.tensor > 1 and not training.job.one_stream:
+        console.print(ON_TENSOR)
     if recorded is not None and engine.placed.pipeline.num_stages > 1:
         show_timeline(recorded, console, measured=config.layout.split == "measured")
     same = _compare(training, console) if config.course.verify else None

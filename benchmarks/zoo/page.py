@@ -35,7 +35,7 @@ Each model is small (four layers, a few heads, random weights) and trains two st
 *bitwise*: every parameter is the same number. *equal*: within 1e-10. *refused*: plait says why, before anything is
 wrong. *crash*: an error that nobody has written. An asterisk: the messages that were sent are not those predicted.
 In brackets: a unit runs more than once in a forward, or never, or a first step had to see who else reads it; its
-gathers are not predicted, all else is.
+gathers are not predicted; nor are messages over the tensor axis. All else is.
 """
 
 

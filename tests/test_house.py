@@ -2,7 +2,7 @@
 
 The library:  messages <- table <- schedule <- predict
               table <- comm <- tensor <- forward <- zero <- pipeline <- step <- checkpoint
-The wings:    anymodel, sharded, shared_memory, remote, referee, run; each may import the library, which imports none
+The wings:    anymodel, sharded, shared_memory, remote, diloco, referee, run; each may import the library, and it none
 """
 
 import ast
@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sharded": {"messages", "table", "comm", "tensor", "forward"},
     "shared_memory": {"messages", "table", "comm"},
     "remote": {"messages", "table", "comm"},
+    "diloco": {"table", "comm", "step"},
     "referee": {"table"},
     "referee/sanitize": ENGINE | {"referee"},
     "referee/prove": PURE | {"checkpoint/files"},

@@ -20,6 +20,7 @@ anymodel/       unmodified models: their pipelines, and tensor plans for code th
 sharded/        ``ShardedTensor``: tensors cut over named axes
 shared_memory/  ranks of one host over memory that they share
 remote.py       calls of functions on other ranks, with tensors
+diloco.py       islands of ranks that train apart and come together every few steps
 referee/        what is wrong, where, and of what kind
 run/            the command line: config, jobs, models, data, training, launching, watching, reports
 

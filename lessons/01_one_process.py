@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import plait
 
 LAYERS, WIDTH, SAMPLES, STEPS = 16, 24, 32, 3
+RANKS, WHY = (1,), "one process is what it is about"
 
 torch.manual_seed(0)  # once: sixteen different layers.  Seeding before each layer would make them all the same.
 MODEL = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))

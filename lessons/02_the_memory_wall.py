@@ -22,6 +22,7 @@ import plait
 from plait.predict.memory import formula
 
 GB, CARD = 1e9, 24e9
+RANKS, WHY = range(1, 65), "it prints a share for each of them"
 
 
 # 1. From nothing: bytes of each kind, and the number of ranks that divides it.

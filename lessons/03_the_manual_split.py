@@ -29,6 +29,7 @@ import plait
 
 LAYERS, WIDTH, SAMPLES = 16, 12, 32
 MESH = "pipe=2"
+RANKS, WHY = range(1, 17), "each has at least one of 16 layers"
 torch.manual_seed(0)
 MODEL = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
 X = torch.randn(SAMPLES, WIDTH)

@@ -26,6 +26,7 @@ import torch
 import plait
 
 MESH = "pipe=4"
+RANKS, WHY = range(2, 9), "a ball needs two, and each is a process once"
 SIZES = (4, 4096, 4 * 2**20)
 
 
@@ -99,8 +100,7 @@ def main(ranks: int = 4) -> None:
 
     # Prediction 3: hardly any.  Small messages cost the latency, large ones their bytes.
     small, middle, large = found[0]["seconds"]
-    print(f"4 KB takes {middle / small:.1f} times as long as 4 bytes, 4 MB {large / small:.0f} times")
-    assert large > middle
+    print(f"measured here: 4 KB takes {middle / small:.1f} times as long as 4 bytes, 4 MB {large / small:.0f} times")
 
     # A message of another shape is an error that names both sides, not a hang.
     try:

@@ -29,6 +29,7 @@ from torch import Tensor
 import plait
 
 MESH = "shard=4"
+RANKS, WHY = range(1, 17), "each is a thread"
 AXIS = ("shard",)
 
 

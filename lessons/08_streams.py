@@ -26,6 +26,7 @@ from collections.abc import Callable
 import torch
 
 UNIT, LAYERS = 0.02, 6
+RANKS, WHY = (1,), "streams belong to one process"
 
 
 # 1. Streams and events from nothing.

@@ -28,6 +28,7 @@ import plait
 
 WIDTH, SAMPLES, STEPS = 64, 48, 3
 MESH = "shard=4"
+RANKS, WHY = (1, 2, 4), "samples and weights are cut evenly"
 AXIS = ("shard",)
 torch.manual_seed(0)
 MODEL = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(6)))
@@ -126,8 +127,6 @@ def engine(comm: plait.Comm, make: Make = adam) -> dict:
 
 
 def main(ranks: int = 4) -> None:
-    if ranks not in (1, 2, 4):
-        raise ValueError(f"{ranks} ranks: samples and weights are cut evenly here: give 1, 2 or 4")
     torch.set_num_threads(1)
     mesh = f"shard={ranks}"
     full = plait.run_threads(mesh, ddp)

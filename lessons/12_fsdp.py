@@ -28,6 +28,7 @@ import plait
 
 WIDTH, SAMPLES, STEPS, UNITS = 32, 48, 3, 4
 MESH = "shard=4"
+RANKS, WHY = range(1, 9), "each has some of 48 samples"
 AXIS = ("shard",)
 torch.manual_seed(0)
 MODEL = nn.Sequential(

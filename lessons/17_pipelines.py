@@ -31,6 +31,7 @@ from plait.schedule.orders import stages_per_rank, write_order
 from plait.schedule.simulate import Costs, simulate
 
 MESH = "pipe=4"
+RANKS, WHY = range(1, 9), "each has at least one of 10 layers"
 WIDTH, SAMPLES, MICROBATCHES = 12, 27, 8
 torch.manual_seed(0)
 MODEL = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(10)))
@@ -151,8 +152,7 @@ def main(ranks: int = 4) -> None:
     bubble = (p - 1) / (m + p - 1)
     for order, formula in ((naive, 1 - 1 / p), (gpipe, bubble), (one_f_one_b, bubble)):
         lines = order(p, m)
-        held = [most_held(line) for line in lines]
-        print(f"{order.__name__}: idle {idle(lines):.4f}, by the formula {formula:.4f}; activations held {held}")
+        print(f"{order.__name__}: idle {idle(lines):.4f}, by the formula {formula:.4f}; holds", *map(most_held, lines))
         if order is not naive:
             draw(lines)
         assert abs(idle(lines) - formula) < 1e-12

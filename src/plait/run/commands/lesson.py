@@ -3,25 +3,29 @@
 plait lesson list               shows the lessons
 plait lesson run 9              runs one: it prints what it finds and asserts what it claims
 plait lesson run 9 --ranks 2    the same on another number of ranks
+plait lesson run 9 --world process    its body on ranks that are processes; torchrun -m plait lesson run 9 does so too
 plait lesson find 3             runs a file with a fault, its verdict, and the fix
 plait lesson check 1            judges your solution of a puzzle, in bytes and elements
 plait lesson open 9             writes a page that steps through a lesson, with one column per rank
 """
 
+import os
 import sys
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from traceback import extract_tb
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
+from plait.comm.environment import launched
 from plait.messages.escape import say
-from plait.run.course.lessons import find, numbered
+from plait.run.course.lessons import PARTS, find, numbered
+from plait.run.course.worlds import on_processes
 from plait.run.job.user_code import load_file, load_name
 
+PUZZLES = "Puzzles: plait lesson check 1"
 MOST_PROBLEMS = 12
 """The number of problems of a solution that are shown."""
 
@@ -31,16 +35,14 @@ class ListLessons:
     """Show the lessons and the faults to find, with their files."""
 
     def run(self) -> None:
-        for lesson in numbered():
-            say(f"{lesson.number:3}  {lesson.title:58} {lesson.path.name}\n", sys.stdout)
-        for fault in numbered("faults"):
-            say(f"{fault.number:3}  find the fault: {fault.title:42} faults/{fault.path.name}\n", sys.stdout)
-        for puzzle in numbered("puzzles"):
-            say(f"{puzzle.number:3}  puzzle: {puzzle.title:49} puzzles/{puzzle.path.name}\n", sys.stdout)
-        say(
-            f"in {numbered()[0].path.parent}; plait lesson run 1, plait lesson find 1, plait lesson check 1\n",
-            sys.stdout,
-        )
+        parts = [("", "", PARTS), ("faults", "Find the fault: plait lesson find 1", {}), ("puzzles", PUZZLES, {})]
+        for folder, heading, headings in parts:
+            for lesson in numbered(folder):
+                if heading := headings.get(lesson.number, heading):
+                    say(f"{heading}\n", sys.stdout)
+                say(f"{lesson.number:4}  {lesson.title:68} {Path(folder, lesson.path.name)}\n", sys.stdout)
+                heading = ""
+        say(f"in {numbered()[0].path.parent}; plait lesson run 1, plait lesson open 9\n", sys.stdout)
 
 
 @dataclass(frozen=True)
@@ -51,16 +53,21 @@ class RunLesson:
     """The lesson, as in plait lesson list."""
     ranks: int | None = None
     """Number of ranks; the lesson's own unless given."""
+    world: Literal["thread", "process"] = "thread"
+    """Kind of a rank. With process, only the body of the lesson runs, and is compared with threads, to the bit."""
 
-    def run(self) -> None:
-        lesson = find(self.number)
-        module = load_file(str(lesson.path), "lesson")
-        try:
-            module.main(*(() if self.ranks is None else (self.ranks,)))
-        except ValueError as error:
-            if len(extract_tb(error.__traceback__)) > 2:  # not of main itself, which refuses numbers of ranks
-                raise
-            raise ValueError(f"lesson {self.number}: {error}") from None
+    def run(self, argv: Sequence[str]) -> int:
+        lesson = load_file(str(find(self.number).path), "lesson")
+        started = os.environ.get("WORLD_SIZE", "") if launched(fix="start one torchrun") else ""
+        ranks = int(started) if started and self.ranks is None else self.ranks
+        if ranks is not None and ranks not in lesson.RANKS:
+            allowed = [str(n) for n in lesson.RANKS]
+            some = f"{allowed[0]} to {allowed[-1]}" if isinstance(lesson.RANKS, range) else ", ".join(allowed)
+            raise ValueError(f"lesson {self.number} runs on {some} ranks, not {ranks}: {lesson.WHY}")
+        if started or self.world == "process":
+            return on_processes(self.number, lesson, ranks, ["-m", "plait", *argv])
+        lesson.main(*(() if ranks is None else (ranks,)))
+        return 0
 
 
 @dataclass(frozen=True)
@@ -138,4 +145,6 @@ class LessonCommand:
 
 def run(config: LessonCommand, argv: Sequence[str]) -> int:
     """Runs the operation and returns the exit code."""
+    if isinstance(config.what, RunLesson):
+        return config.what.run(argv)
     return config.what.run() or 0

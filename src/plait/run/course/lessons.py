@@ -12,6 +12,16 @@ from pathlib import Path
 
 NUMBERED = re.compile(r"(\d\d)_\w+\.py")
 
+PARTS = {
+    1: "One process, then several",
+    5: "Messages",
+    9: "Data parallel, and what it need not keep",
+    15: "Inside a layer",
+    17: "Across layers and processes",
+    19: "All of it together",
+}
+"""The parts of the path, by their first lesson."""
+
 
 @dataclass(frozen=True)
 class Lesson:

@@ -14,7 +14,7 @@ from torch import Tensor
 from plait.api import run_threads
 from plait.comm import Comm
 from plait.messages.escape import say
-from plait.run.config import MachineConfig
+from plait.run.config.machine import MachineConfig
 from plait.run.launch.local import launch
 from plait.table.mesh import AXES, Mesh
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import plait
+from plait.run.commands.lesson_world import _compare, mesh_of, same
 from plait.run.commands.main import main
 from plait.run.course.lessons import find, numbered
-from plait.run.course.worlds import _compare, mesh_of, same
 from plait.run.job.user_code import load_file
 
 NUMBERS = [lesson.number for lesson in numbered()]

@@ -21,8 +21,8 @@ import tyro
 
 from plait.comm.environment import launched
 from plait.messages.escape import say
+from plait.run.commands.lesson_world import on_processes
 from plait.run.course.lessons import PARTS, find, numbered
-from plait.run.course.worlds import on_processes
 from plait.run.job.user_code import load_file, load_name
 
 PUZZLES = "Puzzles: plait lesson check 1"

@@ -1,7 +1,6 @@
 """The course: lessons that run, and a page that steps through a file with one column per rank.
 
 lessons.py  finds the lessons, their titles and their files    start here
-worlds.py   runs a lesson on ranks that are processes
 tracer.py   steps through a file on every rank and notes what each line changed
 values.py   values as the page shows them
 memory.py   bytes of the tensors that a rank has made and keeps

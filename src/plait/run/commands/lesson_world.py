@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.api import run_threads
 from plait.comm import Comm
+from plait.comm.thread import run
 from plait.messages.escape import say
 from plait.run.config.machine import MachineConfig
 from plait.run.launch.local import launch
@@ -55,7 +55,7 @@ def _compare(number: int, lesson: Any, comm: Comm) -> int:
     def result(comm: Comm) -> tuple[object, int]:
         return lesson.body(comm), comm.ledger.sent
 
-    found, expected = result(comm), run_threads(comm.mesh, result)[comm.rank]
+    found, expected = result(comm), run(comm.mesh, result)[comm.rank]
     verdicts = torch.empty(comm.world_size, dtype=torch.int64)
     comm.all_gather(verdicts, torch.tensor([int(same(found, expected))]), AXES).wait()
     wrong = [rank for rank, verdict in enumerate(verdicts.tolist()) if not verdict]

@@ -224,43 +224,6 @@ def test_a_gradient_asked_for_inside_a_forward_draws_the_same_masks() -> None:
 # ---- what is around a call ------------------------------------------------------------------------------------------
 
 
-def test_a_part_of_the_model_that_loss_fn_calls_is_outside_of_the_models_call() -> None:
-    class Square(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x * self.w).square()
-
-    class Link(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.square = Square()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.square(x)
-            return y
-
-    def penalty(model: nn.Module, x: Tensor) -> Tensor:
-        loss: Tensor = model(x).sum()
-        for module in model.modules():
-            if isinstance(module, Square):
-                loss = loss + module(torch.ones(4)).sum()
-        return loss
-
-    def body(comm: Comm) -> None:
-        model = nn.Sequential(Link(), Link())
-        engine = Engine(model, comm, strategy="ddp", optimizer=sgd(model.parameters()), loss_fn=penalty, count_fn=len)
-        engine.step([torch.ones(2, 4)])
-
-    with pytest.raises(
-        ValueError,
-        match=r"loss_fn reads a parameter by 'mul' outside|belongs to another stage|is what another stage has",
-    ):
-        run(Mesh(pipe=2), body, deadline=20)
-
-
 def test_an_interrupted_step_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = F.linear
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from weight_grads_cases import ORDER, Deferring, assert_equal, draws, grads, parameters_of, plain, split
+from weight_grads_cases import Deferring, assert_equal, draws, grads, parameters_of, plain, split
 
 
 def test_hooks_fire_once_in_the_weight_part_with_the_whole_gradient() -> None:
@@ -118,72 +118,6 @@ def test_only_operands_stay_after_the_input_part_and_nothing_after_the_weight_pa
     deferred.weigh(0)
     assert {name for name, storage in seen.items() if not storage.expired()} == output
     assert keeps_output or all(ref() is None for ref in graph)
-
-
-def test_weights_are_freed_and_filled_in_place() -> None:
-    """As sharded data parallelism does: a parameter's values are there in F and I only, NaN elsewhere."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 2))
-    x = draws(torch.empty(3, 5), 0)
-    want = plain(model, [x], "W0")
-    model.zero_grad()
-    values = [p.detach().clone() for p in model.parameters()]
-    full = [torch.empty_like(v) for v in values]
-
-    def fill() -> None:
-        for p, f, v in zip(model.parameters(), full, values, strict=True):
-            f.untyped_storage().resize_(f.numel() * f.element_size())
-            f.copy_(v)
-            p.data = f
-
-    def free() -> None:
-        for p, f in zip(model.parameters(), full, strict=True):
-            p.data = torch.full((), float("nan")).expand(p.shape)
-            f.untyped_storage().resize_(0)
-
-    deferred = Deferring(model.parameters())
-    free()
-    deferred.begin(0)
-    mine = x.clone().requires_grad_()
-    fill()
-    with deferred:
-        y = model(mine)
-    free()
-    fill()
-    y.backward(draws(y, 0))
-    free()
-    deferred.weigh(0)
-    assert_equal([y.detach(), mine.grad, *grads(parameters_of(model))], want)
-
-
-def test_parameters_are_rewritten_in_place_between_steps() -> None:
-    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
-    xs = [draws(torch.empty(3, 5), m) for m in range(4)]
-    start = [p.detach().clone() for p in model.parameters()]
-    found = []
-    for way in (split, plain):
-        with torch.no_grad():
-            for p, v in zip(model.parameters(), start, strict=True):
-                p.copy_(v)
-        for _ in range(3):
-            way(model, xs, ORDER)
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.sub_(p.grad, alpha=0.1)
-        found.append([p.detach().clone() for p in model.parameters()])
-    assert_equal(*found)
-
-
-def test_a_parameter_rewritten_before_the_input_part_raises_as_in_a_plain_backward() -> None:
-    layer = nn.Linear(5, 6)
-    deferred = Deferring(layer.parameters())
-    deferred.begin(0)
-    with deferred:
-        y = layer(torch.ones(2, 5, requires_grad=True))
-    with torch.no_grad():
-        layer.weight.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
 
 
 def test_weights_are_not_kept_for_an_input_that_wants_no_gradient() -> None:

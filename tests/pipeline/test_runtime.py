@@ -10,8 +10,8 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import ROWS, batches, deal, loss_sum
-from pipeline_cases import ORDERS, Chain, build, chain, linear, on, same, step, tied
+from engine_cases import batches, deal, loss_sum
+from pipeline_cases import Chain, build, chain, linear, on, same, step, tied
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -34,27 +34,6 @@ def six() -> Chain:
 
 
 # ---- the numbers --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("row, mesh", [("ddp", "pipe=2"), ("zero3", "pipe=2 shard=2")])
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_order_trains_as_one_process(order: str, row: str, mesh: str) -> None:
-    same(six(), mesh, row, schedule=order, microbatches=4, clip=0.5)
-
-
-@pytest.mark.parametrize("order", ["1f1b", "zbv"])
-@pytest.mark.parametrize("row", ROWS)
-def test_every_row_trains_as_one_process(row: str, order: str) -> None:
-    same(six(), "pipe=2 replica=2 shard=2", row, schedule=order, microbatches=3, clip=0.5)
-
-
-@pytest.mark.parametrize("order", ["1f1b", "zb_h2"])
-def test_three_ranks_and_uneven_stages(order: str) -> None:
-    same(six(), "pipe=3", schedule=order, split=(1, 4, 1), microbatches=5)
-
-
-def test_three_chunks_on_each_rank() -> None:
-    same(six(), "pipe=2 shard=2", "hsdp", schedule="interleaved", chunks=3, microbatches=5)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import batches, count, loss_sum
-from pipeline_cases import Chain, build, chain, engine_on, linear, on, refused, same, step
+from pipeline_cases import Chain, build, chain, engine_on, linear, on, refused, step
 from torch import Tensor, nn
 
 from plait.comm import Comm
@@ -102,41 +102,6 @@ def test_a_model_that_is_changed_after_it_was_wrapped_is_refused() -> None:
 
 
 # ---- optimizers, units, values ------------------------------------------------------------------------------
-
-
-class Normalised(torch.optim.Optimizer):
-    """Steps by gradient / norm: not elementwise, as Muon is not."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad / (p.grad.norm() + 1e-3), alpha=group["lr"])
-
-
-def grouped(parameters: Any) -> torch.optim.Optimizer:
-    """The first group is of the first stage only."""
-    every = list(parameters)
-    return torch.optim.AdamW([{"params": every[:2], "lr": 0.1}, {"params": every[2:], "weight_decay": 0.3}], eps=1e-4)
-
-
-OPTIMIZERS = {
-    "sgd": cases.sgd,
-    "groups": grouped,
-    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
-    "normalised": Normalised,
-}
-
-
-@pytest.mark.parametrize("order", ["1f1b", "zbv"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name: str, order: str) -> None:
-    cut = "tensor" if name == "normalised" else "element"
-    same(chain(), "pipe=2 shard=2", "zero3", optimizer=OPTIMIZERS[name], schedule=order, cut=cut, clip=0.5)
 
 
 def test_learning_rate_schedules_reach_every_stage() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import pytest
 import torch
 from parallel_cases import is_close, lines, on_ranks, part_of, values
@@ -67,79 +70,56 @@ def test_unequal_parts_travel_padded_to_the_largest() -> None:
     assert on_ranks(3, body, sequence=True, length=7) == [[720, 720]] * 3
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+class Travel(NamedTuple):
+    """A way of an activation [2, time, 5]: how a rank has it before and after, and what is sent."""
+
+    apply: Callable[[Tensor, TensorAxis], Tensor]
+    before: int | str
+    """The dim in which a rank has its part; ``"whole"``, or ``"share"`` of a sum."""
+    after: int | str
+    sent: list[tuple[str, str]]
+    sequence: bool = False
+
+
+TRAVELS = {
+    "leave": Travel(lambda x, a: Leave.apply(x, a, "here", False), "share", "whole", [("all_reduce", FORWARD)]),
+    "leave in time": Travel(
+        lambda x, a: Leave.apply(x, a, "here", True),
+        "share",
+        1,
+        [("reduce_scatter", FORWARD), ("all_gather", BACKWARD)],
+        sequence=True,
+    ),
+    "gather": Travel(lambda x, a: Gather.apply(x, a, 5, "here"), 2, "whole", [("all_gather", FORWARD)]),
+    "divide": Travel(lambda x, a: Divide.apply(x, a, "here"), "whole", 2, [("all_gather", BACKWARD)]),
+    "split": Travel(lambda x, a: Split.apply(x, a, "here"), "whole", 1, [("all_gather", BACKWARD)], sequence=True),
+    "unsplit": Travel(lambda x, a: Unsplit.apply(x, a, "here"), 1, "whole", [("all_gather", FORWARD)], sequence=True),
+}
+
+
+@pytest.mark.parametrize("time", [1, 7, 8])
 @pytest.mark.parametrize("ways", WAYS)
-def test_what_leaves_is_whole_and_so_is_its_gradient(ways: int, sequence: bool) -> None:
-    """Backward of a sum is nothing, of a scattered sum a gather."""
-    shares, probe = [values(2, 7, 3, seed=rank) for rank in range(ways)], values(2, 7, 3, seed=9)
-    whole = sum(shares, torch.zeros(2, 7, 3, dtype=torch.float64))
+@pytest.mark.parametrize("name", TRAVELS)
+def test_an_activation_and_its_gradient_travel(name: str, ways: int, time: int) -> None:
+    """The gradient of a part is a part of the whole gradient, that of a share is the whole one."""
+    apply, before, after, sent, sequence = TRAVELS[name]
+    shares, probe = [values(2, time, 5, seed=rank) for rank in range(ways)], values(2, time, 5, seed=9)
+    whole = sum(shares, torch.zeros(2, time, 5, dtype=torch.float64))
+
+    def here(tensor: Tensor, how: int | str, axis: TensorAxis) -> Tensor:
+        return part_of(tensor, how, axis) if isinstance(how, int) else tensor.clone()
 
     def body(axis: TensorAxis) -> tuple[Tensor, ...]:
-        x = shares[axis.index].clone().requires_grad_()
-        y = Leave.apply(x * 1, axis, "embed", axis.sequence)
-        mine = part_of(probe, 1, axis) if sequence else probe
-        (y * mine).sum().backward()
-        assert lines(axis) == (
-            []
-            if ways == 1
-            else [("reduce_scatter", FORWARD, "embed"), ("all_gather", BACKWARD, "embed")]
-            if sequence
-            else [("all_reduce", FORWARD, "embed")]
-        )
-        return y.detach(), part_of(whole, 1, axis) if sequence else whole, x.grad
+        x = (shares[axis.index].clone() if before == "share" else here(whole, before, axis)).requires_grad_()
+        y = apply(x * 1, axis)
+        (y * here(probe, after, axis)).sum().backward()
+        assert lines(axis) == ([] if ways == 1 else [(*message, "here") for message in sent])
+        assert name != "split" or axis.length == time, "what follows knows how long the stream is"
+        return y.detach(), here(whole, after, axis), x.grad, here(probe, before, axis)
 
-    for y, wanted, gradient in on_ranks(ways, body, sequence=sequence, length=7):
+    for y, wanted, gradient, due in on_ranks(ways, body, sequence=sequence, length=time):
         is_close(y, wanted)
-        is_close(gradient, probe)
-
-
-@pytest.mark.parametrize("ways", WAYS)
-def test_a_gathered_output_gives_each_rank_its_own_part_of_the_gradient(ways: int) -> None:
-    whole, probe = values(2, 3, 5), values(2, 3, 5, seed=9)
-
-    def body(axis: TensorAxis) -> tuple[Tensor, ...]:
-        piece = part_of(whole, 2, axis).requires_grad_()
-        y = Gather.apply(piece * 1, axis, 5, "out")
-        (y * probe).sum().backward()
-        return y.detach(), piece.grad, part_of(probe, 2, axis)
-
-    for y, gradient, wanted in on_ranks(ways, body):
-        assert torch.equal(y, whole)
-        assert torch.equal(gradient, wanted)
-
-
-@pytest.mark.parametrize("length", [1, 7, 8])
-@pytest.mark.parametrize("ways", WAYS)
-def test_a_split_stream_gathers_its_gradient(ways: int, length: int) -> None:
-    whole, probe = values(2, length, 3), values(2, length, 3, seed=9)
-
-    def body(axis: TensorAxis) -> tuple[Tensor, ...]:
-        x = whole.clone().requires_grad_()
-        y = Split.apply(x * 1, axis, "blocks.0")
-        assert axis.length == length, "what follows knows how long the stream is"
-        (y * part_of(probe, 1, axis)).sum().backward()
-        assert lines(axis) == ([] if ways == 1 else [("all_gather", BACKWARD, "blocks.0")])
-        return y.detach(), part_of(whole, 1, axis), x.grad
-
-    for y, wanted, gradient in on_ranks(ways, body, sequence=True):
-        assert torch.equal(y, wanted)
-        assert torch.equal(gradient, probe)
-
-
-@pytest.mark.parametrize("ways", WAYS)
-def test_a_part_of_a_whole_activation_gathers_its_gradient(ways: int) -> None:
-    whole, probe = values(2, 3, 5), values(2, 3, 5, seed=9)
-
-    def body(axis: TensorAxis) -> tuple[Tensor, ...]:
-        x = whole.clone().requires_grad_()
-        y = Divide.apply(x * 1, axis, "down")
-        (y * part_of(probe, 2, axis)).sum().backward()
-        assert lines(axis) == ([] if ways == 1 else [("all_gather", BACKWARD, "down")])
-        return y.detach(), part_of(whole, 2, axis), x.grad
-
-    for y, wanted, gradient in on_ranks(ways, body):
-        assert torch.equal(y, wanted)
-        assert torch.equal(gradient, probe)
+        assert torch.equal(gradient, due)
 
 
 @pytest.mark.parametrize("last", [None, 2, 5])
@@ -164,23 +144,6 @@ def test_what_cut_computation_reads_sums_its_gradient(ways: int, last: int | Non
 
     for gradient, wanted in on_ranks(ways, body):
         is_close(gradient, wanted)
-
-
-@pytest.mark.parametrize("length", [1, 7, 8])
-@pytest.mark.parametrize("ways", WAYS)
-def test_an_unsplit_stream_keeps_its_part_of_a_whole_gradient(ways: int, length: int) -> None:
-    whole, probe = values(2, length, 3), values(2, length, 3, seed=9)
-
-    def body(axis: TensorAxis) -> tuple[Tensor, ...]:
-        x = part_of(whole, 1, axis).requires_grad_()
-        y = Unsplit.apply(x * 1, axis, "router")
-        (y * probe).sum().backward()
-        assert lines(axis) == ([] if ways == 1 else [("all_gather", FORWARD, "router")])
-        return y.detach(), part_of(probe, 1, axis), x.grad
-
-    for y, wanted, gradient in on_ranks(ways, body, sequence=True, length=length):
-        assert torch.equal(y, whole)
-        assert torch.equal(gradient, wanted)
 
 
 @pytest.mark.parametrize("given", [torch.arange(4), (torch.ones(2, 4, 3),)])

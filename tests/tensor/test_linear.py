@@ -13,7 +13,7 @@ from parallel_cases import is_close, lines, on_ranks, part_of, together, values
 from torch import Tensor
 
 from plait.table.tensor_plan import BACKWARD, FORWARD
-from plait.tensor.axis import Gather, TensorAxis
+from plait.tensor.axis import TensorAxis
 from plait.tensor.linear import Entered, row
 
 WAYS = [1, 2, 3, 4]
@@ -136,20 +136,6 @@ def test_siblings_may_be_called_in_any_order_any_number_of_times(wants: bool, ca
             assert all(r[1][i] is None for r in ranks), "zero is a gradient, none is not"
 
 
-def test_frozen_weights_pass_the_gradient_on() -> None:
-    dx, _ = whole_two(0, 1)
-
-    def body(axis: TensorAxis) -> Any:
-        x, pairs = two(axis, frozen=True)
-        entered = Entered(x.requires_grad_(), axis, "mlp", pairs)
-        (entered.column(0).tanh() + 2 * entered.column(1).tanh()).square().sum().backward()
-        return x.grad, [w.grad for w, _ in pairs]
-
-    for gradient, frozen in on_ranks(3, body):
-        is_close(gradient, dx)
-        assert frozen == [None, None]
-
-
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 def test_a_weight_or_a_bias_alone_may_be_frozen(frozen: str) -> None:
     def run(axis: TensorAxis | None) -> tuple[Tensor | None, Tensor | None]:
@@ -250,28 +236,6 @@ def test_what_entered_is_free_after_backward_without_a_garbage_collection() -> N
         gc.enable()
 
 
-@pytest.mark.parametrize("ways", WAYS)
-def test_a_gathered_product_is_whole_and_trains(ways: int) -> None:
-    x = values(2, 7, 3).requires_grad_()
-    weight, bias = values(HIDDEN, 3, seed=1).requires_grad_(), values(HIDDEN, seed=2).requires_grad_()
-    y = F.linear(x, weight, bias)
-    y.tanh().square().sum().backward()
-
-    def body(axis: TensorAxis) -> Any:
-        mine = x.detach().clone().requires_grad_()
-        w, b = part_of(weight.detach(), 0, axis).requires_grad_(), part_of(bias.detach(), 0, axis).requires_grad_()
-        out = Gather.apply(Entered(mine, axis, "out", [(w, b)]).column(0), axis, HIDDEN, "out")
-        out.tanh().square().sum().backward()
-        return out.detach(), mine.grad, w.grad, b.grad
-
-    ranks = on_ranks(ways, body)
-    for out, gradient, _, _ in ranks:
-        is_close(out, y.detach())
-        is_close(gradient, x.grad)
-    is_close(together([r[2] for r in ranks], 0), weight.grad)
-    is_close(together([r[3] for r in ranks], 0), bias.grad)
-
-
 def test_backward_runs_twice_where_the_graph_is_kept() -> None:
     dx, dw = whole_two(0, 1)
 
@@ -288,29 +252,6 @@ def test_backward_runs_twice_where_the_graph_is_kept() -> None:
         is_close(gradient, 2 * dx)
     for i in range(2):
         is_close(together([r[1][i] for r in ranks], 0), 2 * dw[i])
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_two_forwards_of_other_lengths_before_one_backward(sequence: bool) -> None:
-    """Each keeps its own length: 7 and 4 steps of time."""
-    weight, down = values(HIDDEN, 3, seed=1), values(3, HIDDEN, seed=2)
-    xs = [values(2, length, 3, seed=length).requires_grad_() for length in (7, 4)]
-    sum(F.linear(F.linear(x, weight).tanh(), down).square().sum() for x in xs).backward()
-
-    def body(axis: TensorAxis) -> Any:
-        w, d = part_of(weight, 0, axis), part_of(down, 1, axis)
-        mine, losses = [], []
-        for x in xs:
-            axis.length = x.size(1)
-            mine.append((part_of(x.detach(), 1, axis) if sequence else x.detach().clone()).requires_grad_())
-            hidden = Entered(mine[-1], axis, "up", [(w, None)]).column(0).tanh()
-            losses.append(row(hidden, d, axis, "down").square().sum())
-        (losses[0] + losses[1]).backward()
-        return [x.grad for x in mine]
-
-    ranks = on_ranks(3, body, sequence=sequence)
-    for i, x in enumerate(xs):
-        is_close(together([r[i] for r in ranks], 1) if sequence else ranks[0][i], x.grad)
 
 
 def test_autocast_computes_in_its_own_dtype_and_leaves_gradients_in_the_weights() -> None:

@@ -45,7 +45,7 @@ from plait.zero.unshard import EVALUATE
 CountFn = Callable[[Any], int]
 
 LOOKS = 8
-"""Steps in which the weights of means are checked on a GPU, where each check makes this thread wait."""
+"""Losses of an engine whose weights are checked on a GPU, where each check makes this thread wait."""
 
 
 class Engine(StaysHere):
@@ -118,6 +118,7 @@ class Engine(StaysHere):
         self._discarded = 0  # times that gradients were thrown away
         self._blocks = 0  # open gathered or swapped blocks
         self._forwards = 0  # forwards of the own loop's step so far
+        self._looks = 0  # means whose weight was checked
         self._broken = False  # a step failed in a pipeline
         self._gave_pieces = False  # ``parameters()`` was called
         self._open: OpenStep | None = None
@@ -270,7 +271,8 @@ class Engine(StaysHere):
                     "a backward of several engines, one of which scales the loss: build it without a scale"
                 )
             engine._check_optimizers()
-        if reduction == "mean" and (self.steps < LOOKS or not loss.is_cuda):
+        if reduction == "mean" and (self._looks < LOOKS or not loss.is_cuda):
+            self._looks += 1
             check_weight(loss, terms)
         loss = as_sum(loss, terms, reduction)
         opened = [engine._begin_step() for engine in engines]

@@ -139,12 +139,16 @@ class Gradients:
         """Moves one parameter's gradient into the buffer."""
         if not self._active:
             parameter.grad = None
+            if self.unsharding.in_pass:
+                raise ValueError(
+                    f"a gradient of {gradient.name(index)!r} came in the input part of a backward that the schedule "
+                    f"splits: an autograd.Function (SyncBatchNorm has one) must not be given the parameter itself: "
+                    f"hand on parameter * 1, or take another schedule (1f1b, gpipe, interleaved)"
+                )
             raise ValueError(
                 f"a gradient of {gradient.name(index)!r} came outside of its engine's backward: call "
                 f"engine.backward(loss, count) instead of loss.backward(); where another engine's loss goes through "
-                f"this model too, name this engine there, as in other.backward(loss, count, also=[engine]). Where a "
-                f"schedule splits backwards, an autograd.Function (SyncBatchNorm has one) must not be given the "
-                f"parameter itself: hand on parameter * 1, or take another schedule (1f1b, gpipe, interleaved)"
+                f"this model too, name this engine there, as in other.backward(loss, count, also=[engine])"
             )
         value, parameter.grad = parameter.grad, None
         if unit.unit.split and unit.unit.state is not State.UNSHARDED and not self.unsharding.split_backward:

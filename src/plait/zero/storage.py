@@ -239,23 +239,12 @@ class Flat:
         return [slot.name for slot, old, new in slots if old != new]
 
     def accept(self) -> None:
-        """Takes over values that a program has written to whole parameters, at rest and in the master weights.
-
-        Raises:
-            ValueError: a parameter was given values of another shape, dtype or device.
-        """
+        """Takes over values that a program has written to whole parameters, at rest and in the master weights."""
         with DisableTorchFunction():
-            for parameter, view, slot in zip(self.parameters, self._views, self.layout.slots, strict=True):
-                if parameter.is_set_to(view):
-                    continue
-                if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
-                    raise ValueError(
-                        f"p.data of parameter {slot.name!r} was replaced by {str(parameter.dtype)[6:]} of shape "
-                        f"{tuple(parameter.shape)} on {parameter.device}, but the row holds {str(view.dtype)[6:]} of "
-                        f"shape {tuple(view.shape)} on {view.device}: make such changes first, then build the Engine"
-                    )
-                view.copy_(parameter.detach().clone())  # which may share this very memory
-                parameter.data = view
+            for parameter, view in zip(self.parameters, self._views, strict=True):
+                if not parameter.is_set_to(view):  # p.data was replaced, as vector_to_parameters does
+                    view.copy_(parameter.detach().clone())  # which may share this very memory
+                    parameter.data = view
         self.written()
         if self.split:
             self.rest.copy_(self.full[slice(*self.held)])

@@ -27,11 +27,10 @@ ENGINE = PIPELINE | {"step"}
 LIBRARY = ENGINE | {"predict", "checkpoint", "checkpoint/files"}
 JOB = LIBRARY | {"anymodel", "run/formats", "run/models", "run/data", "run/job"}
 CONFIG = JOB | {"run/report", "run/injection", "run/config"}
-VERIFY = CONFIG | {"later", "referee", "referee/verify", "referee/sanitize"}
+VERIFY = CONFIG | {"referee", "referee/verify", "referee/sanitize"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "messages": set(),
-    "later": set(),
     "torch_private": set(),
     "table": {"messages"},
     "schedule": {"messages", "table"},
@@ -62,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run/injection": ENGINE,
     "run/formats": LIBRARY,
     "run/job": LIBRARY | {"anymodel", "run/formats", "run/models", "run/data"},
-    "run/config": (CONFIG - {"run/config"}) | {"later"},
+    "run/config": CONFIG - {"run/config"},
     "run/watch": {"messages", "table", "comm"},
     "run/measure": CONFIG,
     "run/course": {"messages", "table", "comm", "run/report"},
@@ -73,12 +72,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": LIBRARY | {"run/data", "run/watch", "referee/sanitize"},
     "__main__": {"messages", "run/commands"},
     "__init__": LIBRARY
-    | {"api", "later", "sharded", "run/formats", "run/models", "run/data", "run/job", "run/injection"}
+    | {"api", "sharded", "run/formats", "run/models", "run/data", "run/job", "run/injection"}
     | {"referee/verify", "referee/witness"},
 }
 """Which parts of plait each part may import. A part that is not here is refused: give it a line."""
 
-WITHOUT_TORCH = PURE | {"checkpoint/files", "run/report", "referee/prove", "later"}
+WITHOUT_TORCH = PURE | {"checkpoint/files", "run/report", "referee/prove"}
 
 MAY_CALL_COLLECTIVES = {"comm/gloo.py", "comm/nccl.py"}
 

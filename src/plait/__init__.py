@@ -25,7 +25,6 @@ referee/        what is wrong, where, and of what kind
 run/            the command line: config, jobs, models, data, training, launching, watching, reports
 
 api.py          the few calls that a script needs besides ``Engine``
-later.py        imports names of a package when they are asked for
 torch_private.py  names that torch does not promise, each with its reason
 """
 
@@ -64,9 +63,18 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        from plait.later import later
+        """Imports a name, or a package of this one, when it is asked for: ``import plait`` needs no torch."""
+        from importlib import import_module
 
-        return later(__name__, _MODULES)(name)
+        for module, names in _MODULES.items():
+            if name in names.split():
+                return getattr(import_module(f"plait.{module}"), name)
+        try:
+            return import_module(f"plait.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"plait.{name}":
+                raise
+        raise AttributeError(f"module 'plait' has no attribute {name!r}", name=name, obj=import_module("plait"))
 
     def __dir__():
         return sorted({*globals(), *__all__})

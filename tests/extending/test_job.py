@@ -9,7 +9,6 @@ from guide import code_of, run_section
 from plait.run.commands.main import main
 from plait.run.config.file import from_toml
 from plait.run.config.settings import TrainConfig
-from plait.run.job.user_code import load_installed
 
 LAYOUTS = {
     "data": ["--mesh", "replica=2 shard=2", "--strategy", "hsdp", "--microbatches", "2"],
@@ -88,19 +87,6 @@ def test_a_wrong_plugin_is_one_line(
     assert main(["--plugin", str(file), "train"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("plait: error: plugin ") and says in said and said.count("\n") == 1
-
-
-def test_a_wrong_plugin_of_an_installed_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    info = tmp_path / "rows-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rows\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[plait_plugins]\nmine = rows_of_nobody\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    load_installed.cache_clear()
-    assert main(["prove", "--mesh", "shard=2"]) == 2
-    assert "plugin 'mine' of the installed package rows: ModuleNotFoundError" in capsys.readouterr().err
 
 
 def test_processes_run_a_plugin_and_a_script_cannot_lose_its_exit_code(tmp_path: Path, start) -> None:

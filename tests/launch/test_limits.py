@@ -2,7 +2,7 @@
 
 import pytest
 
-from plait.run.launch.limits import LONGEST_PAUSE, Limits, Restarts
+from plait.run.launch.limits import Limits, Restarts
 
 
 def test_so_many_restarts_as_were_allowed() -> None:
@@ -28,14 +28,3 @@ def test_other_ranks_in_the_same_step_are_no_loop() -> None:
 def test_with_a_new_checkpoint_it_is_no_loop() -> None:
     restarts = Restarts(Limits(restarts=100))
     assert all(restarts.refusal(1, 7, f"step-{kept}") is None for kept in range(5))
-
-
-def test_the_first_restart_is_at_once_and_later_ones_take_their_time() -> None:
-    restarts = Restarts(Limits(restarts=100))
-    pauses = []
-    for step in range(8):
-        restarts.refusal(1, step, "")
-        pauses.append(restarts.pause)
-    assert pauses == [0, 1, 2, 4, 8, 16, LONGEST_PAUSE, LONGEST_PAUSE]
-    restarts.refusal(1, 8, "step-8")
-    assert restarts.pause == 0

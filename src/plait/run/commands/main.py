@@ -26,7 +26,7 @@ from plait.run.commands.interrupt import leave_at_once, raise_again
 from plait.run.config.bounds import check_values
 from plait.run.job.sections import flag_hints
 from plait.run.job.sections import flags as flags_of
-from plait.run.job.user_code import FLAG, load_installed, load_plugin, take_files
+from plait.run.job.user_code import FLAG, load_plugin, take_files
 from plait.run.launch.failure import guarded, leave, open_closed
 
 COMMANDS = {
@@ -84,7 +84,6 @@ def run(argv: list[str]) -> int:
     if argv[:1] == ["--version"]:
         say(f"plait {__version__} (torch {version('torch')}, Python {platform.python_version()})\n", sys.stdout)
         return 0
-    load_installed()
     command = parse(argv)
     for file in flags_of(command).get("plugin", ()):  # a settings file may name plugins
         load_plugin(file)

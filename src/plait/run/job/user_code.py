@@ -1,11 +1,10 @@
-"""Runs the user's code by name: ``FILE.py:NAME``, ``plait --plugin FILE.py``, entry points.
+"""Runs the user's code by name: ``FILE.py:NAME``, ``plait --plugin FILE.py``.
 
     # my_rows.py                                          plait --plugin my_rows.py verify --optimizer rmsprop
 
     OPTIMIZERS["rmsprop"] = OptimizerRow(RMSprop, states=1, amplifies=True)
 
-A plugin adds rows to the tables (strategies, orders, styles, families, optimizers) when it is imported.  Installed
-packages name their plugins as entry points of the group ``plait_plugins``.  Every rank imports the plugins too.
+A plugin adds rows to the tables (strategies, orders, styles, families, optimizers) when it is imported, on every rank.
 """
 
 import importlib.util
@@ -15,7 +14,6 @@ import traceback
 from collections.abc import Sequence
 from functools import cache
 from importlib.machinery import SourceFileLoader
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -25,8 +23,6 @@ from plait.messages.ended import to_its_end
 from plait.messages.escape import one_line
 
 FLAG = "--plugin"
-GROUP = "plait_plugins"
-"""Group of the entry points of installed packages that every command imports."""
 
 
 def take_files(words: Sequence[str], flag: str = FLAG) -> tuple[list[str], tuple[str, ...]]:
@@ -49,26 +45,14 @@ def load_plugin(file: str) -> None:
     """Runs a plugin's file, once in a process.  Raises ValueError, with the line, for any error in it."""
     if not (file.endswith(".py") and os.path.isfile(file)):
         raise ValueError(f"plugin {one_line(file, 300)!r}: give a file of Python, as in {FLAG} my_rows.py")
-    _load(f"plugin {file}", file, lambda: load_file(file, "plugin"))
-
-
-@cache
-def load_installed() -> None:
-    """Imports the plugins of installed packages.  Raises ValueError, with the package, for any error in one."""
-    for point in entry_points(group=GROUP):
-        owner = point.dist.name if point.dist else "?"
-        _load(f"plugin {point.name!r} of the installed package {owner}", "", point.load)
-
-
-def _load(title: str, file: str, load: Any) -> None:
     try:
-        load()
+        load_file(file, "plugin")
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         if isinstance(error, SyntaxError) and error.filename == file:
             lines = [error.lineno]
         where = f", line {lines[-1]}" if lines else ""
-        raise ValueError(f"{title}{where}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"plugin {file}{where}: {type(error).__name__}: {error}") from error
 
 
 def load_name(place: str, what: str, kind: type = object) -> Any:

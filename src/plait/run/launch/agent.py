@@ -76,9 +76,6 @@ class RankAgent:
 
     def _start(self) -> None:
         """Starts the ranks of the next attempt."""
-        end = time.monotonic() + self._restarts.pause
-        while time.monotonic() < end and not self.asked.number:
-            time.sleep(LOOK_SECONDS)
         shutil.rmtree(self._here, ignore_errors=True)  # its room is the next one's
         self._attempt += 1
         with told(self._here, 0):

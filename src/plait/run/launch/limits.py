@@ -1,6 +1,5 @@
 """Decides how often a run is started again after a fault, and how long it may take to end.  Pure.
 
-fault 1   ──►  again at once        fault 2   ──►  after 1 s        then 2 s, 4 s ... 30 s
 the same step for the third time, and no new checkpoint     ──►  it would be the same again: no more
 """
 
@@ -9,8 +8,6 @@ from dataclasses import dataclass, field
 
 LOOPS = 3
 """Number of faults of one rank in one step, without a new checkpoint, that make a loop."""
-
-LONGEST_PAUSE = 30.0
 
 
 @dataclass(frozen=True)
@@ -43,10 +40,3 @@ class Restarts:
             where = f"step {step}" if step >= 0 else "front of the first step"
             return f"not started again: rank {rank} failed in {where} {LOOPS} times, without a new checkpoint"
         return None
-
-    @property
-    def pause(self) -> float:
-        """Returns seconds to wait before the next attempt: more with each fault since the last new checkpoint."""
-        kept = [kept for _, _, kept in self.faults]
-        again = next((n for n, one in enumerate(reversed(kept)) if one != kept[-1]), len(kept)) - 1
-        return min(LONGEST_PAUSE, 2.0 ** (again - 1)) if again > 0 else 0.0

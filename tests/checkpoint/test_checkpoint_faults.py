@@ -292,14 +292,3 @@ def test_what_cannot_be_saved_leaves_what_was_there(copied: Path, monkeypatch: p
     assert names(copied) == before
     monkeypatch.undo()
     assert ranks(lambda comm: plait.load(copied, build(comm)).step) == [2, 2, 2]
-
-
-def test_a_folder_that_cannot_be_written_is_said_by_all(tmp_path: Path) -> None:
-    """A file in the place of the folder; root may write to a read-only one."""
-    (tmp_path / "file").touch()
-
-    def body(comm: Comm) -> None:
-        engine = build(comm)
-        plait.save(tmp_path / "file" / "run", engine)
-
-    raised_together(body, str(tmp_path / "file"))

@@ -50,7 +50,9 @@ def test_what_is_past_them_is_refused_with_the_number(name: str) -> None:
     check_values(replace(TrainConfig(), **{name: least if not above else 1.0}))
 
 
-@pytest.mark.parametrize("text", ["", "\x1b[31m", "a\nb", "x" * (LONGEST + 1), "a\0b", "\udcff"])
+@pytest.mark.parametrize(
+    "text", ["", "\x1b[31m", "a\nb", "a\tb", "a\u202eb", "\x9b", "x" * (LONGEST + 1), "a\0b", "\udcff"]
+)
 @pytest.mark.parametrize("name", ["mesh", "strategy", "model", "data", "out", "json", "resume", "split", "schedule"])
 def test_texts_that_cannot_be_meant(name: str, text: str) -> None:
     with pytest.raises(ValueError, match=name) as caught:
@@ -113,12 +115,6 @@ def test_numbers_within_are_taken() -> None:
 )
 def test_names_that_people_give_are_taken(text: str) -> None:
     check_values(TrainConfig(out=text))
-
-
-@pytest.mark.parametrize("text", ["a\x1b[2J", "a\nb", "a\tb", "a\u202eb", "\x9b", "\ud800"])
-def test_names_that_a_terminal_would_obey_are_not(text: str) -> None:
-    with pytest.raises(ValueError, match="which a terminal would obey"):
-        check_values(TrainConfig(out=text))
 
 
 def test_ranks_that_are_started_by_hand_are_not_all_on_this_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,9 @@ def test_the_smallest_batch_that_fills_all_parts_is_valid() -> None:
         ({"optimizer": "lion"}, ["unknown optimizer 'lion'", "adamw, adam, sgd"]),
         ({"model": "lama"}, ["unknown model 'lama'", "did you mean llama"]),
         ({"out": __file__}, [f"{__file__}' is no folder", "give another place"]),
+        ({"eval_every": 2, "model": "mlp"}, ["has a held-out part; mlp reads none"]),
+        ({"warmup": 9, "steps": 8}, ["a warmup of 9 steps in a run of 8"]),
+        ({"tensorboard": True}, ["give --out DIR"]),
         ({"eval_steps": 5}, ["eval_steps 5 without eval_every", "--eval-every"]),
     ],
 )

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import random
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fuzz import CLEAR, HERE, Layout, Outcome, State, Verdict, difference, main
+from fuzz import Layout, Outcome, State, judged, main
 
 import plait
 from plait.forward.dropout import DropoutRNG
@@ -212,27 +210,11 @@ def alone(seed: int) -> tuple[State, list[str]]:
 
 def try_seed(seed: int, *, show: bool = False) -> Outcome:
     """What becomes of a seed."""
-    layout, parts, start = drawn_layout(seed), built(seed).parts, time.monotonic()
-
-    def outcome(verdict: Verdict, reason: str = "") -> Outcome:
-        return Outcome(seed, verdict, round(time.monotonic() - start, 2), parts, layout, reason)
-
+    layout, parts = drawn_layout(seed), built(seed).parts
     theirs, sites = alone(seed)
     if len(set(sites)) < len(sites):
-        return outcome("wrong", f"two draws at one of {sites}")
-    try:
-        states = trained(seed, layout)
-    except Exception as error:
-        if show:
-            traceback.print_exc()
-            traceback.print_exception(error.__cause__)
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"{type(error).__name__}: {error} ({last.filename.removeprefix(HERE)}:{last.lineno})"
-        return outcome("refused" if isinstance(error, CLEAR) and last.filename.startswith(HERE) else "unclear", reason)
-    for rank, ours in enumerate(states):
-        if reason := difference(ours, theirs):
-            return outcome("wrong", f"rank {rank}: {reason}")
-    return outcome("right")
+        return Outcome(seed, "wrong", 0, parts, layout, f"two draws at one of {sites}")
+    return judged(seed, parts, layout, theirs, lambda: trained(seed, layout), show=show)
 
 
 if __name__ == "__main__":

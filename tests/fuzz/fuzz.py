@@ -203,19 +203,33 @@ def difference(ours: State, theirs: State) -> str:
 
 def try_seed(seed: int, *, show: bool = False) -> Outcome:
     """What becomes of a seed."""
-    layout, start = drawn_layout(seed), time.monotonic()
+    layout = drawn_layout(seed)
     model = drawn(seed, at_least=4 if "pipe" in layout.mesh else 1)
     mesh = Mesh.parse(layout.mesh)
-
-    def outcome(verdict: Verdict, reason: str = "") -> Outcome:
-        return Outcome(seed, verdict, round(time.monotonic() - start, 2), model.parts, layout, reason)
-
     try:
         theirs = alone(seed, model, layout, mesh.data_size * layout.microbatches)
     except Exception as error:
-        return outcome("invalid", repr(error))
+        return Outcome(seed, "invalid", 0, model.parts, layout, repr(error))
+    return judged(seed, model.parts, layout, theirs, lambda: on_ranks(seed, model, layout, mesh), show=show)
+
+
+def judged(
+    seed: int,
+    parts: tuple[str, ...],
+    layout: Layout,
+    theirs: State,
+    on_ranks: Callable[[], list[State]],
+    *,
+    show: bool,
+) -> Outcome:
+    """The ranks' states against those of one process."""
+    start = time.monotonic()
+
+    def outcome(verdict: Verdict, reason: str = "") -> Outcome:
+        return Outcome(seed, verdict, round(time.monotonic() - start, 2), parts, layout, reason)
+
     try:
-        states = on_ranks(seed, model, layout, mesh)
+        states = on_ranks()
     except Exception as error:
         if show:
             traceback.print_exc()

@@ -47,25 +47,6 @@ def steps(place: Path) -> list[int]:
     return [json.loads(line)["step"] for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("saving", [False, True])
-def test_a_disk_that_fills_up(saving: bool, disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (disk / "fill").write_bytes(b"x" * (60_000 if saving else 500_000))
-    assert train(disk, "--steps", "300", *["--save-every", "2"] * saving) == 1
-    reason, path = said(capsys)
-    assert "No space left" in reason and path.startswith(str(disk / "run"))
-    made = steps(disk)
-    assert made == [*range(1, len(made) + 1)]
-    (disk / "fill").unlink()
-    if saving:  # and with room it goes on from the last one that was whole
-        assert main(["checkpoint", "verify", str(disk / "run"), "--all"]) == 0
-        *older, newest = sorted((disk / "run" / "checkpoints").glob("step-*"))
-        for folder in older:  # or there would be no room for the next one
-            shutil.rmtree(folder)
-        last = int(newest.name.removeprefix("step-"))
-        assert train(disk, "--steps", str(last + 1), "--save-every", "2", "--resume", "auto") == 0
-        assert steps(disk) == [*range(1, last + 2)]
-
-
 def test_processes_say_it_once_and_leave_together(disk: Path) -> None:
     (disk / "fill").write_bytes(b"x" * 60_000)
     words = [*RUN.split(), "--steps", "300", "--save-every", "2", "--out", str(disk / "run"), "--deadline", "60"]
@@ -104,6 +85,7 @@ def test_a_run_never_takes_anothers_folder(tmp_path: Path, capsys: pytest.Captur
         assert f"has the {name} of an earlier run" in capsys.readouterr().err
         assert (folder / "run" / name).read_text() == "mine"
     assert train(folder, "--steps", "1", "--overwrite") == 0
+    assert "overwrite" not in (folder / "run" / "config.toml").read_text()
 
 
 def test_a_run_that_is_under_way_loses_nothing_to_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,6 +169,8 @@ def test_places_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.Captu
         ("--resume auto", "resume without out"),
         ("--change lr", "change lr without resume"),
         (f"--keep 2 --out {tmp_path / 'x'}", "keep 2 without save_every"),
+        ("--restarts 2", "restarts 2 without save_every"),
+        (f"--restarts 2 --save-every 2 --out {tmp_path / 'x'}", "with world thread"),
     ):
         assert main(["train", "--world", "thread", *SIZES, *words.split()]) == 2
         assert message in capsys.readouterr().err
@@ -247,11 +249,6 @@ def test_a_job_that_was_edited_is_another_run(
     assert codes == [0, 2 if says else 0]
     shown = capsys.readouterr()
     assert says is None or says in shown.err
-
-
-def test_the_newest_checkpoints_stay(train: Train, tmp_path: Path) -> None:
-    train("run", *SAME, "--save-every", "1", "--keep", "2")
-    assert [folder.name for folder in checkpoints(tmp_path / "run/checkpoints")] == ["step-000005", "step-000006"]
 
 
 def test_overwrite_takes_the_checkpoints_of_an_earlier_run_away(train: Train, tmp_path: Path) -> None:

@@ -173,18 +173,6 @@ def test_another_attempt_goes_on_where_this_launch_has_written(
     assert (again.output.resume, again.output.overwrite) == ("auto", False)
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--restarts", "2"], "restarts 2 without save_every"),
-        (["--restarts", "2", "--save-every", "2", "--world", "thread", "--out", "x"], "with world thread"),
-    ],
-)
-def test_limits_that_cannot_be_are_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *words]) == 2
-    assert says in capsys.readouterr().err
-
-
 def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_end(
     flags: list[str], whole: Path, tmp_path: Path, start: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -164,19 +164,6 @@ def test_an_evaluation_is_of_twenty_batches_unless_more_are_asked_for(
     assert tokens[0] == 20 * 3 * 8 < tokens[1]
 
 
-def test_a_second_run_does_not_replace_the_first_unless_told_to(
-    train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--mesh", "shard=1", "--steps", "1"]
-    train(*words)
-    before = (tmp_path / "out" / "metrics.jsonl").read_text()
-    assert main(["train", *words, "--out", str(tmp_path / "out")]) == 2
-    assert "of an earlier run: give another folder, --resume auto" in capsys.readouterr().err
-    assert (tmp_path / "out" / "metrics.jsonl").read_text() == before
-    assert len(train(*words, "--steps", "2")[1]) == 2  # with --overwrite
-    assert "overwrite" not in (tmp_path / "out" / "config.toml").read_text()
-
-
 def test_an_evaluation_at_the_end_only_none_or_of_a_part(train: Any) -> None:
     def steps(*words: str) -> list[tuple[int, int]]:
         _, metrics, out = train("--mesh", "shard=2", "--steps", "3", *words)
@@ -256,23 +243,6 @@ def test_sinks_are_closed_when_a_step_raises(text: str, tmp_path: Path, monkeypa
     words = ["train", "--world", "thread", "--mesh", "shard=1", *SIZES, "--data", text, "--out", str(tmp_path)]
     assert main(words) == 1
     assert closed == [1]
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--warmup", "9", "--steps", "8"], "a warmup of 9 steps in a run of 8"),
-        (["--min-lr", "1.5"], "min_lr is 1.5: give a number from 0 to 1"),
-        (["--json", "no/such/folder.json"], "there is no such folder"),
-        (["--eval-every", "2", "--model", "mlp"], "has a held-out part; mlp reads none"),
-        (["--tensorboard"], "give --out DIR"),
-    ],
-)
-def test_a_mistake_is_known_before_a_rank_starts(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", *words]) == 2
-    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

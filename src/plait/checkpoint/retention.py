@@ -17,11 +17,8 @@ PINNED = "pinned"
 
 
 def remove_older(newest: Path, keep: int) -> None:
-    """Removes checkpoints of fewer steps until ``keep`` are left, the newest included.
-
-    Raises:
-        ValueError: the newest one is damaged; nothing has been removed.
-    """
+    """Removes checkpoints of fewer steps until ``keep`` are left, the newest included.  ValueError, and nothing
+    removed, if the newest one is damaged."""
     newest = newest.resolve()
     folders = checkpoints(newest.parent)
     older = [folder for folder in folders[: folders.index(newest)] if _may_go(folder)]

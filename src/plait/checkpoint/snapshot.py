@@ -90,10 +90,7 @@ def values_of(engine: Engine, ema: EMA | None, extra: Any) -> Any:
 
 def taken(engine: Engine, ema: EMA | None, values: Any) -> tuple[list[RankPiece], Any]:
     """The pieces that this rank writes, because no earlier rank has them, and on rank 0 the manifest's values.
-
-    Raises:
-        ValueError: a weight is not finite, or a value cannot be saved.
-    """
+    ValueError if a weight is not finite, or a value cannot be saved."""
     tensors: dict[str, Tensor] = {}
     state = None if engine.comm.rank else encoded(values, tensors)
     pieces = [*_cut_pieces(engine, ema), *_whole_pieces(engine, tensors)]

@@ -118,11 +118,8 @@ class Checkpoint:
         return {name.removeprefix(prefix): one for name, one in self.tensors.items() if name.startswith(prefix)}
 
     def values(self, tensors: Mapping[str, Any] | None = None) -> Any:
-        """Everything that is no tensor, as the engine takes it, with each of the ``tensors`` at most once.
-
-        Raises:
-            ValueError: no save writes such values.
-        """
+        """Everything that is no tensor, as the engine takes it, with each of the ``tensors`` at most once.  ValueError
+        for values that no save writes."""
         known = self.tensors if tensors is None else tensors
         left = set(known)
 

@@ -32,11 +32,8 @@ class InFile:
 
 
 def encoded(value: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
-    """A value as JSON; its tensors are added to ``tensors`` under new names.
-
-    Raises:
-        ValueError: the value has another type, or is nested too deeply.
-    """
+    """A value as JSON; its tensors are added to ``tensors`` under new names.  ValueError for another type, or deep
+    nesting."""
     if depth > DEEPEST:
         raise ValueError(f"a value is nested more than {DEEPEST} deep, or in itself, and cannot be saved")
     if type(value) is float and not math.isfinite(value):

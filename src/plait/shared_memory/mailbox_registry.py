@@ -96,11 +96,8 @@ class MailboxRegistry:
         return self._segments[key]
 
     def can_open(self, rank: int, descriptor: int) -> bool:
-        """Opens a segment of another rank, while its owner has it; True if it was there.
-
-        Raises:
-            ConnectionError: it may not be opened.
-        """
+        """Opens a segment of another rank, while its owner has it; True if it was there.  ConnectionError if it may not
+        be opened."""
         try:
             self.segment(rank, descriptor)
         except OSError as error:

@@ -68,11 +68,7 @@ def token_files(path: str | None) -> list[Path]:
 
 
 def load_tokens(files: Sequence[Path], vocabulary: int) -> Tokens:
-    """Maps the tokens of all files.
-
-    Raises:
-        ValueError: a file that is missing, or contains something else. The message names it.
-    """
+    """Maps the tokens of all files.  ValueError, with the name, for one that is missing or contains something else."""
     found: list[Tensor] = []
     for file in files:
         try:

@@ -68,11 +68,8 @@ def import_dcp(
 
 
 def write_checkpoint(out: str | Path, step: int, values: Any, tensors: Mapping[str, Tensor]) -> Path:
-    """Writes a checkpoint of these tensors and encoded values, in one file; returns it.
-
-    Raises:
-        ValueError: ``out`` has one of this step.
-    """
+    """Writes a checkpoint of these tensors and encoded values, in one file; returns it.  ValueError if ``out`` has one
+    of this step."""
     own = secrets.token_hex(8)
     partial = partial_of(folder_at(out), step, own)
     begin(partial)

@@ -32,10 +32,7 @@ Difference: TypeAlias = tuple[str, str]
 
 def differences(one: Checkpoint, other: Checkpoint) -> Iterator[Difference]:
     """Compares two checkpoints, but not their ids, files and regions; a block of each is in memory at a time.
-
-    Raises:
-        ValueError: one is damaged.
-    """
+    ValueError if one is damaged."""
     one.check()
     other.check()
     if one.manifest.step != other.manifest.step:

@@ -265,10 +265,7 @@ def write_model(
 
 def copied_files(source: str | Path | None) -> dict[str, Path]:
     """The files that an export copies from a model's folder, by name; checked before a run and again at its end.
-
-    Raises:
-        ValueError: a file is a link out of the folder, no plain file, or too large.
-    """
+    ValueError for a link out of the folder, something other than a plain file, or a file that is too large."""
     if source is None:
         return {}
     home, found = Path(source), dict[str, Path]()

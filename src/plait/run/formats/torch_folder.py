@@ -44,11 +44,8 @@ class Misread:
 
 
 def read_folder(path: Path) -> dict[Keys, Any]:
-    """Every entry by its path: a tensor, a value, or a ``Misread``.  All of it is in memory.
-
-    Raises:
-        ValueError: it is no such folder, is damaged, or names what torch does not write.
-    """
+    """Every entry by its path: a tensor, a value, or a ``Misread``. All of it is in memory.  ValueError if it is no
+    such folder, is damaged, or names what torch does not write."""
     if not (path / METADATA).exists() and not (path / METADATA).is_symlink():
         raise ValueError(f"{str(path)!r} is no folder of torch.distributed.checkpoint: it has no {METADATA}")
     try:

@@ -162,11 +162,8 @@ class Seeded(NamedTuple):
 
 
 def own_family(job: UserJob, seed: int) -> Family:
-    """Makes a row from a user's job.
-
-    Raises:
-        ValueError: a model or an optimizer of the wrong type, or a value that differs from call to call.
-    """
+    """Makes a row from a user's job.  ValueError for a model or an optimizer of the wrong type, or a value that differs
+    from call to call."""
     job.check()
     model, row, rate = job.model(0), None, None
     if job.optimizer is not None:

@@ -72,11 +72,8 @@ class UserJob:
         return self.batches(step) if callable(self.batches) else self.batches[step % len(self.batches)]
 
     def model(self, seed: int) -> nn.Module:
-        """Builds the same model for the same seed, also where threads build at the same time.
-
-        Raises:
-            ValueError: ``build`` makes something other than a model.
-        """
+        """Builds the same model for the same seed, also where threads build at the same time.  ValueError if ``build``
+        makes something other than a model."""
         with _SEEDING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = self.build()
@@ -85,11 +82,8 @@ class UserJob:
         return model
 
     def check(self) -> None:
-        """Refuses a job that would be a different run on every rank.
-
-        Raises:
-            ValueError: models that share a module or differ in their values, batches that differ.
-        """
+        """Refuses a job that would be a different run on every rank.  ValueError for models that share a module or
+        differ in their values, and for batches that differ."""
         if not callable(self.batches) and not len(self.batches):
             raise ValueError("batches is empty: give a batch for each step, or at least one, used again and again")
         one, other = self.model(0), self.model(0)

@@ -171,11 +171,8 @@ class RankAgent:
         return False
 
     def _kill(self) -> None:
-        """Kills the ranks that are left: they have reported all they know, or cannot.
-
-        Raises:
-            ConnectionError: the server does not say that they have ended.
-        """
+        """Kills the ranks that are left: they have reported all they know, or cannot.  ConnectionError if the server
+        does not say that they have ended."""
         left = set(self._ranks) - set(self._ended())
         if left and self.asked.late:
             say(f"plait: rank {_listed(left)} did not end within {self._limits.grace:g} s (--grace)\n")

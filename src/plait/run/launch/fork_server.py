@@ -125,10 +125,7 @@ class ForkServer:
 
     def ended(self) -> Mapping[int, int]:
         """Returns the exit codes of the ranks that have ended, by process id; below 0, the signal that killed one.
-
-        Raises:
-            LostError: the server is gone, or has been stopped for the deadline.
-        """
+        LostError if the server is gone, or has been stopped for the deadline."""
         with self._in_one_line():
             while readable([self._line.fileno()], 0):
                 self._receive()  # also the answer that an interrupted ``fork`` has not taken

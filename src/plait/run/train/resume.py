@@ -73,11 +73,8 @@ def folder_of(config: TrainConfig) -> Path:
 
 
 def find_resumed(config: TrainConfig) -> Path | None:
-    """Returns the checkpoint that the run goes on from; None: it begins anew.
-
-    Raises:
-        ValueError: the checkpoint that was named does not exist.
-    """
+    """Returns the checkpoint that the run goes on from; None: it begins anew.  ValueError if the named one does not
+    exist."""
     if config.output.resume is None:
         return None
     if config.output.resume != AUTO:
@@ -178,12 +175,8 @@ def check_finished(config: TrainConfig, last: Path) -> None:
 
 
 def newest_sound(config: TrainConfig) -> str:
-    """Returns the newest checkpoint of a run whose files are as they were written, or ""; renames later ones.  For one
-    process alone, while no rank runs.
-
-    Raises:
-        ValueError: it has all steps of the run: ``check_finished``.
-    """
+    """Returns the newest checkpoint of a run whose files are as they were written, or ""; renames later ones. For one
+    process alone, while no rank runs.  ValueError if it has all steps of the run (``check_finished``)."""
     for folder in reversed(checkpoints(folder_of(config))) if config.output.out is not None else ():
         try:
             Checkpoint.find(folder).check()

@@ -18,11 +18,8 @@ WATCH = "PLAIT_WATCH"
 
 
 def private_folder() -> tempfile.TemporaryDirectory[str]:
-    """Makes a new folder, which only this user may enter; a context manager that removes it.
-
-    Raises:
-        OSError: the temporary folder is not there, full or not writable.
-    """
+    """Makes a new folder, which only this user may enter; a context manager that removes it.  OSError if the temporary
+    folder is missing, full or not writable."""
     return tempfile.TemporaryDirectory(prefix=f"{PREFIX}-", ignore_cleanup_errors=True)
 
 

@@ -106,11 +106,8 @@ class HostBoard:
         self._seen: dict[str, Seen] = {host: [] for host in others}
 
     def take(self, host: str, data: str | bytes) -> None:
-        """Reads the report of a host.  A report that was read before proves nothing.
-
-        Raises:
-            ConnectionError: that host did not write it.
-        """
+        """Reads the report of a host. A report that was read before proves nothing.  ConnectionError if that host did
+        not write it."""
         report, now = from_json(HostReport, data), self._clock()
         seen = report.ranks(now)
         if any(len(pair) != 2 for status, _ in seen for pair in status.steps):

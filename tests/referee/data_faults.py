@@ -1,17 +1,18 @@
 """Faults of the data axes: sums, gathers, microbatches, dropout, norms, counts, published values.
 
-A fault breaks the code by a monkeypatch. It is in place while the layout runs and gone when the reference does.
+A fault is in place while the layout runs and gone when the reference does.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import verify_cases as cases
+from planted import Patch, after, instead
 from torch import Tensor
 
+from plait.comm import thread
 from plait.comm.thread import ThreadComm
 from plait.forward.context import RNGPosition
 from plait.pipeline.stage import Stage
@@ -20,9 +21,8 @@ from plait.step.norm import Norm
 from plait.table.collectives import Note
 from plait.zero.flat_gradient import FlatGradient
 from plait.zero.gradients import Gradients
+from plait.zero.state import init
 from plait.zero.unit import Unit
-
-Patch = pytest.MonkeyPatch
 
 
 def drop_a_reduction(patch: Patch) -> None:
@@ -30,73 +30,51 @@ def drop_a_reduction(patch: Patch) -> None:
     cases.not_sent(patch, lambda message, note: note.unit == "1" and message.kind in ("reduce_scatter", "all_reduce"))
 
 
-def skip_the_first_layer(patch: Patch) -> None:
+@instead(FlatGradient, "take")
+def skip_the_first_layer(original: Any, self: FlatGradient, index: int, gradient: Tensor) -> None:
     """The loop of a backward stops one layer short: layer 0 never trains."""
-    original = FlatGradient.take
-
-    def take(self: FlatGradient, index: int, gradient: Tensor) -> None:
-        name = self.flat.layout.slots[index].name
-        original(self, index, torch.zeros_like(gradient) if name.startswith("0.") else gradient)
-
-    patch.setattr(FlatGradient, "take", take)
+    name = self.flat.layout.slots[index].name
+    original(self, index, torch.zeros_like(gradient) if name.startswith("0.") else gradient)
 
 
 def average_instead_of_sum(patch: Patch) -> None:
-    for name in ("_reduce_scatter", "_all_reduce"):
-        original = getattr(ThreadComm, name)
-
-        def averaged(self: ThreadComm, call: Any, out: Tensor, *rest: Tensor, original: Any = original) -> Any:
-            work = original(self, call, out, *rest)
-            if out.is_floating_point():
-                out /= len(call.group.ranks)
-            return work
-
-        patch.setattr(ThreadComm, name, averaged)
-
-
-def swap_two_shards(patch: Patch) -> None:
-    """A gather lays the pieces of ranks 0 and 1 in each other's place."""
-    original = ThreadComm._all_gather
-
-    def gather(self: ThreadComm, call: Any, out: Tensor, piece: Tensor) -> Any:
-        mine = piece.clone()
-        work = original(self, call, out, piece)
-        if call.note.phase in ("forward", "backward"):
-            n = len(mine)
-            out[: 2 * n] = torch.cat((out[n : 2 * n], out[:n]))
+    def averaged(original: Any, self: ThreadComm, call: Any, out: Tensor, *rest: Tensor) -> Any:
+        work = original(self, call, out, *rest)
+        if out.is_floating_point():
+            out /= len(call.group.ranks)
         return work
 
-    patch.setattr(ThreadComm, "_all_gather", gather)
+    for name in ("_reduce_scatter", "_all_reduce"):
+        instead(ThreadComm, name)(averaged)(patch)
 
 
-def drop_the_last_microbatch(patch: Patch) -> None:
-    original = Stage.backward
-
-    def backward(self: Stage, microbatch: int, gradients: list[Tensor], *, last: bool) -> Any:
-        return original(self, microbatch, [0 * g if last else g for g in gradients], last=last)
-
-    patch.setattr(Stage, "backward", backward)
-
-
-def keep_only_the_last_microbatch(patch: Patch) -> None:
-    original = FlatGradient.accumulate
-
-    def accumulate(self: FlatGradient, piece: Tensor) -> None:
-        self.started = False
-        original(self, piece)
-
-    patch.setattr(FlatGradient, "accumulate", accumulate)
+@instead(ThreadComm, "_all_gather")
+def swap_two_shards(original: Any, self: ThreadComm, call: Any, out: Tensor, piece: Tensor) -> Any:
+    """A gather lays the pieces of ranks 0 and 1 in each other's place."""
+    n = piece.numel()
+    work = original(self, call, out, piece)
+    if call.note.phase in ("forward", "backward"):
+        out[: 2 * n] = torch.cat((out[n : 2 * n], out[:n]))
+    return work
 
 
-def never_zero_gradients(patch: Patch) -> None:
+@instead(Stage, "backward")
+def drop_the_last_microbatch(original: Any, self: Stage, microbatch: int, gradients: Any, *, last: bool) -> Any:
+    return original(self, microbatch, [0 * g if last else g for g in gradients], last=last)
+
+
+@instead(FlatGradient, "accumulate")
+def keep_only_the_last_microbatch(original: Any, self: FlatGradient, piece: Tensor) -> None:
+    self.started = False
+    original(self, piece)
+
+
+@instead(Gradients, "begin_step")
+def never_zero_gradients(original: Any, self: Gradients) -> None:
     """The accumulators go on from the last step's sums."""
-
-    def begin_step(self: Gradients) -> None:
-        for unit in self.order:
-            unit.summed = False
-        self._next_step = 0
-
-    patch.setattr(Gradients, "begin_step", begin_step)
+    for unit in self.order:
+        unit.summed = False
+    self._next_step = 0
 
 
 def dropout_by_local_sample(patch: Patch) -> None:
@@ -112,36 +90,21 @@ def norm_counts_replicas_twice(patch: Patch) -> None:
     patch.setattr(Norm, "counts", lambda self, owned: True)
 
 
-def norm_of_this_rank_only(patch: Patch) -> None:
-    original = Exchange.report
-
-    def report(self: Exchange, squares: float, *rest: Any) -> Any:
-        return original(self, squares, *rest)._replace(squares=squares)
-
-    patch.setattr(Exchange, "report", report)
+@instead(Exchange, "report")
+def norm_of_this_rank_only(original: Any, self: Exchange, squares: float, *rest: Any) -> Any:
+    return original(self, squares, *rest)._replace(squares=squares)
 
 
-def mean_of_means(patch: Patch) -> None:
+@instead(Exchange, "counts")
+def mean_of_means(original: Any, self: Exchange, microbatches: int, targets: int, *more: Any) -> tuple[int, int]:
     """Every rank divides by its own count, times the ranks."""
-    original = Exchange.counts
-
-    def counts(self: Exchange, microbatches: int, targets: int, *more: Any) -> tuple[int, int]:
-        first, _ = original(self, microbatches, targets, *more)
-        return first, targets * self.ranks
-
-    patch.setattr(Exchange, "counts", counts)
+    return original(self, microbatches, targets, *more)[0], targets * self.ranks
 
 
-def reduce_across_replicas_every_microbatch(patch: Patch) -> None:
+@after(Gradients, "end_microbatch")
+def reduce_across_replicas_every_microbatch(self: Gradients) -> None:
     """Right numbers, M times the traffic: what accumulation without "no sync" pays."""
-    original = Gradients.end_microbatch
-
-    def end_microbatch(self: Gradients) -> None:
-        original(self)
-        spare = torch.zeros(16)
-        self.comm.all_reduce(spare, ("replica",), note=Note("step", "again")).wait()
-
-    patch.setattr(Gradients, "end_microbatch", end_microbatch)
+    self.comm.all_reduce(torch.zeros(16), ("replica",), note=Note("step", "again")).wait()
 
 
 def never_publish(patch: Patch) -> None:
@@ -149,21 +112,13 @@ def never_publish(patch: Patch) -> None:
     patch.setattr(Unit, "publish", lambda self: [])
 
 
-def every_layer_from_one_seed(patch: Patch) -> None:
+@instead(init, "PrivateGenerator")
+def every_layer_from_one_seed(original: Any, device: Any, *key: Any) -> Any:
     """Initial values from the seed alone, so equal layers and shards begin equal."""
-    import plait.zero.state.init as init
-
-    original = init.PrivateGenerator
-    patch.setattr(init, "PrivateGenerator", lambda device, *key: original(device, "init", 0))
+    return original(device, "init", 0)
 
 
-def add_ranks_in_reverse(patch: Patch) -> None:
+@instead(thread, "ordered_sum")
+def add_ranks_in_reverse(original: Any, parts: list[Tensor], sizes: Any, op: str, out: Tensor) -> None:
     """A sum in another order: a few last bits, which only the replay of the tree can see."""
-    import plait.comm.thread as thread
-
-    original = thread.ordered_sum
-
-    def backwards(parts: list[Tensor], sizes: Any, op: str, out: Tensor) -> None:
-        original(parts[::-1], tuple(sizes)[::-1], op, out)
-
-    patch.setattr(thread, "ordered_sum", backwards)
+    original(parts[::-1], tuple(sizes)[::-1], op, out)

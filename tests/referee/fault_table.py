@@ -10,7 +10,6 @@ The published bugs that run on torch's own engines are in ``silent_bugs.py``, in
 # ruff: noqa: E501 (a row is a line)
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,15 +17,13 @@ from typing import Any
 import data_faults as d
 import field_faults as f
 import pipeline_faults as p
-import pytest
 import shared_faults as s
 import tensor_faults as t
+from planted import Put
 from torch.optim import SGD, AdamW
 from verify_cases import GPT, TINY
 
 from plait.run.config.settings import VerifyConfig
-
-Put = Callable[[pytest.MonkeyPatch], None]
 
 
 @dataclass(frozen=True)

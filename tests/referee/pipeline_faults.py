@@ -6,12 +6,12 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import verify_cases as cases
+from planted import Patch, after, before, instead
 from torch import Tensor
 
-from plait.comm import run
+from plait.comm import run, thread
 from plait.comm.base import DONE
 from plait.comm.thread import ThreadComm
 from plait.forward.context import RNGPosition
@@ -28,102 +28,69 @@ from plait.step.norm import Norm
 from plait.table.collectives import Note
 from plait.zero.flat_gradient import FlatGradient
 from plait.zero.gradients import Gradients
+from plait.zero.state import init
 from plait.zero.unit import State, Unit
 from plait.zero.unshard import Unsharding
-
-Patch = pytest.MonkeyPatch
-
 
 # ---- tied weights -------------------------------------------------------------------------------------------------
 
 
 def tied_uses_summed_before_the_data_axes(patch: Patch) -> None:
     """The same sum in another order: a few last bits, which only the replay of the tree can see."""
-    add_uses, reduce, finish = TiedWeights.reduce, Gradients.reduce, Engine.before_update
+    add_uses, reduce = TiedWeights.reduce, Gradients.reduce
 
-    def before_update(self: Engine, optimizer: Any) -> None:
+    def late(self: Engine, optimizer: Any) -> None:
         add_uses(self.placed.ties)
         for stage in self.placed.stages.values():
             reduce(stage.gradients)
-        finish(self, optimizer)
 
-    patch.setattr(TiedWeights, "reduce", lambda self: None)
+    tied_uses_not_summed(patch)
     patch.setattr(Gradients, "reduce", lambda self: None)
-    patch.setattr(Engine, "before_update", before_update)
+    before(Engine, "before_update")(late)(patch)
 
 
 def tied_uses_not_summed(patch: Patch) -> None:
     patch.setattr(TiedWeights, "reduce", lambda self: None)
 
 
-def tied_uses_summed_twice(patch: Patch) -> None:
-    original = TiedWeights.reduce
-
-    def twice(self: TiedWeights) -> None:
-        original(self)
-        original(self)
-
-    patch.setattr(TiedWeights, "reduce", twice)
+@instead(TiedWeights, "reduce")
+def tied_uses_summed_twice(original: Any, self: TiedWeights) -> None:
+    original(self)
+    original(self)
 
 
-def tied_uses_summed_on_the_first_stage_alone(patch: Patch) -> None:
-    original = TiedWeights.reduce
-
-    def first_alone(self: TiedWeights) -> None:
-        others = {key: g for key, g in self.gradients.items() if key[1] != self.edges[0].stages[0]}
-        kept = {key: g.accumulated.clone() for key, g in others.items()}
-        original(self)
-        for key, g in others.items():
-            g.accumulated.copy_(kept[key])
-
-    patch.setattr(TiedWeights, "reduce", first_alone)
+@instead(TiedWeights, "reduce")
+def tied_uses_summed_on_the_first_stage_alone(original: Any, self: TiedWeights) -> None:
+    others = {key: g for key, g in self.gradients.items() if key[1] != self.edges[0].stages[0]}
+    kept = {key: g.accumulated.clone() for key, g in others.items()}
+    original(self)
+    for key, g in others.items():
+        g.accumulated.copy_(kept[key])
 
 
-def tied_weight_counted_on_every_stage(patch: Patch) -> None:
-    original = Norm.__init__
-
-    def without_copies(self: Norm, *args: Any, copies: Any = (), **rest: Any) -> None:
-        original(self, *args, **rest)
-
-    patch.setattr(Norm, "__init__", without_copies)
+@instead(Norm, "__init__")
+def tied_weight_counted_on_every_stage(original: Any, self: Norm, *args: Any, copies: Any = (), **rest: Any) -> None:
+    original(self, *args, **rest)
 
 
 # ---- backward in two parts ----------------------------------------------------------------------------------------
 
 
-def weigh_twice(patch: Patch) -> None:
-    original = Stage.weight
+@instead(Stage, "weight")
+def weigh_twice(original: Any, self: Stage, microbatch: int, *, last: bool) -> None:
+    original(self, microbatch, last=False)
+    original(self, microbatch, last=last)
 
-    def twice(self: Stage, microbatch: int, *, last: bool) -> None:
-        original(self, microbatch, last=False)
+
+@instead(WeightGradNode, "backward")
+def double_what_is_weighed(original: Any, ctx: Any, gradient: Tensor) -> Any:
+    return 2 * original(ctx, gradient)[0], None
+
+
+@instead(Stage, "weight")
+def drop_the_last_weight_part(original: Any, self: Stage, microbatch: int, *, last: bool) -> None:
+    if not last:
         original(self, microbatch, last=last)
-
-    patch.setattr(Stage, "weight", twice)
-
-
-def double_what_is_weighed(patch: Patch) -> None:
-    original = WeightGradNode.backward
-    patch.setattr(WeightGradNode, "backward", staticmethod(lambda ctx, g: (2 * original(ctx, g)[0], None)))
-
-
-def drop_the_last_weight_part(patch: Patch) -> None:
-    original = Stage.weight
-
-    def weight(self: Stage, microbatch: int, *, last: bool) -> None:
-        if not last:
-            original(self, microbatch, last=last)
-
-    patch.setattr(Stage, "weight", weight)
-
-
-def drop_the_last_use_of_a_weight(patch: Patch) -> None:
-    """Of a sum of pending products only the first is made."""
-    original = WeightGradNode.forward
-
-    def forward(ctx: Any, parameter: Tensor, waiting: list[Any]) -> Tensor:
-        return original(ctx, parameter, waiting[:1])
-
-    patch.setattr(WeightGradNode, "forward", staticmethod(forward))
 
 
 def like(handed: Handed, tensors: list[Tensor]) -> Handed:
@@ -131,14 +98,16 @@ def like(handed: Handed, tensors: list[Tensor]) -> Handed:
     return handed._replace(tensors=tensors)
 
 
-def no_gradient_for_the_stage_before(patch: Patch) -> None:
-    original = PipelineP2P.put
+def cloned(handed: Handed) -> Handed:
+    return like(handed, [tensor.clone() for tensor in handed.tensors])
 
-    def put(self: PipelineP2P, way: str, stage: int, microbatch: int, handed: Handed) -> None:
-        nothing = like(handed, [torch.zeros_like(tensor) for tensor in handed.tensors])
-        original(self, way, stage, microbatch, nothing if way == "B" else handed)
 
-    patch.setattr(PipelineP2P, "put", put)
+@instead(PipelineP2P, "put")
+def no_gradient_for_the_stage_before(
+    original: Any, self: PipelineP2P, way: str, s: int, m: int, handed: Handed
+) -> None:
+    nothing = like(handed, [torch.zeros_like(tensor) for tensor in handed.tensors])
+    original(self, way, s, m, nothing if way == "B" else handed)
 
 
 # ---- what is handed over ------------------------------------------------------------------------------------------
@@ -146,15 +115,14 @@ def no_gradient_for_the_stage_before(patch: Patch) -> None:
 
 def one_late(patch: Patch, which: str) -> None:
     """A stage leaves what it made for the microbatch before."""
-    original = PipelineP2P.put
 
-    def put(self: PipelineP2P, way: str, stage: int, microbatch: int, handed: Handed) -> None:
+    def put(original: Any, self: PipelineP2P, way: str, stage: int, microbatch: int, handed: Handed) -> None:
         held = self.__dict__.setdefault("held", {})
         before = held.get((way, stage), handed)
-        held[way, stage] = like(handed, [tensor.clone() for tensor in handed.tensors])
+        held[way, stage] = cloned(handed)
         original(self, way, stage, microbatch, before if way == which else handed)
 
-    patch.setattr(PipelineP2P, "put", put)
+    instead(PipelineP2P, "put")(put)(patch)
 
 
 def hand_over_the_gradient_of_another_microbatch(patch: Patch) -> None:
@@ -165,142 +133,99 @@ def hand_over_the_activation_of_another_microbatch(patch: Patch) -> None:
     one_late(patch, "F")
 
 
-def use_the_first_activation_for_all(patch: Patch) -> None:
+@instead(PipelineP2P, "get")
+def use_the_first_activation_for_all(original: Any, self: PipelineP2P, way: str, stage: int, microbatch: int) -> Handed:
     """A stage goes on computing on memory that it got for microbatch 0."""
-    original = PipelineP2P.get
-
-    def get(self: PipelineP2P, way: str, stage: int, microbatch: int) -> Handed:
-        came = original(self, way, stage, microbatch)
-        if way == "F":
-            copy = like(came, [tensor.clone() for tensor in came.tensors])
-            came = self.__dict__.setdefault("first", {}).setdefault(stage, copy)
-            came = like(came, [tensor.clone() for tensor in came.tensors])
-        return came
-
-    patch.setattr(PipelineP2P, "get", get)
+    came: Handed = original(self, way, stage, microbatch)
+    return cloned(self.__dict__.setdefault("first", {}).setdefault(stage, cloned(came))) if way == "F" else came
 
 
-def cross_two_messages(patch: Patch) -> None:
+@instead(PipelineP2P, "start")
+def cross_two_messages(original: Any, self: PipelineP2P, message: Action) -> None:
     """The gradient of microbatch 1 overtakes that of microbatch 0."""
-    original = PipelineP2P.start
-
-    def start(self: PipelineP2P, message: Action) -> None:
-        if message.kind is Kind.SEND_B and message.microbatch == 0:
-            self.__dict__["waits"] = message
-            return
-        original(self, message)
-        if message.kind is Kind.SEND_B and message.microbatch == 1:
-            original(self, self.__dict__["waits"])
-
-    patch.setattr(PipelineP2P, "start", start)
+    if message.kind is Kind.SEND_B and message.microbatch == 0:
+        self.__dict__["waits"] = message
+        return
+    original(self, message)
+    if message.kind is Kind.SEND_B and message.microbatch == 1:
+        original(self, self.__dict__["waits"])
 
 
 def forget_a_message(patch: Patch) -> None:
-    original = ThreadComm._send
+    def send(original: Any, self: ThreadComm, operation: Any, tensor: Tensor, dst: int) -> Any:
+        lost = operation.note.phase == ACTIVATION and operation.note.microbatch == 1
+        return DONE if lost else original(self, operation, tensor, dst)
 
-    def send(self: ThreadComm, operation: Any, tensor: Tensor, dst: int) -> Any:
-        if operation.note.phase == ACTIVATION and operation.note.microbatch == 1:
-            return DONE
-        return original(self, operation, tensor, dst)
-
-    patch.setattr(ThreadComm, "_send", send)
+    instead(ThreadComm, "_send")(send)(patch)
     patch.setattr(cases, "run", lambda mesh, body, deadline: run(mesh, body, deadline=2))
 
 
-def a_stray_message(patch: Patch) -> None:
+@after(PipelineP2P, "wait_all")
+def a_stray_message(self: PipelineP2P) -> None:
     """Right numbers, and a message that nobody asked for."""
-    original = PipelineP2P.wait_all
-
-    def wait_all(self: PipelineP2P) -> None:
-        original(self)
-        every = torch.empty(self.comm.mesh.pipe)
-        self.comm.all_gather(every, torch.zeros(1), ("pipe",), note=Note("activation", "stage 0", 0)).wait()
-
-    patch.setattr(PipelineP2P, "wait_all", wait_all)
+    every = torch.empty(self.comm.mesh.pipe)
+    self.comm.all_gather(every, torch.zeros(1), ("pipe",), note=Note("activation", "stage 0", 0)).wait()
 
 
 # ---- sums ---------------------------------------------------------------------------------------------------------
 
 
-def seed_twice_as_much(patch: Patch) -> None:
-    original = Runtime.run
-
-    def run(self: Runtime, *rest: Any) -> None:
-        *others, seed, update = rest
-        original(self, *others, 2 * seed, update)
-
-    patch.setattr(Runtime, "run", run)
+@instead(Runtime, "run")
+def seed_twice_as_much(original: Any, self: Runtime, *rest: Any) -> None:
+    *others, seed, update = rest
+    original(self, *others, 2 * seed, update)
 
 
 def leave_out_the_reduction_of_a_stage(patch: Patch) -> None:
-    reduce_all, build = Gradients.reduce, Stage.__init__
     left_out: set[int] = set()
 
-    def built(self: Stage, *args: Any, **rest: Any) -> None:
-        build(self, *args, **rest)
+    def built(self: Stage, *args: Any) -> None:
         if self.number == 0:
             left_out.add(id(self.gradients))
 
-    def reduce(self: Gradients) -> None:
+    def reduce(original: Any, self: Gradients) -> None:
         if id(self) not in left_out:
-            reduce_all(self)
+            original(self)
 
-    patch.setattr(Stage, "__init__", built)
-    patch.setattr(Gradients, "reduce", reduce)
-
-
-def add_ranks_in_reverse(patch: Patch) -> None:
-    import plait.comm.thread as thread
-
-    original = thread.ordered_sum
-
-    def backwards(parts: list[Tensor], sizes: Any, op: str, out: Tensor) -> None:
-        original(parts[::-1], tuple(sizes)[::-1], op, out)
-
-    patch.setattr(thread, "ordered_sum", backwards)
+    after(Stage, "__init__")(built)(patch)
+    instead(Gradients, "reduce")(reduce)(patch)
 
 
-def add_microbatches_in_reverse(patch: Patch) -> None:
-    def accumulate(self: FlatGradient, piece: Tensor) -> None:
-        pieces = self.__dict__.setdefault("pieces", [])
-        if not self.started:
-            pieces.clear()
-        pieces.append(piece.clone())
-        total = pieces[-1].clone()
-        for earlier in pieces[-2::-1]:
-            total += earlier
-        self.accumulated.copy_(total)
-        self.started = True
-
-    patch.setattr(FlatGradient, "accumulate", accumulate)
+@instead(thread, "ordered_sum")
+def add_ranks_in_reverse(original: Any, parts: list[Tensor], sizes: Any, op: str, out: Tensor) -> None:
+    original(parts[::-1], tuple(sizes)[::-1], op, out)
 
 
-def keep_only_the_last_microbatch(patch: Patch) -> None:
-    def accumulate(self: FlatGradient, piece: Tensor) -> None:
-        self.accumulated.copy_(piece)
-        self.started = True
-
-    patch.setattr(FlatGradient, "accumulate", accumulate)
-
-
-def report_the_losses_of_a_rank_that_has_none(patch: Patch) -> None:
-    original = Exchange.__init__
-
-    def elsewhere(self: Exchange, comm: Any, names: Any, losses_at: int = 0) -> None:
-        original(self, comm, names, (losses_at + 1) % comm.mesh.pipe)
-
-    patch.setattr(Exchange, "__init__", elsewhere)
+@instead(FlatGradient, "accumulate")
+def add_microbatches_in_reverse(original: Any, self: FlatGradient, piece: Tensor) -> None:
+    pieces = self.__dict__.setdefault("pieces", [])
+    if not self.started:
+        pieces.clear()
+    pieces.append(piece.clone())
+    total = pieces[-1].clone()
+    for earlier in pieces[-2::-1]:
+        total += earlier
+    self.accumulated.copy_(total)
+    self.started = True
 
 
-def report_losses_in_the_order_of_backwards(patch: Patch) -> None:
-    original = Engine._update
+@instead(FlatGradient, "accumulate")
+def keep_only_the_last_microbatch(original: Any, self: FlatGradient, piece: Tensor) -> None:
+    self.accumulated.copy_(piece)
+    self.started = True
 
-    def update(self: Engine) -> None:
-        losses = self.placed.runtime.losses
-        self.placed.runtime.losses = dict(zip(losses, reversed(losses.values()), strict=True))
-        original(self)
 
-    patch.setattr(Engine, "_update", update)
+@instead(Exchange, "__init__")
+def report_the_losses_of_a_rank_that_has_none(
+    original: Any, self: Exchange, comm: Any, names: Any, losses_at: int = 0
+) -> None:
+    original(self, comm, names, (losses_at + 1) % comm.mesh.pipe)
+
+
+@before(Engine, "_update")
+def report_losses_in_the_order_of_backwards(self: Engine) -> None:
+    losses = self.placed.runtime.losses
+    self.placed.runtime.losses = dict(zip(losses, reversed(losses.values()), strict=True))
 
 
 # ---- parameters ---------------------------------------------------------------------------------------------------
@@ -330,53 +255,37 @@ def go_on_from_kept_parameters(patch: Patch) -> None:
     patch.setattr(Unit, "forget", lambda self: None)
 
 
-def count_layers_from_0_in_every_stage(patch: Patch) -> None:
+@instead(init, "PrivateGenerator")
+def count_layers_from_0_in_every_stage(original: Any, device: Any, what: str, seed: int, name: str) -> Any:
     """Initial values drawn under a name that a stage might give its first layer."""
-    import plait.zero.state.init as init
-
-    original = init.PrivateGenerator
-
-    def generator(device: Any, what: str, seed: int, name: str) -> Any:
-        return original(device, what, seed, re.sub(r"\d+", lambda number: str(int(number[0]) % 2), name))
-
-    patch.setattr(init, "PrivateGenerator", generator)
+    return original(device, what, seed, re.sub(r"\d+", lambda number: str(int(number[0]) % 2), name))
 
 
 # ---- dropout ------------------------------------------------------------------------------------------------------
 
 
-def draw_for_the_next_microbatch(patch: Patch) -> None:
+@instead(Stage, "forward")
+def draw_for_the_next_microbatch(
+    original: Any, self: Stage, m: int, loss_fn: Any, batch: Any, position: RNGPosition, *rest: Any, **options: Any
+) -> Any:
     """In flight: behind the first stage, forwards draw the masks of the samples that come next."""
-    original = Stage.forward
-
-    def forward(self: Stage, m: int, loss_fn: Any, batch: Any, position: RNGPosition, *rest: Any, **kw: Any) -> Any:
-        if self.number > 0:
-            position = replace(position, first_sample=position.first_sample + position.num_samples)
-        return original(self, m, loss_fn, batch, position, *rest, **kw)
-
-    patch.setattr(Stage, "forward", forward)
+    if self.number > 0:
+        position = replace(position, first_sample=position.first_sample + position.num_samples)
+    return original(self, m, loss_fn, batch, position, *rest, **options)
 
 
-def recompute_with_the_latest_draw(patch: Patch) -> None:
+@instead(Stage, "_resume")
+def recompute_with_the_latest_draw(original: Any, self: Stage, microbatch: int, **rest: Any) -> Any:
     """What is recomputed in a backward draws what the last forward drew."""
-    original = Stage._resume
-
-    def resume(self: Stage, microbatch: int, **rest: Any) -> Any:
-        latest, flight = self.current.context.position, original(self, microbatch, **rest)
-        self.current.replace(position=latest)
-        return flight
-
-    patch.setattr(Stage, "_resume", resume)
+    latest, flight = self.current.context.position, original(self, microbatch, **rest)
+    self.current.replace(position=latest)
+    return flight
 
 
-def recompute_for_another_microbatch(patch: Patch) -> None:
-    original = Stage._resume
-
-    def resume(self: Stage, microbatch: int, **rest: Any) -> Any:
-        flight = original(self, microbatch, **rest)
-        position = flight.context.position
-        assert position is not None
-        self.current.replace(position=replace(position, first_sample=position.first_sample + 1))
-        return flight
-
-    patch.setattr(Stage, "_resume", resume)
+@instead(Stage, "_resume")
+def recompute_for_another_microbatch(original: Any, self: Stage, microbatch: int, **rest: Any) -> Any:
+    flight = original(self, microbatch, **rest)
+    position = flight.context.position
+    assert position is not None
+    self.current.replace(position=replace(position, first_sample=position.first_sample + 1))
+    return flight

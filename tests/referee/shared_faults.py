@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
+from planted import Patch, Put, instead
 from verify_cases import GPT
 
 from plait.forward import dropout
@@ -15,7 +14,6 @@ from plait.referee.verify import reference
 from plait.run.job import optimizer
 from plait.step import norm, reduce
 
-Patch = pytest.MonkeyPatch
 RICH = replace(GPT, mesh="shard=3", dtype="fp64", weight_decay=0.1, lr_schedule="cosine", warmup=2, clip=0.3)
 """Everything on that may be wrong: dropout, clipping, decay, a rate of its own in every step."""
 
@@ -43,25 +41,20 @@ def dropout_without_its_factor(patch: Patch) -> None:
     patch.setattr(DropoutRNG, "dropout", drop)
 
 
-def keys_without(place: int) -> Callable[[Patch], None]:
+def keys_without(place: int) -> Put:
     """The key of a mask is (kind, seed, step, sample, site)."""
-
-    def fault(patch: Patch) -> None:
-        original = dropout.stream_key
-        patch.setattr(dropout, "stream_key", lambda *words: original(*words[:place], 0, *words[place + 1 :]))
-
-    return fault
+    key = instead(dropout, "stream_key")
+    return key(lambda original, *words: original(*words[:place], 0, *words[place + 1 :]))
 
 
-def one_mask_for_half_the_elements(patch: Patch) -> None:
-    original = dropout.keep_mask
-    twice = lambda keys, numel, p, device, place: original(keys, numel, p, device, lambda index: index // 2)  # noqa: E731
-    patch.setattr(dropout, "keep_mask", twice)
+@instead(dropout, "keep_mask")
+def one_mask_for_half_the_elements(original: Any, keys: Any, numel: int, p: float, device: Any, place: Any) -> Any:
+    return original(keys, numel, p, device, lambda index: index // 2)
 
 
-def drop_the_others(patch: Patch) -> None:
-    original = dropout.keep_mask
-    patch.setattr(dropout, "keep_mask", lambda keys, numel, p, *rest: original(keys, numel, 1 - p, *rest))
+@instead(dropout, "keep_mask")
+def drop_the_others(original: Any, keys: Any, numel: int, p: float, *rest: Any) -> Any:
+    return original(keys, numel, 1 - p, *rest)
 
 
 def decay_what_must_not(patch: Patch) -> None:
@@ -74,15 +67,11 @@ def decay_what_must_not(patch: Patch) -> None:
     patch.setitem(optimizer.OPTIMIZERS, "adamw", replace(row, make=exchanged))
 
 
-def rate_off_by(steps: int) -> Callable[[Patch], None]:
-    def fault(patch: Patch) -> None:
-        original = optimizer.lr_factor
-        patch.setattr(optimizer, "lr_factor", lambda step, **rest: original(step + steps, **rest))
-
-    return fault
+def rate_off_by(steps: int) -> Put:
+    return instead(optimizer, "lr_factor")(lambda original, step, **rest: original(step + steps, **rest))
 
 
-def constants(name: str, make: Any) -> Callable[[Patch], None]:
+def constants(name: str, make: Any) -> Put:
     def fault(patch: Patch) -> None:
         patch.setitem(optimizer.OPTIMIZERS, name, replace(optimizer.OPTIMIZERS[name], make=make))
 

@@ -5,12 +5,11 @@ The jobs are in fp64: a fault that is small enough for a tolerance would have to
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
+from planted import Patch, after, instead
 from torch import Tensor
 from verify_cases import MLP, not_sent
 
@@ -25,24 +24,14 @@ from plait.table.tensor_cut import TensorCut
 from plait.table.tensor_plan import BACKWARD, FORWARD
 from plait.tensor import cut_weight, linear, vocabulary
 from plait.tensor.axis import TensorAxis
-from plait.tensor.cut_weight import LINEARS, CutSite
+from plait.tensor.cut_weight import LINEARS
 from plait.tensor.linear import Entered, Row, SharedInput
+from plait.zero import storage
 
-Patch = pytest.MonkeyPatch
 GPT = VerifyConfig(
-    model="gpt",
-    layers=2,
-    width=24,
-    heads=6,
-    kv_heads=6,
-    batch=13,
-    length=9,
-    steps=2,
-    clip=0.3,
-    dtype="fp64",
-    mesh="tensor=2",
-    bucket=0,
-)
+    model="gpt", layers=2, width=24, heads=6, kv_heads=6, batch=13, length=9, steps=2, clip=0.3, dtype="fp64",
+    mesh="tensor=2", bucket=0,
+)  # fmt: skip
 FOUR = replace(GPT, width=32, heads=4, kv_heads=4, mesh="tensor=4")
 """The text's tokens lie below 128: on two ranks the second one's rows would never be looked up."""
 DEEP = replace(MLP, layers=5, width=9, steps=2, dtype="fp64", dropout=0.2, mesh="tensor=2")
@@ -51,20 +40,18 @@ DEEP = replace(MLP, layers=5, width=9, steps=2, dtype="fp64", dropout=0.2, mesh=
 
 def skip(patch: Patch, phase: str, unit: str) -> None:
     """The sums of one phase, at the units whose name ends so, stay this rank's own share."""
-    summed, scattered = TensorAxis.start_sum, TensorAxis.start_scatter
 
-    def start_sum(self: TensorAxis, x: Tensor, note: Note) -> Callable[[], Tensor]:
-        if note.phase == phase and note.unit.endswith(unit):
-            return lambda: x
-        return summed(self, x, note)
+    def start_sum(original: Any, self: TensorAxis, x: Tensor, note: Note) -> Any:
+        lost = note.phase == phase and note.unit.endswith(unit)
+        return (lambda: x) if lost else original(self, x, note)
 
-    def start_scatter(self: TensorAxis, x: Tensor, note: Note) -> Callable[[], Tensor]:
-        if note.phase == phase and note.unit.endswith(unit):
-            return lambda: x[:, slice(*self.part(x.size(1)))].contiguous()
-        return scattered(self, x, note)
+    def start_scatter(original: Any, self: TensorAxis, x: Tensor, note: Note) -> Any:
+        lost = note.phase == phase and note.unit.endswith(unit)
+        own = lambda: x[:, slice(*self.part(x.size(1)))].contiguous()  # noqa: E731
+        return own if lost else original(self, x, note)
 
-    patch.setattr(TensorAxis, "start_sum", start_sum)
-    patch.setattr(TensorAxis, "start_scatter", start_scatter)
+    instead(TensorAxis, "start_sum")(start_sum)(patch)
+    instead(TensorAxis, "start_scatter")(start_scatter)(patch)
 
 
 def drop_the_reduction_of_what_enters(patch: Patch) -> None:
@@ -102,65 +89,46 @@ def skip_a_bias(patch: Patch) -> None:
 
 
 def add_a_row_bias_on_every_rank(patch: Patch) -> None:
-    original = LINEARS["row"]
-
-    def often(site: CutSite, input: Tensor, weight: Tensor, bias: Any) -> Tensor:
-        return original(site, input, weight, bias) + bias * (site.axis.ways - 1)
-
-    patch.setitem(LINEARS, "row", often)
+    row = LINEARS["row"]
+    patch.setitem(LINEARS, "row", lambda site, x, w, bias: row(site, x, w, bias) + bias * (site.axis.ways - 1))
 
 
-def swap_the_pieces_of_two_ranks(patch: Patch) -> None:
+@instead(storage, "piece_of")
+def swap_the_pieces_of_two_ranks(original: Any, whole: Tensor, cut: TensorCut, index: int) -> Any:
     """Row-cut weights lie on each other's rank (a swap of everything would be a mere renumbering of ranks)."""
-    import plait.zero.storage as storage
-
-    original = storage.piece_of
-
-    def swapped(whole: Tensor, cut: TensorCut, index: int) -> Tensor:
-        return original(whole, cut, 1 - index if cut.dim == 1 else index)
-
-    patch.setattr(storage, "piece_of", swapped)
+    return original(whole, cut, 1 - index if cut.dim == 1 else index)
 
 
-def number_the_ranks_the_other_way_round(patch: Patch) -> None:
+@instead(storage, "piece_of")
+def number_the_ranks_the_other_way_round(original: Any, whole: Tensor, cut: TensorCut, index: int) -> Any:
     """Everything on the other rank, consistently: heads draw each other's dropout, classes are off."""
-    import plait.zero.storage as storage
-
-    original = storage.piece_of
-    patch.setattr(storage, "piece_of", lambda whole, cut, index: original(whole, cut, 1 - index))
+    return original(whole, cut, 1 - index)
 
 
-def look_tokens_up_one_row_off(patch: Patch) -> None:
-    original = cut_weight.embedding
-
-    def off(tokens: Tensor, weight: Tensor, size: int, *rest: Any, **options: Any) -> Tensor:
-        return original(tokens, weight, size + 4, *rest, **options)
-
-    patch.setattr(cut_weight, "embedding", off)
+@instead(cut_weight, "embedding")
+def look_tokens_up_one_row_off(
+    original: Any, tokens: Tensor, weight: Tensor, size: int, *rest: Any, **more: Any
+) -> Any:
+    return original(tokens, weight, size + 4, *rest, **more)
 
 
-def count_classes_from_the_wrong_one(patch: Patch) -> None:
-    original = vocabulary.part
-
-    def off(size: int, ways: int, index: int) -> tuple[int, int]:
-        start, stop = original(size, ways, index)
-        return start + (start > 0), stop
-
-    patch.setattr(vocabulary, "part", off)
+@instead(vocabulary, "part")
+def count_classes_from_the_wrong_one(original: Any, size: int, ways: int, index: int) -> tuple[int, int]:
+    start, stop = original(size, ways, index)
+    return start + (start > 0), stop
 
 
 def loss_hears_no_other(patch: Patch, which: int) -> None:
     """Of the three numbers per target, one is this rank's own in the place of every rank's."""
-    original = ThreadComm.all_gather
 
-    def all_gather(self: ThreadComm, out: Tensor, piece: Tensor, axes: Any, note: Note = NO_NOTE) -> Any:
+    def all_gather(original: Any, self: ThreadComm, out: Tensor, piece: Tensor, axes: Any, note: Note = NO_NOTE) -> Any:
         work = original(self, out, piece, axes, note)
         if note == vocabulary.LOSS:
             work.wait()
             out[:, which] = piece[which]
         return work
 
-    patch.setattr(ThreadComm, "all_gather", all_gather)
+    instead(ThreadComm, "all_gather")(all_gather)(patch)
 
 
 def take_ones_own_largest_logit(patch: Patch) -> None:
@@ -179,33 +147,26 @@ def compare_the_inputs_before_every_forward(patch: Patch) -> None:
     patch.setattr(StageTensor, "_same_inputs", property(lambda self: False, lambda self, known: None), raising=False)
 
 
-def drop_the_message_of_the_loss(patch: Patch) -> None:
-    original = ThreadComm.all_gather
-
-    def all_gather(self: ThreadComm, out: Tensor, piece: Tensor, axes: Any, note: Note = NO_NOTE) -> Any:
-        if note == vocabulary.LOSS:
-            out.copy_(piece.expand_as(out))
-            return DONE
+@instead(ThreadComm, "all_gather")
+def drop_the_message_of_the_loss(
+    original: Any, self: ThreadComm, out: Tensor, piece: Tensor, axes: Any, note: Note = NO_NOTE
+) -> Any:
+    if note != vocabulary.LOSS:
         return original(self, out, piece, axes, note)
+    out.copy_(piece.expand_as(out))
+    return DONE
 
-    patch.setattr(ThreadComm, "all_gather", all_gather)
 
-
-def multiply_with_another_input(patch: Patch) -> None:
+@instead(linear, "weight_product")
+def multiply_with_another_input(original: Any, gradient: Tensor, x: Tensor, gemm: Any) -> Any:
     """A weight product computed from the neighbour's sample."""
-    original = linear.weight_product
-    patch.setattr(linear, "weight_product", lambda gradient, x: original(gradient, x.roll(1, 0)))
+    return original(gradient, x.roll(1, 0), gemm)
 
 
-def multiply_siblings_with_each_others_gradients(patch: Patch) -> None:
+@after(SharedInput, "__init__")
+def multiply_siblings_with_each_others_gradients(self: SharedInput, *settings: Any) -> None:
     """What waits for the weight products is read off by one: gate's product becomes up's."""
-    original = SharedInput.__init__
-
-    def start(self: SharedInput, *settings: Any, **options: Any) -> None:
-        original(self, *settings, **options)
-        self.waiting = Turned() if self.site.endswith("mlp") else {}
-
-    patch.setattr(SharedInput, "__init__", start)
+    self.waiting = Turned() if self.site.endswith("mlp") else {}
 
 
 class Turned(dict):  # type: ignore[type-arg]
@@ -215,37 +176,25 @@ class Turned(dict):  # type: ignore[type-arg]
         return super().setdefault(1 - index, default)
 
 
-def lay_time_in_the_wrong_order(patch: Patch) -> None:
+@instead(ThreadComm, "_all_gather")
+def lay_time_in_the_wrong_order(original: Any, self: ThreadComm, call: Any, out: Tensor, piece: Tensor) -> Any:
     """A gather of the stream puts rank 1's time before rank 0's."""
-    original = ThreadComm._all_gather
-
-    def gather(self: ThreadComm, call: Any, out: Tensor, piece: Tensor) -> Any:
-        work = original(self, call, out, piece)
-        if call.note.phase == FORWARD:
-            out.copy_(out.flip(0) if out.dim() > 1 else torch.cat(out.chunk(2)[::-1]))
-        return work
-
-    patch.setattr(ThreadComm, "_all_gather", gather)
+    work = original(self, call, out, piece)
+    if call.note.phase == FORWARD:
+        out.copy_(out.flip(0) if out.dim() > 1 else torch.cat(out.chunk(2)[::-1]))
+    return work
 
 
-def add_a_rows_weight_gradient_twice(patch: Patch) -> None:
-    original = Row.backward
-
-    def twice(ctx: Any, gradient: Tensor) -> Any:
-        x, weight, *rest = original(ctx, gradient)
-        return x, 2 * weight, *rest
-
-    patch.setattr(Row, "backward", staticmethod(twice))
+@instead(Row, "backward")
+def add_a_rows_weight_gradient_twice(original: Any, ctx: Any, gradient: Tensor) -> Any:
+    x, weight, *rest = original(ctx, gradient)
+    return x, 2 * weight, *rest
 
 
-def count_targets_on_every_tensor_rank(patch: Patch) -> None:
-    original = Exchange.counts
-
-    def counts(self: Exchange, *numbers: Any) -> tuple[int, int]:
-        first, total = original(self, *numbers)
-        return first, total * self.tensor
-
-    patch.setattr(Exchange, "counts", counts)
+@instead(Exchange, "counts")
+def count_targets_on_every_tensor_rank(original: Any, self: Exchange, *numbers: Any) -> tuple[int, int]:
+    first, total = original(self, *numbers)
+    return first, total * self.tensor
 
 
 def enter_for_every_sibling(patch: Patch) -> None:

@@ -91,8 +91,8 @@ def _whole(a: Tensor, b: Tensor, unit: float) -> tuple[Pattern, float | None, st
     if ours <= unit * theirs:
         return "nothing", 0.0, "zero" if not ours else f"{ours / theirs:.1g} of what it should be"
     if theirs:
-        factor = (torch.dot(a.reshape(-1), b.reshape(-1)) / theirs**2).item()
-        scaled = abs(factor - 1) > unit and (a - factor * b).norm().item() <= unit * abs(factor) * theirs
+        factor, rest = fitted(a, b)
+        scaled = abs(factor - 1) > unit and rest.norm().item() <= unit * abs(factor) * theirs
         if scaled and a.numel() > 1:
             return "factor", factor, f"{factor_text(factor)} times what it should be"
         if scaled:
@@ -104,6 +104,14 @@ def _whole(a: Tensor, b: Tensor, unit: float) -> tuple[Pattern, float | None, st
     largest = (a - b).abs().max().item()
     beside = f", {largest / b.abs().max().item():.2g} of its largest element" if theirs else ", where it should be zero"
     return "noise", None, f"off by up to {largest:.3g}{beside}"
+
+
+def fitted(ours: Tensor, theirs: Tensor) -> tuple[float, Tensor]:
+    """The c of ours = c * theirs + rest by least squares, and the rest, flat in fp64; a c of 0 beside zeros."""
+    a, b = wide(ours).reshape(-1), wide(theirs).reshape(-1)
+    square = b.dot(b).item()
+    factor = a.dot(b).item() / square if square else 0.0
+    return factor, a - factor * b
 
 
 def factor_text(factor: float) -> str:

@@ -14,7 +14,7 @@ from plait.referee.contributions import over_samples
 from plait.referee.witness.drift import BLIND, added, apart, other_orders, slack_of
 from plait.referee.witness.gradient import Seen, Setting, compare
 from plait.referee.witness.inputs import ForwardCall
-from plait.referee.witness.judgement import Judgement, ranks_text
+from plait.referee.witness.judgement import Judgement, accuse
 from plait.referee.witness.replay import Gradients, Replay, clipped
 from plait.referee.witness.stored import RankStep
 
@@ -75,5 +75,4 @@ def _judgement(
     what += f" {setting.samples}, and nothing else is wrong"
     cause = "that is another function than over all of them: "
     cause += f"{'synchronise it (nn.SyncBatchNorm), ' if by_rank else ''}freeze it, or take GroupNorm"
-    text = f"step {setting.step}, gradient: {ranks_text(ranks, setting.ranks)}: {what}: {cause}"
-    return Judgement(setting.step, "gradient", "", ranks, None, worst, f"{what}: {cause}", text)
+    return accuse(setting.step, "gradient", "", f"{what}: {cause}", ranks, setting.ranks, residual=worst)

@@ -14,10 +14,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from plait.referee.difference import factor_text
+from plait.referee.difference import factor_text, fitted
 from plait.referee.values import wide
 from plait.referee.witness.gradient import Parts, Seen, Setting, calls_of, cause_of_factor, compare
-from plait.referee.witness.judgement import Judgement, ranks_text
+from plait.referee.witness.judgement import Judgement, accuse
 from plait.referee.witness.replay import Gradients, Replay, clipped
 from plait.referee.witness.stored import RankStep
 from plait.run.data.batches import split_samples
@@ -106,15 +106,12 @@ def judge_common_factor(
     ranks = tuple(one.rank for one in seen)
     cause = f"{cause_of_factor(factor, setting, calls_of(parts))}; a factor of all elements is no rounding"
     what = f"every gradient is {factor_text(round(factor, 3))} times what it should be"
-    text = f"step {setting.step}, gradient: {ranks_text(ranks, setting.ranks)}: {what}: {cause}"
-    return Judgement(setting.step, "gradient", "", ranks, factor, abs(factor - 1), cause, text)
+    residual = abs(factor - 1)
+    return accuse(setting.step, "gradient", what, cause, ranks, setting.ranks, factor=factor, residual=residual)
 
 
 def _factor(observed: Tensor, true: Tensor) -> tuple[float, float]:
     """The c of observed = c * true + rest, and |rest| / |true|; (1, 0) where there is none."""
-    a, b = wide(observed).reshape(-1), wide(true).reshape(-1)
-    square = b.dot(b).item()
-    if not square or not a.isfinite().all():
-        return 1.0, 0.0
-    factor = a.dot(b).item() / square
-    return factor, ((a - factor * b).norm().item() / square**0.5)
+    factor, rest = fitted(observed, true)
+    size = wide(true).norm().item()
+    return (factor, rest.norm().item() / size) if size and rest.isfinite().all() else (1.0, 0.0)

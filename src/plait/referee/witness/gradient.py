@@ -22,7 +22,7 @@ from plait.referee.values import finite, largest, tolerance, wide
 from plait.referee.values import gap as apart
 from plait.referee.witness.drift import Slack
 from plait.referee.witness.inputs import ForwardCall
-from plait.referee.witness.judgement import Judgement, ranks_text
+from plait.referee.witness.judgement import Judgement, accuse
 from plait.referee.witness.replay import Gradients, SampleGradient, clipped
 from plait.referee.witness.stored import RankRun, RankStep, Witnessed
 
@@ -116,11 +116,9 @@ def judge_gradient(
         return None
     ranks = tuple(one.rank for one in faulty)
     worst = max(gap for one in faulty for gap in one.wrong.values())
-    start = f"step {setting.step}, gradient"
 
-    def judgement(factor: float | None, cause: str, what: str, name: str = "") -> Judgement:
-        text = f"{start}{f' of {name}' if name else ''}: {ranks_text(ranks, setting.ranks)}: {what}: {cause}"
-        return Judgement(setting.step, "gradient", name, ranks, factor, worst, cause, text)
+    def judgement(factor: float | None, cause: str, what: str) -> Judgement:
+        return accuse(setting.step, "gradient", what, cause, ranks, setting.ranks, factor=factor, residual=worst)
 
     whole = [describe(one.flat(one.observed), one.flat(one.true)) for one in faulty]
     if all(shape.pattern in ("factor", "nothing") for shape in whole) and all(s.factor is not None for s in whole):
@@ -132,7 +130,7 @@ def judge_gradient(
             return judgement(factors[0], cause, f"every gradient has a factor, {_list(ranks, factors)}")
     if (judged := _as_a_sum(setting, faulty, parts, previous)) is not None:
         return judgement(*judged)
-    return replace(_by_parameter(setting, faulty, start), residual=worst)
+    return replace(_by_parameter(setting, faulty), residual=worst)
 
 
 def _as_a_sum(
@@ -248,7 +246,7 @@ def _not_added(name: str, faulty: Sequence[Seen], setting: Setting) -> bool:
     return largest(total - wide(own[0].true[name])) <= setting.ranks * within
 
 
-def _by_parameter(setting: Setting, faulty: Sequence[Seen], start: str) -> Judgement:
+def _by_parameter(setting: Setting, faulty: Sequence[Seen]) -> Judgement:
     """The first wrong parameter in the order of the backward, one that has a factor before others."""
     common = {one.rank: _common(one) if setting.scaled < 1 else 1.0 for one in faulty}
     rows = [(one, name) for name in reversed(list(setting.true)) for one in faulty if name in one.wrong]
@@ -272,8 +270,8 @@ def _by_parameter(setting: Setting, faulty: Sequence[Seen], start: str) -> Judge
         cause += " was never computed, or never sent"
     else:
         cause += " is another computation than the job's"
-    text = f"{start} of {name}: {ranks_text(ranks, setting.ranks)}: {shape.text}{others}: {cause}"
-    return Judgement(setting.step, "gradient", name, ranks, shape.factor, 0.0, cause, text)
+    what = f"{shape.text}{others}"
+    return accuse(setting.step, "gradient", what, cause, ranks, setting.ranks, name=name, factor=shape.factor)
 
 
 def _common(one: Seen) -> float:

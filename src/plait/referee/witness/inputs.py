@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from plait.referee.witness.judgement import Judgement, Phase, ranks_text
+from plait.referee.witness.judgement import LEFT_OUT, Judgement, accuse, ranks_text
 from plait.referee.witness.pieces import Row
 from plait.referee.witness.replay import Replay
 from plait.referee.witness.stored import RankStep
@@ -92,7 +92,7 @@ def judge_inputs(
     if called and (again := tuple(rank for rank, step in enumerate(steps) if not step.calls)) and number:
         cause = "the optimizer's step was called again with no forward in between: the update is applied twice"
         what = f"{ranks_text(again, ranks)} made it again"
-        return _judgement("update", max(number - 1, 0), again, 2.0, cause, what)
+        return accuse(number - 1, "update", what, cause, again, factor=2.0)
     seen = [Counter(row for call in step.calls for row in call or ()) for step in steps]
     if not any(seen) or not rows[number]:
         return None
@@ -119,8 +119,8 @@ def judge_inputs(
     else:
         cause = "samples are repeated: padding of the sampler, or a forward made twice"
     guilty = guilty or tuple(range(ranks))
-    factor = 0.0 if missing else 2.0
-    return _judgement("inputs", number, guilty, factor, cause, f"{' and '.join(told)} ({ranks_text(guilty, ranks)})")
+    what = f"{' and '.join(told)} ({ranks_text(guilty, ranks)})"
+    return accuse(number, "inputs", what, cause, guilty, factor=0.0 if missing else 2.0)
 
 
 def _of_another_step(
@@ -135,21 +135,14 @@ def _of_another_step(
     found = next((step for step, own in rows.items() if step != number and set(first) <= set(own)), None)
     if found is None:
         cause = "they are of no step that was witnessed: other data, another order, or another preparation"
-        what = f"{who} saw {first.total()} samples that are not of its batch"
-        return _judgement("inputs", number, guilty, None, cause, what)
+        return accuse(number, "inputs", f"{who} saw {first.total()} samples that are not of its batch", cause, guilty)
     what = f"{who} saw {first.total()} samples of step {found}"
     if found > number and seen[guilty[0]].total() > first.total():
-        cause = f"its samples of step {number} and {found} went into one update: the optimizer's step was left out"
-        return _judgement("update", number, guilty, 0.0, cause, what)
+        cause = f"its samples of step {number} and {found} went into one update: {LEFT_OUT}"
+        return accuse(number, "update", what, cause, guilty, factor=0.0)
     away = abs(found - number)
     cause = f"its data is {away} step{'s' * (away > 1)} {'ahead' if found > number else 'behind'}"
-    return _judgement("inputs", number, guilty, None, cause, what)
-
-
-def _judgement(
-    phase: Phase, number: int, guilty: tuple[int, ...], factor: float | None, cause: str, what: str
-) -> Judgement:
-    return Judgement(number, phase, "", guilty, factor, 1.0, cause, f"step {number}, {phase}: {what}: {cause}")
+    return accuse(number, "inputs", what, cause, guilty)
 
 
 def _samples(places: Sequence[int]) -> str:

@@ -25,7 +25,7 @@ from plait.referee.witness.declared import DTYPES, Rounding, in_rounding, judge_
 from plait.referee.witness.drift import PARTS, apart, declared, excused, in_other_orders, in_parts, slack_of
 from plait.referee.witness.gradient import Parts, Setting, compare, judge_gradient
 from plait.referee.witness.inputs import ForwardCall, by_rank, covers, groups_of, judge_inputs, repeats_alone
-from plait.referee.witness.judgement import Judgement, ranks_text
+from plait.referee.witness.judgement import LEFT_OUT, Judgement, accuse
 from plait.referee.witness.one_sided import explain_update, judge_not_finite, judge_unasked, not_finite
 from plait.referee.witness.pieces import Row
 from plait.referee.witness.replay import Gradients, Replay, SampleGradient, check_same_job, clipped
@@ -161,8 +161,7 @@ class _Trial:
             if pending := step.of("pending"):
                 name = next(iter(pending))
                 cause = "its gradient is still a part of a sum over the mesh"
-                text = f"step {number}, gradient of {name}: rank {run.rank}: {cause}"
-                return strange or Judgement(number, "gradient", name, (run.rank,), None, 1.0, cause, text)
+                return strange or accuse(number, "gradient", "", cause, (run.rank,), len(runs), name=name)
         count = replay.count(number)
         true = replay.part(number, None, count)
         if odd := not_finite(true.gradients):
@@ -248,9 +247,9 @@ class _Trial:
         replay.set(self.start)
         if any(one.wrong for one in seen):
             return None
-        ranks, cause = tuple(one.rank for one in seen), "the forward reads the values from before the last update"
-        text = f"step {number}, parameters: {ranks_text(ranks, len(seen))}: {cause}: they are not gathered anew"
-        return Judgement(number, "gradient", "", ranks, None, 0.0, cause, text)
+        cause = "the forward reads the values from before the last update: they are not gathered anew"
+        ranks = tuple(one.rank for one in seen)
+        return accuse(number, "gradient", "", cause, ranks, len(seen), where="parameters", residual=0.0)
 
     def _parts(self, number: int, groups: Sequence[ForwardCall], count: int, scaled: float) -> Parts:
         """The gradient of each forward (of each rank, where there are many), with the factor of the whole's clip."""
@@ -301,9 +300,9 @@ class _Trial:
         factor = value / due if due else None
         cause = "the loss that is reported is neither the step's mean nor that of the rank's own samples"
         times = f", {factor_text(factor)} times" if factor is not None else ""
-        text = f"step {number}, loss: {ranks_text(ranks, len(steps))}: "
-        text += f"{value:.6g} is told, and the mean is {due:.6g}{times}"
-        return Judgement(number, "loss", "", ranks, factor, abs((factor or 0) - 1), cause, f"{text}: {cause}")
+        what = f"{value:.6g} is told, and the mean is {due:.6g}{times}"
+        residual = abs((factor or 0) - 1)
+        return accuse(number, "loss", what, cause, ranks, len(steps), factor=factor, residual=residual)
 
     def _end(self) -> Judgement | None:
         """What happened after the last step, where the loop came to its end on every rank."""
@@ -316,9 +315,8 @@ class _Trial:
         made = [run.steps for run in runs]
         if len(set(made)) > 1:
             ranks = tuple(run.rank for run in runs if run.steps < max(made))
-            cause = "the optimizer's step was left out"
-            text = f"step {number + 1}, update: {ranks_text(ranks, len(runs))} made {min(made)} of {max(made)} steps"
-            return Judgement(number + 1, "update", "", ranks, 0.0, 1.0, cause, f"{text}: {cause}")
+            what = f"{min(made)} of {max(made)} steps are made"
+            return accuse(number + 1, "update", what, LEFT_OUT, ranks, len(runs), factor=0.0)
         return judge_between(number, self.witnessed, self.pieces, [end.of("before") for end in ends], self.last)
 
     def _stopped(self, number: int, ends: Sequence[RankStep]) -> Judgement | None:
@@ -332,9 +330,7 @@ class _Trial:
             if not self.unseen.behind or not covers(ends, self.replay, number):
                 return None
             what = "its samples enter the model, and no update follows"
-        cause = "the optimizer's step was left out"
-        text = f"step {number}, update: {ranks_text(tuple(range(ranks)), ranks)}: {what}: {cause}"
-        return Judgement(number, "update", "", tuple(range(ranks)), 0.0, 1.0, cause, text)
+        return accuse(number, "update", what, LEFT_OUT, tuple(range(ranks)), ranks, factor=0.0)
 
 
 def _given(run: RankRun, name: str, step: RankStep) -> bool:

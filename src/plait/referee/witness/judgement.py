@@ -3,12 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch import Tensor
-
-from plait.referee.values import largest, wide
-
 Phase = Literal["equal", "initial", "options", "between", "inputs", "gradient", "update", "loss"]
 """In the order of cause and effect; ``between`` an update and the next forward nothing may change."""
+
+
+LEFT_OUT = "the optimizer's step was left out"
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,19 @@ class Judgement:
         return self.text
 
 
-def fit(one: Tensor, other: Tensor, slack: float) -> float | None:
-    """The c of one = c * other; None where an element is off by more than ``slack``."""
-    a, b = wide(one).reshape(-1), wide(other).reshape(-1)
-    square = b.dot(b).item()
-    if not square or not a.isfinite().all():
-        return None
-    factor = a.dot(b).item() / square
-    return factor if largest(a - factor * b) <= slack * max(1.0, abs(factor)) else None
+def accuse(
+    step: int, phase: Phase, what: str, cause: str, ranks: tuple[int, ...] = (), of: int = 0, *,
+    name: str = "", where: str = "", factor: float | None = None, residual: float = 1.0,
+) -> Judgement:  # fmt: skip
+    """The first thing that is wrong: ``step 1, update of up.weight: rank 1: it was not made: CAUSE``.
+
+    Args:
+        of: the number of ranks; 0: ``what`` says on which of them.
+        where: replaces phase and name in the text.
+    """
+    who = ranks_text(ranks, of) if of else ""
+    parts = (f"step {step}, {where or phase + f' of {name}' * bool(name)}", who, what, cause)
+    return Judgement(step, phase, name, ranks, factor, residual, cause, ": ".join(filter(None, parts)))
 
 
 def ranks_text(ranks: tuple[int, ...], of: int) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plait.referee.values import finite, gap, largest, last_bits, scale_of, tolerance, wide
-from plait.referee.witness.judgement import Judgement, ranks_text
+from plait.referee.witness.judgement import Judgement, accuse
 from plait.referee.witness.replay import Gradients
 from plait.referee.witness.stored import RankRun, RankStep, Witnessed
 
@@ -44,11 +44,9 @@ def judge_unasked(
     cause = "the job's model does not use it in this step"
     if held:
         cause = f"it still holds the gradient of step {number - 1}: zero_grad leaves it out"
-    text = (
-        f"step {number}, gradient of {name}: {ranks_text(ranks, len(witnessed.runs))}: the job gives it none, and the "
-    )
-    text += f"optimizer was given one of up to {max(size for _, _, size in seen):.3g}: {cause}"
-    return Judgement(number, "gradient", name, ranks, None, 1.0, cause, text)
+    most = max(size for _, _, size in seen)
+    what = f"the job gives it none, and the optimizer was given one of up to {most:.3g}"
+    return accuse(number, "gradient", what, cause, ranks, len(witnessed.runs), name=name)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -84,9 +82,8 @@ def judge_not_finite(
                     ranks.append(run.rank)
         if ranks:
             cause = "something replaces what is not finite (nan_to_num, a sum that skips it)"
-            text = f"step {number}, gradient of {name}: {ranks_text(tuple(ranks), len(witnessed.runs))}: it is finite "
-            text += f"where the job's own gradient is not: {cause}"
-            return Judgement(number, "gradient", name, tuple(ranks), None, 1.0, cause, text)
+            what = "it is finite where the job's own gradient is not"
+            return accuse(number, "gradient", what, cause, tuple(ranks), len(witnessed.runs), name=name)
     return None
 
 

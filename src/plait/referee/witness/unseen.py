@@ -6,7 +6,7 @@ from torch import Tensor
 
 from plait.referee.values import largest, tolerance, wide
 from plait.referee.witness.drift import Slack
-from plait.referee.witness.judgement import Judgement
+from plait.referee.witness.judgement import Judgement, accuse
 from plait.referee.witness.one_sided import hidden_updates
 from plait.referee.witness.replay import Gradients
 from plait.referee.witness.stored import RankStep, Witnessed
@@ -76,8 +76,7 @@ class Unseen:
                 ranks = tuple(run.rank for run in self.witnessed.runs)
                 cause = f"its optimizer, number {optimizer}, made none of {_counted(self._steps, 'step')}"
                 others = f", nor were those of {_counted(len(names) - 1, 'other')}" * (len(names) > 1)
-                text = f"step 0, update of {names[0]}: it was not made{others}: {cause}"
-                return Judgement(0, "update", names[0], ranks, 0.0, 1.0, cause, text)
+                return accuse(0, "update", f"it was not made{others}", cause, ranks, name=names[0], factor=0.0)
         return None
 
     @property

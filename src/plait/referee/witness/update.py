@@ -10,36 +10,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from plait.referee.difference import describe, factor_text
+from plait.referee.difference import describe, factor_text, fitted
 from plait.referee.values import gap as apart
 from plait.referee.values import gaps, largest, last_bits, scale_of, tolerance, wide
-from plait.referee.witness.judgement import Judgement, fit, ranks_text
+from plait.referee.witness.judgement import Judgement, Phase, accuse, ranks_text
 from plait.referee.witness.record import options_of
 from plait.referee.witness.stored import RankStep, Witnessed, slices
 
 ALIKE = 1e-6
 """Options that are this near to each other are the same."""
 MATHEMATICS = (
-    "lr",
-    "weight_decay",
-    "momentum",
-    "dampening",
-    "betas",
-    "eps",
-    "alpha",
-    "nesterov",
-    "maximize",
-    "amsgrad",
-    "centered",
-    "momentum_decay",
-    "decoupled_weight_decay",
-    "lr_decay",
-    "rho",
-    "lambd",
-    "t0",
-    "etas",
-    "step_sizes",
-    "ns_steps",
+    *("lr", "weight_decay", "momentum", "dampening", "betas", "eps", "alpha", "nesterov", "maximize", "amsgrad"),
+    *("centered", "momentum_decay", "decoupled_weight_decay", "lr_decay", "rho", "lambd", "t0", "etas"),
+    *("step_sizes", "ns_steps"),
 )
 """Options that change the numbers; the others choose a kernel."""
 
@@ -56,8 +39,8 @@ def judge_options(
             if piece.group is None:
                 ranks = tuple(r.rank for r in witnessed.runs if any(p == piece for p in r.pieces))
                 cause = "no optimizer has it: it was left out, or made after the optimizer"
-                text = f"step {number}, optimizer: {piece.name} is in no optimizer on {_on(ranks, witnessed)}"
-                return Judgement(number, "options", piece.name, ranks, 0.0, 1.0, cause, f"{text}: {cause}")
+                what = f"{piece.name} is in no optimizer on {_on(ranks, witnessed)}"
+                return accuse(number, "options", what, cause, ranks, name=piece.name, where="optimizer", factor=0.0)
             if piece.group[0] not in step.about["stepped"]:
                 continue
             given = step.about["options"][piece.group[0]][piece.group[1]]
@@ -67,9 +50,9 @@ def judge_options(
                 one, other = given[key], due[piece.name][key]
                 factor = one / other if isinstance(one, float) and isinstance(other, float) and other else None
                 cause = "another optimizer, or another schedule, than the job's"
-                what = f"{key} is {_number(one)} and the job's is {_number(other)}"
-                text = f"step {number}, optimizer of {piece.name}: rank {run.rank}: {what}: {cause}"
-                return Judgement(number, "options", piece.name, (run.rank,), factor, 1.0, cause, text)
+                what = f"rank {run.rank}: {key} is {_number(one)} and the job's is {_number(other)}"
+                where, name = f"optimizer of {piece.name}", piece.name
+                return accuse(number, "options", what, cause, (run.rank,), name=name, where=where, factor=factor)
     return None
 
 
@@ -103,7 +86,7 @@ def judge_update(
                 clean += bool(right.numel())
                 continue
             worst = max(worst, gap / max(scale_of(right), 1e-300))
-            factor = fit(made, right, allowed + scale_of(bits))
+            factor = _factor_within(made, right, allowed + scale_of(bits))
             what = f"is {factor_text(round(factor, 3))} times" if factor is not None else ""
             found[run.rank, name] = factor, what or f"differs, {describe(made, right, allowed).text}"
     if not found:
@@ -125,9 +108,11 @@ def judge_update(
     else:
         cause = "another learning rate than the one that the optimizer says, or a scaled gradient"
     amount = "was not made" if factor is not None and abs(factor) < 1e-2 else amount
-    text = f"step {number}, update {what}: {ranks_text(ranks, len(witnessed.runs))}: it {amount}{apart}: {cause}"
-    judged = "" if factor is not None and every else name
-    return Judgement(number, "update", judged, ranks, factor, worst, cause, text), most
+    judged, text, of = "" if factor is not None and every else name, f"it {amount}{apart}", len(witnessed.runs)
+    where = f"update {what}"
+    return accuse(
+        number, "update", text, cause, ranks, of, name=judged, where=where, factor=factor, residual=worst
+    ), most
 
 
 def judge_between(
@@ -156,13 +141,14 @@ def judge_between(
                     wide(old[name]) - wide(last[run.rank][name]),
                     last_bits(value.dtype, scale_of(value)),
                 )
-                again = fit(wide(value) - wide(old[name]), update, slack)
+                again = _factor_within(wide(value) - wide(old[name]), update, slack)
                 if again is not None and again > 0:
                     factor = 1 + again
                     cause = f"the update was applied {'twice' if abs(factor - 2) < 2e-2 else f'{factor:.3g} times'}"
-            text = f"step {number}, update of {name}: {_on(ranks, witnessed)}: it changed by up to {gap:.3g} after the "
-            text += f"optimizer's step: {cause}"
-            return Judgement(number, "update" if factor else "between", name, ranks, factor, gap, cause, text)
+            phase: Phase = "update" if factor else "between"
+            what, where = f"it changed by up to {gap:.3g} after the optimizer's step", f"update of {name}"
+            of = len(witnessed.runs)
+            return accuse(number, phase, what, cause, ranks, of, name=name, where=where, factor=factor, residual=gap)
     return None
 
 
@@ -184,13 +170,17 @@ def judge_replicas(number: int, witnessed: Witnessed, pieces: Sequence[Mapping[s
             if gap > last_bits(value.dtype, scale_of(value)):
                 other = int(owner[name][place][both].min())
                 cause = "each rank made its own weights: seed them alike, or send rank 0's"
-                text = (
-                    f"step {number}, initial parameters: {name} differs by up to {gap:.3g} between ranks {other} and "
-                )
-                text += f"{run.rank}: {cause}"
-                return Judgement(number, "initial", name, (other, run.rank), None, gap, cause, text)
+                ranks, where = (other, run.rank), "initial parameters"
+                what = f"{name} differs by up to {gap:.3g} between ranks {other} and {run.rank}"
+                return accuse(number, "initial", what, cause, ranks, name=name, where=where, residual=gap)
             first[name][place], owner[name][place] = value, run.rank
     return None
+
+
+def _factor_within(one: Tensor, other: Tensor, slack: float) -> float | None:
+    """The c of one = c * other; None where an element is off by more than ``slack``."""
+    factor, rest = fitted(one, other)
+    return factor if other.any() and largest(rest) <= slack * max(1.0, abs(factor)) else None
 
 
 def _near(one: object, other: object) -> bool:

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from ports import free_port
+from ports import free_port, spawn
 
 ORACLE = {
     "ddp": "torch-ddp",
@@ -33,10 +32,8 @@ Found = Mapping[str, Mapping[str, Any]]
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Losses and final parameters of everyone, from one pair of processes."""
     path = tmp_path_factory.mktemp("oracle") / "found.pt"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        ranks = importlib.import_module("oracle_ranks")
-        mp.spawn(ranks.rank_main, (free_port(), str(path)), nprocs=ranks.RANKS)
+    ranks = importlib.import_module("oracle_ranks")
+    spawn(ranks.rank_main, ranks.RANKS, free_port(), str(path))
     result: Found = torch.load(path, weights_only=True)
     return result
 

@@ -13,8 +13,8 @@ from verify_cases import TINY, Verified, judged, verify
 
 from plait.comm import thread
 from plait.referee.verify import reference
-from plait.referee.verify.compare import find, number
-from plait.referee.verify.observed import RankRecord
+from plait.referee.verify.compare import find
+from plait.referee.verify.observed import RankRecord, as_tensor
 from plait.step.norm import Norm, square_sum
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
@@ -132,16 +132,17 @@ def test_find_holds_parameters_against_the_distance_gone() -> None:
 def test_numbers_that_are_none_are_never_equal(bad: float) -> None:
     assert not find("loss", "x", torch.tensor([bad]), torch.tensor([1.0]), 1e9).equal
     assert not find("loss", "x", torch.tensor([1.0]), torch.tensor([bad]), 1e9).equal
-    assert not number("norm", "x", bad, 1.0).equal
+    assert not find("norm", "x", as_tensor(bad), as_tensor(1.0)).equal
 
 
 def test_shapes_that_differ_are_different() -> None:
     assert not find("parameter", "w", torch.zeros(3), torch.zeros(4), 1.0).equal
     assert find("parameter", "nothing", torch.zeros(0), torch.zeros(0)).bitwise
-    assert number("norm", "x", None, None).equal
+    nothing, one = as_tensor(None), as_tensor(1.0)
+    assert find("norm", "x", nothing, nothing).equal
     for tolerance in (0.0, 1e9):
-        assert not number("norm", "x", None, 1.0, tolerance).equal
-        assert not number("norm", "x", 1.0, None, tolerance).equal
+        assert not find("norm", "x", nothing, one, tolerance).equal
+        assert not find("norm", "x", one, nothing, tolerance).equal
 
 
 def test_engine_and_reference_take_the_same_root_of_the_squares() -> None:

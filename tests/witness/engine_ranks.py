@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -61,13 +63,20 @@ sequential = plait.UserJob(
 )
 
 
-def installed(case: dict[str, Any]) -> bool:
+Cases: TypeAlias = Mapping[str, dict[str, Any] | VerifyConfig]
+
+
+def installed(case: dict[str, Any] | VerifyConfig) -> bool:
     """True if there is the package of an engine that is not torch's."""
+    if isinstance(case, VerifyConfig):
+        return True
     needed = {PIPELINE: "deepspeed", **{f"{ENGINES}:{name}": name for name in ("accelerate", "deepspeed")}}
     return case["engine"] not in needed or find_spec(needed[case["engine"]]) is not None
 
 
-def config_of(case: dict[str, Any]) -> VerifyConfig:
+def config_of(case: dict[str, Any] | VerifyConfig) -> VerifyConfig:
+    if isinstance(case, VerifyConfig):
+        return case
     own = {} if "job" in case else {"dropout": 0.0, "batch": 12}
     return with_job(VerifyConfig(**{"steps": 2, "microbatches": 2, "clip": 0.05, **own, **case}))
 
@@ -91,7 +100,7 @@ def become(rank: int, ranks: int, port: int) -> None:
     torch.set_num_threads(1)
 
 
-def rank_main(rank: int, ranks: int, port: int, path: str, cases: dict[str, dict[str, Any]]) -> None:
+def rank_main(rank: int, ranks: int, port: int, path: str, cases: Cases) -> None:
     """Runs the cases for so many ranks; rank 0 writes what became of each."""
     become(rank, ranks, port)
     found = {}
@@ -104,7 +113,7 @@ def rank_main(rank: int, ranks: int, port: int, path: str, cases: dict[str, dict
         comm = ProcessComm.from_env(config.machine.parsed_mesh)
         judgement = run_engine(config, comm)
         if judgement is not None:
-            found[name] = {"equal": judgement.equal, "text": judgement.text, "residual": judgement.residual}
+            found[name] = asdict(judgement) | {"equal": judgement.equal}
         comm.close()
     if rank == 0:
         Path(path).write_text(json.dumps(found))

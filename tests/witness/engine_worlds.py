@@ -7,18 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import engine_ranks
-import pytest
-import torch.multiprocessing as mp
-from ports import free_port
+from ports import free_port, spawn
 
 
-def outcomes(cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """What became of each case, from worlds of two and three processes."""
+def outcomes(cases: engine_ranks.Cases, folder: Path) -> dict[str, Any]:
+    """What became of each case, from worlds of as many processes as they need."""
     found: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        for ranks in (2, 3):
-            path = folder / f"{ranks}.json"
-            mp.spawn(engine_ranks.rank_main, (ranks, free_port(), str(path), cases), nprocs=ranks)
-            found |= json.loads(path.read_text())
+    for ranks in sorted({engine_ranks.config_of(case).machine.parsed_mesh.size for case in cases.values()}):
+        path = folder / f"{ranks}.json"
+        spawn(engine_ranks.rank_main, ranks, ranks, free_port(), str(path), cases)
+        found |= json.loads(path.read_text())
     return found

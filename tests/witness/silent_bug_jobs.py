@@ -87,7 +87,11 @@ def squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (model(batch[0]) - batch[1]).square().sum()
 
 
-CHAIN = plait.UserJob(deep, squares, points, lambda batch: len(batch[1]), adam)
+def num_points(batch: tuple[Tensor, Tensor]) -> int:
+    return len(batch[1])
+
+
+CHAIN = plait.UserJob(deep, squares, points, num_points, adam)
 
 
 LIST = Path(__file__).with_name("silent_bugs.py")

@@ -9,8 +9,7 @@ from typing import Any
 
 import curve_ranks
 import pytest
-import torch.multiprocessing as mp
-from ports import free_port
+from ports import free_port, spawn
 from silent_bugs import BUGS, RIGHT
 
 PAGE = Path(__file__).parents[2] / "docs/silent-bugs.md"
@@ -20,9 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs/silent-bugs.md"
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """Each engine's curve and those of one process, by a world of two processes."""
     path = tmp_path_factory.mktemp("curves")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        mp.spawn(curve_ranks.rank_main, (2, free_port(), str(path)), nprocs=2)
+    spawn(curve_ranks.rank_main, 2, 2, free_port(), str(path))
     curves: dict[str, Any] = json.loads((path / "found.json").read_text())
     return curves
 

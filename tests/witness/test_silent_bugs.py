@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+import engine_worlds
 import pytest
-import silent_bug_ranks
-import torch.multiprocessing as mp
-from ports import free_port
 from silent_bugs import BUGS, RIGHT, Bug
 
 
@@ -20,12 +17,9 @@ def name_of(bug: Bug) -> str:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """What was said of each, by the world of two processes that ran them."""
-    path = tmp_path_factory.mktemp("bugs") / "found.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        mp.spawn(silent_bug_ranks.rank_main, (2, free_port(), str(path)), nprocs=2)
-    known: Mapping[str, Any] = json.loads(path.read_text())
-    return known
+    return engine_worlds.outcomes(
+        {name_of(bug): bug.config for bug in (*RIGHT, *BUGS)}, tmp_path_factory.mktemp("bugs")
+    )
 
 
 @pytest.mark.parametrize("bug", RIGHT, ids=name_of)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch.multiprocessing as mp
-from ports import free_port
+from ports import free_port, spawn
 
 pytest.importorskip("transformers", reason="Trainer is transformers'")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
@@ -20,9 +19,7 @@ import plait
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes witnessed, a folder for each kind."""
     path = tmp_path_factory.mktemp("trainer")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        mp.spawn(trainer_ranks.rank_main, (trainer_ranks.RANKS, free_port(), str(path)), nprocs=trainer_ranks.RANKS)
+    spawn(trainer_ranks.rank_main, trainer_ranks.RANKS, trainer_ranks.RANKS, free_port(), str(path))
     return path
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from plait.referee.values import MARGIN, rounding, scale_of
 from plait.referee.values import gap as gap_of
-from plait.referee.verify.observed import Piece, RankRecord, Record, Where, as_tensor, observed
+from plait.referee.verify.observed import Piece, RankRecord, Record, Where, observed
 from plait.referee.wrong import Phase
 from plait.run.job.config import JobConfig
 from plait.table.mesh import Mesh
@@ -178,11 +178,6 @@ def find(
     relative = gap / scale if scale else (0.0 if gap == 0 else math.inf)
     measure, measured = ("relative", relative) if step_length is None else ("steps", gap / step_length)
     return Finding(kind, name, gap, relative, same, tolerance, measure, measured, spread, step, tensor)
-
-
-def number(kind: str, name: str, ours: float | None, theirs: float | None, tolerance: float = 0.0) -> Finding:
-    """Compare two numbers; None is equal to None alone."""
-    return find(kind, name, as_tensor(ours), as_tensor(theirs), tolerance)
 
 
 def incomparable(kind: str, name: str, step: int = -1, tensor: str = "") -> Finding:

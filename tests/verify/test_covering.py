@@ -32,20 +32,6 @@ def never(names: tuple[str, ...], values: tuple[Hashable, ...]) -> Rule:
     return Rule(names, lambda *found: found != values)
 
 
-def test_the_set_of_the_docstring_has_half_the_product() -> None:
-    rows = covering({"a": (1, 2), "b": (1, 2), "c": (1, 2)})
-    assert [tuple(row.values()) for row in rows] == [(1, 1, 1), (1, 2, 2), (2, 1, 2), (2, 2, 1)]
-
-
-def test_rules_over_products_as_a_mesh_has_them() -> None:
-    axes = dict.fromkeys(("pipe", "replica", "shard", "tensor"), (1, 2, 3, 4))
-    for most in (1, 4, 8, 16):
-        fits = Rule(tuple(axes), lambda p, r, s, t, most=most: p * r * s * t <= most)
-        is_covering(axes, [fits])
-    order = Rule(("pipe", "order"), lambda pipe, order: (order is None) == (pipe == 1))
-    is_covering({**axes, "order": (None, "gpipe", "1f1b", "zbv")}, [fits, order])
-
-
 @pytest.mark.parametrize("seed", range(60))
 def test_any_rules(seed: int) -> None:
     """2 to 5 dimensions of 1 to 4 values; some pairs and triples are forbidden, so that others become impossible."""
@@ -62,14 +48,6 @@ def test_any_rules(seed: int) -> None:
     else:
         with pytest.raises(ValueError, match="allow no row"):
             covering(dimensions, rules)
-
-
-def test_a_pair_that_two_rules_make_impossible_together_is_left_out() -> None:
-    """b=1 asks for c=1 and a=1 forbids it: no rule names a and b."""
-    dimensions = {"a": (0, 1), "b": (0, 1), "c": (0, 1)}
-    rules = [Rule(("b", "c"), lambda b, c: b == c), never(("a", "c"), (1, 1))]
-    is_covering(dimensions, rules)
-    assert ("a", 1, "b", 1) not in {pair for row in covering(dimensions, rules) for pair in pairs(row)}
 
 
 def test_many_dimensions_need_few_rows() -> None:

@@ -142,18 +142,15 @@ def clipped(
     after: Callable[[nn.Module], Any] = lambda model: None,
     norm: float = 1.0,
 ) -> Any:
-    """A step that is clipped by ``norm`` times the norm of what ``before`` has made of the gradients."""
+    """Clips by ``norm`` times the norm of what ``before`` has made of the gradients."""
 
-    def body(model: nn.Module, optimizer: Any, step: int) -> None:
-        backward(model, batch(step))
+    def change(model: nn.Module) -> None:
         before(model)
         total = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, total * norm)
         after(model)
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return body
+    return change
 
 
 def scale(layer: int, factor: float) -> Callable[[Any], None]:
@@ -170,22 +167,17 @@ CLIPPED = [
     (3, clipped(scale(1, 0.5)), "1.bias", "1/2 times what it should be; the clip makes the 4 others 1."),
     (2, clipped(scale(0, 2)), "0.bias", "2 times what it should be; the clip makes the 2 others 0."),
     (2, clipped(scale(0, 2)), "0.bias", "unless it is these that are wrong"),
-    (
-        3,
-        clipped(lambda model: model[0].weight.grad[3:5].zero_()),
-        "0.weight",
-        "only indices 3 to 4 of 8 of dim 0",
-    ),
+    (3, clipped(lambda model: model[0].weight.grad[3:5].zero_()), "0.weight", "only indices 3 to 4 of 8 of dim 0"),
     (3, clipped(after=scale(1, 2)), "1.bias", "2 times what it should be; 1 other parameters are wrong too"),
     (3, clipped(norm=3.0), "", "1/3 times what it should be: the norm that it is clipped by is 3 times"),
 ]
 
 
-@pytest.mark.parametrize(("count", "body", "name", "said"), CLIPPED)
+@pytest.mark.parametrize(("count", "change", "name", "said"), CLIPPED)
 def test_a_fault_before_a_clip_is_told_from_what_the_clip_makes_of_the_others(
-    tmp_path: Path, count: int, body: Any, name: str, said: str
+    tmp_path: Path, count: int, change: Any, name: str, said: str
 ) -> None:
-    found = judged(tmp_path, body, build=lambda: layers(count), clip=0.05)
+    found = judged(tmp_path, change=change, build=lambda: layers(count), clip=0.05)
     assert (found.step, found.phase, found.name) == (0, "gradient", name) and said in found.text, found
 
 
@@ -196,20 +188,14 @@ def test_the_gradient_of_the_step_before_is_not_called_a_forgotten_zero_grad(
     last: list[torch.Tensor] = []
 
     def late(model: nn.Module) -> None:
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         now = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         for p, old in zip(model.parameters(), last, strict=False):
             p.grad = old.clone()
         last[:] = now
 
-    def body(model: nn.Module, optimizer: Any, step: int) -> None:
-        backward(model, batch(step))
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        late(model)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    found = judged(tmp_path, body, clip=clip)
+    found = judged(tmp_path, change=late, clip=clip)
     assert (found.step, found.phase) == (1, "gradient"), found
     assert "is given the gradient of the step before, and this step's is lost" in found.cause, found
 

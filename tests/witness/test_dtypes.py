@@ -31,18 +31,9 @@ def squares(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 def judge_complex(
     path: Path, dtype: torch.dtype, harm: Callable[[Tensor], Any] | None = None, **settings: Any
 ) -> Judgement:
-    batches = partial(numbers, dtype=dtype)
-
-    def body(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-        backward(model, batches(step), squares)
-        (weight,) = (p for name, p in model.named_parameters() if name == "weight")
-        if harm:
-            harm(weight.grad)  # type: ignore[arg-type]
-        optimizer.step()
-        optimizer.zero_grad()
-
-    build, dtypes = partial(nn.Linear, 3, 2, dtype=dtype), COMPLEX[dtype]
-    return judged(path, body, build=build, loss=squares, batches=batches, dtype=dtypes, **settings)
+    settings |= {"build": partial(nn.Linear, 3, 2, dtype=dtype), "batches": partial(numbers, dtype=dtype)}
+    change = lambda model: harm and harm(model.weight.grad)  # noqa: E731
+    return judged(path, change=change, loss=squares, dtype=COMPLEX[dtype], **settings)
 
 
 @pytest.mark.parametrize("dtype", COMPLEX, ids=str)
@@ -116,13 +107,7 @@ def test_a_loop_that_starts_with_a_nan_is_judged(tmp_path: Path, optimizer: Any)
     found = judged(tmp_path / "right", **settings)
     assert found.equal and found.text.startswith("3 steps"), found
 
-    def body(model: nn.Module, own: torch.optim.Optimizer, step: int) -> None:
-        backward(model, batch(step))
-        model.table.grad.mul_(3)  # type: ignore[union-attr, operator]
-        own.step()
-        own.zero_grad()
-
-    wrong = judged(tmp_path / "wrong", body, **settings)
+    wrong = judged(tmp_path / "wrong", change=lambda model: model.table.grad.mul_(3), **settings)
     assert (wrong.step, wrong.phase, wrong.name) == (0, "gradient", "table"), wrong
 
 

@@ -123,6 +123,7 @@ SHARES: dict[str, Share] = {
     "schedule/test_simulate.py::test_256_stages_and_1024_microbatches_in_ten_seconds": FULL,
     "sharded/test_dtensor.py": ORACLES,
     "sharded/test_op_database.py::test_every_operator": NIGHTLY,
+    "measure/test_calibrate.py::test_a_measured_machine_plans_and_trains": PROCESSES,
     "train/test_places.py::test_processes_say_it_once_and_leave_together": PROCESSES,
     "train/test_resume.py::test_it_is_the_run_that_was_never_stopped_to_the_bit": Share("few", "all"),
     "train/test_resume.py::test_killed_at_any_step_it_is_the_uninterrupted_run_over_fifty_steps": Share("none", "few"),

@@ -124,7 +124,7 @@ def test_a_file_that_train_could_not_read_is_refused(folder: Path, capsys: pytes
         (["--gpus", "8xh1000"], "gpus '8xh1000': did you mean h100 or"),
         (["--model", "hf:config.json", "--layers", "3"], "--layers beside --model hf:config.json"),
         (["--params", "1B", "--write-script", "slurm"], "--write-script slurm without --toml"),
-        (["--model", "llama"], "model 'llama': give hf:PATH"),
+        (["--model", "lama"], "model 'lama': give hf:PATH"),
         (["--layers", "3"], "no width: give --model hf:PATH, --params"),
         (["--params", "10"], "params '10': give a number and M, B or T"),
         (["--model", "hf:nowhere/config.json"], "the config"),

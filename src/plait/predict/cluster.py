@@ -3,6 +3,8 @@
 preset = "h100"            # keys that follow replace its figures
 hosts = 16
 devices = 8                # on each host
+kind = "cuda"              # or cpu
+world = "process"          # the ranks of plait train on it
 memory_gb = 80
 memory_gbs = 3350          # GB/s
 launch_us = 6              # to launch one kernel
@@ -99,6 +101,10 @@ class Cluster:
     devices: int = 8
     """Devices on each host."""
     reached: Reached = Reached()
+    kind: str = "cuda"
+    """The devices that ranks compute on, as ``plait train --device`` names them."""
+    world: str = "process"
+    """The kind of the ranks, as ``plait train --world`` names it."""
 
     @property
     def size(self) -> int:
@@ -157,6 +163,8 @@ KEYS: dict[str, tuple[str, float]] = {
     "units": ("units", 1),
     "launch_us": ("launch", MICRO),
 }
+NAMES = {"kind": ("cuda", "cpu"), "world": ("process", "shared_memory", "thread", "auto")}
+"""Keys with a name, and the names that there are."""
 LINK_KEYS = {"gbs": ("bandwidth", GIGA), "latency_us": ("latency", MICRO)}
 
 
@@ -183,7 +191,7 @@ def parse_cluster(text: str, place: str) -> Cluster:
         found: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{place}: no TOML: {error}") from None
-    known = ("preset", "name", "hosts", "devices", *KEYS, "tflops", "inside", "between", "reached")
+    known = ("preset", "name", "hosts", "devices", *NAMES, *KEYS, "tflops", "inside", "between", "reached")
     for key in found:
         if key not in known:
             hint = did_you_mean(key, known, f"the keys are {', '.join(known)}")
@@ -224,5 +232,9 @@ def parse_cluster(text: str, place: str) -> Cluster:
         changed[name] = replace(getattr(cluster, name), **link)
     shares = table("reached", [one.name for one in fields(Reached)])
     changed["reached"] = replace(cluster.reached, **{key: number(shares, key, "reached") for key in shares})
+    for key, names in NAMES.items():
+        if key in found and found[key] not in names:
+            raise ValueError(f"{where(place, text, key)}: {found[key]!r}: choose one of {', '.join(names)}")
+        changed |= {key: found[key]} if key in found else {}
     changed |= {key: int(number(found, key, whole=True)) for key in ("hosts", "devices") if key in found}
     return replace(cluster, **changed)

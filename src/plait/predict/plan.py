@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from plait.predict.activations import FUSED, DecoderSizes, Kernels
+from plait.predict.activations import FUSED, ON_CPU, DecoderSizes, Kernels
 from plait.predict.cluster import Cluster
 from plait.predict.model import Transformer
 from plait.schedule.bubbles import Bubbles, bubbles
@@ -130,6 +130,12 @@ class Plan:
         waits = [(pipe - 1 - r) * (forward + backward) for r in range(pipe)]
         most = [min(per_rank * m, 2 * (pipe - 1 - r) + (per_rank - 1) * pipe + 1) for r in range(pipe)]
         return Bubbles(found.waits or tuple(waits), found.idle_share, found.peaks or tuple(most))
+
+
+def implementation(model: Transformer, cluster: Cluster) -> dict[str, Any]:
+    """The fields of a plan that say how plait's ranks on this cluster compute and send."""
+    on_gpu = cluster.kind == "cuda"
+    return {"kernels": FUSED if on_gpu else replace(ON_CPU, flash=not model.dropout), "overlap": on_gpu}
 
 
 @lru_cache(maxsize=4096)

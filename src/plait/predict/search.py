@@ -14,7 +14,7 @@ from plait.predict.cluster import Cluster
 from plait.predict.duration import Duration, Speed, duration, speed
 from plait.predict.footprint import Footprint, fullest
 from plait.predict.model import Transformer
-from plait.predict.plan import Plan
+from plait.predict.plan import Plan, implementation
 from plait.table.cells import TABLE, Strategy
 from plait.table.mesh import Mesh
 
@@ -100,6 +100,7 @@ def candidates(asked: Question, rows: Sequence[Strategy], *, everything: bool = 
         rows: rows of the table; those with two levels are for meshes with both data axes.
         everything: also orders other than 1F1B, and selective recomputation.
     """
+    how = implementation(asked.model, asked.cluster)
     for mesh in meshes(asked):
         orders: list[tuple[str | None, int | None]] = [(None, None)]
         if mesh.pipe > 1:
@@ -125,6 +126,7 @@ def candidates(asked: Question, rows: Sequence[Strategy], *, everything: bool = 
                             recompute=recompute,
                             sequence_parallel=mesh.tensor > 1,
                             dtype=asked.dtype,
+                            **how,
                         )
 
 

@@ -10,37 +10,54 @@ import re
 import resource
 import shutil
 import socket
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch
 import torch.distributed as dist
 from rich.table import Table
 from rich.text import Text
 
 from plait import __version__
-from plait.checkpoint.files.writing import write_json
+from plait.checkpoint.files.writing import check_file, write_json, write_text
+from plait.comm.base import Comm
+from plait.messages.escape import say
 from plait.messages.wording import human
+from plait.run.config.machine import MachineConfig, check_machine, resolve_world
+from plait.run.launch.local import launch
 from plait.run.measure import machine
+from plait.run.measure.calibrate import calibrate, to_toml
 from plait.run.report.screen import screen
 
 Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class DoctorConfig:
+class DoctorConfig(MachineConfig):
     """Show what this machine is: processor, memory, GPUs and links, network, limits, measured speeds."""
 
     json: str | None = None
     """Write the facts here as JSON; "-" is the standard output."""
     measure: bool = True
     """Measure memory bandwidth and matrix products (about 2 seconds)."""
+    calibrate: str | None = None
+    """Measure this machine with the ranks of --mesh and --world instead, and write it here as plait plan --cluster
+    reads it."""
+    mesh: str = "shard=2"
+    """With calibrate: ranks that measure together, as a run on this machine would have."""
 
 
 def run(config: DoctorConfig, argv: Sequence[str] = ()) -> int:
     """Examines the machine and shows the facts.  Returns exit code 0, because a warning is not a failure."""
+    if config.calibrate is not None:
+        check_file("calibrate", config.calibrate)
+        check_machine(config)
+        return launch(config, partial(run_calibrate, config), ["-m", "plait", *argv])
     facts = examine(config.measure)
     console = screen(stderr=config.json == "-")
     for section, values in facts.items():
@@ -57,6 +74,22 @@ def run(config: DoctorConfig, argv: Sequence[str] = ()) -> int:
         console.print(Text.assemble(("warning: ", "bold yellow"), warning), soft_wrap=True)
     if config.json is not None:
         write_json(config.json, facts)
+    return 0
+
+
+def run_calibrate(config: DoctorConfig, comm: Comm) -> int:
+    """Measures with all ranks and writes the file on one."""
+    on_gpu = comm.device.type == "cuda"
+    if on_gpu:
+        found = torch.cuda.get_device_properties(comm.device)
+        size, units = float(found.total_memory), found.multi_processor_count
+    else:
+        size, units = memory()["total_bytes"] / comm.mesh.size, 1
+    cluster = calibrate(replace(config, world=resolve_world(config)), comm, size, units)
+    if not comm.rank:
+        text = f"# measured by plait doctor --calibrate: {comm.mesh.size} ranks, torch {torch.__version__}\n"
+        write_text(config.calibrate or "", text + tomli_w.dumps(to_toml(cluster)))
+        say(f"written: {config.calibrate}; plait plan --cluster {config.calibrate} reads it\n", sys.stdout)
     return 0
 
 

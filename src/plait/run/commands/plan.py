@@ -22,10 +22,11 @@ from plait.predict.cluster import Cluster, parse_cluster, preset
 from plait.predict.duration import messages
 from plait.predict.memory import formula
 from plait.predict.model import Transformer, from_hugging_face
-from plait.predict.plan import Plan
+from plait.predict.plan import Plan, implementation
 from plait.predict.search import Candidate, Question, candidates, ranked, rows_in
 from plait.run.launch.render import TARGETS
 from plait.run.launch.spec import JobLimits, LaunchSpec
+from plait.run.measure.layouts import MeasuredPlan, errors_text, measure_layout, measured_table
 from plait.run.report.page.explorer import explorer
 from plait.run.report.page.planned import plan_report
 from plait.run.report.page.saved import REPORT, page
@@ -42,12 +43,17 @@ USUAL = ("ddp", "zero1", "zero3", "hsdp")
 """Rows that are tried without a search."""
 
 
+OURS = ("llama", "qwen2", "gpt")
+"""Models of plait train that are given by sizes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SizeFlags:
     """A decoder's sizes, from a file or by flags."""
 
     model: str | None = None
-    """hf:PATH, a folder with a Hugging Face config.json, or that file; weights are not read. None: the sizes below."""
+    """hf:PATH, a folder with a Hugging Face config.json, or that file; weights are not read. Otherwise the sizes below,
+    of llama (also None), qwen2 or gpt (plait's own decoder)."""
     layers: int | None = None
     """Layers of a decoder."""
     width: int | None = None
@@ -103,6 +109,8 @@ class PlanConfig(SizeFlags):
     """With a mesh: cut the activations between tensor-parallel products in time."""
     top: int = 10
     """Layouts to show."""
+    measure: int = 0
+    """Train this many of the first layouts for a few steps here, and show predicted beside measured."""
     out: str | None = None
     """A folder for report.html: one page that draws the best layout, with sliders for its neighbours."""
     toml: str | None = None
@@ -128,7 +136,7 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
     if config.params is not None:
         return _show_states(config, cluster, console)
     model = read_model(config)
-    place = Path((config.model or "hf:.").removeprefix("hf:"))
+    place = Path((config.model or "hf:.").removeprefix("hf:")) if config.model not in OURS else Path()
     if not place.is_dir() and place.name != "config.json":
         raise ValueError(f"model {config.model!r}: give a folder with a config.json, which train reads too")
     rows = usable_rows(config)
@@ -158,6 +166,12 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
             file, text = script_of(config.write_script, config.toml, cluster)
             write_text(file, text)
             console.print(f"{file}:\n\n{text}")
+    runs = []
+    for one in [one for one in found if one.fits][: config.measure]:
+        runs.append(MeasuredPlan(one, measure_layout(to_config(config, one.plan))))
+    if runs:
+        console.print(measured_table(runs))
+        console.print(errors_text(runs))
     if config.out is not None:
         report = plan_report(found, every_row, name_of(config, best.plan), config.top)
         report["explorer"] = explorer(
@@ -167,7 +181,8 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
         write_text(Path(config.out) / REPORT, page([report]))
         console.print(f"report: {Path(config.out) / REPORT}")
     if config.json is not None:
-        write_json(config.json, {"layouts": [as_json(one) for one in found[: config.top]], "judged": len(found)})
+        layouts, measured = [as_json(one) for one in found[: config.top]], [one.as_json() for one in runs]
+        write_json(config.json, {"layouts": layouts, "judged": len(found), "measured": measured})
     return 0 if best.fits else 1
 
 
@@ -189,12 +204,14 @@ def read_model(config: SizeFlags, *, gated: bool = True) -> Transformer:
         {one.name: getattr(config, one.name) for one in fields(SizeFlags) if one.name != "model"},
     )
     given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
-    if model is not None:
+    if model is not None and model not in OURS:
         if given:
             raise ValueError(f"{given[0]} beside --model {model}, which says it: leave one of them out")
         kind, _, path = model.partition(":")
         if kind != "hf" or not path:
-            raise ValueError(f"model {model!r}: give hf:PATH, or sizes: --layers --width --heads --vocab")
+            raise ValueError(
+                f"model {model!r}: give hf:PATH, one of {', '.join(OURS)}, or sizes: --layers --width --heads --vocab"
+            )
         place = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
         return from_hugging_face(read_text(place, "the config"), str(place))
     if missing := [name for name in ("layers", "width", "heads", "vocab") if flags[name] is None]:
@@ -203,7 +220,7 @@ def read_model(config: SizeFlags, *, gated: bool = True) -> Transformer:
     width = flags.pop("width")
     flags["ffn"] = flags["ffn"] or (-(-8 * width // 96) * 32 if gated else 4 * width)
     flags["kv_heads"] = flags["kv_heads"] or flags["heads"]
-    return Transformer(**flags, hidden=width, gated=gated)
+    return Transformer(**flags, hidden=width, gated=gated, tied=model == "gpt", qkv_bias=model == "qwen2")
 
 
 def usable_rows(config: PlanConfig) -> list[Strategy]:
@@ -249,6 +266,7 @@ def asked_plans(config: PlanConfig, model: Transformer, cluster: Cluster, rows: 
         recompute=config.recompute,
         sequence_parallel=config.sequence_parallel,
         dtype=dtype,
+        **implementation(model, cluster),
     )
     return [plan]
 
@@ -308,11 +326,11 @@ def state_bytes(row: Strategy, dtype: str) -> dict[str, float]:
 def to_config(config: PlanConfig, plan: Plan) -> str:
     """The layout as the TOML that ``plait train --config`` reads."""
     model, values = plan.model, dict[str, Any]()
-    if config.model is not None:
+    if config.model is not None and config.model not in OURS:
         path = config.model.removeprefix("hf:")
         values["model"] = f"hf:{path if Path(path).is_dir() else Path(path).parent}"
     else:
-        values |= {"model": "llama", "layers": model.layers}
+        values |= {"model": config.model or "llama", "layers": model.layers}
         values |= {"width": model.hidden, "ffn": model.ffn, "heads": model.heads, "kv_heads": model.kv_heads}
         values |= {"vocab": model.vocab, "dropout": 0.0}
     values |= {"length": plan.length, "batch": plan.batch, "dtype": config.dtype, "mesh": str(plan.mesh)}
@@ -323,7 +341,7 @@ def to_config(config: PlanConfig, plan: Plan) -> str:
     optional = {"schedule": plan.schedule, "chunks": plan.chunks, "recompute": plan.recompute}
     values |= {name: value for name, value in optional.items() if value is not None}
     values |= {"offload": True} if config.offload else {}
-    values |= {"sequence_parallel": plan.sequence_parallel, "world": "process", "device": "cuda"}
+    values |= {"sequence_parallel": plan.sequence_parallel, "world": plan.cluster.world, "device": plan.cluster.kind}
     return tomli_w.dumps(values)
 
 

@@ -54,6 +54,7 @@ BOUNDS: dict[str, Bounds] = {
     "spread": Bounds(0, 1 << 10),
     "hosts": Bounds(1, 1 << 16),
     "top": Bounds(1, 1_000),
+    "measure": Bounds(0, 100),
     "step": Bounds(0, SEEDS),
     "seed": Bounds(-SEEDS, SEEDS),
     "lr": Bounds(0, 1e30, above=True),

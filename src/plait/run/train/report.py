@@ -13,10 +13,9 @@ import torch
 
 from plait.checkpoint.files.reading import read_text
 from plait.checkpoint.files.writing import write_text
-from plait.predict.activations import FUSED, ON_CPU
 from plait.predict.cluster import PRESETS, Cluster, parse_cluster
 from plait.predict.model import Transformer, from_hugging_face
-from plait.predict.plan import Plan
+from plait.predict.plan import Plan, implementation
 from plait.run.config.layout import LayoutConfig
 from plait.run.config.machine import MachineConfig, resolve_device
 from plait.run.config.sinks import METRICS
@@ -81,8 +80,7 @@ def plan_of(
             sequence_parallel=layout.sequence_parallel,
             dtype=row.params.dtype or "fp32",
             states=task.optimizer_row.states,
-            kernels=FUSED if on_gpu else ON_CPU,
-            overlap=on_gpu,
+            **implementation(model, cluster),
         )
     return None
 

@@ -1,0 +1,95 @@
+"""Judges ``plait plan`` on this machine: calibrates it, predicts layouts of a small decoder, and runs each of them.
+
+    python benchmarks/planner/machine.py --out FILE.json        # ten minutes on two idle cores
+
+Two ranks over shared memory and over gloo, and four over shared memory: for each, ``plait doctor --calibrate`` writes
+a cluster file.  Run it while nothing else runs: the load is written beside the result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from plait.predict.cluster import Cluster, parse_cluster
+from plait.predict.plan import Plan, implementation
+from plait.predict.search import Candidate
+from plait.run.commands.plan import PlanConfig, read_model, to_config
+from plait.run.measure.layouts import MeasuredPlan, errors_text, measure_layout, measured_table
+from plait.table.cells import TABLE
+from plait.table.mesh import Mesh
+
+ASKED = PlanConfig(
+    model="gpt", layers=4, width=128, ffn=352, heads=4, kv_heads=2, vocab=256, batch=16, length=128, dtype="fp32"
+)
+WORLDS = {
+    # ranks, world -> mesh, row, microbatches, order
+    (2, "shared_memory"): (
+        ("shard=2", "ddp", 1, None), ("shard=2", "zero1", 1, None), ("shard=2", "zero2", 2, None),
+        ("shard=2", "zero3", 1, None), ("shard=2", "zero3", 4, None), ("tensor=2", "ddp", 1, None),
+        ("pipe=2", "ddp", 4, "1f1b"), ("pipe=2", "ddp", 8, "1f1b"), ("pipe=2", "ddp", 4, "gpipe"),
+    ),
+    (2, "process"): (
+        ("shard=2", "ddp", 1, None), ("shard=2", "zero3", 1, None), ("tensor=2", "ddp", 1, None),
+        ("pipe=2", "ddp", 4, "1f1b"),
+    ),
+    (4, "shared_memory"): (
+        ("shard=4", "ddp", 1, None), ("shard=4", "zero3", 1, None), ("replica=2 shard=2", "hsdp", 1, None),
+        ("shard=2 tensor=2", "zero3", 1, None), ("pipe=2 shard=2", "zero3", 4, "1f1b"), ("pipe=4", "ddp", 8, "1f1b"),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Judge plait's planner on this machine."""
+
+    out: Path | None = None
+    """Write the rows here as JSON."""
+
+
+def calibrated(ranks: int, world: str) -> Cluster:
+    """This machine as so many ranks of a world see it."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "machine.toml"
+        words = ["doctor", "--calibrate", str(file), "--mesh", f"shard={ranks}", "--world", world, "--device", "cpu"]
+        subprocess.run([sys.executable, "-m", "plait", *words], check=True, capture_output=True)
+        return parse_cluster(file.read_text(), str(file))
+
+
+def plans(cluster: Cluster, rows: tuple[tuple[str, str, int, str | None], ...]) -> Iterator[Plan]:
+    """The layouts of the small decoder."""
+    model = read_model(ASKED)
+    for mesh, row, microbatches, order in rows:
+        yield Plan(
+            model, cluster, Mesh.parse(mesh), TABLE[row], ASKED.batch or 0, ASKED.length, microbatches, order,
+            dtype="fp32", **implementation(model, cluster),
+        )  # fmt: skip
+
+
+def main(arguments: Arguments) -> None:
+    console, everything = Console(width=120), []
+    for (ranks, world), rows in WORLDS.items():
+        cluster = calibrated(ranks, world)
+        found = [MeasuredPlan(Candidate.of(one), measure_layout(to_config(ASKED, one))) for one in plans(cluster, rows)]
+        console.print(f"{ranks} ranks, {world}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+        console.print(measured_table(found))
+        console.print(errors_text(found))
+        everything += [{"ranks": ranks, "world": world, "load": os.getloadavg()[0], **one.as_json()} for one in found]
+    errors = [abs(row["seconds"][0] / row["seconds"][1] - 1) for row in everything]
+    console.print(f"{len(errors)} layouts, mean error {sum(errors) / len(errors):.1%} (goal: at most 8 %)")
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(everything, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments))

@@ -25,4 +25,4 @@ def test_every_system_has_a_lesson_a_command_and_a_test_that_exist() -> None:
 def test_every_lesson_serves_a_system() -> None:
     page = (ROOT / "docs" / "mission.md").read_text(encoding="utf-8")
     named = {int(lesson) for _, lesson, *_ in ROW.findall(page)} | {int(n) for n in re.findall(r"run (\d+)", page)}
-    assert {lesson.number for lesson in numbered()} - named == {13, 20}, "the table itself, and all of it together"
+    assert {lesson.number for lesson in numbered()} - named == {13, 20, 21}, "the table itself, and all of it together"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from trace_world import TraceComm
 
-from plait.comm import Comm, Ledger, TraceComm
+from plait.comm import Comm, Ledger
 from plait.comm.gloo import GlooTransport
 from plait.comm.operation import NO_NOTE, Group, Operation
 from plait.table.collectives import Entry, Note
@@ -83,12 +84,6 @@ def test_trace_writes_the_same_lines_and_moves_nothing(comm: Comm) -> None:
         Entry("recv", ("replica", "shard"), 8, 0),
         Entry("all_reduce", ("shard", "replica"), 16, 26),
     )
-
-
-def test_trace_of_a_large_mesh_costs_nothing_on_meta() -> None:
-    comm = TraceComm(Mesh(shard=4096), 77, device="meta")
-    comm.all_gather(E(4096 * 2**20, device="meta"), E(2**20, device="meta"), ("shard",))
-    assert comm.ledger.sent == 4095 * 2**22
 
 
 def test_ledger() -> None:

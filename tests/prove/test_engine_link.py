@@ -12,8 +12,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from trace_world import TraceComm
 
-from plait.comm import Comm, TraceComm, run
+from plait.comm import Comm, run
 from plait.comm.base import DONE, Operation, Work
 from plait.predict.cost import differences
 from plait.predict.tensor import predict_tensor

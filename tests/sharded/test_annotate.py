@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from tensor_cases import numbers, values
 from torch import Tensor, nn
+from trace_world import TraceComm
 
 from plait import run_threads
-from plait.comm import Comm, TraceComm
+from plait.comm import Comm
 from plait.sharded import ShardedTensor, annotate, auto_redistribute
 from plait.table.mesh import Mesh
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
+from trace_world import TraceComm
 
-from plait.comm import TraceComm
 from plait.sharded import ShardedTensor, explain
 from plait.table.mesh import Mesh
 

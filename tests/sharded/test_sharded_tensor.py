@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from tensor_cases import shard, values
 from torch import nn
+from trace_world import TraceComm
 
 from plait import run_threads
-from plait.comm import Comm, TraceComm
+from plait.comm import Comm
 from plait.sharded import LayoutError, ShardedTensor, auto_redistribute
 from plait.table.layout import Layout
 from plait.table.mesh import Mesh

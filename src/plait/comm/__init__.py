@@ -1,4 +1,4 @@
-"""Worlds: the same code over processes, threads or nothing.
+"""Worlds: the same code over processes or threads.
 
 .. code-block:: text
 
@@ -24,8 +24,6 @@
     gloo.py              over sockets
     nccl.py              between GPUs
     failures.py          reports of ranks whose operation failed
-
-    trace.py             one rank, nothing moves   for the planner
 """
 
 from plait.comm.base import DONE, Comm, MismatchError, Work
@@ -34,7 +32,6 @@ from plait.comm.observer import Observer
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.process import ProcessComm
 from plait.comm.thread import AbortedError, ThreadWorld, run
-from plait.comm.trace import TraceComm
 
 __all__ = [
     "DONE",
@@ -45,7 +42,6 @@ __all__ = [
     "Observer",
     "ProcessComm",
     "ThreadWorld",
-    "TraceComm",
     "Work",
     "ordered_sum",
     "run",

@@ -1,6 +1,6 @@
 """``Comm``: the operations that the engine may request from a world.
 
-The engine, the tensors and the scripts use this one interface, whether ranks are processes, threads or nothing at all.
+The engine, the tensors and the scripts use this one interface, whether ranks are processes or threads.
 It does the work that is the same in all of them, and leaves moving tensors to the world:
 
     comm.all_gather(out, piece, ("shard",), note)

@@ -116,29 +116,20 @@ class OwnedOptimizer:
         for piece in self.owned:
             self.by_name.setdefault(piece.name, []).append(piece)
         names = {**names, **{id(piece.view): piece.name for piece in self.owned}}
-        holder: dict[int, tuple[Optimizer, int]] = {}
+        holder: dict[int, Optimizer] = {}
         for optimizer in optimizers:
             if has_stepped(optimizer):
                 raise ValueError(
                     "the optimizer has made steps already: hand over a new one, and give it the state of this one by "
                     "engine.load_optimizer_state_dict(old.state_dict())"
                 )
-            for number, group in enumerate(optimizer.param_groups):
-                for parameter in group["params"]:
-                    before = holder.setdefault(id(parameter), (optimizer, number))
-                    if before != (optimizer, number):
-                        raise ValueError(
-                            self._held_twice(names.get(id(parameter), "a parameter"), before[0], optimizer)
-                        )
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                if (first := holder.setdefault(id(parameter), optimizer)) is not optimizer:
+                    raise ValueError(
+                        f"{names.get(id(parameter), 'a parameter')!r} is in two optimizers, {type(first).__name__} and "
+                        f"{type(optimizer).__name__}: give it to one of them"
+                    )
             self._take(optimizer, names, cuts=cuts, over_tensor=set(over_tensor))
-
-    @staticmethod
-    def _held_twice(name: str, first: Optimizer, second: Optimizer) -> str:
-        if first is second:
-            return f"{name!r} is in two groups of the optimizers: give it to one of them"
-        return (
-            f"{name!r} is in two optimizers, {type(first).__name__} and {type(second).__name__}: give it to one of them"
-        )
 
     def _take(self, optimizer: Optimizer, names: Mapping[int, str], *, cuts: bool, over_tensor: set[str]) -> None:
         """Checks an optimizer, and points its groups at the pieces."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -43,20 +42,12 @@ def as_values(model: nn.Sequential) -> None:
     model[1].copied = model[0].weight.detach()
 
 
-def as_list(model: nn.Sequential) -> None:
-    model.kept = {"rows": [p.data[1] for p in model.parameters()]}
-
-
-def as_array(model: nn.Sequential) -> None:
-    model.plotted = model[1].weight.detach().numpy()[:, 2:]
-
-
 def in_a_larger_one(model: nn.Sequential) -> None:
     model.flat = torch.zeros(40)
     model.first, model[0].weight.data = model.flat[:5], model.flat[10:30].view(5, 4)
 
 
-SHARED = [as_parameter, as_data, as_part, as_buffer, as_attribute, as_values, as_list, as_array, in_a_larger_one]
+SHARED = [as_parameter, as_data, as_part, as_buffer, as_attribute, as_values, in_a_larger_one]
 
 
 def engine_on(model: nn.Module) -> Engine:
@@ -90,20 +81,6 @@ def test_what_lies_side_by_side_is_taken() -> None:
     tied[1].weight = tied[0].weight
     tied.every, tied.copies = list(tied.parameters()), [tied[0].weight.detach().clone().numpy()]  # type: ignore[assignment]
     engine_on(tied)
-
-
-class Picture:
-    """As PIL's, it makes its memory when it is asked for it."""
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        raise AssertionError("nothing asks for it")
-
-
-def test_an_attribute_that_only_can_be_made_an_array_is_taken() -> None:
-    model = pair()
-    model.picture = Picture()  # type: ignore[assignment]
-    engine_on(model)
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero1", "zero3"])

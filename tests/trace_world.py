@@ -1,14 +1,6 @@
-"""A world that moves nothing and records everything.
+"""A world of one process that moves nothing: its ledger keeps what one rank asks for, and results stay as they were."""
 
-One process plays one rank, and the ledger keeps its requests.  On the ``meta`` device a run of any size costs no
-memory, so the planner's list can be compared with the engine's for any mesh.
-
-    comm = TraceComm(Mesh(shard=64), rank=5, device="meta")
-    ...
-    comm.ledger.entries
-
-A collective leaves its result tensors as they were; do not read them.
-"""
+from __future__ import annotations
 
 from typing import Any
 

@@ -26,9 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.comm.agree import check_together, gather_ints
+from plait.comm.agree import gather_ints
 from plait.comm.base import NO_NOTE, Comm
 from plait.comm.process_identity import hosts_of
+from plait.comm.texts import check_together
 from plait.messages.escape import one_line
 from plait.messages.wording import did_you_mean
 from plait.table.mesh import AXES

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import AbortedError, Comm, MismatchError, ThreadWorld, run
-from plait.comm.agree import check_together
+from plait.comm.texts import check_together
 from plait.table.collectives import Note
 from plait.table.mesh import Mesh
 

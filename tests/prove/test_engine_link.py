@@ -30,6 +30,7 @@ from plait.table.collectives import Entry, Note, bytes_sent
 from plait.table.flat import Cut
 from plait.table.mesh import AXES, Mesh
 from plait.table.parallelism import Recompute
+from plait.zero.planned import layouts_of
 
 pytest.importorskip("transformers")
 
@@ -72,7 +73,7 @@ def measured(
     engine.step([batch] * MICROBATCHES)
     mark = len(comm.ledger)
     engine.step([batch] * MICROBATCHES)
-    layouts = {number: stage.layouts() for number, stage in engine.placed.stages.items()}
+    layouts = {number: layouts_of(stage.unsharding) for number, stage in engine.placed.stages.items()}
     checks = "setup"  # what the engine compares in its first steps, and no part of a step
     return layouts, tuple(entry for entry in comm.ledger.since(mark) if entry.note.phase != checks)
 

@@ -13,8 +13,8 @@ from silent_bug_jobs import CHAIN, JOB, TOKENS, WIDTH, Bug
 from silent_bugs import BUGS, RIGHT
 from torch import Tensor
 
-from plait.comm.agree import check_together
 from plait.comm.process import ProcessComm
+from plait.comm.texts import check_together
 from plait.referee.witness.replay import Replay
 from plait.referee.witness.run import drive, with_engine
 from plait.referee.witness.stored import read_witnessed

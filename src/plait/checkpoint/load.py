@@ -18,7 +18,7 @@ from plait.checkpoint.folder import checkpoints, contents, find, folder_at, pars
 from plait.checkpoint.manifest import LARGEST, NAME
 from plait.checkpoint.stored import Checkpoint, StoredWeights
 from plait.comm import Comm
-from plait.comm.agree import broadcast_bytes, check_together
+from plait.comm.texts import broadcast_bytes, check_together
 from plait.messages.escape import one_line
 from plait.step import EMA, Engine
 from plait.table.collectives import Note

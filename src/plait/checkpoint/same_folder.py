@@ -8,8 +8,8 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from plait.comm.agree import broadcast_text, check_together
 from plait.comm.base import Comm
+from plait.comm.texts import broadcast_text, check_together
 from plait.messages.escape import one_line
 from plait.table.collectives import Note
 from plait.table.mesh import AXES

@@ -21,7 +21,8 @@ from plait.checkpoint.folder import begin, discard, folder_at, partial_of, step_
 from plait.checkpoint.same_folder import check_same_folder
 from plait.checkpoint.snapshot import HostMemory, taken, values_of
 from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing
-from plait.comm.agree import broadcast_text, check_together, gather_ints
+from plait.comm.agree import gather_ints
+from plait.comm.texts import broadcast_text, check_together
 from plait.step import EMA, Engine
 from plait.table.collectives import Note
 from plait.table.mesh import AXES

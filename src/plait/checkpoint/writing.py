@@ -23,8 +23,8 @@ from plait.checkpoint.manifest import LARGEST, NAME, entries_of, manifest_text
 from plait.checkpoint.retention import remove_older
 from plait.checkpoint.snapshot import OPTIMIZER, RankPiece
 from plait.checkpoint.tensor_file import write_tensor_file
-from plait.comm.agree import named
 from plait.comm.deadline import clock
+from plait.comm.texts import named
 
 FILE, NOTE = "safetensors", "json"
 RUNNING, DONE, FAILED = range(3)

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
-from plait.comm.agree import differing, named
 from plait.comm.deadline import clock
 from plait.comm.process_identity import Peer, from_json, shown
+from plait.comm.texts import differing, named
 from plait.messages.escape import one_line, printable
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import SupportsIndex
 from torch import nn
 
 from plait.comm import Comm
-from plait.comm.agree import check_together
+from plait.comm.texts import check_together
 from plait.forward.compiled import check_compile, check_units
 from plait.forward.random_ops import OwnLayer
 from plait.forward.recompute import check_recompute

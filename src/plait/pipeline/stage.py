@@ -40,12 +40,11 @@ from plait.pipeline.p2p import Signature, signature_of
 from plait.pipeline.program import StageInput, StagePart
 from plait.pipeline.tied_weights import FollowingParameter
 from plait.table.collectives import Note
-from plait.table.flat import UnitLayout
 from plait.table.parallelism import Parallelism
 from plait.tensor import Parallel
 from plait.zero.build import BuiltUnits, SourceModel
 from plait.zero.gradients import Gradients
-from plait.zero.unit import Unit, parameters_of
+from plait.zero.unit import parameters_of
 from plait.zero.unshard import Unsharding
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -160,25 +159,6 @@ class Stage:
             parameter.follow()
         for unit in self.units:
             unit.look_at_frozen()
-
-    def layouts(self) -> tuple[UnitLayout, ...]:
-        """The units as the planner sees them; before the first step a backward is expected of frozen layers too.
-
-        A parameter that is read inside of a unit that reads it too is open then, and is not gathered for that.  Which
-        of two runs first is known after the first step; before it, the owner is expected to.
-        """
-        ran = {unit: place for place, unit in enumerate(self.unsharding.runs)}
-
-        def layout(unit: Unit) -> UnitLayout:
-            reading = [other for other in self.units if unit in other.needs]
-            outer = [other for other in reading if not set(other.ancestors) & set(reading)]
-            (own,) = (other for other in outer if other is unit or other in unit.ancestors)
-            lent = [other for other in outer if other is not own]
-            before = [other for other in lent if ran.get(other, len(ran)) < ran.get(own, 0)]
-            after = [other for other in lent if other not in before]
-            return unit.layout((*before, own, *after), len(before))
-
-        return tuple(layout(unit) for unit in self.units if unit.flats)
 
     # ---- passes -------------------------------------------------------------------------------------------------
 

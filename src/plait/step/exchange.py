@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm
-from plait.comm.agree import differences, gather_floats, gather_ints, named
+from plait.comm.agree import gather_floats, gather_ints
+from plait.comm.texts import differences, named
 from plait.forward.batch import batch_tensors
 from plait.table.agreement import AGREEING, BITS, IN_STAGE, counted
 from plait.table.collectives import Note

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from plait.comm import Comm
-from plait.comm.agree import gather_texts
 from plait.comm.padded import padded
+from plait.comm.texts import gather_texts
 from plait.table.agreement import DATA_ORDER
 from plait.table.collectives import Note
 

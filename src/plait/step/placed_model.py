@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.comm import Comm
-from plait.comm.agree import gather_ints, gather_texts
+from plait.comm.agree import gather_ints
+from plait.comm.texts import gather_texts
 from plait.forward.stays import StaysHere
 from plait.pipeline.build_stages import build_stages
 from plait.pipeline.p2p import PipelineP2P
@@ -32,6 +33,7 @@ from plait.table.mesh import AXES, DATA_AXES
 from plait.table.parallelism import Parallelism
 from plait.torch_private import DisableTorchFunctionSubclass
 from plait.zero.optim import OwnedOptimizer, owned_runs
+from plait.zero.planned import layouts_of
 from plait.zero.state.checks import check_model, check_settings
 from plait.zero.state.full import Part, buffers_of, full_state_dict, load_full_state_dict
 from plait.zero.state.identity import optimizer_fields
@@ -185,7 +187,7 @@ class PlacedModel(StaysHere):
 
     def layouts(self) -> tuple[UnitLayout, ...]:
         """The units of this rank as the planner sees them."""
-        return tuple(layout for stage in self.stages.values() for layout in stage.layouts())
+        return tuple(layout for stage in self.stages.values() for layout in layouts_of(stage.unsharding))
 
     def bytes_held(self) -> dict[str, int]:
         """Bytes on this rank: ``params``, ``grads`` and ``optimizer`` between steps, and at most so far

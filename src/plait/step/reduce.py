@@ -16,7 +16,7 @@ from zlib import crc32
 from torch import Tensor
 from torch.optim import Optimizer
 
-from plait.comm.agree import differences
+from plait.comm.texts import differences
 from plait.step.exchange import Report
 from plait.step.nonfinite import NonFinite, described, encoded
 from plait.step.norm import clip_factor, scale, square_sum

@@ -10,6 +10,7 @@ activation_hooks.py   hooks that see where a unit's backward begins and ends
 gradients.py          how gradients reach their owners
 gradient_watch.py     gradients that are not finite, seen before they are reduced
 flat_gradient.py      the memory of a flat buffer's gradient
+planned.py            the units as the planner sees them
 place.py              the regions of the whole parameter that a run covers
 elementwise.py        which optimizers may be given pieces of parameters
 optim.py              a stock optimizer, pointed at the pieces that this rank owns

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from plait.comm import Comm, Work
 from plait.table.cells import Moves
 from plait.table.collectives import Note
-from plait.table.flat import UnitLayout
 from plait.torch_private import DisableTorchFunctionSubclass, are_functorch_transforms_active
 from plait.zero.storage import Flat
 
@@ -177,15 +176,6 @@ class Unit:
         """After an update: starts to send the updated pieces to every rank that has them at rest."""
         note = Note("publish", self.name)
         return [work for flat in self.flats if flat.trainable for work in flat.publish(note)]
-
-    def layout(self, readers: Sequence[Unit], own: int) -> UnitLayout:
-        """The unit as the planner sees it.  ``readers`` are the units that it is gathered for, in the order in which
-        they run: at place ``own`` itself or a unit around it, and elsewhere units that borrow its parameters."""
-        layouts, trainable = tuple(f.layout for f in self.flats), tuple(f.trainable for f in self.flats)
-        uses = tuple(unit.differentiated for unit in readers)
-        summed, reduced = tuple(f.summed for f in self.flats), self.gets_gradients or not self.split
-        held = max((place for place, unit in enumerate(readers) if unit.stays_open), default=0)
-        return UnitLayout(self.name, layouts, trainable, uses, summed, own, held, reduced)
 
 
 class GatheredBytes:

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from plait.comm.agree import gather_ints, gather_texts, named
+from plait.comm.agree import gather_ints
+from plait.comm.texts import gather_texts, named
 from plait.step.engine import Engine
 from plait.table.agreement import AGREEING
 from plait.table.cells import Cell

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plait.comm.agree import check_together
+from plait.comm.texts import check_together
 from plait.step.placed_model import PlacedModel
 from plait.table.flat import BOUNDARY_BYTES, GRAIN
 from plait.table.mesh import AXES

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from plait.checkpoint.values import decoded, encoded
 from plait.comm import Comm, thread
-from plait.comm.agree import gather_bytes
+from plait.comm.texts import gather_bytes
 from plait.forward.random_ops import OwnLayer
 from plait.messages.escape import one_line
 from plait.messages.progress import counted
@@ -38,6 +38,7 @@ from plait.table.parallelism import Parallelism
 from plait.table.tensor_plan import BACKWARD, FORWARD
 from plait.torch_private import DisableTorchFunctionSubclass
 from plait.zero.optim import Owned
+from plait.zero.planned import layouts_of
 
 
 class Recorder:
@@ -220,7 +221,7 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
         else:
             size_of = engine.placed.runtime.p2p.bytes_handed
             received, handed = (tuple(size_of(number + i, batch) for batch in batches) for i in (-1, 0))
-        plans[number] = StageTraffic(stage.layouts(), handed, received)
+        plans[number] = StageTraffic(layouts_of(stage.unsharding), handed, received)
         if job.one_stream:
             sites = stage.parallel.sites
             entries += predict_tensor(sites, leading, comm.mesh, itemsize, sequence=sequence, twice=stage.blocks)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm, ThreadWorld
-from plait.comm.agree import broadcast_text, gather_texts
+from plait.comm.texts import broadcast_text, gather_texts
 from plait.comm.thread import ThreadComm
 from plait.referee.values import gap
 from plait.referee.verify.program import Field, Fields, fields_of, random_kept, samples_seen, spoil

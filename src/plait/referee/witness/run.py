@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from plait.comm.agree import broadcast_text, check_together
 from plait.comm.base import NO_NOTE, Comm
+from plait.comm.texts import broadcast_text, check_together
 from plait.referee.witness.engines import Driven, check_engine, find_adapter
 from plait.referee.witness.judge import judge
 from plait.referee.witness.judgement import Judgement

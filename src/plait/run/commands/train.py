@@ -4,8 +4,9 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from plait.comm.agree import check_together, gather_ints
+from plait.comm.agree import gather_ints
 from plait.comm.base import NO_NOTE, Comm
+from plait.comm.texts import check_together
 from plait.messages.escape import say
 from plait.run.config.check import validate
 from plait.run.config.settings import TrainConfig, with_job

@@ -25,7 +25,7 @@ from plait.checkpoint.load import load, read_values
 from plait.checkpoint.save import Saver
 from plait.checkpoint.stored import Checkpoint
 from plait.comm import Comm
-from plait.comm.agree import broadcast_text
+from plait.comm.texts import broadcast_text
 from plait.messages.escape import say
 from plait.messages.wording import did_you_mean
 from plait.run.config.file import from_toml

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from plait.checkpoint.files.writing import write_text
 from plait.comm import Comm
-from plait.comm.agree import gather_bytes
 from plait.comm.observer import Observer
 from plait.comm.operation import Operation
+from plait.comm.texts import gather_bytes
 from plait.pipeline.runtime import Handlers
 from plait.run.report.idle import idle_times, mean_idle
 from plait.run.report.measured import busy_shares, measured_costs, measured_timeline, schedule_of

@@ -21,9 +21,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from plait.comm.agree import named
 from plait.comm.deadline import awake_since, clock, within
 from plait.comm.process_identity import Peer, from_json, hosts_of
+from plait.comm.texts import named
 from plait.messages.escape import one_line, say
 from plait.run.watch.page import Status
 from plait.run.watch.processes import ProcessState

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.comm import Comm
-from plait.comm.agree import gather_texts
+from plait.comm.texts import gather_texts
 from plait.table.collectives import Note
 from plait.table.flat import Run, Slot
 from plait.table.mesh import AXES

@@ -1,0 +1,35 @@
+"""The units of a stage as the planner sees them: where each is gathered in a step, and for which units."""
+
+from plait.table.flat import UnitLayout
+from plait.zero.unit import Unit
+from plait.zero.unshard import Unsharding
+
+
+def layouts_of(unsharding: Unsharding) -> tuple[UnitLayout, ...]:
+    """The units of a stage; before its first step a backward is expected of frozen layers too.
+
+    A parameter that is read inside of a unit that reads it too is open then, and is not gathered for that.  Which of
+    two runs first is known after the first step; before it, the owner is expected to.
+    """
+    ran = {unit: place for place, unit in enumerate(unsharding.runs)}
+
+    def layout(unit: Unit) -> UnitLayout:
+        reading = [other for other in unsharding.units if unit in other.needs]
+        outer = [other for other in reading if not set(other.ancestors) & set(reading)]
+        (own,) = (other for other in outer if other is unit or other in unit.ancestors)
+        lent = [other for other in outer if other is not own]
+        before = [other for other in lent if ran.get(other, len(ran)) < ran.get(own, 0)]
+        after = [other for other in lent if other not in before]
+        return _layout(unit, (*before, own, *after), len(before))
+
+    return tuple(layout(unit) for unit in unsharding.units if unit.flats)
+
+
+def _layout(unit: Unit, readers: tuple[Unit, ...], own: int) -> UnitLayout:
+    """One unit.  ``readers`` are the units that it is gathered for, in the order in which they run: at place ``own``
+    itself or a unit around it, and elsewhere units that borrow its parameters."""
+    layouts, trainable = tuple(f.layout for f in unit.flats), tuple(f.trainable for f in unit.flats)
+    uses = tuple(reader.differentiated for reader in readers)
+    summed, reduced = tuple(f.summed for f in unit.flats), unit.gets_gradients or not unit.split
+    held = max((place for place, reader in enumerate(readers) if reader.stays_open), default=0)
+    return UnitLayout(unit.name, layouts, trainable, uses, summed, own, held, reduced)

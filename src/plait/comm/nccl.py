@@ -65,7 +65,8 @@ class NcclTransport(GlooTransport):
                 work.wait()
         large = [a for a in AXES if mesh.axis(a) > 1]
         self._groups: dict[tuple[str, ...], Any] = {}
-        for axes in (p for k in range(1, len(large) + 1) for p in permutations(large, k)):
+        borrowed = [("context",)] if mesh.context > 1 else []
+        for axes in (*borrowed, *(p for k in range(1, len(large) + 1) for p in permutations(large, k))):
             for ranks in mesh.groups(axes):
                 group = dist.new_group(list(ranks), **make, **_UNSORTED)
                 if rank in ranks:

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from plait.forward.context import CurrentForward, RNGPosition
 from plait.forward.interceptor import Function, Handler
-from plait.forward.masks import Slice, keep_mask, stream_key
+from plait.forward.masks import keep_mask, stream_key
 from plait.forward.random_ops import draws_nothing, is_random, no_stream, seeded
 from plait.forward.random_streams import STREAMS
 from plait.torch_private import TorchDispatchMode
 
-SliceOf = Callable[[str, Sequence[int]], Slice | None]
+SliceOf = Callable[[str, Sequence[int]], Any]
 
 
 class DropoutRNG(Handler):

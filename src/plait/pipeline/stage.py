@@ -14,7 +14,7 @@ the graph; not the output itself, whose memory goes with the message.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from plait.forward.at_rest import AtRestCheck
 from plait.forward.compiled import CompiledUnits, closed_units
 from plait.forward.context import CurrentForward, ForwardContext, RNGPosition
 from plait.forward.derivatives import Derivatives
-from plait.forward.dropout import DropoutRNG
+from plait.forward.dropout import DropoutRNG, SliceOf
 from plait.forward.interceptor import Handler, Interceptor
 from plait.forward.products import Products
 from plait.forward.random_ops import all_silent
@@ -42,6 +42,7 @@ from plait.pipeline.tied_weights import FollowingParameter
 from plait.table.collectives import Note
 from plait.table.parallelism import Parallelism
 from plait.tensor import Parallel
+from plait.tensor.time_axis import Steps, TimeAxis
 from plait.zero.build import BuiltUnits, SourceModel
 from plait.zero.gradients import Gradients
 from plait.zero.unit import parameters_of
@@ -134,9 +135,22 @@ class Stage:
         if settings.split_backward:
             self.products = Products(current, [p for _, p, flat, _ in parameters if flat.trainable])
             handlers.append(self.products)
-        slice_of = StageTensor(self.model, self.parallel, self.axis).slice_of if self.parallel.styles else None
+        slice_of: Any = StageTensor(self.model, self.parallel, self.axis).slice_of if self.parallel.styles else None
+        if self.comm.mesh.context > 1:
+            slice_of = partial(self._steps_of, TimeAxis(self.comm), slice_of)
         handlers.append(DropoutRNG(settings.seed, current, slice_of=slice_of, recomputes=recompute is not None))
         return handlers
+
+    def _steps_of(self, axis: TimeAxis, other: SliceOf | None, name: str, shape: Sequence[int]) -> Steps:
+        """The steps of time of an activation that a module draws dropout for, under a context axis."""
+        position = self.current.context.position
+        steps = None if position is None else axis.steps_of(shape, position.lengths, position.num_samples)
+        if steps is None or (other is not None and other(name, shape) is not None):
+            raise ValueError(
+                f"module {name!r} draws dropout of shape {list(shape)} under context={axis.ways}, and it is not known "
+                f"which of its dims is time: draw on [samples, time, ...], not cut by the tensor axis, or leave it out"
+            )
+        return steps
 
     def begin_step(self) -> None:
         """Before the first forward of a step; drops what an earlier one left when it raised."""

@@ -60,9 +60,11 @@ class Evaluator:
         program = self.placed.program(num, backward=False)
         with ExitStack() as stack, torch.no_grad():
             stack.enter_context(comm.ledger.phase(EVALUATE))
+            shared = microbatches if comm.mesh.pipe * comm.mesh.tensor * comm.mesh.context > 1 else ()
+            if self.placed.time_axis is not None:
+                microbatches = [self.placed.time_axis.cut_batch(batch) for batch in microbatches]
             samples = sum(num_samples(batch) for batch in microbatches)
             count = sum(whole_count(count_fn(batch)) for batch in microbatches)
-            shared = microbatches if comm.mesh.pipe * comm.mesh.tensor > 1 else ()
             _, total = self.exchange.counts(num, count, samples, (), shared)
             models = [stage.model for stage in stages]
             stack.enter_context(eval_mode(self.placed.model, *models))

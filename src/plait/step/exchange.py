@@ -82,6 +82,12 @@ class Exchange:
                 f"ranks that differ in {axes} only bring different batches: they work on the same samples, so read "
                 f"the batch of comm.mesh.data_rank(comm.rank)"
             )
+        context = self.comm.mesh.context
+        if any(row[2] != data[i - i % context][2] for i, row in enumerate(data)):
+            raise ValueError(
+                f"the ranks of a context group bring different batches: all {context} read the same samples, whole in "
+                f"time, so read the batch of comm.mesh.data_rank(comm.rank)"
+            )
         if negative := [rank for rank, row in enumerate(table) if row[1] < 0]:
             raise ValueError(
                 f"{named(negative)} counts {table[negative[0]][1]} targets: a count is the number of terms of a loss, "
@@ -90,7 +96,8 @@ class Exchange:
         total = sum(row[1] for row in data)
         if total == 0:
             raise ValueError("there is no target in any rank's microbatches: their counts are all 0")
-        return sum(row[2] & _SAMPLES for row in data[: self.comm.mesh.data_rank(self.comm.rank)]), total
+        place = context * self.comm.mesh.data_rank(self.comm.rank)
+        return sum(row[2] & _SAMPLES for row in data[:place:context]), total
 
     def report(self, squares: float, losses: Sequence[float], touched: set[str], marks: Sequence[float]) -> Report:
         """Exchanges the small message before the update.

@@ -89,7 +89,7 @@ def gathered_rows(comm: Comm, last: int, value: Tensor | None) -> Tensor:
         comm.all_gather(pieces, piece, DATA_ORDER, note=NOTE).wait()
         whole = torch.cat([rows[:length] for rows, length in zip(pieces, lengths, strict=True)])
     _tell(comm, last, whole)
-    place = comm.mesh.data_rank(comm.rank)
+    place = comm.mesh.index(comm.rank, ("replica", "shard"))
     start, stop = sum(lengths[:place]), sum(lengths[: place + 1])
     return cast(Any, _Joined).apply(mine, whole, comm, slice(start, stop)) if differentiated else whole
 

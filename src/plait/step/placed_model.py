@@ -31,6 +31,7 @@ from plait.table.collectives import Note
 from plait.table.flat import UnitLayout
 from plait.table.mesh import AXES, DATA_AXES
 from plait.table.parallelism import Parallelism
+from plait.tensor.time_axis import TimeAxis, give_time_axis
 from plait.torch_private import DisableTorchFunctionSubclass
 from plait.zero.optim import OwnedOptimizer, owned_runs
 from plait.zero.planned import layouts_of
@@ -82,6 +83,10 @@ class PlacedModel(StaysHere):
         """Number of stages, on all ranks."""
         built = build_stages(model, comm, parallelism, self.pipeline, seed, before_forward, weights)
         self.stages, self.directory = built.stages, built.directory
+        self.time_axis = TimeAxis(comm) if comm.mesh.context > 1 else None
+        """The context axis, where the mesh has one."""
+        if self.time_axis is not None:
+            give_time_axis([model, *(stage.model for stage in self.stages.values())], self.time_axis)
         synchronise((m for stage in self.stages.values() for m in stage.model.modules()), comm)
         self.modified = 0
         """Times that a program has written to whole parameters in ``engine.gathered(modify=True)``."""

@@ -13,6 +13,9 @@ coordinates, the first axis named outermost, so rank 4 (replica 1, shard 1) has
     group(4, ("replica",))          -> (1, 4)
     group(4, ("shard", "replica"))  -> (0, 3, 1, 4, 2, 5)     the k-th has piece k of a shard/replica cut
 
+``context=2`` takes no ranks of its own.  It borrows neighbours of ``shard``, which read the same samples, each a part
+of their time (``tensor/time_axis.py``); their group is named ``context``.
+
 Ranks may be on several hosts, equally many on each, one host after the other.  With ``hosts=2`` here, a host has
 one replica: groups over ``shard`` are inside of a host, and groups over ``replica`` cross hosts.
 """
@@ -45,12 +48,17 @@ class Mesh:
     shard: int = 1
     tensor: int = 1
     hosts: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"axis {axis!r} has size {size!r}: sizes are whole numbers from 1")
+        if not isinstance(self.context, int) or self.context < 1 or self.shard % self.context:
+            raise ValueError(
+                f"context={self.context} borrows neighbours of shard={self.shard}: give a number that divides it"
+            )
         if self.size > MOST_RANKS:
             raise ValueError(f"a mesh of more than {MOST_RANKS:,} ranks: give smaller axes")
         if not isinstance(self.hosts, int) or self.hosts < 1 or self.size % self.hosts:
@@ -63,8 +71,8 @@ class Mesh:
         sizes: dict[str, int] = {}
         for word in text.replace(",", " ").split():
             axis, equals, size = word.partition("=")
-            if axis not in (*AXES, "hosts"):
-                known = f"the axes are {', '.join(AXES)}"
+            if axis not in (*AXES, "context", "hosts"):
+                known = f"the axes are {', '.join(AXES)}, and context, which borrows ranks of shard"
                 raise ValueError(f"unknown mesh axis {axis!r} in {text!r}: {known}; hosts=N says on how many hosts")
             if axis in sizes:
                 raise ValueError(f"mesh axis {axis!r} stands twice in {text!r}")
@@ -76,11 +84,11 @@ class Mesh:
     def __str__(self) -> str:
         """The axes larger than 1, in the form that ``parse`` reads."""
         axes = " ".join(f"{a}={self.axis(a)}" for a in AXES if self.axis(a) > 1) or "shard=1"
-        return f"{axes} hosts={self.hosts}" if self.hosts > 1 else axes
+        return axes + "".join(f" {a}={getattr(self, a)}" for a in ("context", "hosts") if getattr(self, a) > 1)
 
     def axis(self, name: str) -> int:
         """The size of one axis."""
-        if name not in AXES:
+        if name not in (*AXES, "context"):
             raise ValueError(f"unknown mesh axis {name!r}: the axes are {', '.join(AXES)}")
         return int(getattr(self, name))
 
@@ -131,6 +139,9 @@ class Mesh:
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Returns the ranks that share this rank's coordinates on all *other* axes, first axis outermost."""
         here = self.coordinates(rank)
+        if axes == ("context",):
+            first = here["shard"] - here["shard"] % self.context
+            return tuple(self.rank(**{**here, "shard": first + k}) for k in range(self.context))
         return tuple(
             self.rank(**{**here, **dict(zip(axes, at, strict=True))})
             for at in product(*(range(self.axis(a)) for a in axes))
@@ -143,6 +154,8 @@ class Mesh:
     def index(self, rank: int, axes: tuple[str, ...]) -> int:
         """Returns the index of a rank within its group over these axes."""
         here = self.coordinates(rank)
+        if axes == ("context",):
+            return here["shard"] % self.context
         index = 0
         for axis in axes:
             index = index * self.axis(axis) + here[axis]
@@ -151,11 +164,11 @@ class Mesh:
     @property
     def data_size(self) -> int:
         """The number of parts of the batch."""
-        return self.count(DATA_AXES)
+        return self.count(DATA_AXES) // self.context
 
     def data_rank(self, rank: int) -> int:
-        """Returns the index of the part of the batch that a rank reads: ``replica * |shard| + shard``."""
-        return self.index(rank, ("replica", "shard"))
+        """Returns the index of the part of the batch that a rank reads: ``(replica * |shard| + shard) / context``."""
+        return self.index(rank, ("replica", "shard")) // self.context
 
 
 ONE_HOST = Mesh()

@@ -17,6 +17,7 @@ from torch import nn
 from plait.comm import Comm
 from plait.table.cells import Cell, moves
 from plait.table.flat import lay
+from plait.table.mesh import DATA_AXES
 from plait.table.parallelism import Parallelism
 from plait.table.tensor_cut import TensorCut
 from plait.tensor import CutWeight, Parallel
@@ -87,7 +88,7 @@ def build_units(
             if buffer is not None:
                 module._buffers[name] = buffer.to(comm.device)
     collectives, tensor_rank = moves(strategy, comm.mesh), comm.mesh.index(comm.rank, ("tensor",))
-    loads = unloaded = [0] * comm.mesh.data_size  # a tied weight has the same owner on each of its stages
+    loads = unloaded = [0] * comm.mesh.count(DATA_AXES)  # a tied weight has the same owner on each of its stages
     fresh: list[Unmaterialized] = []
     units: dict[str, Unit] = {}
     for w in wrapped:
@@ -100,7 +101,7 @@ def build_units(
             itemsize, real = dtype_in(strategy.params, first.dtype).itemsize, first.dtype.is_floating_point
             cuts = [parallel.cuts.get(id(p)) for _, p in group]
             layout, first_rank = (
-                lay(shapes, itemsize, comm.mesh.data_size, cut, unloaded if alone else loads, real=real)
+                lay(shapes, itemsize, len(loads), cut, unloaded if alone else loads, real=real)
                 for shapes in (_shapes(group, cuts, index) for index in (tensor_rank, 0))
             )
             sizes = [(b - a) * itemsize for a, b in pairwise(first_rank.bounds)]  # the same balance on all tensor ranks

@@ -19,6 +19,7 @@ arXiv:2305.13245, SwiGLU arXiv:2002.05202, scaled residual init as in GPT-2, tyi
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from plait.run.models.documents import attention_mask, positions
 from plait.tensor import cross_entropy_sum
+from plait.tensor.time_axis import TimeAxis
 
 IGNORED = -100  # the target of a position without a loss (the default of ``F.cross_entropy``)
 INIT_STD = 0.02  # for initial weights; projections into the residual stream use this / sqrt(2 num_layers)
@@ -151,6 +153,8 @@ class Attention(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    time_axis: TimeAxis | None = None
+    """Where the mesh has a context axis, the engine puts it here: this rank has a part of the steps of time."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -167,15 +171,23 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, mask_B1TT: Tensor | None = None, position_BT: Tensor | None = None) -> Tensor:
         query_BHTK, key_BGTK = self._heads(self.query(x_BTD)), self._heads(self.key(x_BTD))
         length = query_BHTK.shape[2]  # not x's: sequence parallelism cuts x in time, but its products are whole
-        place = slice(length) if position_BT is None else position_BT[:, None]
+        place: Any = slice(length) if position_BT is None else position_BT[:, None]
+        if self.time_axis is not None and position_BT is None:
+            place = self.time_axis.places(length)
         cos_TC, sin_TC = self.cos[place], self.sin[place]
         query_BHTK, key_BGTK = rotate(query_BHTK, cos_TC, sin_TC), rotate(key_BGTK, cos_TC, sin_TC)
         value_BGTK = self._heads(self.value(x_BTD))
         p = self.dropout if self.training else 0.0
         grouped = query_BHTK.shape[1] != key_BGTK.shape[1]
-        mixed_BHTK = F.scaled_dot_product_attention(
-            query_BHTK, key_BGTK, value_BGTK, mask_B1TT, dropout_p=p, is_causal=mask_B1TT is None, enable_gqa=grouped
-        )
+        if self.time_axis is not None:
+            mixed_BHTK = self.time_axis.attention(
+                query_BHTK, key_BGTK, value_BGTK, mask_B1TT, dropout_p=p, enable_gqa=grouped
+            )
+        else:
+            causal = mask_B1TT is None
+            mixed_BHTK = F.scaled_dot_product_attention(
+                query_BHTK, key_BGTK, value_BGTK, mask_B1TT, dropout_p=p, is_causal=causal, enable_gqa=grouped
+            )
         out_BTD: Tensor = self.output(mixed_BHTK.transpose(1, 2).flatten(2))
         return out_BTD
 
@@ -221,6 +233,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The decoder: ``embed``, ``blocks``, ``norm``, ``head``."""
 
+    time_axis: TimeAxis | None = None
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
@@ -250,7 +264,11 @@ class GPT(nn.Module):
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """tokens_BT int64 -> logits_BTV in the parameters' dtype.  ``documents_BT`` is for packed rows."""
         mask_B1TT, position_BT = None, None
-        if documents_BT is not None:
+        if documents_BT is not None and self.time_axis is not None:
+            axis, mine = self.time_axis, self.time_axis.places(documents_BT.shape[1])
+            whole_BT = axis.gather(documents_BT, 1)
+            mask_B1TT, position_BT = attention_mask(whole_BT)[:, :, mine], positions(whole_BT)[:, mine]
+        elif documents_BT is not None:
             mask_B1TT, position_BT = attention_mask(documents_BT), positions(documents_BT)
         x_BTD = self.embed(tokens_BT)
         for block in self.blocks:

@@ -1,0 +1,178 @@
+"""The context axis: ranks that share samples, each with a part of their time.
+
+The axis is borrowed from ``shard``.  On the mesh ``shard=4 context=2`` the rows, their collectives and the optimizer
+see four ranks that each have gradients of their own; only the batch is cut in another way: neighbours read the same
+samples, and each works on two blocks of their time, an early one and a late one: causal attention is equal work then.
+
+    context=2    block   0  1  2  3
+                 rank    0  1  1  0
+
+Attention alone mixes steps of time.  Its keys and values are gathered, and their gradients reduced and scattered: the
+only messages of the axis.  All else of a decoder works step by step and needs only to know where its steps are.
+
+Source: context parallelism of Llama 3 (Grattafiori et al. 2024, section 3.3.2), all-gather with 2n blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plait.comm import Comm
+from plait.table.collectives import Note
+from plait.torch_private import tree_map
+
+AXES = ("context",)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of time along ``dim`` that a rank has of a whole activation, for dropout (see ``masks.Slice``)."""
+
+    dim: int
+    places: Tensor
+    whole: int
+
+    def indices(self, shape: Sequence[int]) -> Any:
+        """From flat indices within a local tensor of ``shape`` to flat indices within the whole one."""
+        inner = 1
+        for size in shape[self.dim + 1 :]:
+            inner *= size
+        mine = len(self.places)
+
+        def whole_index(index: Tensor) -> Tensor:
+            step, within = index.div(inner, rounding_mode="floor"), index % inner
+            before, step = step.div(mine, rounding_mode="floor"), step % mine
+            return (before * self.whole + self.places[step]) * inner + within
+
+        return whole_index
+
+
+class TimeAxis:
+    """A rank's place on the context axis.  Modules that mix or number steps of time find it as ``self.time_axis``."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm, self.ways = comm, comm.mesh.context
+        self.index = comm.mesh.index(comm.rank, AXES)
+
+    # ---- where the steps are ------------------------------------------------------------------------------------
+
+    def places(self, mine: int) -> Tensor:
+        """int64 [mine]: the places in the whole sequence of this rank's ``mine`` steps."""
+        half = mine // 2
+        early, late = self.index * half, (2 * self.ways - 1 - self.index) * half
+        steps = torch.arange(half, device=self.comm.device)
+        return torch.cat((steps + early, steps + late))
+
+    def cut(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """This rank's steps of a whole tensor; ValueError for a length that 2 * context does not divide."""
+        if whole.dim() <= dim or whole.size(dim) % (2 * self.ways):
+            raise ValueError(
+                f"a tensor of {list(whole.shape)} cannot be cut in time (dim {dim}) over context={self.ways}: the "
+                f"length must be a multiple of {2 * self.ways}; pad the rows with targets that do not count"
+            )
+        blocks = whole.chunk(2 * self.ways, dim)
+        return torch.cat((blocks[self.index], blocks[-1 - self.index]), dim)
+
+    def cut_batch(self, batch: Any) -> Any:
+        """Cuts every tensor of two or more dims, [samples, time, ...], in time."""
+        if isinstance(batch, Mapping):
+            batch = dict(batch)
+        return tree_map(lambda leaf: self.cut(leaf) if isinstance(leaf, Tensor) and leaf.dim() > 1 else leaf, batch)
+
+    # ---- messages -----------------------------------------------------------------------------------------------
+
+    def gather(self, mine: Tensor, dim: int) -> Tensor:
+        """All ranks' steps in the order of time; the backward sums the ranks' gradients of this rank's steps."""
+        whole: Tensor = _Gather.apply(mine, self, dim)
+        return whole
+
+    def ordered(self, by_rank: Tensor, dim: int) -> Tensor:
+        """From the order of ranks, two blocks each, to the order of time."""
+        blocks = by_rank.chunk(2 * self.ways, dim)
+        return torch.cat((*blocks[::2], *reversed(blocks[1::2])), dim)
+
+    def by_rank(self, ordered: Tensor, dim: int) -> Tensor:
+        """From the order of time to the order of ranks."""
+        blocks = ordered.chunk(2 * self.ways, dim)
+        pairs = zip(blocks[: self.ways], reversed(blocks[self.ways :]), strict=True)
+        return torch.cat([block for pair in pairs for block in pair], dim)
+
+    def attention(
+        self,
+        query_BHTK: Tensor,
+        key_BGTK: Tensor,
+        value_BGTK: Tensor,
+        mask: Tensor | None = None,
+        *,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Causal attention of this rank's queries to all keys; or under a mask of shape [..., mine, whole]."""
+        length = query_BHTK.size(-2)
+        keys, values = (self.gather(x, 2) for x in (key_BGTK, value_BGTK))
+        if mask is None:
+            mask = self.places(length)[:, None] >= torch.arange(keys.size(2), device=keys.device)
+        elif mask.size(-1) != keys.size(2) or mask.size(-2) not in (1, length):
+            raise ValueError(
+                f"an attention mask of {list(mask.shape)} under context={self.ways}: this rank has {length} queries, "
+                f"and {keys.size(2)} keys are gathered: give [..., {length}, {keys.size(2)}], or no mask if causal"
+            )
+        return F.scaled_dot_product_attention(
+            query_BHTK, keys, values, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
+        )
+
+    # ---- dropout ------------------------------------------------------------------------------------------------
+
+    def steps_of(self, shape: Sequence[int], lengths: Sequence[int], samples: int) -> Steps | None:
+        """Where an activation's steps are in the whole one; None where it has no dim of time.
+
+        Args:
+            lengths: steps that a sample may have here.
+        """
+        if len(shape) == 4 and shape[2] in lengths and shape[3] == shape[2] * self.ways:
+            dim, mine = 2, shape[2]  # the weights of attention
+        elif len(shape) > 1 and shape[0] == samples and shape[1] in lengths:
+            dim, mine = 1, shape[1]
+        elif shape and samples and shape[0] in [samples * length for length in lengths]:
+            dim, mine = 0, shape[0] // samples
+        else:
+            return None
+        return Steps(dim, self.places(mine), mine * self.ways)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, axis: TimeAxis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        piece = mine.movedim(dim, 0).contiguous()
+        whole = piece.new_empty((len(piece) * axis.ways, *piece.shape[1:]))
+        axis.comm.all_gather(whole, piece, AXES, Note("context forward")).wait()
+        return axis.ordered(whole, 0).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        axis: TimeAxis = ctx.axis
+        shares = axis.by_rank(gradient.movedim(ctx.dim, 0), 0).contiguous()
+        out = shares.new_empty((len(shares) // axis.ways, *shares.shape[1:]))
+        axis.comm.reduce_scatter(out, shares, AXES, note=Note("context backward")).wait()
+        return out.movedim(0, ctx.dim), None, None
+
+
+def give_time_axis(models: Sequence[nn.Module], axis: TimeAxis) -> None:
+    """Gives the axis to the modules of a model, and of its stages, that ask for it; ValueError if none does."""
+    asking = [module for model in models for module in model.modules() if hasattr(module, "time_axis")]
+    if not asking:
+        raise ValueError(
+            f"context={axis.ways} cuts the batch in time, and no module of {type(models[0]).__name__} has a "
+            f"'time_axis': where it attends, let it call self.time_axis.attention(query, key, value), and number its "
+            f"steps by self.time_axis.places(length) (see docs/guide/context.md)"
+        )
+    for module in asking:
+        vars(module)["time_axis"] = axis

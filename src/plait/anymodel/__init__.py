@@ -5,6 +5,7 @@ stage_model.py      the part of a model that one stage has
 boundary.py         the program of a stage: where a forward enters it and leaves it
 boundary_state.py   one microbatch on its way over these boundaries
 stage_io.py         values as text, for the next stage
+context.py          Hugging Face decoders over a context axis
 
 tensor/             tensor plans for code that works on pieces, plans of Hugging Face models, and their checks
 """

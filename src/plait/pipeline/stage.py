@@ -42,7 +42,7 @@ from plait.pipeline.tied_weights import FollowingParameter
 from plait.table.collectives import Note
 from plait.table.parallelism import Parallelism
 from plait.tensor import Parallel
-from plait.tensor.time_axis import Steps, TimeAxis
+from plait.tensor.time_axis import StepsOfTime, TimeAxis
 from plait.zero.build import BuiltUnits, SourceModel
 from plait.zero.gradients import Gradients
 from plait.zero.unit import parameters_of
@@ -141,7 +141,7 @@ class Stage:
         handlers.append(DropoutRNG(settings.seed, current, slice_of=slice_of, recomputes=recompute is not None))
         return handlers
 
-    def _steps_of(self, axis: TimeAxis, other: SliceOf | None, name: str, shape: Sequence[int]) -> Steps:
+    def _steps_of(self, axis: TimeAxis, other: SliceOf | None, name: str, shape: Sequence[int]) -> StepsOfTime:
         """The steps of time of an activation that a module draws dropout for, under a context axis."""
         position = self.current.context.position
         steps = None if position is None else axis.steps_of(shape, position.lengths, position.num_samples)

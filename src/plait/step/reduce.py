@@ -116,8 +116,8 @@ class Reduce:
             )
         total, losses_by_rank, self.have_gradient = report.squares, report.losses, report.have_gradient
         self.made = self._finite(report, step)
-        first = placed.comm.mesh.data_rank(placed.comm.rank) * placed.comm.mesh.context
-        losses = tuple(map(math.fsum, zip(*losses_by_rank[first : first + placed.comm.mesh.context], strict=True)))
+        mine = placed.comm.mesh.data_rank(placed.comm.rank) * placed.comm.mesh.context
+        losses = tuple(map(math.fsum, zip(*losses_by_rank[mine : mine + placed.comm.mesh.context], strict=True)))
         tell("agreed")
         grad_norm = None
         if clip is not None and self.made:

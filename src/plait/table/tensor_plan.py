@@ -79,6 +79,8 @@ NO_KIND = StyleKind()
 
 FORWARD, BACKWARD = "tensor forward", "tensor backward"
 """The ledger's phases of messages over the tensor axis; sender and planner share them."""
+CONTEXT_FORWARD, CONTEXT_BACKWARD = "context forward", "context backward"
+"""The same, over the context axis."""
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 
 from plait.comm import Comm
 from plait.table.collectives import Note
+from plait.table.tensor_plan import CONTEXT_BACKWARD, CONTEXT_FORWARD
 from plait.torch_private import tree_map
 
 AXES = ("context",)
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepsOfTime:
     """The steps of time along ``dim`` that a rank has of a whole activation, for dropout (see ``masks.Slice``)."""
 
     dim: int
@@ -130,7 +131,7 @@ class TimeAxis:
 
     # ---- dropout ------------------------------------------------------------------------------------------------
 
-    def steps_of(self, shape: Sequence[int], lengths: Sequence[int], samples: int) -> Steps | None:
+    def steps_of(self, shape: Sequence[int], lengths: Sequence[int], samples: int) -> StepsOfTime | None:
         """Where an activation's steps are in the whole one; None where it has no dim of time.
 
         Args:
@@ -144,7 +145,7 @@ class TimeAxis:
             dim, mine = 0, shape[0] // samples
         else:
             return None
-        return Steps(dim, self.places(mine), mine * self.ways)
+        return StepsOfTime(dim, self.places(mine), mine * self.ways)
 
 
 class _Gather(torch.autograd.Function):
@@ -153,7 +154,7 @@ class _Gather(torch.autograd.Function):
         ctx.axis, ctx.dim = axis, dim
         piece = mine.movedim(dim, 0).contiguous()
         whole = piece.new_empty((len(piece) * axis.ways, *piece.shape[1:]))
-        axis.comm.all_gather(whole, piece, AXES, Note("context forward")).wait()
+        axis.comm.all_gather(whole, piece, AXES, Note(CONTEXT_FORWARD)).wait()
         return axis.ordered(whole, 0).movedim(0, dim)
 
     @staticmethod
@@ -161,7 +162,7 @@ class _Gather(torch.autograd.Function):
         axis: TimeAxis = ctx.axis
         shares = axis.by_rank(gradient.movedim(ctx.dim, 0), 0).contiguous()
         out = shares.new_empty((len(shares) // axis.ways, *shares.shape[1:]))
-        axis.comm.reduce_scatter(out, shares, AXES, note=Note("context backward")).wait()
+        axis.comm.reduce_scatter(out, shares, AXES, note=Note(CONTEXT_BACKWARD)).wait()
         return out.movedim(0, ctx.dim), None, None
 
 

@@ -77,9 +77,9 @@ BITWISE = Measures()
 
 
 def asked(mesh: Mesh, plain: Measures, *, one_layout: bool = True) -> Measures:
-    """The requirement of the replay: the same bits, unless the mesh has a tensor axis, or the run was resumed in this
-    layout from another.  ``plain`` is the requirement of plain full-batch steps."""
-    return BITWISE if mesh.tensor == 1 and one_layout else plain.of_split_products()
+    """The requirement of the replay: the same bits, unless the mesh has a tensor or context axis, or the run was
+    resumed in this layout from another.  ``plain`` is the requirement of plain full-batch steps."""
+    return BITWISE if mesh.tensor * mesh.context == 1 and one_layout else plain.of_split_products()
 
 
 def full_batch(task: JobConfig, dtype: torch.dtype) -> Measures:

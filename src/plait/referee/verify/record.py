@@ -23,6 +23,7 @@ from plait.forward.random_ops import OwnLayer
 from plait.messages.escape import one_line
 from plait.messages.progress import counted
 from plait.pipeline.stage import Stage
+from plait.predict.context import predict_context
 from plait.predict.cost import StageTraffic, TiedTraffic, differences, predict_line
 from plait.predict.tensor import predict_tensor
 from plait.referee.sanitize import sanitized
@@ -209,6 +210,8 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
     to stage are those of earlier steps.
     """
     comm, num, itemsize = engine.comm, len(batches), job.dtype.itemsize
+    if engine.placed.time_axis is not None:
+        batches = [engine.placed.time_axis.cut_batch(batch) for batch in batches]
     line = engine.placed.program(num).line
     leading = [job.leading(batch) for batch in batches]
     entries: list[Entry] = []
@@ -225,6 +228,14 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
         if job.one_stream:
             sites = stage.parallel.sites
             entries += predict_tensor(sites, leading, comm.mesh, itemsize, sequence=sequence, twice=stage.blocks)
+        if comm.mesh.context > 1:
+            gathered = {
+                name: [width // comm.mesh.tensor for width in module.gathered_widths]
+                for name, module in stage.model.named_modules()
+                if hasattr(module, "gathered_widths")
+            }
+            packed, tokens = "documents" in batches[0], [math.prod(s) for s in leading]
+            entries += predict_context(gathered, comm.mesh, tokens, itemsize, packed=packed, twice=stage.blocks)
     tied = [
         TiedTraffic(
             edge.name, tuple(engine.placed.pipeline.owner[s] for s in edge.stages), engine.placed.ties.bytes_owned(edge)

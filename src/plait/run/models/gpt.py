@@ -191,6 +191,12 @@ class Attention(nn.Module):
         out_BTD: Tensor = self.output(mixed_BHTK.transpose(1, 2).flatten(2))
         return out_BTD
 
+    @property
+    def gathered_widths(self) -> tuple[int, int]:
+        """Elements of a step of time in the keys and the values, which a context axis gathers."""
+        width = self.key.out_features
+        return width, width
+
     def _heads(self, x_BTE: Tensor) -> Tensor:
         """[B, T, heads * K] -> [B, heads, T, K], for the heads on this rank."""
         batch, length, width = x_BTE.shape

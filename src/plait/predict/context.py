@@ -1,0 +1,53 @@
+"""The messages of a context axis: keys and values of each attention, gathered forward and reduced backward.
+
+    forward     all_gather       [time, samples, ..., width]     of keys, then of values
+    backward    reduce_scatter   the same
+    packed      all_gather       [time, samples] int64           documents, once in each forward of the model
+
+Inside a block that is recomputed the forward's are sent twice.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+
+from plait.table.collectives import Entry, Note, bytes_sent
+from plait.table.mesh import Mesh
+from plait.table.tensor_plan import CONTEXT_BACKWARD, CONTEXT_FORWARD
+
+AXES = ("context",)
+
+
+def predict_context(
+    widths: Mapping[str, Iterable[int]],
+    mesh: Mesh,
+    tokens: Iterable[int],
+    itemsize: int,
+    *,
+    packed: bool = False,
+    twice: Collection[str] = (),
+) -> tuple[Entry, ...]:
+    """Every message of a stage of a rank over the context axis in one step.
+
+    Args:
+        widths: elements of a step of time in each tensor that an attention gathers, by the names of the modules.
+        tokens: samples x steps of time on this rank, for each microbatch.
+        itemsize: bytes per element of the activations.
+        packed: rows hold documents.
+        twice: the modules whose forward runs again in the backward.
+    """
+    ways = mesh.context
+    if ways == 1:
+        return ()
+
+    def entry(kind: str, size: int, phase: str) -> Entry:
+        return Entry(kind, AXES, size, bytes_sent(kind, size, ways), Note(phase))
+
+    entries = []
+    for mine in tokens:
+        for name, gathered in widths.items():
+            again = any(f"{name}.".startswith(f"{block}.") for block in twice)
+            for size in (mine * ways * width * itemsize for width in gathered):
+                entries += [entry("all_gather", size, CONTEXT_FORWARD)] * (1 + again)
+                entries.append(entry("reduce_scatter", size, CONTEXT_BACKWARD))
+        if packed:
+            entries.append(entry("all_gather", mine * ways * 8, CONTEXT_FORWARD))
+    return tuple(entries)

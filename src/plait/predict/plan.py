@@ -61,6 +61,8 @@ class Plan:
         if mesh.size != self.cluster.size:
             devices = f"{self.cluster.hosts} hosts x {self.cluster.devices} devices = {self.cluster.size:,}"
             raise ValueError(f"mesh '{mesh}' has {mesh.size:,} ranks, the cluster {devices}: give as many")
+        if mesh.context > 1:
+            raise ValueError(f"mesh '{mesh}': times and memory under a context axis are not known; leave context out")
         parts = mesh.data_size * self.microbatches
         if self.batch < parts or self.batch % parts:
             ranks = f"{mesh.data_size:,} data ranks x {self.microbatches} microbatches = {parts:,} parts"

@@ -57,36 +57,6 @@ def test_the_classic_case_one_linear_chunked_over_four_ranks() -> None:
     run_threads("tensor=4", body)
 
 
-def test_columns_then_rows_need_one_sum() -> None:
-    """Megatron's pair: the first linear cut by rows of its weight, the second by columns."""
-
-    class MLP(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc1 = nn.Linear(6, 10)
-            self.fc2 = nn.Linear(10, 6, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc2(F.gelu(self.fc1(x)))
-
-    x = values((3, 6), 9, False)
-    stock = filled(MLP())
-    stock(x).square().sum().backward()
-
-    def body(comm: Comm) -> None:
-        layouts = {"fc1.weight": "out/tensor in", "fc1.bias": "out/tensor", "fc2.weight": "out in/tensor"}
-        mlp = annotate(filled(MLP()), layouts, comm)
-        y = mlp(x)  # a plain input
-        assert y.sharding.pending == ("tensor",) and not comm.ledger.entries
-        y.redistribute("batch out").square().sum().backward()
-        assert [e.kind for e in comm.ledger.entries] == ["all_reduce", "all_reduce"]
-        for p, want in zip(mlp.parameters(), stock.parameters(), strict=True):
-            assert set(p.grad.sharding.cut) == {"tensor"}
-            torch.testing.assert_close(p.grad.full(), want.grad)
-
-    run_threads("tensor=4", body)
-
-
 class Transformer(nn.Module):
     """What models use, in stock code: embedding, norms, attention, residuals, a tied head."""
 

@@ -58,22 +58,6 @@ def test_value_ledger_and_gradient(move: tuple[str, tuple[int, ...], Layout, Lay
     run_threads(mesh, body)
 
 
-@pytest.mark.parametrize("shape", [(), (5, 3), (0, 4)])
-def test_there_and_back(shape: tuple[int, ...]) -> None:
-    full = values(shape)
-
-    def body(comm: Comm) -> None:
-        x = ShardedTensor.from_full(full, Layout.replicated(len(shape)), comm)
-        y = redistribute(x, Layout(((),) * len(shape), ("tensor",)))
-        assert y.sharding.pending == ("tensor",) and torch.equal(y.full(), full.detach())
-        assert torch.equal(y.redistribute(x.sharding).local, full.detach())
-        if shape:
-            cut = x.redistribute(Layout((("tensor",), *((),) * (len(shape) - 1))))
-            assert torch.equal(cut.full(), full.detach())
-
-    run_threads("tensor=4", body)
-
-
 def test_nothing_is_shared_with_the_tensor_that_was_redistributed() -> None:
     def body(comm: Comm) -> None:
         x = ShardedTensor.from_full(values((5, 3), requires_grad=False), "a b", comm)

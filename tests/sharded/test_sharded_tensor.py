@@ -191,18 +191,6 @@ def test_stock_optimizers_update_shards(name: str) -> None:
     run_threads("tensor=4", body)
 
 
-def test_a_plain_loop_of_sgd() -> None:
-    def body(comm: Comm) -> None:
-        w = cut("o/tensor i", (5, 6), comm)
-        F.linear(values((4, 6), 3, False), w).sum().backward()
-        with torch.no_grad():
-            w -= 0.1 * w.grad
-        want = values((5, 6)).detach() - 0.1 * values((4, 6), 3, False).sum(0)
-        torch.testing.assert_close(w.full(), want)
-
-    run_threads("tensor=4", body)
-
-
 def test_copies_are_deep_and_pickles_are_refused() -> None:
     comm = TraceComm(Mesh(tensor=2))
     p = nn.Parameter(cut("o/tensor i", (4, 6), comm))

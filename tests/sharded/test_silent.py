@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from tensor_cases import shard, values
 from torch import Tensor, nn
 
-from plait import LayoutError, ShardedTensor, annotate, auto_redistribute, run_threads
+from plait import LayoutError, ShardedTensor, auto_redistribute, run_threads
 from plait.comm import Comm
 
 CHANGES: dict[str, Callable[[Any, Any], Any]] = {
@@ -192,30 +191,6 @@ def test_what_torch_does_not_tell_is_refused(number: int, layout: str) -> None:
         assert torch.equal(x.full(), values((5, 5), 1, False))
 
     run_threads("tensor=2", body)
-
-
-def test_a_convolutional_net() -> None:
-    torch.manual_seed(1)
-    net = nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-        nn.ConvTranspose2d(4, 3, 2), nn.BatchNorm2d(3).eval(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 5),
-    ).double()  # fmt: skip
-    images = values((5, 2, 6, 6), 3, False)
-    ours = [copy.deepcopy(net) for _ in range(3)]
-    loss = net(images).square().sum()
-    loss.backward()
-
-    def body(comm: Comm) -> None:
-        module = annotate(ours[comm.rank], {}, comm)
-        x = ShardedTensor.from_full(images, "n/tensor c h w", comm)
-        found = module(x).square().sum()
-        found.backward()
-        assert not comm.ledger.entries
-        torch.testing.assert_close(found.full(), loss.detach())
-        for p, q in zip(module.parameters(), net.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full(), q.grad)
-
-    run_threads("tensor=3", body)
 
 
 def test_torch_has_its_own_layout() -> None:

@@ -179,30 +179,6 @@ def test_a_row_with_a_frozen_side(frozen: str) -> None:
             is_close(together([r[i] for r in ranks], dim), truth[i])
 
 
-@pytest.mark.parametrize("how", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("sequence", [False, True])
-def test_a_forward_without_gradients(how: Any, sequence: bool) -> None:
-    whole = SourceModel(SHAPES["3-D"], True)
-
-    def body(axis: TensorAxis) -> Any:
-        with how():
-            x = part_of(whole.x.detach(), 1, axis) if sequence else whole.x.detach().clone()
-            pairs: Siblings = [
-                (part_of(w.detach(), 0, axis), part_of(b.detach(), 0, axis))
-                for w, b in zip(whole.weights, whole.biases, strict=True)
-                if b is not None
-            ]
-            entered = Entered(x, axis, "mlp", pairs)
-            assert entered.is_of(x, "mlp")
-            a, b, c = (entered.column(i) for i in range(3))
-            y = row(a * b.tanh() + c, part_of(whole.down.detach(), 1, axis), axis, "down")
-        assert not y.requires_grad
-        return y
-
-    ranks = on_ranks(3, body, sequence=sequence, length=7)
-    is_close(together(ranks, 1) if sequence else ranks[0], whole.y.detach())
-
-
 def test_a_tensor_is_entered_anew_when_anything_about_it_changed() -> None:
     def body(axis: TensorAxis) -> None:
         x, pairs = two(axis)

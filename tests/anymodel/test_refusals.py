@@ -49,7 +49,7 @@ class Doubled(Chain):
         (Transposed, ""),
         (Reordered, "link 'l2' ran where 'l1' was to come"),
         (Looped, "link 'l0' ran where|loss_fn called the model twice|no more"),
-        (Doubled, "the pipeline link 'l1' of Doubled stands twice"),
+        (Doubled, "of Doubled names 'l1' twice"),
     ],
 )
 def test_a_model_that_is_no_chain_is_right_or_refused(kind: type[Chain], words: str, split: tuple[int, int]) -> None:

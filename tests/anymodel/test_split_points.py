@@ -149,7 +149,7 @@ def test_a_link_that_is_named_twice_is_refused_with_the_way_to_name_it() -> None
     model = Plain()
     for model.pipeline_links in (lambda: ["start", "tail", "start"], ["start"] * 2):  # type: ignore[assignment]
         with pytest.raises(
-            ValueError, match=r"'start' of Plain stands twice: give .* nn.ModuleList\(\[block, block\]\)"
+            ValueError, match=r"of Plain names 'start' twice: give .* nn.ModuleList\(\[block, block\]\)"
         ):
             split_points(model)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from plait.pipeline.blocks import buffer_of_two, decoder_blocks
+from plait.pipeline.blocks import buffer_of_two, check_names, decoder_blocks
 from plait.pipeline.cutting import containers_of
 from plait.pipeline.program import Blocks
 from plait.torch_private import tree_leaves
@@ -104,19 +104,7 @@ def _outermost_list(model: nn.Module) -> tuple[str, ...]:
 
 
 def _check(model: nn.Module, links: Sequence[str]) -> None:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    if unknown := [name for name in links if name not in modules]:
-        raise ValueError(f"{type(model).__name__} names the pipeline link {unknown[0]!r}, which is no module of it")
-    if twice := [name for i, name in enumerate(links) if name in links[:i]]:
-        raise ValueError(
-            f"the pipeline link {twice[0]!r} of {type(model).__name__} stands twice: give a module that runs several "
-            f"times a name for each run, as in self.runs = nn.ModuleList([block, block]), and list these"
-        )
-    for i, name in enumerate(links):
-        if around := next((n for j, n in enumerate(links) if i != j and f"{name}.".startswith(f"{n}.")), None):
-            raise ValueError(
-                f"the pipeline link {name!r} of {type(model).__name__} stands twice, as part of {around!r}"
-            )
+    check_names(model, links, "pipeline_links()")
     for name in containers_of(links):
         module = model.get_submodule(name)
         if not _bound_to(module, forward := vars(module).get("forward")) and forward is not None:

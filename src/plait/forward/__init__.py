@@ -6,8 +6,7 @@ interceptor.py         one function mode, and the handlers that it hands functio
 batch.py               the tensors of a batch, whatever it is made of
 attributes.py          what a program keeps on its modules, and forwards write to them
 recompute.py           handler: activations that are made a second time; blocks that run again
-at_rest.py             handler: a parameter at rest is never read
-derivatives.py         handler: gradients that the model takes itself
+at_rest.py             handlers: a parameter at rest is never read; gradients that the model takes itself
 tensor_parallel.py     the tensor axis of a stage, and the slices of dropout masks where activations are cut
 products.py            handler: makes the weight gradients of linear layers in a pass of their own
 sites.py               the names of the places where a forward draws

@@ -1,7 +1,7 @@
-"""The at-rest check, a handler: a parameter at rest is never read, and one that backward reads is there in time.
+"""Two handlers: a parameter at rest is never read, and one that backward reads is there in time.
 
-It sees every function that reads a parameter of a split unit, and outside of the model's call those that read a
-parameter of a stage:
+``AtRestCheck`` sees every function that reads a parameter of a split unit, and outside of the model's call those that
+read a parameter of a stage:
 
 - a unit that reads a parameter *at rest* borrows it: it is gathered now, and from then on whenever that unit is;
 - outside of a unit's forward this raises, with the names of the parameter and the function;
@@ -12,13 +12,13 @@ parameter of a stage:
   example.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.forward.context import CurrentForward, in_backward
+from plait.forward.context import CurrentForward, ModuleCall, in_backward
 from plait.forward.interceptor import Function, Handler, read_among
 from plait.forward.parameter import AtRest
 from plait.tensor.metadata import name_of
@@ -75,3 +75,38 @@ class AtRestCheck(Handler):
                     if base is not None and base.grad_fn is not None:  # what a write in place leaves of it
                         base.grad_fn.register_prehook(lambda *gradients: unshard())
         return result
+
+
+class Derivatives(Handler):
+    """Watches ``torch.autograd.grad`` inside of a forward: what it makes can be differentiated again.
+
+    A unit that runs is open, as it is in the backward of what it returns; what leaves it in another way opens it too.
+    In a pipeline both ends are in one of the ``links``, by name; else one may be on another stage, which is refused.
+    """
+
+    in_silent = False
+
+    def __init__(self, current: CurrentForward, links: Collection[str]) -> None:
+        self.current, self.links = current, frozenset(links)
+
+    def sees(self, func: Function) -> bool:
+        return func is torch.autograd.grad
+
+    def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
+        if self.links and not self._in_a_link() and not in_backward():
+            raise ValueError(
+                "torch.autograd.grad outside of the pipeline's links, in loss_fn or in the model's own forward: a "
+                "stage has only its part of the graph. Take gradients inside of one link, or train without a pipe axis"
+            )
+        results = call_next(*args, **kwargs)
+        units = self.current.context.units
+        for tensor in tree_leaves(results) if units else ():
+            if tensor is not None and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda *gradients: [unit.open_again() for unit in units] and None)
+        return results
+
+    def _in_a_link(self) -> bool:
+        call: ModuleCall | None = self.current.context.module
+        while call is not None and call.name not in self.links:
+            call = call.outer
+        return call is not None

@@ -33,9 +33,7 @@ from plait.torch_private import DisableTorchFunction, tree_leaves, tree_map
 
 
 def check_recompute(model: nn.Module, names: Iterable[str], recompute: str | None) -> None:
-    """Raises ValueError for an unknown word, and for ``full`` where no unit (``names``) is a block."""
-    if recompute not in (None, "full", "selective"):
-        raise ValueError(f"recompute={recompute!r}: give 'full', 'selective' or None")
+    """Raises ValueError for ``full`` where no unit (``names``) is a block."""
     if recompute == "full" and not blocks_of(model, names):
         raise ValueError(
             "recompute='full' runs the blocks of a ModuleList or Sequential again, and no unit of this model is inside "

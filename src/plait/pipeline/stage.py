@@ -23,10 +23,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from plait.comm import Comm
 from plait.comm.agree import gather_ints
-from plait.forward.at_rest import AtRestCheck
+from plait.forward.at_rest import AtRestCheck, Derivatives
 from plait.forward.compiled import CompiledUnits, closed_units
 from plait.forward.context import CurrentForward, ForwardContext, RNGPosition
-from plait.forward.derivatives import Derivatives
 from plait.forward.dropout import DropoutRNG, SliceOf
 from plait.forward.interceptor import Handler, Interceptor
 from plait.forward.products import Products

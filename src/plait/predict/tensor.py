@@ -59,7 +59,7 @@ def predict_tensor(
         cut = sequence and len(shape) > 1
         padded = shape[0] * -(-shape[1] // ways) * ways * math.prod(shape[2:]) if cut else rows
         for site in sites:
-            forward, backward = MESSAGES[site.kind][0 if sequence and not site.unsplit else 1]
+            forward, backward = MESSAGES[site.kind][0 if sequence else 1]
             if site.kind == "loss":
                 add(forward, ways * 3 * rows, max(itemsize, 4), Note(FORWARD, site.name))
                 continue

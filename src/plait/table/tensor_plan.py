@@ -231,5 +231,3 @@ class Site:
     """The size of the activation's last dim, whole; 0 for a loss."""
     trains_input: bool = True
     """True if something before the site trains, so that its input needs a gradient."""
-    unsplit: bool = False
-    """True if sequence parallelism leaves activations whole here."""

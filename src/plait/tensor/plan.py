@@ -6,7 +6,6 @@ Face model's config (see ``transformers``).  It is resolved, or refused, on a mo
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
@@ -252,26 +251,25 @@ def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> Iterator[Sit
     known: dict[tuple[int, bool], str] = {}
     for name, style in parallel.styles.items():
         module: Any = modules[name]
-        kind, at = parallel.kind(style), partial(Site, unsplit=is_unsplit(name, parallel.styles))
+        kind = parallel.kind(style)
         embeds = style.kind == "vocabulary" and isinstance(module, nn.Embedding)
         head = style.kind == "vocabulary" and not embeds
         if kind.cut_dim is not None:  # a weight of several modules sends under the first one's name
             name = known.setdefault((id(module.weight), embeds), name)
         if kind.enters or head:
             trains = first not in parallel.siblings(name)  # else the input is the batch, as far as one can tell
-            yield at("enter", site_of(name, parallel), module.weight.shape[1], trains)
+            yield Site("enter", site_of(name, parallel), module.weight.shape[1], trains)
         if embeds:
             width = module.weight.shape[1]
-            yield at("sum" if parallel.splits else "leave", name, width)
+            yield Site("sum" if parallel.splits else "leave", name, width)
         if head:
-            yield at("loss", LOSS.unit, 0)
+            yield Site("loss", LOSS.unit, 0)
         if style.kind == "divided":
-            yield at("part", name, module.weight.shape[1])
+            yield Site("part", name, module.weight.shape[1])
         if kind.sites is not None:
-            more = kind.sites(name, style, module, parallel, width)
-            yield from (replace(site, unsplit=is_unsplit(name, parallel.styles)) for site in more)
+            yield from kind.sites(name, style, module, parallel, width)
         elif kind.site:
-            yield at(kind.site, name, module.weight.shape[0])
+            yield Site(kind.site, name, module.weight.shape[0])
 
 
 def site_of(name: str, parallel: Parallel) -> str:

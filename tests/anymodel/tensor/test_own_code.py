@@ -14,11 +14,7 @@ from engine_cases import distinct, sgd, train
 from tensor_models import alone, same_run, token_batches
 from torch import Tensor, nn
 
-import plait
 from plait.anymodel import ModelPlan
-from plait.comm import Comm
-from plait.predict.tensor import predict_tensor
-from plait.step import Engine
 
 WIDTH, HEADS, HEAD = 10, 6, 4
 
@@ -172,28 +168,6 @@ def test_it_is_also_that_of_one_rank_when_blocks_run_again(recompute: str | None
     for plan in (WHOLE, IN_TIME):
         settings = {"tensor_plan": ModelPlan(plan), "sequence_parallel": plan is IN_TIME, "recompute": recompute}
         same_run(train(template, "tensor=2", "zero2", data, optimizer=sgd, **settings), alone(template, data))
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_what_is_sent_is_what_was_predicted(sequence: bool) -> None:
-    def body(comm: Comm) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-        plan = ModelPlan(IN_TIME if sequence else WHOLE)
-        made = model()
-        optimizer = sgd(made.parameters())
-        settings = {"tensor_plan": plan, "sequence_parallel": sequence}
-        engine = Engine(made, comm, strategy="ddp", optimizer=optimizer, **settings)
-        mark = len(comm.ledger)
-        out = made(torch.arange(14).view(2, 7) % 11)
-        engine.backward(out.square().sum(), count=2)
-        sites = next(iter(engine.placed.stages.values())).parallel.sites
-        entries = (
-            predict_tensor(sites, [(2, 7)], comm.mesh, 8, sequence=sequence),
-            [e for e in comm.ledger.since(mark) if e.note.phase in ("tensor forward", "tensor backward")],
-        )
-        return tuple(sorted((e.kind, e.note.phase, e.note.unit, str(e.bytes)) for e in found) for found in entries)
-
-    for predicted, sent in plait.run_threads("tensor=3", body):
-        assert predicted == sent and len(sent) > 20
 
 
 def test_dropout_inside_experts_is_refused() -> None:

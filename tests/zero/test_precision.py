@@ -225,39 +225,6 @@ def test_a_loss_scale_saves_what_fp16_would_lose_and_changes_nothing_else() -> N
         assert (ours - theirs).abs().max() <= 0.02 * max(t.abs().max() for t in exact)
 
 
-@pytest.mark.parametrize("scale", [None, 1024.0])
-def test_a_loop_of_ones_own_in_mixed_precision(scale: float | None) -> None:
-    """The same gradients as engine.step, but for where 1/count comes in."""
-    outcomes = []
-    for own in (False, True):
-        models = [net() for _ in range(2)]
-
-        def rank_main(comm: Comm) -> dict[str, Tensor]:
-            model = models[comm.rank]  # noqa: B023
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-            engine = Engine(
-                model,
-                comm,
-                strategy=TABLE["zero3"].mixed("bf16"),
-                optimizer=optimizer,
-                loss_fn=loss_sum,
-                count_fn=len,
-                loss_scale=None if scale is None else LossScale(scale),
-            )
-            for step in range(2):
-                if not own:  # noqa: B023
-                    engine.step(batches(step, comm.rank))
-                    continue
-                for x in batches(step, comm.rank):
-                    engine.backward(loss_sum(model, x), len(x))
-                optimizer.step()
-            return engine.full_state_dict()
-
-        outcomes.append(run(Mesh(shard=2), rank_main, deadline=20)[0])
-    for name in outcomes[0]:
-        assert torch.allclose(outcomes[0][name], outcomes[1][name], atol=2e-3), name
-
-
 def test_ranks_with_different_loss_scales_are_refused_and_one_scale_serves_many_engines() -> None:
     shared = LossScale(64.0, interval=1)
     models = [net() for _ in range(4)]

@@ -224,41 +224,6 @@ def test_what_belongs_to_a_rank_is_its_own() -> None:
     run(Mesh(shard=2), body, deadline=20)
 
 
-@pytest.mark.parametrize("where", LAYOUTS)
-def test_a_negative_count_is_refused_on_all_ranks(where: str) -> None:
-    mesh, row = layout(where)
-    bad = mesh.data_size - 1
-
-    def body(comm: Comm) -> None:
-        model = cases.distinct(nn.Sequential(cases.Block(), cases.Block()))
-        here = comm.mesh.data_rank(comm.rank)
-        engine = Engine(
-            model,
-            comm,
-            strategy=row,
-            optimizer=adamw(model.parameters()),
-            loss_fn=loss_sum,
-            count_fn=lambda batch: -3 if batch["mask"][0] < 0 else count(batch),
-        )
-        parts = deal(batches(1)[0], comm.mesh, comm.rank, 2)
-        parts[1]["mask"][:] = -1 if here == bad else 1
-        with pytest.raises(ValueError, match=r"-3 targets|count of -3"):
-            engine.step(parts)
-
-    run(mesh, body, deadline=20)
-
-
-@pytest.mark.parametrize(("count", "says"), [(-2, "count of -2"), (None, "lacks the number of terms of the loss")])
-def test_a_count_that_is_negative_or_missing_is_refused(count: int | None, says: str) -> None:
-    def body(comm: Comm) -> None:
-        model = cases.net()
-        engine = Engine(model, comm, strategy="ddp", optimizer=adamw(model.parameters()))
-        engine.backward(loss_sum(model, batches(1)[0]), *[count] * (count is not None))
-
-    with pytest.raises(ValueError, match=says):
-        run(Mesh(shard=1), body)
-
-
 @pytest.mark.parametrize("where", [name for name in ALONE if name != "none"])
 def test_another_learning_rate_is_noticed_at_the_next_step(where: str) -> None:
     mesh, row = layout(where)

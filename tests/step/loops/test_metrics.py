@@ -8,7 +8,7 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import adamw, batches, count, deal, loss_sum
-from loop_cases import ALONE, LAYOUTS, layout
+from loop_cases import LAYOUTS, layout
 from torch import Tensor, nn
 
 from plait import run_threads as run
@@ -53,46 +53,6 @@ def test_sums_count_each_data_rank_once(where: str) -> None:
         assert tensor.dtype == torch.float32 and tensor.item() == total / 2
         assert rows.dtype == torch.int32 and rows.shape[1] == 2
         assert rows[:, 0].tolist() == [mine for mine in range(1, n + 1) for _ in range(mine - 1)]
-
-
-def contrasted(rows: Tensor, every: Tensor, first: int, size: Tensor) -> Tensor:
-    """Each sample's features among those of all samples, and a norm over all."""
-    labels = first + torch.arange(len(rows))
-    return nn.functional.cross_entropy(rows @ every.T, labels, reduction="sum") + (rows / size.sqrt()).sum()
-
-
-@pytest.mark.parametrize("where", [*ALONE, "tensor"])
-def test_a_loss_over_the_features_of_all_ranks_has_the_gradients_of_one_process(where: str) -> None:
-    mesh, row = (Mesh(shard=2, tensor=2), "zero1") if where == "tensor" else layout(where)
-    x_BC, ends = torch.arange(42.0, dtype=torch.float64).sin().view(7, 6), [0, 2, 2, 5, 7]
-
-    def model() -> nn.Module:
-        made = cases.distinct(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)))
-        made.tensor_plan = lambda: {"0": "column", "2": "row"} if where == "tensor" else {}  # type: ignore[assignment]
-        return made
-
-    def body(comm: Comm) -> Any:
-        net, place = model(), comm.mesh.data_rank(comm.rank)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        engine = Engine(net, comm, strategy=row, optimizer=optimizer)
-        start, stop = ends[place], 7 if place + 1 == comm.mesh.data_size else ends[place + 1]
-        for _ in range(2):
-            rows = net(x_BC[start:stop])
-            loss = contrasted(rows, engine.gather(rows), start, engine.sum({"a": rows.square().sum()})["a"])
-            engine.backward(loss, stop - start)
-            optimizer.step()
-        return engine.full_state_dict()
-
-    alone = model()
-    for _ in range(2):
-        rows = alone(x_BC)
-        loss = contrasted(rows, rows, 0, rows.square().sum()) / 7
-        gradients = torch.autograd.grad(loss, list(alone.parameters()))
-        with torch.no_grad():
-            for p, gradient in zip(alone.parameters(), gradients, strict=True):
-                p.sub_(gradient, alpha=0.1)
-    for state in run(mesh, body, deadline=20):
-        assert all(cases.close(state[name], value) for name, value in alone.state_dict().items())
 
 
 def test_a_gradient_that_some_ranks_need_only_is_refused() -> None:

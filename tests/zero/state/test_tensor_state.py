@@ -86,14 +86,6 @@ def test_parameters_with_values_keep_them_and_the_others_are_drawn(mesh: str) ->
     assert all(same(state, wanted) for state in plait.run_threads(mesh, body))
 
 
-def test_ranks_that_bring_different_weights_are_refused() -> None:
-    def body(comm: Comm) -> None:
-        Engine(changed(model(), lambda m: m.embed.weight.data.add_(comm.rank)), comm, strategy="ddp")
-
-    with pytest.raises(ValueError, match=r"1 parameters differ between ranks \(embed.weight\)"):
-        plait.run_threads("tensor=2", body)
-
-
 @pytest.mark.parametrize("before", ["tensor=2", "shard=2 tensor=3", "shard=3"])
 @pytest.mark.parametrize("after", ["tensor=3", "shard=2 tensor=2", "replica=2", "shard=1"])
 def test_a_state_saved_on_one_mesh_loads_on_any_other(before: str, after: str) -> None:
@@ -124,21 +116,6 @@ def test_a_state_of_another_shape_is_refused_with_whole_shapes() -> None:
 
     with pytest.raises(ValueError, match=r"'blocks.0.mlp.up.weight' has shape \(7, 5\), the state's has \(4, 5\)"):
         plait.run_threads("tensor=2", body)
-
-
-def test_training_goes_on_after_loading_where_it_left() -> None:
-    """Plain SGD keeps nothing beside the weights, so two legs are one run (dropout off: it counts steps)."""
-    data = token_batches(2)
-
-    def stepper(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.05)
-
-    saved = train(model(0.0), "shard=2 tensor=2", "zero2", data[:1], stepper)[0].state
-    second = changed(model(0.0), lambda m: m.load_state_dict(saved))
-    ranks = train(second, "tensor=3", "ddp", data[1:], stepper)
-    whole = alone(model(0.0), data, optimizer=stepper)
-    whole.losses, whole.norms = whole.losses[1:], whole.norms[1:]
-    same_run(ranks, whole)
 
 
 def test_a_plan_given_beside_the_model_wins_over_the_models_own() -> None:

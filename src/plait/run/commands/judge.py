@@ -11,12 +11,10 @@ import tyro
 from rich.text import Text
 
 from plait.checkpoint.files.writing import write_json
-from plait.comm import Comm
 from plait.referee.witness.declared import Rounding
 from plait.referee.witness.judge import judge
 from plait.referee.witness.judgement import Judgement
-from plait.referee.witness.run import run_engine
-from plait.run.config.settings import VerifyConfig, with_job
+from plait.run.config.settings import with_job
 from plait.run.job.config import JobConfig, TaskConfig
 from plait.run.job.job import make_job
 from plait.run.report.screen import screen, working
@@ -53,13 +51,6 @@ def run(config: JudgeConfig, argv: Sequence[str] = ()) -> int:
     with working():
         judgement = judge(make_job(config.task), config.folder, clip=config.task.update.clip, rounding=config.rounding)
     return told(judgement, config.json, argv, config.floor)
-
-
-def run_verify_engine(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
-    """Runs this rank's part of ``plait verify --engine``.  Rank 0 judges, prints and returns the exit code."""
-    with working(comm.rank == 0):
-        judgement = run_engine(config, comm)
-    return 0 if judgement is None else told(judgement, config.files.json, argv)
 
 
 def told(judgement: Judgement, place: str | None, argv: Sequence[str], floor: float | None = None) -> int:

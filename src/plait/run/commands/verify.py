@@ -6,12 +6,13 @@ from functools import partial
 from plait.comm.base import Comm
 from plait.referee.verify import run_verify
 from plait.referee.verify.matrix import run_matrix
-from plait.referee.witness.run import with_engine
-from plait.run.commands.judge import run_verify_engine
+from plait.referee.witness.run import run_engine, with_engine
+from plait.run.commands.judge import told
 from plait.run.config.check import validate
 from plait.run.config.settings import VerifyConfig, with_job
 from plait.run.job.sections import flags
 from plait.run.launch.local import launch
+from plait.run.report.screen import working
 
 
 def run(config: VerifyConfig, argv: Sequence[str]) -> int:
@@ -23,5 +24,12 @@ def run(config: VerifyConfig, argv: Sequence[str]) -> int:
     body: Callable[[Comm], int] = partial(run_verify, config, argv=argv)
     if config.comparison.engine is not None:
         config = with_engine(config)
-        body = partial(run_verify_engine, config, argv=argv)
+        body = partial(verify_engine, config, argv=argv)
     return launch(config.machine, body, ["-m", "plait", *argv], settings=flags(config))
+
+
+def verify_engine(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
+    """Runs this rank's part of ``plait verify --engine``.  Rank 0 judges, prints and returns the exit code."""
+    with working(comm.rank == 0):
+        judgement = run_engine(config, comm)
+    return 0 if judgement is None else told(judgement, config.files.json, argv)

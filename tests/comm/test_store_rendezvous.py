@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from waiting import wait_for
 
 from plait.comm import init_process, store_rendezvous
 from plait.comm.deadline import clock
@@ -47,13 +48,6 @@ def met(peers: list[Peer], sizes: list[int] | int, seconds: float = 30, store: A
 def peer(rank: int, host: str = "a", pid: int = 0, restarts: int = 0, **facts: str) -> Peer:
     pid = pid or 100 + rank
     return Peer(rank, host, pid, facts, restarts, token=f"{host} {pid}")
-
-
-def until(what: Callable[[], object]) -> None:
-    end = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.005)
 
 
 def test_all_come_and_know_each_other() -> None:
@@ -96,7 +90,7 @@ def test_a_world_whose_ranks_were_ended_while_they_came_is_left_by_those_who_wai
     part = claimed(store, peer(0, "a", 5), peer(1, "b", 6))
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(met, [peer(1, "b", 7)], 2, 30, store)
-        until(lambda: part.add("came/1", 0) == 2)
+        wait_for(lambda: part.add("came/1", 0) == 2)
         [opened] = pool.submit(met, [peer(0, "a", 8)], 2, 30, store).result()
         [moved] = waiting.result()
     assert isinstance(opened, Met) and isinstance(moved, Met) and [p.pid for p in moved.peers] == [8, 7]
@@ -146,7 +140,7 @@ def test_who_has_no_place_in_a_world_does_not_enter_it() -> None:
     part = claimed(store, peer(0), peer(1, "b"))
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(met, [peer(1, "c")], 2, 2, store)
-        until(lambda: part.add("came/1", 0) == 2)
+        wait_for(lambda: part.add("came/1", 0) == 2)
         came = [peer(0).text, peer(1, "b").text]  # before the holder looked
         part.set("verdict", json.dumps({"problem": "", "size": 2, "peers": came, "attempt": 0}))
         [outcome] = second.result()
@@ -171,7 +165,7 @@ def test_a_rank_0_that_waits_is_told_of_another() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(met, [peer(0, "a")], 2, 30, store)
-        until(lambda: store.check(["plait/current"]))
+        wait_for(lambda: store.check(["plait/current"]))
         first, second = met([peer(0, "b"), peer(1, "b")], 2, store=store)
         [outcome] = waiting.result()
     assert isinstance(first, Met) and isinstance(second, Met)
@@ -208,7 +202,7 @@ def test_what_a_stranger_wrote_in_the_store_is_refused_and_shown_escaped(said: b
     other.set("plait/current", "1")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(met, [peer(1)], 2, 30, other)
-        until(lambda: other.check(["plait/world 1/here/1"]))
+        wait_for(lambda: other.check(["plait/world 1/here/1"]))
         other.set("plait/world 1/verdict", said)
         [outcome] = waiting.result()
     assert isinstance(outcome, ConnectionError) and "\x1b" not in str(outcome)

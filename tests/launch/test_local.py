@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from ports import free_port
 from sockets import children, listening
+from waiting import alive, wait_for
 
 import plait
 from plait.comm.base import Comm
@@ -88,20 +89,6 @@ def test_a_stopped_rank_is_named_and_ended_at_the_deadline(finish: Any) -> None:
     assert "rank 0: waits for rank 1 before its first step, in barrier over " in err
     assert err.endswith("plait: rank 1 kept the others for 5 s: all are ended\n")
     assert "SIGKILL" not in err
-
-
-def alive(process_id: int) -> bool:
-    try:
-        return ") Z" not in Path(f"/proc/{process_id}/stat").read_text()
-    except OSError:
-        return False
-
-
-def wait_for(what, seconds: float) -> None:  # type: ignore[no-untyped-def]
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.02)
 
 
 @LINUX

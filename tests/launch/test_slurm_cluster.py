@@ -10,12 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ports import free_port
+from waiting import wait_for
 
 from plait.run.commands.main import main
 
@@ -52,13 +52,6 @@ PartitionName=main Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def until(what: Callable[[], object], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, what
-        time.sleep(0.2)
-
-
 class Cluster:
     """Two nodes and their controller."""
 
@@ -77,7 +70,7 @@ class Cluster:
         self.daemons["ctl"] = self._start("slurmctld", "-D")
         for node in ("n1", "n2"):
             self.start(node)
-        until(lambda: self.say("sinfo", "-h", "-t", "idle", "-o", "%D") == "2")
+        wait_for(lambda: self.say("sinfo", "-h", "-t", "idle", "-o", "%D") == "2")
 
     def _start(self, *words: str) -> "subprocess.Popen[bytes]":
         with (self.folder / f"{words[0]}{words[-1]}.log").open("ab") as log:
@@ -95,7 +88,7 @@ class Cluster:
 
     def again(self, job: str) -> None:
         """Starts a job that was requeued; by itself Slurm waits two minutes."""
-        until(lambda: self.state(job) == "PENDING")
+        wait_for(lambda: self.state(job) == "PENDING")
         self.say("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def kill(self, node: str, pid: int) -> None:
@@ -121,7 +114,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
         yield found
         for job in found.say("squeue", "-h", "-o", "%i").split():
             found.say("scancel", job)
-        until(lambda: not found.say("squeue", "-h", "-o", "%i"), 60)
+        wait_for(lambda: not found.say("squeue", "-h", "-o", "%i"), 60)
     finally:
         for daemon in found.daemons.values():
             daemon.kill()
@@ -158,26 +151,26 @@ def test_a_run_that_is_warned_and_loses_a_node_ends_with_the_bits_of_one_that_wa
     def saved(step: int) -> bool:
         return any((tmp_path / f"a/checkpoints/step-{n:06}").exists() for n in range(step, 301))
 
-    until(lambda: saved(25))
+    wait_for(lambda: saved(25))
     cluster.say("scancel", "--signal=USR1", job)
     cluster.again(job)
     text = next(tmp_path.glob("slurm-*.out")).read_text()
     stopped = re.search(r"SIGUSR1 \(on rank \d\): stopped after step (\d+) of 300", text)
     assert stopped, text
-    until(lambda: saved(int(stopped[1]) + 50))
+    wait_for(lambda: saved(int(stopped[1]) + 50))
     ranks = [pid for pid in Path("/proc").glob("[0-9]*") if is_rank(pid, tmp_path)]
     victim = next(int(pid.name) for pid in ranks if b"SLURM_PROCID=1\0" in (pid / "environ").read_bytes())
     cluster.kill("n2", victim)
-    until(lambda: cluster.state(job) == "PENDING")
+    wait_for(lambda: cluster.state(job) == "PENDING")
     cluster.start("n2")
-    until(
+    wait_for(
         lambda: (
             cluster.say("sinfo", "-h", "-t", "idle", "-o", "%D") == "2"
             or cluster.say("scontrol", "update", "NodeName=n2", "State=RESUME")
         )
     )
     cluster.again(job)
-    until(lambda: cluster.state(job) == "COMPLETED", 240)
+    wait_for(lambda: cluster.state(job) == "COMPLETED", 240)
     text = next(tmp_path.glob("slurm-*.out")).read_text()
     assert len(re.findall(r"resumed at step \d+ from", text)) == 2, text
     (tmp_path / "b").mkdir()

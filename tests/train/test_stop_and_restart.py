@@ -9,13 +9,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sockets import children
+from waiting import wait_for
 
 from plait.checkpoint.folder import checkpoints
 from plait.run.commands.main import main, parse
@@ -52,13 +52,6 @@ def lines_in(out: Path) -> int:
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
-def wait_until(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + 100
-    while not what():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.005)
-
-
 def check_same_end(out: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every number of every step, and all of the last checkpoint but the command's own words."""
     assert made(out) == made(whole)
@@ -76,7 +69,7 @@ def test_a_signal_saves_the_step_that_all_made_and_none_is_lost(
     words = [*flags, "--world", "thread", "--steps", "24", "--out", str(out)]
 
     def send() -> None:
-        wait_until(lambda: lines_in(out) >= 4)
+        wait_for(lambda: lines_in(out) >= 4)
         os.kill(os.getpid(), signal.SIGUSR1)
 
     sender = threading.Thread(target=send)
@@ -163,7 +156,7 @@ def test_another_attempt_goes_on_where_this_launch_has_written(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     agent = start("env", "-u", "TORCHELASTIC_RUN_ID", "sleep", "60")
     behind = [Path(f"/proc/{agent.pid}/{name}") for name in ("cmdline", "environ")]
-    wait_until(lambda: behind[0].read_bytes().startswith(b"sleep") and bool(behind[1].read_bytes()))
+    wait_for(lambda: behind[0].read_bytes().startswith(b"sleep") and bool(behind[1].read_bytes()))
     monkeypatch.setattr(os, "getppid", lambda: agent.pid)
     assert not has_settings(config), "what is there is of a run before this launch"
     time.sleep(0.05)  # and the clock of files may lag
@@ -179,7 +172,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_end(
     out = tmp_path / "run"
     words = [*flags, "--steps", "24", "--out", str(out), "--restarts", "1", "--log-every", "1000"]
     process = start(sys.executable, "-m", "plait", *words)
-    wait_until(lambda: lines_in(out) >= 7)
+    wait_for(lambda: lines_in(out) >= 7)
     (server,) = children(process.pid)
     os.kill(sorted(children(server))[1], signal.SIGKILL)
     _, err = process.communicate(timeout=110)

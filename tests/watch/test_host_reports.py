@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from waiting import wait_for
 
 from plait.comm.process_identity import Peer
 from plait.run.watch import host_reports
@@ -25,7 +26,6 @@ from plait.table.mesh import Mesh
 PEERS = [Peer(0, "a", 1), Peer(1, "a", 2), Peer(2, "b", 3), Peer(3, "b", 4)]
 TWO = [Peer(0, "a", os.getpid()), Peer(1, "b", 3)]
 """One rank on each host."""
-PATIENCE = 60
 
 
 class Clock:
@@ -44,13 +44,6 @@ def never_stopped() -> float:
 def seen(rank: int, process: ProcessState | None = None, **more: Any) -> tuple[Status, ProcessState]:
     given: dict[str, Any] = {"operation": "all_reduce", "since": 40.0, "heartbeat": 49.0, "state": "waiting"} | more
     return Status(rank, "b", 10 + rank, step=7, **given), process or ProcessState(10 + rank, "running")
-
-
-def until(what: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not what():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.01)
 
 
 def test_times_of_another_host_become_times_of_this_one() -> None:
@@ -216,25 +209,25 @@ def test_two_hosts_tell_each_other_and_each_notices_the_other_ones_silence(
     def looked(text: str, host: str) -> Callable[[], bool]:
         return lambda: bool(first.look() or second.look() or any(text in said for said in told[host]))  # type: ignore[func-returns-value]
 
-    until(lambda: [(s.rank, s.host, s.pid) for s, _ in board.seen()] == [(2, "b", 12), (3, "b", 13)])
+    wait_for(lambda: [(s.rank, s.host, s.pid) for s, _ in board.seen()] == [(2, "b", 12), (3, "b", 13)])
     line.cut = "broken"
-    until(lambda: line.refused > 1)
+    wait_for(lambda: line.refused > 1)
     answered = second._answered
-    until(lambda: line.refused > 3)
+    wait_for(lambda: line.refused > 3)
     assert second._answered == answered, "an error is no answer"
     line.cut = "cut"
-    until(looked("plait: host b (ranks 2, 3) was last heard ", "a"))
-    until(looked("plait: the store on the host of rank 0 has not been reached from host b for ", "b"))
+    wait_for(looked("plait: host b (ranks 2, 3) was last heard ", "a"))
+    wait_for(looked("plait: the store on the host of rank 0 has not been reached from host b for ", "b"))
     ranks[1] = seen(3, ProcessState(13, "gone", -9))
     third.speak_now()  # from a rank that is not the lowest
-    until(lambda: board.seen() and board.seen()[1][1].exit_code == -9)
+    wait_for(lambda: board.seen() and board.seen()[1][1].exit_code == -9)
     second.speak_now()  # in its heartbeat thread, or in front of its end
     line.cut = ""
-    until(looked("plait: host b is heard again\n", "a"))
-    until(looked("plait: host of rank 0 is heard again\n", "b"))
+    wait_for(looked("plait: host b is heard again\n", "a"))
+    wait_for(looked("plait: host of rank 0 is heard again\n", "b"))
     second.close()
-    until(lambda: board._reports["b"].leaves)
+    wait_for(lambda: board._reports["b"].leaves)
     store.set("report of b", b"\x80\x04cos\nsystem\n.\x1b[2J")
-    until(lambda: "did not write" in told["a"][-1])
+    wait_for(lambda: "did not write" in told["a"][-1])
     assert "\x1b" not in told["a"][-1]
     first.close()

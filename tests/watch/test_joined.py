@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import alive, wait_for
 
 SCRIPT = str(Path(__file__).with_name("joined_ranks.py"))
 RANKS = 3
-PATIENCE = 120
-"""Seconds: the machine may be busy."""
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
 
@@ -49,12 +48,12 @@ class Torchrun:
 
     def told(self, text: str, after: float = 0.0) -> float:
         """When a line of plait's that holds ``text`` came."""
-        wait_for(lambda: any(text in line and at >= after for at, line in self.lines), lambda: self.shown)
+        wait_for(lambda: any(text in line and at >= after for at, line in self.lines), shown=lambda: self.shown)
         return next(at for at, line in self.lines if text in line and at >= after)
 
     def ends(self) -> int:
-        code = self.process.wait(PATIENCE)
-        self._reader.join(PATIENCE)
+        code = self.process.wait(120)
+        self._reader.join(120)
         return code
 
     @property
@@ -68,20 +67,6 @@ class Torchrun:
     @property
     def litter(self) -> list[str]:
         return [path.name for path in self.temporary.glob("plait*")]
-
-
-def wait_for(what: Callable[[], object], shown: Callable[[], str] = str) -> None:
-    end = time.monotonic() + PATIENCE
-    while not what():
-        assert time.monotonic() < end, f"it never came: {shown()}"
-        time.sleep(0.01)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
 
 
 @pytest.fixture

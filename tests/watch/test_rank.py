@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import wait_for
 
 from plait.comm import Comm, ThreadWorld
 from plait.comm.operation import Operation, group_of
@@ -41,13 +42,6 @@ def comm() -> Comm:
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PLAIT_LAUNCHER", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-
-
-def wait_for(what: Callable[[], object]) -> None:
-    end = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.01)
 
 
 @contextmanager

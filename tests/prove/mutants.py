@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from plait.referee.prove.program import COLLECTIVES, PHASES, Key, Op, Program, Settled, settle_all, write_program
-from plait.referee.prove.scenes import BETWEEN_STAGES, Laid, Played, Scene, by_key, expected
+from plait.referee.prove.scenes import BETWEEN_STAGES, Laid, Scene, by_key, expected
 from plait.referee.prove.sums import Sums
 from plait.schedule.actions import Action, Schedule, owners
 from plait.schedule.pipeline import Pipeline
@@ -29,15 +29,8 @@ class Case:
     schedule: Schedule
     laid: Laid
     sums: Sums
-    played: Played
-
-    @property
-    def scene(self) -> Scene:
-        return self.played.scene
-
-    @property
-    def programs(self) -> Mapping[int, Program]:
-        return self.played.programs
+    scene: Scene
+    programs: Mapping[int, Program]
 
 
 def tiny(pieces: int, *, even: bool, itemsize: int = 4) -> FlatLayout:
@@ -64,12 +57,12 @@ def make(
     laid = {(s, t): units for s in range(pipeline.num_stages) for t in range(on.tensor)}
     sums = Sums()
     name = f"{row}, {mesh}, {order}, hold {hold}, {'even' if even else 'uneven'}"
-    return Case(name, on, strategy, schedule, laid, sums, whole(schedule, laid, on, strategy, sums))
+    return Case(name, on, strategy, schedule, laid, sums, *whole(schedule, laid, on, strategy, sums))
 
 
 def whole(
     schedule: Schedule, laid: Laid, mesh: Mesh, strategy: Strategy, sums: Sums, path: Moves | None = None
-) -> Played:
+) -> tuple[Scene, dict[int, Program]]:
     """All ranks of a mesh, with all their operations on buffers."""
     owner = owners(schedule)
     programs: dict[int, Program] = {}
@@ -83,7 +76,7 @@ def whole(
     lines = {s: schedule[pipe] for s, pipe in owner.items()}
     keys = {key: flat for of_rank in flats.values() for key, flat in of_rank.items()}
     due, reads = expected(keys, lines, mesh, strategy, sums)
-    return Played(Scene(mesh, flats, strategy.optim.split, due, reads), programs)
+    return Scene(mesh, flats, strategy.optim.split, due, reads), programs
 
 
 CASES = (
@@ -207,7 +200,7 @@ def of_schedules(case: Case, draw: random.Random, number: int) -> Iterator[tuple
             line[place] = replace(line[place], microbatch=1 - line[place].microbatch)
         schedule = tuple(tuple[Action, ...](line) for line in lines)
         if schedule != case.schedule and owners(schedule) == owners(case.schedule):
-            yield what, schedule, dict(whole(schedule, case.laid, case.mesh, case.strategy, Sums()).programs)
+            yield what, schedule, whole(schedule, case.laid, case.mesh, case.strategy, Sums())[1]
 
 
 def of_tables(case: Case) -> Iterator[tuple[str, dict[int, Program]]]:
@@ -225,8 +218,8 @@ def of_tables(case: Case) -> Iterator[tuple[str, dict[int, Program]]]:
         for changed in wrong:
             moved: Moves = replace(right, **{phase: changed})
             try:
-                programs = whole(case.schedule, case.laid, case.mesh, case.strategy, Sums(), moved).programs
+                programs = whole(case.schedule, case.laid, case.mesh, case.strategy, Sums(), moved)[1]
             except ValueError:
                 continue  # a cut that the buffer does not have
             if programs != case.programs:
-                yield f"{case.name}: {phase} {', '.join(map(str, changed))}", dict(programs)
+                yield f"{case.name}: {phase} {', '.join(map(str, changed))}", programs

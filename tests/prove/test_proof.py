@@ -73,8 +73,7 @@ def parts(case: Case, schedule: Schedule) -> str:
             for unit in case.laid[stage, 0]:
                 flats = of_ranks(stage, unit, 0, mesh, strategy, model_ranks(mesh, tensor=unit.summed[0]))
                 sums = Sums()
-                played = of_flat(schedule[pipe], flats, mesh, strategy, sums)
-                Machine(played.scene, played.programs, sums).run()
+                Machine(*of_flat(schedule[pipe], flats, mesh, strategy, sums), sums).run()
     except (Refuted, ValueError) as wrong:
         return str(wrong) or "wrong"
     return ""

@@ -6,8 +6,11 @@ complex                      [..., 2]: real and imaginary part       both parts
 integers, bool               the nearest                             exactly, also beyond 2^53
 """
 
+import json
 from collections.abc import Mapping
+from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -16,6 +19,8 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, tor
 
 STORED = "#complex"
 """Ends the names of tensors that ``storable`` has written as reals."""
+KEY = "plait"
+"""The name under which the metadata of ``packed`` tensors has their JSON."""
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -84,6 +89,21 @@ def restored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name.removesuffix(STORED): torch.view_as_complex(tensor) if name.endswith(STORED) else tensor
         for name, tensor in tensors.items()
     }
+
+
+def packed(about: Any, tensors: Mapping[str, Tensor]) -> bytes:
+    """Plain data and tensors as safetensors: what comes from another process is never unpickled.
+
+    Args:
+        tensors: contiguous, each in its own memory.
+    """
+    return safetensors.torch.save(storable(tensors), {KEY: json.dumps(about)})
+
+
+def unpacked(data: bytes) -> tuple[Any, dict[str, Tensor]]:
+    """What ``packed`` was given; SafetensorError, KeyError, TypeError, ValueError or RecursionError for other bytes."""
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")].decode())
+    return json.loads(header["__metadata__"][KEY]), restored(safetensors.torch.load(data))
 
 
 # ---- rounding: the largest difference between two honest computations of one number

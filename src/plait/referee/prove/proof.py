@@ -12,8 +12,7 @@ Buffers with the same pieces in the same actions are one kind, and are proved on
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plait.messages.progress import counted
@@ -71,8 +70,8 @@ class Proved:
     """True if microbatches are added by number."""
     room: Room
     """The memory of the fullest rank."""
-    seconds: Mapping[str, float]
-    """Processor seconds, by part of the proof."""
+    seconds: float
+    """Processor time."""
 
 
 def prove(run: PaperRun) -> Proved:
@@ -81,27 +80,22 @@ def prove(run: PaperRun) -> Proved:
     Raises:
         ValueError: settings that do not fit together, before anything is proved.
     """
-    seconds: dict[str, float] = {}
+    start = time.process_time()
     mesh, strategy = run.mesh, run.strategy
-    with timed(seconds, "schedule"):
-        schedule = run.pipeline.completed(run.microbatches, strategy)
-        if run.pipeline.num_stages == 1:
-            check(schedule)  # a pipeline's is checked where it is completed
-    with timed(seconds, "owners"):
-        laid = run.laid()
-        check_parameters(run, laid)
-    with timed(seconds, "symmetry"):
-        flats = {flat.bounds: flat for units in laid.values() for unit in units for flat in unit.flats}
-        compared = check_symmetry(mesh, strategy, list(flats.values()))
-    with timed(seconds, "buffers"):
-        kinds, operations, traffic = _prove_buffers(run, schedule, laid)
-    with timed(seconds, "memory"):
-        room = room_of(run, schedule, laid)
-        if run.memory is not None and room.total > run.memory:
-            fix = changes(run, schedule, laid, room.total)
-            more = f"{human(room.total)} of {human(run.memory)} ({room.total - run.memory:,} bytes more)"
-            text = f"it needs {more}: {room}; {fix}"
-            raise Refuted(Counterexample("memory", text, room.rank))
+    schedule = run.pipeline.completed(run.microbatches, strategy)
+    if run.pipeline.num_stages == 1:
+        check(schedule)  # a pipeline's is checked where it is completed
+    laid = run.laid()
+    check_parameters(run, laid)
+    flats = {flat.bounds: flat for units in laid.values() for unit in units for flat in unit.flats}
+    compared = check_symmetry(mesh, strategy, list(flats.values()))
+    kinds, operations, traffic = _prove_buffers(run, schedule, laid)
+    room = room_of(run, schedule, laid)
+    if run.memory is not None and room.total > run.memory:
+        fix = changes(run, schedule, laid, room.total)
+        more = f"{human(room.total)} of {human(run.memory)} ({room.total - run.memory:,} bytes more)"
+        text = f"it needs {more}: {room}; {fix}"
+        raise Refuted(Counterexample("memory", text, room.rank))
     return Proved(
         ranks=mesh.size,
         parameters=run.decoder.num_parameters,
@@ -115,7 +109,7 @@ def prove(run: PaperRun) -> Proved:
         order=additions(strategy),
         in_order=in_order(schedule),
         room=room,
-        seconds=seconds,
+        seconds=time.process_time() - start,
     )
 
 
@@ -128,14 +122,6 @@ def in_order(schedule: Schedule) -> bool:
                 return False
             latest[action.stage] = action.microbatch
     return True
-
-
-@contextmanager
-def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Notes the processor seconds of a part."""
-    start = time.process_time()
-    yield
-    seconds[name] = time.process_time() - start
 
 
 def check_parameters(run: PaperRun, laid: Laid) -> None:
@@ -192,10 +178,10 @@ def _prove_buffers(run: PaperRun, schedule: Schedule, laid: Laid) -> tuple[int, 
             kind = written[stage, facts]
             if kind not in known:
                 sums = Sums()
-                played = of_flat(line, here, mesh, strategy, sums)
-                Machine(played.scene, played.programs, sums).run()
-                operations += sum(map(len, played.programs.values()))
-                known[kind] = _traffic(played.programs, mesh, {p: flat.itemsize_in(c) for p, c in _cells(run)})
+                scene, programs = of_flat(line, here, mesh, strategy, sums)
+                Machine(scene, programs, sums).run()
+                operations += sum(map(len, programs.values()))
+                known[kind] = _traffic(programs, mesh, {p: flat.itemsize_in(c) for p, c in _cells(run)})
             traffic = traffic.plus(known[kind].messages, known[kind].bytes)
     return len(known), operations, traffic
 

@@ -77,14 +77,6 @@ class Scene:
     """Pass and microbatch of every read that a step makes of a buffer."""
 
 
-@dataclass(frozen=True)
-class Played:
-    """A scene and the programs of its ranks."""
-
-    scene: Scene
-    programs: Mapping[int, Program]
-
-
 def by_key(flats: Buffered) -> dict[Key, Settled]:
     """The buffers of all stages of a rank."""
     return {flat.key: flat for of_stage in flats.values() for flat in of_stage}
@@ -132,8 +124,10 @@ def program_of(line: Line, flat: Settled, mesh: Mesh) -> Program:
     return tuple(op for op in write_program(own, {stage: (flat,)}, mesh) if op.kind not in BETWEEN_STAGES)
 
 
-def of_flat(line: Line, flats: Mapping[int, Settled], mesh: Mesh, strategy: Strategy, sums: Sums) -> Played:
-    """The ranks that share one flat buffer, with their operations on it.
+def of_flat(
+    line: Line, flats: Mapping[int, Settled], mesh: Mesh, strategy: Strategy, sums: Sums
+) -> tuple[Scene, dict[int, Program]]:
+    """The scene of the ranks that share one flat buffer, and their operations on it.
 
     Args:
         flats: that buffer, by rank.
@@ -143,4 +137,4 @@ def of_flat(line: Line, flats: Mapping[int, Settled], mesh: Mesh, strategy: Stra
     buffers = next(iter(keyed.values()))
     ((stage, _, _),) = buffers
     due, reads = expected(buffers, {stage: line}, mesh, strategy, sums)
-    return Played(Scene(mesh, keyed, strategy.optim.split, due, reads), programs)
+    return Scene(mesh, keyed, strategy.optim.split, due, reads), programs

@@ -4,14 +4,12 @@ A rank records the pieces that it owns, in the parameters' own coordinates.  The
 parameters, which every rank records whole.
 """
 
-import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
 from typing import Any
 
-import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -28,7 +26,7 @@ from plait.predict.cost import StageTraffic, TiedTraffic, differences, predict_l
 from plait.predict.tensor import predict_tensor
 from plait.referee.sanitize import sanitized
 from plait.referee.tape import Tape
-from plait.referee.values import restored, storable
+from plait.referee.values import packed, unpacked
 from plait.referee.verify.observed import OneStep, Piece, RankRecord
 from plait.referee.verify.reference import uncached
 from plait.run.config.settings import RunConfig
@@ -260,27 +258,25 @@ def _part(stage: Stage, size: int) -> int:
 
 def collect_records(comm: Comm, record: RankRecord) -> list[RankRecord] | None:
     """Every rank's record on rank 0, None on the others."""
-    records = gather_bytes(comm, packed(record))
+    records = gather_bytes(comm, written(record))
     if records is None:
         return None
-    return [record, *map(unpacked, records[1:])]
+    return [record, *map(read, records[1:])]
 
 
-def packed(record: RankRecord) -> bytes:
-    """A record as JSON and safetensors: what comes from another process is never unpickled."""
+def written(record: RankRecord) -> bytes:
+    """A record as bytes."""
     tensors: dict[str, Tensor] = {}
     fields = vars(record) | {"steps": [vars(step) for step in record.steps]}
-    values = json.dumps(encoded(fields, tensors)).encode()
-    whole = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
-    return len(values).to_bytes(8, "little") + values + safetensors.torch.save(storable(whole))
+    about = encoded(fields, tensors)
+    return packed(about, {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()})
 
 
-def unpacked(data: bytes) -> RankRecord:
-    """What ``packed`` wrote; a ValueError for anything else."""
-    end = 8 + int.from_bytes(data[:8], "little")
+def read(data: bytes) -> RankRecord:
+    """What ``written`` was given; a ValueError for anything else."""
     try:
-        tensors = restored(safetensors.torch.load(data[end:]))
-        fields = decoded(json.loads(data[8:end]), tensors.__getitem__)
+        about, tensors = unpacked(data)
+        fields = decoded(about, tensors.__getitem__)
         return RankRecord(**fields | {"steps": [OneStep(**step) for step in fields["steps"]]})
     except (TypeError, KeyError, SafetensorError) as error:
         raise ValueError(f"what came from a rank is no record: {one_line(str(error))}") from error

@@ -14,7 +14,6 @@
 A rank writes what it has itself; nothing is sent.  The file's metadata holds the rest as JSON.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,12 +23,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.checkpoint.files.writing import told, write_bytes
-from plait.referee.values import storable
+from plait.referee.values import packed
 from plait.referee.witness.pieces import Piece, Row, WitnessSource, local, of_engine, of_model, rows_of
 from plait.step import Engine
 from plait.table.layout import Region
@@ -38,8 +36,6 @@ from plait.zero.optim import has_stepped
 FORMAT = "plait witness 1"
 BUFFER = "buffer/"
 """Before the names of buffers, as they are at the start."""
-KEY = "plait"
-"""Under which a file's metadata has the JSON."""
 
 MOST_STEPS = 100_000
 MOST_CALLS = 1024
@@ -229,7 +225,7 @@ class Witness:
         return {key: value for key, value in now.items() if not _same(value, self._last[f"after/{key[7:]}"])}
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-        write_bytes(path, save(storable(tensors), {KEY: json.dumps(about)}), lasting=False)  # the loop waits for it
+        write_bytes(path, packed(about, tensors), lasting=False)  # the loop waits for it
 
 
 def kept(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

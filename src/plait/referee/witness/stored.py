@@ -4,7 +4,6 @@ start, end      read at once: few, and who has what
 steps           read one at a time, as they are judged; as many as every rank has written whole
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +13,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 
 from plait.checkpoint.files.reading import memory, read_file, shown
-from plait.referee.values import ROUNDING, restored
+from plait.referee.values import ROUNDING, unpacked
 from plait.referee.witness.pieces import Piece
-from plait.referee.witness.record import BUFFER, FORMAT, KEY, rank_folder, step_file
+from plait.referee.witness.record import BUFFER, FORMAT, rank_folder, step_file
 from plait.table.layout import Region
 
 STEP = {"step", "calls", "losses", "late", "stepped", "options"}
@@ -220,9 +218,7 @@ def _pieces(told: Any, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     data = read_file(path, "what was witnessed", memory())
     try:
-        size = int.from_bytes(data[:8], "little")
-        about = json.loads(json.loads(data[8 : 8 + size].decode())["__metadata__"][KEY])
-        tensors = restored(load(data))
+        about, tensors = unpacked(data)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise _damaged(path, f"{type(error).__name__}: {str(error)[:100]}") from error
     if not isinstance(about, dict):

@@ -153,7 +153,7 @@ SHARES: dict[str, Share] = {
     "verify/test_resume_processes.py": PROCESSES,
     "verify/test_stock_models.py::test_every_row_on_every_mesh": TRAINING,
     "verify/test_stock_models.py::test_modules_of_torch": HELD_BY_THE_MATRIX,
-    "verify/test_unlike_jobs.py": FULL,
+    "verify/test_right_jobs.py": Share("values", "all"),
     "watch/test_joined.py": NIGHTLY,
     "watch/test_joined.py::test_a_killed_rank_is_named_before_the_agent_ends_the_others": PROCESSES,
     "watch/test_joined.py::test_a_rank_that_leaves_early_is_named_though_others_fail": PROCESSES,

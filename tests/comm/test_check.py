@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from plait.comm import Comm, MismatchError, run
-from plait.referee.sanitize.collectives import ROW_BYTES, Description, check_collectives
+from plait.referee.sanitize.collectives import check_collectives
 from plait.table.collectives import Note
 from plait.table.mesh import Mesh
 
@@ -101,10 +101,3 @@ def test_long_names_that_differ_at_the_end_are_told_with_their_lines(name: str) 
     for text in run(Mesh(pipe=2), body, deadline=30):
         assert "mean different collectives (other unit" in text, text
         assert len(re.findall(r"^  rank [01]: .* at comm/test_check.py:\d+$", text, re.M)) == 2, text
-
-
-def test_a_row_has_one_size_and_all_fields() -> None:
-    for text in (*LONG, ""):
-        mine = Description(text, {"number": 3, "unit": "ü" * 20})
-        assert len(mine.as_row()) == ROW_BYTES
-        assert Description.read(mine.as_row()).fields == mine.fields

@@ -6,7 +6,7 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
-from plait.comm.operation import MismatchError
 from plait.referee.verify.cases import cells_of_job
 from plait.run.commands.main import main
 from plait.run.config.settings import VerifyConfig
@@ -49,68 +48,6 @@ def loss_sum(model: nn.Module, batch: Any) -> Tensor:
 JOB = plait.UserJob(Net, loss_sum, batch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-@pytest.mark.parametrize("mesh", ["shard=3", "replica=2 shard=2"])
-def test_a_layout_is_bitwise(strategy: str, mesh: str) -> None:
-    verdict = plait.verify(JOB, mesh=mesh, strategy=strategy, microbatches=2)
-    assert verdict.word == "bitwise", verdict
-
-
-def test_a_chain_in_a_pipeline_with_the_flags_optimizer() -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 9), nn.Dropout(0.1), nn.Linear(9, 3))
-
-    job = plait.UserJob(build, loss_sum, [batch(0), batch(1)])
-    verdict = plait.verify(job, "pipe=2 shard=2", "zero3", microbatches=3, optimizer="sgd", lr=0.1, warmup=2)
-    assert verdict.word == "bitwise" and not verdict.ledger, verdict
-
-
-class Between(nn.Module):
-    """A layer between the blocks: each stage of two has a copy, and one of them runs it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
-        self.between, self.head = nn.Linear(7, 7), nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[1](self.blocks[0](x).tanh())
-        out: Tensor = self.head(self.blocks[2](self.between(x).tanh()))
-        return out
-
-
-@pytest.mark.parametrize("mesh", ["pipe=2", "pipe=3", "pipe=2 shard=2"])
-def test_a_layer_between_blocks_in_a_pipeline(mesh: str) -> None:
-    verdict = plait.verify(replace(JOB, build=Between), mesh=mesh, strategy="zero2", microbatches=2, steps=3)
-    assert verdict.word == "bitwise", verdict
-
-
-class Block(nn.Module):
-    """Two products, of which the first is cut by its outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(7, 12), nn.Linear(12, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.up(x).tanh())
-        return out
-
-
-class CutBetween(Between):
-    tensor_plan: ClassVar = {"blocks.*.up": "column", "blocks.*.down": "row", "between": "gathered"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-
-def test_its_messages_over_the_tensor_axis_are_not_predicted() -> None:
-    job = replace(JOB, build=CutBetween)
-    verdict = plait.verify(job, mesh="pipe=2 tensor=2", strategy="zero2", microbatches=2, steps=2)
-    assert verdict.word == "equal" and not verdict.ledger and verdict.unpredicted, verdict
-
-
 def test_a_mean_where_a_sum_is_due_is_seen() -> None:
     mean = plait.UserJob(Net, lambda model, b: F.cross_entropy(model(b[0]), b[1]["y"]), batch)
     with pytest.raises(ValueError, match="the loss is a mean"):
@@ -119,21 +56,6 @@ def test_a_mean_where_a_sum_is_due_is_seen() -> None:
     verdict = plait.verify(hidden, microbatches=2)
     assert verdict.word == "different"
     assert "loss step 1" in str(verdict) and "DIFFERENT" in str(verdict)
-
-
-class InRow(nn.Sequential):
-    """Columns that one module holds and that read different tensors: no siblings, wherever the chain is cut."""
-
-    tensor_plan: ClassVar = {"0": "gathered", "2": "gathered", "4": "gathered"}
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(7, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
-
-
-@pytest.mark.parametrize("mesh", ["tensor=3", "pipe=2 tensor=2"])
-def test_the_columns_of_a_list_are_predicted_one_by_one(mesh: str) -> None:
-    verdict = plait.verify(replace(JOB, build=InRow), mesh=mesh, strategy="zero2", microbatches=2, steps=2)
-    assert verdict.word == "equal" and not verdict.ledger, verdict
 
 
 FILE = """
@@ -254,77 +176,8 @@ def _drawn_elsewhere() -> nn.Module:
     return model
 
 
-class Experts(nn.Module):
-    """An embedding with padding, and three experts, of which a batch runs those that its tokens ask for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 5, padding_idx=0)
-        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-        self.unused = nn.Linear(5, 5)
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTD = self.embedding(tokens_BT)
-        for number, expert in enumerate(self.experts):
-            mine_BT = tokens_BT % 3 == number
-            if mine_BT.any():
-                x_BTD = torch.where(mine_BT[..., None], expert(x_BTD), x_BTD)
-        return x_BTD
-
-
-def sorted_tokens(step: int) -> Tensor:
-    """Sorted by expert, so that some ranks run one of them and others another; the last step leaves one out."""
-    tokens_B = torch.arange(10) + 1 if step < 2 else torch.tensor([1, 2, 4, 5, 7, 8, 10, 1, 2, 4])
-    return tokens_B[(tokens_B % 3).argsort(stable=True)][:, None].repeat(1, 2) * torch.tensor([1, step % 2])
-
-
 def test_counts_are_whole_numbers() -> None:
     of_tensors = replace(JOB, count_fn=lambda batch: torch.tensor(len(batch[0])))
     assert plait.verify(of_tensors, microbatches=2).word == "bitwise"
     with pytest.raises(ValueError, match=r"a count of 6\.5: it is how many terms"):
         plait.verify(replace(JOB, count_fn=lambda batch: 6.5))
-
-
-def test_values_on_meta_are_drawn() -> None:
-    job = plait.UserJob(lambda: nn.Linear(7, 3, device="meta"), loss_sum, batch)
-    assert plait.verify(job, "shard=2", "zero3").word == "bitwise"
-
-
-EXPERTS = plait.UserJob(Experts, lambda model, tokens: model(tokens).square().sum(), sorted_tokens)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
-def test_parameters_that_only_some_ranks_use(strategy: str) -> None:
-    verdict = plait.verify(EXPERTS, "replica=2 shard=2", strategy, microbatches=2, steps=4, lr=0.01)
-    assert verdict.word == "bitwise", verdict
-
-
-def test_units_that_only_some_ranks_gather_are_named() -> None:
-    with pytest.raises(MismatchError, match=r"unit 'experts.\d' .*in all_gather of unit 'experts.\d'.*on every rank"):
-        plait.verify(EXPERTS, "replica=2 shard=2", "zero3", microbatches=2, steps=4, lr=0.01)
-
-
-class InTime(nn.Module):
-    """Tokens of somebody's own, which a tensor plan may cut in time."""
-
-    tensor_plan: ClassVar[Any] = {
-        **{"embed": "vocabulary", "norm": "sequence"},
-        **{"up": "column", "down": "row", "head": "vocabulary"},
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norm, self.head = nn.Embedding(16, 8), nn.LayerNorm(8), nn.Linear(8, 16)
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        out: Tensor = self.head(x + self.down(self.up(self.norm(x)).relu()))
-        return out
-
-
-def test_a_job_is_cut_in_time() -> None:
-    tokens = torch.arange(36).view(4, 9) % 16
-    job = plait.UserJob(InTime, lambda m, x: plait.cross_entropy_sum(m(x[:, :-1]), x[:, 1:]), [tokens])
-    verdict = plait.verify(job, "tensor=2", "ddp", sequence_parallel=True)
-    assert verdict.word == "equal" and not verdict.ledger, verdict

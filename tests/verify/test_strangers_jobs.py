@@ -175,43 +175,6 @@ def test_a_loss_that_is_no_sum_over_samples_is_named(job: plait.UserJob, told: s
     assert told in verdict.first.cause
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "zero3_keep"])
-def test_units_that_run_more_than_once_or_never_are_told_and_not_called_wrong(strategy: str) -> None:
-    job = replace(JOB, build=lambda: Encoder(times=3))
-    verdict = plait.verify(job, "shard=3", strategy, microbatches=2, steps=2)
-    assert verdict.word == "bitwise", verdict
-    if strategy.startswith("zero3"):
-        assert verdict.irregular["blocks.0"] == verdict.irregular["blocks.1"] == 3
-    else:
-        assert not verdict.irregular
-
-
-@pytest.mark.parametrize(
-    ("strategy", "settings"),
-    [
-        *((row, {"head_first": True, "frozen": False}) for row in ("zero3", "hpz", "zero3_keep")),
-        *((row, {"head_first": False, "frozen": True}) for row in ("zero3", "hsdp", "zero3_keep", "hpz")),
-    ],
-)
-def test_tied_weights_are_gathered_as_predicted(strategy: str, settings: dict[str, bool]) -> None:
-    job = plait.UserJob(lambda: Tied(**settings), loss_sum, tokens)
-    verdict = plait.verify(job, "replica=2 shard=2", strategy, microbatches=2, steps=2)
-    assert verdict.word == "bitwise" and not verdict.irregular, verdict
-
-
-@pytest.mark.parametrize(
-    ("mesh", "strategy"), [("shard=3", "zero3"), ("shard=3", "zero2"), ("pipe=2 shard=2", "zero3")]
-)
-def test_a_unit_that_the_loss_does_not_use_sends_as_predicted(mesh: str, strategy: str) -> None:
-    verdict = plait.verify(replace(JOB, build=Pooled), mesh, strategy, microbatches=2, steps=2)
-    assert verdict.word == "bitwise" and not verdict.irregular, verdict
-
-
-def test_who_reads_a_unit_from_around_it_is_seen_in_the_first_step_and_told() -> None:
-    verdict = plait.verify(replace(JOB, build=Reading), "shard=3", "zero3", microbatches=2, steps=2)
-    assert verdict.word == "bitwise" and verdict.irregular == {"embed": 1, "unused": 0}, verdict
-
-
 def test_a_fault_of_the_tensor_axis_is_named_and_not_the_gradient_of_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward's sum over the axis is wrong in the first block; the second's key bias, before it, is rounding."""
     original = StageAxis.start_sum

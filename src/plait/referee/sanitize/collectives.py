@@ -15,7 +15,6 @@ import contextlib
 import json
 import sys
 import sysconfig
-import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,15 +26,6 @@ from torch import Tensor
 
 from plait.comm.base import Comm
 from plait.comm.operation import MismatchError, Operation, advice, name_of
-
-ROW_BYTES = 2048
-"""Bytes of a description in a message."""
-
-LONGEST = 150
-"""Most bytes of a part of a description; a longer one is compared by its checksum.  (Bytes are those of JSON.)"""
-
-LONGEST_TEXT = 600
-"""Most bytes of the text of a description."""
 
 PLAIT: Final = str(Path(__file__).parents[2]) + "/"
 COMM: Final = f"{PLAIT}comm/"
@@ -69,24 +59,19 @@ class Description:
             "dtype": name_of(operation.dtype),
             "reduction": operation.op,
             "root": group.ranks[operation.root] if operation.root >= 0 else -1,
-            "phase": _short(note.phase),
-            "unit": _short(note.unit),
+            "phase": note.phase,
+            "unit": note.unit,
             "microbatch": note.microbatch,
             "number": number,
         }
         if operation.root < 0:  # a root may have a line of its own
-            meant["line"] = _short(operation.site)
-        return cls(_without_middle(str(operation), LONGEST_TEXT), meant)
+            meant["line"] = operation.site
+        return cls(str(operation), meant)
 
-    def as_row(self) -> Tensor:
-        """The description as a message of fixed size, with all fields."""
-        room = ROW_BYTES - len(json.dumps(["", self.fields])) + len('""')
-        data = json.dumps([_without_middle(self.text, room), self.fields]).encode()
-        return torch.frombuffer(bytearray(data.ljust(ROW_BYTES)), dtype=torch.uint8)
-
-    @classmethod
-    def read(cls, row: Tensor) -> Description:
-        return cls(*json.loads(row.numpy().tobytes()))
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """The description as two messages: the size of the second, and all of it as JSON."""
+        data = bytearray(json.dumps([self.text, self.fields]).encode())
+        return torch.tensor([len(data)]), torch.frombuffer(data, dtype=torch.uint8)
 
 
 class CollectiveCheck:
@@ -113,7 +98,7 @@ class CollectiveCheck:
 
     def _compare(self, operation: Operation, mine: Description) -> None:
         others = [rank for rank in operation.group.ranks if rank != self.comm.rank]
-        works = [self.comm._tell(operation, mine.as_row(), other) for other in others]
+        works = [self.comm._tell(operation, row, other) for other in others for row in mine.rows()]
         found = {self.comm.rank: mine}
         for other in others:
             try:
@@ -132,9 +117,9 @@ class CollectiveCheck:
 
     def _hear(self, operation: Operation, src: int) -> Description:
         """The next collective of a rank."""
-        row = torch.empty(ROW_BYTES, dtype=torch.uint8)
-        self.comm._hear(operation, row, src)
-        heard = Description.read(row)
+        self.comm._hear(operation, size := torch.empty(1, dtype=torch.int64), src)
+        self.comm._hear(operation, row := torch.empty(int(size), dtype=torch.uint8), src)
+        heard = Description(*json.loads(row.numpy().tobytes()))
         if END in heard.fields:
             raise self._told(heard.text, operation)
         return heard
@@ -146,10 +131,10 @@ class CollectiveCheck:
         return self._told("\n".join([problem, *lines]), operation)
 
     def _told(self, text: str, operation: Operation) -> MismatchError:
-        self.failure, row = text, Description(text, {END: 1}).as_row()
+        self.failure = text
         with contextlib.suppress(RuntimeError, OSError):  # a world that is broken already
             for other in range(self.comm.world_size):
-                if other != self.comm.rank:
+                for row in Description(text, {END: 1}).rows() if other != self.comm.rank else ():
                     self.comm._tell(operation, row, other)
         self.comm._abandon(text)
         return MismatchError(text)
@@ -189,18 +174,3 @@ def call_site() -> str:
 def _is_library(file: str) -> bool:
     standard = file.startswith(STANDARD) and "/site-packages/" not in file
     return standard or file.startswith((PLAIT, TORCH, "<"))
-
-
-def _short(text: str) -> str:
-    """The form in which a text is compared: itself, or its checksum."""
-    data = json.dumps(text)
-    return text if len(data) <= LONGEST else f"{len(text)} letters, {zlib.crc32(data.encode()):08x}"
-
-
-def _without_middle(text: str, most: int) -> str:
-    """A text of at most so many bytes."""
-    kept, end = text, len(text)
-    while len(json.dumps(kept)) > most:
-        end = end * 2 // 3
-        kept = f"{text[:end]} ... {text[-end:]}"
-    return kept

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from plait.checkpoint.files.writing import told, write_bytes
 from plait.referee.values import packed
-from plait.referee.witness.pieces import Piece, Row, WitnessSource, local, of_engine, of_model, rows_of
+from plait.referee.witness.pieces import Piece, Row, local, of_engine, of_model, rows_of
 from plait.step import Engine
 from plait.table.layout import Region
 from plait.zero.optim import has_stepped
@@ -53,28 +53,62 @@ def step_file(place: Path, step: int) -> Path:
 
 
 class Witness:
-    """A training loop under observation, from ``with`` on; see ``witness``."""
+    """Writes down what a training loop does, on every rank, for ``plait judge``::
+
+        with plait.witness(model, optimizer, "witnessed"):
+            train(model, optimizer, loader)
+
+    Args:
+        model: as it is trained, wrapped (DDP, FSDP2, Accelerate) or not; or plait's ``Engine``.
+        optimizer: the one, or all that train it.
+        folder: a new one, the same on every rank.
+        steps: how many are written, from the first one on; each takes the bytes of the rank's gradients and parameters,
+            and the parameters are written once more at the start.
+        rank: of this process; None: as torch.distributed says, 0 without it.
+        ranks: how many there are; None: as torch.distributed says, 1 without it.
+        names: what the job's model calls parameters that have another name here, as in a stage of a pipeline.
+        pieces: start and stop in each dim of the whole, for parameters that were cut by hand; a DTensor says it itself.
+        inputs: whether what enters the model are the batch's samples; False for a later stage of a pipeline.
+
+    Raises:
+        ValueError: an optimizer of other tensors, a folder that is not new, pieces of another size.
+    """
 
     def __init__(
         self,
-        source: WitnessSource,
-        optimizers: Sequence[Optimizer],
-        place: Path,
+        model: nn.Module | Engine,
+        optimizer: Optimizer | Sequence[Optimizer],
+        folder: str | Path,
         *,
-        steps: int,
-        rank: int,
-        ranks: int,
-        inputs: bool,
+        steps: int = 10,
+        rank: int | None = None,
+        ranks: int | None = None,
+        names: Mapping[str, str] | None = None,
+        pieces: Mapping[str, Region] | None = None,
+        inputs: bool = True,
     ) -> None:
-        self._model, self._optimizers, self._place = source.model, list(optimizers), place
-        self._buffers = source.buffers
+        import torch.distributed as dist
+
+        if isinstance(model, Engine):
+            rank, ranks = model.comm.rank, model.comm.world_size
+        joined = dist.is_available() and dist.is_initialized()
+        rank = rank if rank is not None else dist.get_rank() if joined else 0
+        ranks = ranks if ranks is not None else dist.get_world_size() if joined else 1
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} of {ranks}: ranks go from 0 to {ranks - 1}")
+        if not 1 <= steps <= MOST_STEPS:
+            raise ValueError(f"steps is {steps}: give a whole number from 1 to {MOST_STEPS:,}")
+        given: list[Any] = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        optimizers: list[Any] = [getattr(o, "optimizer", o) for o in given]  # Accelerate's stands around torch's
+        source = of_engine(model) if isinstance(model, Engine) else of_model(model, names or {}, pieces or {})
+        self._model, self._buffers, self._parameters = source.model, source.buffers, source.parameters
+        self._optimizers, self._place = optimizers, rank_folder(folder, rank)
         self._steps, self._rank, self._ranks, self._inputs = steps, rank, ranks, inputs
         groups = [(i, j, group) for i, o in enumerate(optimizers) for j, group in enumerate(o.param_groups)]
         owner = {id(p): (i, j) for i, j, group in groups for p in group["params"]}
-        self._parameters = source.parameters
         self._names = {id(p): name for name, p in self._parameters.items()}
-        given = Counter(id(p) for _, _, group in groups for p in group["params"])
-        if twice := [i for i, times in given.items() if times > 1]:
+        held = Counter(id(p) for _, _, group in groups for p in group["params"])
+        if twice := [i for i, times in held.items() if times > 1]:
             raise ValueError(
                 f"{self._names.get(twice[0], 'a parameter')!r} is in two groups of the optimizers, and is updated "
                 f"twice a step: give it to one of them"
@@ -251,60 +285,5 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def witness(
-    model: nn.Module | Engine,
-    optimizer: Optimizer | Sequence[Optimizer],
-    folder: str | Path,
-    *,
-    steps: int = 10,
-    rank: int | None = None,
-    ranks: int | None = None,
-    names: Mapping[str, str] | None = None,
-    pieces: Mapping[str, Region] | None = None,
-    inputs: bool = True,
-) -> Witness:
-    """Write down what a training loop does, on every rank, for ``plait judge``::
-
-        with plait.witness(model, optimizer, "witnessed"):
-            train(model, optimizer, loader)
-
-    Args:
-        model: as it is trained, wrapped (DDP, FSDP2, Accelerate) or not; or plait's ``Engine``.
-        optimizer: the one, or all that train it.
-        folder: a new one, the same on every rank.
-        steps: how many are written, from the first one on; each takes the bytes of the rank's gradients and parameters,
-            and the parameters are written once more at the start.
-        rank: of this process; None: as torch.distributed says, 0 without it.
-        ranks: how many there are; None: as torch.distributed says, 1 without it.
-        names: what the job's model calls parameters that have another name here, as in a stage of a pipeline.
-        pieces: start and stop in each dim of the whole, for parameters that were cut by hand; a DTensor says it itself.
-        inputs: whether what enters the model are the batch's samples; False for a later stage of a pipeline.
-
-    Returns:
-        What observes from ``with`` on, and has ``loss(value)`` for loops that report one.
-
-    Raises:
-        ValueError: an optimizer of other tensors, a folder that is not new, pieces of another size.
-    """
-    import torch.distributed as dist
-
-    if isinstance(model, Engine):
-        rank, ranks = model.comm.rank, model.comm.world_size
-    joined = dist.is_available() and dist.is_initialized()
-    rank = rank if rank is not None else dist.get_rank() if joined else 0
-    ranks = ranks if ranks is not None else dist.get_world_size() if joined else 1
-    if not 0 <= rank < ranks:
-        raise ValueError(f"rank {rank} of {ranks}: ranks go from 0 to {ranks - 1}")
-    if not 1 <= steps <= MOST_STEPS:
-        raise ValueError(f"steps is {steps}: give a whole number from 1 to {MOST_STEPS:,}")
-    given: list[Any] = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    inside = [getattr(o, "optimizer", o) for o in given]  # Accelerate's stands around torch's
-    return Witness(
-        of_engine(model) if isinstance(model, Engine) else of_model(model, names or {}, pieces or {}),
-        inside,
-        rank_folder(folder, rank),
-        steps=steps,
-        rank=rank,
-        ranks=ranks,
-        inputs=inputs,
-    )
+witness = Witness
+"""As it is called in a ``with``."""

@@ -8,8 +8,8 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-from crossing_cases import BLOCKS, LAYOUTS, Biased, Remembered, Tower
-from engine_cases import WIDTH, batches, distinct, loss_sum
+from crossing_cases import BLOCKS, LAYOUTS, Biased, Tower
+from engine_cases import WIDTH, batches, distinct
 from links_cases import Chain
 from pipeline_cases import build, linear, on, same, step
 from torch import Tensor, nn
@@ -134,20 +134,6 @@ def test_a_later_stage_knows_what_a_module_returned_in_each_of_its_calls() -> No
     model = Twice(linear(), linear(), linear())
     model.gate = Gated.Gate()
     same(distinct(model), "pipe=3")
-
-
-def test_an_evaluation_in_inference_mode() -> None:
-    template, data = distinct(Remembered()), batches(1)
-
-    def body(comm: Comm) -> tuple[float, float]:
-        engine = build(template, comm)
-        with torch.inference_mode():
-            before = engine.evaluate([data[0]]).loss
-        return before, step(engine, data[0], 1).loss
-
-    wanted = (loss_sum(template, data[0]) / cases.count(data[0])).item()
-    for found in on("pipe=3", body):
-        assert found == pytest.approx((wanted, wanted), abs=1e-12)
 
 
 LAYOUTS_OF_A_PARAMETER = [

@@ -15,7 +15,7 @@ from engine_cases import batches, distinct, sgd, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from plait.comm import Comm, run
+from plait.comm import run
 from plait.forward.context import CurrentForward
 from plait.forward.dropout import DropoutRNG
 from plait.step import Engine
@@ -289,37 +289,3 @@ def test_recomputation_draws_the_same_masks_again(kind: str, row: str) -> None:
     for ours, theirs in zip(again, straight, strict=True):
         for a, b in zip(ours.gradients, theirs.gradients, strict=True):
             assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
-class DrawsBare(nn.Module):
-    """Dropout drawn by a method, which a user recomputes without calling a module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 5)
-
-    def inner(self, x_BC: Tensor) -> Tensor:
-        return F.dropout(self.linear(x_BC), 0.4) * x_BC
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        out_BC: Tensor = checkpoint(self.inner, x_BC, use_reentrant=False)
-        return out_BC
-
-
-def test_dropout_in_a_checkpoint_around_no_module_is_refused() -> None:
-    """In the backward nobody could tell which mask to draw again; it used to come from torch's own generator."""
-
-    def rank_main(comm: Comm) -> None:
-        model = DrawsBare()
-        engine = Engine(
-            model,
-            comm,
-            strategy="ddp",
-            loss_fn=lambda m, x: m(x).square().sum(),
-            count_fn=len,
-            optimizer=torch.optim.SGD(model.parameters()),
-        )
-        with pytest.raises(ValueError, match="checkpoint a module's call"):
-            engine.step([torch.randn(3, 5)])
-
-    run(Mesh(), rank_main, deadline=20)

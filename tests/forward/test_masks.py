@@ -87,15 +87,6 @@ def test_every_ranks_mask_is_its_slice_of_the_single_process(ways: int, sequence
             assert samples == 1 or wanted.numel() < 8 or 0 < wanted.float().mean() < 1
 
 
-def test_a_mask_that_belongs_to_the_microbatch_is_sliced_too() -> None:
-    """Where a module has lost the sample dim, one key serves all elements."""
-    shape, held = (5, 2, 3), Slice(1, 2, 7)
-    place = held.indices(shape)
-    index = torch.arange(5 * 2 * 3)
-    whole = torch.arange(5 * 7 * 3).view(5, 7, 3)[:, 2:4].reshape(-1)
-    assert torch.equal(place(index), whole)
-
-
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_indices_of_a_slice_are_those_within_the_whole(dim: int) -> None:
     whole = torch.arange(5 * 7 * 3).view(5, 7, 3)

@@ -9,7 +9,6 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-import torch.nn.functional as F
 from engine_cases import adamw, batches, distinct, sgd, train
 from tensor_models import WIDTH, alone, model, same_run, token_batches
 from torch import Tensor, nn
@@ -17,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import plait
 from plait.comm import Comm
-from plait.run.models.gpt import GPT, GPTConfig
-from plait.step import Engine, empty_parameters
+from plait.step import Engine
 
 MESHES = ("tensor=2", "tensor=3", "shard=2 tensor=2", "replica=2 tensor=3")
 
@@ -188,63 +186,6 @@ def test_a_forward_in_eval_is_the_whole_models() -> None:
     wanted = around(Pair)(x_BD)
     for found in plait.run_threads("tensor=3", body):
         assert all(cases.close(y.detach(), wanted.detach(), 1e-13) for y in found)
-
-
-class Reads(Pair):
-    """up's weight is read by something other than its own module."""
-
-    how = ""
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        weight = self.up.weight
-        read = {
-            "t()": lambda: x_BD @ weight.t(),
-            "T": lambda: x_BD @ weight.T,
-            "mT": lambda: x_BD @ weight.mT,
-            "data": lambda: F.linear(x_BD, weight.data),
-            "sum": lambda: self.up(x_BD) + weight.sum(),
-            "in a list": lambda: torch.cat([weight, weight])[:1].sum() + self.up(x_BD),
-            "bias": lambda: self.up(x_BD) + self.up.bias.mean(),
-        }[self.how]
-        out: Tensor = self.down(torch.tanh(read()))
-        return out
-
-
-@pytest.mark.parametrize("how", ["t()", "T", "mT", "data", "sum", "in a list", "bias"])
-def test_a_cut_parameter_that_something_else_reads_raises(how: str) -> None:
-    fails(around(type("Reads", (Reads,), {"how": how})), "reads a parameter that is cut over the tensor axis")
-
-
-def test_the_shape_of_a_cut_parameter_may_be_asked_for() -> None:
-    class Asks(Pair):
-        def forward(self, x_BD: Tensor) -> Tensor:
-            assert self.up.weight.shape[1] == WIDTH and self.up.weight.dtype == x_BD.dtype
-            assert self.up.weight.requires_grad and self.up.weight.numel() > 0
-            return super().forward(x_BD)
-
-    equal(around(Asks))
-
-
-def test_a_cut_parameter_in_the_loss_raises() -> None:
-    def decayed(net: Any, batch: cases.Batch) -> Tensor:
-        loss: Tensor = cases.loss_sum(net, batch) + net.pairs[0].up.weight.square().sum()
-        return loss
-
-    fails(around(Pair), "reads a parameter that is cut over the tensor axis", loss=decayed)
-
-
-def test_a_tied_head_that_the_plan_leaves_out_raises() -> None:
-    """Its weight is the embedding's piece."""
-    sizes = GPTConfig(vocabulary=11, num_layers=1, width=8, num_heads=2, num_kv_heads=2, max_length=7)
-    plan = {name: style for name, style in GPT(sizes).tensor_plan().items() if name != "head"}
-
-    def body(comm: Comm) -> None:
-        with empty_parameters():
-            made = GPT(sizes)
-        Engine(made, comm, strategy="ddp", tensor_plan=plan).model(token_batches()[0]["x"])
-
-    with pytest.raises(ValueError, match=r"'linear' reads a parameter that is cut .*, 'embed.weight'"):
-        plait.run_threads("tensor=2", body)
 
 
 # ---- whole parameters on cut activations -------------------------------------------------------------------------

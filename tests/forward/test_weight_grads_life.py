@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from weight_grads_cases import Deferring, assert_equal, draws, grads, parameters_of, plain, split
+from weight_grads_cases import Deferring, assert_equal, draws, plain, split
 
 
 def test_hooks_fire_once_in_the_weight_part_with_the_whole_gradient() -> None:
@@ -118,21 +118,6 @@ def test_only_operands_stay_after_the_input_part_and_nothing_after_the_weight_pa
     deferred.weigh(0)
     assert {name for name, storage in seen.items() if not storage.expired()} == output
     assert keeps_output or all(ref() is None for ref in graph)
-
-
-def test_weights_are_not_kept_for_an_input_that_wants_no_gradient() -> None:
-    layer, x = nn.Linear(5, 6), draws(torch.empty(2, 5), 0)
-    want = plain(layer, [x], "W0", wants=False)
-    layer.zero_grad()
-    deferred = Deferring(layer.parameters())
-    deferred.begin(0)
-    with deferred:
-        y = layer(x)
-    with torch.no_grad():
-        layer.weight.zero_()
-    y.backward(draws(y, 0))
-    deferred.weigh(0)
-    assert_equal(grads(parameters_of(layer)), want[2:])
 
 
 def test_a_parameter_whose_use_gives_no_gradient_gets_none() -> None:

@@ -280,19 +280,6 @@ def test_parts_one_behind_the_other_are_the_model(sizes: tuple[int, ...]) -> Non
     assert torch.equal(y_BC, model(x_BC))
 
 
-def test_a_weight_on_two_links_of_one_part_is_one_parameter_there() -> None:
-    part = part_of(GPT(SMALL), range(0, 6))
-    weights = dict(part.model.named_parameters(remove_duplicate=False))
-    assert weights["embed.weight"] is weights["head.weight"]
-    apart = [part_of(GPT(SMALL), links).model for links in (range(0, 3), range(3, 6))]
-    assert [
-        sorted(n for n, _ in p.named_parameters() if "weight" in n and ("embed" in n or "head" in n)) for p in apart
-    ] == [
-        ["embed.weight"],
-        ["head.weight"],
-    ]
-
-
 def test_the_whole_is_the_model_itself() -> None:
     model = cases.Net()
     part = whole(model).part(range(0), set(), CPU)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
-from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 from torch.utils._pytree import treespec_dumps as treespec_dumps
 from torch.utils._pytree import treespec_loads as treespec_loads
@@ -31,8 +30,6 @@ is_torch_function_mode_enabled = torch._C._is_torch_function_mode_enabled  # a m
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode  # sees operators below autograd
 get_function_stack_at = torch._C._get_function_stack_at  # finds the interceptor among the program's modes
 len_torch_function_stack = torch._C._len_torch_function_stack  # counts them
-OpOverload = torch._ops.OpOverload  # is one form of an operator
-OpOverloadPacket = torch._ops.OpOverloadPacket  # is an operator in all its forms
 pop_torch_function_stack = torch._C._pop_torch_function_stack  # takes the interceptor off without a context manager
 push_on_torch_function_stack = torch._C._push_on_torch_function_stack  # puts it on
 
@@ -47,14 +44,11 @@ will_engine_execute_node = torch._C._will_engine_execute_node  # tells which gra
 
 # Transforms around a call.
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active  # tells if vmap or jvp is around a call
-get_tracing_state = torch._C._get_tracing_state  # tells if a trace is being taken
 is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor  # tells if a tensor is inside of one
 is_fwd_grad_enabled = torch._C._is_fwd_grad_enabled  # is False inside of an autograd.Function's forward
 
 # Modules, storages and operators.
 assert_async = torch._assert_async  # checks a class index on the device, without a wait
-BatchNorm = torch.nn.modules.batchnorm._BatchNorm  # is the base of all batch norms
-DropoutNd = torch.nn.modules.dropout._DropoutNd  # is the base of all dropouts
 foreach_lerp_ = torch._foreach_lerp_  # moves many averages in one call
 foreach_norm = torch._foreach_norm  # takes the norms of many tensors in one call
 global_forward_hooks = torch.nn.modules.module._global_forward_hooks  # are hooks that a program has put on all modules

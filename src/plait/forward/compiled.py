@@ -16,7 +16,9 @@ compiler, after a warning that says why.
 
 import builtins
 import functools
+import importlib.util
 import os
+import shutil
 import sysconfig
 import types
 import warnings
@@ -30,7 +32,7 @@ from plait.forward.interceptor import EngineMode, Interceptor, hidden_modes
 from plait.forward.products import Products
 from plait.forward.random_ops import draws_nothing, seeded
 from plait.table.parallelism import Parallelism
-from plait.torch_private import OpOverload, global_forward_hooks, global_forward_pre_hooks, tree_leaves
+from plait.torch_private import global_forward_hooks, global_forward_pre_hooks, tree_leaves
 
 MOST = 512
 """Classes of units, times shapes of their inputs, times modes (training, evaluation): each is compiled."""
@@ -57,15 +59,9 @@ def check_compile(parallelism: Parallelism, tensor: int, device: torch.device) -
 def missing_compiler(device: torch.device) -> str:
     """What the compiler of a device lacks on this machine, and how to get it; nothing if it lacks nothing."""
     if device.type != "cpu":
-        from torch.utils._triton import has_triton
-
-        return "" if has_triton() else f"Triton for {device}, which is not there: install it (pip install triton)"
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
+        there = importlib.util.find_spec("triton") is not None
+        return "" if there else f"Triton for {device}, which is not there: install it (pip install triton)"
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
         return "a C++ compiler, and there is none: install g++ (Debian: apt install g++), or name one in CXX"
     if not os.path.isfile(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
         return "the headers of Python, and they are not there: install them (Debian: apt install python3-dev)"
@@ -243,7 +239,7 @@ def refuse_random(graph: torch.fx.Graph) -> None:
     """Raises NotCompiledError for an operator that draws, in a graph that is to be compiled."""
     for node in graph.nodes:
         op = node.target
-        seeds = isinstance(op, OpOverload) and seeded(op) and not draws_nothing(op, node.args, node.kwargs)
+        seeds = hasattr(op, "tags") and seeded(op) and not draws_nothing(op, node.args, node.kwargs)
         if seeds or "inductor_seed" in str(op):
             raise NotCompiledError("it draws random numbers (dropout, for example), which belong to the whole run")
 

@@ -35,7 +35,7 @@ from plait.pipeline.program import Blocks, ModelCut, StageDone, StagePart, Stage
 from plait.torch_private import (
     is_fwd_grad_enabled,
     tree_flatten,
-    tree_map_only,
+    tree_map,
     tree_unflatten,
     treespec_dumps,
     treespec_loads,
@@ -301,7 +301,7 @@ class BlockProgram(CutProgram):
         if index + 1 == self.here.start:
             return _carry(self._received)
         if self._nothing is None:
-            self._nothing = tree_map_only(Tensor, self._stand_in, _carry(self._received))
+            self._nothing = tree_map(self._stand_in, _carry(self._received))
         return self._nothing
 
     def _stand_in(self, received: Tensor) -> Tensor:

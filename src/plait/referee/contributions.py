@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from plait.referee.difference import factor_text
 from plait.referee.values import rounding, wide
-from plait.torch_private import BatchNorm as _BatchNorm
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 CONDITION = 1e9
 """Of the parts' normalised Gram matrix: beyond it they are too much alike to be told apart."""
 
@@ -174,7 +174,7 @@ def over_samples(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        if isinstance(module, BATCH_NORMS) and (module.training or module.running_mean is None)
     ]
 
 

@@ -32,10 +32,10 @@ from plait.sharded.dispatch import (
     tensors_in,
     writes,
 )
-from plait.sharded.rules import lossless, name_of, specs_in
+from plait.sharded.rules import OpOverload, OpOverloadPacket, lossless, name_of, specs_in
 from plait.sharded.spec import OpPlan, Refusal, Spec, SpecCache
 from plait.table.layout import Layout
-from plait.torch_private import OpOverload, OpOverloadPacket, TorchDispatchMode
+from plait.torch_private import TorchDispatchMode
 
 RANDOM = torch.Tag.nondeterministic_seeded
 OTHER_SHAPE = torch.Tag.inplace_view

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from plait.sharded.elementwise import elementwise
-from plait.sharded.rules import RULES, Rule, name_of, named, on_plain, specs_in
+from plait.sharded.rules import RULES, OpOverload, OpOverloadPacket, Rule, name_of, named, on_plain, specs_in
 from plait.sharded.spec import OpPlan, Refusal, Spec, SpecCache
 from plait.table.layout import Layout
-from plait.torch_private import DisableTorchFunctionSubclass, OpOverload, OpOverloadPacket, is_functorch_wrapped_tensor
+from plait.torch_private import DisableTorchFunctionSubclass, is_functorch_wrapped_tensor
 
 ATOMS = {
     int, float, bool, str, type(None), complex, type(...), torch.dtype, torch.device, torch.memory_format, torch.layout

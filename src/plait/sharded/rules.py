@@ -28,13 +28,16 @@ from torch import Tensor
 
 from plait.sharded.spec import OpPlan, Refusal, Spec
 from plait.table.layout import Layout
-from plait.torch_private import tree_map_only
+from plait.torch_private import tree_map
 
 Axes = tuple[str, ...]
 Letters = Sequence[str | None]
 """A letter for each dim; None for a dim of size 1 that is stretched, or a whole dim of the result."""
 Rule = Callable[..., Spec | OpPlan]
 SomeRule = TypeVar("SomeRule", bound=Rule)
+
+OpOverload, OpOverloadPacket = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
+"""The classes of one form of an operator of torch's library, and of all its forms."""
 
 RULES: dict[Any, Rule] = {}
 """torch function -> rule; the files beside this one fill it at import, and ``rule`` adds yours."""
@@ -279,7 +282,7 @@ def on_plain(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function on the pieces as plain tensors, for Python code that reads the sizes of its operands."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(Tensor, lambda t: t.as_subclass(Tensor), (args, kwargs))
+        args, kwargs = tree_map(lambda t: t.as_subclass(Tensor) if isinstance(t, Tensor) else t, (args, kwargs))
         return function(*args, **kwargs)
 
     return run

@@ -43,7 +43,6 @@ from plait.tensor.vocabulary import CutClasses
 from plait.torch_private import (
     DisableTorchFunctionSubclass,
     disabled_torch_function_impl,
-    get_tracing_state,
     is_torch_function_mode_enabled,
 )
 
@@ -55,7 +54,7 @@ _run_local: Any = disabled_torch_function_impl
 _local = DisableTorchFunctionSubclass
 _grad: Any = Tensor.grad
 _PLAIN: Any = Tensor
-_tracing: Any = get_tracing_state
+_tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
 _NONE: dict[str, Any] = {}
 
 
@@ -191,7 +190,7 @@ class ShardedTensor(SpecTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if _tracing() is not None:
+        if _tracing():
             raise LayoutError(
                 f"torch.jit.trace of {name_of(func)} would record this rank's piece: trace on whole tensors"
             )

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from plait.forward.context import CurrentForward, RunningUnit, goes_on, graph_is_kept, in_backward
 from plait.forward.parameter import AtRest
 from plait.forward.stays import StaysHere
-from plait.torch_private import DisableTorchFunction, are_functorch_transforms_active, queue_callback, tree_map_only
+from plait.torch_private import DisableTorchFunction, are_functorch_transforms_active, queue_callback, tree_map
 from plait.zero.activation_hooks import ActivationHooks, tensors_in
 from plait.zero.unit import GatherOrder, OpenUnits, State, Unit
 
@@ -304,7 +304,7 @@ class Unsharding(StaysHere):
             )
         with DisableTorchFunction():
             if any(map(unit.gathers, tensors)):
-                output = tree_map_only(Tensor, lambda t: t.clone() if unit.gathers(t) else t, output)
+                output = tree_map(lambda t: t.clone() if isinstance(t, Tensor) and unit.gathers(t) else t, output)
                 tensors = tensors_in(output)
             tracked = [tensor for tensor in tensors if tensor.requires_grad]
             for tensor in tracked:

@@ -20,12 +20,11 @@ from plait.referee.witness.pieces import Row, piece_of, rows_of
 from plait.referee.witness.stored import Witnessed
 from plait.run.job.job import Job
 from plait.step.step import num_samples, whole_count
-from plait.torch_private import BatchNorm as _BatchNorm
-from plait.torch_private import DropoutNd as _DropoutNd
 from plait.torch_private import tree_map
 from plait.zero.state.init import materialise
 
 Gradients = dict[str, Tensor]
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Replay:
         check_replayable(self.model)
         for module in self.model.modules():
             if isinstance(module, nn.SyncBatchNorm):  # one process has nobody to synchronise with
-                module.forward = partial(_BatchNorm.forward, module)  # type: ignore[method-assign]
+                module.forward = partial(nn.BatchNorm1d.forward, module)  # type: ignore[method-assign]
         self.parameters = dict(self.model.named_parameters())
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         trained = [p for p in self.parameters.values() if p.requires_grad]
@@ -172,7 +171,7 @@ def check_same_job(witnessed: Witnessed, replay: Replay) -> None:
 def check_replayable(model: nn.Module) -> None:
     """Refuses modules whose outcome is not the samples' alone; ValueError."""
     for name, module in model.named_modules():
-        if isinstance(module, _DropoutNd) and module.p > 0:
+        if isinstance(module, DROPOUTS) and module.p > 0:
             raise ValueError(
                 f"module {name!r} drops with p={module.p:g}, and every engine draws other masks: judge the job without "
                 f"dropout (--dropout 0, or nn.Dropout(0.0) in the job)"

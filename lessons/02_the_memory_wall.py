@@ -77,7 +77,7 @@ def kept_for_backward(model: nn.Module, x: torch.Tensor) -> int:
 def main(ranks: int = 4) -> None:
     # Prediction 1: 160 GB, four times the parameters.
     one = held(10e9, 0, 1)
-    print("10 B parameters:", ", ".join(f"{kind} {size / GB:.0f} GB" for kind, size in one.items()))
+    print("derived, 10 B parameters:", ", ".join(f"{kind} {size / GB:.0f} GB" for kind, size in one.items()))
     print(f"in all {sum(one.values()) / GB:.0f} GB, on a card of {CARD / GB:.0f} GB")
     assert one["parameters"] == 40 * GB and sum(one.values()) == 160 * GB
 
@@ -117,7 +117,7 @@ def main(ranks: int = 4) -> None:
         counted = (share.params, share.grads, share.optimizer)
         assert all(abs(a - b) < 8 for a, b in zip(counted, by_hand.values(), strict=True))  # whole elements
         print(f"  {row:6} on {ranks} ranks: {share.total / GB:6.1f} GB each")
-    print("Lesson 19 does this for every row, and counts what it costs in bytes sent.")
+    print("plait plan --params 10B --gpus 8xrtx4090 asks this of every layout; lesson 19 counts the bytes sent for it")
 
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@
 The idea.  The same program is started n times.  Each copy is a *rank*: it learns its number and the *world size* from
 its environment, finds the others through a meeting place (an address and a port), and does its part.  Nothing else
 makes them different, so "if rank == 0" is how one of them gets to print, to save, or to lead.  A rank is usually a
-process, because threads of one Python process take turns (the GIL) while processes do not.  To learn, threads are
-better: they start in a millisecond and share one debugger.  plait runs the same body on both.
+process, because threads of one Python process take turns (the GIL) while processes do not; torch lets go of the GIL
+inside its operators, so threads are not as bad as loops make them look.  On a CPU, processes talk over sockets.  To
+learn, threads are better: they start in a millisecond and share one debugger.  plait runs the same body on both.
 
 Predict before you run it:
   1. Four ranks each add their number to a token and pass it on.  What does rank 3 hold at the end?
   2. Ranks as threads, ranks as processes: how many process ids do four ranks have?
   3. A ping-pong message grows from 4 bytes to 4 KB, a thousandfold.  How much longer does it take?
+  4. Two threads count at the same time, in a loop of Python.  Is that faster than one after the other?
 
     plait lesson run 4
     torchrun --nproc-per-node 4 lessons/04_ranks.py
@@ -53,7 +55,20 @@ def body(comm: plait.Comm) -> int:
     return int(token)
 
 
-# 2. Ping-pong: rank 0 sends, rank 1 sends it back.  Half of a round trip is the time of one message.
+# 2. The GIL: threads of one process run Python in turns, so two take the time of one after the other.
+
+
+def count(comm: plait.Comm | None = None) -> float:
+    """Seconds until this rank has counted; all start together."""
+    if comm is not None:
+        comm.barrier(("pipe",))
+    start, number = time.perf_counter(), 0
+    while number < 300_000:
+        number += 1
+    return time.perf_counter() - start
+
+
+# 3. Ping-pong: rank 0 sends, rank 1 sends it back.  Half of a round trip is the time of one message.
 
 
 def ping_pong(comm: plait.Comm, size: int, rounds: int = 30) -> float:
@@ -79,7 +94,7 @@ def report(comm: plait.Comm) -> dict[str, object]:
 
 def show(me: dict, world: str) -> None:
     cells = [f"{size:>8} bytes {1e6 * s:8.1f} us" for size, s in zip(SIZES, me["seconds"], strict=True)]
-    print(f"{world} ping-pong: {' | '.join(cells)}")
+    print(f"measured here, {world} {' | '.join(cells)}")
 
 
 def main(ranks: int = 4) -> None:
@@ -101,6 +116,10 @@ def main(ranks: int = 4) -> None:
     # Prediction 3: hardly any.  Small messages cost the latency, large ones their bytes.
     small, middle, large = found[0]["seconds"]
     print(f"measured here: 4 KB takes {middle / small:.1f} times as long as 4 bytes, 4 MB {large / small:.0f} times")
+
+    # Prediction 4: no.  Each waits for the other's turns.  Two processes do not, as far as there are cores.
+    alone, both = count(), max(plait.run_threads("pipe=2", count))
+    print(f"measured here: a count takes {1e3 * alone:.0f} ms, two at once on threads {1e3 * both:.0f} ms")
 
     # A message of another shape is an error that names both sides, not a hang.
     try:

@@ -145,9 +145,9 @@ def main(ranks: int = 4) -> None:
     # Prediction 3: from about 188 KB on.  This is derived from the two formulas, which a table of both confirms.
     a, B = 100e-6, 1e9
     size = crossing(8, a, B)
-    print(f"8 ranks, 100 us and 1 GB/s: equal at {size / 1e3:.0f} KB")
+    print(f"derived, 8 ranks, 100 us and 1 GB/s: equal at {size / 1e3:.0f} KB")
     for each in (size / 10, size * 10):
-        print(f"  {each / 1e3:6.0f} KB: ring {1e3 * ring_seconds(8, each, a, B):5.2f} ms,", end=" ")
+        print(f"  derived, {each / 1e3:6.0f} KB: ring {1e3 * ring_seconds(8, each, a, B):5.2f} ms,", end=" ")
         print(f"tree {1e3 * tree_seconds(8, each, a, B):5.2f} ms")
     assert math.isclose(ring_seconds(8, size, a, B), tree_seconds(8, size, a, B))
     assert ring_seconds(8, size * 10, a, B) < tree_seconds(8, size * 10, a, B)

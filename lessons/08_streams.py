@@ -126,9 +126,9 @@ def main(ranks: int = 1) -> None:
     log, read, _, serial = forward(one, one)
     assert read == list(range(LAYERS)) and log[:4] == ["copy 0", "product 0", "copy 1", "product 1"]
     log, read, issued, both = forward(Stream(), Stream())
-    print(f"one stream:  {serial / UNIT:4.1f} units of {1e3 * UNIT:.0f} ms; by the formula {2 * LAYERS}")
-    print(f"two streams: {both / UNIT:4.1f} units; by the formula {LAYERS + 1}")
-    print("             " + ", ".join(log))
+    print(f"measured here, one stream:  {serial / UNIT:4.1f} units of {1e3 * UNIT:.0f} ms; by the formula {2 * LAYERS}")
+    print(f"measured here, two streams: {both / UNIT:4.1f} units; by the formula {LAYERS + 1}")
+    print("in two streams: " + ", ".join(log))
     assert serial > 2 * LAYERS * UNIT and both < serial, "the copies are hidden under the products"
     assert read == list(range(LAYERS)) and log.index("copy 1") < log.index("product 1")
 
@@ -138,7 +138,7 @@ def main(ranks: int = 1) -> None:
     assert read != list(range(LAYERS)) and read[0] is None
 
     # Prediction 3: the time of putting work into a queue.
-    print(f"the calls returned after {1e3 * issued:.2f} ms, the work took {1e3 * both:.0f} ms: synchronise first")
+    print(f"measured here: the calls returned after {1e3 * issued:.2f} ms, the work took {1e3 * both:.0f} ms")
     assert issued < both / 2
 
     # The same with the streams of a GPU, where there is one.

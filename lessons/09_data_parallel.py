@@ -117,7 +117,7 @@ def main(ranks: int = 4) -> None:
         by_hand = plait.run_threads(f"shard={n}", body)
         by_plait = plait.run_threads(f"shard={n}", engine)
         off = (by_hand[0]["parameters"] - flat(alone)).abs().max().item()
-        print(f"{n} ranks: parameters differ from one process by {off:.0e}; by hand and plait.Engine: equal to the bit")
+        print(f"ranks {n}: parameters differ from one process by {off:.0e}; by hand and plait.Engine: equal to the bit")
         assert off < 1e-5
         assert all(torch.equal(a["parameters"], b["parameters"]) for a, b in zip(by_hand, by_plait, strict=True))
         assert abs(by_plait[0]["mean"] - sum(r["loss"] for r in by_hand) / SAMPLES) < 1e-5

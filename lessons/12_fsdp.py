@@ -8,8 +8,9 @@ gathers again, and when the unit's last gradient is there, a reduce-scatter leav
     forward    gather 0 | compute 0, gather 1 | free 0 | compute 1, gather 2 | free 1 | ...
     backward   gather 3 | compute 3, gather 2 | reduce 3, free 3 | compute 2, gather 1 | reduce 2, free 2 | ...
 
-Gathering the next unit while this one computes is *prefetch*: two units are there at once instead of one.  The model's
-code does not change: hooks do all of this.  A parameter is a view of the flat vector, and stays the same object.
+Asking for the next unit before this one computes is *prefetch*: its gather is on the way meanwhile, and is waited for
+when its turn comes.  Two units are there at once instead of one.  The model's code does not change: hooks do all of
+this.  A parameter is a view of the flat vector, and stays the same object.
 
 Predict before you run it, with four units on four ranks:
   1. How many units are whole at once, at most, with prefetch 1?  With prefetch 0?
@@ -57,16 +58,23 @@ class Unit:
             start += p.numel()
         self.piece = nn.Parameter(self.flat.chunk(n)[comm.rank].clone())
         self.arrived = 0
-        self.whole = True
+        self.work = None
         self.free()
 
-    def gather(self) -> None:
+    def ask(self) -> None:
+        """Starts the gather, unless it is on the way or done."""
         if self.whole:
             return
         self.whole = True
         self.log.append(f"gather {self.number}")
         self.flat.untyped_storage().resize_(4 * self.flat.numel())
-        self.comm.all_gather(self.flat, self.piece.detach(), AXIS).wait()
+        self.work = self.comm.all_gather(self.flat, self.piece.detach(), AXIS)
+
+    def wait(self) -> None:
+        """Returns when the values are there."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
 
     def free(self) -> None:
         """Gives the memory back.  Every view, those that autograd saved too, now has a shape and no values."""
@@ -100,7 +108,8 @@ def shard(model: nn.Sequential, comm: plait.Comm, prefetch: int, log: list[str])
     def gather(first: int, step: int) -> None:
         for i in range(first, first + step * (prefetch + 1), step):
             if 0 <= i < len(units):
-                units[i].gather()
+                units[i].ask()
+        units[first].wait()
         at_once.append(sum(unit.whole for unit in units))
 
     for i, (block, unit) in enumerate(zip(model, units, strict=True)):

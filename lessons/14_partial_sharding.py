@@ -133,7 +133,7 @@ def main(ranks: int = 8) -> None:
     # Prediction 1: none.  One reduction and one gather cross replica, however many microbatches there are.
     for microbatches in (1, 2, 4):
         found = plait.run_threads(mesh, lambda comm, m=microbatches: body(comm, m))
-        print(f"{microbatches} microbatches: messages of a rank by axis {found[0]['sent']}")
+        print(f"microbatches {microbatches}: messages of a rank by axis {found[0]['sent']}")
         assert all(r["sent"]["replica"] == 2 and r["sent"]["tensor"] == microbatches for r in found)
         assert all(r["sent"]["shard"] == 2 * microbatches * (data > 1) for r in found)
         # Prediction 3: no.  It is one sum of the same terms, and these numbers add exactly: equal to the bit.

@@ -93,7 +93,10 @@ def main(ranks: int = 4) -> None:
     # Prediction 1: yes, if the one process adds in the layout's order.
     expected = one_process(data_ranks=2)
     straight = plait.run_threads(MESH, body)
-    print(f"{STEPS} steps on {MESH}, zero3, 1F1B: loss {straight[0]['loss']:.6f}; held {straight[0]['held']}")
+    print(f"{STEPS} steps on {MESH}, zero3, 1F1B: loss {straight[0]['loss']:.6f}")
+    held, whole = straight[0]["held"], 4 * sum(t.numel() for t in expected.values())
+    print(f"rank 0 holds {held['params']} of {whole} bytes of parameters: half of a stage, padded to equal pieces")
+    assert whole // 4 <= held["params"] == held["grads"] == held["optimizer"] // 2 < 1.1 * whole // 4
     assert all(same(rank["state"], expected) for rank in straight)
     print("parameters: those of one process that adds in this order, to the bit, on every rank")
 

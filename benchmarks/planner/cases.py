@@ -87,7 +87,7 @@ def vtrain(data: Path, name: str) -> Source:
         plan = Plan(
             model, cluster, Mesh(pipe=pipe, shard=shard, tensor=tensor), TABLE["ddp"].mixed("fp16"), batch, length,
             batch // shard // micro, split=balanced_ends(layers, pipe), recompute="full", dtype="fp16",
-            kernels=MEGATRON, overlap=False,
+            kernels=MEGATRON, overlap=False, scatters=True,
         )  # fmt: skip
         kinds = {"hidden": str(hidden), "tensor": str(tensor), "pipe": str(pipe), "data": str(shard)}
         kinds |= {"micro batch": str(micro), "depth": str(layers)}
@@ -355,7 +355,7 @@ def korthikanti(data: Path) -> list[tuple[str, str, Plan, dict[str, Any]]]:
             preset("8xa100-80", pipe), Mesh(pipe=pipe, tensor=8), TABLE["ddp"].mixed("fp16"), batch, 2048,
             batch // micro, "interleaved" if chunks else None, chunks,
             split=balanced_ends(layers, pipe, chunks or 1), recompute=recompute,
-            sequence_parallel="sequence" in mode, dtype="fp16", kernels=MEGATRON, overlap=False,
+            sequence_parallel="sequence" in mode, dtype="fp16", kernels=MEGATRON, overlap=False, scatters=True,
         )  # fmt: skip
         found.append((name, mode, plan, values))
     return found

@@ -231,7 +231,15 @@ def pipe_seconds(plan: Plan) -> float:
     """Seconds of one activation between stages."""
     if plan.mesh.pipe == 1:
         return 0.0
-    return message_seconds("send", plan.sizes.tokens * plan.model.hidden * plan.sizes.itemsize, ("pipe",), plan)
+    size = handed_bytes(plan)
+    ways = plan.mesh.tensor if plan.scatters and not plan.sizes.sequence else 1
+    gather = message_seconds("all_gather", size, ("tensor",), plan) if ways > 1 else 0.0
+    return message_seconds("send", size / ways, ("pipe",), plan) + gather
+
+
+def handed_bytes(plan: Plan) -> float:
+    """Bytes of the stream that a rank hands to the next stage: its part, where the stream is cut in time."""
+    return plan.sizes.stream * plan.model.hidden * plan.sizes.itemsize
 
 
 def elements_on(plan: Plan, share: RankLinks) -> float:
@@ -299,7 +307,7 @@ def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
             for kind in (kinds[-1],) * end:
                 add(phase, kind, ("tensor",), whole, 1, m)
     if mesh.pipe > 1:
-        add("pipe", "send", ("pipe",), whole, 1, m * (2 * stages - share.embed - share.head))
+        add("pipe", "send", ("pipe",), handed_bytes(plan), 1, m * (2 * stages - share.embed - share.head))
     return tuple(found)
 
 

@@ -53,6 +53,8 @@ class Plan:
     states: int = 2
     """Numbers that the optimizer keeps for each element that it updates."""
     kernels: Kernels = FUSED
+    scatters: bool = False
+    """Each tensor rank hands its part of the stream to the next stage, which gathers it inside the host (Megatron)."""
     overlap: bool = True
     """Gathers and reductions run beside the computation, as plait's do on a GPU."""
 

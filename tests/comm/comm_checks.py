@@ -236,10 +236,10 @@ def check_many_messages_before_any_is_taken(comm: Comm) -> None:
 
 def check_messages_whose_handles_are_dropped(comm: Comm) -> None:
     """They go, and a world keeps the memory of a few of them only."""
-    many = 100
+    many = 1100
     for i in range(many if comm.rank == 0 and comm.mesh.size > 1 else 0):
         comm.send(torch.full((3,), float(i)), 1)
-        assert len(getattr(comm, "dropped", ())) <= 64
+        assert len(getattr(comm, "sends", ())) <= 1024
     for i in range(many if comm.rank == 1 else 0):
         comm.recv(got := torch.empty(3), 0).wait()
         same(got, torch.full((3,), float(i)))

@@ -51,8 +51,8 @@ DESCRIPTIONS = 1
 MOST_TAGS = 4096
 """Most checksums that are kept."""
 
-MOST_DROPPED = 64
-"""Sends under way whose handles were dropped; one more waits for the oldest of them."""
+MOST_SENDS = 1024
+"""Sends under way; one more waits for the oldest of them, whose handle may have been dropped."""
 
 
 NO_GRADIENTS = nullcontext()
@@ -74,13 +74,9 @@ class P2PWork:
         self._under_way = under_way
         under_way[id(self)] = self
 
-    @property
-    def is_under_way(self) -> bool:
-        return self._under_way.get(id(self)) is self
-
     def wait(self) -> None:
         """Waits for the messages, then finishes; a second call does nothing."""
-        if not self.is_under_way:
+        if self._under_way.get(id(self)) is not self:
             return
         with torch.no_grad() if torch.is_grad_enabled() else NO_GRADIENTS:
             try:
@@ -90,20 +86,6 @@ class P2PWork:
             if self._finish is not None:
                 self._finish()
         self._works, self._finish = [], None
-
-
-class Sent:
-    """The handle of a message to another rank; where it is dropped before a wait, ``dropped`` keeps the message."""
-
-    def __init__(self, message: P2PWork, dropped: dict[int, P2PWork]) -> None:
-        self._message, self._dropped = message, dropped
-
-    def wait(self) -> None:
-        self._message.wait()
-
-    def __del__(self) -> None:
-        if self._message.is_under_way:
-            self._dropped[id(self._message)] = self._message
 
 
 class ProcessComm(Comm):
@@ -136,8 +118,7 @@ class ProcessComm(Comm):
         self._under_way: dict[int, P2PWork] = {}
         self._tags: dict[tuple[object, ...], int] = {}
         """Checksums of the meanings of operations; a repr of one costs more than a small message."""
-        self.sends: dict[int, P2PWork] = {}  # under way, to other ranks
-        self.dropped: dict[int, P2PWork] = {}  # sends whose handles are gone, the oldest first
+        self.sends: dict[int, P2PWork] = {}  # under way, to other ranks, the oldest first
         self._closed = False
         self._borrows = False
         """True if torch's process group was there before, and stays."""
@@ -316,9 +297,9 @@ class ProcessComm(Comm):
 
     def _send(self, operation: Operation, tensor: Tensor, dst: int) -> Work:
         works = self.transport.send(operation, tensor, dst, self._message_tag(operation, tensor))
-        while len(self.dropped) >= MOST_DROPPED:
-            self.dropped.pop(next(iter(self.dropped))).wait()
-        return Sent(P2PWork(self.transport, operation, works, self.sends), self.dropped)
+        while len(self.sends) >= MOST_SENDS:
+            next(iter(self.sends.values())).wait()
+        return P2PWork(self.transport, operation, works, self.sends)
 
     def _recv(self, operation: Operation, tensor: Tensor, src: int) -> Work:
         return self._work(operation, self.transport.recv(operation, tensor, src, self._message_tag(operation, tensor)))

@@ -47,7 +47,7 @@ $(READY): requirements.lock pyproject.toml
 	  "$$found" -m venv --clear .venv || exit 1; \
 	fi
 	@echo "plait: installing the packages of requirements.lock into .venv (minutes, where torch must be fetched)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@$(BIN)/python -c 'import plait, torch; print(f"plait: ready, torch {torch.__version__}")'

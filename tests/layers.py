@@ -113,7 +113,6 @@ SHARES: dict[str, Share] = {
     "lessons/test_course.py::test_the_capstone_holds": NIGHTLY,
     "lessons/test_worlds.py::test_processes_have_the_bits_of_threads": Share("none", "few"),
     "lessons/test_worlds.py::test_torchrun_says_how_many_ranks_there_are": PROCESSES,
-    "lessons/test_clock.py::test_every_order_is_the_whole_model_to_the_bit": Share("pairs", "pairs"),
     "models/test_hf.py::test_plait_comes_without_transformers": PROCESSES,
     "oracle": ORACLES,
     "prove/test_engine_link.py": Share("few", "all"),

@@ -1,6 +1,5 @@
 """Small versions of what is fast elsewhere, to learn from and to measure against.
 
-naive/      pipelining in one process, every line to be read
 ring.py     the ring algorithms of the collectives, written with ``send`` and ``recv``
 tree.py     the same as binomial trees
 judge.py    how far an answer to a puzzle is off

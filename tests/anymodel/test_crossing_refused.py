@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -94,83 +95,71 @@ class Elsewhere(Tower):
 
 
 class Counting(Tower):
-    """A module in front of the blocks returns a number, which is read behind them."""
+    """A module in front of the blocks returns something beside its tensor, which is read behind them."""
+
+    class Embed(nn.Module):
+        calls = 0
+
+        def __init__(self, made: Callable[[Tensor, int], Any]) -> None:
+            super().__init__()
+            self.inner, self.made = linear(), made
+
+        def forward(self, x: Tensor) -> Any:
+            self.calls += 1
+            return self.inner(x), self.made(x, self.calls)
+
+    def __init__(self, made: Callable[[Tensor, int], Any], read: Callable[[Any], Any] = lambda found: found) -> None:
+        super().__init__()
+        self.embed, self.read = self.Embed(made), read  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, found = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x)) * self.read(found)
+        return out
+
+
+class Numbers:
+    """A thing that only this process knows."""
+
+    def __rmul__(self, x: Tensor) -> Tensor:
+        return x * 3
+
+
+def number() -> nn.Module:
+    return Counting(lambda x, calls: 0.5 if x[0, 0] > 0 else 0.25)
+
+
+def nested() -> nn.Module:
+    """It is in a list in a dict, and changes its kind."""
+    return Counting(lambda x, calls: {"a": [None if x[0, 0] > 0 else "text"]}, lambda found: len(str(found["a"])))
+
+
+def once() -> nn.Module:
+    """It becomes another thing after microbatches of two sizes."""
+    return Counting(lambda x, calls: 2 if calls < 3 else Numbers())
+
+
+def kept() -> nn.Module:
+    """It is a tensor, of which the length is read."""
+    return Counting(lambda x, calls: x[x[:, 0] > 0], len)
+
+
+class Longer(Tower):
+    """The length of the stream that the embedding makes is read behind the blocks."""
 
     class Embed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = linear()
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Any]:
-            return self.inner(x), self.number(x)
-
-        def number(self, x: Tensor) -> Any:
-            return 0.5 if x[0, 0] > 0 else 0.25
+        def forward(self, x: Tensor) -> Any:
+            return torch.stack([self.inner(x)] * (1 if x[0, 0] > 0 else 2), 1)
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = self.Embed()  # type: ignore[assignment]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, number = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(self.norm(x)) * number
-        return out
-
-
-class Deep(Counting):
-    """The number is a key in a dict, and changes its kind."""
-
-    class Embed(Counting.Embed):
-        def number(self, x: Tensor) -> Any:
-            return {"a": [None if x[0, 0] > 0 else "text"]}
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, found = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(self.norm(x)) * len(str(found["a"]))
-        return out
-
-
-class Once(Counting):
-    """The number becomes a thing that only this process knows."""
-
-    class Embed(Counting.Embed):
-        calls = 0
-
-        def number(self, x: Tensor) -> Any:
-            self.calls += 1
-            return 2 if self.calls < 3 else Numbers()  # microbatches are of two sizes
-
-
-class Numbers:
-    def __rmul__(self, x: Tensor) -> Tensor:
-        return x * 3
-
-
-class Kept(Counting):
-    """The number is how long a tensor is."""
-
-    class Embed(Counting.Embed):
-        def number(self, x: Tensor) -> Any:
-            return x[x[:, 0] > 0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, found = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(self.norm(x)) * len(found)
-        return out
-
-
-class Longer(Counting):
-    """The number is how long the stream is."""
-
-    class Embed(Counting.Embed):
-        def forward(self, x: Tensor) -> Any:
-            return torch.stack([self.inner(x)] * (1 if x[0, 0] > 0 else 2), 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -232,12 +221,12 @@ class SparseBias(Tower):
         (Hooked, r"the modules inside of 'blocks\.\d' belongs to another stage"),
         (Hidden, "stage 0 ends with 'blocks.2', which returns object"),
         (
-            Counting,
+            number,
             r"'embed' returns .*0\.2?5.* where it returned .* for an earlier batch .*, or return .* as a tensor",
         ),
-        (Deep, r"'embed' returns .*(None|'text').* where it returned .*(None|'text').* for"),
-        (Once, "'embed', of which later stages know what it returned before, returns Numbers: from stage to stage go"),
-        (Kept, r"'embed' returns .*float64 \[\d, 5\].* where it returned .*float64 \[\d, 5\].* pad what varies"),
+        (nested, r"'embed' returns .*(None|'text').* where it returned .*(None|'text').* for"),
+        (once, "'embed', of which later stages know what it returned before, returns Numbers: from stage to stage go"),
+        (kept, r"'embed' returns .*float64 \[\d, 5\].* where it returned .*float64 \[\d, 5\].* pad what varies"),
         (
             Longer,
             r"'embed' returns .*float64 \[\d, \d, 5\].* where it returned .* for an earlier batch",
@@ -253,5 +242,5 @@ class SparseBias(Tower):
     ],
 )
 @pytest.mark.parametrize("mesh", ["pipe=2", "pipe=3"])
-def test_what_cannot_cross_is_refused_by_name(kind: type[nn.Module], words: str, mesh: str) -> None:
+def test_what_cannot_cross_is_refused_by_name(kind: Callable[[], nn.Module], words: str, mesh: str) -> None:
     refused(words.replace("blocks.2", "blocks." + ("2" if mesh == "pipe=2" else "1")), distinct(kind()), mesh)

@@ -75,15 +75,6 @@ def agree(ranks: list[Any], single: Any) -> None:
         assert all(cases.close(state[name], single[1][name], 1e-12) for name in state)
 
 
-@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sequence", [False, True])
-def test_a_stock_decoder_trains_by_the_plan_it_carries(sequence: bool, kind: str, tie: bool) -> None:
-    single = steps(kind, "shard=1", "ddp", tie)[0]
-    for mesh, row in (("tensor=2", "zero1"), ("shard=2 tensor=2", "zero3")):
-        agree(steps(kind, mesh, row, tie, sequence_parallel=sequence), single)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_plan_is_read_as_it_is_and_the_ends_are_cut_by_vocabulary(kind: str) -> None:
     model: Any = build(kind)
@@ -103,11 +94,6 @@ def test_its_plan_is_read_as_it_is_and_the_ends_are_cut_by_vocabulary(kind: str)
 def test_sequence_parallelism_needs_the_plan_of_the_wing() -> None:
     with pytest.raises(ValueError, match=r"tensor_plan=plait\.anymodel\.plan_of\(model, sequence=True\)"):
         plan_of(build("llama"), sequence=True)
-
-
-def test_more_ranks_than_key_value_heads_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"k_proj': 2 heads of 6 cannot be shared by tensor=4 ranks.*use tensor=2"):
-        steps("llama", "tensor=4", "ddp")
 
 
 def test_the_models_own_loss_gathers_the_logits_and_warns() -> None:

@@ -61,17 +61,17 @@ def names_in(model: nn.Module, pattern: str, ends: Iterable[str]) -> list[str]:
     return [name for name in names if fnmatchcase(name, pattern) and name not in ends]
 
 
-def plan_from_transformers(model: Any, carried: Mapping[str, str]) -> dict[str, str]:
-    """The plan of a whole ``PreTrainedModel`` from the one that it ``carried``; ValueError for an unknown style."""
+def plan_from_transformers(model: Any, carried: Mapping[str, str], words: Mapping[str, str] = WORDS) -> dict[str, str]:
+    """The plan of a whole ``PreTrainedModel`` from the one that it ``carried``, in our ``words``; ValueError for an
+    unknown style."""
     check_carried(model)
     ends = ends_of(model)
     found = {pattern: style for pattern, style in carried.items() if names_in(model, pattern, ends)}
-    if unknown := sorted({style for style in found.values() if style not in WORDS}):
+    if unknown := sorted({style for style in found.values() if style not in words}):
+        more = "plait.anymodel.plan_of(model), which knows more, or " if words is WORDS else ""
         raise ValueError(
             f"{type(model).__name__}'s tensor plan has the style {unknown[0]!r}, which plait has no word for "
-            f"(it knows {', '.join(WORDS)}): give tensor_plan=plait.anymodel.plan_of(model), which knows more, or a "
-            f"plan of your own"
+            f"(it knows {', '.join(words)}): give tensor_plan={more}a plan of your own"
         )
-    return {pattern: WORDS[style] for pattern, style in found.items() if WORDS[style]} | dict.fromkeys(
-        ends, "vocabulary"
-    )
+    plan = {pattern: words[style] for pattern, style in found.items() if words[style]}
+    return plan | dict.fromkeys(ends, "vocabulary")

@@ -19,7 +19,7 @@ from plait import tensor
 from plait.anymodel.tensor.kinds import MORE_KINDS
 from plait.table.tensor_plan import Style, match_styles
 from plait.tensor import Parallel
-from plait.tensor.transformers import WORDS, check_carried, ends_of, names_in
+from plait.tensor.transformers import WORDS, ends_of, names_in, plan_from_transformers
 
 
 class ModelPlan(tensor.TensorPlan):
@@ -59,22 +59,12 @@ def resolve_carried(model: nn.Module, ways: int, *, sequence: bool = False) -> P
 
 
 def _translated(model: Any, carried: Mapping[str, str], *, sequence: bool) -> dict[str, str]:
-    check_carried(model)
-    if unknown := sorted({style for style in carried.values() if style not in MORE_WORDS}):
-        raise ValueError(
-            f"{type(model).__name__}'s tensor plan has the style {unknown[0]!r}, which plait has no word for "
-            f"(it knows {', '.join(MORE_WORDS)}): give tensor_plan=... of your own"
-        )
+    plan = plan_from_transformers(model, carried, MORE_WORDS)
     modules: dict[str, nn.Module] = dict(model.named_modules())
     parameters, ends = dict(model.named_parameters(remove_duplicate=False)), ends_of(model)
-    plan: dict[str, str] = {}
-    for pattern, style in carried.items():
-        word, names = MORE_WORDS[style], names_in(model, pattern, ends)
-        if word in ("experts", "shared", "local"):
-            plan |= {name: _counted(model, name, word) for name in names}
-        elif word and names:
-            plan[pattern] = word
-    plan |= dict.fromkeys(ends, "vocabulary")
+    for pattern in [one for one, word in plan.items() if word in ("experts", "shared", "local")]:
+        word = plan.pop(pattern)
+        plan |= {name: _counted(model, name, word) for name in names_in(model, pattern, ends)}
     return plan | _in_time(model, modules, match_styles(plan, modules, parameters, MORE_KINDS)) if sequence else plan
 
 

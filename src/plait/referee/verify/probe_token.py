@@ -1,0 +1,149 @@
+"""The one-token probe: change one token, run the forward again, and list the positions whose outputs move.
+
+    token changed      sample 0, step 3         documents   0 0 | 1 1 1 1
+    may move           . . . ███ ███ ███        its own step and later ones, of its document, of its sample
+    leaks              earlier steps, other documents, other samples
+
+It asks the layout itself, in eval mode: how attention is masked, how time is cut, which rows a rank has.  A model whose
+tokens see later ones, an encoder say, leaks by its nature.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.comm import Comm
+from plait.comm.texts import gather_texts
+from plait.forward.batch import batch_tensors
+from plait.run.config.settings import VerifyConfig
+from plait.run.job.job import Job
+from plait.step.engine import Engine
+from plait.table.collectives import Note
+
+Position = tuple[int, int, int]
+"""Microbatch of the first data rank, sample in it, step of time; the microbatch counts through all data ranks."""
+
+
+@dataclass(frozen=True)
+class ProbedToken:
+    """What one changed token moved."""
+
+    token: Position
+    moved: tuple[Position, ...]
+    leaks: tuple[tuple[Position, str], ...]
+    """The positions that must not have moved, each with the reason."""
+
+    def __str__(self) -> str:
+        microbatch, sample, step = self.token
+        start = f"token {step} of sample {sample} in microbatch {microbatch}"
+        if not self.moved:
+            return f"{start} moves nothing: the model does not read it"
+        own = sorted(at[2] for at in self.moved if at[:2] == self.token[:2])
+        steps = f"steps {own[0]} to {own[-1]} of its sample ({len(own)} of them)" if own else "no step of its sample"
+        if not self.leaks:
+            return f"{start} moves {steps}, and nothing else"
+        shown = "; ".join(f"microbatch {m}, sample {s}, step {t}: {why}" for (m, s, t), why in self.leaks[:4])
+        return f"{start} moves {steps} and LEAKS to {len(self.leaks)} positions: {shown}"
+
+
+class _Watched:
+    """A model whose outputs are kept."""
+
+    def __init__(self, model: Any, outputs: list[Any]) -> None:
+        self._model, self._outputs = model, outputs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._model(*args, **kwargs)
+        self._outputs.append(output)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def outputs_of(engine: Engine, batches: Sequence[Any]) -> list[Tensor]:
+    """The model's output [samples, time, ...] for each microbatch of this rank; none without the last stage."""
+    kept: list[Any] = []
+    loss_fn: Any = engine.loss_fn
+    engine.loss_fn = lambda model, batch: loss_fn(_Watched(model, kept), batch)
+    try:
+        engine.evaluate(batches)
+    finally:
+        engine.loss_fn = loss_fn
+    found = []
+    for output, batch in zip(kept, batches, strict=False):
+        samples, steps = batch["tokens"].shape
+        shape = samples, steps // engine.comm.mesh.context
+        fitting = [t for t in batch_tensors(output) if t.dim() > 2 and tuple(t.shape[:2]) == shape]
+        if not fitting:
+            raise ValueError(f"the model has no output of [{shape[0]}, {shape[1]}, ...]: a token cannot be probed")
+        found.append(fitting[0].detach().as_subclass(Tensor).clone())
+    return found
+
+
+def moved_positions(engine: Engine, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Position]:
+    """The positions of this rank whose outputs are other numbers, in the whole sequence and the whole step."""
+    axis, comm = engine.placed.time_axis, engine.comm
+    first = comm.mesh.data_rank(comm.rank) * len(before)
+    moved: list[Position] = []
+    for m, (a, b) in enumerate(zip(before, after, strict=True)):
+        places = torch.arange(a.shape[1]) if axis is None else axis.places(a.shape[1]).cpu()
+        for sample, step in (a != b).flatten(2).any(-1).nonzero().tolist():
+            moved.append((first + m, sample, int(places[step])))
+    return moved
+
+
+def leaks_of(token: Position, moved: Sequence[Position], batch: Mapping[str, Tensor]) -> list[tuple[Position, str]]:
+    """The positions that a causal model does not move, with the reason."""
+    found = []
+    for at in moved:
+        if at[:2] != token[:2]:
+            found.append((at, "another sample"))
+        elif at[2] < token[2]:
+            found.append((at, "an earlier step"))
+        elif "documents" in batch and (batch["documents"][at[1], token[2] : at[2] + 1].diff() != 0).any():
+            found.append((at, "another document"))
+    return found
+
+
+def probe_tokens(job: Job, config: VerifyConfig, comm: Comm) -> list[ProbedToken]:
+    """Probes the first, a middle and the last token of a sample of the first microbatch; every rank calls it.
+
+    Raises:
+        ValueError: batches without ``tokens`` [samples, time], or a model without an output of that shape.
+    """
+    num = config.layout.microbatches
+    batches = job.microbatches(0, comm.mesh.data_rank(comm.rank), comm.mesh.data_size, num, str(comm.device))
+    if not isinstance(batches[0], Mapping) or "tokens" not in batches[0]:
+        raise ValueError("--probe-token changes batch['tokens'] [samples, time], and this job's batches have none")
+    engine, _ = job.engine(comm, config.measured(job, comm))
+    before = outputs_of(engine, batches)
+    mine = comm.mesh.data_rank(comm.rank) == 0
+    whole = batches[0]
+    samples, length = whole["tokens"].shape
+    sample = samples // 2
+    if "documents" in whole:  # the sample with the most of them
+        sample = int((whole["documents"].diff() != 0).sum(1).argmax())
+    probed = []
+    for step in sorted({0, length // 2, length - 1}):
+        tokens = whole["tokens"].clone()
+        token = (0, sample, step)
+        if mine:
+            others = tokens[tokens != tokens[token[1:]]]
+            tokens[token[1:]] = others[0]
+        after = outputs_of(engine, [{**whole, "tokens": tokens}, *batches[1:]])
+        rows = gather_texts(comm, json.dumps(moved_positions(engine, before, after)), Note("setup"))
+        moved = sorted({(m, s, t) for row in rows for m, s, t in json.loads(row)})
+        probed.append(ProbedToken(token, tuple(moved), tuple(leaks_of(token, moved, whole))))
+    return probed
+
+
+def as_data(probed: Sequence[ProbedToken]) -> dict[str, Any]:
+    """The findings as plain data."""
+    return {"equal": not any(one.leaks for one in probed), "tokens": [asdict(one) for one in probed]}

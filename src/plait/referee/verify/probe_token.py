@@ -26,7 +26,7 @@ from plait.run.job.job import Job
 from plait.step.engine import Engine
 from plait.table.collectives import Note
 
-Position = tuple[int, int, int]
+ProbedPosition = tuple[int, int, int]
 """Microbatch of the first data rank, sample in it, step of time; the microbatch counts through all data ranks."""
 
 
@@ -34,9 +34,9 @@ Position = tuple[int, int, int]
 class ProbedToken:
     """What one changed token moved."""
 
-    token: Position
-    moved: tuple[Position, ...]
-    leaks: tuple[tuple[Position, str], ...]
+    token: ProbedPosition
+    moved: tuple[ProbedPosition, ...]
+    leaks: tuple[tuple[ProbedPosition, str], ...]
     """The positions that must not have moved, each with the reason."""
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class ProbedToken:
         return f"{start} moves {steps} and LEAKS to {len(self.leaks)} positions: {shown}"
 
 
-class _Watched:
+class _KeepsOutputs:
     """A model whose outputs are kept."""
 
     def __init__(self, model: Any, outputs: list[Any]) -> None:
@@ -71,7 +71,7 @@ def outputs_of(engine: Engine, batches: Sequence[Any]) -> list[Tensor]:
     """The model's output [samples, time, ...] for each microbatch of this rank; none without the last stage."""
     kept: list[Any] = []
     loss_fn: Any = engine.loss_fn
-    engine.loss_fn = lambda model, batch: loss_fn(_Watched(model, kept), batch)
+    engine.loss_fn = lambda model, batch: loss_fn(_KeepsOutputs(model, kept), batch)
     try:
         engine.evaluate(batches)
     finally:
@@ -87,11 +87,11 @@ def outputs_of(engine: Engine, batches: Sequence[Any]) -> list[Tensor]:
     return found
 
 
-def moved_positions(engine: Engine, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Position]:
+def moved_positions(engine: Engine, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[ProbedPosition]:
     """The positions of this rank whose outputs are other numbers, in the whole sequence and the whole step."""
     axis, comm = engine.placed.time_axis, engine.comm
     first = comm.mesh.data_rank(comm.rank) * len(before)
-    moved: list[Position] = []
+    moved: list[ProbedPosition] = []
     for m, (a, b) in enumerate(zip(before, after, strict=True)):
         places = torch.arange(a.shape[1]) if axis is None else axis.places(a.shape[1]).cpu()
         for sample, step in (a != b).flatten(2).any(-1).nonzero().tolist():
@@ -99,7 +99,9 @@ def moved_positions(engine: Engine, before: Sequence[Tensor], after: Sequence[Te
     return moved
 
 
-def leaks_of(token: Position, moved: Sequence[Position], batch: Mapping[str, Tensor]) -> list[tuple[Position, str]]:
+def leaks_of(
+    token: ProbedPosition, moved: Sequence[ProbedPosition], batch: Mapping[str, Tensor]
+) -> list[tuple[ProbedPosition, str]]:
     """The positions that a causal model does not move, with the reason."""
     found = []
     for at in moved:

@@ -32,7 +32,7 @@ ProbedPosition = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class ProbedToken:
-    """What one changed token moved."""
+    """A changed token, and the positions that it moved."""
 
     token: ProbedPosition
     moved: tuple[ProbedPosition, ...]

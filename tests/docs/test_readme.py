@@ -164,8 +164,8 @@ def test_there_are_commands_to_run() -> None:
 
 def test_the_reference_has_every_public_name_once() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    remote = ["Remote", "RemoteCall", "RemoteError", "connect"]
-    named = re.findall(r"^\.\. \S+:: plait\.(?:referee\.verify\.\w+\.|remote\.)?(\w+)", page, re.MULTILINE)
+    remote = ["DiLoCo", "Island", "Remote", "RemoteCall", "RemoteError", "connect"]
+    named = re.findall(r"^\.\. \S+:: plait\.(?:referee\.verify\.\w+\.|remote\.|diloco\.)?(\w+)", page, re.MULTILINE)
     assert sorted(named) == sorted([*plait.__all__, "ResumeReport", "Verdict", *remote])
 
 

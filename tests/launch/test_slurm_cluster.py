@@ -121,10 +121,10 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
             daemon.wait(20)
 
 
-def submit(capfd: pytest.CaptureFixture[str], *words: str, option: str = "") -> str:
+def submit(capfd: pytest.CaptureFixture[str], *words: str, option: str = "", more: tuple[str, ...] = ()) -> str:
     """The number of a job of two nodes with a rank each, whose names no resolver knows."""
     sizes = ("--hosts", "2", "--ranks-per-host", "1", "--environment", "MASTER_ADDR=127.0.0.1")
-    assert main(("submit", "slurm", *sizes, *([option] if option else []), "--", *words)) == 0
+    assert main(("submit", "slurm", *sizes, *([option] if option else []), *more, "--", *words)) == 0
     found = re.search(r"Submitted batch job (\d+)", capfd.readouterr().out)
     assert found
     return found[1]
@@ -178,6 +178,39 @@ def test_a_run_that_is_warned_and_loses_a_node_ends_with_the_bits_of_one_that_wa
     assert done.returncode == 0
     last = "a/checkpoints/step-000300"
     assert main(("checkpoint", "diff", last, f"b/{last}")) == 0
+
+
+def test_each_job_of_an_array_is_a_world_of_its_own(
+    cluster: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sum.py").write_text(
+        "import os, plait, torch\ncomm = plait.join(deadline=50)\ntask = int(os.environ['SLURM_ARRAY_TASK_ID'])\n"
+        "x = torch.tensor([10.0 ** task])\ncomm.all_reduce(x, ('shard',)).wait()\n"
+        "open(f'{task}-{comm.rank}.txt', 'w').write(f'{x.item():g} {comm.mesh}')\ncomm.close()\n"
+    )
+    submit(capfd, "sum.py", option="--option=--array=1-3", more=("--option=-W",))
+    found = {file.name: file.read_text() for file in tmp_path.glob("*.txt")}
+    assert found == {f"{task}-{rank}.txt": f"{2 * 10**task} shard=2" for task in (1, 2, 3) for rank in (0, 1)}
+
+
+def test_a_job_resumes_what_another_layout_saved(
+    cluster: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["train", "--model", "mlp", "--width", "16", "--batch", "8", "--save-every", "20", "--out", "a"]
+    words += ["--resume", "auto", "--log-every", "20"]
+    zero3 = ["--mesh", "shard=2", "--strategy", "zero3"]
+    submit(capfd, *words, *zero3, "--steps", "20", option="--option=-W")
+    submit(capfd, *words, "--mesh", "replica=2", "--strategy", "ddp", "--steps", "40", option="--option=-W")
+    texts = [file.read_text() for file in sorted(tmp_path.glob("slurm-*.out"))]
+    assert [len(re.findall(r"resumed at step 20 from", text)) for text in texts] == [0, 1], texts
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    assert main([*words, *zero3, "--steps", "40", "--world", "thread"]) == 0  # both layouts add in this order
+    last = "a/checkpoints/step-000040"
+    capfd.readouterr()
+    main(("checkpoint", "diff", f"../{last}", last))
+    out = capfd.readouterr().out
+    assert "extra.config.mesh" in out and not re.search("^(model|optimizer)/", out, re.MULTILINE), out
 
 
 def is_rank(process: Path, folder: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -14,13 +15,25 @@ CONFIG |= {"num_key_value_heads": 2, "vocab_size": 71}
 GPT2 = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 17, "vocab_size": 71, "n_inner": None}
 
 
+EXPERTS = {
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+}
+
+
 @pytest.mark.parametrize("family", HF_FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_it_has_the_parameters_of_transformers(family: str, *, tied: bool) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = (GPT2 if family == "gpt2" else CONFIG) | {"tie_word_embeddings": tied}
+    config = (GPT2 if family == "gpt2" else CONFIG | EXPERTS.get(family, {})) | {"tie_word_embeddings": tied}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config))
     found = from_hugging_face(json.dumps(config | {"model_type": family} | _head_dim(family)), "config.json")
@@ -50,6 +63,18 @@ def _head_dim(family: str) -> dict[str, int]:
 )
 def test_a_wrong_config_is_named_with_line_and_field(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
+        from_hugging_face(text, "config.json")
+
+
+def test_a_token_computes_in_the_experts_that_it_passes() -> None:
+    dense = Transformer(layers=2, hidden=8, ffn=3 * 12, heads=2, kv_heads=2, vocab=10)
+    sparse = Transformer(layers=2, hidden=8, ffn=12, heads=2, kv_heads=2, vocab=10, experts=16, chosen=3)
+    assert sparse.flops(5) == dense.flops(5) and sparse.active_ffn == dense.ffn
+    assert sparse.num_parameters - dense.num_parameters == 2 * (13 * 3 * 8 * 12 + 8 * 16)
+    with pytest.raises(ValueError, match="a token passes 17 of 16 experts"):
+        replace(sparse, chosen=17)
+    text = json.dumps(CONFIG | EXPERTS["qwen3_moe"] | {"model_type": "qwen3_moe", "mlp_only_layers": [1]}, indent=0)
+    with pytest.raises(ValueError, match=r"line \d+, mlp_only_layers: \[1\]: only models with experts in every block"):
         from_hugging_face(text, "config.json")
 
 

@@ -63,6 +63,9 @@ class DecoderSizes:
     """Elements of a head; 0 is ``width / heads``."""
     gated: bool = True
     """Three matrices in the MLP (SwiGLU), or two with an activation between them."""
+    experts: int = 0
+    """Experts of a block, of which a token passes ``chosen``; ``hidden`` is the width inside these together."""
+    chosen: int = 0
     kernels: Kernels = ON_CPU
 
     @property
@@ -119,9 +122,11 @@ def block(s: DecoderSizes, recompute: str | None = None) -> tuple[Kept, ...]:
         Kept("output: mixed heads", heads, e),
         *mask,
         *_norm(s),
-        Kept("gate, up: y", y, e),
+        *[Kept("router: its weights", s.stream * s.experts, s.wide)] * (s.experts > 0),
+        Kept("gate, up: y", y * max(s.chosen, 1), e),
         *inside,
         Kept("down: silu(gate) up", hidden, e),
+        *[Kept("sum: results of experts", s.chosen * x, e)] * (s.experts > 0),
         *mask,
     )
 

@@ -132,7 +132,8 @@ def block_passes(s: DecoderSizes, cluster: Cluster, dtype: str, tensor: float) -
         return product_seconds(s.tokens, inner, columns, peak, units, reached)
 
     products = product(s.width, head + 2 * keys) + product(head, s.width)
-    products += product(s.width, ffn * (2 if s.gated else 1)) + product(ffn, s.width)
+    up = 2 if s.gated else 1
+    products += expert_seconds(s, cluster, peak) if s.experts else product(s.width, ffn * up) + product(ffn, s.width)
     attention = 4 * s.tokens * s.length * head / (peak * reached.attention) * (UNALIGNED if s.head % ALIGNED else 1.0)
     moved = traffic_of_block(s) * reached.passes / (cluster.device.bandwidth * reached.memory)
     collectives = (4 if s.sequence else 2) * (s.ways > 1)
@@ -145,6 +146,16 @@ def block_passes(s: DecoderSizes, cluster: Cluster, dtype: str, tensor: float) -
     return passes[0], passes[1]
 
 
+def expert_seconds(s: DecoderSizes, cluster: Cluster, peak: float) -> float:
+    """Seconds of the products of all experts, among which tokens are spread evenly; each reads its weights once."""
+    rows, inner, up = s.tokens * s.chosen / s.experts, s.hidden / s.chosen, 2 if s.gated else 1
+    units, reached = cluster.device.units, cluster.reached
+    each = product_seconds(rows, s.width, inner * up, peak, units, reached)
+    each += product_seconds(rows, inner, s.width, peak, units, reached)
+    weights = s.width * inner * (up + 1) * s.itemsize / (cluster.device.bandwidth * cluster.reached.memory)
+    return s.experts * max(each, weights)
+
+
 def traffic_of_block(s: DecoderSizes) -> float:
     """Bytes that the element-wise operators of a block read and write in a forward."""
     e, stream = s.itemsize, s.stream * s.width
@@ -153,7 +164,8 @@ def traffic_of_block(s: DecoderSizes) -> float:
     inner = (3 if s.gated else 2) * s.tokens * s.hidden / s.ways * e
     heads = 2 * s.tokens * (s.heads + s.kv_heads) * s.head / s.ways * e
     scores = 0.0 if s.kernels.flash else 7 * s.tokens * s.length * s.heads / s.ways * e
-    return norms_and_sums + inner + heads + scores
+    sorted_tokens = 4 * s.chosen * stream * e  # to their experts, and back
+    return norms_and_sums + inner + heads + scores + sorted_tokens
 
 
 def tensor_seconds(plan: Plan) -> float:
@@ -276,6 +288,8 @@ def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
     if mesh.pipe > 1:  # a rank holds a stage: one is gathered once, several in turn, by 1.5 for each microbatch at most
         gathers, again = (1, 0) if stages == 1 or not row.kept.split else (m, -(-m // 2))
     own, wide = plan.itemsize(row.params), plan.itemsize(row.grads)
+    embedding = plan.model.sizes("embed").on(mesh.tensor) if plan.model.tied else 0
+    tied = embedding if share.embed and share.head else 0  # the head gathers it again
     found = []
 
     def add(phase: str, kind: str, axes: tuple[str, ...], size: float, count: int, times: int) -> None:
@@ -294,7 +308,8 @@ def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
     for phase, steps, itemsize, times in phases:
         for step in steps:
             if step.sends(mesh) and times:
-                add(phase, step.kind, step.axes, elements * itemsize / mesh.count(step.outer), units, times)
+                size = elements + (tied if phase in ("forward", "backward") else 0)
+                add(phase, step.kind, step.axes, size * itemsize / mesh.count(step.outer), units, times)
     s = plan.sizes
     whole = s.tokens * s.width * s.itemsize
     if mesh.tensor > 1:
@@ -307,6 +322,8 @@ def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
             for kind in (kinds[-1],) * end:
                 add(phase, kind, ("tensor",), whole, 1, m)
     if mesh.pipe > 1:
+        if embedding and share.embed != share.head:
+            add("tied", "send", ("pipe",), embedding * wide, 1, 1)
         add("pipe", "send", ("pipe",), handed_bytes(plan), 1, m * (2 * stages - share.embed - share.head))
     return tuple(found)
 

@@ -103,7 +103,7 @@ def _footprint(plan: Plan, pipe: int, share: RankLinks, in_flight: int) -> Footp
     alive = per_stage * kept_in(sizes, share.blocks, share.embed, share.norm, plan.recompute)
     again = block_bytes(sizes, None) if plan.recompute == "full" and share.blocks else 0
     # The backward of an MLP has the gathered input, its gradient, the output's, and three of the inner width.
-    working = again + 3.0 * sizes.tokens * (model.hidden + -(-model.ffn // mesh.tensor)) * sizes.itemsize
+    working = again + 3.0 * sizes.tokens * (model.hidden + -(-model.active_ffn // mesh.tensor)) * sizes.itemsize
     logits = kept_loss = 0.0
     if share.head:
         kept_loss = decoder(sizes, ("head",))

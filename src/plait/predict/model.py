@@ -48,6 +48,11 @@ class Transformer:
     """True if every linear layer has a bias, and norms too (GPT-2's family)."""
     head_norms: bool = False
     """True if queries and keys have their own norms (Qwen 3)."""
+    experts: int = 0
+    """Experts of each block, of which each token passes ``chosen``; then ``ffn`` is the width inside one.  0: none."""
+    chosen: int = 0
+    shared_ffn: int = 0
+    """The width inside an expert that every token passes, which has a gate."""
     tied: bool = False
     """True if the head's weight is the embedding's."""
     positions: int = 0
@@ -64,9 +69,17 @@ class Transformer:
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads evenly: give a divisor")
 
+        if not 0 <= self.chosen <= self.experts or bool(self.chosen) != bool(self.experts):
+            raise ValueError(f"a token passes {self.chosen} of {self.experts} experts: give from 1 to all of them")
+
     @property
     def head(self) -> int:
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def active_ffn(self) -> int:
+        """The width inside the MLP, or inside all experts that a token passes."""
+        return self.chosen * self.ffn + self.shared_ffn if self.experts else self.ffn
 
     @property
     def links(self) -> tuple[str, ...]:
@@ -84,9 +97,11 @@ class Transformer:
         if link == "norm":
             return LinkSizes(0, norm)
         up = 2 if self.gated else 1
-        cut = width * (query + 2 * key) + query * width + (up + 1) * width * self.ffn
+        inner = self.experts * self.ffn + self.shared_ffn if self.experts else self.ffn
+        router = width * (self.experts + (self.shared_ffn > 0))
+        cut = width * (query + 2 * key) + query * width + (up + 1) * width * inner
         cut += (query + 2 * key) * (self.qkv_bias or self.biases) + up * self.ffn * self.biases
-        return LinkSizes(cut, 2 * norm + 2 * width * self.biases + 2 * self.head * self.head_norms)
+        return LinkSizes(cut, 2 * norm + 2 * width * self.biases + 2 * self.head * self.head_norms + router)
 
     @property
     def num_parameters(self) -> int:
@@ -99,12 +114,13 @@ class Transformer:
         return (("embed", 1), ("blocks", self.layers), ("norm", 1), ("head", 1))
 
     def flops(self, length: int) -> float:
-        """Model FLOPs of a token, forward and backward, as MFU counts them: 6 for each weight of a product and
+        """Model FLOPs of a token, forward and backward, as MFU counts them: 6 for each weight of its products and
         12 * layers * heads * head * length for attention, not halved for a causal mask.
 
         Source: PaLM (Chowdhery et al. 2022), appendix B.
         """
-        products = self.layers * self.sizes("blocks").cut + self.vocab * self.hidden
+        passed_by = (self.experts - self.chosen) * (3 if self.gated else 2) * self.hidden * self.ffn
+        products = self.layers * (self.sizes("blocks").cut - passed_by) + self.vocab * self.hidden
         return 6 * products + 12 * self.layers * self.heads * self.head * length
 
 
@@ -118,6 +134,9 @@ class FamilyKeys(NamedTuple):
     vocab: str = "vocab_size"
     kv_heads: str = "num_key_value_heads"
     positions: str = ""
+    experts: str = ""
+    chosen: str = "num_experts_per_tok"
+    shared: str = ""
     fixed: Mapping[str, bool] = {}
 
 
@@ -126,6 +145,14 @@ HF_FAMILIES: dict[str, FamilyKeys] = {
     "mistral": FamilyKeys(),
     "qwen2": FamilyKeys(fixed={"qkv_bias": True}),
     "qwen3": FamilyKeys(fixed={"head_norms": True}),
+    "mixtral": FamilyKeys(experts="num_local_experts"),
+    "qwen2_moe": FamilyKeys(
+        ffn="moe_intermediate_size",
+        experts="num_experts",
+        shared="shared_expert_intermediate_size",
+        fixed={"qkv_bias": True},
+    ),
+    "qwen3_moe": FamilyKeys(ffn="moe_intermediate_size", experts="num_experts", fixed={"head_norms": True}),
     "gpt2": FamilyKeys(
         "n_layer", "n_embd", "n_inner", "n_head", positions="n_positions", fixed={"gated": False, "biases": True}
     ),
@@ -168,6 +195,12 @@ def from_hugging_face(text: str, place: str) -> Transformer:
     hidden, heads = whole(keys.hidden), whole(keys.heads)
     described: dict[str, Any] = dict(keys.fixed)
     described["qkv_bias"] = described.get("qkv_bias", False) or bool(found.get("attention_bias", False))
+    if keys.experts:
+        if found.get("decoder_sparse_step", 1) != 1 or found.get("mlp_only_layers"):
+            key = "mlp_only_layers" if found.get("mlp_only_layers") else "decoder_sparse_step"
+            raise ValueError(f"{where(place, text, key)}: {found[key]!r}: only models with experts in every block")
+        described |= {"experts": whole(keys.experts), "chosen": whole(keys.chosen)}
+        described["shared_ffn"] = whole(keys.shared) if keys.shared else 0
     described["tied"] = bool(found.get("tie_word_embeddings", family == "gpt2"))
     try:
         return Transformer(

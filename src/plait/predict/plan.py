@@ -73,6 +73,10 @@ class Plan:
             raise ValueError(
                 f"tensor={mesh.tensor} does not divide {model.kv_heads} key and value heads and an MLP of {model.ffn}"
             )
+        if model.experts and mesh.tensor > 1:
+            raise ValueError(
+                f"tensor={mesh.tensor} over {model.experts} experts, which no tensor axis cuts: leave it out"
+            )
         _ = self.shares  # raises for more stages than links
 
     @cached_property
@@ -112,7 +116,9 @@ class Plan:
             width=model.hidden,
             heads=model.heads,
             kv_heads=model.kv_heads,
-            hidden=model.ffn,
+            hidden=model.active_ffn,
+            experts=model.experts,
+            chosen=model.chosen,
             vocabulary=model.vocab,
             itemsize=self.itemsize(self.strategy.params),
             dropout=model.dropout,

@@ -81,7 +81,7 @@ def meshes(asked: Question) -> Iterator[Mesh]:
     """Meshes of all the devices that can cut this model and batch: a tensor group is inside a host."""
     model, cluster = asked.model, asked.cluster
     for tensor in divisors(cluster.devices):
-        if model.kv_heads % tensor or model.ffn % tensor:
+        if model.kv_heads % tensor or model.ffn % tensor or (model.experts and tensor > 1):
             continue
         for pipe in divisors(cluster.size // tensor):
             data = cluster.size // tensor // pipe

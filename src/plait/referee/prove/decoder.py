@@ -38,7 +38,7 @@ class Decoder(Transformer):
                 "the head's weight is the embedding's (tie_word_embeddings), which no proof covers: set it to false, "
                 "or run `plait verify`"
             )
-        if self.biases or self.positions or self.head_norms:
+        if self.biases or self.positions or self.head_norms or self.experts:
             raise ValueError(f"{self.family} has other parameters than llama: describe it by --layers --width ...")
 
     @classmethod

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,51 +48,6 @@ def test_the_command_says_it_and_writes_it(
     assert "lr is 0.1" not in capsys.readouterr().out
 
 
-def remove(folder: Path) -> None:
-    shutil.rmtree(folder / "rank-00001")
-
-
-def cut(folder: Path) -> None:
-    file = folder / "rank-00001/step-000001.safetensors"
-    file.write_bytes(file.read_bytes()[:-8])
-
-
-def garbage(folder: Path) -> None:
-    (folder / "rank-00000/start.safetensors").write_bytes(b"\x80\x04nothing of ours" * 9)
-
-
-def empty(folder: Path) -> None:
-    (folder / "rank-00001/step-000000.safetensors").write_bytes(b"")
-
-
-def strange(folder: Path) -> None:
-    save_file({"weight": torch.ones(3)}, folder / "rank-00000/step-000001.safetensors", {"plait": "[]"})
-
-
-def other_sizes(folder: Path) -> None:
-    file = folder / "rank-00000/step-000001.safetensors"
-    save_file(
-        {"gradient/up.bias": torch.ones(2)}, file, {"plait": read(folder / "rank-00000/step-000000.safetensors", 1)}
-    )
-
-
-def moved(folder: Path) -> None:
-    shutil.copy(folder / "rank-00000/step-000000.safetensors", folder / "rank-00000/step-000001.safetensors")
-
-
-def two_runs(folder: Path) -> None:
-    shutil.copytree(folder / "rank-00001", folder / "rank-00002")
-
-
-def no_step(folder: Path) -> None:
-    (folder / "rank-00001/step-000000.safetensors").unlink()
-
-
-def pipe(folder: Path) -> None:
-    (folder / "rank-00000/start.safetensors").unlink()
-    (folder / "rank-00000/start.safetensors").mkdir()
-
-
 def change(folder: Path, kind: str, dtype: torch.dtype) -> None:
     file = folder / "rank-00001/step-000001.safetensors"
     tensors = {key: t.to(dtype) if key.startswith(kind) else t for key, t in load_file(file).items()}
@@ -105,31 +61,49 @@ def read(path: Path, step: int) -> str:
     return json.dumps({**told, "step": step})
 
 
-@pytest.mark.parametrize(
-    ("harm", "says"),
-    [
-        (remove, "has 1 of 2 ranks, and rank 1 is missing"),
-        (cut, "step-000001.safetensors' is damaged"),
-        (garbage, "start.safetensors' is damaged"),
-        (empty, "step-000000.safetensors' is damaged"),
-        (strange, "step-000001.safetensors' is damaged, it is not what a witness writes"),
-        (other_sizes, "is no piece that this rank has"),
-        (moved, "it is no step of a witness"),
-        (two_runs, "has a rank 2, and the run had 2 ranks: it holds two runs"),
-        (no_step, "rank 1 has no whole step"),
-        (pipe, "it is no plain file"),
-    ],
+START, STEPS = (
+    "rank-00000/start.safetensors",
+    [f"rank-0000{r}/step-00000{n}.safetensors" for r in (0, 1) for n in (0, 1)],
 )
+FIRST, SECOND, OTHER, LAST = STEPS
+
+
+def become_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def other_sizes(folder: Path) -> None:
+    save_file({"gradient/up.bias": torch.ones(2)}, folder / SECOND, {"plait": read(folder / FIRST, 1)})
+
+
+HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no rank 1": (lambda w: shutil.rmtree(w / "rank-00001"), "has 1 of 2 ranks, and rank 1 is missing"),
+    "cut": (lambda w: (w / LAST).write_bytes((w / LAST).read_bytes()[:-8]), "step-000001.safetensors' is damaged"),
+    "garbage": (lambda w: (w / START).write_bytes(b"\x80\x04nothing of ours" * 9), "start.safetensors' is damaged"),
+    "empty": (lambda w: (w / OTHER).write_bytes(b""), "step-000000.safetensors' is damaged"),
+    "strange": (
+        lambda w: save_file({"weight": torch.ones(3)}, w / SECOND, {"plait": "[]"}),
+        "step-000001.safetensors' is damaged, it is not what a witness writes",
+    ),
+    "other sizes": (other_sizes, "is no piece that this rank has"),
+    "moved": (lambda w: shutil.copy(w / FIRST, w / SECOND), "it is no step of a witness"),
+    "two runs": (
+        lambda w: shutil.copytree(w / "rank-00001", w / "rank-00002"),
+        "has a rank 2, and the run had 2 ranks: it holds two runs",
+    ),
+    "no step": (lambda w: (w / OTHER).unlink(), "rank 1 has no whole step"),
+    "a folder": (lambda w: become_a_folder(w / START), "it is no plain file"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
 def test_harm_is_refused(
-    witnessed: Path,
-    job: str,
-    tmp_path: Path,
-    harm: Callable[[Path], None],
-    says: str,
-    capsys: pytest.CaptureFixture[str],
+    witnessed: Path, job: str, tmp_path: Path, harm: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(witnessed, tmp_path / "w")
-    harm(tmp_path / "w")
+    harms, says = HARMS[harm]
+    harms(tmp_path / "w")
     assert main(["judge", str(tmp_path / "w"), "--job", job]) == 2
     shown = capsys.readouterr().err
     assert says in shown and shown.count("\n") == 1, shown

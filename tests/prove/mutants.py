@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from plait.referee.prove.program import COLLECTIVES, PHASES, Key, Op, Program, Settled, settle_all, write_program
-from plait.referee.prove.scenes import BETWEEN_STAGES, Laid, Scene, by_key, expected
+from plait.referee.prove.scenes import BETWEEN_STAGES, Laid, Scene, expected
 from plait.referee.prove.sums import Sums
 from plait.schedule.actions import Action, Schedule, owners
 from plait.schedule.pipeline import Pipeline
@@ -72,7 +72,8 @@ def whole(
         stages = {s: laid[s, at["tensor"]] for s in owner if owner[s] == at["pipe"]}
         ops = write_program(schedule[at["pipe"]], settle_all(stages, mesh, strategy, rank, path), mesh)
         programs[rank] = tuple(op for op in ops if op.kind not in BETWEEN_STAGES)
-        flats[rank] = by_key(settle_all(stages, mesh, strategy, rank))
+        settled = settle_all(stages, mesh, strategy, rank)
+        flats[rank] = {flat.key: flat for of_stage in settled.values() for flat in of_stage}
     lines = {s: schedule[pipe] for s, pipe in owner.items()}
     keys = {key: flat for of_rank in flats.values() for key, flat in of_rank.items()}
     due, reads = expected(keys, lines, mesh, strategy, sums)

@@ -48,7 +48,7 @@ def located(config: VerifyConfig, verified: cases.Verified, put: Callable[[Patch
         if put is not None:
             put(broken)
         traces = trace_layout(job, config, window)
-    return search(traces, job, config, window, ranks[0].ties)
+    return search(traces, job, config, window)
 
 
 @pytest.mark.parametrize(("fault", "config"), CASES, ids=[f"{f.put.__name__}-{name_of(c)}" for f, c in CASES])
@@ -174,7 +174,7 @@ def theirs(build: Callable[[], nn.Module]) -> VerifyConfig:
 def test_nothing_is_found_in_models_of_others_that_are_right(build: Callable[[], nn.Module]) -> None:
     config = theirs(build)
     job = make_job(config.task, config.dtypes)
-    assert search(trace_layout(job, config, range(2)), job, config, range(2), {}) is None
+    assert search(trace_layout(job, config, range(2)), job, config, range(2)) is None
 
 
 def test_a_model_that_counts_its_calls_is_named() -> None:

@@ -11,11 +11,12 @@ import pytest
 
 from plait.comm import run
 from plait.comm.operation import Alone
+from plait.referee.verify.locate import replay
 from plait.referee.verify.observed import RankRecord, Record
 from plait.referee.verify.plain import run_plain
 from plait.referee.verify.record import record_run
 from plait.referee.verify.reference import run_reference
-from plait.referee.verify.run import Verdict, judge, replay
+from plait.referee.verify.run import Verdict, judge
 from plait.run.config.settings import VerifyConfig
 from plait.run.job.config import JobConfig
 from plait.run.job.job import Job, make_job

@@ -14,7 +14,7 @@ behave the same: see ``symmetry``.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from plait.referee.prove.program import Buffered, Key, Program, Settled, settle_all, write_program
+from plait.referee.prove.program import Key, Program, Settled, settle_all, write_program
 from plait.referee.prove.sums import Sums, promised
 from plait.schedule.actions import (
     ADDS_GRADIENTS,
@@ -75,11 +75,6 @@ class Scene:
     """The sum of each buffer's gradient."""
     reads: Mapping[Key, frozenset[tuple[str, int]]]
     """Pass and microbatch of every read that a step makes of a buffer."""
-
-
-def by_key(flats: Buffered) -> dict[Key, Settled]:
-    """The buffers of all stages of a rank."""
-    return {flat.key: flat for of_stage in flats.values() for flat in of_stage}
 
 
 def expected(

@@ -12,12 +12,12 @@ from plait.messages.progress import counted
 from plait.referee.prove.program import PHASES
 from plait.referee.prove.scenes import Counterexample, Refuted
 from plait.table.agreement import IN_STAGE
-from plait.table.cells import Moves, Strategy, moves
+from plait.table.cells import Strategy, moves
 from plait.table.flat import FlatLayout, Message, lower
 from plait.table.mesh import Mesh
 
 
-def check_symmetry(mesh: Mesh, strategy: Strategy, layouts: Sequence[FlatLayout], path: Moves | None = None) -> int:
+def check_symmetry(mesh: Mesh, strategy: Strategy, layouts: Sequence[FlatLayout]) -> int:
     """Checks every rank of a mesh; ``Refuted`` for one that differs from its model.
 
     Args:
@@ -26,7 +26,7 @@ def check_symmetry(mesh: Mesh, strategy: Strategy, layouts: Sequence[FlatLayout]
     Returns:
         The number of facts that were compared.
     """
-    path = moves(strategy, mesh) if path is None else path
+    path = moves(strategy, mesh)
     sent = [
         (move, layout)
         for move in dict.fromkeys(m for p in PHASES for m in getattr(path, p))

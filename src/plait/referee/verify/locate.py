@@ -10,7 +10,7 @@ other within a step, so of several the one counts that is wrong soonest after it
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from plait.referee.verify.compare import (
     of_plain,
     pairs,
 )
-from plait.referee.verify.observed import PHASES, OneStep, RankRecord, Record, TiedWeights
+from plait.referee.verify.observed import PHASES, OneStep, RankRecord, Record
 from plait.referee.verify.plain import loss_in_parts
 from plait.referee.verify.record import trace_layout
 from plait.referee.verify.reference import run_reference
@@ -58,12 +58,21 @@ def locate(job: Job, config: RunConfig, ranks: Sequence[RankRecord], findings: S
     excused = {finding.tensor for finding in findings if finding.kind == "gradient" and finding.excused}
     window = window_of(first_step(findings))
     job, config = replace(job, compile=False), config.with_flags(compile=False)
-    return search(trace_layout(job, config, window), job, config, window, ranks[0].ties, excused)
+    return search(trace_layout(job, config, window), job, config, window, excused)
 
 
 def required(config: RunConfig) -> Measures:
     """The requirement of a layout's replay."""
     return asked(config.machine.parsed_mesh, full_batch(config.task, config.dtypes.computed))
+
+
+def replay(
+    job: Job, config: RunConfig, ranks: Sequence[RankRecord], run: Callable[..., Record] = run_reference, **options: Any
+) -> Record:
+    """The single process that adds in the order of the config's layout, of which these are the records."""
+    pieces = [r.norm_pieces for r in sorted(ranks, key=lambda r: r.rank)] if required(config) == BITWISE else None
+    layout = config.machine.parsed_mesh, config.layout.microbatches, additions(config.row), config.task.samples.steps
+    return run(job, *layout, clip=config.task.update.clip, norm_pieces=pieces, ties=ranks[0].ties, **options)
 
 
 def first_step(findings: Sequence[Finding]) -> int:
@@ -94,16 +103,12 @@ def search(
     job: Job,
     config: RunConfig,
     window: Sequence[int],
-    ties: TiedWeights,
     excused: Collection[str] = (),
 ) -> FirstWrong | None:
     """Replay a layout of which these are the traces, and find the first difference."""
-    within = required(config)
-    pieces = [t.norm_pieces for t in sorted(ranks, key=lambda t: t.rank)] if within == BITWISE else None
-    mesh, order = config.machine.parsed_mesh, additions(config.row)
-    settings: dict[str, Any] = {"clip": config.task.update.clip, "norm_pieces": pieces, "ties": ties, "window": window}
-    one = run_reference(job, mesh, config.layout.microbatches, order, window[-1] + 1, keep_gradients=False, **settings)
-    traces = Traces(ranks, one, mesh, config.layout.microbatches, config.task.update.clip, within, ties, excused)
+    one = replay(job, config.with_flags(steps=window[-1] + 1), ranks, window=window, keep_gradients=False)
+    settings = config.machine.parsed_mesh, config.layout.microbatches, config.task.update.clip
+    traces = Traces(ranks, one, *settings, required(config), ranks[0].ties, excused)
     seen: dict[tuple[int, Phase], list[Pair]] = {}
     for pair in (*pairs(ranks, one), *missing(ranks, one)):
         seen.setdefault((pair.where.step, pair.where.phase), []).append(pair)

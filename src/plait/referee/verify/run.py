@@ -7,7 +7,7 @@ the table's predicted messages and bytes        ──► the ledger
 """
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -21,12 +21,11 @@ from plait.checkpoint.files.writing import write_json
 from plait.comm import Comm, thread
 from plait.messages.escape import one_line
 from plait.referee.verify.compare import BITWISE, Finding, HonestRuns, against_plain, against_tree, full_batch
-from plait.referee.verify.locate import locate, locate_in_plain, required
+from plait.referee.verify.locate import locate, locate_in_plain, replay, required
 from plait.referee.verify.observed import RankRecord, Record
 from plait.referee.verify.plain import run_plain
 from plait.referee.verify.probe_token import as_data, probe_tokens
 from plait.referee.verify.record import ON_TENSOR, collect_records, left_out, record_run
-from plait.referee.verify.reference import run_reference
 from plait.referee.verify.spread import RUNS, Spread, honest_runs, spread_of
 from plait.referee.wrong import FirstWrong
 from plait.run.config.check import validate
@@ -34,7 +33,6 @@ from plait.run.config.settings import RunConfig, VerifyConfig, with_job
 from plait.run.job.job import Job, make_job
 from plait.run.job.own import UserJob
 from plait.run.report.screen import screen, working
-from plait.table.additions import additions
 
 WORST = 8  # unequal findings that are printed by name
 
@@ -94,15 +92,6 @@ class Verdict:
 def references(job: Job, config: RunConfig, ranks: Sequence[RankRecord]) -> tuple[Record, Record]:
     """The two single-process runs: the layout's own tree of additions, and one plain full batch per step."""
     return replay(job, config, ranks), run_plain(job, config.task)
-
-
-def replay(
-    job: Job, config: RunConfig, ranks: Sequence[RankRecord], run: Callable[..., Record] = run_reference, **options: Any
-) -> Record:
-    """The single process that adds in the order of the config's layout, of which these are the records."""
-    pieces = [r.norm_pieces for r in sorted(ranks, key=lambda r: r.rank)] if required(config) == BITWISE else None
-    layout = config.machine.parsed_mesh, config.layout.microbatches, additions(config.row), config.task.samples.steps
-    return run(job, *layout, clip=config.task.update.clip, norm_pieces=pieces, ties=ranks[0].ties, **options)
 
 
 def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Record, plain: Record) -> Verdict:

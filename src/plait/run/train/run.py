@@ -36,8 +36,9 @@ from plait.predict.memory import Held, held
 from plait.referee.sanitize import sanitized
 from plait.referee.sanitize.drift import DriftCheck
 from plait.referee.verify.compare import BITWISE, against_tree, asked, full_batch
+from plait.referee.verify.locate import replay
 from plait.referee.verify.record import ON_TENSOR, Recorder, collect_records, irregular, left_out, predict
-from plait.referee.verify.run import findings_table, replay
+from plait.referee.verify.run import findings_table
 from plait.run.config.file import to_toml
 from plait.run.config.machine import resolve_world
 from plait.run.config.room import decoder_sizes

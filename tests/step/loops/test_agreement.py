@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import engine_cases as cases
@@ -19,6 +22,7 @@ from plait.comm import Comm
 from plait.step import Engine
 from plait.table.mesh import Mesh
 from plait.table.precision import LossScale
+from plait.zero.state.identity import code_of
 
 
 class Acting(nn.Module):
@@ -78,7 +82,11 @@ def by_default(model: nn.Module) -> torch.optim.Optimizer:
 
 BUILDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = {
     "activation": (Acting, lambda: Acting(F.silu), r"act is .*gelu on .*silu"),
-    "lambda": (lambda: Acting(lambda x: x * 2), lambda: Acting(lambda x: x * 3), r"act is "),
+    "lambda": (
+        lambda: Acting(lambda x: x * 2),
+        lambda: Acting(lambda x: x * 3),
+        r"act is ",
+    ),
     "attribute": (Acting, lambda: Acting(depth=3), r"settings is \{depth: 2"),
     "dropout": (lambda: dropping(0.1), lambda: dropping(0.2), r"drop\.p is 0\.1 on .*0\.2 on rank 1"),
     "class": (Acting, Other, r"the model is [a-z._]*test_agreement\.Acting on "),
@@ -122,24 +130,19 @@ def test_buffers_that_differ_are_refused() -> None:
         run(Mesh(shard=3), body, deadline=20)
 
 
-def test_code_that_differs_under_one_name_is_told() -> None:
-    def one(self: nn.Module, x: Tensor) -> Tensor:
-        return x + 1
-
-    def two(self: nn.Module, x: Tensor) -> Tensor:
-        return x + 2
-
-    def body(comm: Comm) -> None:
-        kind = type("Shift", (nn.Linear,), {"forward": two if comm.rank else one, "__module__": "user"})
-        with torch.random.fork_rng():
-            model = kind(3, 3)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.fill_(1.0)
-        Engine(model, comm, strategy="ddp")
-
-    with pytest.raises(ValueError, match=r"code of user.Shift is [0-9a-f]{8} on rank 0, [0-9a-f]{8} on rank 1"):
-        run(Mesh(shard=2), body, deadline=20)
+def test_code_is_told_by_the_file_that_has_it(tmp_path: Path) -> None:
+    kinds = []
+    for number, text in enumerate(("x + 1", "x + 1", "x + 2")):
+        file = tmp_path / f"{number}.py"
+        file.write_text(f"class Shift:\n    def forward(self, x):\n        return {text}\n")
+        spec = importlib.util.spec_from_file_location(f"user{number}", file)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        kinds.append(module.Shift)
+    one, same, other = map(code_of, kinds)
+    assert one == same != other and code_of(kinds[0].forward) == f"{one} line 2" == code_of(kinds[0]().forward)
+    assert code_of(None) == code_of(len) == ""
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
@@ -206,7 +209,7 @@ def test_different_loss_functions_are_told() -> None:
     def body(comm: Comm) -> None:
         Engine(cases.net(), comm, loss_fn=halved if comm.rank else loss_sum, count_fn=count)
 
-    with pytest.raises(ValueError, match=r"the code of loss_fn is [0-9a-f]{8} on rank 0"):
+    with pytest.raises(ValueError, match=r"the code of loss_fn is [0-9a-f]{8} line \d+ on rank 0"):
         run(Mesh(shard=2), body, deadline=20)
 
 

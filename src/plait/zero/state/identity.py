@@ -3,7 +3,7 @@
     field                      text
     blocks.3                   gpt.Block
     blocks.3.act               torch.nn.functional.gelu
-    code of gpt.Block          1f3a9c20                     of all its functions
+    code of gpt.Block          1f3a9c20                     of the file that has it
     optimizer group 0 lr       0.001
 
 A text has only facts that are the same on all ranks of a right program: no addresses, no device indices, no file names.
@@ -18,6 +18,7 @@ import hashlib
 import inspect
 import types
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def model_fields(model: nn.Module) -> dict[str, str]:
                 fields[f"{name}.{key}" if name else key] = known[id(value)]
         for cls in kind.__mro__:
             if cls is not object and not cls.__module__.startswith("torch.") and id(cls) not in known:
-                known[id(cls)] = fields[f"code of {_name_of(cls)}"] = code_of_class(cls)
+                known[id(cls)] = fields[f"code of {_name_of(cls)}"] = code_of(cls)
     return fields
 
 
@@ -119,35 +120,20 @@ def _name_of(named: Any) -> str:
     return f"{module}.{name}" if module and module != "__main__" else str(name)
 
 
-def code_of_class(cls: type) -> str:
-    """A digest of all functions that a class itself defines."""
-    texts = []
-    for key, value in vars(cls).items():
-        functions = (getattr(value, "fget", None), getattr(value, "__func__", value))
-        texts += [f"{key} {code_of(one)}" for one in functions if isinstance(one, types.FunctionType)]
-    return _digest(*texts)
+def code_of(defined: Any) -> str:
+    """A digest of the file that defines a function or class, and a function's line; "" where Python has no file."""
+    while isinstance(defined, functools.partial):
+        defined = defined.func
+    defined = inspect.unwrap(getattr(defined, "__func__", defined))
+    if not isinstance(defined, type | types.FunctionType):
+        defined = type(defined)
+    try:
+        digest = _digest_of(inspect.getfile(defined))
+    except (TypeError, OSError):  # it is built in, or was made by exec
+        return ""
+    return digest if isinstance(defined, type) else f"{digest} line {defined.__code__.co_firstlineno}"
 
 
-def code_of(function: Any) -> str:
-    """A digest of a function's byte code, which knows no lines and no files; "" for one that is not Python's."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = getattr(function, "__func__", function)
-    code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
-    if code is None and callable(function) and not isinstance(function, _FUNCTIONS):
-        return code_of_class(type(function))
-    return "" if code is None else _digest(*_parts(code))
-
-
-def _parts(code: types.CodeType) -> list[str]:
-    parts = [code.co_code.hex(), repr(code.co_names)]
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            parts += _parts(constant)
-        else:  # a set has another order in each process
-            parts.append(repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant))
-    return parts
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.blake2b("\x1f".join(parts).encode(errors="replace"), digest_size=4).hexdigest()
+@functools.cache
+def _digest_of(file: str) -> str:
+    return hashlib.blake2b(Path(file).read_bytes(), digest_size=4).hexdigest()

@@ -131,8 +131,8 @@ class Sharded:
         self.comm = comm_beside(Mesh(tensor=dist.get_world_size()), "operations")
 
     def operand(self, operand: Operand, values: Tensor) -> Any:
+        from plait.sharded.layout import Layout
         from plait.sharded.sharded_tensor import ShardedTensor
-        from plait.table.layout import Layout
 
         dims = tuple(("tensor",) if d == operand.cut else () for d in range(operand.num_dims))
         return ShardedTensor.from_full(values, Layout(dims), self.comm)

@@ -53,9 +53,9 @@ if TYPE_CHECKING:
         from_dtensor,
         to_dtensor,
     )
+    from plait.sharded.layout import Layout
     from plait.step import EMA, Engine, Evaluation, StepResult, elementwise, empty_parameters
     from plait.table.cells import TABLE, Cell, Strategy, parse_strategy
-    from plait.table.layout import Layout
     from plait.table.mesh import Mesh
     from plait.table.parallelism import Parallelism
     from plait.table.precision import LossScale
@@ -86,13 +86,13 @@ _MODULES = {
     "checkpoint.save": "Saver save",
     "comm": "Comm",
     "table.cells": "TABLE Cell Strategy parse_strategy",
-    "table.layout": "Layout",
     "table.mesh": "Mesh",
     "table.parallelism": "Parallelism",
     "table.precision": "LossScale",
     "step": "EMA Engine Evaluation StepResult elementwise empty_parameters",
     "run.injection": "inject",
     "run.job.own": "UserJob",
+    "sharded.layout": "Layout",
     "sharded": "LayoutError ShardedTensor annotate auto_redistribute dropout_stream explain from_dtensor to_dtensor",
     "tensor": "cross_entropy_sum",
     "referee.verify.resume": "verify_resume",

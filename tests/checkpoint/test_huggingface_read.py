@@ -17,7 +17,7 @@ from plait.run.formats.huggingface import FolderWeights, open_folder
 from plait.run.models.pretrained import Pretrained
 from plait.step import Engine, empty_parameters
 from plait.table.cells import find_strategy
-from plait.table.layout import Region
+from plait.table.region import Region
 from plait.table.tensor_cut import TensorCut
 from plait.tensor.pieces import piece_of
 from plait.zero.state.init import materialise

@@ -20,8 +20,8 @@ from plait.comm import Comm, run
 from plait.run.commands.main import main
 from plait.run.formats.dcp import write_checkpoint
 from plait.step import Engine
-from plait.table.layout import Region
 from plait.table.mesh import Mesh
+from plait.table.region import Region
 
 NASTY = "[red]\x1b[2J\x07a\u202eb\n:smile:"
 

@@ -19,9 +19,9 @@ import plait
 from plait.predict.cost import predict_step
 from plait.predict.memory import formula
 from plait.run.commands.main import main
+from plait.sharded.layout import Layout, region
 from plait.table.cells import TABLE, Cell
 from plait.table.flat import UnitLayout, lay
-from plait.table.layout import Layout, region
 from plait.table.mesh import Mesh
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from plait.forward.context import RNGPosition
 from plait.forward.dropout import DropoutRNG
 from plait.forward.masks import Slice
 from plait.step import Engine
-from plait.table.layout import part
+from plait.table.region import part
 
 Masks = dict[str, Tensor]
 

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from plait import run_threads
 from plait.comm import Comm
 from plait.sharded import LayoutError, ShardedTensor, auto_redistribute
-from plait.table.layout import Layout
+from plait.sharded.layout import Layout
 from plait.table.mesh import Mesh
 
 with torch.backends.__allow_nonbracketed_mutation():  # which the import forbids for good

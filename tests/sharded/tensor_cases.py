@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plait.comm import Comm
 from plait.sharded import ShardedTensor
-from plait.table.layout import Layout
+from plait.sharded.layout import Layout
 from plait.table.mesh import Mesh
 
 MESHES = ["tensor=3", "tensor=4", "replica=2 tensor=2", "shard=3 tensor=2", "tensor=1", "replica=2"]

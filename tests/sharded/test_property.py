@@ -19,7 +19,7 @@ from torch import Tensor
 from plait import run_threads
 from plait.comm import Comm
 from plait.sharded import LayoutError, ShardedTensor, auto_redistribute
-from plait.table.layout import Layout
+from plait.sharded.layout import Layout
 from plait.table.mesh import Mesh
 
 

@@ -13,8 +13,8 @@ from tensor_cases import MESHES, layouts, shard, values
 from plait import run_threads
 from plait.comm import Comm
 from plait.sharded import ShardedTensor, explain, redistribute
+from plait.sharded.layout import DUAL_KIND, FREE, Layout, entries, path
 from plait.table.collectives import Note
-from plait.table.layout import DUAL_KIND, FREE, Layout, entries, path
 from plait.table.mesh import Mesh
 
 SHAPES = [(5, 3), (4, 6), (5, 1, 4), (7,), (0, 3), (1, 1), (2, 0, 3)]

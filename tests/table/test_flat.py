@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.table.flat import Cut, Run, lay, regions
-from plait.table.layout import extent
+from plait.table.region import extent
 
 ITEMSIZES = (1, 2, 4, 8)
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=6)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import plait
 from plait.sharded import ShardedTensor
-from plait.table.layout import Layout
+from plait.sharded.layout import Layout
 from plait.table.tensor_plan import BACKWARD, FORWARD
 from plait.tensor import TensorAxis, cross_entropy_sum
 from plait.tensor.vocabulary import embedding

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from plait.checkpoint.hashing import HASH
-from plait.table.layout import Region, extent
+from plait.table.region import Region, extent
 
 FORMAT = 4
 NAME = "manifest.json"

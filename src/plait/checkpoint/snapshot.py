@@ -19,7 +19,7 @@ from torch import Tensor
 from plait.checkpoint.manifest import SAVABLE
 from plait.checkpoint.values import InFile, encoded
 from plait.step import EMA, Engine
-from plait.table.layout import Region
+from plait.table.region import Region
 from plait.zero.state.full import buffers_of
 
 WEIGHT, OPTIMIZER = "weight", "optimizer"

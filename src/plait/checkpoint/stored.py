@@ -20,7 +20,7 @@ from plait.checkpoint.manifest import Manifest, in_file
 from plait.checkpoint.tensor_file import CHUNK, TensorFile
 from plait.checkpoint.values import check_run, decoded
 from plait.messages.progress import counted
-from plait.table.layout import Region, blocks, extent, inside, overlap
+from plait.table.region import Region, blocks, extent, inside, overlap
 
 BLOCK = 1 << 24
 """Bytes of a tensor in memory at once, where no rank needs more of it."""

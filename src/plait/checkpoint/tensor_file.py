@@ -25,7 +25,7 @@ from torch import Tensor
 from plait.checkpoint.folder import OpenFile, created, opened
 from plait.checkpoint.hashing import Hasher
 from plait.checkpoint.manifest import NAMES, in_file, is_shape, is_size, parsed
-from plait.table.layout import Region, blocks, extent, inside
+from plait.table.region import Region, blocks, extent, inside
 
 _OTHERS = {"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64}
 _FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}

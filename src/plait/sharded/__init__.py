@@ -1,5 +1,6 @@
 """Tensors that are cut over named axes of a mesh and used like any other tensor.  In reading order:
 
+    layout.py          how a tensor is cut over the axes of a mesh, and the way from one cut to another
     spec.py            a rank's knowledge of a tensor without its values: global shape, layout, its box
     rules.py           the table of rules, and the dual table by which no backward ever sends anything
     elementwise.py     rules of operators that act on each element by itself

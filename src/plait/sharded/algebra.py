@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.sharded.layout import nested_part
 from plait.sharded.rules import (
     Axes,
     Letters,
@@ -40,7 +41,6 @@ from plait.sharded.rules import (
     whole,
 )
 from plait.sharded.spec import OpPlan, Refusal, Spec
-from plait.table.layout import nested_part
 
 # ---- products -----------------------------------------------------------------------------------------------
 

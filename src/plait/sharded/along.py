@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from plait.sharded.layout import Layout
 from plait.sharded.rules import (
     Letters,
     align,
@@ -34,7 +35,6 @@ from plait.sharded.rules import (
     whole,
 )
 from plait.sharded.spec import OpPlan, Refusal, Spec
-from plait.table.layout import Layout
 
 TAKEN = "slice select unbind split split_with_sizes narrow_copy"
 LINEAR = "roll flip cumsum _fft_c2c _fft_r2c _fft_c2r unfold diagonal trace " + TAKEN

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from plait.comm import Comm
+from plait.sharded.layout import Layout
 from plait.sharded.sharded_tensor import ShardedTensor
-from plait.table.layout import Layout
 
 Module = TypeVar("Module", bound=nn.Module)
 

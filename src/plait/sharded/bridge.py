@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from plait.comm import Comm
+from plait.sharded.layout import Layout
 from plait.sharded.sharded_tensor import ShardedTensor
-from plait.table.layout import Layout
 from plait.table.mesh import AXES
 
 if TYPE_CHECKING:

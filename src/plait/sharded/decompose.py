@@ -32,9 +32,9 @@ from plait.sharded.dispatch import (
     tensors_in,
     writes,
 )
+from plait.sharded.layout import Layout
 from plait.sharded.rules import OpOverload, OpOverloadPacket, lossless, name_of, specs_in
 from plait.sharded.spec import OpPlan, Refusal, Spec, SpecCache
-from plait.table.layout import Layout
 from plait.torch_private import TorchDispatchMode
 
 RANDOM = torch.Tag.nondeterministic_seeded

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from plait.sharded.elementwise import elementwise
+from plait.sharded.layout import Layout
 from plait.sharded.rules import RULES, OpOverload, OpOverloadPacket, Rule, name_of, named, on_plain, specs_in
 from plait.sharded.spec import OpPlan, Refusal, Spec, SpecCache
-from plait.table.layout import Layout
 from plait.torch_private import DisableTorchFunctionSubclass, is_functorch_wrapped_tensor
 
 ATOMS = {

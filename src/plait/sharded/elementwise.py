@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.sharded.layout import Layout
 from plait.sharded.rules import Rule, combine, finite, lossless, on_slices, rule, specs_in, unsummed
 from plait.sharded.spec import OpPlan, Refusal, Spec
-from plait.table.layout import Layout
 
 LINEAR = (
     "neg negative positive clone contiguous detach detach_ requires_grad_ alias real float double half bfloat16 cpu "

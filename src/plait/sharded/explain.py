@@ -6,10 +6,10 @@ all_gather over tensor of dim 1: 3072 bytes, this rank sends 2304      (redistri
 
 from dataclasses import dataclass
 
+from plait.sharded.layout import Layout, entries, path
 from plait.sharded.redistribute import NOTE
 from plait.sharded.sharded_tensor import ShardedTensor
 from plait.table.collectives import Entry, Note
-from plait.table.layout import Layout, entries, path
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.sharded.layout import Layout
 from plait.sharded.rules import (
     Letters,
     align,
@@ -29,7 +30,6 @@ from plait.sharded.rules import (
     zeros_of,
 )
 from plait.sharded.spec import OpPlan, Refusal, Spec
-from plait.table.layout import Layout
 
 
 def rows_held(tokens: Tensor, table: Tensor, start: int, padding: int | None) -> Tensor:

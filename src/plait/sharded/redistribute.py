@@ -1,4 +1,4 @@
-"""The steps of ``table/layout.py`` on local tensors, and their way back.
+"""The steps of ``layout.py`` on local tensors, and their way back.
 
     forward   value    before --step--> after
     backward  gradient dual(before) <--dual step-- dual(after)        all_gather <-> reduce_scatter, ...
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from plait.comm import Comm
 from plait.comm.padded import exchange, start_gather, start_scatter
+from plait.sharded.layout import FREE, Step, StepSizes, path, sizes
 from plait.sharded.spec import Spec
 from plait.table.collectives import Note
-from plait.table.layout import FREE, Step, StepSizes, path, sizes
 
 NOTE = Note("redistribute")
 """The ledger's name of a redistribution; on the way back the phase is ``redistribute backward``."""

@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.sharded.layout import Layout
 from plait.sharded.spec import OpPlan, Refusal, Spec
-from plait.table.layout import Layout
 from plait.torch_private import tree_map
 
 Axes = tuple[str, ...]

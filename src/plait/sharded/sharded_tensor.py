@@ -33,12 +33,12 @@ from torch.overrides import handle_torch_function
 from plait.comm import Comm
 from plait.sharded.dispatch import DIRECT, LayoutError, decision, mapped, refused, spec_of, tensors_in
 from plait.sharded.gradients import may_be_set, not_summed_already, seed
+from plait.sharded.layout import Layout
 from plait.sharded.redistribute import NOTE, moved
 from plait.sharded.rules import lossless, name_of
 from plait.sharded.spec import Refusal, Spec, SpecCache, spec_cache
 from plait.sharded.spec_tensor import SpecTensor
 from plait.table.collectives import Note
-from plait.table.layout import Layout
 from plait.tensor.vocabulary import CutClasses
 from plait.torch_private import (
     DisableTorchFunctionSubclass,

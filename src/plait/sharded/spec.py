@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm
-from plait.table.layout import Layout, extent, path, region
+from plait.sharded.layout import Layout, path, region
+from plait.table.region import extent
 
 
 class SpecCache:

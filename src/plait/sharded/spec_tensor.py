@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm
+from plait.sharded.layout import Layout
 from plait.sharded.spec import Spec
-from plait.table.layout import Layout
 from plait.table.mesh import Mesh
 from plait.torch_private import DisableTorchFunctionSubclass
 

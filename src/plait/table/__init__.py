@@ -7,7 +7,7 @@ collectives.py  what a collective moves, in bytes
 additions.py    the tree in which a layout adds its gradients
 agreement.py    the two small messages of a step on which all ranks agree
 precision.py    numbers of different widths
-layout.py       how a tensor is cut over the axes of a mesh, and the way from one cut to another
+region.py       boxes of a tensor, and the parts of a dim that is cut
 tensor_cut.py   how tensor parallelism cuts a parameter
 tensor_plan.py  a tensor plan as data: which module is cut how, and what it sends
 parallelism.py  all settings of a layout as one value

@@ -21,8 +21,8 @@ from functools import cached_property
 from typing import Literal
 
 from plait.table.cells import Cell, Move, Strategy
-from plait.table.layout import Region
 from plait.table.mesh import Mesh
+from plait.table.region import Region
 
 GRAIN = 16
 """Cuts fall on multiples of this many elements."""

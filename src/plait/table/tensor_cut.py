@@ -14,7 +14,7 @@ Without one any size may be cut: 5 rows over 4 ranks are 2, 2, 1, 0.
 
 from dataclasses import dataclass
 
-from plait.table.layout import Region, part
+from plait.table.region import Region, part
 
 
 @dataclass(frozen=True)

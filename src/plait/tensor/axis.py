@@ -18,7 +18,7 @@ from torch import Tensor
 from plait.comm import Comm
 from plait.comm.padded import Finish, start_gather, start_scatter
 from plait.table.collectives import Note
-from plait.table.layout import part
+from plait.table.region import part
 from plait.table.tensor_plan import BACKWARD, FORWARD
 from plait.tensor.no_double_backward import no_double_backward
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from plait.comm import Comm
 from plait.table.collectives import Note
-from plait.table.layout import part
+from plait.table.region import part
 from plait.table.tensor_plan import FORWARD
 from plait.tensor.axis import AXES, Gather, Leave, TensorAxis, first_order
 from plait.tensor.linear import put_off, token, values

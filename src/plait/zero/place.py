@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from plait.table.flat import Run
-from plait.table.layout import Region, extent
+from plait.table.region import Region, extent
 from plait.table.tensor_cut import TensorCut
 
 

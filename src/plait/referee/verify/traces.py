@@ -10,8 +10,8 @@ from torch import Tensor
 from plait.referee.difference import Discrepancy, describe
 from plait.referee.verify.compare import BITWISE, HEARD, Measures, Pair
 from plait.referee.verify.observed import RankRecord, Record, TiedWeights, Where, observed
-from plait.table.layout import part
 from plait.table.mesh import Mesh
+from plait.table.region import part
 from plait.tensor.pieces import piece_of
 
 

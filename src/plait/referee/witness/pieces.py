@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.step import Engine
-from plait.table.layout import Region
+from plait.table.region import Region
 from plait.torch_private import tree_leaves
 
 INSIDE = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

@@ -19,7 +19,7 @@ from plait.checkpoint.files.reading import memory, read_file, shown
 from plait.referee.values import ROUNDING, unpacked
 from plait.referee.witness.pieces import Piece
 from plait.referee.witness.record import BUFFER, FORMAT, rank_folder, step_file
-from plait.table.layout import Region
+from plait.table.region import Region
 
 STEP = {"step", "calls", "losses", "late", "stepped", "options"}
 """Fields of a step's JSON."""

@@ -30,7 +30,7 @@ from plait.checkpoint.stored import Checkpoint
 from plait.checkpoint.tensor_file import TensorEntry, TensorFile, bytes_of, safetensors_header
 from plait.messages.progress import counted
 from plait.step import Engine
-from plait.table.layout import Region
+from plait.table.region import Region
 from plait.zero.state.full import whole_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from plait.table.layout import Region
+from plait.table.region import Region
 from plait.zero.place import RunPlace
 from plait.zero.storage import Flat
 

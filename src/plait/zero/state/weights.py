@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from plait.table.layout import Region
+from plait.table.region import Region
 from plait.zero.place import RunPlace
 from plait.zero.storage import Flat
 

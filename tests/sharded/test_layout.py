@@ -7,9 +7,10 @@ import math
 
 import pytest
 
+from plait.sharded.layout import Layout, entries, path, region
 from plait.table.collectives import Note
-from plait.table.layout import Layout, entries, extent, path, region
 from plait.table.mesh import Mesh
+from plait.table.region import extent
 
 MESH = Mesh.parse("replica=2 shard=3 tensor=2")
 

@@ -34,10 +34,7 @@ from plait.forward.interceptor import EngineMode
 from plait.pipeline.message import shape_of, shapes_in_words
 from plait.pipeline.not_here import NotHere, not_here
 from plait.tensor.metadata import only_metadata
-from plait.torch_private import DisableTorchFunction, tree_leaves
-
-ONE_TENSOR = {"tensor": 0}
-"""The tree of a value that is a tensor."""
+from plait.torch_private import tree_leaves
 
 NOTHING = HandOverForm(())
 """What the first stage receives, and the last hands over."""
@@ -72,7 +69,7 @@ class Search(EngineMode):
 
 
 def _check_same(name: str, before: tuple[Tree, list[Shape]], now: tuple[Tree, list[Shape]]) -> None:
-    """ValueError if a module returned something else than later stages have been told."""
+    """ValueError if a module returned something else than later stages have been told; NaN is NaN."""
     old, new = (repr(value_of(tree, [shapes_in_words([s]) for s in shapes])) for tree, shapes in (before, now))
     if old != new:
         raise ValueError(
@@ -194,8 +191,6 @@ class BoundaryState:
         call, known, learned = self.calls.get(name, 0), self.returned.get(name, []), self.learned
         self.calls[name] = call + 1
         told = learned is not None and len(self.form.returned.get(name, ())) <= call < len(known)  # by this stage
-        if told and self._is_plainly(output, known[call]) and learned is not None and name not in learned.modules:
-            return  # most links return one tensor, of which nothing but the stream goes on
         tensors: list[Tensor] = []
         try:
             tree = tree_of(output, tensors)
@@ -206,7 +201,7 @@ class BoundaryState:
                 ) from None
             return  # for later stages it is a tensor like the stream
         shapes = [shape_of(tensor) for tensor in tensors]
-        if told:
+        if told and (tree, shapes) != known[call]:
             _check_same(name, known[call], (tree, shapes))
         if self.search is not None:
             self.search.add(output)
@@ -215,14 +210,6 @@ class BoundaryState:
         if self.learned is None or name in self.learned.modules:
             for leaf, tensor in enumerate(tensors):
                 self.note(Key(name, call, leaf), tensor)
-
-    @staticmethod
-    def _is_plainly(output: Any, known: tuple[Tree, list[Shape]]) -> bool:
-        """Whether it is one tensor, as it was when later stages were told, by a cheap look."""
-        if type(output) is not Tensor or known[0] != ONE_TENSOR:
-            return False
-        with DisableTorchFunction():
-            return (output.shape, output.dtype) == known[1][0]
 
     def read_behind(self, tensor: Tensor) -> bool:
         """A tensor is read behind the stage's last link; whether it goes on under a key of its own."""

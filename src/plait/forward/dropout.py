@@ -48,16 +48,13 @@ class DropoutRNG(Handler):
         Its rows are samples or tokens where there are as many (``RNGPosition.of_samples``); otherwise the module has
         lost the sample dim, and the mask belongs to the global microbatch.
         """
-        keys = self.keys(shape)
-        place = self.place(self.current.context.module.name, shape)
-        return keep_mask(keys, math.prod(shape) // len(keys) if keys else 0, p, device, place).view(tuple(shape))
-
-    def keys(self, shape: Sequence[int]) -> list[int]:
-        """Those of the next mask of the running module: one for each sample, or one for the microbatch."""
-        position, _, site = self.site()
+        position, module, site = self.site()
         if position.of_samples(shape):
-            return self.sample_keys("dropout", site)
-        return [stream_key("microbatch dropout", self.seed, position.step, position.microbatch, site)]
+            keys = self.sample_keys("dropout", site)
+        else:
+            keys = [stream_key("microbatch dropout", self.seed, position.step, position.microbatch, site)]
+        place = self.place(module, shape)
+        return keep_mask(keys, math.prod(shape) // len(keys) if keys else 0, p, device, place).view(tuple(shape))
 
     def sample_keys(self, kind: str, site: str) -> list[int]:
         """One for each sample of the microbatch, by its global index."""
@@ -105,9 +102,6 @@ class DropoutRNG(Handler):
         scale = 1 / (1 - p) if p < 1 else 0.0
         factor = self.mask(input.shape, p, input.device).to(input.dtype).mul_(scale)
         return input.mul_(factor) if inplace else input * factor
-
-    def torch_dropout(self, input: Tensor, p: float, train: bool) -> Tensor:
-        return self.dropout(input, p, train)
 
     def attention(
         self,
@@ -198,7 +192,7 @@ def _drops_nothing(func: Function, args: Sequence[Any]) -> bool:
 
 _SERVED: dict[Function, Function] = {
     F.dropout: DropoutRNG.dropout,
-    torch.dropout: DropoutRNG.torch_dropout,
+    torch.dropout: lambda self, input, p, train: self.dropout(input, p, train),
     F.scaled_dot_product_attention: DropoutRNG.attention,
 }
 _COMPOSITE = {F.multi_head_attention_forward, F.dropout1d, F.dropout2d, F.dropout3d, F.gumbel_softmax}

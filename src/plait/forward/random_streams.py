@@ -104,42 +104,32 @@ def _bernoulli(draws: Draws, probabilities: Tensor, p: float | None = None, **_:
 Fill = Callable[..., Tensor]
 
 
-def _filled(make: Callable[..., Tensor], fill: Fill, name: str) -> Fill:
-    """A function that makes a tensor, and fills it."""
+def _serving(fill: Fill, name: str, make: Callable[..., Tensor] | None = None) -> Fill:
+    """A function that fills its first argument, or what ``make`` makes of all of them."""
 
-    def filled(draws: Draws, *args: Any, requires_grad: bool = False, **kwargs: Any) -> Tensor:
-        kwargs.pop("generator", None)
-        return fill(draws, _checked(make(*args, **kwargs), args, name), name=name).requires_grad_(requires_grad)
+    def serve(draws: Draws, *args: Any, generator: None = None, requires_grad: bool = False, **kwargs: Any) -> Tensor:
+        out = args[0] if make is None else make(*args, **kwargs)
+        if out.dtype not in DIGITS or any(isinstance(value, nn.Parameter) for value in args):
+            raise ValueError(
+                f"{name} of a parameter's shape, or in {out.dtype}, is drawn in the forward, and no stream serves it: "
+                f"pass generator=..., or draw the values in the data pipeline"
+            )
+        if make is None:
+            return fill(draws, *args, **kwargs)
+        return fill(draws, out, name=name).requires_grad_(requires_grad)
 
-    return filled
-
-
-def _in_place(fill: Fill, name: str) -> Fill:
-    def filled(draws: Draws, out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        kwargs.pop("generator", None)
-        return fill(draws, _checked(out, (out, *args), name), *args, **kwargs)
-
-    return filled
-
-
-def _checked(out: Tensor, args: Sequence[Any], name: str) -> Tensor:
-    if out.dtype not in DIGITS or any(isinstance(value, nn.Parameter) for value in args):
-        raise ValueError(
-            f"{name} of a parameter's shape, or in {out.dtype}, is drawn in the forward, and no stream serves it: pass "
-            f"generator=..., or draw the values in the data pipeline"
-        )
-    return out
+    return serve
 
 
 STREAMS: Mapping[Callable[..., Any], Fill] = {
-    torch.rand: _filled(torch.empty, _fill_uniform, "rand"),
-    torch.randn: _filled(torch.empty, _fill_normal, "randn"),
-    torch.rand_like: _filled(torch.empty_like, _fill_uniform, "rand_like"),
-    torch.randn_like: _filled(torch.empty_like, _fill_normal, "randn_like"),
-    Tensor.uniform_: _in_place(_fill_uniform, "uniform_"),
-    Tensor.normal_: _in_place(_fill_normal, "normal_"),
-    Tensor.exponential_: _in_place(_fill_exponential, "exponential_"),
-    Tensor.bernoulli_: _in_place(_fill_bernoulli, "bernoulli_"),
+    torch.rand: _serving(_fill_uniform, "rand", torch.empty),
+    torch.randn: _serving(_fill_normal, "randn", torch.empty),
+    torch.rand_like: _serving(_fill_uniform, "rand_like", torch.empty_like),
+    torch.randn_like: _serving(_fill_normal, "randn_like", torch.empty_like),
+    Tensor.uniform_: _serving(_fill_uniform, "uniform_"),
+    Tensor.normal_: _serving(_fill_normal, "normal_"),
+    Tensor.exponential_: _serving(_fill_exponential, "exponential_"),
+    Tensor.bernoulli_: _serving(_fill_bernoulli, "bernoulli_"),
     Tensor.bernoulli: _bernoulli,
     torch.bernoulli: _bernoulli,
 }

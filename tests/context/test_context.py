@@ -61,6 +61,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "recomputed": ("shard=2 context=2", {"strategy": "zero3", "recompute": "full"}),
     "attention recomputed": ("shard=2 context=2", {"strategy": "zero3", "recompute": "selective"}),
     "1f1b": ("pipe=2 shard=2 context=2", {"strategy": "zero3", "schedule": "1f1b"}),
+    "ring": ("shard=2 context=2", {"strategy": "zero3", "dropout": 0.0, "ring_attention": True}),
+    "ring of 4, recomputed": (
+        "shard=4 context=4",
+        {"strategy": "zero3", "dropout": 0.0, "ring_attention": True, "recompute": "full"},
+    ),
+    "ring, 1f1b": ("pipe=2 shard=3 context=3", {"schedule": "1f1b", "dropout": 0.0, "ring_attention": True}),
     "tensor": ("shard=2 tensor=2 context=2", {"strategy": "zero3", "dropout": 0.0}),
     "sequence": ("shard=2 tensor=2 context=2", {"strategy": "zero1", "dropout": 0.0, "sequence_parallel": True}),
 }

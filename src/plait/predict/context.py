@@ -4,6 +4,8 @@
     backward    reduce_scatter   the same
     packed      all_gather       [time, samples] int64           documents, once in each forward of the model
 
+    in a ring of n, n - 1 times: send and receive keys and values as one; in the backward n times their gradients, too
+
 Inside a block that is recomputed the forward's are sent twice.
 """
 
@@ -23,6 +25,7 @@ def predict_context(
     itemsize: int,
     *,
     packed: bool = False,
+    ring: bool = False,
     twice: Collection[str] = (),
 ) -> tuple[Entry, ...]:
     """Every message of a stage of a rank over the context axis in one step.
@@ -32,6 +35,7 @@ def predict_context(
         tokens: samples x steps of time on this rank, for each microbatch.
         itemsize: bytes per element of the activations.
         packed: rows hold documents.
+        ring: keys and values go round.
         twice: the modules whose forward runs again in the backward.
     """
     ways = mesh.context
@@ -45,6 +49,14 @@ def predict_context(
     for mine in tokens:
         for name, gathered in widths.items():
             again = any(f"{name}.".startswith(f"{block}.") for block in twice)
+            if ring:
+                block = mine * sum(gathered) * itemsize
+                turns = {CONTEXT_FORWARD: [block] * (ways - 1) * (1 + again)}
+                turns[CONTEXT_BACKWARD] = [block] * (ways - 1) + [block // itemsize * max(itemsize, 4)] * ways
+                for phase, sizes in turns.items():
+                    entries += [Entry("send", ("shard",), size, size, Note(phase)) for size in sizes]
+                    entries += [Entry("recv", ("shard",), size, 0, Note(phase)) for size in sizes]
+                continue
             for size in (mine * ways * width * itemsize for width in gathered):
                 entries += [entry("all_gather", size, CONTEXT_FORWARD)] * (1 + again)
                 entries.append(entry("reduce_scatter", size, CONTEXT_BACKWARD))

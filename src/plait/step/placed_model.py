@@ -83,7 +83,7 @@ class PlacedModel(StaysHere):
         """Number of stages, on all ranks."""
         built = build_stages(model, comm, parallelism, self.pipeline, seed, before_forward, weights)
         self.stages, self.directory = built.stages, built.directory
-        self.time_axis = TimeAxis(comm) if comm.mesh.context > 1 else None
+        self.time_axis = TimeAxis(comm, ring=parallelism.ring_attention) if comm.mesh.context > 1 else None
         """The context axis, where the mesh has one."""
         if self.time_axis is not None:
             give_time_axis([model, *(stage.model for stage in self.stages.values())], self.time_axis)

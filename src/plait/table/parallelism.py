@@ -45,6 +45,8 @@ class Parallelism:
     """The plan for a mesh with a tensor axis (see ``table.tensor_plan``); None takes the model's own plan."""
     sequence_parallel: bool = False
     """Cut the activations between the tensor-parallel products in time."""
+    ring_attention: bool = False
+    """Over a context axis keys and values go round, and no rank has all of them; without masks and dropout."""
     schedule: str | tuple[tuple[Any, ...], ...] | None = None
     """An order's name (see ``schedule.orders``), or the actions of every rank of the ``pipe`` axis, written by hand;
     None: 1f1b, or no pipeline where the axis has one rank."""

@@ -7,6 +7,7 @@
     plan.py                from a model and a tensor plan to cuts, sites and siblings
     transformers.py        the tensor plan that a Hugging Face model carries, in our words
     time_axis.py           the context axis: steps of time on neighbours of shard, attention to all of them
+    ring_attention.py      attention to keys and values that go round
     pieces.py              a rank's piece of a cut parameter, and the whole from all pieces
     metadata.py            which torch functions read values
     no_double_backward.py  backwards that can be taken once

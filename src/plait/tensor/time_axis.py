@@ -7,8 +7,9 @@ samples, and each works on two blocks of their time, an early one and a late one
     context=2    block   0  1  2  3
                  rank    0  1  1  0
 
-Attention alone mixes steps of time.  Its keys and values are gathered, and their gradients reduced and scattered: the
-only messages of the axis.  All else of a decoder works step by step and needs only to know where its steps are.
+Attention alone mixes steps of time.  Its keys and values are gathered, and their gradients reduced and scattered; or
+they go round (``ring_attention.py``).  These are the only messages of the axis.  All else of a decoder works step by
+step and needs only to know where its steps are.
 
 Source: context parallelism of Llama 3 (Grattafiori et al. 2024, section 3.3.2), all-gather with 2n blocks.
 """
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from plait.comm import Comm
 from plait.table.collectives import Note
 from plait.table.tensor_plan import CONTEXT_BACKWARD, CONTEXT_FORWARD
+from plait.tensor.ring_attention import RingAttention
 from plait.torch_private import tree_map
 
 AXES = ("context",)
@@ -57,16 +59,16 @@ class StepsOfTime:
 class TimeAxis:
     """A rank's place on the context axis.  Modules that mix or number steps of time find it as ``self.time_axis``."""
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm, self.ways = comm, comm.mesh.context
+    def __init__(self, comm: Comm, *, ring: bool = False) -> None:
+        self.comm, self.ways, self.ring = comm, comm.mesh.context, ring
         self.index = comm.mesh.index(comm.rank, AXES)
 
     # ---- where the steps are ------------------------------------------------------------------------------------
 
-    def places(self, mine: int) -> Tensor:
-        """int64 [mine]: the places in the whole sequence of this rank's ``mine`` steps."""
-        half = mine // 2
-        early, late = self.index * half, (2 * self.ways - 1 - self.index) * half
+    def places(self, mine: int, index: int | None = None) -> Tensor:
+        """int64 [mine]: the places in the whole sequence of a rank's ``mine`` steps; this rank's, if none is named."""
+        half, index = mine // 2, self.index if index is None else index
+        early, late = index * half, (2 * self.ways - 1 - index) * half
         steps = torch.arange(half, device=self.comm.device)
         return torch.cat((steps + early, steps + late))
 
@@ -117,6 +119,12 @@ class TimeAxis:
     ) -> Tensor:
         """Causal attention of this rank's queries to all keys; or under a mask of shape [..., mine, whole]."""
         length = query_BHTK.size(-2)
+        if self.ring:
+            if mask is not None or dropout_p:
+                raise ValueError("a ring attends causally, without masks or dropout: leave ring_attention out")
+            scale = query_BHTK.size(-1) ** -0.5 if scale is None else scale
+            out: Tensor = RingAttention.apply(query_BHTK, key_BGTK, value_BGTK, self, scale)
+            return out
         keys, values = (self.gather(x, 2) for x in (key_BGTK, value_BGTK))
         if mask is None:
             mask = self.places(length)[:, None] >= torch.arange(keys.size(2), device=keys.device)

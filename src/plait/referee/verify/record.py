@@ -226,14 +226,22 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
         if job.one_stream:
             sites = stage.parallel.sites
             entries += predict_tensor(sites, leading, comm.mesh, itemsize, sequence=sequence, twice=stage.blocks)
-        if comm.mesh.context > 1:
+        if (axis := engine.placed.time_axis) is not None:
             gathered = {
                 name: [width // comm.mesh.tensor for width in module.gathered_widths]
                 for name, module in stage.model.named_modules()
                 if hasattr(module, "gathered_widths")
             }
             packed, tokens = "documents" in batches[0], [math.prod(s) for s in leading]
-            entries += predict_context(gathered, comm.mesh, tokens, itemsize, packed=packed, twice=stage.blocks)
+            entries += predict_context(
+                gathered,
+                comm.mesh,
+                tokens,
+                itemsize,
+                packed=packed,
+                ring=axis.ring,
+                twice=stage.blocks,
+            )
     tied = [
         TiedTraffic(
             edge.name, tuple(engine.placed.pipeline.owner[s] for s in edge.stages), engine.placed.ties.bytes_owned(edge)

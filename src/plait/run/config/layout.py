@@ -45,6 +45,8 @@ class LayoutConfig:
     one message; 0: none are."""
     sequence_parallel: bool = False
     """Cut the activations between tensor-parallel products in time (no effect on one rank)."""
+    ring_attention: bool = False
+    """Over a context axis let keys and values go round, in place of gathering them; without dropout or packing."""
     recompute: Literal["full", "selective"] | None = None
     """Recompute activations in the backward instead of keeping them: full, all inside a block; selective, those of
     attention, which grow with the square of the length. None: keep all."""

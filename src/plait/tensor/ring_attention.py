@@ -1,0 +1,103 @@
+"""Causal attention over a context axis without the whole keys: blocks of keys and values go round, one hop a turn.
+
+    turn        0        1        2            rank 0 of context=3: its own block, then rank 2's, then rank 1's
+    keys of     0   ►    2   ►    1
+    after each  out, lse = merged(out, lse, this block's)               online softmax
+
+The backward goes round again: the gradients of a block's keys and values travel with it, and come home at the end.
+
+Sources: Ring Attention (Liu et al. 2023), FlashAttention (Dao et al. 2022) for the softmax and its backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from plait.comm.operation import Work
+from plait.table.collectives import Note
+from plait.table.tensor_plan import CONTEXT_BACKWARD, CONTEXT_FORWARD
+
+if TYPE_CHECKING:
+    from plait.tensor.time_axis import TimeAxis
+
+
+class RingAttention(torch.autograd.Function):
+    """query_BHTK, key_BGTK, value_BGTK of this rank's steps -> out_BHTK; ``scale`` multiplies the scores."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, axis: TimeAxis, scale: float) -> Tensor:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        q, groups = query.to(wide) * scale, query.size(1) // key.size(1)
+        out = torch.zeros_like(q)
+        lse = q.new_full(q.shape[:-1], float("-inf"))
+        block = torch.stack((key, value))
+        for turn in range(axis.ways):
+            coming = _pass_on(axis, block, CONTEXT_FORWARD) if turn < axis.ways - 1 else None
+            scores, v = _scores(axis, q, block, turn, groups)
+            both = torch.logaddexp(lse, scores.logsumexp(-1))
+            out = out * (lse - both).exp()[..., None] + (scores - both[..., None]).exp() @ v
+            lse = both
+            block = block if coming is None else _arrived(*coming)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.axis, ctx.scale = axis, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, out, lse = ctx.saved_tensors
+        axis: TimeAxis = ctx.axis
+        wide = lse.dtype
+        q, groups = query.to(wide) * ctx.scale, query.size(1) // key.size(1)
+        given = gradient.to(wide)
+        delta = (given * out.to(wide)).sum(-1, keepdim=True)
+        block = torch.stack((key, value))
+        gradients, dq = torch.zeros_like(block, dtype=wide), torch.zeros_like(q)
+        for turn in range(axis.ways):
+            coming = _pass_on(axis, block, CONTEXT_BACKWARD) if turn < axis.ways - 1 else None
+            scores, v = _scores(axis, q, block, turn, groups)
+            weights = (scores - lse[..., None]).exp()
+            inner = weights * (given @ v.mT - delta)
+            dq += inner @ _whole_heads(block[0], groups, wide)
+            gradients[0] += _by_group(inner.mT @ q, groups)
+            gradients[1] += _by_group(weights.mT @ given, groups)
+            gradients = _arrived(*_pass_on(axis, gradients, CONTEXT_BACKWARD))
+            block = block if coming is None else _arrived(*coming)
+        dk, dv = gradients.to(key.dtype)
+        return (dq * ctx.scale).to(query.dtype), dk, dv, None, None
+
+
+def _scores(axis: TimeAxis, q: Tensor, block: Tensor, turn: int, groups: int) -> tuple[Tensor, Tensor]:
+    """The scores of this rank's queries and the block that is here in a turn, -inf for later keys; and its values."""
+    owner, length = (axis.index - turn) % axis.ways, q.size(-2)
+    later = axis.places(length)[:, None] < axis.places(length, owner)
+    key, value = (_whole_heads(part, groups, q.dtype) for part in block)
+    return (q @ key.mT).masked_fill(later, float("-inf")), value
+
+
+def _whole_heads(part_BGTK: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """Keys or values for every query head."""
+    return part_BGTK.to(dtype).repeat_interleave(groups, 1)
+
+
+def _by_group(part_BHTK: Tensor, groups: int) -> Tensor:
+    """The sum over the query heads that share a key head."""
+    whole: Tensor = part_BHTK.unflatten(1, (-1, groups)).sum(2)
+    return whole
+
+
+def _pass_on(axis: TimeAxis, block: Tensor, phase: str) -> tuple[Work, Work, Tensor]:
+    """Sends a block to the next rank, and receives one from the rank before."""
+    ranks = axis.comm.mesh.group(axis.comm.rank, ("context",))
+    block, arriving = block.contiguous(), torch.empty_like(block)
+    sent = axis.comm.send(block, ranks[(axis.index + 1) % axis.ways], Note(phase))
+    return sent, axis.comm.recv(arriving, ranks[axis.index - 1], Note(phase)), arriving
+
+
+def _arrived(sent: Work, received: Work, block: Tensor) -> Tensor:
+    received.wait()
+    sent.wait()
+    return block

@@ -193,16 +193,18 @@ class DiLoCo:
 
         Returns:
             True if it did.
+
+        Raises:
+            ValueError: in the middle of a step; it is not counted then.
         """
+        self.engine.check_between_steps("diloco.step()")
         self.steps += 1
         if self.steps == self.every - self.delay:
-            self.engine.check_between_steps("diloco.step()")
             self.fill()
             if self.runs:
                 self._sum = self.comm.reduce_scatter(self.mean, self.flat, self.reduce.axes, note=NOTE)
         if self.steps < self.every:
             return False
-        self.engine.check_between_steps("diloco.step()")
         self.steps = 0
         with torch.no_grad():
             new = self._update() if self.runs else {}

@@ -104,6 +104,23 @@ def test_a_fragment_of_which_some_ranks_have_nothing() -> None:
     assert equal == {"0.weight": False, "0.bias": False, "2.weight": False, "2.bias": True}
 
 
+def test_a_call_in_the_middle_of_a_step_is_refused_and_not_counted() -> None:
+    def body(comm: plait.Comm) -> list[bool]:
+        model = make_model()
+        inner = AdamW(model.parameters(), lr=1e-2)
+        engine = plait.Engine(model, Island(comm), strategy="zero3", optimizer=inner)
+        diloco, met = DiLoCo(engine, partial(SGD, lr=1.0), every=2), []
+        for step in range(4):
+            engine.backward(loss_of(model, batch_of(step, comm)), 4, "sum")
+            with pytest.raises(ValueError, match=r"diloco\.step\(\) in the middle of a step"):
+                diloco.step()
+            inner.step()
+            met.append(diloco.step())
+        return met
+
+    assert plait.run_threads(MESH, body) == [[False, True] * 2] * 4
+
+
 ROWS = [("ddp", MESH), ("zero2", MESH), ("zero3", MESH), ("zero3", "replica=2"), ("zero3", "pipe=2 replica=2")]
 
 

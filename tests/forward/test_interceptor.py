@@ -123,6 +123,11 @@ def test_inside_of_torchs_silent_layers_nothing_is_seen() -> None:
     assert functions_seen(squares, own_loop=True) == []
     assert functions_seen(squares, own_loop=True, mesh="shard=2") == []
     assert "linear" not in functions_seen(squares, mesh="pipe=2 shard=2")
+    assert functions_seen(squares, lambda model: model.register_forward_hook(print).remove()) == [
+        "tanh",
+        "square",
+        "sum",
+    ]
 
     def under_a_device(model: nn.Module, x: Tensor) -> Tensor:
         with torch.device("cpu"):  # a mode of torch's own, on top of ours

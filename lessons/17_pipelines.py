@@ -173,7 +173,7 @@ def main(ranks: int = 4) -> None:
         timeline = simulate(schedule, Costs(*[1 / chunks] * 3))  # forward, and both halves of backward
         shares[name], gap = timeline.idle_share(), sum(map(timeline.waits, range(p)))
         print(f"  {name:12} idle {shares[name]:.4f}, in gaps {gap:4.1f} ticks, holds", *check(schedule).peaks)
-        assert gap == 0 or name not in ("zb_h2", "zbv"), "idle only before its first pass and after its last"
+        assert gap < 1e-9 or m < 2 * p or name not in ("zb_h2", "zbv"), "with 2 p microbatches these have no gaps"
     assert shares["gpipe"] == shares["1f1b"] > shares["interleaved"] and shares["1f1b"] > shares["zb_h1"]
     print("a schedule by hand, proved; it holds", check(parse_schedule("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")).peaks)
     try:

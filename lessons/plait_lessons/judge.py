@@ -32,9 +32,9 @@ def off(what: str, found: object, expected: Tensor, most: float = 0.0) -> list[s
     largest, whole = gap.max().item(), expected.abs().max().item()
     bits = 1 - round(math.log2(torch.finfo(expected.dtype).eps))
     agree = min(bits, max(0, math.floor(math.log2(whole / largest)))) if 0 < largest < math.inf and whole else 0
-    return [
-        f"{what}: {wrong} of {gap.numel()} elements are wrong, by up to {largest:.1e}; {agree} of {bits} bits agree"
-    ]
+    why = " (rounding, as after additions in another order)" * (agree >= bits - 4)
+    how = f"{wrong} of {gap.numel()} elements are wrong, by up to {largest:.1e}; {agree} of {bits} bits agree"
+    return [f"{what}: {how}{why}"]
 
 
 def over(what: str, amount: float, target: float, unit: str = "bytes") -> list[str]:

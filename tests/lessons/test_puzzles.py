@@ -206,6 +206,15 @@ def solve(comm, logits, targets):
         'def solve(ranks):\n    return "\\n".join(f"{r}F0 {r}B0 {r}F1 {r}B1" for r in range(ranks))\n',
         ["ranks are idle for 75 % of the time, 55 more than 20"],
     ),
+    "backwards in reverse": (
+        11,
+        """
+def solve(ranks):
+    order = [f"F{m}" for m in range(12)] + [f"B{m}" for m in reversed(range(12))]
+    return "\\n".join(" ".join(f"{r}{action}" for action in order) for r in range(ranks))
+""",
+        ["0.0.weight: ", " of 24 bits agree (rounding, as after additions in another order)"],
+    ),
     "no order at all": (
         11,
         'def solve(ranks):\n    return "forward, then backward"\n',

@@ -1,28 +1,24 @@
 """Text as files of token numbers, mapped into memory and never read whole.
 
-*.npy            one row of uint16, uint32, int32 or int64
-*.bin            only the numbers: uint16, or uint32 where the vocabulary has more than 65,536 tokens
-*.safetensors    rows of whole numbers, by name
-a folder         its files of these kinds, by path
+*.npy       one row of uint16, uint32, int32 or int64
+*.bin       only the numbers: uint16, or uint32 where the vocabulary has more than 65,536 tokens
+a folder    its files of these kinds, by path
 
 shards   [0 .. 4][5 .. 11][12 ..       tokens[3:8] is read from two of them
 """
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from plait.checkpoint.files.reading import shown
 
-KINDS = (".npy", ".bin", ".safetensors")
-DIGITS = re.compile(r"(\d+)")
+KINDS = (".npy", ".bin")
 SAMPLED = 1 << 20
 """Number of tokens at each end of a shard that identify its text."""
 
@@ -72,28 +68,18 @@ def load_tokens(files: Sequence[Path], vocabulary: int) -> Tokens:
     found: list[Tensor] = []
     for file in files:
         try:
-            found += _rows(file, vocabulary)
-        except (OSError, ValueError, TypeError, SafetensorError) as error:
+            found.append(_row(file, vocabulary))
+        except (OSError, ValueError) as error:
             raise ValueError(f"cannot read the tokens in {shown(str(file))}: {' '.join(str(error).split())}") from error
     return Tokens(found)
 
 
-def _rows(file: Path, vocabulary: int) -> Iterator[Tensor]:
+def _row(file: Path, vocabulary: int) -> Tensor:
     if not file.stat().st_size:
         raise ValueError("it is empty")
     if file.suffix == ".bin":
-        yield torch.from_numpy(np.memmap(file, "<u2" if vocabulary <= 1 << 16 else "<u4", "c"))
-    elif file.suffix == ".npy":
-        yield _checked(torch.from_numpy(np.load(file, mmap_mode="c", allow_pickle=False)))
-    else:
-        with safe_open(file, "pt") as opened:  # maps its tensors
-            for name in sorted(
-                opened.keys(), key=lambda name: [int(n) if n.isdecimal() else n for n in DIGITS.split(name)]
-            ):
-                yield _checked(opened.get_tensor(name))
-
-
-def _checked(row: Tensor) -> Tensor:
+        return torch.from_numpy(np.memmap(file, "<u2" if vocabulary <= 1 << 16 else "<u4", "c"))
+    row = torch.from_numpy(np.load(file, mmap_mode="c", allow_pickle=False))
     if row.dim() != 1 or row.dtype.is_floating_point or row.dtype.is_complex or row.dtype == torch.bool:
         kind = str(row.dtype).removeprefix("torch.")
         raise ValueError(f"it has {kind} {list(row.shape)}: give one row of whole numbers")

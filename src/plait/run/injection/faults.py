@@ -1,7 +1,7 @@
-"""Faults as text and as values: ``KIND[=VALUE]@rank=R,step=N[,operation=K][,at=PHASE][,always]``.
+"""Faults as text and as values: ``KIND[=VALUE]@rank=R,step=N[,operation=K][,always]``.
 
     kill@rank=2,step=20                  kill -9 of rank 2 at its second operation in step 20
-    stop@rank=1,step=7,at=backward       SIGSTOP at the first operation of the phase "backward"
+    stop@rank=1,step=7,operation=5       SIGSTOP at its fifth operation
     slow=2x@rank=0,step=5                from step 5 on, rank 0 takes twice as long for everything
     exception@rank=2,step=4,always       also in the attempts after a restart
 
@@ -32,7 +32,7 @@ FAULTS = MappingProxyType(
 OF_A_PROCESS = ("kill", "stop", "signal", "exit", "disk-full")
 """Faults of a whole process: with threads as ranks they would hit all ranks."""
 
-FORM = "KIND[=VALUE]@rank=R,step=N[,operation=K][,at=PHASE][,always], as in kill@rank=2,step=20"
+FORM = "KIND[=VALUE]@rank=R,step=N[,operation=K][,always], as in kill@rank=2,step=20"
 NUMBER, FACTOR = re.compile("[0-9]{1,9}"), re.compile(r"([1-9][0-9]{0,2}(\.[0-9]{1,3})?)x?")
 
 
@@ -49,8 +49,6 @@ class Fault:
     operation: int = 2
     """Number of the operation in the step, from 1 (for ``skip-collective``, among those that may be left out).  If the
     step has fewer operations, the fault happens at its end, when the next step begins."""
-    at: str = ""
-    """If set, the fault happens at the first operation of this phase instead."""
     always: bool = False
 
     def __str__(self) -> str:
@@ -72,7 +70,7 @@ def parse_fault(text: str, ranks: int, *, threads: bool = False) -> Fault:
     head, _, place = text.strip().partition("@")
     kind, equals, value = head.partition("=")
     given = {name.strip(): what.strip() for name, _, what in (word.partition("=") for word in place.split(","))}
-    always, at = given.pop("always", None), given.pop("at", "")
+    always = given.pop("always", None)
     numbers = {name: int(what) for name, what in given.items() if NUMBER.fullmatch(what)}
     read = numbers.keys() == given.keys() and {"rank", "step"} <= numbers.keys() <= {"rank", "step", "operation"}
     if kind not in FAULTS or always or not read or 0 in (numbers["step"], numbers.get("operation")):
@@ -92,4 +90,4 @@ def parse_fault(text: str, ranks: int, *, threads: bool = False) -> Fault:
         if kind != "slow" or factor is None:
             raise ValueError(f"{value!r} in the fault {text!r}: only slow has a value, a factor from 1, as in slow=2x")
         number = float(factor[1])
-    return Fault(kind, **numbers, value=number, at=at, always=always is not None)
+    return Fault(kind, **numbers, value=number, always=always is not None)

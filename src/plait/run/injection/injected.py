@@ -72,7 +72,7 @@ class Injected(Observer):
         self._now, self._asked = number + 1 == self.fault.step and not self._over, 0
 
     def asked(self, operation: Operation) -> None:
-        if self.fault.kind not in OF_OTHERS and self.due(operation):
+        if self.fault.kind not in OF_OTHERS and self.due():
             self._act(operation)
 
     def closed(self) -> None:
@@ -85,12 +85,12 @@ class Injected(Observer):
         """True in the fault's step, until the fault has happened."""
         return self._now
 
-    def due(self, operation: Operation) -> bool:
-        """True if the fault happens at this operation."""
+    def due(self) -> bool:
+        """True if the fault happens at the operation that is asked for."""
         if not self._now:
             return False
         self._asked += 1
-        return operation.note.phase == self.fault.at if self.fault.at else self._asked >= self.fault.operation
+        return self._asked >= self.fault.operation
 
     def say(self, operation: Operation | None) -> None:
         """Prints that the fault happens now, and marks it as done."""
@@ -154,7 +154,7 @@ def _leave_out(comm: Comm, injected: Injected) -> None:
 
     def left_out(prepared: Prepared) -> Work:
         operation = prepared.operation
-        if operation.kind in SKIPPED and injected.due(operation):
+        if operation.kind in SKIPPED and injected.due():
             injected.say(operation)
             return DONE
         return begin(prepared)

@@ -35,7 +35,7 @@ class DataConfig:
     ragged: bool = False
     """Samples with different token counts, so that ranks and microbatches differ too."""
     data: str | None = None
-    """A file or folder of text, of .jsonl with a "text" a line, or of tokens (.npy, .bin, .safetensors). None: the
+    """A file or folder of text, of .jsonl with a "text" a line, or of tokens (.npy, .bin). None: the
     source of Python's standard library."""
     seed: int = 0
     """Decides initial weights, data order and dropout."""

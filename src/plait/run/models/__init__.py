@@ -9,7 +9,3 @@ documents.py     attention masks and positions for rows that hold several docume
 Use them as modules: ``from plait.run.models import gpt`` and then ``gpt.GPT(gpt.GPTConfig())``, ``gpt.loss_sum``,
 ``gpt.token_count``.
 """
-
-from plait.run.models import gpt, hf, mlp, pretrained
-
-__all__ = ["gpt", "hf", "mlp", "pretrained"]

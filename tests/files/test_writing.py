@@ -91,11 +91,12 @@ def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
     assert other(Lines, path) == errno.EAGAIN and path.read_bytes() == lines.read() == b""
     read, write = os.pipe()
     if not (fork := os.fork()):  # a worker, which outlives the run
+        os.close(write)
         os.read(read, 1)
         os._exit(0)
     lines.close()
     assert other(Lines, path) == 0
-    os.write(write, b"x")
+    os.close(write)
     os.waitpid(fork, 0)
 
 

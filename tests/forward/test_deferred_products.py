@@ -87,21 +87,6 @@ def test_uses_add_up_in_the_order_of_autograd(function: Callable[..., Tensor], d
     assert_equal(split(model, xs, ORDER), plain(model, xs, ORDER))
 
 
-def test_another_order_of_adding_is_seen() -> None:
-    """The comparison can tell the order of three products: added from the other end they differ."""
-    w = nn.Parameter(draws(torch.empty(9, 9), 1) / 3)
-    deferred = Deferring([w])
-    deferred.begin(0)
-    with deferred:
-        y = three_uses(draws(torch.empty(17, 9), 0), w)
-    y.backward(draws(y, 0))
-    stand_in: Any = deferred.stand_in(w)
-    a, b, c = (make() for make in stand_in.waiting)
-    deferred.weigh(0)
-    assert torch.equal(w.grad, (a + b) + c)
-    assert not torch.equal(w.grad, a + (b + c))
-
-
 def test_an_input_part_in_two_calls() -> None:
     """Two outputs, backward one after the other: the second call's gradients are added to the first's."""
     w, x = nn.Parameter(draws(torch.empty(9, 9), 1)), draws(torch.empty(17, 9), 0)

@@ -173,7 +173,7 @@ TENSOR = [
 ]  # fmt: skip
 
 RICH = replace(TINY, mesh="shard=3", microbatches=2, weight_decay=0.5, lr_schedule="cosine", warmup=2, steps=4)
-UPDATE = "the optimizer did something else"
+UPDATE = "the optimizer made something else"
 
 
 def rich(of: VerifyConfig = RICH, **settings: Any) -> list[VerifyConfig]:

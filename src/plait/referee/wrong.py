@@ -114,12 +114,20 @@ def cause_of_parameter(pattern: str, *, stale: bool, at_rest: bool) -> str:
     return ""
 
 
-def cause_of_update(moved: Discrepancy) -> str:
-    """Why an update is wrong, by how far the parameter moved beside how far it should have."""
-    if moved.pattern == "nothing":
-        return "it was not updated"
-    if moved.pattern == "factor" and moved.factor is not None:
-        return f"it moved {factor_text(moved.factor)} times as far as it should"
-    if moved.pattern == "region" and moved.inside == "nothing":
-        return f"a part was not updated: {moved.text.split(':')[0]}"
-    return "the optimizer did something else with the right gradient: its state, its group, or its constants"
+LEFT_OUT = "the optimizer's step was left out"
+
+
+def cause_of_update(factor: float | None, *, every: bool = True) -> str:
+    """Why an update is wrong, in words.
+
+    Args:
+        factor: how far the parameter moved, over how far it should have; None where no factor explains it.
+        every: the others are wrong in the same way.
+    """
+    if factor is None:
+        return "the optimizer made something else of the right gradient: its state, its group, or its constants"
+    if abs(factor) < 1e-2:
+        return LEFT_OUT if every else "the optimizer leaves it out"
+    if abs(factor - 2) < 2e-2:
+        return "the update was applied twice, or with twice the learning rate that the optimizer says"
+    return "another learning rate than the one that the optimizer says, or a scaled gradient"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from plait.referee.contributions import Contributions, cause_of_sum, contributions, explain, groupings
-from plait.referee.difference import describe
+from plait.referee.difference import describe, factor_text
 from plait.referee.tape import Mark
 from plait.referee.values import wide
 from plait.referee.verify.observed import PHASES, OneStep, Piece, RankRecord
@@ -159,7 +159,13 @@ def _of_update(traces: Traces, wrong: Sequence[Wrong]) -> str:
     if pair.piece is None or pair.ours is None or pair.theirs is None:
         return "no rank owns it"
     old = traces.of(pair.rank).take(traces.one.before(pair.where.step, pair.where.name), pair.piece)
-    return cause_of_update(describe(pair.ours - old, pair.theirs - old))
+    moved = describe(pair.ours - old, pair.theirs - old)
+    if moved.inside == "nothing":
+        return f"a part was not updated: {moved.text.split(':')[0]}"
+    factor = moved.factor if moved.pattern in ("factor", "nothing") else None
+    far = f"it moved {factor_text(factor)} times as far as it should: " if factor else ""
+    every = len({w.name for w in wrong}) == len(traces.one.steps[pair.where.step].updated)
+    return far + cause_of_update(factor, every=every)
 
 
 def _of_published(traces: Traces, wrong: Sequence[Wrong]) -> str:

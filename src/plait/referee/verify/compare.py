@@ -252,12 +252,10 @@ def _cover(runs: Sequence[tuple[RankRecord, Piece | None]], numel: int) -> bool:
     cut = next((cut for record, piece in mine if (cut := record.cut(piece[0]))), None)
     lengths = {None: numel} if cut is None else {i: math.prod(cut.local_shape(i)) for i in range(cut.ways)}
     for index, length in lengths.items():
-        end = 0
-        for _, start, stop in sorted(piece for record, piece in mine if index in (None, record.tensor_rank)):
-            if start > end:
-                return False
-            end = max(end, stop)
-        if end < length:
+        seen = torch.zeros(length, dtype=torch.bool)
+        for _, start, stop in (piece for record, piece in mine if index in (None, record.tensor_rank)):
+            seen[start:stop] = True
+        if not seen.all():
             return False
     return True
 

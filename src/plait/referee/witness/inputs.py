@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from plait.referee.witness.judgement import LEFT_OUT, Judgement, accuse, ranks_text
+from plait.referee.witness.judgement import Judgement, accuse, ranks_text
 from plait.referee.witness.pieces import Row
 from plait.referee.witness.replay import Replay
 from plait.referee.witness.stored import RankStep
+from plait.referee.wrong import LEFT_OUT
 
 SHOWN = 6
 

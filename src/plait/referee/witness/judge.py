@@ -25,13 +25,14 @@ from plait.referee.witness.declared import DTYPES, Rounding, in_rounding, judge_
 from plait.referee.witness.drift import PARTS, apart, declared, excused, in_other_orders, in_parts, slack_of
 from plait.referee.witness.gradient import Parts, Setting, compare, judge_gradient
 from plait.referee.witness.inputs import ForwardCall, by_rank, covers, groups_of, judge_inputs, repeats_alone
-from plait.referee.witness.judgement import LEFT_OUT, Judgement, accuse
+from plait.referee.witness.judgement import Judgement, accuse
 from plait.referee.witness.one_sided import explain_update, judge_not_finite, judge_unasked, not_finite
 from plait.referee.witness.pieces import Row
 from plait.referee.witness.replay import Gradients, Replay, SampleGradient, check_same_job, clipped
 from plait.referee.witness.stored import RankRun, RankStep, Witnessed, read_witnessed
 from plait.referee.witness.unseen import Unseen
 from plait.referee.witness.update import judge_between, judge_options, judge_replicas, judge_update
+from plait.referee.wrong import LEFT_OUT
 from plait.run.job.config import JobConfig
 from plait.run.job.job import Job, make_job
 from plait.run.job.own import UserJob

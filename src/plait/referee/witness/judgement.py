@@ -7,9 +7,6 @@ Phase = Literal["equal", "initial", "options", "between", "inputs", "gradient", 
 """In the order of cause and effect; ``between`` an update and the next forward nothing may change."""
 
 
-LEFT_OUT = "the optimizer's step was left out"
-
-
 @dataclass(frozen=True)
 class Judgement:
     """What a run is: equal to the run of a single process, or the first thing that is not.

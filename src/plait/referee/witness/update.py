@@ -16,6 +16,7 @@ from plait.referee.values import gaps, largest, last_bits, scale_of, tolerance, 
 from plait.referee.witness.judgement import Judgement, Phase, accuse, ranks_text
 from plait.referee.witness.record import options_of
 from plait.referee.witness.stored import RankStep, Witnessed, slices
+from plait.referee.wrong import cause_of_update
 
 ALIKE = 1e-6
 """Options that are this near to each other are the same."""
@@ -99,14 +100,7 @@ def judge_update(
     apart = "; its ranks drift apart" if len(ranks) < len(witnessed.runs) else ""
     every = not clean or all((rank, n) in found for rank in ranks for n in witnessed.runs[rank].regions if n in due)
     what = "of every parameter" if factor is not None and every else f"of {name}"
-    if factor is None:
-        cause = "the optimizer made something else of the gradient than the job's"
-    elif abs(factor) < 1e-2:
-        cause = "the optimizer's step was left out" if every else "the optimizer leaves it out"
-    elif abs(factor - 2) < 2e-2:
-        cause = "the update was applied twice, or with twice the learning rate that the optimizer says"
-    else:
-        cause = "another learning rate than the one that the optimizer says, or a scaled gradient"
+    cause = cause_of_update(factor, every=every)
     amount = "was not made" if factor is not None and abs(factor) < 1e-2 else amount
     judged, text, of = "" if factor is not None and every else name, f"it {amount}{apart}", len(witnessed.runs)
     where = f"update {what}"

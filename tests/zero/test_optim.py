@@ -259,6 +259,31 @@ def test_and_works_where_they_are_whole(make: Any, row: str) -> None:
     agree(ranks, plain(template, data, optimizer=make), tolerance=1e-9 if make is adafactor else 2e-3)
 
 
+@pytest.mark.parametrize("row", ["zero1", "zero2", "zero3"])
+def test_muon_on_matrices_beside_adamw_has_the_bits_of_whole_updates(row: str) -> None:
+    """As the guide has it: the groups are built before the engine, by the number of dims."""
+
+    def both(model: nn.Module) -> list[Optimizer]:
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        others = [p for p in model.parameters() if p.ndim != 2]
+        return [torch.optim.Muon(matrices, lr=0.05), AdamW(others, lr=0.05)]
+
+    def trained(row: str, **settings: Any) -> Any:
+        def body(comm: Comm) -> Any:
+            model = net()
+            engine = Engine(
+                model, comm, strategy=row, optimizer=both(model), loss_fn=loss_sum, count_fn=len, **settings
+            )
+            for batch in batches(3):
+                engine.step([batch])
+            return engine.full_state_dict()
+
+        return run(Mesh(shard=3), body)[0]
+
+    right, cut = trained("ddp"), trained(row, cut="tensor")
+    assert all(torch.equal(cut[name], value) for name, value in right.items())
+
+
 def build(model: nn.Module, optimizer: Optimizer, row: str = "zero1") -> None:
     def body(comm: Comm) -> None:
         Engine(model, comm, strategy=row, optimizer=optimizer)

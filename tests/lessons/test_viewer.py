@@ -6,6 +6,8 @@ import base64
 import hashlib
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +216,19 @@ def test_a_lesson_is_opened(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 def test_every_lesson_with_ranks_can_be_opened() -> None:
     with_ranks = [lesson.number for lesson in numbered() if "\ndef body(" in lesson.path.read_text()]
     assert with_ranks == [n for n in range(3, 21) if n not in (8, 18)]
+
+
+def test_processes_write_a_file_each_and_are_one_page(program: Path, tmp_path: Path) -> None:
+    found = []
+    for world in ("thread", "process"):
+        out = tmp_path / f"{world}.html"
+        words = [f"{program}:body", "--mesh", "shard=2", "--out", str(out), "--world", world]
+        subprocess.run([sys.executable, "-m", "plait", "trace", *words], check=True)
+        data = data_of(out.read_text())
+        for rank in data["ranks"]:
+            for step in rank["steps"]:
+                del step["time"], step["held"]  # a process's collectives have buffers of their own
+            del rank["peak"]
+        found.append(data)
+    assert found[0] == found[1] and len(found[0]["frames"]) > 10
+    assert {file.name for file in tmp_path.iterdir()} == {"program.py", "thread.html", "process.html"}

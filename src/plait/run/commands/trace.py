@@ -1,22 +1,27 @@
 """``plait trace``: steps through a function of a file on every rank, and writes a page with one column per rank.
 
 plait trace FILE.py:body --mesh shard=4
+plait trace FILE.py:body --mesh shard=4 --world process     each rank writes a file, and rank 0 merges them
 """
 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
 from plait.checkpoint.files.writing import check_file, write_text
+from plait.comm import Comm
 from plait.messages.escape import say
+from plait.run.config.machine import MachineConfig
+from plait.run.course.merge import take_records, write_record
 from plait.run.course.page import page
-from plait.run.course.tracer import trace
+from plait.run.course.tracer import RankTrace, follow, ranks_apart, trace
 from plait.run.job.user_code import load_name
-from plait.table.mesh import Mesh
+from plait.run.launch.local import launch
+from plait.table.mesh import AXES, Mesh
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,9 @@ class TraceConfig:
     function: tyro.conf.Positional[str]
     """A file and a function of one argument, the rank's comm, as in FILE.py:body."""
     mesh: str = "shard=4"
-    """The axes and their sizes; each rank is a thread."""
+    """The axes and their sizes."""
+    world: Literal["thread", "process"] = "thread"
+    """Kind of a rank."""
     out: str = "trace.html"
     """The file to write."""
 
@@ -36,8 +43,22 @@ def run(config: TraceConfig, argv: Sequence[str] = ()) -> int:
     body = load_name(config.function, "function")
     if not callable(body):
         raise ValueError(f"function {config.function!r} is a {type(body).__name__}: name a function of the rank's comm")
-    write_page(config.out, config.function, _file_of(body), body, config.mesh)
-    return 0
+    file = _file_of(body)
+    if config.world == "thread":
+        write_page(config.out, config.function, file, body, config.mesh)
+        return 0
+    check_file("out", config.out)
+
+    def rank(comm: Comm) -> int:
+        with ranks_apart() as said:
+            record = follow(comm, file, body, said)
+        write_record(config.out, comm.rank, record)
+        comm.barrier(AXES)
+        if comm.rank == 0:
+            _write(config.out, config.function, file, take_records(config.out, comm.world_size))
+        return 0
+
+    return launch(MachineConfig(mesh=config.mesh, world="process"), rank, ["-m", "plait", *argv])
 
 
 def _file_of(body: Callable[..., object]) -> str:
@@ -51,6 +72,10 @@ def _file_of(body: Callable[..., object]) -> str:
 def write_page(place: str, title: str, file: str, body: Callable[[Any], object], mesh: str) -> None:
     """Runs ``body`` on the mesh, step by step, and writes the page."""
     check_file("out", place)
-    text = page(title, Path(file).read_text(encoding="utf-8"), trace(file, body, Mesh.parse(mesh)))
+    _write(place, title, file, trace(file, body, Mesh.parse(mesh)))
+
+
+def _write(place: str, title: str, file: str, ranks: list[RankTrace]) -> None:
+    text = page(title, Path(file).read_text(encoding="utf-8"), ranks)
     write_text(place, text)
     say(f"written: {place} ({len(text.encode()):,} bytes); arrow keys step, #12 is step 12\n", sys.stdout)

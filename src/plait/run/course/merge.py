@@ -1,12 +1,16 @@
-"""Merges the records of all ranks into frames: one step index per rank.
+"""Merges the records of all ranks into frames: one step index per rank.  A process writes its record to a file.
 
 Ranks are aligned at collectives, by the number of collectives that each has asked for.  Between two collectives all
 ranks advance together; where they send messages to each other, in the order of their clock, which is one on a host.
 """
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import accumulate
+from pathlib import Path
 
+from plait.checkpoint.files.writing import write_text
 from plait.run.course.tracer import RankTrace
 
 MESSAGES = ("send", "recv")
@@ -45,3 +49,22 @@ def _sends(rank: RankTrace, span: Sequence[int]) -> bool:
         return False
     first, last = (rank.steps[i]["operations"] for i in (span[0], span[-1]))
     return any(operation["kind"] in MESSAGES for operation in rank.operations[first : last + 1])
+
+
+def record_of(place: str, rank: int) -> Path:
+    """The file of one rank's record, beside the page."""
+    return Path(f"{place}.rank{rank}.json")
+
+
+def write_record(place: str, rank: int, record: RankTrace) -> None:
+    """Writes what one process has recorded."""
+    write_text(str(record_of(place, rank)), json.dumps(asdict(record)))
+
+
+def take_records(place: str, ranks: int) -> list[RankTrace]:
+    """Reads the records of all ranks, and removes their files."""
+    files = [record_of(place, rank) for rank in range(ranks)]
+    found = [RankTrace(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+    for file in files:
+        file.unlink()
+    return found

@@ -1,7 +1,7 @@
-// Pages of the guide come first in the search, decisions and the log last. The numbers are Sphinx's own.
+// Pages of the guide come first in the search; decisions and the log are not in it. The numbers are Sphinx's own.
 var Scorer = {
   score: ([docname, , , , score]) =>
-    /^(guide|index)/.test(docname) ? score + 20 : /^(decisions|log)/.test(docname) ? score - 20 : score,
+    /^(guide|index)/.test(docname) ? score + 20 : score,
   objNameMatch: 11,
   objPartialMatch: 6,
   objPrio: { 0: 15, 1: 5, 2: -5 },

@@ -14,6 +14,7 @@ import sys
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -116,14 +117,11 @@ class OpenLesson:
     """Write the page only."""
 
     def run(self) -> None:
-        from plait.run.commands.trace import write_page
+        from plait.run.commands.trace import write
+        from plait.run.course.page import lesson_page
 
-        lesson = find(self.number)
-        module = load_file(str(lesson.path), "lesson")
-        if not hasattr(module, "body"):
-            raise ValueError(f"lesson {self.number} has no ranks to step through: plait lesson run {self.number}")
         place = self.out or f"lesson-{self.number:02}.html"
-        write_page(place, f"Lesson {self.number}: {lesson.title}", str(lesson.path), module.body, module.MESH)
+        write(place, partial(lesson_page, find(self.number)))
         if not self.no_browser:
             webbrowser.open(Path(place).resolve().as_uri())
 

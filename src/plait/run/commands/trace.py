@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import tyro
 
@@ -18,7 +18,7 @@ from plait.messages.escape import say
 from plait.run.config.machine import MachineConfig
 from plait.run.course.merge import take_records, write_record
 from plait.run.course.page import page
-from plait.run.course.tracer import RankTrace, follow, ranks_apart, trace
+from plait.run.course.tracer import follow, ranks_apart, trace
 from plait.run.job.user_code import load_name
 from plait.run.launch.local import launch
 from plait.table.mesh import AXES, Mesh
@@ -44,8 +44,9 @@ def run(config: TraceConfig, argv: Sequence[str] = ()) -> int:
     if not callable(body):
         raise ValueError(f"function {config.function!r} is a {type(body).__name__}: name a function of the rank's comm")
     file = _file_of(body)
+    source = Path(file).read_text(encoding="utf-8")
     if config.world == "thread":
-        write_page(config.out, config.function, file, body, config.mesh)
+        write(config.out, lambda: page(config.function, source, trace(file, body, Mesh.parse(config.mesh))))
         return 0
     check_file("out", config.out)
 
@@ -55,7 +56,7 @@ def run(config: TraceConfig, argv: Sequence[str] = ()) -> int:
         write_record(config.out, comm.rank, record)
         comm.barrier(AXES)
         if comm.rank == 0:
-            _write(config.out, config.function, file, take_records(config.out, comm.world_size))
+            write(config.out, lambda: page(config.function, source, take_records(config.out, comm.world_size)))
         return 0
 
     return launch(MachineConfig(mesh=config.mesh, world="process"), rank, ["-m", "plait", *argv])
@@ -69,13 +70,9 @@ def _file_of(body: Callable[..., object]) -> str:
     return str(code.co_filename)
 
 
-def write_page(place: str, title: str, file: str, body: Callable[[Any], object], mesh: str) -> None:
-    """Runs ``body`` on the mesh, step by step, and writes the page."""
+def write(place: str, make: Callable[[], str]) -> None:
+    """Writes a page, once its place is known to be writable."""
     check_file("out", place)
-    _write(place, title, file, trace(file, body, Mesh.parse(mesh)))
-
-
-def _write(place: str, title: str, file: str, ranks: list[RankTrace]) -> None:
-    text = page(title, Path(file).read_text(encoding="utf-8"), ranks)
+    text = make()
     write_text(place, text)
     say(f"written: {place} ({len(text.encode()):,} bytes); arrow keys step, #12 is step 12\n", sys.stdout)

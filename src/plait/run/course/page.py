@@ -1,13 +1,19 @@
 """The records of all ranks as one HTML file that opens without a network."""
 
 import ast
+import io
 import re
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from importlib.resources import files
 
+from plait.checkpoint.files.writing import write_text
+from plait.run.course.lessons import Lesson, find
 from plait.run.course.merge import align
-from plait.run.course.tracer import RankTrace
+from plait.run.course.tracer import RankTrace, trace
+from plait.run.job.user_code import load_file
 from plait.run.report.page.document import document
+from plait.table.mesh import Mesh
 
 QUESTION = re.compile(r"^ {2}(\d)\. (.+(?:\n {5}.+)*)", re.MULTILINE)
 OUTCOME = re.compile(r"^ *# Prediction (\d): (.+(?:\n *# (?!Prediction).+)*)", re.MULTILINE)
@@ -19,19 +25,47 @@ BODY = """<header><h1 id="title"></h1>
 <input id="slider" type="range" min="0" aria-label="step"><span id="count" role="status"></span></header>
 <main><section id="source" tabindex="0" aria-label="source"></section>
 <div id="right"><details id="predictions"><summary>Predict first</summary></details>
+<details id="run"><summary>What the run prints, every claim asserted</summary><pre></pre></details>
 <section id="messages" aria-label="messages of this step"></section>
 <section id="ranks" tabindex="0" aria-label="ranks"></section></div></main>
 <footer>Keys: &larr; &rarr; step, Home, End, n and p next and previous message. Each step has its address.</footer>"""
 
 
-def page(title: str, source: str, ranks: list[RankTrace]) -> str:
-    """The page, with everything in it."""
+def lesson_page(lesson: Lesson, *, run: bool = False) -> str:
+    """The page of a lesson: its body on the lesson's own mesh, or its main program on one rank if it has no body.
+
+    Args:
+        run: also run the main program, which asserts what the lesson claims, and show what it prints.
+    """
+    module = load_file(str(lesson.path), "lesson")
+    mesh = Mesh.parse(getattr(module, "MESH", "shard=1"))
+    ranks = trace(str(lesson.path), getattr(module, "body", lambda comm: module.main()), mesh)
+    printed = io.StringIO()
+    if run and hasattr(module, "body"):
+        with redirect_stdout(printed):
+            module.main()
+    title = f"Lesson {lesson.number}: {lesson.title}"
+    return page(title, lesson.path.read_text(encoding="utf-8"), ranks, printed.getvalue())
+
+
+def write_lesson(number: int, place: str) -> None:
+    """Runs a lesson and writes its page, for the site."""
+    write_text(place, lesson_page(find(number), run=True))
+
+
+def page(title: str, source: str, ranks: list[RankTrace], printed: str = "") -> str:
+    """The page, with everything in it.
+
+    Args:
+        printed: what the program prints when it runs, if that is known.
+    """
     css, js = ((files(__package__) / f"viewer.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     recorded = {
         "source": source.splitlines(),
         "ranks": [asdict(rank) for rank in ranks],
         "frames": align(ranks),
         "predictions": predictions(source),
+        "printed": printed,
     }
     return document(title, BODY, [css], [js], recorded)
 

@@ -222,6 +222,9 @@ for (const [i, { question, outcome }] of data.predictions.entries()) {
   make("summary", "the outcome, which the lesson asserts", answer);
   make("p", outcome || "Step to the end, or run the lesson: it prints the outcome and asserts it.", answer);
 }
+const printed = document.getElementById("run");
+printed.querySelector("pre").textContent = data.printed;
+printed.hidden = !data.printed;
 predictions.hidden = !data.predictions.length;
 
 const here = () => Number(slider.value);

@@ -53,8 +53,9 @@ def svg(step: Timeline, title: str, costs: Costs | None = None) -> str:
     if costs is not None:
         out.append(f'<text x="{LEFT + 560}" y="{y + 33}">curves: activations held, at most {most:g}</text>')
     size = f'width="{WIDTH}" height="{y + 48}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
-    return "\n".join([head, f'<rect {size} fill="white"/>', *out, "</svg>", ""])
+    box = f'{size} viewBox="0 0 {WIDTH} {y + 48}" role="img"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="sans-serif" font-size="11">'
+    return "\n".join([head, f"<title>{_text(title)}</title>", f'<rect {size} fill="white"/>', *out, "</svg>", ""])
 
 
 def label(action: Action, several: bool) -> str:

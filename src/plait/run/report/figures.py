@@ -263,7 +263,7 @@ def pipeline(name: str) -> str:
     schedule = write_order(name, RANKS * stages_per_rank(name), 8)
     costs = Costs()
     timeline = simulate(schedule, costs)
-    return svg({"": timeline}, f"{name}: 4 ranks, 8 microbatches", costs)
+    return svg(timeline, f"{name}: 4 ranks, 8 microbatches", costs)
 
 
 # ---- SVG ----------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from docutils import nodes
 from sphinx.ext.napoleon import GoogleDocstring
 from sphinx.util.docutils import SphinxDirective
 
+from plait.run.course.figures import figures
 from plait.run.course.lessons import numbered
 from plait.run.course.page import write_lesson
-from plait.run.report.figures import figures
 
 HERE = Path(__file__).parent.resolve()
 
@@ -67,7 +67,7 @@ def write_links(app: object, docname: str, source: list[str]) -> None:
 
 
 class Drawn(SphinxDirective):
-    """A figure of ``plait.run.report.figures``, by its name: ``{drawn} row zero3``."""
+    """A figure of ``plait.run.course.figures``, by its name: ``{drawn} row zero3``."""
 
     required_arguments = 1
     final_argument_whitespace = True

@@ -64,7 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run/config": CONFIG - {"run/config"},
     "run/watch": {"messages", "table", "comm"},
     "run/measure": CONFIG,
-    "run/course": {"messages", "table", "comm", "run/report"},
+    "run/course": JOB | {"run/report"},
     "run/train": VERIFY | {"run/measure", "run/watch"},
     "run/launch": VERIFY | {"run/train", "run/watch", "referee/sanitize"},
     "run/commands": VERIFY

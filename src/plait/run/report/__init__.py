@@ -9,6 +9,5 @@ trace.py      writes both steps as a trace file for Perfetto
 plans.py      layouts ranked by the planner, and one of them in detail
 screen.py     the console, which escapes control characters in all text
 drawing.py    draws steps as an SVG file
-figures.py    draws collectives, rows, flat units, meshes and pipelines for the site
 page/         the report: one HTML file about a run or a plan
 """

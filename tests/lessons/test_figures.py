@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.run.report.figures import PIECES, carried, collective, figures, flat_unit, kept, mesh_for, nested, row, sent
+from plait.run.course.figures import PIECES, carried, collective, figures, flat_unit, kept, mesh_for, nested, row, sent
 from plait.table.cells import TABLE
 from plait.table.layout import Layout, region
 

@@ -79,7 +79,7 @@ def carried(kind: str) -> list[tuple[list[Parts], list[Parts]]]:
 
 
 def _carry_out(kind: str, comm: Comm, x: Tensor) -> Tensor:
-    """What a rank has after a collective, which rank 0 is the root of."""
+    """Returns what a rank has after a collective, which rank 0 is the root of."""
     over, root, all_of_it, piece = ("shard",), comm.rank == 0, x.new_empty(RANKS), x.new_empty(1)
     match kind:
         case "scatter":

@@ -36,6 +36,9 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 
+STEPPED = tuple(lesson for lesson in numbered() if lesson.path.stem != "21_capstone")
+"""Lessons with a page; the capstone takes minutes, and weights that are not here."""
+
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s:]+)(#[^)\s]+)?\)")
 ASIDE = ("log", "decisions/")
 """Pages that are reached by links: they are in no sidebar, and the search leaves them out."""
@@ -57,7 +60,7 @@ def write_links(app: object, docname: str, source: list[str]) -> None:
         readme = (root / "README.md").read_text(encoding="utf-8")
         source[0] = LINK.sub(lambda link: written(link, root), readme)
     if docname == "guide/course":
-        for lesson in numbered():
+        for lesson in STEPPED:
             link = f'<a href="../lessons/{lesson.number:02}.html">{lesson.title}</a>'
             source[0] = source[0].replace(f"| {lesson.number} | {lesson.title} |", f"| {lesson.number} | {link} |")
     if docname == "decisions/README":
@@ -94,7 +97,7 @@ def step_through(app) -> None:
     for folder in (kept, out):
         folder.mkdir(parents=True, exist_ok=True)
     places = {}
-    for lesson in numbered():
+    for lesson in STEPPED:
         own = code.copy()
         own.update(lesson.path.read_bytes())
         places[lesson.number] = kept / f"{lesson.number:02}-{own.hexdigest()[:16]}.html"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from plait.run.course.figures import PIECES, carried, collective, figures, flat_unit, kept, mesh_for, nested, row, sent
+from plait.sharded.layout import Layout, region
 from plait.table.cells import TABLE
-from plait.table.layout import Layout, region
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "pictures.md"
 SVG = "{http://www.w3.org/2000/svg}"

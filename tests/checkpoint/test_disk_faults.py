@@ -61,27 +61,6 @@ def check_loads(folder: Path, before: list[Any]) -> None:
 
 
 @MODES
-def test_a_full_disk(disk: Path, background: bool) -> None:
-    folder = disk / "run"
-
-    def body(comm: Comm) -> Any:
-        saver = plait.Saver(folder, build(comm, 0.0, WIDE), background=background)
-        saved(saver)
-        state = saver.engine.full_state_dict()
-        for _ in range(2):
-            failing(saver, folder)
-        assert sorted(entry.name for entry in folder.iterdir()) == ["latest", "step-000001"]
-        comm.barrier(AXES)
-        if not comm.rank:
-            assert not mount("-o", "remount,size=8m", str(disk))
-        comm.barrier(AXES)
-        assert saved(saver) == folder / "step-000004"  # there is room, and it goes on
-        return state
-
-    check_loads(folder / "step-000001", ranks(body))
-
-
-@MODES
 @pytest.mark.parametrize("fault", ["read-only", "vanished"])
 def test_a_place_that_is_lost(disk: Path, background: bool, fault: str) -> None:
     folder = disk / "run"

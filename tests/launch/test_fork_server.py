@@ -50,21 +50,19 @@ def test_one_line_says_that_it_is_gone(serve: Serve, number: signal.Signals, mon
         server.ended()
 
 
-def test_one_that_does_not_answer_is_not_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "ANSWER_SECONDS", 0.2)
-    server, pid = serve("import time; time.sleep(100)", deadline=0.2)
-    with pytest.raises(ConnectionError, match=rf"\(pid {pid}\) is stopped, or does not answer"):
-        server.fork({})
-
-
-def test_one_that_is_stopped_for_the_deadline_is_ended(serve: Serve) -> None:
+@pytest.mark.parametrize(("ask", "stops"), [("fork", False), ("fork", True), ("ended", True)])
+def test_one_that_does_not_answer_or_is_stopped_is_ended_at_the_deadline(
+    ask: str, stops: bool, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "ANSWER_SECONDS", 0.2 if not stops else 100)
     server, pid = serve("import time; time.sleep(100)", deadline=0.5)
     assert server.ended() == {}
-    os.kill(pid, signal.SIGSTOP)
+    if stops:
+        os.kill(pid, signal.SIGSTOP)
     start = time.monotonic()
-    with pytest.raises(ConnectionError, match="is stopped"):
+    with pytest.raises(ConnectionError, match=rf"\(pid {pid}\) is stopped, or does not answer"):
         while time.monotonic() < start + 30:
-            server.ended()
+            server.fork({}) if ask == "fork" else server.ended()
             time.sleep(0.01)
     assert time.monotonic() > start + 0.4
 
@@ -83,13 +81,6 @@ def test_an_answer_is_waited_for_as_long_as_the_deadline_allows(serve: Serve, mo
     monkeypatch.setattr(fork_server, "ANSWER_SECONDS", 0.1)
     server, _ = serve(f"import time; time.sleep(1); {ANSWERS.format(answers=[{'started': 7}])}".replace("; \n", "\n"))
     assert server.fork({}) == 7
-
-
-def test_one_that_is_stopped_before_it_answers_is_not_waited_for(serve: Serve) -> None:
-    server, pid = serve("import time; time.sleep(100)", deadline=0.5)
-    os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(ConnectionError, match="is stopped"):
-        server.fork({})
 
 
 def test_after_one_that_was_lost_another_starts_ranks(serve: Serve) -> None:

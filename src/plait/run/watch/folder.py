@@ -1,6 +1,6 @@
 """The private folder in which the ranks of a host meet and write their status.  It goes with its last user.
 
-Where all its users are killed at once it stays, a few pages in the temporary folder (decision 149).
+If all its users are killed at once it stays in the temporary folder.
 """
 
 import os

@@ -9,7 +9,7 @@ import pytest
 
 from plait.predict.activations import MEGATRON
 from plait.predict.cluster import Link, Reached, preset
-from plait.predict.duration import duration, members_on_host, message_seconds, messages, speed
+from plait.predict.duration import duration, members_on_host, message_seconds, messages, pipe_seconds, speed
 from plait.predict.footprint import footprints, fullest
 from plait.predict.model import Transformer
 from plait.predict.plan import Plan
@@ -152,6 +152,33 @@ def test_bytes_are_those_that_a_proof_counts(mesh: Mesh, row: str, recompute: st
     assert most.state == pytest.approx(proved.room.state, rel=1e-3)
     assert most.reduced == pytest.approx(proved.room.gradients, rel=1e-3)
     assert most.gathered == pytest.approx(proved.room.gathered, rel=0.1)
+
+
+def test_a_stage_hands_on_the_part_of_the_stream_that_it_has() -> None:
+    one = plan(mesh=Mesh(pipe=4, shard=2, tensor=2), microbatches=4, schedule="1f1b")
+
+    def handed(of: Plan) -> float:
+        return next(sent.bytes for sent in messages(of, of.shares[1]) if sent.kind == "send")
+
+    assert handed(one) == 2 * 4 * one.tokens * one.model.hidden * 2
+    assert handed(replace(one, sequence_parallel=True)) == handed(one) / 2
+    links = {"between": Link(1e9, 0), "inside": Link(1e12, 0)}
+    one = replace(one, cluster=replace(one.cluster, hosts=8, devices=2, **links))
+    assert pipe_seconds(replace(one, scatters=True)) == pytest.approx(pipe_seconds(one) / 2, rel=0.01)
+
+
+def test_a_tied_head_gathers_the_embedding_again_and_stages_add_their_gradients() -> None:
+    tied = replace(LLAMA, tied=True)
+    embedding = LLAMA.vocab * LLAMA.hidden
+
+    def bytes_of(phase: str, of: Plan, rank: int = 0) -> float:
+        return sum(sent.bytes for sent in messages(of, of.shares[rank]) if sent.phase == phase)
+
+    one, two = plan(model=tied), plan()
+    assert bytes_of("forward", one) == pytest.approx(bytes_of("forward", two), rel=1e-9)  # as an untied head's
+    assert bytes_of("microbatch", one) < bytes_of("microbatch", two)
+    staged = plan(model=tied, mesh=Mesh(pipe=4, shard=4), microbatches=4)
+    assert [bytes_of("tied", staged, rank) for rank in range(4)] == [4 * embedding, 0, 0, 4 * embedding]
 
 
 def test_a_pipeline_waits_as_its_formula_says() -> None:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import shutil
 import time
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from plait.predict.cluster import preset
-from plait.predict.duration import duration
+from plait.predict.duration import duration, messages
 from plait.predict.model import Transformer
 from plait.predict.plan import Plan
 from plait.predict.search import Candidate
@@ -37,6 +38,10 @@ from plait.table.mesh import Mesh
 SMALL = Transformer(layers=30, hidden=1024, ffn=4096, heads=16, kv_heads=16, vocab=32000)
 ROW = TABLE["zero3"].mixed("bf16")
 ROWS = [row.mixed("bf16") for row in TABLE.values()]
+PICTURED = (
+    "--layers 32 --width 4096 --ffn 14336 --heads 32 --kv-heads 8 --vocab 128256 --hosts 2 --gpus 8xa100-80 "
+    "--batch 256 --length 8192 --mesh pipe=4,shard=4 --strategy zero1 --microbatches 32 --recompute full"
+)
 HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=alert(1)>"
 SIZES = "--layers 8 --width 512 --heads 8 --vocab 32000 --hosts 2 --gpus 4xh100 --batch 64 --length 1024"
 
@@ -99,6 +104,8 @@ def test_the_planned_step_takes_as_long_as_its_count(mesh: str) -> None:
     assert end == pytest.approx(duration(of).total - of.cluster.reached.fixed, rel=0.05)
     gathers = [box for box in lanes[0]["messages"] if box[0] == GATHER]
     assert len(gathers) == (8 if of.mesh.pipe == 1 else 1)
+    took = sum(sent.seconds for sent in messages(of, of.shares[0]) if sent.phase == "forward" and "shard" in sent.axes)
+    assert sum(box[4] - box[3] for box in gathers) == pytest.approx(took, rel=1e-3)
 
 
 def test_the_policy_names_every_script_and_a_hostile_name_is_text() -> None:
@@ -176,6 +183,17 @@ def test_two_reports_in_a_browser(tab: Any, tmp_path: Path) -> None:
     tab.goto(place.as_uri())
     assert tab.locator("article").count() == 2 and tab.locator(".u-over").count() == 1
     assert "%" in tab.locator("table").first.locator("tr").nth(1).inner_text()
+
+
+def test_the_picture_of_the_docs(tab: Any, tmp_path: Path) -> None:
+    """PLAIT_PICTURES=FOLDER keeps it: docs/report.png is made here."""
+    out = Path(os.environ.get("PLAIT_PICTURES", tmp_path))
+    words = ["plan", *PICTURED.split(), "--out", str(tmp_path)]
+    assert main(words) == 0
+    tab.set_viewport_size({"width": 1200, "height": 800})
+    tab.goto((tmp_path / "report.html").as_uri())
+    tab.screenshot(path=out / "report.png", full_page=True)
+    assert (out / "report.png").stat().st_size > 20_000
 
 
 def test_32_ranks_and_64_microbatches_open_within_two_seconds(tab: Any, tmp_path: Path) -> None:

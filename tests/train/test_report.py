@@ -40,6 +40,7 @@ def test_a_run_leaves_its_report(mesh: str, tmp_path: Path) -> None:
         assert sum(line[column] for line in report["messages"]) == rank[f"sent_{column}"]
     predicted, measured, _ = numbers["MFU"]
     assert 0 < measured < predicted < 100 and numbers["seconds a step"][0] > 0
+    assert min(curve := report["curves"]["values"]["MFU, %"]) <= measured <= max(curve)
     steps = report["timelines"]
     assert len(steps["measured"]) == len(steps["simulated"]) == 2
     passes = [[box[:3] for box in one["compute"]] for one in steps["measured"]]

@@ -12,7 +12,7 @@ continued by hand:
                                                        leaves received.grad
 
 Predict before you run it:
-  1. Nothing is sent back.  Does the loss still fall?
+  1. No gradient is sent back.  Does the loss still fall?
   2. ``requires_grad_()`` is forgotten on what arrives.  What does torch say, and where?
   3. A colleague mends that error with ``y.backward(torch.ones_like(y))``.  Which layers get wrong gradients?
 

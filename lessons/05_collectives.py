@@ -14,7 +14,7 @@ Sum is the usual operation; min and max exist too.  There is no "mean": divide o
 
 Predict before you run it, with four ranks; rank r has the four numbers 10 r + 0, 10 r + 1, 10 r + 2, 10 r + 3:
   1. What does rank 2 hold after a reduce-scatter?
-  2. After an all-gather of everybody's first number?
+  2. After an all-gather of each rank's first number?
   3. Which two collectives, one after the other, are an all-reduce?
 
     plait lesson run 5

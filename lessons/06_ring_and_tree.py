@@ -6,7 +6,7 @@ The *ring*: cut the array in n chunks.  In each of n - 1 rounds every rank passe
 its own numbers to the chunk that arrives.  Then each rank has one finished chunk (that was a reduce-scatter); n - 1
 more rounds pass the finished chunks around (an all-gather).
 
-The *tree*: in each round half of the ranks that still have something hand it to a partner and are done.  After log2(n)
+The *tree*: in each round half of the ranks that are left send their sum to a partner and are done.  After log2(n)
 rounds rank 0 has the sum; the same tree backwards brings it to all.
 
     ring      2 (n - 1) messages in a row, each of S / n bytes     good for long arrays
@@ -53,7 +53,7 @@ def ring_all_reduce(comm: plait.Comm, x: Tensor) -> None:
         chunks[(me - turn - 1) % n].copy_(pass_on(me - turn, me - turn - 1))
 
 
-# 2. The tree.  Rank v hands its sum to v without its lowest bit, and waits for the result from there.
+# 2. The tree.  Rank v sends its sum to the rank whose number is v without its lowest bit, and gets the result from there.
 
 
 def tree_all_reduce(comm: plait.Comm, x: Tensor) -> None:

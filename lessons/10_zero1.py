@@ -12,7 +12,7 @@ alone (SGD and Adam do; Adafactor and Muon look at whole matrices).
 
 Predict before you run it, with four ranks:
   1. Which share of Adam's state does each rank hold, by whole tensors?  By elements?
-  2. The gradients of what a rank does not own are thrown away.  Which collective of lesson 5 avoids computing them?
+  2. A rank throws away the gradient sums of what it does not own.  Which collective of lesson 5 never brings them?
   3. Adafactor on flat pieces: does it crash?
 
     plait lesson run 10
@@ -58,7 +58,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(t.numel() * 4 for s in optimizer.state.values() for key, t in s.items() if key != "step")
 
 
-# 1. By whole tensors.  The wrapper hands over a shorter list; everything else follows from that.
+# 1. By whole tensors.  The wrapper passes a shorter list on; everything else follows from that.
 
 
 def by_tensors(comm: plait.Comm, make: Make = adam) -> dict:

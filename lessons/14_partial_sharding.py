@@ -5,10 +5,10 @@ and ``tensor`` (ranks that share one matrix product).  Three things are spread o
 
     computation        samples over replica and shard, each matrix over tensor
     parameters         over tensor and shard: each replica has all of them once
-    optimizer state    over tensor, shard and replica: it is touched once a step, so spread it over everything
+    optimizer state    over tensor, shard and replica: only the update reads it, once a step, so spread it widest
 
-With microbatches the gradient needs care.  It is added up in a *buffer per replica*, laid like the parameters.
-Replicas do not talk while they accumulate.  At the end of the step the buffers are added and resharded to the
+With microbatches the gradient needs care.  It is added up in a *buffer per replica*, laid out like the parameters.
+Replicas exchange nothing while they accumulate.  At the end of the step the buffers are added and resharded to the
 optimizer's mapping in one reduce-scatter; after the update one all-gather goes back to the parameters' mapping.
 
 Predict before you run it, with two replicas, two data ranks each, two tensor ranks:

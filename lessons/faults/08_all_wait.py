@@ -1,6 +1,6 @@
-"""Fault 8: a ring in which everybody waits first.
+"""Fault 8: a ring in which every rank waits first.
 
-Each rank receives from the one before, then sends to the next.  It works as a line.  Why does a ring stand still?
+Each rank receives from the one before, then sends to the next.  It works as a line.  Why does a ring never end?
 
     plait lesson find 8
 """

@@ -1,4 +1,4 @@
-"""Small versions of what is fast elsewhere, to learn from and to measure against.
+"""Small versions of fast code, to learn from and to measure against, and the judge of the puzzles.
 
 ring.py     the ring algorithms of the collectives, written with ``send`` and ``recv``
 tree.py     the same as binomial trees

@@ -36,7 +36,7 @@ def init(comm: Comm | None = None, *, device: torch.device | str = "cpu", deadli
 
     Args:
         comm: this rank's comm, where there is a world already; otherwise torchrun's variables are read,
-            and its processes stand in a line (the axis ``pipe``).
+            and its processes form a line (the axis ``pipe``).
         device: where the tensors live.
         deadline: seconds that any wait may take.
 

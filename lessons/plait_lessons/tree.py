@@ -1,7 +1,7 @@
 """The binomial-tree algorithms, written with ``send`` and ``recv``, to read and to measure against.
 
 Members are counted from the root, v = (index - root) mod n.  In round j the members that have the array
-hand it to the one 2^j further on, so everybody has it after log2(n) rounds (rounded up):
+hand it to the one 2^j further on, so all have it after log2(n) rounds (rounded up):
 
     broadcast, n = 6          v   0    1    2    3    4    5
     round 0                       0 -> 1
@@ -115,7 +115,7 @@ def _parent(v: int) -> int:
 
 
 def _children(v: int, n: int) -> list[int]:
-    """Those that take from ``v``, in the order of the rounds."""
+    """The members that take from ``v``, in the order of the rounds."""
     first = v.bit_length()
     return [v + (1 << j) for j in range(first, n.bit_length()) if v + (1 << j) < n]
 

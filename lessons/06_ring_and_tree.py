@@ -53,7 +53,7 @@ def ring_all_reduce(comm: plait.Comm, x: Tensor) -> None:
         chunks[(me - turn - 1) % n].copy_(pass_on(me - turn, me - turn - 1))
 
 
-# 2. The tree.  Rank v sends its sum to the rank whose number is v without its lowest bit, and gets the result from there.
+# 2. The tree.  Rank v sends its sum to v without its lowest bit, and gets the result from that rank.
 
 
 def tree_all_reduce(comm: plait.Comm, x: Tensor) -> None:

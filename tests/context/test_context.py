@@ -142,3 +142,23 @@ def test_ranks_that_bring_different_samples_are_refused() -> None:
             engine.step(batches(comm.rank, 0, 1, 1, packed=False))
 
     plait.run_threads("shard=2 context=2", body)
+
+
+def own_loop(comm: plait.Comm) -> Any:
+    with plait.empty_parameters():
+        model = GPT(CONFIG).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = plait.Engine(model, comm, strategy="zero3", optimizer=optimizer, clip=0.5)
+    for step in range(STEPS):
+        (batch,) = batches(step, comm.mesh.data_rank(comm.rank), comm.mesh.data_size, 1, packed=True)
+        if engine.placed.time_axis is not None:
+            batch = engine.placed.time_axis.cut_batch(batch)
+        engine.backward(loss_sum(model, batch), token_count(batch), "sum")
+        optimizer.step()
+    return engine.full_state_dict()
+
+
+def test_a_programs_own_loop_cuts_its_batch() -> None:
+    right = plait.run_threads("shard=1", own_loop)[0]
+    for mine in plait.run_threads("shard=4 context=2", own_loop):
+        assert all(torch.allclose(mine[name], value, rtol=1e-9, atol=1e-11) for name, value in right.items())

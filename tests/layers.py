@@ -110,6 +110,7 @@ SHARES: dict[str, Share] = {
     "launch/test_slurm_cluster.py": NIGHTLY,
     "launch/test_local.py::test_rank_0_speaks_and_every_argument_arrives_as_it_was": FAST,
     "lessons/test_browser.py": DOCUMENTATION,
+    "lessons/test_notebooks.py": DOCUMENTATION,
     "lessons/test_course.py::test_the_capstone_holds": NIGHTLY,
     "lessons/test_worlds.py::test_processes_have_the_bits_of_threads": Share("none", "few"),
     "lessons/test_worlds.py::test_torchrun_says_how_many_ranks_there_are": PROCESSES,

@@ -49,6 +49,20 @@ def test_a_run_leaves_its_report(mesh: str, tmp_path: Path) -> None:
     assert "ranks compute" in report["limit"] and report["change"]
 
 
+@pytest.mark.parametrize(
+    "more", ["--dtype fp64 --mesh shard=2", "--batch 7 --mesh shard=2 --ragged", "--mesh shard=2 --dtype bf16"]
+)
+def test_a_run_that_the_planner_cannot_count_has_a_report_all_the_same(more: str, tmp_path: Path) -> None:
+    out, text, cluster = tmp_path / "out", tmp_path / "text", tmp_path / "cluster.toml"
+    text.write_text("one and two and three " * 200)
+    cluster.write_text(CLUSTER.replace("{ fp32 = 0.1 }", "{ fp32 = 0.1, bf16 = 0.2 }"))
+    words = ["train", *SIZES.split(), "--data", str(text), "--out", str(out), "--cluster", str(cluster)]
+    assert main([*words, *more.split()]) == 0
+    (report,) = saved_reports(str(out))
+    counted = "MFU" in {name for name, *_ in report["numbers"]}
+    assert counted == more.endswith("bf16")
+
+
 def test_a_machine_that_is_not_described_leaves_out_what_follows_from_it(tmp_path: Path, capfd: Any) -> None:
     out, text = tmp_path / "out", tmp_path / "text"
     text.write_text("one and two and three " * 200)

@@ -16,12 +16,14 @@ from plait.checkpoint.files.writing import write_text
 from plait.predict.cluster import PRESETS, Cluster, parse_cluster
 from plait.predict.model import Transformer, from_hugging_face
 from plait.predict.plan import Plan, implementation
+from plait.predict.search import Candidate
 from plait.run.config.layout import LayoutConfig
 from plait.run.config.machine import MachineConfig, resolve_device
 from plait.run.config.sinks import METRICS
 from plait.run.job.config import JobConfig
 from plait.run.models.gpt import GPTConfig
 from plait.run.models.hf import HFConfig
+from plait.run.models.pretrained import Pretrained
 from plait.run.report.page.saved import REPORT, page
 from plait.run.report.page.trained import FinishedRun, Totals, trained_report
 from plait.table.cells import Strategy
@@ -65,8 +67,8 @@ def plan_of(
     cluster, model = cluster_of(file, on_gpu=on_gpu), transformer_of(task.sizes)
     if cluster is None or model is None or not task.family.reads_text:
         return None
-    with suppress(ValueError):  # uneven batches, schedules and splits that were written by hand
-        return Plan(
+    with suppress(ValueError):  # uneven batches, a schedule written by hand, a dtype without a peak
+        plan = Plan(
             model,
             replace(cluster, hosts=mesh.hosts, devices=mesh.size // mesh.hosts),
             mesh,
@@ -78,10 +80,12 @@ def plan_of(
             layout.chunks,
             recompute=layout.recompute,
             sequence_parallel=layout.sequence_parallel,
-            dtype=row.params.dtype or "fp32",
+            dtype=row.params.dtype or task.network.dtype.partition("-")[0],
             states=task.optimizer_row.states,
             **implementation(model, cluster),
         )
+        Candidate.of(plan)  # raises for what it cannot count
+        return plan
     return None
 
 
@@ -99,8 +103,10 @@ def transformer_of(sizes: Any) -> Transformer | None:
             tied=sizes.tie if isinstance(sizes, HFConfig) else True,
             dropout=sizes.dropout > 0,
         )
+    if not isinstance(sizes, Pretrained):
+        return None
     with suppress(ValueError):
-        file = Path(getattr(sizes, "path", "")) / "config.json"
+        file = Path(sizes.path) / "config.json"
         return from_hugging_face(read_text(file, "the config"), str(file))
     return None
 

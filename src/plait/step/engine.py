@@ -38,6 +38,7 @@ from plait.step.watcher import Event, Watcher
 from plait.table.parallelism import Parallelism
 from plait.table.precision import LossScale
 from plait.zero.optim import has_stepped
+from plait.zero.state.full import full_state_dict, load_full_state_dict, load_weights
 from plait.zero.state.identity import code_of
 from plait.zero.state.weights import Weights
 from plait.zero.unshard import EVALUATE
@@ -314,9 +315,7 @@ class Engine(StaysHere):
         check_limit(clip)
         now = self._open
         if now is None or not now.losses:
-            raise ValueError(
-                "engine.reduce() or optimizer.step() without a backward before it: there is no gradient to step with"
-            )
+            raise ValueError("engine.reduce() or optimizer.step() without a backward before it: there is no gradient")
         if now.reduced:
             raise ValueError("engine.reduce a second time in one step: call it once, after the last backward")
         self._tell("reducing")
@@ -592,7 +591,8 @@ class Engine(StaysHere):
 
         All ranks call it together; one unit is gathered at a time.
         """
-        return self.placed.full_state_dict()
+        self.comm.wrote_common(later=True)  # a program may have written to its pieces
+        return full_state_dict(self.placed.directory, self.placed.parts(), self.comm)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes the values of whole tensors; each rank copies its pieces.
@@ -600,11 +600,13 @@ class Engine(StaysHere):
         Raises:
             ValueError: missing or surplus names, or shapes that differ; inside of ``with engine.gathered():``.
         """
-        self.placed.load_full_state_dict(state)
+        self.placed.put_away("engine.load_full_state_dict")
+        load_full_state_dict(self.placed.directory, self.placed.parts(), state)
 
     def load_weights(self, weights: Weights) -> None:
         """Takes the values of parameters and buffers from a source that has all of them; nothing is sent."""
-        self.placed.load_weights(weights)
+        self.placed.put_away("engine.load_weights")
+        load_weights(self.placed.directory, self.placed.parts(), weights)
 
     def optimizer_state_dict(self, *, elements: bool = True) -> dict[str, Any]:
         """The state of all optimizers, whole and by the names of the parameters, on the CPU of every rank.

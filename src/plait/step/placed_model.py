@@ -36,13 +36,13 @@ from plait.torch_private import DisableTorchFunctionSubclass
 from plait.zero.optim import OwnedOptimizer, owned_runs
 from plait.zero.planned import layouts_of
 from plait.zero.state.checks import check_model, check_settings
-from plait.zero.state.full import Part, buffers_of, full_state_dict, load_full_state_dict
+from plait.zero.state.full import Part, buffers_of
 from plait.zero.state.identity import optimizer_fields
 from plait.zero.state.optimizer_state import OptimizerState
 from plait.zero.state.pieces import StatePiece, frozen_pieces
-from plait.zero.state.weights import Weights, read_piece, read_whole
+from plait.zero.state.weights import Weights
 from plait.zero.storage import dtype_in
-from plait.zero.unit import Unit, parameters_of
+from plait.zero.unit import Unit
 
 
 class PlacedModel(StaysHere):
@@ -208,26 +208,7 @@ class PlacedModel(StaysHere):
             "gradient_buffers": sum(stage.gradients.buffers.bytes for stage in stages),
         }
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """See ``Engine.full_state_dict``."""
-        self.comm.wrote_common(later=True)  # a program may have written to its pieces
-        return full_state_dict(self.directory, self.parts(), self.comm)
-
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See ``Engine.load_full_state_dict``."""
-        self._put_away("engine.load_full_state_dict")
-        load_full_state_dict(self.directory, self.parts(), state)
-
-    def load_weights(self, weights: Weights) -> None:
-        """Takes all values from a source: rows that cover this rank's pieces; a tied parameter by its first name."""
-        self._put_away("engine.load_weights")
-        for part in self.parts():
-            for name, _, flat, index in parameters_of(part.units):
-                read_piece(weights, self.directory.aliases.get(name, name), flat, index)
-            for name, buffer in buffers_of(part.model).items():
-                read_whole(weights, name, buffer)
-
-    def _put_away(self, what: str) -> None:
+    def put_away(self, what: str) -> None:
         """Before values are written at rest: gives up all that a forward without a backward has left gathered."""
         self.unpin()
         if any(unit.pins for unit in self.units):

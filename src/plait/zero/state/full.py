@@ -14,6 +14,7 @@ from plait.table.agreement import DATA_ORDER
 from plait.table.collectives import Note
 from plait.table.tensor_cut import TensorCut
 from plait.tensor.pieces import assemble
+from plait.zero.state.weights import Weights, read_piece, read_whole
 from plait.zero.storage import Flat
 from plait.zero.transfers import move_by_move, send
 from plait.zero.unit import State, Unit, parameters_of
@@ -132,7 +133,7 @@ def _uncut(name: str, value: Tensor, cut: TensorCut, comm: Comm) -> Tensor:
 
 
 def load_full_state_dict(directory: Directory, parts: Sequence[Part], state: Mapping[str, Tensor]) -> None:
-    """See ``PlacedModel``; nothing is sent."""
+    """Gives each rank's pieces the values of whole tensors; nothing is sent."""
     own = directory.aliases
     if own.keys() != state.keys():
         missing, surplus = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
@@ -148,3 +149,12 @@ def load_full_state_dict(directory: Directory, parts: Sequence[Part], state: Map
             flat.write(index, state[name])
         for name, buffer in buffers_of(part.model).items():
             buffer.copy_(state[name])
+
+
+def load_weights(directory: Directory, parts: Sequence[Part], weights: Weights) -> None:
+    """Reads the rows that cover this rank's pieces; a tied parameter has its first name."""
+    for part in parts:
+        for name, _, flat, index in parameters_of(part.units):
+            read_piece(weights, directory.aliases.get(name, name), flat, index)
+        for name, buffer in buffers_of(part.model).items():
+            read_whole(weights, name, buffer)

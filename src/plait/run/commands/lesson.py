@@ -67,7 +67,10 @@ class RunLesson:
             raise ValueError(f"lesson {self.number} runs on {some} ranks, not {ranks}: {lesson.WHY}")
         if started or self.world == "process":
             return on_processes(self.number, lesson, ranks, ["-m", "plait", *argv])
-        lesson.main(*(() if ranks is None else (ranks,)))
+        try:
+            lesson.main(*(() if ranks is None else (ranks,)))
+        except ModuleNotFoundError as error:
+            raise ValueError(f"lesson {self.number} is skipped: {error}") from None
         return 0
 
 

@@ -63,7 +63,7 @@ def body(comm: plait.Comm, sync: Callable = all_reduce_gradients) -> dict:
     x, y = X.chunk(comm.world_size)[comm.rank], Y.chunk(comm.world_size)[comm.rank]
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = loss_sum(model, x, y)
+        loss = loss_sum(model, x, y)  # @inspect model[0][0].weight.grad
         loss.backward()
         for p in model.parameters():
             p.grad.mul_(1 / SAMPLES)  # once, after the sum, by the samples of all ranks

@@ -123,7 +123,7 @@ def shard(model: nn.Sequential, comm: plait.Comm, prefetch: int, log: list[str])
 
 def body(comm: plait.Comm, prefetch: int = 1) -> dict:
     model, log = copy.deepcopy(MODEL), []
-    units, at_once = shard(model, comm, prefetch, log)
+    units, at_once = shard(model, comm, prefetch, log)  # @inspect units[0].flat, units[0].whole
     optimizer = torch.optim.AdamW([unit.piece for unit in units], lr=1e-2)  # a stock optimizer, on pieces
     x, y = X.chunk(comm.world_size)[comm.rank].clone(), Y.chunk(comm.world_size)[comm.rank]
     x.requires_grad_()  # so that the backward of the first block has an input to hook

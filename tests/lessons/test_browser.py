@@ -132,5 +132,7 @@ def test_a_lesson_is_stepped_through(number: int, tmp_path: Path) -> None:
         tab.locator("#slider").focus()
         tab.keyboard.press("End")
         assert "returns" in tab.inner_text("#ranks")
+        inspected = {9: "@ model[0][0].weight.grad", 12: "@ units[0].flat"}.get(number, "x")
+        assert inspected in tab.inner_text("#ranks")
         tab.screenshot(path=str(tmp_path / f"lesson-{number}.png"))
         assert (tmp_path / f"lesson-{number}.png").stat().st_size > 20_000

@@ -29,6 +29,8 @@ from plait.table.mesh import AXES
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL, LARGE = 1 << 12, 1 << 22
 """Bytes of the messages that show a link's latency, and its bandwidth."""
+BUDGET = 0.4
+"""Seconds for one figure."""
 TINY = GPTConfig(width=32, num_layers=1, num_heads=2, num_kv_heads=2, max_length=8, dropout=0.0)
 
 
@@ -109,14 +111,18 @@ def _slowest(comm: Comm, seconds: float) -> float:
     return float(worst)
 
 
-def _seconds(comm: Comm, work: Any, budget: float = 0.4) -> float:
-    """The median time of some work, which all ranks do at once, on the slowest rank."""
+def _seconds(comm: Comm, work: Any, repeat: int | None = None) -> float:
+    """The median time of some work, which all ranks do at once, on the slowest rank.
+
+    Args:
+        repeat: times that each rank does it, for work in which ranks meet; None: as often as fits into ``BUDGET``.
+    """
     work()
     synchronise(comm.device.type)
     comm.barrier(AXES, NOTE)
     times: list[float] = []
-    end = time.perf_counter() + budget
-    while len(times) < 5 or (time.perf_counter() < end and len(times) < 1000):
+    end = time.perf_counter() + BUDGET
+    while len(times) < (repeat or 5) or (repeat is None and time.perf_counter() < end and len(times) < 1000):
         start = time.perf_counter()
         work()
         synchronise(comm.device.type)
@@ -178,7 +184,7 @@ def _step_seconds(comm: Comm) -> float:
         return total
 
     engine = Engine(model, comm, strategy="ddp", optimizer=optimizer, loss_fn=loss, count_fn=len)
-    return _seconds(comm, lambda: engine.step([x]), 0.6)
+    return _seconds(comm, lambda: engine.step([x]), repeat=30)
 
 
 def _link(config: MachineConfig, comm: Comm) -> Link:

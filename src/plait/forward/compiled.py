@@ -112,6 +112,7 @@ class CompiledUnits:
         self._modes: list[EngineMode] = []
         """Who sees functions around the unit that runs."""
         self._eager: set[str] = set()
+        self._told: set[str] = set()
         self._alone: set[str] = set()
         """Units that could not share their code with the others of their class."""
         self._codes: dict[Any, Callable[..., Any]] = {}
@@ -152,7 +153,9 @@ class CompiledUnits:
                 return self._run(name, module, once, args, kwargs)
             except NotCompiledError as why:
                 shown = repr(name) if name else "the model"
-                warnings.warn(f"unit {shown} runs without the compiler: {why}", stacklevel=2)
+                if str(why) not in self._told:
+                    self._told.add(str(why))
+                    warnings.warn(f"unit {shown} runs without the compiler: {why}; others like it do too", stacklevel=2)
                 self._eager.add(name)
                 self.interceptor.open(model, name)
             return once(*args, **kwargs)

@@ -16,7 +16,10 @@ from plait.run.report.page.saved import page, saved_reports
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Compare two reports of plait train --out or plait plan --out: numbers, curves, and the rest side by side."""
+    """Compare two reports that plait train --out or plait plan --out wrote.
+
+    Numbers, curves and all else are side by side.
+    """
 
     first: tyro.conf.Positional[str]
     """A folder with a report.html, or such a file."""

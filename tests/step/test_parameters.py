@@ -116,6 +116,17 @@ def test_ranks_that_write_different_values_are_refused(where: str) -> None:
     refused(r"written different values to 1 parameters \(head\.bias\)", written_differently, where)
 
 
+@pytest.mark.parametrize("value", [torch.full((1,), 3.0).double(), torch.zeros(3).float()], ids=["shape", "dtype"])
+@pytest.mark.parametrize("where", ["ddp", "zero3"])
+def test_values_of_another_form_are_refused(where: str, value: Tensor) -> None:
+    def program(world: World) -> None:
+        engine = world.engine(net())
+        with refuses(match=r"p\.data of parameter 'head\.bias' was replaced by float"), engine.gathered(modify=True):
+            engine.model.head.bias.data = value
+
+    on_ranks(program, where)
+
+
 @pytest.mark.parametrize("where", COPIES)
 def test_the_optimizers_copy_of_what_nobody_wrote_keeps_its_bits(where: str) -> None:
     def program(world: World) -> None:

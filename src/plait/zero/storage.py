@@ -239,12 +239,19 @@ class Flat:
         return [slot.name for slot, old, new in slots if old != new]
 
     def accept(self) -> None:
-        """Takes over values that a program has written to whole parameters, at rest and in the master weights."""
+        """Takes over values that a program wrote to whole parameters; raises ValueError for another shape or dtype."""
         with DisableTorchFunction():
-            for parameter, view in zip(self.parameters, self._views, strict=True):
-                if not parameter.is_set_to(view):  # p.data was replaced, as vector_to_parameters does
-                    view.copy_(parameter.detach().clone())  # which may share this very memory
-                    parameter.data = view
+            for p, view, slot in zip(self.parameters, self._views, self.layout.slots, strict=True):
+                if p.is_set_to(view):
+                    continue
+                if (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device):
+                    raise ValueError(
+                        f"p.data of parameter {slot.name!r} was replaced by {str(p.dtype)[6:]} of shape "
+                        f"{tuple(p.shape)} on {p.device}, but the row holds {str(view.dtype)[6:]} of shape "
+                        f"{tuple(view.shape)} on {view.device}: make such changes first, then build the Engine"
+                    )
+                view.copy_(p.detach().clone())  # which may share this very memory
+                p.data = view
         self.written()
         if self.split:
             self.rest.copy_(self.full[slice(*self.held)])
@@ -257,8 +264,6 @@ class Flat:
     def replaced(self) -> list[str]:
         """The names of parameters whose ``p.data`` is not the engine's memory."""
         with DisableTorchFunction():
-            if all(map(Tensor.is_set_to, self.parameters, self._views)):
-                return []
             rows = zip(self.parameters, self._views, self.layout.slots, strict=True)
             return [slot.name for parameter, view, slot in rows if not parameter.is_set_to(view)]
 

@@ -19,9 +19,9 @@ from plait.step import Engine, empty_parameters
 from plait.table.mesh import Mesh
 
 
-def refused(template: nn.Module, words: str, recompute: Any = "full", **settings: Any) -> None:
+def refused(template: nn.Module, words: str, recompute: Any = "full", row: str = "zero3", **settings: Any) -> None:
     with pytest.raises(ValueError, match=words):
-        train(template, "shard=2", "zero3", batches(1), recompute=recompute, **settings)
+        train(template, "shard=2", row, batches(1), recompute=recompute, **settings)
 
 
 class Counter(cases.Block):
@@ -42,14 +42,24 @@ class Counter(cases.Block):
         return super().forward(x_BC)
 
 
-def test_a_block_that_writes_to_its_buffers_is_refused() -> None:
+class Shrinks(cases.Block):
+    """Writes to its parameter, in a way that its version does not count."""
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        self.up.weight.data.mul_(0.9)
+        return super().forward(x_BC)
+
+
+def test_a_block_that_writes_to_its_values_is_refused() -> None:
     normed = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     for block, name in (
-        (Counter(anew=False), "seen"),
-        (Counter(anew=True), "seen"),
-        (Normed(normed), "inner.1.running_mean"),
+        (Counter(anew=False), "buffer 'seen'"),
+        (Counter(anew=True), "buffer 'seen'"),
+        (Normed(normed), "buffer 'inner.1.running_mean'"),
+        (Shrinks(), "parameter 'up.weight'"),
     ):
-        refused(model_of(cases.Block(), block), f"block 'blocks.1' writes to its buffer '{name}' in forward")
+        for row in ("ddp", "zero3"):
+            refused(model_of(cases.Block(), block), f"block 'blocks.1' writes to its {name} in forward", row=row)
 
 
 class Counts(nn.Module):

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from plait.forward.attributes import PLAIN, attributes_of
 from plait.forward.context import CurrentForward, in_backward
 from plait.forward.interceptor import Function, Handler, Interceptor
+from plait.forward.parameter import AtRest
 from plait.tensor import Parallel
 from plait.torch_private import DisableTorchFunction, tree_leaves, tree_map
 
@@ -160,7 +161,7 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
         if not torch.is_grad_enabled():
             return once(*args, **kwargs)
         unseen = module.training not in checked and not in_backward()
-        before, numbers = (_buffers(module), _numbers(module)) if unseen else ({}, {})
+        before, numbers = (_values(module), _numbers(module)) if unseen else ({}, {})
         with DisableTorchFunction():
             versions = [parameter._version for parameter in parameters.values()]
         try:
@@ -175,8 +176,9 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
         with DisableTorchFunction():
             now = [parameter._version for parameter in parameters.values()]
         written = [key for key, old, new in zip(parameters, versions, now, strict=True) if old != new]
-        after = _buffers(module) if unseen else {}
-        written += [key for key in after if key not in before or not same_bits(before[key], after[key])]
+        after = _values(module) if unseen else {}
+        added = [key for key in after if key not in before and key not in parameters]
+        written += added + [key for key in after if key in before and not same_bits(before[key], after[key])]
         if written:
             raise ValueError(
                 f"block {name!r} writes to its {'parameter' if written[0] in parameters else 'buffer'} {written[0]!r} "
@@ -201,10 +203,11 @@ def _numbers(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
     return {(m, key): v for m in modules for key, v in attributes_of(m).items() if v is None or type(v) in PLAIN}
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of a module's buffers."""
+def _values(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of a module's buffers and of its parameters that are not at rest (a unit inside may have gathered)."""
     with DisableTorchFunction():
-        return {key: buffer.detach().clone() for key, buffer in module.named_buffers()}
+        here = ((key, p) for key, p in module.named_parameters() if not isinstance(p, AtRest))
+        return {key: tensor.detach().clone() for key, tensor in (*module.named_buffers(), *here)}
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

@@ -217,6 +217,24 @@ def test_it_is_refused_as_soon_as_it_has_a_gradient() -> None:
     fails(template, "differs between the tensor ranks", steps=3, tensor_plan=HEADS)
 
 
+class Late(Pair):
+    """Scales what is cut, from step 4 on: the sanitizers' first steps have not seen it."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self.gain, self.calls = nn.Parameter(torch.ones(())), 0
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = torch.tanh(self.up(x_BD)) * self.gate(x_BD)
+        out: Tensor = self.down(hidden * self.gain if self.calls > 4 else hidden)
+        return out
+
+
+def test_it_is_refused_however_late_it_has_one() -> None:
+    fails(around(Late), "'pairs.0.gain' differs between the tensor ranks", steps=6)
+
+
 @pytest.mark.parametrize("missing", ["norm", "blocks.*.norm", "blocks.*.mlp_norm"])
 def test_a_norm_on_the_stream_cut_in_time_that_the_plan_forgets_is_refused(missing: str) -> None:
     own: Any = model()

@@ -9,7 +9,8 @@ unreduced.py        gradients that are read before they are summed
 whole_gradients.py  gradients that tensor ranks should have in common
 written.py          writes to parameters, pieces and gradients that would be lost
 
-They work in steps 0, 1, 2, 100, 200, ...: at most 1 % of a run's time.  ``plait.join``, ``plait.run_threads``, ``plait
+They work in steps 0, 1, 2, 100, 200, ...: at most 1 % of a run's time.  ``WholeGradients`` works in every step until it
+has seen each gradient, which may be zero for long.  ``plait.join``, ``plait.run_threads``, ``plait
 train`` and ``plait verify`` put them on; ``sanitize=False`` leaves them off.
 """
 
@@ -49,11 +50,12 @@ class Sanitizers:
             WrittenParameters(engine),
             OptimizerWrites(engine),
             HookWrites(engine),
-            WholeGradients(engine),
         ]
+        self._whole_gradients = WholeGradients(engine)
 
     def __call__(self, event: str, engine: Engine) -> None:
         """Passes an event to all of them, in the steps in which they work."""
+        self._whole_gradients(event, engine)
         if event == "begun":
             before, self._on = self._on, self._seen < FIRST or self._seen % EVERY == 0
             self._seen += 1

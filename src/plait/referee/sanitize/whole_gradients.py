@@ -16,7 +16,10 @@ from plait.zero.unit import parameters_of
 
 
 class WholeGradients:
-    """Compares each such gradient once, in the first step that it is not zero in, by one small message."""
+    """Compares each such gradient once, in the first step that it is not zero in, by one small message.
+
+    All ranks of a stage decide the same: they have agreed on what has a gradient and on whether the step is made.
+    """
 
     def __init__(self, engine: Engine) -> None:
         placed = engine.placed
@@ -24,7 +27,7 @@ class WholeGradients:
         self.unchecked = list(dict.fromkeys(whole)) if placed.parallel.styles else []
 
     def __call__(self, event: str, engine: Engine) -> None:
-        if event != "agreed":
+        if event != "agreed" or not engine.gradients.made:
             return
         squares = {name: 0.0 for name in self.unchecked if engine.gradients.have_gradient[name]}
         if not squares:

@@ -42,12 +42,20 @@ def as_values(model: nn.Sequential) -> None:
     model[1].copied = model[0].weight.detach()
 
 
+def in_a_list(model: nn.Sequential) -> None:
+    model[1].kept = {"values": [model[0].weight.data]}
+
+
+def as_array(model: nn.Sequential) -> None:
+    model[1].kept = [model[0].weight.detach().numpy()]
+
+
 def in_a_larger_one(model: nn.Sequential) -> None:
     model.flat = torch.zeros(40)
     model.first, model[0].weight.data = model.flat[:5], model.flat[10:30].view(5, 4)
 
 
-SHARED = [as_parameter, as_data, as_part, as_buffer, as_attribute, as_values, in_a_larger_one]
+SHARED = [as_parameter, as_data, as_part, as_buffer, as_attribute, as_values, in_a_list, as_array, in_a_larger_one]
 
 
 def engine_on(model: nn.Module) -> Engine:

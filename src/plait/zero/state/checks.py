@@ -4,9 +4,11 @@ Ranks compare the smallest and the largest of their digests.  Where the two diff
 then all ranks show all values to each other.
 """
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -92,15 +94,18 @@ def check_driven(model: nn.Module) -> None:
 
 def check_memory(model: nn.Module) -> None:
     """Raises ValueError where a parameter that trains shares memory with another one, a buffer, or an attribute of a
-    module: in the engine's memory they would part.  (Of what ``nn.utils.spectral_norm`` leaves each forward makes
-    another.)"""
+    module, also in its containers and as a numpy array: in the engine's memory they would part.  (Of what
+    ``nn.utils.spectral_norm`` leaves each forward makes another.)"""
     owners: dict[object, list[tuple[int, int, str, Any]]] = {}
     named: list[tuple[str, Any]] = [*model.named_parameters(), *model.named_buffers()]
     for place, module in model.named_modules():
         kept = {key: value for key, value in vars(module).items() if f"{key}_orig" not in module._parameters}
-        named += [(f"{place}.{key}".removeprefix("."), value) for key, value in kept.items()]
+        named += _memory_in(kept, place)
     for name, value in named:
-        if type(value) in (Tensor, nn.Parameter, nn.Buffer) and value.layout is torch.strided and value.numel():
+        if isinstance(value, np.ndarray):
+            start = value.__array_interface__["data"][0]
+            owners.setdefault("cpu", []).append((start, start + value.nbytes, name, value))
+        elif type(value) in (Tensor, nn.Parameter, nn.Buffer) and value.layout is torch.strided and value.numel():
             last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
             size, meta = value.element_size(), value.untyped_storage()._cdata if value.is_meta else None
             start = int(value.storage_offset()) * size if meta else value.data_ptr()
@@ -119,6 +124,16 @@ def check_memory(model: nn.Module) -> None:
                 )
             if stop > end:
                 end, first, one = stop, second, other
+
+
+def _memory_in(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Tensors and numpy arrays in containers."""
+    if isinstance(value, Tensor | np.ndarray):
+        yield name, value
+    elif isinstance(value, Mapping | list | tuple | set | deque) and depth < 4:
+        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if type(one) not in (str, int, float):  # a vocabulary is long
+                yield from _memory_in(one, f"{name}.{key}".removeprefix("."), depth + 1)
 
 
 NAMED = 6

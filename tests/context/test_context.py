@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +16,7 @@ from torch import Tensor
 import plait
 from plait.anymodel.context import use_context_axis
 from plait.run.models.gpt import GPT, GPTConfig, loss_sum, token_count
-from plait.tensor.time_axis import TimeAxis
+from plait.tensor.time_axis import TimeAxis, give_time_axis
 
 CONFIG = GPTConfig(
     vocabulary=37, num_layers=3, width=24, num_heads=6, num_kv_heads=2, hidden=20, max_length=24, dropout=0.2
@@ -162,3 +166,121 @@ def test_a_programs_own_loop_cuts_its_batch() -> None:
     right = plait.run_threads("shard=1", own_loop)[0]
     for mine in plait.run_threads("shard=4 context=2", own_loop):
         assert all(torch.allclose(mine[name], value, rtol=1e-9, atol=1e-11) for name, value in right.items())
+
+
+SHORT = {"tokens": torch.zeros(2, 8, dtype=torch.int64), "targets": torch.zeros(2, 8, dtype=torch.int64)}
+WRONG: dict[str, tuple[Any, Any, str]] = {
+    "a count of samples": (SHORT, lambda b: len(b["tokens"]), "count the targets of the batch, not its samples"),
+    "features beside tokens": ({**SHORT, "features": torch.zeros(2, 4)}, token_count, "give tensors of one length"),
+    "no time": ({"tokens": torch.zeros(8, dtype=torch.int64)}, len, "no tensor of two dims"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_batches_that_would_count_or_be_cut_wrongly_are_refused(wrong: str) -> None:
+    batch, count_fn, why = WRONG[wrong]
+
+    def body(comm: plait.Comm) -> None:
+        with plait.empty_parameters():
+            model = GPT(CONFIG)
+        optimizer = torch.optim.SGD(model.parameters())
+        engine = plait.Engine(model, comm, optimizer=optimizer, loss_fn=loss_sum, count_fn=count_fn)
+        for run in (engine.step, engine.evaluate):
+            with pytest.raises(ValueError, match=why):
+                run([batch])
+
+    plait.run_threads("shard=2 context=2", body)
+
+
+@dataclass
+class Rows:
+    tokens: Tensor
+    rest: SimpleNamespace
+
+
+def test_containers_of_a_batch_are_built_anew() -> None:
+    def body(comm: plait.Comm) -> None:
+        numbers = torch.arange(8)[None]
+        batch = [Rows(numbers, SimpleNamespace(deep=UserDict(more=numbers, weight=torch.ones(1))))]
+        (cut,) = TimeAxis(comm).cut_batch(batch)
+        wanted = [[0, 1, 6, 7], [2, 3, 4, 5]][comm.rank]
+        assert cut.tokens.tolist() == cut.rest.deep["more"].tolist() == [wanted] and len(cut.rest.deep["weight"]) == 1
+        assert type(cut.rest.deep) is UserDict and batch[0].tokens.shape == (1, 8)
+
+    plait.run_threads("shard=2 context=2", body)
+
+
+def test_dropout_of_a_shape_in_which_time_is_unclear_is_refused() -> None:
+    def body(comm: plait.Comm) -> None:
+        axis = TimeAxis(comm)
+        for shape in ((2, 4, 4, 8), (2, 3), (8, 4, 5), (5, 4)):
+            assert axis.steps_of(shape, [4], 2) is None
+        clear = [axis.steps_of(shape, [4], 2) for shape in ((2, 4, 8), (8, 5), (2, 4, 3, 5))]
+        assert [steps.dim for steps in clear if steps is not None] == [1, 0, 1]
+
+    plait.run_threads("shard=2 context=2", body)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_gradient_of_gradients_is_refused(ring: bool) -> None:
+    def body(comm: plait.Comm) -> None:
+        q, k, v = (torch.randn(1, 1, 4, 2, requires_grad=True) for _ in range(3))
+        out = TimeAxis(comm, ring=ring).attention(q, k, v).sum()
+        with pytest.raises(ValueError, match="create_graph=True"):
+            torch.autograd.grad(out, k, create_graph=True)
+
+    plait.run_threads("shard=2 context=2", body, sanitize=False)
+
+
+def test_a_ring_without_a_context_axis_is_refused() -> None:
+    with plait.empty_parameters():
+        model = GPT(CONFIG)
+    with pytest.raises(ValueError, match="goes over a context axis"):
+        plait.run_threads("shard=1", lambda comm: plait.Engine(model, comm, ring_attention=True))
+
+
+def test_a_decoder_without_the_axis_computes_as_before() -> None:
+    from transformers import BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=32)
+    model: Any = LlamaForCausalLM(config).eval()
+    tokens = torch.randint(37, (2, 8), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 8, dtype=torch.int64)
+    mask[0, :3] = 0
+
+    def results() -> list[Tensor]:
+        with torch.no_grad():
+            return [model(tokens).logits, model(tokens, mask).logits, model.generate(tokens, max_new_tokens=4)]
+
+    before = results()
+    use_context_axis(use_context_axis(model))
+    assert all(torch.equal(a, b) for a, b in zip(before, results(), strict=True))
+    LlamaForCausalLM(model.config)(tokens)
+    gemma = Gemma2Config(**sizes, num_attention_heads=6, num_key_value_heads=2, head_dim=4)
+    for other in (BertModel(BertConfig(**sizes, num_attention_heads=6)), Gemma2ForCausalLM(gemma)):
+        with pytest.raises(ValueError, match="full, causal attention"):
+            use_context_axis(other)
+
+
+def test_what_a_decoder_would_take_for_the_whole_time_is_refused() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=37, hidden_size=24, intermediate_size=20, num_hidden_layers=1, num_attention_heads=6
+    )
+    model: Any = use_context_axis(LlamaForCausalLM(config))
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+
+    def body(comm: plait.Comm) -> None:
+        mine = copy.deepcopy(model)
+        give_time_axis([mine], TimeAxis(comm))
+        for name, args, kwargs in (
+            ("attention_mask", (tokens, torch.ones(1, 4)), {}),
+            ("labels", (tokens,), {"labels": tokens}),
+            ("position_ids", (), {"input_ids": tokens, "position_ids": tokens}),
+        ):
+            with pytest.raises(ValueError, match=f"gets '{name}' under context=2"):
+                mine(*args, **kwargs)
+
+    plait.run_threads("shard=2 context=2", body)

@@ -4,14 +4,16 @@ model = AutoModelForCausalLM.from_config(config)
 engine = Engine(use_context_axis(model), comm, ...)      # on a mesh with context=n
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 NAME = "plait_context"
 """The attention's name in transformers."""
+LIMITS = ("sliding_window", "softcap", "s_aux", "position_bias", "cache")
+"""Options of attention that a context axis has not."""
 
 
 def use_context_axis(model: nn.Module) -> nn.Module:
@@ -20,22 +22,55 @@ def use_context_axis(model: nn.Module) -> nn.Module:
     Its layers must attend causally, to all earlier tokens.  Without a context axis it computes as before.
 
     Raises:
-        ValueError: attention that a sliding window or chunks limit.
+        ValueError: no layer of attention that is known, or one that a sliding window, chunks or a cap limit.
     """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, attend)
     config: Any = model.config
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
-        limits = ", ".join(sorted(kinds - {"full_attention"})) or f"a sliding window of {config.sliding_window}"
-        raise ValueError(f"{type(model).__name__} limits its attention ({limits}): a context axis has full attention")
-    config._attn_implementation = NAME
-    attending = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
+    if "time_axis" in vars(model):
+        return model
+    attending = [m for m in model.modules() if hasattr(m, "layer_idx") and getattr(m, "is_causal", False)]
+    text = config.get_text_config()
+    kinds = {*(getattr(text, "layer_types", None) or ["sliding_attention" if _window(text) else "full_attention"])}
+    limits = sorted(kinds - {"full_attention"}) + ["capped scores"] * bool(
+        getattr(text, "attn_logit_softcapping", None)
+    )
+    if limits or not attending:
+        raise ValueError(
+            f"{type(model).__name__} has {', '.join(limits) or 'no causal attention that transformers swaps'}: a "
+            f"context axis needs layers of full, causal attention that go through transformers' attention interface"
+        )
+    AttentionInterface.register(NAME, attend)
     for module in (model, *attending):
         vars(module)["time_axis"] = None
+    configs: dict[int, Any] = {id(one.config): one.config for one in (model, *attending)}
+    before = {key: one._attn_implementation for key, one in configs.items()}
+
+    def count_positions(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
+        """Chooses the attention; under an axis gives positions, and refuses what would be shifted or masked."""
+        axis = model.time_axis
+        for key, one in configs.items():
+            one._attn_implementation = before[key] if axis is None else NAME
+        if axis is None:
+            return None
+        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        for name in ("labels", "attention_mask", "position_ids", "past_key_values", "cache_position"):
+            if given.get(name) is not None:
+                raise ValueError(
+                    f"{type(model).__name__} gets {name!r} under context={axis.ways}, where a rank has a part of the "
+                    f"time: positions are counted here, the loss comes from logits and shifted targets, padding is "
+                    f"left out by targets of -100, and packed rows or caches are not supported"
+                )
+        tokens: Any = given.get("input_ids", given.get("inputs_embeds"))
+        return args, {**kwargs, "position_ids": axis.places(tokens.shape[1])[None]}
+
     model.register_forward_pre_hook(count_positions, with_kwargs=True)
     return model
+
+
+def _window(config: Any) -> bool:
+    return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
 
 
 def attend(
@@ -46,33 +81,16 @@ def attend(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: [batch, heads, time, width] to [batch, time, heads, width]."""
+    axis = getattr(module, "time_axis", None)
+    limited = [name for name in LIMITS if options.get(name) is not None]
+    if axis is None or limited or attention_mask is not None:
+        raise ValueError(
+            f"{type(module).__name__} attends {'with ' + ', '.join(limited) if limited else 'with a mask'} under a "
+            f"context axis, or has none: give a model without an engine a config of its own (copy.deepcopy)"
+        )
     grouped = query.shape[1] != key.shape[1]
-    if module.time_axis is None:
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, attention_mask, dropout, attention_mask is None, scale=scaling, enable_gqa=grouped
-        )
-    else:
-        mixed = module.time_axis.attention(
-            query, key, value, attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=grouped
-        )
+    mixed = axis.attention(query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=grouped)
     return mixed.transpose(1, 2).contiguous(), None
-
-
-def count_positions(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """Gives the model the positions of this rank's steps; refuses what would be shifted or masked within them."""
-    axis = model.time_axis
-    if axis is None:
-        return None
-    for name in ("labels", "attention_mask"):
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{type(model).__name__} gets {name!r} under context={axis.ways}, where a rank has a part of the time: "
-                f"compute the loss from the logits and shifted targets, and leave out padding by targets of -100"
-            )
-    tokens = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
-    if kwargs.get("position_ids") is None and tokens is not None:
-        kwargs = {**kwargs, "position_ids": axis.places(tokens.shape[1])[None]}
-    return args, kwargs

@@ -33,9 +33,9 @@ class NcclTransport(GlooTransport):
     Groups are made at the start, in the same order on every rank: for every set of axes larger than 1 in every order,
     because a group's order is the order of its pieces.
 
-    nccl has no tags and matches the messages of a communicator by their order.  Neighbours of a pipeline (the last and
-    the first are neighbours too) have a communicator for each direction, so that a receive posted early blocks nothing;
-    all others share two lanes, to higher and to lower ranks.
+    nccl has no tags and matches the messages of a communicator by their order.  Neighbours of a pipeline or a context
+    group (the last and the first are neighbours too) have a communicator for each direction, so that a receive posted
+    early blocks nothing; all others share two lanes, to higher and to lower ranks.
     """
 
     BACKEND = "nccl"
@@ -53,7 +53,8 @@ class NcclTransport(GlooTransport):
         everyone = list(range(mesh.size))
         self._lanes = {up: dist.new_group(everyone, **make) for up in (True, False)}
         self._channels: dict[tuple[int, int], Any] = {}
-        for column in mesh.groups(("pipe",)) if mesh.pipe > 1 else ():
+        rings = [axes for axes in (("pipe",), ("context",)) if mesh.count(axes) > 1]
+        for column in (group for axes in rings for group in mesh.groups(axes)):
             ring = [(column[i - 1], one) for i, one in enumerate(column)]
             for a, b in dict.fromkeys((*ring, *((b, a) for a, b in ring))):
                 self._channels[a, b] = dist.new_group([a, b], **make)

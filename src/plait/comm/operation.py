@@ -159,7 +159,10 @@ def pair_of(mesh: Mesh, rank: int, kind: str, peer: int) -> Group:
         )
     here, there = mesh.coordinates(rank), mesh.coordinates(peer)
     ranks = (rank, peer) if kind == "send" else (peer, rank)
-    return Group(tuple(a for a in AXES if here[a] != there[a]), ranks, ranks.index(rank), (2,))
+    apart = tuple(a for a in AXES if here[a] != there[a])
+    if mesh.context > 1 and peer in mesh.group(rank, ("context",)):
+        apart = ("context",)
+    return Group(apart, ranks, ranks.index(rank), (2,))
 
 
 def flat(tensor: Tensor, name: str, kind: str, device: torch.device) -> Tensor:

@@ -37,6 +37,8 @@ class DropoutRNG(Handler):
         self, seed: int, current: CurrentForward, *, slice_of: SliceOf | None = None, recomputes: bool = False
     ) -> None:
         self.seed, self.current, self.slice_of = seed, current, slice_of
+        self.attends = False
+        """True while a mask is drawn for weights of attention, [..., queries, keys]."""
         self.in_eval = self.in_silent = recomputes
 
     def sees(self, func: Function) -> bool:
@@ -135,8 +137,14 @@ class DropoutRNG(Handler):
             hidden = attn_mask.dtype == torch.bool
             scores = scores.masked_fill(~attn_mask, float("-inf")) if hidden else scores + attn_mask
             nothing = scores.isneginf().all(-1, keepdim=True)
-            return self.dropout(scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0), dropout_p) @ value
-        return self.dropout(scores.softmax(-1), dropout_p) @ value
+            weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+        else:
+            weights = scores.softmax(-1)
+        self.attends = True
+        try:
+            return self.dropout(weights, dropout_p) @ value
+        finally:
+            self.attends = False
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
         context, own_generator = self.current.context, kwargs.get("generator") is not None

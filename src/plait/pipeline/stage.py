@@ -92,6 +92,7 @@ class Stage:
         parallelism = settings.parallelism
         self.current = CurrentForward()
         self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel)
+        self.time_axis = TimeAxis(self.comm, ring=parallelism.ring_attention) if self.comm.mesh.context > 1 else None
         self.products: Products | None = None
         self.interceptor = Interceptor(self.current, self._handlers(settings, part.blocks.names))
         names = laid.names
@@ -135,14 +136,17 @@ class Stage:
             self.products = Products(current, [p for _, p, flat, _ in parameters if flat.trainable])
             handlers.append(self.products)
         slice_of: Any = StageTensor(self.model, self.parallel, self.axis).slice_of if self.parallel.styles else None
-        if self.comm.mesh.context > 1:
-            slice_of = partial(self._steps_of, TimeAxis(self.comm), slice_of)
-        handlers.append(DropoutRNG(settings.seed, current, slice_of=slice_of, recomputes=recompute is not None))
+        if self.time_axis is not None:
+            slice_of = partial(self._steps_of, self.time_axis, slice_of)
+        self.dropout = DropoutRNG(settings.seed, current, slice_of=slice_of, recomputes=recompute is not None)
+        handlers.append(self.dropout)
         return handlers
 
     def _steps_of(self, axis: TimeAxis, other: SliceOf | None, name: str, shape: Sequence[int]) -> StepsOfTime:
         """The steps of time of an activation that a module draws dropout for, under a context axis."""
         position = self.current.context.position
+        if self.dropout.attends:
+            return axis.steps_along(len(shape) - 2, shape[-2])
         steps = None if position is None else axis.steps_of(shape, position.lengths, position.num_samples)
         if steps is None or (other is not None and other(name, shape) is not None):
             raise ValueError(

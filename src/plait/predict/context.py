@@ -54,8 +54,8 @@ def predict_context(
                 turns = {CONTEXT_FORWARD: [block] * (ways - 1) * (1 + again)}
                 turns[CONTEXT_BACKWARD] = [block] * (ways - 1) + [block // itemsize * max(itemsize, 4)] * ways
                 for phase, sizes in turns.items():
-                    entries += [Entry("send", ("shard",), size, size, Note(phase)) for size in sizes]
-                    entries += [Entry("recv", ("shard",), size, 0, Note(phase)) for size in sizes]
+                    entries += [Entry("send", AXES, size, size, Note(phase)) for size in sizes]
+                    entries += [Entry("recv", AXES, size, 0, Note(phase)) for size in sizes]
                 continue
             for size in (mine * ways * width * itemsize for width in gathered):
                 entries += [entry("all_gather", size, CONTEXT_FORWARD)] * (1 + again)

@@ -204,13 +204,12 @@ class Engine(StaysHere):
         # Phase 1: the ranks agree on counts.
         comm.begin_step(self.steps)
         shared = microbatches if comm.mesh.pipe * comm.mesh.tensor * comm.mesh.context > 1 else ()
-        if placed.time_axis is not None:
-            microbatches = [placed.time_axis.cut_batch(batch) for batch in microbatches]
+        microbatches, whole = placed.cut_in_time(microbatches, count_fn)
         counts = [whole_count(count_fn(batch)) for batch in microbatches]
         if min(counts) < 0:  # the sum goes to the others, and they refuse it too
             counts = [min(counts)]
         samples = [num_samples(batch) for batch in microbatches]
-        first, total = placed.exchange.counts(num, sum(counts), sum(samples), placed.frozen(), shared)
+        first, total = placed.exchange.counts(num, sum(counts), sum(samples), placed.frozen(), shared, whole)
         # Phase 2: every microbatch gets its place in the run.
         self._close()  # drops the rest of an earlier step that raised
         self._open = OpenStep(count=total)

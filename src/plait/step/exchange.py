@@ -49,13 +49,20 @@ class Exchange:
         self.losses_at = losses_at
 
     def counts(
-        self, microbatches: int, targets: int, samples: int, frozen: Sequence[str] = (), brought: Sequence[Any] = ()
+        self,
+        microbatches: int,
+        targets: int,
+        samples: int,
+        frozen: Sequence[str] = (),
+        brought: Sequence[Any] = (),
+        whole: int | None = None,
     ) -> tuple[int, int]:
         """Returns the global index of this rank's first sample, and the global number of targets.
 
         Args:
             frozen: the parameters that were frozen since the model was placed.
             brought: the microbatches, where ranks of one data rank could bring different ones.
+            whole: targets of the microbatches before they were cut in time.
 
         Raises:
             ValueError: different numbers of microbatches, different batches in one data rank, or no target anywhere;
@@ -88,6 +95,13 @@ class Exchange:
                 f"the ranks of a context group bring different batches: all {context} read the same samples, whole in "
                 f"time, so read the batch of comm.mesh.data_rank(comm.rank)"
             )
+        if whole is not None:
+            place = context * self.comm.mesh.data_rank(self.comm.rank)
+            if (left := sum(row[1] for row in data[place : place + context])) != whole:
+                raise ValueError(
+                    f"count_fn counts {whole} in the whole microbatches and {left} in what context={context} has cut "
+                    f"them into: count the targets of the batch, not its samples"
+                )
         if negative := [rank for rank, row in enumerate(table) if row[1] < 0]:
             raise ValueError(
                 f"{named(negative)} counts {table[negative[0]][1]} targets: a count is the number of terms of a loss, "

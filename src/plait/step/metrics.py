@@ -3,8 +3,9 @@
     rank 0   {"right": 7, "seen": 10}  ─┐
     rank 1   {"right": 5, "seen":  8}  ─┴─► {"right": 12, "seen": 18}, on every rank
 
-Ranks of one data rank have the same samples and count once.  Under a pipeline only ranks with the last stage have
-outputs; values of the other ranks are ignored, and those ranks receive the result.
+Ranks of one data rank have the same samples and count once; under a context axis each counts its own steps of time.
+Under a pipeline only ranks with the last stage have outputs; values of the other ranks are ignored, and those ranks
+receive the result.
 
 Without a pipeline both can be differentiated, for a loss over the features of all ranks.  The gradient is the sum over
 the data ranks of theirs, or this rank's rows of it, so all ranks run that backward.

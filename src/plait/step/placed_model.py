@@ -27,11 +27,12 @@ from plait.schedule.pipeline import Pipeline, RankProgram
 from plait.step.batch_norm import synchronise
 from plait.step.exchange import Exchange
 from plait.step.norm import Norm
+from plait.step.step import whole_count
 from plait.table.collectives import Note
 from plait.table.flat import UnitLayout
 from plait.table.mesh import AXES, DATA_AXES
 from plait.table.parallelism import Parallelism
-from plait.tensor.time_axis import TimeAxis, give_time_axis
+from plait.tensor.time_axis import give_time_axis
 from plait.torch_private import DisableTorchFunctionSubclass
 from plait.zero.optim import OwnedOptimizer, owned_runs
 from plait.zero.planned import layouts_of
@@ -83,10 +84,13 @@ class PlacedModel(StaysHere):
         """Number of stages, on all ranks."""
         built = build_stages(model, comm, parallelism, self.pipeline, seed, before_forward, weights)
         self.stages, self.directory = built.stages, built.directory
-        self.time_axis = TimeAxis(comm, ring=parallelism.ring_attention) if comm.mesh.context > 1 else None
+        self.time_axis = next((stage.time_axis for stage in self.stages.values()), None)
         """The context axis, where the mesh has one."""
-        if self.time_axis is not None:
-            give_time_axis([model, *(stage.model for stage in self.stages.values())], self.time_axis)
+        for stage in self.stages.values():
+            if stage.time_axis is not None:
+                give_time_axis([model, stage.model], stage.time_axis)
+        if parallelism.ring_attention and self.time_axis is None:
+            raise ValueError(f"ring_attention goes over a context axis, and mesh '{comm.mesh}' has none")
         synchronise((m for stage in self.stages.values() for m in stage.model.modules()), comm)
         self.modified = 0
         """Times that a program has written to whole parameters in ``engine.gathered(modify=True)``."""
@@ -161,6 +165,16 @@ class PlacedModel(StaysHere):
             here = self.comm.mesh.coordinates(self.comm.rank)["pipe"]
             self._programs[key] = RankProgram.of(complete(num_microbatches, self.strategy), here)
         return self._programs[key]
+
+    def cut_in_time(
+        self, microbatches: Sequence[Any], count_fn: Callable[[Any], int]
+    ) -> tuple[Sequence[Any], int | None]:
+        """This rank's steps of time of the microbatches, and how many targets these had whole; as they are without a
+        context axis."""
+        if self.time_axis is None:
+            return microbatches, None
+        whole = sum(whole_count(count_fn(batch)) for batch in microbatches)
+        return [self.time_axis.cut_batch(batch) for batch in microbatches], whole
 
     def frozen(self) -> list[str]:
         """The parameters that were frozen since the engine was built.

@@ -105,15 +105,14 @@ class Mesh:
         """True if a group over this axis has ranks of several hosts."""
         if self.axis(axis) == 1:
             return False
-        span = self.count(
-            AXES[AXES.index(axis) :]
-        )  # from a group's first rank to one past its last, and they are aligned
+        # from a group's first rank to one past its last, and they are aligned
+        span = self.context * self.tensor if axis == "context" else self.count(AXES[AXES.index(axis) :])
         return self.size // self.hosts % span != 0
 
     @cached_property
     def crossing(self) -> tuple[str, ...]:
         """The axes whose groups have ranks of several hosts."""
-        return tuple(axis for axis in AXES if self.crosses(axis))
+        return tuple(axis for axis in (*AXES, "context") if self.crosses(axis))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns a rank's coordinate on every axis."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from plait.comm.operation import Work
 from plait.table.collectives import Note
 from plait.table.tensor_plan import CONTEXT_BACKWARD, CONTEXT_FORWARD
+from plait.tensor.no_double_backward import no_double_backward
 
 if TYPE_CHECKING:
     from plait.tensor.time_axis import TimeAxis
@@ -47,6 +48,7 @@ class RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @no_double_backward("attention in a ring", "train such a model without a context axis")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, out, lse = ctx.saved_tensors
         axis: TimeAxis = ctx.axis

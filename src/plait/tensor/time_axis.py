@@ -16,8 +16,9 @@ Source: context parallelism of Llama 3 (Grattafiori et al. 2024, section 3.3.2),
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from plait.comm import Comm
 from plait.table.collectives import Note
 from plait.table.tensor_plan import CONTEXT_BACKWARD, CONTEXT_FORWARD
+from plait.tensor.no_double_backward import no_double_backward
 from plait.tensor.ring_attention import RingAttention
 from plait.torch_private import tree_map
 
@@ -83,10 +85,20 @@ class TimeAxis:
         return torch.cat((blocks[self.index], blocks[-1 - self.index]), dim)
 
     def cut_batch(self, batch: Any) -> Any:
-        """Cuts every tensor of two or more dims, [samples, time, ...], in time."""
-        if isinstance(batch, Mapping):
-            batch = dict(batch)
-        return tree_map(lambda leaf: self.cut(leaf) if isinstance(leaf, Tensor) and leaf.dim() > 1 else leaf, batch)
+        """Cuts every tensor of two or more dims, [samples, time, ...], in time; what contains them is built anew.
+
+        Raises:
+            ValueError: no such tensor, or tensors of different lengths, of which one may be no time.
+        """
+        shapes: list[list[int]] = []
+        _with_tensors(batch, lambda one: shapes.append(list(one.shape)) if one.dim() > 1 else None)
+        if len({shape[1] for shape in shapes}) != 1:
+            raise ValueError(
+                f"context={self.ways} cuts [samples, time, ...] in dim 1, and the batch has "
+                f"{' and '.join(map(str, shapes)) or 'no tensor of two dims'}: give tensors of one length, or, in your "
+                f"own loop, cut those that have time by engine.placed.time_axis.cut(tensor)"
+            )
+        return _with_tensors(batch, lambda one: self.cut(one) if one.dim() > 1 else one)
 
     # ---- messages -----------------------------------------------------------------------------------------------
 
@@ -119,9 +131,17 @@ class TimeAxis:
     ) -> Tensor:
         """Causal attention of this rank's queries to all keys; or under a mask of shape [..., mine, whole]."""
         length = query_BHTK.size(-2)
+        if key_BGTK.size(-2) != length or value_BGTK.size(-2) != length:
+            raise ValueError(
+                f"attention of {length} queries to {key_BGTK.size(-2)} keys under context={self.ways}: each rank "
+                f"brings the keys of its own steps, without a cache"
+            )
         if self.ring:
-            if mask is not None or dropout_p:
-                raise ValueError("a ring attends causally, without masks or dropout: leave ring_attention out")
+            if mask is not None or dropout_p or key_BGTK.shape != value_BGTK.shape:
+                raise ValueError(
+                    "a ring attends causally, with keys and values of one width, without masks or dropout: leave "
+                    "ring_attention out"
+                )
             scale = query_BHTK.size(-1) ** -0.5 if scale is None else scale
             out: Tensor = RingAttention.apply(query_BHTK, key_BGTK, value_BGTK, self, scale)
             return out
@@ -140,19 +160,22 @@ class TimeAxis:
     # ---- dropout ------------------------------------------------------------------------------------------------
 
     def steps_of(self, shape: Sequence[int], lengths: Sequence[int], samples: int) -> StepsOfTime | None:
-        """Where an activation's steps are in the whole one; None where it has no dim of time.
+        """Where an activation's steps are in the whole one; None where no dim, or more than one, may be time.
 
         Args:
             lengths: steps that a sample may have here.
         """
-        if len(shape) == 4 and shape[2] in lengths and shape[3] == shape[2] * self.ways:
-            dim, mine = 2, shape[2]  # the weights of attention
-        elif len(shape) > 1 and shape[0] == samples and shape[1] in lengths:
-            dim, mine = 1, shape[1]
-        elif shape and samples and shape[0] in [samples * length for length in lengths]:
-            dim, mine = 0, shape[0] // samples
-        else:
+        dims = []
+        if len(shape) > 1 and shape[0] == samples and shape[1] in lengths:
+            dims += [1] + [dim for dim, size in enumerate(shape[2:-1], 2) if size in lengths]
+        if shape and samples and shape[0] in [samples * length for length in lengths]:
+            dims += [0] + [dim for dim, size in enumerate(shape[1:-1], 1) if size in lengths]
+        if len(dims) != 1:
             return None
+        return self.steps_along(dims[0], shape[dims[0]] if dims[0] else shape[0] // samples)
+
+    def steps_along(self, dim: int, mine: int) -> StepsOfTime:
+        """The steps of an activation that has ``mine`` of them along a dim."""
         return StepsOfTime(dim, self.places(mine), mine * self.ways)
 
 
@@ -166,12 +189,30 @@ class _Gather(torch.autograd.Function):
         return axis.ordered(whole, 0).movedim(0, dim)
 
     @staticmethod
+    @no_double_backward("a context axis", "train such a model without it")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         axis: TimeAxis = ctx.axis
         shares = axis.by_rank(gradient.movedim(ctx.dim, 0), 0).contiguous()
         out = shares.new_empty((len(shares) // axis.ways, *shares.shape[1:]))
         axis.comm.reduce_scatter(out, shares, AXES, note=Note(CONTEXT_BACKWARD)).wait()
         return out.movedim(0, ctx.dim), None, None
+
+
+def _with_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
+    """A batch with changed tensors; it may have the containers that ``forward/batch.py`` knows."""
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        if isinstance(leaf, Mapping):
+            return type(leaf)({key: _with_tensors(value, change) for key, value in leaf.items()})  # type: ignore[call-arg]
+        if isinstance(leaf, SimpleNamespace):
+            return SimpleNamespace(**{key: _with_tensors(value, change) for key, value in vars(leaf).items()})
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            return replace(leaf, **{one.name: _with_tensors(getattr(leaf, one.name), change) for one in fields(leaf)})
+        return leaf
+
+    return tree_map(changed, batch)
 
 
 def give_time_axis(models: Sequence[nn.Module], axis: TimeAxis) -> None:
@@ -184,4 +225,6 @@ def give_time_axis(models: Sequence[nn.Module], axis: TimeAxis) -> None:
             f"steps by self.time_axis.places(length) (see docs/guide/context.md)"
         )
     for module in asking:
+        if not isinstance(module.time_axis, TimeAxis | None):
+            raise ValueError(f"{type(module).__name__}.time_axis is the engine's under context: declare it as None")
         vars(module)["time_axis"] = axis

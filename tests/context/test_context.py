@@ -16,6 +16,7 @@ from torch import Tensor
 import plait
 from plait.anymodel.context import use_context_axis
 from plait.run.models.gpt import GPT, GPTConfig, loss_sum, token_count
+from plait.run.models.hf import BUILDING
 from plait.tensor.time_axis import TimeAxis, give_time_axis
 
 CONFIG = GPTConfig(
@@ -99,7 +100,7 @@ def train_hf(comm: plait.Comm, microbatches: int, **settings: Any) -> Any:
         vocab_size=CONFIG.vocabulary, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, max_position_embeddings=LENGTH, attention_dropout=0.1,
     )  # fmt: skip
-    with plait.empty_parameters():
+    with BUILDING, plait.empty_parameters():
         model: Any = LlamaForCausalLM(config).double()
     use_context_axis(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

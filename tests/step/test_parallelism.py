@@ -28,6 +28,7 @@ OTHER: dict[str, Any] = {
     "bucket": 0,
     "tensor_plan": {"head": "whole"},
     "sequence_parallel": True,
+    "ring_attention": True,
     "schedule": "gpipe",
     "chunks": 3,
     "hold": 2,

@@ -21,10 +21,10 @@ from torch import Tensor
 from plait.comm import Comm
 from plait.comm.texts import gather_texts
 from plait.forward.batch import batch_tensors
-from plait.run.config.settings import VerifyConfig
 from plait.run.job.job import Job
 from plait.step.engine import Engine
 from plait.table.collectives import Note
+from plait.table.parallelism import Parallelism
 
 ProbedPosition = tuple[int, int, int]
 """Microbatch of the first data rank, sample in it, step of time; the microbatch counts through all data ranks."""
@@ -114,17 +114,16 @@ def leaks_of(
     return found
 
 
-def probe_tokens(job: Job, config: VerifyConfig, comm: Comm) -> list[ProbedToken]:
-    """Probes the first, a middle and the last token of a sample of the first microbatch; every rank calls it.
+def probe_tokens(job: Job, comm: Comm, parallelism: Parallelism, num: int) -> list[ProbedToken]:
+    """Probes the first, a middle and the last token of a sample of the first of ``num`` microbatches, on every rank.
 
     Raises:
         ValueError: batches without ``tokens`` [samples, time], or a model without an output of that shape.
     """
-    num = config.layout.microbatches
     batches = job.microbatches(0, comm.mesh.data_rank(comm.rank), comm.mesh.data_size, num, str(comm.device))
     if not isinstance(batches[0], Mapping) or "tokens" not in batches[0]:
         raise ValueError("--probe-token changes batch['tokens'] [samples, time], and this job's batches have none")
-    engine, _ = job.engine(comm, config.measured(job, comm))
+    engine, _ = job.engine(comm, parallelism)
     before = outputs_of(engine, batches)
     mine = comm.mesh.data_rank(comm.rank) == 0
     whole = batches[0]

@@ -4,8 +4,9 @@ The idea.  The same program is started n times.  Each copy is a *rank*: it learn
 its environment, finds the others through a meeting place (an address and a port), and does its part.  Nothing else
 makes them different, so "if rank == 0" is how one of them gets to print, to save, or to lead.  A rank is usually a
 process, because threads of one Python process take turns (the GIL) while processes do not; torch lets go of the GIL
-inside its operators, so threads are not as bad as loops make them look.  On a CPU, processes talk over sockets.  To
-learn, threads are better: they start in a millisecond and share one debugger.  plait runs the same body on both.
+inside its operators, so threads are not as bad as loops make them look.  Here processes
+talk over sockets (gloo); on one host plait can also use shared memory.  To learn, threads are better: they start in a
+millisecond and share one debugger.  plait runs the same body on both.
 
 Predict before you run it:
   1. Four ranks each add their number to a token and pass it on.  What does rank 3 hold at the end?
@@ -28,7 +29,7 @@ import torch
 import plait
 
 MESH = "pipe=4"
-RANKS, WHY = range(2, 9), "a ball needs two, and each is a process once"
+RANKS, WHY = range(2, 9), "ping-pong needs two ranks, and the lesson starts each as a process"
 SIZES = (4, 4096, 4 * 2**20)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 import plait
 
 MESH = "shard=4"
-RANKS, WHY = range(1, 17), "each is a thread"
+RANKS, WHY = range(1, 17), "more than 16 threads take long"
 AXIS = ("shard",)
 
 

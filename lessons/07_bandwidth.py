@@ -8,10 +8,10 @@ busbw can be compared with a data sheet, and between collectives and numbers of 
     reduce-scatter, all-gather, scatter, gather   busbw = algbw * (n - 1) / n
     broadcast, reduce                             busbw = algbw             (definitions of nccl-tests)
 
-And links are not equal.  Inside a host they are ten to twenty times as fast as between hosts, so a good all-reduce
-crosses hosts with as few bytes as it can:
+And links are not equal.  NVLink inside a host is about nine times as fast as a port between hosts, so a good all-reduce
+crosses hosts with as few bytes as it can.  Each way (the data sheet gives both ways of a link together):
 
-    reported, NVIDIA's data sheet of the H100 SXM     memory 3,350 GB/s    NVLink 900 GB/s    PCIe 5 128 GB/s
+    reported, NVIDIA's data sheet of the H100 SXM     memory 3,350 GB/s    NVLink 450 GB/s    PCIe 5 64 GB/s
     reported, ConnectX-7                              one 400 Gb/s port    50 GB/s
 
 Predict before you run it:
@@ -30,13 +30,18 @@ import torch
 from torch import Tensor
 
 import plait
-from plait.table.collectives import bus_factor
 
 MESH = "replica=2 shard=2"
 """Two hosts (``replica``) with two ranks each (``shard``)."""
 RANKS, WHY = (2, 4, 8), "two hosts share 1,024 numbers evenly"
 BOTH, HOST, ACROSS = ("replica", "shard"), ("shard",), ("replica",)
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+
+
+def bus_factor(kind: str, ranks: int) -> float:
+    if kind == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks if kind in ("reduce_scatter", "all_gather", "scatter", "gather") else 1.0
 
 
 # 1. How to time a collective: warm up, line up at a barrier, take the slowest rank, then the median of many.

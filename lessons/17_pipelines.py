@@ -9,7 +9,7 @@ which a rank is idle (the *bubble*), and how many activations it holds at once.
     GPipe         all forwards, then all backwards                           idle (p-1)/(m+p-1)   holds m
     1F1B          p - 1 - r forwards ahead, then one forward, one backward   the same             holds p - r
     interleaved   v stages on each rank                                      idle shrinks by v
-    zero bubble   backward in two halves; weights wait and fill the gaps     less; between passes, none
+    zero bubble   backward in two halves; weights wait and fill the gaps     less; zb_h2, zbv: no gaps if m >= 2 p
 
 Predict before you run it, with four ranks and eight microbatches:
   1. Is 1F1B faster than GPipe?
@@ -31,7 +31,7 @@ from plait.schedule.orders import stages_per_rank, write_order
 from plait.schedule.simulate import Costs, simulate
 
 MESH = "pipe=4"
-RANKS, WHY = range(1, 9), "each has at least one of 10 layers"
+RANKS, WHY = range(1, 9), "the schedules are drawn with 8 microbatches; more than 8 ranks would mostly wait"
 WIDTH, SAMPLES, MICROBATCHES = 12, 27, 8
 torch.manual_seed(0)
 MODEL = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(10)))
@@ -161,7 +161,8 @@ def main(ranks: int = 4) -> None:
     assert [most_held(line) for line in one_f_one_b(p, m)] == [min(p - r, m) for r in range(p)]
     print(f"all three, on {p} ranks: gradients of the whole model, to the bit")
 
-    # Predictions 2 and 3: -1 steady steps, an empty range, so microbatches are lost; and 24 of 27 samples.
+    # Prediction 2: -1 steady steps, an empty range, so microbatches are lost.
+    # Prediction 3: 24 of 27 samples.
     print(f"find the fault: 2 - (4 - 1 - 0) = {2 - (4 - 1)} steady steps; 27 // 8 * 8 = {27 // 8 * 8} samples")
     assert idle(one_f_one_b(4, 2)) == 3 / 5 and torch.equal(torch.cat([x for x, _ in microbatches()]), X)
 
@@ -190,9 +191,8 @@ def main(ranks: int = 4) -> None:
         engine.step(microbatches())
         return engine.full_state_dict()
 
-    start = MODEL.state_dict()
     for state in plait.run_threads(f"pipe={p}", stages):
-        assert all(torch.equal(state[name], start[name] - g) for name, g in expected.items())
+        assert all(torch.equal(state[name], MODEL.state_dict()[name] - g) for name, g in expected.items())
     print(f"plait.Engine with 1f1b on pipe={p}: after a step of SGD the parameters of one process, to the bit")
 
 

@@ -2,7 +2,7 @@
 
 The idea.  Messages and collectives need both sides to know what comes.  A *remote procedure call* needs one: a worker
 has a name, another calls a function on it, with tensors as arguments, and gets the result.  That suits what is
-uneven: a parameter server, an evaluator, a coordinator that drives stages it does not know the inside of.  torch has
+uneven: a parameter server, an evaluator, a coordinator that drives stages whose code it does not know.  torch has
 it as torch.distributed.rpc.  Three ways to call: ``rpc_sync`` waits, ``rpc_async`` gives a future, ``remote`` leaves
 the result where it is and gives a reference to it.
 

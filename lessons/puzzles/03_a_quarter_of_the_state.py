@@ -1,8 +1,8 @@
 """Puzzle 3: an update with a quarter of Adam's state.
 
 Fill in ``solve``: make one step of AdamW (lr=0.01) on ``parameters``, a flat vector that all ranks have, with the sum
-of all ranks' ``gradient``, in place.  Return the optimizer.  It may keep state for a quarter of the elements, and a
-rank may send no more than data parallel does.  Lesson 10 has the idea.
+of all ranks' ``gradient``, in place.  Return the optimizer.  It keeps state for a quarter of the elements, and a rank
+may send no more than data parallel does.  Lesson 10 has the idea.
 
     plait lesson check 3
 """
@@ -34,6 +34,10 @@ def judge(solve) -> list[str]:
     most, problems = 2 * (RANKS - 1) * 4 * NUMEL // RANKS, []
     for rank, (found, state, sent) in enumerate(plait.run_threads(f"shard={RANKS}", body, deadline=5.0)):
         problems += off(f"rank {rank}, parameters", found, whole, 1e-6)
+        if state < NUMEL // 2:
+            problems.append(
+                f"rank {rank} keeps {state} numbers of state in the optimizer, where its quarter has {NUMEL // 2}"
+            )
         problems += over(f"rank {rank} keeps", state, NUMEL // 2, "numbers of state")
         problems += over(f"rank {rank} sends", sent, most)
     return problems

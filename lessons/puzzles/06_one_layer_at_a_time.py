@@ -2,8 +2,8 @@
 
 Fill in ``solve``: forward and backward of six layers ``h = tanh(h @ w.T)`` on this rank's samples ``x``, with the
 loss ``(h - y).square().sum()``.  ``gather(i)`` brings layer i's weight, for which every rank has a quarter, and
-``reduce(i, gradient)`` takes its gradient.  Only one weight may be in memory at a time, and each may be gathered
-twice.  Lesson 11 has the idea; note how long a name or autograd keeps a weight.
+``reduce(i, gradient)`` takes its gradient.  Only one weight may be in memory at a time, copies included, and each
+may be gathered twice.  Lesson 11 has the idea; note how long a name or autograd keeps a weight.
 
     plait lesson check 6
 """
@@ -15,6 +15,7 @@ from plait_lessons.judge import Alive, off, over
 from torch import Tensor
 
 import plait
+from plait.run.course.memory import HeldBytes
 
 RANKS, LAYERS, WIDTH = 4, 6, 16
 
@@ -32,7 +33,9 @@ def judge(solve) -> list[str]:
         h = torch.tanh(h @ w.T)
     (h - x.flip(2)).square().sum().backward()
 
-    def body(comm: plait.Comm) -> tuple[dict[int, Tensor], int, int]:
+    size = 8 * WIDTH * WIDTH
+
+    def body(comm: plait.Comm) -> tuple[dict[int, Tensor], int, int, int]:
         alive, found = Alive(), {}
 
         def gather(i: int) -> Tensor:
@@ -45,13 +48,15 @@ def judge(solve) -> list[str]:
             comm.reduce_scatter(found[i], gradient.contiguous(), ("shard",)).wait()
 
         mine = x[comm.rank].clone()
-        solve(gather, reduce, mine, mine.flip(1))
-        return found, alive.most, comm.ledger.sent
+        with HeldBytes(at_least=size) as copies:
+            solve(gather, reduce, mine, mine.flip(1))
+        return found, alive.most, copies.peak, comm.ledger.sent
 
-    size, problems = 8 * WIDTH * WIDTH, []
-    for rank, (found, most, sent) in enumerate(plait.run_threads(f"shard={RANKS}", body, deadline=5.0)):
+    problems = []
+    for rank, (found, most, copied, sent) in enumerate(plait.run_threads(f"shard={RANKS}", body, deadline=5.0)):
         for i, leaf in enumerate(leaves):
             problems += off(f"rank {rank}, gradient {i}", found.get(i), leaf.grad.chunk(RANKS)[rank], 1e-12)
         problems += over(f"rank {rank} has {most} weights at once:", most * size, size)
+        problems += over(f"rank {rank}, a weight, its gradient and copies of weights:", copied, 2 * size)
         problems += over(f"rank {rank} sends", sent, 3 * (RANKS - 1) * LAYERS * size // RANKS)
     return problems

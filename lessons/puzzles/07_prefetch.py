@@ -1,8 +1,8 @@
 """Puzzle 7: prefetch with room for one more layer.
 
 Fill in ``solve``: the forward of six layers.  ``start(i)`` begins to gather layer i's weight and returns a handle at
-once; ``handle.wait()`` returns the weight; ``compute(h, weight)`` is the layer.  Every gather but the first must
-begin before the layer before it computes, so that it can hide there, and only two weights may be in memory at a time.
+once; ``handle.wait()`` returns the weight; ``compute(h, weight)`` is the layer.  Gather i + 1 must begin before layer i
+computes.  Then it can hide there.  Only two weights may be in memory at a time.
 Lesson 12 has the idea.
 
     plait lesson check 7

@@ -9,6 +9,7 @@ import pytest
 
 from plait.run.commands.main import main
 from plait.run.course.lessons import find, folder, numbered
+from plait.run.course.page import predictions
 
 SAYS = {
     1: "every parameter is that of the plain loop, to the bit",
@@ -79,6 +80,14 @@ def test_every_lesson_is_run_and_reads_like_one() -> None:
         assert text.startswith(f"Lesson {lesson.number}: ") and f"plait lesson run {lesson.number}" in text
         assert "The idea." in text and "Predict before you run it" in text
         assert len(lines) <= 200, f"{lesson.path.name}: {len(lines)} lines"
+
+
+def test_each_prediction_has_its_outcome() -> None:
+    for lesson in numbered():
+        source = lesson.path.read_text()
+        if "\ndef body(" in source:
+            found = predictions(source)
+            assert found and all(one["outcome"] for one in found), lesson.path.name
 
 
 def test_a_lesson_that_is_not_there_is_named(capfd: pytest.CaptureFixture[str]) -> None:

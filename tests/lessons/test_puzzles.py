@@ -46,7 +46,7 @@ def solve(comm, x):
     comm.recv(x, (comm.rank - 1) % comm.world_size).wait()
     comm.send(x, (comm.rank + 1) % comm.world_size)
 """,
-        ["rank 3", "waited"],
+        ["waited", "rank 0 stands at line 4, in solve\n"],
     ),
     "tensor by tensor": (
         2,
@@ -74,6 +74,28 @@ def solve(comm, parameters, gradient):
     return optimizer
 """,
         ["rank 0 keeps 512 numbers of state, 384 more than 128"],
+    ),
+    "no state": (
+        3,
+        """
+def solve(comm, parameters, gradient):
+    comm.all_reduce(gradient, ("shard",)).wait()
+    whole = torch.nn.Parameter(parameters)
+    whole.grad = gradient
+    torch.optim.AdamW([whole], lr=0.01).step()
+    return torch.optim.AdamW([whole], lr=0.01)
+""",
+        ["rank 0 keeps 0 numbers of state in the optimizer, where its quarter has 128"],
+    ),
+    "a name that is not there": (
+        3,
+        "def solve(comm, parameters, gradient):\n    return optimizer\n",
+        ["NameError: name 'optimizer' is not defined\n  line 3, in solve: return optimizer\n"],
+    ),
+    "nothing returned": (
+        3,
+        "def solve(comm, parameters, gradient):\n    pass\n",
+        ["AttributeError: ", ", when the puzzle used what solve returned\n"],
     ),
     "another order of additions": (
         4,
@@ -119,6 +141,19 @@ def solve(gather, reduce, x, y):
         reduce(i, g)
 """,
         ["rank 0 has 6 weights at once: 12,288 bytes, 10,240 more than 2,048"],
+    ),
+    "copies of all weights": (
+        6,
+        """
+def solve(gather, reduce, x, y):
+    weights, h = [gather(i).clone().requires_grad_() for i in range(6)], x
+    for w in weights:
+        h = torch.tanh(h @ w.T)
+    (h - y).square().sum().backward()
+    for i, w in enumerate(weights):
+        reduce(i, w.grad)
+""",
+        ["rank 0, a weight, its gradient and copies of weights: 24,576 bytes, 20,480 more than 4,096"],
     ),
     "layer 0 never trains": (
         6,

@@ -174,7 +174,6 @@ def test_markers_say_what_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("x = 1  # @show x", "'# @show x' is no marker: use @inspect, @over, @hide"),
         ("# @inspect x +", "give expressions"),
         ("# @inspect y, open('f')", "is more than names"),
     ],
@@ -182,6 +181,10 @@ def test_markers_say_what_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[
 def test_a_wrong_marker_is_named_with_its_line(line: str, words: str) -> None:
     with pytest.raises(ValueError, match=f"f.py, line 2: .*{words}"):
         markers(f"\n{line}\n", "f.py")
+
+
+def test_words_of_other_programs_are_no_markers() -> None:
+    assert markers("x = 1  # @param x") == markers("x = 1")
 
 
 def test_memory_counts_what_is_alive_and_what_autograd_keeps() -> None:

@@ -10,7 +10,9 @@ plait lesson open 9             writes a page that steps through a lesson, with 
 """
 
 import os
+import re
 import sys
+import traceback
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from typing import Annotated, Literal
 import tyro
 
 from plait.comm.environment import launched
-from plait.messages.escape import say
+from plait.messages.escape import UnheardError, say
 from plait.run.commands.lesson_world import on_processes
 from plait.run.course.lessons import PARTS, find, numbered
 from plait.run.job.user_code import load_file, load_name
@@ -70,7 +72,9 @@ class RunLesson:
         try:
             lesson.main(*(() if ranks is None else (ranks,)))
         except ModuleNotFoundError as error:
-            raise ValueError(f"lesson {self.number} is skipped: {error}") from None
+            raise _skipped(self.number, error) from None
+        except BrokenPipeError as error:
+            raise UnheardError("the program that read the standard output has gone: it takes no more") from error
         return 0
 
 
@@ -101,11 +105,33 @@ class CheckPuzzle:
             problems = puzzle.judge(solve)
         except NotImplementedError:
             problems = [f"solve is still to be written, in {puzzle.__file__}, or a copy of it: --file FILE"]
-        except TimeoutError as error:
-            problems = [str(error)]
+        except Exception as error:
+            problems = _failed(error, self.file or str(puzzle.__file__))
         more = [f"and {len(problems) - MOST_PROBLEMS} more"] * (len(problems) > MOST_PROBLEMS)
         say("".join(f"{line}\n" for line in problems[:MOST_PROBLEMS] + more) or "solved\n", sys.stdout)
         return int(bool(problems))
+
+
+STANDS = re.compile(r"^(rank \d+) stands at\n((?: .*\n?)+)", re.MULTILINE)
+FRAME = re.compile(r'^  File "(.+)", line (\d+), in (\S+)', re.MULTILINE)
+
+
+def _failed(error: Exception, file: str) -> list[str]:
+    """The error of a solution in a line, and where its file was: the lines that led there, or a line for each rank."""
+    place = Path(file).resolve()
+    if isinstance(error, TimeoutError):
+        lines = [str(error).partition("\n")[0]]
+        for rank, frames in STANDS.findall(str(error)):
+            own = [(line, name) for path, line, name in FRAME.findall(frames) if Path(path).resolve() == place]
+            lines += [f"{rank} stands at line {line}, in {name}" for line, name in own[-1:]]
+        return lines
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == place]
+    where = "" if frames else ", when the puzzle used what solve returned"
+    return [f"{type(error).__name__}: {error}{where}"] + [f"  line {f.lineno}, in {f.name}: {f.line}" for f in frames]
+
+
+def _skipped(number: int, error: ModuleNotFoundError) -> ValueError:
+    return ValueError(f"lesson {number} is skipped: {error}")
 
 
 @dataclass(frozen=True)
@@ -116,7 +142,7 @@ class OpenLesson:
     """The lesson, as in plait lesson list."""
     out: str | None = None
     """The file to write; lesson-09.html and so on unless given."""
-    no_browser: bool = False
+    no_browser: tyro.conf.FlagCreatePairsOff[bool] = False
     """Write the page only."""
 
     def run(self) -> None:
@@ -124,7 +150,10 @@ class OpenLesson:
         from plait.run.course.page import lesson_page
 
         place = self.out or f"lesson-{self.number:02}.html"
-        write(place, partial(lesson_page, find(self.number)))
+        try:
+            write(place, partial(lesson_page, find(self.number)))
+        except ModuleNotFoundError as error:
+            raise _skipped(self.number, error) from None
         if not self.no_browser:
             webbrowser.open(Path(place).resolve().as_uri())
 

@@ -34,17 +34,15 @@ def markers(source: str, name: str = "the file") -> Markers:
     """Reads the markers of a file.
 
     Raises:
-        ValueError: an unknown marker, or one whose expression is no Python.
+        ValueError: a marker whose expression is no Python.
     """
     found = Markers()
     for line, text in _comments(source):
         match = MARKER.match(text)
-        if match is None:
+        if match is None or match[1] not in WORDS:  # @param and others belong to other programs
             continue
         word, rest = match[1], match[2].strip()
         where = f"{name}, line {line}: {text.strip()!r}"
-        if word not in WORDS:
-            raise ValueError(f"{where} is no marker: use {', '.join('@' + w for w in WORDS)}")
         if word == "over":
             found.over.add(line)
         elif word == "hide" and not rest:

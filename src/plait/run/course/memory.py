@@ -16,9 +16,10 @@ from plait.torch_private import TorchDispatchMode, tree_leaves
 class HeldBytes(TorchDispatchMode):
     """Counts, while it is entered, what this thread's operators make.  Autograd works on the same thread on a CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_least: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._made: list[weakref.ref[torch.UntypedStorage]] = []
+        self._at_least = at_least  # bytes of the smallest storage that counts
         self.peak = 0
         """The largest number of bytes that was held at once."""
         self.counts = True
@@ -29,7 +30,11 @@ class HeldBytes(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         before = _storages((args, kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        new = [storage for address, storage in _storages(out).items() if address not in before]
+        new = [
+            storage
+            for address, storage in _storages(out).items()
+            if address not in before and storage.nbytes() >= self._at_least
+        ]
         if new:
             self._made += map(weakref.ref, new)
             self.peak = max(self.peak, self.bytes())

@@ -1,7 +1,7 @@
 """Merges the records of all ranks into frames: one step index per rank.  A process writes its record to a file.
 
 Ranks are aligned at collectives, by the number of collectives that each has asked for.  Between two collectives all
-ranks advance together; where they send messages to each other, in the order of their clock, which is one on a host.
+ranks advance together; where they send messages to each other, by time; ranks of one host share a clock.
 """
 
 import json

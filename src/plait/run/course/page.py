@@ -25,7 +25,7 @@ BODY = """<header><h1 id="title"></h1>
 <input id="slider" type="range" min="0" aria-label="step"><span id="count" role="status"></span></header>
 <main><section id="source" tabindex="0" aria-label="source"></section>
 <div id="right"><details id="predictions"><summary>Predict first</summary></details>
-<details id="run"><summary>What the run prints, every claim asserted</summary><pre></pre></details>
+<details id="run"><summary>What the run prints</summary><pre></pre></details>
 <section id="messages" aria-label="messages of this step"></section>
 <section id="ranks" tabindex="0" aria-label="ranks"></section></div></main>
 <footer>Keys: &larr; &rarr; step, Home, End, n and p next and previous message. Each step has its address.</footer>"""

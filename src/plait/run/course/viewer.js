@@ -73,7 +73,8 @@ function tensor(value, parent) {
   for (const row of value.rows) {
     const line = make("div", undefined, map, "row");
     for (const number of row) {
-      const cell = make("span", typeof number === "number" ? String(Number(number.toPrecision(2))) : number, line);
+      const text = typeof number === "number" ? String(Number(number.toPrecision(numbers.length > 1 ? 2 : 6))) : number;
+      const cell = make("span", text, line);
       cell.style.backgroundColor = color(number, largest);
       cell.title = String(number);
     }
@@ -190,6 +191,8 @@ function draw(frame) {
   });
   columns.replaceChildren();
   data.ranks.forEach((rank, r) => drawRank(rank, r, frame));
+  const narrow = [...columns.querySelectorAll(".row span")].filter(cell => cell.scrollWidth > cell.clientWidth);
+  for (const cell of narrow) cell.textContent = "";  // its colour and its title say the number
   drawMessages(frame);
   const first = source.querySelector(".at");
   if (first) source.scrollTop = first.offsetTop - source.offsetTop - source.clientHeight / 2;
@@ -219,7 +222,7 @@ for (const [i, { question, outcome }] of data.predictions.entries()) {
   mine.rows = 1;
   label.htmlFor = mine.id = `prediction-${i + 1}`;
   const answer = make("details", undefined, box);
-  make("summary", "the outcome, which the lesson asserts", answer);
+  make("summary", "the outcome", answer);
   make("p", outcome || "Step to the end, or run the lesson: it prints the outcome and asserts it.", answer);
 }
 const printed = document.getElementById("run");
@@ -237,7 +240,7 @@ slider.addEventListener("input", () => go(here()));
 for (const [id, key] of Object.entries({ first: "Home", back: "ArrowLeft", next: "ArrowRight", last: "End", message: "n" }))
   document.getElementById(id).addEventListener("click", moves[key]);
 window.addEventListener("hashchange", show);
-window.addEventListener("resize", () => drawMessages(here()));
+window.addEventListener("resize", () => draw(here()));
 columns.addEventListener("scroll", () => drawMessages(here()));
 window.addEventListener("keydown", event => {
   const typing = event.target.tagName === "TEXTAREA" || event.altKey || event.ctrlKey || event.metaKey;

@@ -170,7 +170,7 @@ def rows(names: Sequence[str]) -> str:
             out.append(_label(LABEL - 14, y + 15, f"rank {rank}"))
             for k, (part, _) in enumerate(KINDS):
                 cell = getattr(strategy, part)
-                out += _pieces(LABEL + 40 + k * 150, y, kept(cell, mesh, rank), rank)
+                out += _pieces(LABEL + 40 + k * 150, y, kept(cell, mesh, rank), mesh.count(cell.pending) > 1)
             y += HEIGHT
         if len(names) == 1:
             out += [_label(LABEL - 14, y + 20 + 18 * i, line) for i, line in enumerate(sent(name))]
@@ -194,11 +194,13 @@ def sent(name: str) -> list[str]:
     return found
 
 
-def _pieces(x: float, y: float, has: Iterable[int], rank: int) -> Iterator[str]:
+def _pieces(x: float, y: float, has: Iterable[int], pending: bool) -> Iterator[str]:
     for k in range(RANKS):
         fill = PIECES[k] if k in has else "none"
         shape = f'x="{x + k * CELL}" y="{y}" width="{CELL}" height="{HEIGHT - 5}"'
         yield f'<rect {shape} fill="{fill}" stroke="currentColor" stroke-opacity=".45"/>'
+        if pending and k in has:
+            yield f'<text x="{x + (k + 0.5) * CELL}" y="{y + 13}" text-anchor="middle" fill="{TEXT}">Σ</text>'
 
 
 # ---- units, meshes, pipelines ---------------------------------------------------------------------------------
@@ -215,13 +217,20 @@ def flat_unit() -> str:
         shape = " x ".join(map(str, slot.shape))
         out.append(f'<text x="{x + 4:.1f}" y="44" fill="{TEXT}">{slot.name} {shape}</text>' if wide > 70 else "")
         out.append("" if wide > 70 else _label(x, 20, f"{slot.name} {shape}"))
+    ends = [*(slot.offset for slot in layout.slots[1:]), layout.numel]
+    for slot, end in zip(layout.slots, ends, strict=True):
+        x, wide = LABEL + (slot.offset + slot.numel) * unit, (end - slot.offset - slot.numel) * unit
+        out.append(f'<rect x="{x:.1f}" y="28" width="{wide:.1f}" height="24" fill="none" stroke="currentColor"/>')
+        out.append(_label(x, 66, "padding"))
     for rank in range(RANKS):
         start, stop = layout.piece(RANKS, rank)
         shape = f'x="{LABEL + start * unit:.1f}" y="78" width="{(stop - start) * unit:.1f}" height="24"'
         out.append(f'<rect {shape} fill="{PIECES[rank]}" stroke="currentColor"/>')
-        runs = ", ".join(f"{run.slot.name}[{run.start}:{run.stop}]" for run in layout.runs(start, stop))
+        parts = [f"{run.slot.name}[{run.start}:{run.stop}]" for run in layout.runs(start, stop)]
+        padding = stop - start - sum(run.stop - run.start for run in layout.runs(start, stop))
+        runs = ", ".join([*parts, f"{padding} padding"] if padding else parts)
         out.append(f'<text x="{LABEL + start * unit + 4:.1f}" y="94" fill="{TEXT}">rank {rank}</text>')
-        out.append(_label(LABEL + start * unit, 122 + 16 * (rank % 2), runs or "padding"))
+        out.append(_label(LABEL + start * unit, 122 + 16 * (rank % 2), runs))
     return _figure(f"a unit of {layout.numel} elements, padding included, cut in {RANKS} pieces", LABEL + 660, 150, out)
 
 

@@ -144,8 +144,10 @@ def written(results: dict[str, Any]) -> tuple[str, str]:
         f"{MICROBATCHES} microbatches of {LENGTH} tokens on each rank. Rounds after the first: {rounds}; "
         f"of the islands, {len(rows[0]['seconds']['meeting'])} of {EVERY} steps.",
         "",
-        f"By the prediction, below these speeds, drawn as rings, the link takes more than half of a step (Mbit/s): {doubled}.",
-        f"By the prediction `zero3` is slower than `hsdp` {where}. Over shaped links predicted and measured differ by a factor of",
+        "By the prediction, below these speeds, drawn as rings, the link takes more than half of a step (Mbit/s):",
+        f"{doubled}.",
+        f"By the prediction `zero3` is slower than `hsdp` {where}.",
+        "Over shaped links predicted and measured differ by a factor of",
         f"{median(wrong):.2f} in the median, and of {max(wrong):.2f} at most.",
         *("", "![Seconds of a step over the speed of the link](far-hosts.svg)", "", END),
     ]

@@ -31,7 +31,7 @@ from plait.schedule.orders import stages_per_rank, write_order
 from plait.schedule.simulate import Costs, simulate
 
 MESH = "pipe=4"
-RANKS, WHY = range(1, 9), "the schedules are drawn with 8 microbatches; more than 8 ranks would mostly wait"
+RANKS, WHY = range(1, 9), "more than 8 take long"
 WIDTH, SAMPLES, MICROBATCHES = 12, 27, 8
 torch.manual_seed(0)
 MODEL = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(10)))

@@ -57,6 +57,13 @@ def test_keys_and_buttons_step_and_each_step_has_an_address(place: Path) -> None
         assert tab.url.endswith("#1")
 
 
+def test_a_number_is_whole_or_in_its_title(place: Path) -> None:
+    with opened(place, width=500) as tab:
+        tab.keyboard.press("End")
+        cells = tab.locator(".row span").evaluate_all("all => all.map(c => [c.scrollWidth <= c.clientWidth, c.title])")
+        assert cells and all(fits and title for fits, title in cells)
+
+
 def test_messages_are_drawn_where_they_happen(place: Path) -> None:
     with opened(place) as tab:
         tab.keyboard.press("n")

@@ -123,6 +123,7 @@ def test_a_tensor_without_values_and_odd_ones_are_shown() -> None:
     assert show(torch.empty(2, device="meta"))["text"].endswith("no values here")
     assert show(torch.tensor(3))["rows"] == [[3.0]] and show(torch.empty(0))["text"] == "float32 (0,)"
     assert show(torch.tensor([1.0, -torch.inf, torch.nan]))["rows"] == [[1.0, "-inf", "nan"]]
+    assert show(torch.tensor(128.8437))["rows"] == [[128.844]], "a loss is shown with six digits"
     assert show(torch.ones(9, 9))["rows"] == [[1.0] * 8] * 4
     assert show([torch.ones(2), 1, print])["text"] == "list of 3: float32 (2,); 1; builtin_function_or_method"
 

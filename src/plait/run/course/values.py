@@ -77,7 +77,8 @@ def _tensor(value: Tensor) -> Shown:
         if value.is_meta or storage.nbytes() < (plain.storage_offset() + plain.numel()) * plain.element_size():
             return {"text": f"{text}, no values here"}
         corner = plain.reshape(-1, plain.shape[-1] if plain.dim() > 1 else max(1, plain.numel()))[:ROWS, :COLUMNS]
-        rows = [[_number(number) for number in row] for row in corner.double().tolist()]
+        digits = 6 if plain.numel() == 1 else 4
+        rows = [[_number(number, digits) for number in row] for row in corner.double().tolist()]
         shown: Shown = {"text": text, "rows": rows, "bytes": storage.nbytes()}
         return shown | {"sum": f"{plain.double().sum().item():.6g}"} | ({"layout": layout} if layout else {})
     except (AttributeError, RuntimeError, ValueError, TypeError, NotImplementedError):  # one that is not gathered
@@ -92,6 +93,6 @@ def _layout(plain: Tensor) -> str:
     return f"view of {whole} elements, from {plain.storage_offset()}" if whole > plain.numel() > 0 else ""
 
 
-def _number(value: float) -> float | str:
+def _number(value: float, digits: int) -> float | str:
     """Rounds a number; JSON has no infinities, so these are words."""
-    return float(f"{value:.4g}") if math.isfinite(value) else str(value)
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)

@@ -122,6 +122,7 @@ def test_a_hugging_face_decoder_is_the_run_of_one_process(mesh: str) -> None:
 def test_what_cannot_be_cut_in_time_is_refused() -> None:
     def body(comm: plait.Comm) -> None:
         axis = TimeAxis(comm)
+        axis.cut(torch.zeros(1, 8))
         with plait.empty_parameters():
             one = torch.nn.Linear(2, 2)
         with pytest.raises(ValueError, match="must be a multiple of 4"):
@@ -226,7 +227,9 @@ def test_dropout_of_a_shape_in_which_time_is_unclear_is_refused() -> None:
 def test_a_gradient_of_gradients_is_refused(ring: bool) -> None:
     def body(comm: plait.Comm) -> None:
         q, k, v = (torch.randn(1, 1, 4, 2, requires_grad=True) for _ in range(3))
-        out = TimeAxis(comm, ring=ring).attention(q, k, v).sum()
+        axis = TimeAxis(comm, ring=ring)
+        axis.cut(torch.zeros(1, 8))
+        out = axis.attention(q, k, v).sum()
         with pytest.raises(ValueError, match="create_graph=True"):
             torch.autograd.grad(out, k, create_graph=True)
 
@@ -285,3 +288,60 @@ def test_what_a_decoder_would_take_for_the_whole_time_is_refused() -> None:
                 mine(*args, **kwargs)
 
     plait.run_threads("shard=2 context=2", body)
+
+
+class Asks(torch.nn.Module):
+    """A decoder's layer and positions that forget the axis where they are told to."""
+
+    time_axis: Any = None
+
+    def __init__(self, forgets: str) -> None:
+        super().__init__()
+        self.forgets, self.tokens, self.places = forgets, torch.nn.Embedding(9, 4), torch.nn.Embedding(8, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        steps = tokens.shape[1]
+        own = self.forgets == "places" or self.time_axis is None
+        x = self.tokens(tokens) + self.places(torch.arange(steps) if own else self.time_axis.places(steps))
+        heads = x[:, None]
+        if self.forgets == "attention" or self.time_axis is None:
+            return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
+        out: Tensor = self.time_axis.attention(heads, heads, heads)[:, 0]
+        return out
+
+
+@pytest.mark.parametrize("forgets", ["attention", "places", "the batch", ""])
+def test_what_a_program_forgets_is_named(forgets: str) -> None:
+    def body(comm: plait.Comm) -> None:
+        with plait.empty_parameters():
+            model = Asks(forgets)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = plait.Engine(
+            model, comm, optimizer=optimizer, loss_fn=lambda m, b: m(b).square().sum(), count_fn=lambda b: b.numel()
+        )
+        batch = torch.arange(8)[None] % 9
+        if forgets == "the batch":
+            with pytest.raises(ValueError, match="no steps of time, and 8 came"):
+                model(batch)
+            return
+        if forgets == "attention":
+            with pytest.raises(ValueError, match=r"never called time_axis\.attention"):
+                engine.step([batch])
+        else:
+            engine.step([batch])
+
+    if forgets == "places":
+        with pytest.warns(UserWarning, match=r"no module has called time_axis\.places"):
+            plait.run_threads("shard=2 context=2", body, sanitize=False)
+    else:
+        plait.run_threads("shard=2 context=2", body, sanitize=False)
+
+
+def test_messages_of_a_strangers_model_are_not_compared() -> None:
+    job = plait.UserJob(
+        lambda: Asks(""),
+        lambda model, batch: model(batch).square().sum(),
+        [torch.arange(48).view(6, 8) % 9],
+        count_fn=lambda batch: batch.numel(),
+    )
+    assert plait.verify(job, "shard=2 context=2", "zero3").word == "equal"

@@ -168,6 +168,18 @@ def test_hooks_added_later_are_seen(where: str, name: str, own_loop: bool) -> No
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("how", ["append", "insert", "replace"])
+def test_layers_added_later_are_seen(how: str) -> None:
+    def change(model: nn.Module) -> None:
+        inner: Any = model.get_submodule("1")
+        if how == "replace":
+            inner[0] = nn.Dropout()
+        else:
+            inner.append(nn.Dropout()) if how == "append" else inner.insert(0, nn.Dropout())
+
+    assert "dropout" in functions_seen(squares, change)
+
+
 def test_which_models_draw_nothing_for_certain() -> None:
     class Own(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:

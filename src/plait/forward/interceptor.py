@@ -106,6 +106,8 @@ class Interceptor(EngineMode, StaysHere):
         """Hooks and attributes of a model in which no handler has work; ``_sizes``: their numbers before a program's
         additions, which may draw."""
         self._sizes: list[int] = []
+        self._parts: list[tuple[dict[str, nn.Module | None], list[nn.Module | None]]] = []
+        """The children of its modules, now and before."""
 
     def __torch_function__(
         self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -168,6 +170,8 @@ class Interceptor(EngineMode, StaysHere):
         if all_silent(model) and not any(watched) and not any(handler.in_silent for handler in self.handlers):
             for module in model.modules():
                 watched += [module._forward_pre_hooks, module._forward_hooks, vars(module)]
+                if module._modules:
+                    self._parts.append((module._modules, []))
             self._silent = watched
         for name, module in model.named_modules():
             if not any(_inside(name, one) for one in closed):
@@ -176,6 +180,15 @@ class Interceptor(EngineMode, StaysHere):
     def remember(self) -> None:
         """Ends the engine's own additions to the model."""
         self._sizes = list(map(len, self._silent))
+        self._parts = [(parts, list(parts.values())) for parts, _ in self._parts]
+
+    def _is_silent(self) -> bool:
+        """True if no handler has work in the model, to which no program has added anything."""
+        return (
+            bool(self._sizes)
+            and self._sizes == list(map(len, self._silent))
+            and all(list(parts.values()) == before for parts, before in self._parts)
+        )
 
     def open(self, model: nn.Module, name: str) -> None:
         """Follow the insides of a module that was closed."""
@@ -196,7 +209,7 @@ class Interceptor(EngineMode, StaysHere):
             if self._idle() or self._runs_elsewhere():
                 return
             modes = _active_modes()
-            if module is model and self._sizes and self._sizes == list(map(len, self._silent)):
+            if module is model and self._is_silent():
                 switches = modes[-1:] == [self]  # it is on for the rest of loss_fn
             else:
                 switches = self not in modes

@@ -226,6 +226,7 @@ class Engine(StaysHere):
         self._broken = comm.mesh.pipe > 1
         loss_fn = loss_fn if self.steps else returning_sums(loss_fn, count_fn)
         placed.runtime.run(program, brought, loss_fn, 1 / total * self.gradients.scale, self._update)
+        placed.check_time_axis()
         return self.last
 
     def _update(self) -> None:

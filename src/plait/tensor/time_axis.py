@@ -16,6 +16,7 @@ Source: context parallelism of Llama 3 (Grattafiori et al. 2024, section 3.3.2),
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import SimpleNamespace
@@ -64,12 +65,21 @@ class TimeAxis:
     def __init__(self, comm: Comm, *, ring: bool = False) -> None:
         self.comm, self.ways, self.ring = comm, comm.mesh.context, ring
         self.index = comm.mesh.index(comm.rank, AXES)
+        self.lengths: set[int] = set()
+        """Steps that batches had after they were cut."""
+        self.asked: set[str] = set()
+        """Which of ``attention`` and ``places`` a model has called."""
 
     # ---- where the steps are ------------------------------------------------------------------------------------
 
     def places(self, mine: int, index: int | None = None) -> Tensor:
         """int64 [mine]: the places in the whole sequence of a rank's ``mine`` steps; this rank's, if none is named."""
-        half, index = mine // 2, self.index if index is None else index
+        self._check_cut(mine)
+        self.asked.add("places")
+        return self._places(mine, self.index if index is None else index)
+
+    def _places(self, mine: int, index: int) -> Tensor:
+        half = mine // 2
         early, late = index * half, (2 * self.ways - 1 - index) * half
         steps = torch.arange(half, device=self.comm.device)
         return torch.cat((steps + early, steps + late))
@@ -81,8 +91,17 @@ class TimeAxis:
                 f"a tensor of {list(whole.shape)} cannot be cut in time (dim {dim}) over context={self.ways}: the "
                 f"length must be a multiple of {2 * self.ways}; pad the rows with targets that do not count"
             )
+        self.lengths.add(whole.size(dim) // self.ways)
         blocks = whole.chunk(2 * self.ways, dim)
         return torch.cat((blocks[self.index], blocks[-1 - self.index]), dim)
+
+    def _check_cut(self, mine: int) -> None:
+        if mine not in self.lengths:
+            have = " or ".join(map(str, sorted(self.lengths))) or "no"
+            raise ValueError(
+                f"context={self.ways}: batches were cut to {have} steps of time, and {mine} came: in your own loop cut "
+                f"each batch, batch = engine.placed.time_axis.cut_batch(batch)"
+            )
 
     def cut_batch(self, batch: Any) -> Any:
         """Cuts every tensor of two or more dims, [samples, time, ...], in time; what contains them is built anew.
@@ -99,6 +118,22 @@ class TimeAxis:
                 f"own loop, cut those that have time by engine.placed.time_axis.cut(tensor)"
             )
         return _with_tensors(batch, lambda one: self.cut(one) if one.dim() > 1 else one)
+
+    def check_asked(self) -> None:
+        """After a step of a model in one stage: raises ValueError if it attended past the axis; warns if it counts no
+        positions."""
+        if "attention" not in self.asked:
+            raise ValueError(
+                f"context={self.ways}: the model has made a step and never called time_axis.attention, so each rank "
+                f"attended within its own part; see docs/guide/context.md"
+            )
+        if "places" not in self.asked:
+            self.asked.add("places")
+            warnings.warn(
+                f"context={self.ways}: no module has called time_axis.places(length). Positions, if the model has any, "
+                f"count from 0 on every rank, and the run is not that of one process",
+                stacklevel=2,
+            )
 
     # ---- messages -----------------------------------------------------------------------------------------------
 
@@ -136,6 +171,8 @@ class TimeAxis:
                 f"attention of {length} queries to {key_BGTK.size(-2)} keys under context={self.ways}: each rank "
                 f"brings the keys of its own steps, without a cache"
             )
+        self._check_cut(length)
+        self.asked.add("attention")
         if self.ring:
             if mask is not None or dropout_p or key_BGTK.shape != value_BGTK.shape:
                 raise ValueError(
@@ -147,7 +184,7 @@ class TimeAxis:
             return out
         keys, values = (self.gather(x, 2) for x in (key_BGTK, value_BGTK))
         if mask is None:
-            mask = self.places(length)[:, None] >= torch.arange(keys.size(2), device=keys.device)
+            mask = self._places(length, self.index)[:, None] >= torch.arange(keys.size(2), device=keys.device)
         elif mask.size(-1) != keys.size(2) or mask.size(-2) not in (1, length):
             raise ValueError(
                 f"an attention mask of {list(mask.shape)} under context={self.ways}: this rank has {length} queries, "
@@ -176,7 +213,7 @@ class TimeAxis:
 
     def steps_along(self, dim: int, mine: int) -> StepsOfTime:
         """The steps of an activation that has ``mine`` of them along a dim."""
-        return StepsOfTime(dim, self.places(mine), mine * self.ways)
+        return StepsOfTime(dim, self._places(mine, self.index), mine * self.ways)
 
 
 class _Gather(torch.autograd.Function):
@@ -219,6 +256,11 @@ def give_time_axis(models: Sequence[nn.Module], axis: TimeAxis) -> None:
     """Gives the axis to the modules of a model, and of its stages, that ask for it; ValueError if none does."""
     asking = [module for model in models for module in model.modules() if hasattr(module, "time_axis")]
     if not asking:
+        if type(models[0]).__module__.startswith("transformers."):
+            raise ValueError(
+                f"context={axis.ways} and a model of transformers: build it by "
+                f"plait.anymodel.context.use_context_axis(model)"
+            )
         raise ValueError(
             f"context={axis.ways} cuts the batch in time, and no module of {type(models[0]).__name__} has a "
             f"'time_axis': where it attends, let it call self.time_axis.attention(query, key, value), and number its "

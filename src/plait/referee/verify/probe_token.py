@@ -39,6 +39,11 @@ class ProbedToken:
     leaks: tuple[tuple[ProbedPosition, str], ...]
     """The positions that must not have moved, each with the reason."""
 
+    @property
+    def right(self) -> bool:
+        """It moves something, and nothing that it must not."""
+        return bool(self.moved) and not self.leaks
+
     def __str__(self) -> str:
         microbatch, sample, step = self.token
         start = f"token {step} of sample {sample} in microbatch {microbatch}"
@@ -131,13 +136,14 @@ def probe_tokens(job: Job, comm: Comm, parallelism: Parallelism, num: int) -> li
     sample = samples // 2
     if "documents" in whole:  # the sample with the most of them
         sample = int((whole["documents"].diff() != 0).sum(1).argmax())
+    if (whole["tokens"] == whole["tokens"][0, 0]).all():
+        raise ValueError("--probe-token puts another token of the batch in a token's place, and all are the same")
     probed = []
     for step in sorted({0, length // 2, length - 1}):
         tokens = whole["tokens"].clone()
         token = (0, sample, step)
         if mine:
-            others = tokens[tokens != tokens[token[1:]]]
-            tokens[token[1:]] = others[0]
+            tokens[token[1:]] = tokens[tokens != tokens[token[1:]]][0]
         after = outputs_of(engine, [{**whole, "tokens": tokens}, *batches[1:]])
         rows = gather_texts(comm, json.dumps(moved_positions(engine, before, after)), Note("setup"))
         moved = sorted({(m, s, t) for row in rows for m, s, t in json.loads(row)})
@@ -147,4 +153,4 @@ def probe_tokens(job: Job, comm: Comm, parallelism: Parallelism, num: int) -> li
 
 def as_data(probed: Sequence[ProbedToken]) -> dict[str, Any]:
     """The findings as plain data."""
-    return {"equal": not any(one.leaks for one in probed), "tokens": [asdict(one) for one in probed]}
+    return {"equal": all(one.right for one in probed), "tokens": [asdict(one) for one in probed]}

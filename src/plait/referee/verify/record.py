@@ -34,7 +34,7 @@ from plait.run.job.job import Job
 from plait.step import Engine, StepResult
 from plait.table.collectives import Entry
 from plait.table.parallelism import Parallelism
-from plait.table.tensor_plan import BACKWARD, FORWARD
+from plait.table.tensor_plan import BACKWARD, CONTEXT_BACKWARD, CONTEXT_FORWARD, FORWARD
 from plait.torch_private import DisableTorchFunctionSubclass
 from plait.zero.optim import Owned
 from plait.zero.planned import layouts_of
@@ -155,7 +155,7 @@ def record_layout(
         if scheduler is not None:
             scheduler.step()
         predicted = predicted or predict(engine, job, batches)  # with what has been learned of the hand-overs
-        measured = [e for e in comm.ledger.since(mark) if e.note.phase not in {*skipped, *unpredicted(job)}]
+        measured = [e for e in comm.ledger.since(mark) if e.note.phase not in {*skipped, *unpredicted(job, engine)}]
         runs = irregular(engine, len(batches))
         recorder.record.irregular |= runs
         recorder.record.ledger_differences += unlike(predicted, measured, runs)
@@ -173,12 +173,14 @@ def irregular(engine: Engine, num_microbatches: int) -> dict[str, float]:
     return {unit.name: n / num_microbatches for n, unit, found in units if found or n != num_microbatches}
 
 
-ON_TENSOR = "not predicted: messages over the tensor axis, whose sizes this model's own code decides"
+ON_TENSOR = "not predicted: messages over the tensor and context axes, whose sizes this model's own code decides"
 
 
-def unpredicted(job: Job) -> frozenset[str]:
-    """The phases whose messages are not predicted: on the tensor axis, of models that others wrote."""
-    return frozenset() if job.one_stream else frozenset({FORWARD, BACKWARD})
+def unpredicted(job: Job, engine: Engine) -> frozenset[str]:
+    """The phases whose messages are not predicted: on the tensor and context axes, of models that others wrote."""
+    tensor = set() if job.one_stream else {FORWARD, BACKWARD}
+    known = any(hasattr(module, "gathered_widths") for module in engine.model.modules())
+    return frozenset(tensor | (set() if known else {CONTEXT_FORWARD, CONTEXT_BACKWARD}))
 
 
 def left_out(units: Mapping[str, float]) -> str:
@@ -232,7 +234,10 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
                 for name, module in stage.model.named_modules()
                 if hasattr(module, "gathered_widths")
             }
-            packed, tokens = "documents" in batches[0], [math.prod(s) for s in leading]
+            packed, tokens = (
+                isinstance(batches[0], Mapping) and "documents" in batches[0],
+                [math.prod(s) for s in leading],
+            )
             entries += predict_context(
                 gathered,
                 comm.mesh,

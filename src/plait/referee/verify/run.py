@@ -112,7 +112,7 @@ def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Rec
         not any(ranks[0].made),
         {name: runs for r in ranks for name, runs in r.irregular.items()},
         spread_of(ranks, honest) if honest else None,
-        unpredicted=config.machine.parsed_mesh.tensor > 1 and not job.one_stream,
+        unpredicted=config.machine.parsed_mesh.tensor * config.machine.parsed_mesh.context > 1 and not job.one_stream,
     )
 
 
@@ -234,7 +234,7 @@ def run_probe(job: Job, config: VerifyConfig, comm: Comm) -> int:
     if config.files.json != "-":
         for one in probed:
             screen().print(Text(str(one)), soft_wrap=True)
-    return int(any(one.leaks for one in probed))
+    return int(not all(one.right for one in probed))
 
 
 def report(verdict: Verdict) -> dict[str, Any]:

@@ -133,6 +133,8 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
         if config.params is not None:
             raise ValueError("out beside params: a page needs sizes; give --model, or --layers --width --heads --vocab")
         check_folder("out", config.out, [REPORT])
+        if (Path(config.out) / REPORT).exists():
+            raise ValueError(f"out {config.out!r} has a {REPORT}, which would be lost: give another folder")
     if config.params is not None:
         return _show_states(config, cluster, console)
     model = read_model(config)
@@ -351,7 +353,7 @@ def script_of(target: str, toml: str, cluster: Cluster) -> tuple[Path, str]:
         hosts=cluster.hosts,
         ranks_per_host=cluster.devices,
         command=("-m", "plait", "train", "--config", toml),
-        limits=JobLimits(gpu=cluster.name),
+        limits=JobLimits(gpu=None if cluster.kind == "cpu" else cluster.name),
     )
     row = TARGETS[target]
     return Path(toml).with_suffix(Path(row.file).suffix), row.render(spec)

@@ -30,9 +30,13 @@ class ReportConfig:
 
 
 def run(config: ReportConfig, argv: Sequence[str] = ()) -> int:
-    """Reads both reports and writes the page."""
+    """Reads both reports and writes the page; ValueError for a file that is no report, or an out that is no page."""
     check_file("out", config.out)
-    reports = [one for place in (config.first, config.second) for one in saved_reports(place)]
+    if not config.out.endswith(".html"):
+        raise ValueError(f"out {config.out!r}: it is a page; give a name that ends in .html")
+    places = [(one, place) for place in (config.first, config.second) for one in saved_reports(place)]
+    same = len({one["name"] for one, _ in places}) < len(places)
+    reports = [{**one, "name": f"{one['name']} ({place})"} if same else one for one, place in places]
     write_text(config.out, text := page(reports))
     say(f"written: {config.out} ({len(text.encode()):,} bytes)\n", sys.stdout)
     return 0

@@ -127,7 +127,8 @@ def spec_of(config: SubmitConfig, command: tuple[str, ...]) -> LaunchSpec:
     )
     if command[:2] == ("-m", "plait"):
         asked = parse(command[2:])
-        if machine := getattr(asked, "machine", None) or (asked if hasattr(asked, "parsed_mesh") else None):
+        own = asked if hasattr(asked, "parsed_mesh") and getattr(asked, "calibrate", "") is not None else None
+        if machine := getattr(asked, "machine", None) or own:
             spec.check_mesh(machine.parsed_mesh)
         if isinstance(asked, RunConfig):
             check_job(asked, spec.ranks_per_host, config.gpu, config.memory)

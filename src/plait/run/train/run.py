@@ -212,8 +212,8 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
             plan=plan_of(config.task, config.layout, config.machine, config.row, config.output.cluster),
             rows=[config.task.in_dtype(row) for row in TABLE.values()],
         )
-        write_report(Path(config.output.out), report)
         write_json(str(Path(config.output.out) / SUMMARY), summary)
+        write_report(Path(config.output.out), report)
         console.print(f"report.html, metrics, config, summary and trace.json (for Perfetto) in {config.output.out}")
     return 1 if same is False else 0
 

@@ -37,10 +37,10 @@ def saved_reports(place: str) -> list[Mapping[str, Any]]:
     )
     try:
         reports = json.loads(found[1]) if found else None
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         reports = None
     if not isinstance(reports, list) or not all(
-        isinstance(one, dict) and {"kind", "name"} <= one.keys() for one in reports
+        isinstance(one, dict) and {"kind", "name", "numbers", "notes"} <= one.keys() for one in reports
     ):
         raise ValueError(f"{str(path)!r} is no report of plait train or plait plan: give a folder that has {REPORT}")
     return reports

@@ -16,6 +16,7 @@ import torch
 
 def body(comm):
     "Predict before you run it: <b>bold</b>"
+    wide = torch.linspace(-1234.5, 1, 8)
     x = torch.full((3,), float(comm.rank))
     hostile = "</script><script>document.title = 'taken'</script><img src=x onerror=\\"document.title='taken'\\">"
     print(hostile)
@@ -87,9 +88,9 @@ def test_what_changed_is_marked_and_text_stays_text(place: Path) -> None:
         tab.keyboard.press("End")
         column = tab.locator("#ranks section").last
         assert column.locator("pre").inner_text().startswith("</script><script>")
-        assert "float64 (3,)" in column.inner_text() and "holds 24 bytes" in column.inner_text()
+        assert "float64 (3,)" in column.inner_text() and "holds 56 bytes" in column.inner_text()
         assert tab.title().endswith("program.py:body") and tab.locator("img").count() == 0
-        found = column.locator(".map").first.get_attribute("aria-label")
+        found = column.locator(".map").last.get_attribute("aria-label")
         assert found == "a corner of the values: 3, 3, 3; sum of all 9"
         tab.goto(place.as_uri() + "#2")
         assert tab.locator("dd.new").count() > 0 and "changed" in tab.locator("dd.new").first.text_content()

@@ -66,6 +66,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "recomputed": ("shard=2 context=2", {"strategy": "zero3", "recompute": "full"}),
     "attention recomputed": ("shard=2 context=2", {"strategy": "zero3", "recompute": "selective"}),
     "1f1b": ("pipe=2 shard=2 context=2", {"strategy": "zero3", "schedule": "1f1b"}),
+    "interleaved": ("pipe=2 shard=2 context=2", {"schedule": "interleaved", "chunks": 2}),
+    "zbv": ("pipe=2 shard=3 context=3", {"schedule": "zbv"}),
     "ring": ("shard=2 context=2", {"strategy": "zero3", "dropout": 0.0, "ring_attention": True}),
     "ring of 4, recomputed": (
         "shard=4 context=4",

@@ -169,7 +169,7 @@ class Interceptor(EngineMode, StaysHere):
         watched: list[Any] = [global_forward_pre_hooks, global_forward_hooks]
         if all_silent(model) and not any(watched) and not any(handler.in_silent for handler in self.handlers):
             for module in model.modules():
-                watched += [module._forward_pre_hooks, module._forward_hooks, vars(module)]
+                watched += [module._forward_pre_hooks, module._forward_hooks, module._modules, vars(module)]
                 if module._modules:
                     self._parts.append((module._modules, []))
             self._silent = watched

@@ -70,6 +70,11 @@ class StageSettings:
         """Those of the whole model."""
         return Sites(self.whole.model)
 
+    @cached_property
+    def time_axis(self) -> TimeAxis | None:
+        """This rank's place on the context axis, one for all of its stages."""
+        return TimeAxis(self.comm, ring=self.parallelism.ring_attention) if self.comm.mesh.context > 1 else None
+
 
 @dataclass
 class Flight:
@@ -92,7 +97,7 @@ class Stage:
         parallelism = settings.parallelism
         self.current = CurrentForward()
         self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel)
-        self.time_axis = TimeAxis(self.comm, ring=parallelism.ring_attention) if self.comm.mesh.context > 1 else None
+        self.time_axis = settings.time_axis
         self.products: Products | None = None
         self.interceptor = Interceptor(self.current, self._handlers(settings, part.blocks.names))
         names = laid.names

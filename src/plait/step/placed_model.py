@@ -86,9 +86,8 @@ class PlacedModel(StaysHere):
         self.stages, self.directory = built.stages, built.directory
         self.time_axis = next((stage.time_axis for stage in self.stages.values()), None)
         """The context axis, where the mesh has one."""
-        for stage in self.stages.values():
-            if stage.time_axis is not None:
-                give_time_axis([model, stage.model], stage.time_axis)
+        if self.time_axis is not None:
+            give_time_axis([model, *(stage.model for stage in self.stages.values())], self.time_axis)
         if parallelism.ring_attention and self.time_axis is None:
             raise ValueError(f"ring_attention goes over a context axis, and mesh '{comm.mesh}' has none")
         synchronise((m for stage in self.stages.values() for m in stage.model.modules()), comm)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import plait
 from plait.anymodel.context import use_context_axis
+from plait.run.commands.main import main
 from plait.run.models.gpt import GPT, GPTConfig, loss_sum, token_count
 from plait.run.models.hf import BUILDING
 from plait.tensor.time_axis import TimeAxis, give_time_axis
@@ -347,3 +348,14 @@ def test_messages_of_a_strangers_model_are_not_compared() -> None:
         count_fn=lambda batch: batch.numel(),
     )
     assert plait.verify(job, "shard=2 context=2", "zero3").word == "equal"
+
+
+PREDICTED = ["", "--pack", "--recompute full", "--ring-attention", "--ring-attention --recompute full"]
+
+
+@pytest.mark.parametrize("flags", PREDICTED)
+def test_messages_are_predicted_byte_for_byte(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--mesh", "shard=3 context=3", "--length", "12", "--layers", "2", "--width", "24", "--heads", "2"]
+    words += ["--steps", "1", "--batch", "4", "--world", "thread", "--dropout", "0", *flags.split()]
+    assert main(["verify", *words]) == 0
+    assert "ledger: every message as predicted, byte for byte" in capsys.readouterr().out

@@ -172,7 +172,7 @@ def main(ranks: int = 4) -> None:
     # Prediction 3: none.  A sum that all must see costs two volumes; rows trade bytes held for bytes sent.
     assert min(sent.values()) == sent["ddp"] == sent["zero1"]
 
-    # A row of your own: gather inside the group once per microbatch, spread the optimizer state over all ranks.
+    # Your own row: gather inside the group once per microbatch, spread the optimizer state over all ranks.
     mine = "shard | full | shard, pending(replica) | shard/replica"
     found = run(body, mine)
     theirs = run(engine, f"mine: {mine}")

@@ -15,7 +15,7 @@ In the table's words the weights are ``shard, pending(replica)`` for so many ste
 
 so its state, and the weights of the last time, are cut over the replicas as well.
 
-Source: DiLoCo (Douillard et al. 2023); fragments at times of their own: Streaming DiLoCo (Douillard et al. 2025).
+Source: DiLoCo (Douillard et al. 2023); fragments at different times: Streaming DiLoCo (Douillard et al. 2025).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Island(Comm):
 class DiLoCo:
     """Brings the weights of islands together.
 
-    A fragment of the model may have a DiLoCo of its own: ``names`` and ``first`` say which, and when.
+    A fragment of the model may have a separate DiLoCo: ``names`` and ``first`` say which, and when.
 
     Args:
         engine: trains on an ``Island``; its optimizer is the inner one.
@@ -119,7 +119,7 @@ class DiLoCo:
         first: the step after which the islands meet for the first time; None: ``every``.
         delay: steps between the first message and the outer update, which hides the sum.
         names: of modules or parameters; none: the whole model.
-        keep: how much of its own weights an island keeps, 0 (none) to 1.
+        keep: the share of its weights that an island keeps, 0 to 1.
 
     Raises:
         ValueError: no island; another number than these; no such parameter; weights that differ between the islands.

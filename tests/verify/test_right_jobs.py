@@ -95,7 +95,7 @@ EXPERTS = plait.UserJob(Experts, lambda model, tokens: model(tokens).square().su
 
 
 class InTime(nn.Module):
-    """Tokens of somebody's own, which a tensor plan may cut in time."""
+    """A stranger's tokens, which a tensor plan may cut in time."""
 
     tensor_plan: ClassVar[Any] = {
         **{"embed": "vocabulary", "norm": "sequence"},
@@ -123,7 +123,7 @@ def twice() -> nn.Module:
 
 
 class OneBlock(nn.Module):
-    """As ALBERT's layers: the same block four times, behind an embedding of its own."""
+    """As ALBERT's layers: the same block four times, after a separate embedding."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ def attend(
     if axis is None or limited or attention_mask is not None:
         raise ValueError(
             f"{type(module).__name__} attends {'with ' + ', '.join(limited) if limited else 'with a mask'} under a "
-            f"context axis, or has none: give a model without an engine a config of its own (copy.deepcopy)"
+            f"context axis, or has none: give a model without an engine another config (copy.deepcopy)"
         )
     grouped = query.shape[1] != key.shape[1]
     mixed = axis.attention(query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=grouped)

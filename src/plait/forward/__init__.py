@@ -8,7 +8,7 @@ attributes.py          what a program keeps on its modules, and forwards write t
 recompute.py           handler: activations that are made a second time; blocks that run again
 at_rest.py             handlers: a parameter at rest is never read; gradients that the model takes itself
 tensor_parallel.py     the tensor axis of a stage, and the slices of dropout masks where activations are cut
-products.py            handler: makes the weight gradients of linear layers in a pass of their own
+products.py            handler: makes the weight gradients of linear layers in a separate pass
 sites.py               the names of the places where a forward draws
 dropout.py             handler: dropout that belongs to the model, not to the process
 compiled.py            units whose forward is compiled, between the engine's hooks

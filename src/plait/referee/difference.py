@@ -107,7 +107,7 @@ def _whole(a: Tensor, b: Tensor, unit: float) -> tuple[Pattern, float | None, st
 
 
 def fitted(ours: Tensor, theirs: Tensor) -> tuple[float, Tensor]:
-    """The c of ours = c * theirs + rest by least squares, and the rest, flat in fp64; a c of 0 beside zeros."""
+    """The c in actual = c * expected + rest by least squares, and the rest, flat in fp64; a c of 0 beside zeros."""
     a, b = wide(ours).reshape(-1), wide(theirs).reshape(-1)
     square = b.dot(b).item()
     factor = a.dot(b).item() / square if square else 0.0

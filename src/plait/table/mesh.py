@@ -13,7 +13,7 @@ coordinates, the first axis named outermost, so rank 4 (replica 1, shard 1) has
     group(4, ("replica",))          -> (1, 4)
     group(4, ("shard", "replica"))  -> (0, 3, 1, 4, 2, 5)     the k-th has piece k of a shard/replica cut
 
-``context=2`` takes no ranks of its own.  It borrows neighbours of ``shard``, which read the same samples, each a part
+``context=2`` takes no extra ranks.  It borrows neighbours of ``shard``, which read the same samples, each a part
 of their time (``tensor/time_axis.py``); their group is named ``context``.
 
 Ranks may be on several hosts, equally many on each, one host after the other.  With ``hosts=2`` here, a host has

@@ -1,7 +1,7 @@
 """The context axis: ranks that share samples, each with a part of their time.
 
 The axis is borrowed from ``shard``.  On the mesh ``shard=4 context=2`` the rows, their collectives and the optimizer
-see four ranks that each have gradients of their own; only the batch is cut in another way: neighbours read the same
+see four ranks, each with separate gradients; only the batch is cut in another way: neighbours read the same
 samples, and each works on two blocks of their time, an early one and a late one: causal attention is equal work then.
 
     context=2    block   0  1  2  3
@@ -169,7 +169,7 @@ class TimeAxis:
         if key_BGTK.size(-2) != length or value_BGTK.size(-2) != length:
             raise ValueError(
                 f"attention of {length} queries to {key_BGTK.size(-2)} keys under context={self.ways}: each rank "
-                f"brings the keys of its own steps, without a cache"
+                f"brings the keys of its steps, without a cache"
             )
         self._check_cut(length)
         self.asked.add("attention")

@@ -71,7 +71,7 @@ def plan_from_transformers(model: Any, carried: Mapping[str, str], words: Mappin
         more = "plait.anymodel.plan_of(model), which knows more, or " if words is WORDS else ""
         raise ValueError(
             f"{type(model).__name__}'s tensor plan has the style {unknown[0]!r}, which plait has no word for "
-            f"(it knows {', '.join(words)}): give tensor_plan={more}a plan of your own"
+            f"(it knows {', '.join(words)}): give tensor_plan={more}your own plan"
         )
     plan = {pattern: words[style] for pattern, style in found.items() if words[style]}
     return plan | dict.fromkeys(ends, "vocabulary")

@@ -301,7 +301,7 @@ class _Trial:
         factor = value / due if due else None
         cause = "the loss that is reported is neither the step's mean nor that of the rank's own samples"
         times = f", {factor_text(factor)} times" if factor is not None else ""
-        what = f"{value:.6g} is told, and the mean is {due:.6g}{times}"
+        what = f"{value:.6g} is reported, and the mean is {due:.6g}{times}"
         residual = abs((factor or 0) - 1)
         return accuse(number, "loss", what, cause, ranks, len(steps), factor=factor, residual=residual)
 

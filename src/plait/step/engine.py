@@ -203,13 +203,12 @@ class Engine(StaysHere):
         program = placed.program(num)
         # Phase 1: the ranks agree on counts.
         comm.begin_step(self.steps)
-        shared = microbatches if comm.mesh.pipe * comm.mesh.tensor * comm.mesh.context > 1 else ()
-        microbatches, whole = placed.cut_in_time(microbatches, count_fn)
+        given, (microbatches, whole) = microbatches, placed.cut_in_time(microbatches, count_fn)
         counts = [whole_count(count_fn(batch)) for batch in microbatches]
         if min(counts) < 0:  # the sum goes to the others, and they refuse it too
             counts = [min(counts)]
         samples = [num_samples(batch) for batch in microbatches]
-        first, total = placed.exchange.counts(num, sum(counts), sum(samples), placed.frozen(), shared, whole)
+        first, total = placed.exchange.counts(num, sum(counts), sum(samples), placed.frozen(), given, whole)
         # Phase 2: every microbatch gets its place in the run.
         self._close()  # drops the rest of an earlier step that raised
         self._open = OpenStep(count=total)
@@ -226,7 +225,8 @@ class Engine(StaysHere):
         self._broken = comm.mesh.pipe > 1
         loss_fn = loss_fn if self.steps else returning_sums(loss_fn, count_fn)
         placed.runtime.run(program, brought, loss_fn, 1 / total * self.gradients.scale, self._update)
-        placed.check_time_axis()
+        if placed.time_axis is not None and placed.num_stages == 1:
+            placed.time_axis.check_asked()
         return self.last
 
     def _update(self) -> None:

@@ -60,11 +60,10 @@ class Evaluator:
         program = self.placed.program(num, backward=False)
         with ExitStack() as stack, torch.no_grad():
             stack.enter_context(comm.ledger.phase(EVALUATE))
-            shared = microbatches if comm.mesh.pipe * comm.mesh.tensor * comm.mesh.context > 1 else ()
-            microbatches, whole = self.placed.cut_in_time(microbatches, count_fn)
+            given, (microbatches, whole) = microbatches, self.placed.cut_in_time(microbatches, count_fn)
             samples = sum(num_samples(batch) for batch in microbatches)
             count = sum(whole_count(count_fn(batch)) for batch in microbatches)
-            _, total = self.exchange.counts(num, count, samples, (), shared, whole)
+            _, total = self.exchange.counts(num, count, samples, (), given, whole)
             models = [stage.model for stage in stages]
             stack.enter_context(eval_mode(self.placed.model, *models))
             stack.enter_context(buffers_of_data_rank_0(models, comm))

@@ -61,7 +61,7 @@ class Exchange:
 
         Args:
             frozen: the parameters that were frozen since the model was placed.
-            brought: the microbatches, where ranks of one data rank could bring different ones.
+            brought: the microbatches, which are compared where several ranks work on the same samples.
             whole: targets of the microbatches before they were cut in time.
 
         Raises:
@@ -69,7 +69,8 @@ class Exchange:
                 ranks that have frozen different parameters.
         """
         told = ", ".join(frozen) or "none"
-        samples |= _digest(brought) << 32  # one number: ranks that work on the same samples compare both
+        digest = _digest(brought) if self.comm.mesh.size > self.comm.mesh.data_size else 0
+        samples |= digest << 32  # one number: ranks that work on the same samples compare both
         table = gather_ints(self.comm, [microbatches, targets, samples, crc32(told.encode())], AGREEING, Note("count"))
         if len({row.pop() for row in table}) > 1:
             fields = {"what was frozen since the Engine was built": told}
@@ -90,18 +91,17 @@ class Exchange:
                 f"the batch of comm.mesh.data_rank(comm.rank)"
             )
         context = self.comm.mesh.context
+        place = context * self.comm.mesh.data_rank(self.comm.rank)
         if any(row[2] != data[i - i % context][2] for i, row in enumerate(data)):
             raise ValueError(
                 f"the ranks of a context group bring different batches: all {context} read the same samples, whole in "
                 f"time, so read the batch of comm.mesh.data_rank(comm.rank)"
             )
-        if whole is not None:
-            place = context * self.comm.mesh.data_rank(self.comm.rank)
-            if (left := sum(row[1] for row in data[place : place + context])) != whole:
-                raise ValueError(
-                    f"count_fn counts {whole} in the whole microbatches and {left} in what context={context} has cut "
-                    f"them into: count the targets of the batch, not its samples"
-                )
+        if whole is not None and (left := sum(row[1] for row in data[place : place + context])) != whole:
+            raise ValueError(
+                f"count_fn counts {whole} in the whole microbatches and {left} in what context={context} has cut "
+                f"them into: count the targets of the batch, not its samples"
+            )
         if negative := [rank for rank, row in enumerate(table) if row[1] < 0]:
             raise ValueError(
                 f"{named(negative)} counts {table[negative[0]][1]} targets: a count is the number of terms of a loss, "
@@ -110,7 +110,6 @@ class Exchange:
         total = sum(row[1] for row in data)
         if total == 0:
             raise ValueError("there is no target in any rank's microbatches: their counts are all 0")
-        place = context * self.comm.mesh.data_rank(self.comm.rank)
         return sum(row[2] & _SAMPLES for row in data[:place:context]), total
 
     def report(self, squares: float, losses: Sequence[float], touched: set[str], marks: Sequence[float]) -> Report:

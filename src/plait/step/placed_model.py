@@ -175,11 +175,6 @@ class PlacedModel(StaysHere):
         whole = sum(whole_count(count_fn(batch)) for batch in microbatches)
         return [self.time_axis.cut_batch(batch) for batch in microbatches], whole
 
-    def check_time_axis(self) -> None:
-        """After a step: looks whether the model asked the context axis, where there is one."""
-        if self.time_axis is not None and self.num_stages == 1:
-            self.time_axis.check_asked()
-
     def frozen(self) -> list[str]:
         """The parameters that were frozen since the engine was built.
 

@@ -150,7 +150,7 @@ def ours(model: nn.Module, batches: Batches, layout: Layout) -> Run:
             mark = len(comm.ledger)
             losses.append(engine.step(made).loss)
             job = SimpleNamespace(width=0, leading=leading, one_stream=False, dtype=torch.float64)
-            sent = [e for e in comm.ledger.since(mark) if e.note.phase not in {*skipped, *unpredicted(job)}]
+            sent = [e for e in comm.ledger.since(mark) if e.note.phase not in {*skipped, *unpredicted(job, engine)}]
             runs = irregular(engine, num)
             ledger += unlike(predict(engine, job, made), sent, runs)
             once = once and not runs

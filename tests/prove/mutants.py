@@ -51,7 +51,7 @@ def make(
     on, strategy = Mesh.parse(mesh), TABLE[row]
     pipeline = Pipeline(order, on.pipe, hold=hold)
     schedule = pipeline.completed(microbatches, strategy)
-    flat = tiny(on.data_size, even=even)
+    flat = tiny(on.count(DATA_AXES), even=even)
     names = ("a", "b") if pipeline.num_stages == 1 else ("a",)
     units = [UnitLayout(name, (flat,), (True,), summed=(on.tensor > 1,)) for name in names]
     laid = {(s, t): units for s in range(pipeline.num_stages) for t in range(on.tensor)}
@@ -96,6 +96,7 @@ CASES = (
     ("hsdp", "shard=2 tensor=2", None, 1, True),
     ("psdp", "shard=2 replica=2", None, 1, True),
     ("hpz", "shard=2 replica=2", None, 1, True),
+    ("zero2", "shard=4 context=2", None, 1, True),
     ("hpz", "shard=2 replica=2 pipe=2", "zbv", 0, True),
 )
 

@@ -119,7 +119,7 @@ class World:
         if op.kind == "count":
             if max(op.rows[:2]) > self.mesh.size:
                 raise WrongError("no such row")
-            person.divisor = tuple(sorted(self.mesh.data_rank(row) for row in range(*op.rows)))
+            person.divisor = tuple(sorted(self.mesh.index(row, ("replica", "shard")) for row in range(*op.rows)))
             return True
         if op.kind == "end":
             person.step, person.divisor = person.step + 1, None
@@ -144,8 +144,10 @@ class World:
             person.ran.add((op.flat, op.phase, op.microbatch))
         elif op.kind == "gradient":
             at = self.mesh.coordinates(rank)
-            place = (self.mesh.data_rank(rank) * self.mesh.tensor + at["tensor"] * flat.summed) * 8 + op.microbatch
-            ready = (op.flat, "B", op.microbatch) in person.ran and person.divisor == tuple(range(self.mesh.data_size))
+            parts = self.mesh.replica * self.mesh.shard
+            part = at["replica"] * self.mesh.shard + at["shard"]
+            place = (part * self.mesh.tensor + at["tensor"] * flat.summed) * 8 + op.microbatch
+            ready = (op.flat, "B", op.microbatch) in person.ran and person.divisor == tuple(range(parts))
             value = 1 << (4 * place) if ready else None
             self.accumulate(mine, op.buffer, dict.fromkeys(span, value))
         elif op.kind == "add":

@@ -6,6 +6,7 @@ other ranks are threads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 from trace_world import TraceComm
 
+from plait.anymodel.context import use_context_axis
 from plait.comm import Comm, run
 from plait.comm.base import DONE, Operation, Work
+from plait.predict.context import predict_context
 from plait.predict.cost import differences
 from plait.predict.tensor import predict_tensor
 from plait.referee.prove import Decoder, PaperRun, prove
@@ -59,14 +62,20 @@ class Echo(TraceComm):
 
 
 def measured(
-    comm: Comm, row: str, order: str | None, cut: Cut, hold: int | None, recompute: Recompute | None = None
+    comm: Comm,
+    row: str,
+    order: str | None,
+    cut: Cut,
+    hold: int | None,
+    recompute: Recompute | None = None,
+    ring: bool = False,
 ) -> tuple[object, tuple[Entry, ...]]:
     """The engine's buffers on a rank, and the ledger of its second step."""
     with empty_parameters():
-        model = hf.build(SIZES)
+        model = use_context_axis(hf.build(SIZES))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     settings = {"strategy": row, "schedule": order, "cut": cut, "hold": hold, "optimizer": optimizer}
-    settings |= {"recompute": recompute}
+    settings |= {"recompute": recompute, "ring_attention": ring}
     engine = Engine(model, comm, loss_fn=hf.loss_sum, count_fn=hf.token_count, **settings)
     tokens = torch.arange(BATCH * (LENGTH + 1)).view(BATCH, -1) % 71
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
@@ -87,8 +96,10 @@ def proved(paper: PaperRun, rank: int) -> tuple[object, tuple[Entry, ...]]:
     program = write_program(line, settle_all(stages, mesh, row, rank), mesh)
     found = list(entries(program, paper, rank))
     for s in stages:
-        shapes = [(BATCH, LENGTH)] * MICROBATCHES
+        shapes = [(BATCH, LENGTH // mesh.context)] * MICROBATCHES
         found += predict_tensor(DECODER.sites(links[s]), shapes, mesh, 4, sequence=False)
+        gathered = DECODER.gathered(links[s], mesh.tensor)
+        found += predict_context(gathered, mesh, [math.prod(one) for one in shapes], 4, ring=paper.ring)
     return stages, tuple(found)
 
 
@@ -101,7 +112,7 @@ def entries(program: Program, paper: PaperRun, rank: int) -> Iterator[Entry]:
             sent = bytes_sent(op.kind, size, mesh.count(op.axes), root=root)
             yield Entry(op.kind, op.axes, size, sent, Note(op.phase, op.flat[1], op.microbatch))
         elif op.kind in ("send", "recv") and op.action is not None:
-            value, size = carries(op.action), BATCH * LENGTH * DECODER.hidden * 4
+            value, size = carries(op.action), BATCH * LENGTH // mesh.context * DECODER.hidden * 4
             note = Note(ACTIVATION if value.way == "F" else GRADIENT, f"stage {value.stage}", value.microbatch)
             yield Entry(op.kind, ("pipe",), size, bytes_sent(op.kind, size, 2), note)
         elif op.kind in ("count", "report") and mesh.size > 1:
@@ -129,6 +140,8 @@ TRACED = (
     ("ddp", "replica=8 shard=8 hosts=8", 21, "element"),
     ("zero1", "replica=3 shard=2 hosts=3", 4, "tensor"),
     ("zero3", "replica=4 shard=6 tensor=2 hosts=4", 25, "element"),
+    ("zero3", "shard=48 context=3", 40, "element"),
+    ("zero1", "replica=2 shard=6 tensor=2 context=3", 11, "tensor"),
 )
 
 
@@ -153,6 +166,8 @@ THREADED = (
     ("hpz", "pipe=2 replica=2 shard=2", "interleaved", None),
     ("psdp", "pipe=2 replica=2 shard=2 tensor=2", "gpipe", 1),
     ("zero2", "pipe=2 replica=2 shard=2 hosts=4", "1f1b", 1),
+    ("zero1", "pipe=2 shard=3 context=3", "interleaved", 1),
+    ("zero3", "pipe=2 shard=3 tensor=2 context=3", "1f1b", 1),
 )
 
 
@@ -173,9 +188,12 @@ def test_ranks_of_a_pipeline_send_what_was_proved(row: str, mesh: str, order: st
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_forwards_that_run_again_are_counted_again(recompute: Recompute) -> None:
-    on = Mesh.parse("tensor=2 shard=2")
-    found = run(on, lambda comm: measured(comm, "zero3", None, "element", 1, recompute)[1])
-    total = prove(replace(paper_run(on, TABLE["zero3"], None), recompute=recompute)).traffic
+@pytest.mark.parametrize(
+    ("mesh", "ring"), [("tensor=2 shard=2", False), ("shard=3 context=3", False), ("shard=3 context=3", True)]
+)
+def test_forwards_that_run_again_are_counted_again(recompute: Recompute, mesh: str, ring: bool) -> None:
+    on = Mesh.parse(mesh)
+    found = run(on, lambda comm: measured(comm, "zero3", None, "element", 1, recompute, ring)[1])
+    total = prove(replace(paper_run(on, TABLE["zero3"], None), recompute=recompute, ring=ring)).traffic
     entries = [entry for of_rank in found for entry in of_rank]
     assert (total.messages, total.bytes) == (len(entries), sum(entry.sent for entry in entries))

@@ -58,6 +58,12 @@ def test_published_layouts_are_proved() -> None:
     assert round(TRILLION.num_parameters, -10) == 1_010_000_000_000
     megatron = prove(paper("replica=6 tensor=8 pipe=64", "ddp", "1f1b", TRILLION, 8))
     assert (megatron.ranks, megatron.stages) == (3_072, 64)
+    long = paper("shard=128 context=16 tensor=8 pipe=16", "zero1", "interleaved", LLAMA_405B, 16)
+    mixed = TABLE["zero1"].mixed("bf16")
+    proved = prove(replace(long, length=131_072, recompute="full", memory=80 * 10**9, strategy=mixed))
+    assert (proved.ranks, proved.stages) == (16_384, 32)
+    with pytest.raises(Refuted, match="memory"):
+        prove(replace(long, mesh=replace(long.mesh, context=1), length=131_072, recompute="full", memory=80 * 10**9))
 
 
 # ---- the parts of a proof, and the whole --------------------------------------------------------------------------
@@ -125,6 +131,18 @@ def test_a_parameter_that_no_stage_has_or_two_have_is_found() -> None:
     same = {(s, t): laid[s, 0] for s, t in laid}  # 71 rows of the vocabulary are 36 and 35
     with pytest.raises(Refuted, match="its pieces are not all of its 2,272 elements"):
         check_parameters(run, same)
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_parts_of_time_are_summed_like_other_parts_of_the_batch(row: str) -> None:
+    alone, cut = (replace(paper(f"pipe=2 shard=6{more}", row, "1f1b"), length=36) for more in ("", " context=3"))
+    one, three = prove(alone), prove(cut)
+    assert (one.order, one.compared + 12, one.operations) == (three.order, three.compared, three.operations)
+    assert three.traffic.messages - one.traffic.messages == SMALL.layers * 4 * 6 * 4
+    with pytest.raises(ValueError, match="length 40 is cut in 6 blocks of time over context=3: give a multiple of 6"):
+        prove(replace(cut, length=40))
+    with pytest.raises(ValueError, match="a ring goes over a context axis"):
+        prove(replace(alone, ring=True))
 
 
 def test_what_does_not_fit_is_refuted() -> None:

@@ -67,6 +67,10 @@ class DecoderSizes:
     """Experts of a block, of which a token passes ``chosen``; ``hidden`` is the width inside these together."""
     chosen: int = 0
     kernels: Kernels = ON_CPU
+    context: int = 1
+    """Ranks that share these samples, each with a part of their time."""
+    ring: bool = False
+    """Keys and values go round over the context axis, and are not gathered."""
 
     @property
     def head(self) -> int:
@@ -78,13 +82,19 @@ class DecoderSizes:
         return max(4, self.itemsize)
 
     @property
+    def steps(self) -> int:
+        """Steps of time on this rank of the context axis."""
+        return self.length // self.context
+
+    @property
     def stream(self) -> int:
         """Tokens of the stream between the products; where it is cut in time, those of the rank with most."""
-        return self.batch * (-(-self.length // self.ways) if self.sequence else self.length)
+        return self.batch * (-(-self.steps // self.ways) if self.sequence else self.steps)
 
     @property
     def tokens(self) -> int:
-        return self.batch * self.length
+        """Tokens on this rank of the context axis."""
+        return self.batch * self.steps
 
 
 @dataclass(frozen=True)
@@ -147,7 +157,9 @@ def _attention(s: DecoderSizes, *, again: bool) -> tuple[Kept, ...]:
     e, head, fused = s.itemsize, s.head, s.kernels.one_byte_masks
     query = s.tokens * s.heads * head // s.ways
     grouped = s.tokens * s.kv_heads * head // s.ways
-    tables = 0 if e == 4 or fused else s.length * head * 2
+    if not s.ring:  # of the whole time
+        grouped *= s.context
+    tables = 0 if e == 4 or fused else s.steps * head * 2
     scores = query * s.length // head
     rotated = Kept("rotate: cos, sin in the dtype of query and key", tables, e)
     inputs = Kept("attention: query", query, e), Kept("attention: key, value", 2 * grouped, e)

@@ -18,6 +18,18 @@ from plait.table.tensor_plan import CONTEXT_BACKWARD, CONTEXT_FORWARD
 AXES = ("context",)
 
 
+def check_time(mesh: Mesh, length: int, *, ring: bool) -> None:
+    """ValueError for samples that a mesh cannot cut in time, or for a ring without a context axis."""
+    if ring and mesh.context == 1:
+        raise ValueError(f"a ring goes over a context axis, and mesh '{mesh}' has none: give context=n")
+    if mesh.context > 1 and length % (2 * mesh.context):
+        more = -(-length // (2 * mesh.context)) * 2 * mesh.context
+        raise ValueError(
+            f"length {length} is cut in {2 * mesh.context} blocks of time over context={mesh.context}: give a multiple "
+            f"of {2 * mesh.context}, as {more}"
+        )
+
+
 def predict_context(
     widths: Mapping[str, Iterable[int]],
     mesh: Mesh,

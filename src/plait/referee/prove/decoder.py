@@ -14,12 +14,13 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import pairwise
 
+from plait.predict.context import check_time
 from plait.predict.model import Transformer
 from plait.schedule.partition import by_sizes, even
 from plait.schedule.pipeline import Pipeline
 from plait.table.cells import ITEMSIZE, Strategy
 from plait.table.flat import BUCKET_BYTES, Cut, FlatLayout, UnitLayout, buckets, lay
-from plait.table.mesh import Mesh
+from plait.table.mesh import DATA_AXES, Mesh
 from plait.table.tensor_cut import TensorCut
 from plait.table.tensor_plan import Site
 
@@ -102,6 +103,11 @@ class Decoder(Transformer):
                     found += [Site("enter", enters, self.hidden), Site("leave", leaves, self.hidden)]
         return tuple(found)
 
+    def gathered(self, links: Sequence[str], ways: int) -> dict[str, tuple[int, int]]:
+        """Elements of a step of time in the keys and the values that each attention gathers over a context axis."""
+        width = self.kv_heads * self.head // ways
+        return {f"{link}.self_attn": (width, width) for link in links if link.startswith("model.layers.")}
+
 
 def lay_stage(
     decoder: Decoder,
@@ -115,7 +121,7 @@ def lay_stage(
 ) -> tuple[UnitLayout, ...]:
     """The units of a stage with these links on one tensor rank, in the engine's order: the root, then by link."""
     itemsize = strategy.params.itemsize(ITEMSIZE[dtype])
-    loads = [0] * mesh.data_size
+    loads = [0] * mesh.count(DATA_AXES)
     names, units = sorted(links, key=lambda link: link != "model.norm"), []
     of_links = [[(math.prod(shape), ITEMSIZE[dtype]) for _, shape, _ in decoder.parameters(link)] for link in names]
     gathers = mesh.count(strategy.params.split) > 1
@@ -125,9 +131,7 @@ def lay_stage(
             tuple((name, _local(decoder, (name, shape, dim), mesh.tensor, t)) for name, shape, dim in parameters)
             for t in (tensor, 0)
         ]
-        own, first = (
-            _lay(of, itemsize, mesh.data_size, cut, tuple(loads) if cut == "tensor" else None) for of in shapes
-        )
+        own, first = (_lay(of, itemsize, len(loads), cut, tuple(loads) if cut == "tensor" else None) for of in shapes)
         if cut == "tensor":
             sizes = [(b - a) * itemsize for a, b in pairwise(first.bounds)]
             loads = [load + size for load, size in zip(loads, sizes, strict=True)]
@@ -170,13 +174,14 @@ class PaperRun:
     states: int = 2
     """Numbers that the optimizer keeps for each element that it updates."""
     recompute: str | None = None
+    ring: bool = False
+    """Over a context axis keys and values go round, and are not gathered."""
     memory: int | None = None
     """Bytes of memory of a rank; None: not checked."""
 
     def links(self) -> tuple[tuple[str, ...], ...]:
         """The links of each stage."""
-        if self.mesh.context > 1:
-            raise ValueError(f"mesh '{self.mesh}': a context axis is not proved at scale; see plait verify")
+        check_time(self.mesh, self.length, ring=self.ring)
         names, count = self.decoder.links, self.pipeline.num_stages
         if self.split is not None and len(self.split) != count:
             raise ValueError(f"a split for {len(self.split)} stages, but the pipeline has {count}: give as many sizes")

@@ -17,7 +17,19 @@ from dataclasses import dataclass, field, replace
 
 from plait.referee.prove.program import COLLECTIVES, Key, Op, Program
 from plait.referee.prove.scenes import Counterexample, Refuted, Scene
-from plait.referee.prove.sums import Pieces, Sums, added, cut, lacking, left_behind, misowned, value_at, write
+from plait.referee.prove.sums import (
+    Pieces,
+    Sums,
+    added,
+    cut,
+    lacking,
+    left_behind,
+    misowned,
+    part_name,
+    value_at,
+    write,
+)
+from plait.table.agreement import DATA_ORDER
 from plait.table.collectives import CUT_EVENLY
 
 STEPS = 2
@@ -69,7 +81,8 @@ class Machine:
         self.divisors: dict[tuple[int, int, int], Counter[int]] = {}
         self.right: set[tuple[int, int, int]] = set()
         """The divisors that count every rank's targets once."""
-        self.samples = {rank: self.mesh.data_rank(rank) for rank in programs}
+        self.parts = {rank: self.mesh.index(rank, DATA_ORDER) for rank in programs}
+        """The part of the batch that each rank works on, which under a context axis is a part of its samples' time."""
         self.owners: dict[tuple[int, Key], list[tuple[int, int, int]]] = defaultdict(list)
         self._handlers: dict[str, Callable[[int, _Rank, Op], bool]] = {
             "open": self._open, "close": self._drop, "forget": self._drop, "clear": self._drop, "keep": self._keep,
@@ -163,7 +176,7 @@ class Machine:
         if ("B", op.microbatch) not in buffers.seen or not rank.counted:
             raise self._refute("sums", f"{op.flat[1]} has a gradient before its backward", number, op)
         tensor = self.mesh.index(number, ("tensor",)) if flat.summed else 0
-        leaf = self.sums.leaf(self.samples[number], tensor, op.microbatch)
+        leaf = self.sums.leaf(self.parts[number], tensor, op.microbatch)
         self._accumulate(buffers, op.buffer, [(op.start, op.stop, leaf)])
         return True
 
@@ -186,7 +199,7 @@ class Machine:
         due = self.scene.due[op.flat]
         wrong = lacking(buffers.sum, op.start, op.stop, due)
         if wrong >= 0:
-            text = self.sums.compared(value_at(buffers.sum, wrong), due)
+            text = self.sums.compared(value_at(buffers.sum, wrong), due, self.mesh.context)
             raise self._refute("sums", f"the gradient that is used for an update is wrong: {text}", number, op, wrong)
         wrong = lacking(buffers.rest, op.start, op.stop, version(now))
         if wrong >= 0:
@@ -239,11 +252,12 @@ class Machine:
         if max(op.rows[:2]) > self.mesh.size:
             raise self._refute("sums", "the divisor of the loss counts ranks that are not there", number, op)
         if op.rows not in self.divisors:
-            self.divisors[op.rows] = Counter(self.mesh.data_rank(row) for row in range(*op.rows))
+            self.divisors[op.rows] = Counter(self.mesh.index(row, DATA_ORDER) for row in range(*op.rows))
         counted = self.divisors[op.rows]
-        for data_rank in range(self.mesh.data_size if op.rows not in self.right else 0):
-            if counted[data_rank] != 1:
-                text = f"the divisor of the loss counts the targets of data rank {data_rank} {counted[data_rank]} times"
+        for part in range(self.mesh.count(DATA_ORDER) if op.rows not in self.right else 0):
+            if counted[part] != 1:
+                whose = part_name(part, self.mesh.context)
+                text = f"the divisor of the loss counts the targets of {whose} {counted[part]} times"
                 raise self._refute("sums", text, number, op)
         self.right.add(op.rows)
         rank.counted = True

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from plait.messages.progress import counted
 from plait.messages.wording import human
+from plait.predict.context import predict_context
 from plait.predict.tensor import predict_tensor
 from plait.referee.prove.decoder import PaperRun
 from plait.referee.prove.machine import Machine
@@ -207,16 +208,20 @@ def _traffic(programs: Mapping[int, Program], mesh: Mesh, itemsize: Mapping[str,
 
 
 def _with_others(run: PaperRun, schedule: Schedule, traffic: Traffic) -> Traffic:
-    """Adds the traffic between stages, over the tensor axis inside of passes, and of agreements."""
+    """Adds the traffic between stages, over the tensor and context axes inside of passes, and of agreements."""
     mesh, decoder = run.mesh, run.decoder
     itemsize, alike = run.strategy.params.itemsize(ITEMSIZE[run.dtype]), mesh.count(IN_STAGE)
     sends = sum(action.kind in SENDS for action, _ in placed(schedule))
-    handed = run.batch * run.length * decoder.hidden * itemsize
+    steps = run.length // mesh.context
+    handed = run.batch * steps * decoder.hidden * itemsize
     traffic = traffic.plus(2 * sends * alike, sends * handed * alike)
     for links in run.links():
         twice = [link for link in links if link not in AROUND] if run.recompute == "full" else ()
-        shapes = [(run.batch, run.length)]
+        shapes = [(run.batch, steps)]
         entries = predict_tensor(decoder.sites(links), shapes, mesh, itemsize, sequence=False, twice=twice)
+        gathered = decoder.gathered(links, mesh.tensor)
+        tokens = [run.batch * steps]
+        entries += predict_context(gathered, mesh, tokens, itemsize, ring=run.ring, twice=twice)
         times = run.microbatches * alike
         traffic = traffic.plus(len(entries) * times, sum(entry.sent for entry in entries) * times)
     if mesh.size > 1:

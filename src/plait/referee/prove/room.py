@@ -20,6 +20,7 @@ from plait.referee.prove.decoder import PaperRun
 from plait.referee.prove.program import settle_all, write_program
 from plait.referee.prove.scenes import Laid
 from plait.schedule.actions import Line, Schedule, activations, owners
+from plait.table.agreement import DATA_ORDER
 from plait.table.cells import ITEMSIZE, TABLE
 from plait.table.flat import UnitLayout
 
@@ -63,7 +64,7 @@ def room_of(run: PaperRun, schedule: Schedule, laid: Laid) -> Room:
             kind = pipe, tuple(flat.numel for flat in flats)
             if kind not in known:
                 known[kind] = _gathered(run, line, units, run.mesh.rank(pipe=pipe, tensor=tensor)), _reduced(run, units)
-            for data in range(run.mesh.data_size if any(not flat.even for flat in flats) else 1):
+            for data in range(run.mesh.count(DATA_ORDER) if any(not flat.even for flat in flats) else 1):
                 replica, shard = divmod(data, run.mesh.shard)
                 rank = run.mesh.rank(pipe=pipe, replica=replica, shard=shard, tensor=tensor)
                 rooms.append(Room(rank, _state(run, units, rank), *known[kind], most))
@@ -133,5 +134,7 @@ def _activations(run: PaperRun, links: Sequence[str]) -> int:
         itemsize=run.strategy.params.itemsize(ITEMSIZE[run.dtype]),
         dropout=False,
         ways=run.mesh.tensor,
+        context=run.mesh.context,
+        ring=run.ring,
     )
     return decoder(sizes, [AROUND.get(link, "blocks") for link in links], run.recompute)

@@ -1,6 +1,6 @@
 """Values of flat buffers without numbers: which samples are in a sum, and in which order they were added.
 
-    leaf (d, t, m)              the samples of data rank d in microbatch m (t: a tensor rank's share)
+    leaf (d, t, m)              part d of the batch in microbatch m (t: a tensor rank's share)
     a + b                       a number for each pair of terms; equal sums have equal numbers
     [(0, 64, 7), (96, 128, 7)]  elements 0..63 and 96..127 of a buffer have value 7; 64..95 were never written
 
@@ -89,8 +89,8 @@ class Sums:
         self._numbers: dict[Leaf | tuple[int, int], int] = {}
         self._terms: list[Leaf | tuple[int, int]] = []
 
-    def leaf(self, data_rank: int, tensor: int, microbatch: int) -> int:
-        return self._number((data_rank, tensor, microbatch))
+    def leaf(self, part: int, tensor: int, microbatch: int) -> int:
+        return self._number((part, tensor, microbatch))
 
     def add(self, one: int | None, other: int | None) -> int | None:
         """The sum of two numbers; unknown if either is."""
@@ -133,7 +133,7 @@ class Sums:
                     times[part] += times[n]
         return found
 
-    def compared(self, found: int | None, expected: int) -> str:
+    def compared(self, found: int | None, expected: int, context: int = 1) -> str:
         """Describes the error of a sum, as text; empty where it is right."""
         if found == expected:
             return ""
@@ -143,12 +143,18 @@ class Sums:
         for leaf in sorted(has.keys() | due.keys()):
             if has[leaf] != due[leaf]:
                 share = f", share of tensor rank {leaf[1]}" if any(one[1] for one in due) else ""
-                sample = f"microbatch {leaf[2]} of data rank {leaf[0]}{share}"
+                sample = f"microbatch {leaf[2]} of {part_name(leaf[0], context)}{share}"
                 return f"{sample} is in it {times_of(has[leaf])} (due: {times_of(due[leaf])})"
         return f"{ANOTHER_ORDER} than the row's, so its last bits differ"
 
 
 ANOTHER_ORDER = "every sample is in it once, but they are added in another order"
+
+
+def part_name(part: int, context: int) -> str:
+    """Names a part of the batch: a data rank, and under a context axis the rank's place on it."""
+    data_rank, place = divmod(part, context)
+    return f"data rank {data_rank}" + f", part {place} of its time," * (context > 1)
 
 
 def times_of(number: int) -> str:
@@ -170,8 +176,8 @@ def promised(sums: Sums, strategy: Strategy, mesh: Mesh, microbatches: Sequence[
     sizes = {axis: mesh.axis(axis) for axis in order if axis != MICROBATCH} | {MICROBATCH: len(microbatches)}
 
     def leaf(at: dict[str, int]) -> int | None:
-        data_rank = at["replica"] * mesh.shard + at["shard"]
-        return sums.leaf(data_rank, at.get("tensor", 0), microbatches[at[MICROBATCH]])
+        part = at["replica"] * mesh.shard + at["shard"]
+        return sums.leaf(part, at.get("tensor", 0), microbatches[at[MICROBATCH]])
 
     total = fold(order, sizes, leaf, sums.add)
     assert total is not None

@@ -51,7 +51,7 @@ def check_symmetry(mesh: Mesh, strategy: Strategy, layouts: Sequence[FlatLayout]
                 Counterexample("messages", f"it does not send what rank {model} sends of the same buffer", rank)
             )
         compared += len(sent) + len(cells)
-    for over in axes:
+    for over in (*axes, *[("context",)] * (mesh.context > 1)):
         compared += _check_groups(mesh, over)
     return compared
 

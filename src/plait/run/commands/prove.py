@@ -68,6 +68,8 @@ class ProveConfig(SizeFlags):
     """Tokens of a sample."""
     recompute: Literal["full", "selective"] | None = None
     """Activations to recompute in the backward; they count for the memory."""
+    ring_attention: bool = False
+    """Over a context axis keys and values go round, in place of being gathered."""
     memory: str | None = None
     """Memory of a rank, as 80GB or 80GiB; the layout is refuted if it needs more. None: not checked."""
     json: str | None = None
@@ -95,6 +97,7 @@ class ProveConfig(SizeFlags):
             batch=-(-(self.batch or parts) // parts),
             length=self.length,
             recompute=self.recompute,
+            ring=self.ring_attention,
             memory=None if self.memory is None else parse_bytes(self.memory),
         )
 
@@ -140,6 +143,7 @@ def table_of(run: PaperRun, proved: Proved) -> Table:
     table.add_column(overflow="fold")
     order = "in their order" if proved.in_order else "in the order of the schedule, which is not theirs"
     samples = f"{proved.microbatches} microbatches of {run.mesh.data_size:,} data ranks"
+    samples += f" in {run.mesh.context} parts of time" * (run.mesh.context > 1)
     room = proved.room
     has = "" if run.memory is None else f", of {human(run.memory)}"
     rows = {

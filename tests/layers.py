@@ -84,6 +84,7 @@ SHARES: dict[str, Share] = {
     "commands/test_main.py::test_the_installed_command_and_the_module_are_the_same": PROCESSES,
     "config/test_sizes.py::test_it_is_padded_and_equal": Share("few", "all"),
     "data/test_workers.py": PROCESSES,
+    "context/test_published_faults.py": Share("few", "all"),
     "context/test_context.py::test_it_is_the_run_of_one_process": Share("few", "all"),
     "device": PROCESSES,
     "docs": DOCUMENTATION,

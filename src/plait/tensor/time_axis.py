@@ -59,6 +59,12 @@ class StepsOfTime:
         return whole_index
 
 
+def part_of_time(whole: Tensor, ways: int, index: int, dim: int) -> Tensor:
+    """The two blocks, an early one and a late one, that a place on the axis has of a whole tensor."""
+    blocks = whole.chunk(2 * ways, dim)
+    return torch.cat((blocks[index], blocks[-1 - index]), dim)
+
+
 class TimeAxis:
     """A rank's place on the context axis.  Modules that mix or number steps of time find it as ``self.time_axis``."""
 
@@ -92,8 +98,7 @@ class TimeAxis:
                 f"length must be a multiple of {2 * self.ways}; pad the rows with targets that do not count"
             )
         self.lengths.add(whole.size(dim) // self.ways)
-        blocks = whole.chunk(2 * self.ways, dim)
-        return torch.cat((blocks[self.index], blocks[-1 - self.index]), dim)
+        return part_of_time(whole, self.ways, self.index, dim)
 
     def _check_cut(self, mine: int) -> None:
         if mine not in self.lengths:

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from plait.referee.difference import Discrepancy, describe
+from plait.referee.tape import Mark
 from plait.referee.verify.compare import BITWISE, HEARD, Measures, Pair
 from plait.referee.verify.observed import RankRecord, Record, TiedWeights, Where, observed
 from plait.table.mesh import Mesh
 from plait.table.region import part
 from plait.tensor.pieces import piece_of
+from plait.tensor.time_axis import part_of_time
 
 
 class Wrong(NamedTuple):
@@ -70,7 +72,8 @@ class Traces:
             at_rest = where.phase == "parameter" and bool(ours.isnan().all())  # what is made of it tells if it is read
             if at_rest or self._equal_in_sum(where, theirs):
                 return None
-            found = self.compared(self.of(pair.rank), where, ours, theirs)
+            trace = self.of(pair.rank)
+            found = self.compared(trace, where, self._over_time(trace, where, ours), theirs)
         elif where.phase == "norm" and bool(ours.isnan() ^ theirs.isnan()):
             found = Discrepancy("shape", text="a norm is on one side alone: the other has skipped the step")
         else:
@@ -80,13 +83,36 @@ class Traces:
     def compared(self, trace: RankRecord, where: Where, ours: Tensor, theirs: Tensor) -> Discrepancy | None:
         """Describes how a rank's value differs from the single process's; None where they cannot be compared."""
         within = self.within(where)
+        if self.mesh.context > 1 and where.phase in ("forward", "backward") and theirs.shape != ours.shape:
+            found = [piece for p in self._parts_of_time(trace, theirs, ours) for piece in self._pieces(trace, p, ours)]
+            return min((describe(ours, piece, within) for piece in found or [theirs]), key=lambda d: d.max_rel)
         if where.phase in ("parameter", "contribution") and (cut := trace.cut(where.name)) is not None:
             theirs = piece_of(theirs.view(cut.shape), cut, trace.tensor_rank)
         elif self.tensor > 1:
-            ranges = [c.ranges(trace.tensor_rank) for name in trace.cuts if (c := trace.cut(name))]
-            pieces = pieces_of(theirs, ours, ranges, (self.tensor, trace.tensor_rank))
-            return min((describe(ours, piece, within) for piece in pieces), key=lambda d: d.max_rel, default=None)
+            tried = (describe(ours, piece, within) for piece in self._pieces(trace, theirs, ours))
+            return min(tried, key=lambda d: d.max_rel, default=None)
         return describe(ours, theirs, within)
+
+    def _pieces(self, trace: RankRecord, whole: Tensor, ours: Tensor) -> Iterator[Tensor]:
+        ranges = [c.ranges(trace.tensor_rank) for name in trace.cuts if (c := trace.cut(name))]
+        return pieces_of(whole, ours, ranges, (self.tensor, trace.tensor_rank))
+
+    def _parts_of_time(self, trace: RankRecord, whole: Tensor, ours: Tensor) -> Iterator[Tensor]:
+        """The parts of an activation that a rank of a context axis may hold: its blocks of a dim that is shorter."""
+        ways, index = self.mesh.context, self.mesh.index(trace.rank, ("context",))
+        for dim, size in enumerate(whole.shape if whole.dim() == ours.dim() else ()):
+            if size != ours.shape[dim] and size % (2 * ways) == 0:
+                yield part_of_time(whole, ways, index, dim)
+
+    def _over_time(self, trace: RankRecord, where: Where, ours: Tensor) -> Tensor:
+        """What the ranks of a context group add to a parameter's gradient together, each from its own steps of time."""
+        if self.mesh.context == 1 or where.phase != "contribution":
+            return ours
+        mark = Mark(where.microbatch or 0, "contribution", where.name, where.call)
+        group = [other for other in self.ranks if other.tensor_rank == trace.tensor_rank]
+        steps = [other.steps[where.step - other.first] for other in group]
+        alike = [step.marks[mark] for step in steps if mark in step.marks]
+        return torch.stack(alike).sum(0)
 
     def _equal_in_sum(self, where: Where, theirs: Tensor) -> bool:
         """True where a gradient is pending over the tensor ranks: each has a term of the right sum."""

@@ -101,8 +101,9 @@ def main(ranks: int = 4) -> None:
     model(torch.randn(8, 32)).sum().backward()
     optimizer.step()
     size = sum(p.numel() for p in model.parameters())
-    assert held_by_tensors(model, optimizer) == held(size, 0, 1)
-    total = sum(held_by_tensors(model, optimizer).values())
+    counted = held_by_tensors(model, optimizer)
+    total = sum(counted.values())
+    assert counted == held(size, 0, 1) and total == 16 * size
     print(f"a small model of {size} parameters holds {total} bytes, as computed")
 
     # Activations grow with the batch, not with the parameters.
@@ -114,8 +115,9 @@ def main(ranks: int = 4) -> None:
     for stage, row in enumerate(("ddp", "zero1", "zero2", "zero3")):
         share = formula(10e9, plait.Mesh.parse(f"shard={ranks}"), plait.TABLE[row])
         by_hand = held(10e9, stage, ranks)
-        counted = (share.params, share.grads, share.optimizer)
-        assert all(abs(a - b) < 8 for a, b in zip(counted, by_hand.values(), strict=True))  # whole elements
+        planned, formulas = (share.params, share.grads, share.optimizer), by_hand.values()
+        assert all(abs(a - b) < 8 for a, b in zip(planned, formulas, strict=True))  # whole elements
+        assert abs(share.total - sum(formulas)) < 24
         print(f"  {row:6} on {ranks} ranks: {share.total / GB:6.1f} GB each")
     print("plait plan --params 10B --gpus 8xrtx4090 asks this of every layout; lesson 19 counts the bytes sent for it")
 

@@ -91,7 +91,7 @@ def reduce_scatter(comm: plait.Comm, x: Tensor, op: Callable = torch.add) -> Ten
     return scatter(comm, x if total is None else total)
 
 
-# 2. All seven on one rank's numbers.
+# 2. All of them on one rank's numbers.
 
 
 def body(comm: plait.Comm) -> dict[str, Tensor | None]:

@@ -137,8 +137,10 @@ def main(ranks: int = 4) -> None:
     # Prediction 2: no.  Every order of additions rounds differently.  All ranks of one algorithm agree, though.
     found = plait.run_threads("shard=4", rounding)
     for kind, (algorithm, name) in enumerate((("ring", "ring"), ("tree", "tree"), ("rank order", "comm.all_reduce"))):
-        print(f"2^24 + 1 + 1 + 1, added by {algorithm:10}: {[int(v) for v in found[0][kind][:4]]}  ({name})")
+        sums = [int(v) for v in found[0][kind][:4]]
+        print(f"2^24 + 1 + 1 + 1, added by {algorithm:10}: {sums}  ({name})")
         assert all(torch.equal(rank[kind], found[0][kind]) for rank in found)
+        assert all(abs(v - (2**24 + 3)) <= 3 for v in sums), "each is rounded"
     assert not torch.equal(found[0][0], found[0][1])
     print("plait adds in rank order by default, so that a run on four ranks can be repeated to the bit on one")
 

@@ -124,8 +124,9 @@ def main(ranks: int = 4) -> None:
 
     # The measurement: each step sends 2 (n - 1) / n of the gradients' bytes per rank (lesson 6), and nothing else.
     size = 4 * len(found[0]["grads"])
-    print(f"bytes sent per rank and step: {found[0]['sent'] // STEPS} = 2 (n - 1) / n of {size} bytes of gradients")
-    assert all(r["sent"] == STEPS * 2 * (ranks - 1) * size // ranks for r in found)
+    per_step = found[0]["sent"] // STEPS
+    print(f"bytes sent per rank and step: {per_step} = 2 (n - 1) / n of {size} bytes of gradients")
+    assert per_step == 2 * (ranks - 1) * size // ranks and all(r["sent"] == STEPS * per_step for r in found)
 
 
 if __name__ == "__main__":

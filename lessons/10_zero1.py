@@ -152,6 +152,8 @@ def main(ranks: int = 4) -> None:
     print("bytes sent per rank, data parallel:", full[0]["sent"], " by elements:", [r["sent"] for r in elements])
     assert all(r["sent"] == full[0]["sent"] for r in elements), "ZeRO-1 costs no byte more"
     print("by whole tensors:", [r["sent"] for r in tensors], "(all-reduce and a broadcast from each owner)")
+    broadcasts = [STEPS * len(range(rank, 6, ranks)) * (ranks - 1) * 4 * WIDTH * WIDTH for rank in range(ranks)]
+    assert [r["sent"] for r in tensors] == [full[0]["sent"] + sent for sent in broadcasts]
 
     # Prediction 3: it does not crash.  It computes something else, because it never sees a matrix.
     right = plait.run_threads(mesh, lambda comm: ddp(comm, adafactor))[0]["parameters"]

@@ -150,12 +150,26 @@ def main(ranks: int = 4) -> None:
         return plait.run_threads(mesh, lambda comm: call(comm, row))
 
     volume = 4 * sum(p.numel() for p in MODEL.parameters())
+    M, s, f = MICROBATCHES, ranks // 2, (ranks - 1) / ranks
+    g, cross = (s - 1) / s, 1 / s  # a collective inside a group; a sum over replica of a group's piece
+    planned = {
+        #    volumes sent                  messages over replica alone
+        "ddp": (2 * f, 0),
+        "zero1": (2 * f, 2),
+        "zero2": ((M + 1) * f, M + 1),
+        "zero3": (3 * M * f, 3 * M),
+        "zero3_keep": (2 * M * f, 2 * M),
+        "hsdp": (3 * M * g + cross, 1),
+        "psdp": (3 * M * g + cross, 2),
+        "hpz": (M * (2 * f + g), 2 * M),
+    }
     sent = {}
     for name, row in ROWS.items():
         found, theirs = run(body, row), run(engine, name)
         assert all(torch.equal(a["parameters"], b) for a, b in zip(found, theirs, strict=True))
         sent[name] = found[0]["sent"] / volume
         print(f"{name:11} sends {sent[name]:5.2f} volumes a step, {found[0]['across']:2} messages over replica")
+        assert abs(sent[name] - planned[name][0]) < 1e-9 and found[0]["across"] == planned[name][1]
         # The messages that plait derives from its row are ours, cell for cell.
         theirs = plait.TABLE[name]
         assert [read(str(c)) for c in (theirs.params, theirs.kept, theirs.grads, theirs.optim)] == [
@@ -177,9 +191,9 @@ def main(ranks: int = 4) -> None:
     found = run(body, mine)
     theirs = run(engine, f"mine: {mine}")
     assert all(torch.equal(a["parameters"], b) for a, b in zip(found, theirs, strict=True))
-    print(
-        f"a row of our own sends {found[0]['sent'] / volume:.2f} volumes; plait verify --strategy 'mine: ...' proves it"
-    )
+    own = found[0]["sent"] / volume
+    print(f"a row of our own sends {own:.2f} volumes; plait verify --strategy 'mine: ...' proves it")
+    assert abs(own - (2 * M * g + cross)) < 1e-9
 
 
 if __name__ == "__main__":

@@ -163,6 +163,7 @@ def main(ranks: int = 2) -> None:
     assert all(torch.equal(rank["loss"], found[0]["loss"]) for rank in found)
     print(f"loss {alone['loss']:.6f} in one process, {found[0]['loss']:.6f} on {ranks} ranks")
     assert abs(alone["loss"] - found[0]["loss"]) < 1e-12 and not wrong(found, alone["gradients"])
+    assert len(CUT) == len(alone["gradients"])
     print(f"all {len(CUT)} gradients, put together from their pieces, agree within 1e-12")
 
     # Prediction 1: six (embedding, attention, MLP, and maximum, sum and target of the loss) and three (each enter).
@@ -183,7 +184,8 @@ def main(ranks: int = 2) -> None:
     print(
         f"standard deviations: down {down.std():.3f}, its piece {piece.std():.3f}, a piece drawn alone {own.std():.3f}"
     )
-    assert abs(piece.std() - 1 / math.sqrt(HIDDEN)) < 0.05 and own.std() > 1.5 * piece.std()
+    assert all(abs(w.std() - 1 / math.sqrt(HIDDEN)) < 0.05 for w in (down, piece)) and own.std() > 1.5 * piece.std()
+    assert piece.size(1) == 8
 
     one, cut = plait.run_threads("tensor=1", engine)[0], plait.run_threads(f"tensor={ranks}", engine)
     print(f"plait.Engine with a tensor plan: loss of the second step {cut[0]:.6f}, in one process {one:.6f}")

@@ -156,6 +156,8 @@ def main(ranks: int = 4) -> None:
     said = found[0]["said"]
     print("the layer itself and its backward send nothing; the ledger is empty until values are gathered")
     print("to make y whole:", said["gather"])
+    size = 8 * ROWS * ranks * -(-OUT // ranks)  # uneven pieces are padded
+    assert f"{size} bytes, this rank sends {size - size // ranks} " in said["gather"]
     print("sent for .full():", found[0]["messages"])
     if ranks > 1:
         assert [kind for kind, _ in found[0]["messages"]] == ["all_gather", "all_reduce", "all_gather", "all_gather"]

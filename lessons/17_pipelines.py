@@ -37,8 +37,7 @@ torch.manual_seed(0)
 MODEL = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(10)))
 X = torch.randn(SAMPLES, WIDTH)
 Y = X.flip(1).sin()
-Line = list[tuple[str, int]]
-"""One rank's passes in order: ("F", microbatch) and ("B", microbatch)."""
+Line = list[tuple[str, int]]  # one rank's passes in order: ("F", microbatch) and ("B", microbatch)
 
 
 # 1. Three schedules, each a few lines.
@@ -67,8 +66,7 @@ def one_f_one_b(p: int, m: int) -> list[Line]:
 
 
 def tabulate(lines: list[Line]) -> list[list[tuple[str, int] | None]]:
-    p, at, made = len(lines), [0] * len(lines), set()
-    table = []
+    p, at, made, table = len(lines), [0] * len(lines), set(), []
     while any(at[r] < len(lines[r]) for r in range(p)):
         row = []
         for r in range(p):
@@ -163,8 +161,9 @@ def main(ranks: int = 4) -> None:
 
     # Prediction 2: -1 steady steps, an empty range, so microbatches are lost.
     # Prediction 3: 24 of 27 samples.
-    print(f"find the fault: 2 - (4 - 1 - 0) = {2 - (4 - 1)} steady steps; 27 // 8 * 8 = {27 // 8 * 8} samples")
-    assert idle(one_f_one_b(4, 2)) == 3 / 5 and torch.equal(torch.cat([x for x, _ in microbatches()]), X)
+    print("find the fault: 2 - (4 - 1 - 0) = -1 steady steps; 27 // 8 * 8 = 24 samples")
+    assert (2 - (4 - 1 - 0), 27 // 8 * 8, idle(one_f_one_b(4, 2))) == (-1, 24, 3 / 5)
+    assert torch.equal(torch.cat([x for x, _ in microbatches()]), X)
 
     # The same in plait: orders are text; ``check`` proves one, ``simulate`` times it, an engine runs it.
     shares = {}
@@ -172,9 +171,10 @@ def main(ranks: int = 4) -> None:
         chunks = stages_per_rank(name)
         schedule = write_order(name, max(p, 2) * chunks, m)
         timeline = simulate(schedule, Costs(*[1 / chunks] * 3))  # forward, and both halves of backward
-        shares[name], gap = timeline.idle_share(), sum(map(timeline.waits, range(p)))
-        print(f"  {name:12} idle {shares[name]:.4f}, in gaps {gap:4.1f} ticks, holds", *check(schedule).peaks)
+        shares[name], gap, peaks = timeline.idle_share(), sum(map(timeline.waits, range(p))), check(schedule).peaks
+        print(f"  {name:12} idle {shares[name]:.4f}, in gaps {gap:4.1f} ticks, holds", *peaks)
         assert gap < 1e-9 or m < 2 * p or name not in ("zb_h2", "zbv"), "with 2 p microbatches these have no gaps"
+        assert all(peak <= m * chunks for peak in peaks) and shares[name] <= shares["gpipe"]
     assert shares["gpipe"] == shares["1f1b"] > shares["interleaved"] and shares["1f1b"] > shares["zb_h1"]
     print("a schedule by hand, proved; it holds", check(parse_schedule("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")).peaks)
     try:

@@ -175,7 +175,9 @@ def main(ranks: int = 3) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     print(done.stdout, end="")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("to the bit") == 2
+    loss = LAYERS(X).square().sum().item()
+    assert done.stdout.count(f"loss {loss:.4f}") == 2 == done.stdout.count("to the bit")
+    assert f"all {len(list(LAYERS.parameters()))} gradients" in done.stdout and f"{(SAMPLES, WIDTH)}" in done.stdout
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def _noted(node: ast.expr) -> ast.expr:
     return node if silent else ast.copy_location(ast.Call(ast.Name("_note", ast.Load()), [node], []), node)
 
 
-class _Noted(AsWritten):
+class _NotedFile(AsWritten):
     def __init__(self, claims: Claims, name: str, path: str) -> None:
         super().__init__(name, path)
         self._claims = claims
@@ -237,4 +237,4 @@ class _Noted(AsWritten):
 def load_noted(path: Path) -> tuple[Any, Claims]:
     """Runs the file of a lesson, and returns its module and what it will claim."""
     claims = Claims(path.read_text(encoding="utf-8"))
-    return load_file(str(path), "lesson", partial(_Noted, claims)), claims
+    return load_file(str(path), "lesson", partial(_NotedFile, claims)), claims

@@ -1,6 +1,7 @@
 """Judges ``plait plan`` on this machine: calibrates it, predicts layouts of a small decoder, and runs each of them.
 
     python benchmarks/planner/machine.py --out FILE.json        # ten minutes on two idle cores
+    python benchmarks/planner/machine.py --again FILE.json      # predicts anew what that file measured, runs nothing
 
 Two ranks over shared memory and over gloo, and four over shared memory: for each, ``plait doctor --calibrate`` writes
 a cluster file.  Run it while nothing else runs: the load is written beside the result.
@@ -24,7 +25,7 @@ from plait.predict.cluster import Cluster, parse_cluster
 from plait.predict.plan import Plan, implementation
 from plait.predict.search import Candidate
 from plait.run.commands.plan import PlanConfig, read_model, to_config
-from plait.run.measure.layouts import MeasuredPlan, errors_text, measure_layout, measured_table
+from plait.run.measure.layouts import MeasuredPlan, ShortRun, errors_text, measure_layout, measured_table
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
 
@@ -54,16 +55,18 @@ class Arguments:
     """Judge plait's planner on this machine."""
 
     out: Path | None = None
-    """Write the rows here as JSON."""
+    """Write the clusters and the rows here as JSON."""
+    again: Path | None = None
+    """Predict anew the rows of such a file, from its clusters and its measured figures."""
 
 
-def calibrated(ranks: int, world: str) -> Cluster:
-    """This machine as so many ranks of a world see it."""
+def calibrated(ranks: int, world: str) -> str:
+    """The text of a cluster file: this machine as so many ranks of a world see it."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "machine.toml"
         words = ["doctor", "--calibrate", str(file), "--mesh", f"shard={ranks}", "--world", world, "--device", "cpu"]
         subprocess.run([sys.executable, "-m", "plait", *words], check=True, stdout=subprocess.DEVNULL)
-        return parse_cluster(file.read_text(), str(file))
+        return file.read_text()
 
 
 def plans(cluster: Cluster, rows: tuple[tuple[str, str, int, str | None], ...]) -> Iterator[Plan]:
@@ -77,18 +80,23 @@ def plans(cluster: Cluster, rows: tuple[tuple[str, str, int, str | None], ...]) 
 
 
 def main(arguments: Arguments) -> None:
-    console, everything = Console(width=120), []
-    for (ranks, world), rows in WORLDS.items():
-        cluster = calibrated(ranks, world)
-        found = [MeasuredPlan(Candidate.of(one), measure_layout(to_config(ASKED, one))) for one in plans(cluster, rows)]
-        console.print(f"{ranks} ranks, {world}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    console, groups = Console(width=120), []
+    saved = None if arguments.again is None else json.loads(arguments.again.read_text())
+    for index, ((ranks, world), rows) in enumerate(WORLDS.items()):
+        text = calibrated(ranks, world) if saved is None else saved[index]["cluster"]
+        asked = list(plans(parse_cluster(text, f"{ranks} ranks, {world}"), rows))
+        load = os.getloadavg()[0] if saved is None else saved[index]["load"]
+        runs = [measure_layout(to_config(ASKED, one)) for one in asked] if saved is None else saved[index]["runs"]
+        found = [MeasuredPlan(Candidate.of(one), ShortRun(*run)) for one, run in zip(asked, runs, strict=True)]
+        console.print(f"{ranks} ranks, {world}; load {load:.1f} on {os.cpu_count()} cores")
         console.print(measured_table(found))
         console.print(errors_text(found))
-        everything += [{"ranks": ranks, "world": world, "load": os.getloadavg()[0], **one.as_json()} for one in found]
-    errors = [abs(row["seconds"][0] / row["seconds"][1] - 1) for row in everything]
+        said = [one.as_json() for one in found]
+        groups.append({"ranks": ranks, "world": world, "load": load, "cluster": text, "runs": runs, "said": said})
+    errors = [abs(row["seconds"][0] / row["seconds"][1] - 1) for group in groups for row in group["said"]]
     console.print(f"{len(errors)} layouts, mean error {sum(errors) / len(errors):.1%} (goal: at most 8 %)")
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps(everything, indent=1) + "\n")
+        arguments.out.write_text(json.dumps(groups, indent=1) + "\n")
 
 
 if __name__ == "__main__":

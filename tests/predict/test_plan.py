@@ -9,13 +9,22 @@ import pytest
 
 from plait.predict.activations import MEGATRON
 from plait.predict.cluster import Link, Reached, preset
-from plait.predict.duration import duration, members_on_host, message_seconds, messages, pipe_seconds, speed
+from plait.predict.duration import (
+    duration,
+    members_on_host,
+    message_seconds,
+    messages,
+    pipe_seconds,
+    speed,
+)
 from plait.predict.footprint import footprints, fullest
 from plait.predict.model import Transformer
 from plait.predict.plan import Plan
 from plait.predict.search import Question, candidates, ranked, rows_in, smallest_change
+from plait.predict.waits import share_of_turns, slowest_path
 from plait.referee.prove import Decoder, PaperRun, prove
 from plait.schedule.pipeline import Pipeline
+from plait.schedule.simulate import Costs, simulate
 from plait.table.cells import TABLE, Strategy
 from plait.table.mesh import Mesh
 
@@ -188,6 +197,28 @@ def test_a_pipeline_waits_as_its_formula_says() -> None:
         found = duration(one)
         busy = found.products + found.attention + found.traffic + found.tensor + found.launch
         assert found.bubble / (busy + found.bubble) == pytest.approx(3 / (m + 3), rel=0.05)
+
+
+@pytest.mark.parametrize("order", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(
+    "forward", [(3.0, 1.0), (1.0, 3.0), (1.0, 3.0, 1.0, 1.0), (1.0, 1.0, 1.0, 3.0), (2.0, 2.0, 2.0, 1.0)]
+)
+def test_unequal_stages_wait_as_the_simulator_says(order: str, forward: tuple[float, ...]) -> None:
+    p = len(forward)
+    for m in (1, 2, 4, 16):
+        one = plan(mesh=Mesh(pipe=p, tensor=16 // p), microbatches=m, batch=m, schedule=order)
+        costs = Costs(forward=forward, input=forward, weight=forward)
+        due = simulate(Pipeline(order, p).written(m), costs).makespan
+        _, found = slowest_path(one, [(each, 2 * each) for each in forward], 0.0)
+        assert found == pytest.approx(due, rel=1e-9)
+
+
+def test_ranks_that_share_cores_use_the_time_in_which_others_wait() -> None:
+    shared = replace(preset("h100"), devices=4, turns=2.0)
+    assert share_of_turns(shared, 1.0, 1.0, 1.0) == 1  # nobody waits
+    assert share_of_turns(shared, 0.25, 1.0, 1.0) == 0.5  # all the others do
+    assert share_of_turns(shared, 0.5, 1.0, 1.0) == pytest.approx(0.5 * 20 / 27 + 0.75 * 6 / 27 + 1 / 27)
+    assert share_of_turns(replace(shared, turns=1.0), 0.25, 1.0, 1.0) == 1
 
 
 def test_recomputation_costs_time_and_saves_bytes() -> None:

@@ -9,6 +9,7 @@ model.py        a decoder by its sizes, from a config.json
 cluster.py      accelerators, links and hosts, from a table or a TOML file
 plan.py         a layout of a model on a cluster
 footprint.py    bytes of each rank of a plan during a step, by kind
+waits.py        seconds in which stages wait for each other, and ranks that share cores
 duration.py     seconds of a plan's step, by what bounds each part
 search.py       candidates for a cluster, judged and ranked
 """

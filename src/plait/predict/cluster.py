@@ -8,6 +8,7 @@ world = "process"          # the ranks of plait train on it
 memory_gb = 80
 memory_gbs = 3350          # GB/s
 launch_us = 6              # to launch one kernel
+turns = 1                  # times that a device is faster while the others of its host wait
 [tflops]                   # dense peak by dtype
 bf16 = 989.4
 [inside]                   # between devices of a host: GB/s of one device in one direction
@@ -69,6 +70,8 @@ class Reached:
     """Times that the head's products take where the tensor axis does not cut them."""
     network: float = 0.8
     """Share of a link's bandwidth that a large message reaches."""
+    microbatch: float = 1e-6
+    """Seconds of an engine for each microbatch, beside its operators."""
     fixed: float = 1e-3
     """Seconds of a step that nothing else explains."""
 
@@ -105,6 +108,8 @@ class Cluster:
     """The devices that ranks compute on, as ``plait train --device`` names them."""
     world: str = "process"
     """The kind of the ranks, as ``plait train --world`` names it."""
+    turns: float = 1.0
+    """Times that a device is faster while the others wait: ranks beyond the cores of a CPU take turns."""
 
     @property
     def size(self) -> int:
@@ -191,7 +196,7 @@ def parse_cluster(text: str, place: str) -> Cluster:
         found: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{place}: no TOML: {error}") from None
-    known = ("preset", "name", "hosts", "devices", *NAMES, *KEYS, "tflops", "inside", "between", "reached")
+    known = ("preset", "name", "hosts", "devices", "turns", *NAMES, *KEYS, "tflops", "inside", "between", "reached")
     for key in found:
         if key not in known:
             hint = did_you_mean(key, known, f"the keys are {', '.join(known)}")
@@ -237,4 +242,5 @@ def parse_cluster(text: str, place: str) -> Cluster:
             raise ValueError(f"{where(place, text, key)}: {found[key]!r}: choose one of {', '.join(names)}")
         changed |= {key: found[key]} if key in found else {}
     changed |= {key: int(number(found, key, whole=True)) for key in ("hosts", "devices") if key in found}
+    changed |= {"turns": number(found, "turns")} if "turns" in found else {}
     return replace(cluster, **changed)

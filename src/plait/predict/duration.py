@@ -21,6 +21,7 @@ from functools import lru_cache
 from plait.predict.activations import DecoderSizes
 from plait.predict.cluster import Cluster, Reached
 from plait.predict.plan import Plan, RankLinks
+from plait.predict.waits import share_of_turns, slowest_path
 from plait.table.cells import ITEMSIZE, Move, moves
 from plait.table.collectives import bus_factor
 from plait.table.mesh import AXES, Mesh
@@ -182,13 +183,13 @@ def rank_passes(plan: Plan, share: RankLinks) -> tuple[Pass, Pass]:
     """Forward and backward of one microbatch on a rank of the pipe axis, with what is recomputed."""
     s, cluster = plan.sizes, plan.cluster
     reached, peak, device = cluster.reached, cluster.peak(plan.dtype), cluster.device
-    tensor = tensor_seconds(plan)
+    tensor, own = tensor_seconds(plan), reached.microbatch * plan.stages_per_rank / 2
     forward, backward = block_passes(s, cluster, plan.dtype, tensor)
     if plan.recompute == "full":
         backward = backward.plus(forward)
     elif plan.recompute == "selective":
         backward = backward.plus(Pass(attention=forward.attention))
-    there, back = Pass().plus(forward, share.blocks), Pass().plus(backward, share.blocks)
+    there, back = Pass(launch=own).plus(forward, share.blocks), Pass(launch=own).plus(backward, share.blocks)
     rate, launch = device.bandwidth * reached.memory, ENDS * reached.kernels * device.launch
     if share.embed:
         moved = 2 * s.stream * s.width * s.itemsize / rate
@@ -216,19 +217,14 @@ def duration(plan: Plan) -> Duration:
     passes = {share: rank_passes(plan, share) for share in set(plan.shares)}
     ranks = [passes[share] for share in plan.shares]
     times = [there.total + back.total for there, back in ranks]
-    slow = max(range(len(times)), key=times.__getitem__)
-    there, back = ranks[slow]
     hop = pipe_seconds(plan)
-    # The others are equal in the order's formula: its waits are for their passes.
-    others = max(mesh.pipe - 1, 1)
-    forward = sum(one.total for one, _ in ranks) - (there.total if mesh.pipe > 1 else 0.0)
-    backward = sum(one.total for _, one in ranks) - (back.total if mesh.pipe > 1 else 0.0)
+    slow, path = slowest_path(plan, [(there.total, back.total) for there, back in ranks], hop)
+    there, back = ranks[slow]
     stages = plan.stages_per_rank
-    waits = plan.bubbles(forward / others / stages, backward / others / stages).waits
-    assert waits is not None
-    bubble = max(waits) + 2 * (mesh.pipe - 1) * hop
+    pace = share_of_turns(plan.cluster, m * sum(times) / len(times), m * times[slow], path)
+    bubble = pace * (path - m * times[slow])
     exposed = 0.0 if plan.overlap else 2 * hop * stages
-    all_passes = Pass().plus(there, m).plus(back, m)
+    all_passes = Pass().plus(there, m * pace).plus(back, m * pace)
     return Duration(
         **vars(all_passes),
         pipe=m * exposed if mesh.pipe > 1 else 0.0,
@@ -290,12 +286,14 @@ def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
     own, wide = plan.itemsize(row.params), plan.itemsize(row.grads)
     embedding = plan.model.sizes("embed").on(mesh.tensor) if plan.model.tied else 0
     tied = embedding if share.embed and share.head else 0  # the head gathers it again
+    # Where nothing runs beside the computation, calling a collective takes its time too.
+    call = 0.0 if plan.overlap else plan.cluster.reached.calls * plan.cluster.device.launch
     found = []
 
     def add(phase: str, kind: str, axes: tuple[str, ...], size: float, count: int, times: int) -> None:
         """Adds ``times`` rounds of ``count`` messages of ``size`` bytes together."""
         sent = size * (1.0 if kind == "send" else bus_factor(kind, mesh.count(axes)))
-        seconds = message_seconds(kind, size, axes, plan, count)
+        seconds = message_seconds(kind, size, axes, plan, count) + count * call
         found.append(SentMessages(phase, kind, axes, count * times, sent * times, seconds * times))
 
     phases: tuple[tuple[str, Sequence[Move], int, int], ...] = (

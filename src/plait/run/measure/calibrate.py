@@ -72,10 +72,18 @@ def calibrate(config: MachineConfig, comm: Comm, memory: float, units: int) -> C
     found = _reaching(found, kernels=max(1.0, tiny / 3 / launch))
     large = GPTConfig(width=width // 2, num_layers=1, num_heads=8, num_kv_heads=8, max_length=length, dropout=0.0)
     took = _block_seconds(comm, large, samples)
+    turns = min(max(1.0, took / _block_seconds(comm, large, samples, alone=True)), float(ranks))
     there, back = block_passes(_sizes(large, samples), _reaching(found, passes=1.0), "fp32", 0.0)
     traffic = there.traffic + back.traffic
     found = _reaching(found, passes=max(0.1, 1 + (took - there.total - back.total) / traffic))
-    return _reaching(found, fixed=max(1e-9, _step_seconds(comm) - tiny))
+    once, twice, _ = _step_seconds(comm, "ddp")
+    cut_once, cut_twice, units = _step_seconds(comm, "zero3")
+    microbatch = max(1e-9, twice - once - tiny)
+    found = _reaching(found, fixed=max(1e-9, once - tiny - microbatch), microbatch=microbatch)
+    if not on_gpu and ranks > 1:
+        collective = (cut_twice - cut_once - (twice - once)) / (3 * units)  # two gathers and a reduction of each unit
+        found = _reaching(found, calls=max(1.0, (collective - inside.latency * (ranks - 1)) / launch))
+    return replace(found, turns=turns)
 
 
 def to_toml(cluster: Cluster) -> dict[str, Any]:
@@ -91,6 +99,7 @@ def to_toml(cluster: Cluster) -> dict[str, Any]:
         "devices": cluster.devices,
         "kind": cluster.kind,
         "world": cluster.world,
+        "turns": cluster.turns,
         "memory_gb": device.memory / 1e9,
         "memory_gbs": device.bandwidth / 1e9,
         "units": device.units,
@@ -111,12 +120,16 @@ def _slowest(comm: Comm, seconds: float) -> float:
     return float(worst)
 
 
-def _seconds(comm: Comm, work: Any, repeat: int | None = None) -> float:
+def _seconds(comm: Comm, work: Any, repeat: int | None = None, *, alone: bool = False) -> float:
     """The median time of some work, which all ranks do at once, on the slowest rank.
 
     Args:
         repeat: times that each rank does it, for work in which ranks meet; None: as often as fits into ``BUDGET``.
+        alone: rank 0 works, and the others wait.
     """
+    if alone and comm.rank:
+        comm.barrier(AXES, NOTE)
+        return _slowest(comm, 0.0)
     work()
     synchronise(comm.device.type)
     comm.barrier(AXES, NOTE)
@@ -163,15 +176,15 @@ def _sizes(config: GPTConfig, samples: int) -> DecoderSizes:
     )
 
 
-def _block_seconds(comm: Comm, config: GPTConfig, samples: int) -> float:
-    """Seconds of a decoder block's forward and backward."""
+def _block_seconds(comm: Comm, config: GPTConfig, samples: int, *, alone: bool = False) -> float:
+    """Seconds of a decoder block's forward and backward, on all ranks or on the first alone."""
     block = GPT(config).blocks[0].to(comm.device)
     x = torch.randn(samples, config.max_length, config.width, device=comm.device, requires_grad=True)
-    return _seconds(comm, lambda: block(x).sum().backward())
+    return _seconds(comm, lambda: block(x).sum().backward(), alone=alone)
 
 
-def _step_seconds(comm: Comm) -> float:
-    """Seconds of a step of a model that computes almost nothing."""
+def _step_seconds(comm: Comm, strategy: str) -> tuple[float, float, int]:
+    """Seconds of a step of one microbatch, and of two, of a model that computes almost nothing, and its units."""
     model = GPT(TINY).blocks[0].to(comm.device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -183,8 +196,9 @@ def _step_seconds(comm: Comm) -> float:
         total: Tensor = model(x).sum()
         return total
 
-    engine = Engine(model, comm, strategy="ddp", optimizer=optimizer, loss_fn=loss, count_fn=len)
-    return _seconds(comm, lambda: engine.step([x]), repeat=30)
+    engine = Engine(model, comm, strategy=strategy, optimizer=optimizer, loss_fn=loss, count_fn=len)
+    once = _seconds(comm, lambda: engine.step([x]), repeat=30)
+    return once, _seconds(comm, lambda: engine.step([x, x]), repeat=30), len(engine.placed.units)
 
 
 def _link(config: MachineConfig, comm: Comm) -> Link:

@@ -9,6 +9,7 @@ inputs.py    which samples of a step each rank saw
 declared.py  roundings that a loop declares, and the factor that is none
 drift.py     what rounding alone may make of a difference
 gradient.py  which samples a gradient holds, and how often
+some_ranks.py  what parameters that some ranks alone have, as experts, explain of it
 batch_norm.py  over whose samples BatchNorm normalised
 one_sided.py  gradients that only one side has, or that are not finite
 update.py    what the optimizer made of it

@@ -9,6 +9,7 @@
 What no sum explains is told parameter by parameter, the first in the order of the backward first.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -24,6 +25,7 @@ from plait.referee.witness.drift import Slack
 from plait.referee.witness.inputs import ForwardCall
 from plait.referee.witness.judgement import Judgement, accuse
 from plait.referee.witness.replay import Gradients, SampleGradient, clipped
+from plait.referee.witness.some_ranks import holders, made_of_others, norms_of_some
 from plait.referee.witness.stored import RankRun, RankStep, Witnessed
 
 Parts: TypeAlias = Sequence[tuple[ForwardCall, SampleGradient]]
@@ -236,10 +238,10 @@ def _clipped_alone(faulty: Sequence[Seen], setting: Setting) -> str:
 
 
 def _not_added(name: str, faulty: Sequence[Seen], setting: Setting) -> bool:
-    """Whether the ranks' gradients of a parameter that all have whole add up to the right one."""
+    """Whether the gradients of all ranks that have a parameter, whole, add up to the right one."""
     whole = tuple((0, size) for size in setting.true[name].shape)
-    own = [one for one in faulty if name in one.wrong and one.run.regions[name] == whole]
-    if len(own) != setting.ranks or setting.ranks == 1:
+    own = [one for one in faulty if one.run.regions.get(name) == whole]
+    if len(own) != holders(setting.witnessed, name) or len(own) == 1:
         return False
     total = torch.stack([wide(one.observed[name]) for one in own]).sum(0)
     within = tolerance(own[0].true[name].dtype, largest(setting.true[name]))
@@ -262,16 +264,31 @@ def _by_parameter(setting: Setting, faulty: Sequence[Seen]) -> Judgement:
         rest = len(setting.true) - len({n for _, n, _ in shapes})
         others = f"; the clip makes the {rest} others {factor_text(hidden)} times what they should be"
         others += ", unless it is these that are wrong" * (2 * rest <= len(setting.true))
-    if shape.pattern == "factor":
-        cause += f": {cause_of_factor(shape.factor or 0.0, replace(setting, scaled=1.0), 1)}"
+    held = holders(setting.witnessed, name)
+    if shape.pattern == "factor" and _clipped_apart(shape.factor or 0.0, shapes, common[ranks[0]], setting):
+        cause += " is clipped by a norm of its own; the norm of the whole is what counts"
+    elif shape.pattern == "factor":
+        cause += f": {cause_of_factor(shape.factor or 0.0, replace(setting, scaled=1.0), 1, held)}"
     elif _not_added(name, faulty, setting):
-        cause += f": each rank has its own part of the sum, and nobody adds them up over the {setting.ranks} ranks"
+        cause += f": each rank has its own part of the sum, and nobody adds them up over the {held} ranks"
     elif shape.pattern == "nothing":
         cause += " was never computed, or never sent"
+    elif made := made_of_others(next(o.observed[n] for o, n, _ in shapes if n == name), name, setting.true):
+        cause += f": {made}"
     else:
         cause += " is another computation than the job's"
     what = f"{shape.text}{others}"
     return accuse(setting.step, "gradient", what, cause, ranks, setting.ranks, name=name, factor=shape.factor)
+
+
+def _clipped_apart(
+    factor: float, shapes: Sequence[tuple[Seen, str, Discrepancy]], times: float, setting: Setting
+) -> bool:
+    """Whether the parameters with a common factor have been brought to the norm of the clip without the others."""
+    alike = {name for _, name, shape in shapes if shape.factor and abs(shape.factor - factor) <= NEAR * abs(factor)}
+    squares = sum(wide(setting.true[name]).square().sum().item() for name in alike)
+    norm = math.sqrt(squares) * abs(factor * times)
+    return setting.clip is not None and setting.scaled < 1 and abs(norm - setting.clip) <= NEAR * setting.clip
 
 
 def _common(one: Seen) -> float:
@@ -292,8 +309,8 @@ def _shape(one: Seen, name: str, times: float = 1.0, slack: float = 0.0) -> Disc
     return describe(one.observed[name], true, within)
 
 
-def cause_of_factor(factor: float, setting: Setting, calls: int) -> str:
-    """What likely makes a factor of the whole gradient."""
+def cause_of_factor(factor: float, setting: Setting, calls: int, held: int | None = None) -> str:
+    """What likely makes a factor of the whole gradient, or of a parameter that ``held`` ranks have."""
     if not factor:
         return "it is thrown away before the optimizer's step (zero_grad between backward and step)"
     n, count, samples = setting.ranks, setting.count, setting.samples
@@ -304,6 +321,8 @@ def cause_of_factor(factor: float, setting: Setting, calls: int) -> str:
     if n > 1:
         known += [(n, f"a sum over the {n} ranks where their mean is due")]
         known += [(1 / n, f"it is divided by the {n} ranks once too often")]
+    if held and held < n:
+        known += [(n / held, f"it is divided by the {held} ranks that have it, and not by all {n}")]
     if n > 1 and calls > 1:
         known += [(n * calls, f"neither the {calls} forwards of a step nor the {n} ranks are divided by")]
         known += [(1 / n / calls, f"{calls} forwards of a step and {n} ranks are divided by once too often")]
@@ -316,9 +335,10 @@ def cause_of_factor(factor: float, setting: Setting, calls: int) -> str:
         scaled, clip = setting.scaled, f"the norm is {setting.norm:.4g}, and the clip {setting.clip:g}"
         known = [(v / scaled, f"{text}, and not clipped" * (v > scaled) or text) for v, text in known]
         known += [(1 / scaled, f"it is not clipped: {clip}")]
-        held = f"the {n} ranks, each of which has all of it"
-        known += [(1 / n, f"the norm that it is clipped by is added up over {held}")] * (n > 1)
-        known += [(n**-0.5, f"the squares of the norm that it is clipped by are added up over {held}")] * (n > 1)
+        all_have = f"the {n} ranks, each of which has all of it"
+        known += [(1 / n, f"the norm that it is clipped by is added up over {all_have}")] * (n > 1)
+        known += [(n**-0.5, f"the squares of the norm that it is clipped by are added up over {all_have}")] * (n > 1)
+        known += [((setting.clip or 0.0) / norm, text) for norm, text in norms_of_some(setting.witnessed, setting.true)]
     elif setting.clip is None and 0 < factor < 1:
         norm = factor * setting.norm
         if abs(float(f"{norm:.1g}") / norm - 1) < EXPLAINED:

@@ -1,0 +1,226 @@
+"""An engine with an expert axis, by hand, right but for the method that a published fault overrides.
+
+mesh         replica=2 shard=2: shard is the expert axis, with two experts a rank; replica has the same experts again
+forward      tokens are gathered over the expert axis, each rank computes its own experts, the outputs are reduced and
+             scattered; the backward goes the other way round
+gradients    dense parameters are summed over all ranks, experts over replica alone: they have seen all tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import plait
+from plait.comm import Comm
+from plait.referee.witness.judgement import Judgement
+
+TOKENS, WIDTH, EXPERTS, TOP, TIME, SAMPLES, STEPS = 11, 8, 4, 2, 6, 8, 2
+RARE = 10
+"""A token that alone goes to the last expert; sample 0 of step 0 has it."""
+BALANCE, Z, SCALING = 1.0, 0.02, 4.0
+EXPERT, ALL, REPLICA = ("shard",), ("replica", "shard"), ("replica",)
+MESH, RANKS, WAYS = "replica=2 shard=2", 4, 2
+
+
+class Model(nn.Module):
+    """An embedding, a router, the best two of four experts, one that is shared, a head; and the router's two losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.gate = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleDict({str(e): nn.Linear(WIDTH, WIDTH) for e in range(EXPERTS)})
+        self.shared, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, TOKENS)
+        with torch.no_grad():
+            self.embed.weight[:, 0] = 0.0
+            self.embed.weight[RARE, 0] = 4.0
+            self.gate.weight[-1] = torch.tensor([3.0] + [0.0] * (WIDTH - 1))
+            self.gate.bias[-1] = -5.0
+        self.engine: Engine | None = None
+        self.router_loss = torch.zeros(())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        logits = self.gate(x)
+        share = logits.softmax(-1)
+        weights, chosen = share.topk(TOP)
+        whole = self if self.engine is None else self.engine
+        self.router_loss = whole.balance(share, chosen) + Z * logits.logsumexp(-1).square().sum()
+        y = whole.mixed(x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1))
+        return self.head(x + y.view_as(x))  # type: ignore[no-any-return]
+
+    def balance(self, share: Tensor, chosen: Tensor) -> Tensor:
+        """Of each sequence: how often an expert is chosen, times its mean probability; a sum over sequences."""
+        often = F.one_hot(chosen, EXPERTS).to(share.dtype).sum(2).mean(1)
+        return BALANCE * (often * share.mean(1)).sum()
+
+    def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        return self.shared(x) + self.routed(x, weights, chosen)  # type: ignore[no-any-return]
+
+    def routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """What the experts that are here make of tokens [n, width], of which each goes to ``chosen`` [n, TOP]."""
+        y = torch.zeros_like(x)
+        for name, expert in self.experts.items():
+            token, slot = (chosen == int(name)).nonzero(as_tuple=True)
+            y = y.index_add(0, token, SCALING * expert(x[token]) * weights[token, slot, None])
+        return y
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    """Sequences with 1 to 6 targets."""
+    numbers = torch.Generator().manual_seed(step)
+    tokens = torch.randint(RARE, (SAMPLES, TIME), generator=numbers)
+    if not step:
+        tokens[0, 1] = RARE
+    targets = torch.randint(TOKENS, (SAMPLES, TIME), generator=numbers)
+    lengths = torch.tensor([6, 5, 2, 1, 4, 3, 6, 4])
+    return {"tokens": tokens, "targets": targets.masked_fill(torch.arange(TIME) >= lengths[:, None], -100)}
+
+
+def loss_sum(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    logits = model(batch["tokens"])
+    loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), ignore_index=-100, reduction="sum")
+    return loss + model.router_loss  # type: ignore[no-any-return]
+
+
+def num_targets(batch: Mapping[str, Tensor]) -> int:
+    return int((batch["targets"] >= 0).sum())
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+JOB = plait.UserJob(Model, loss_sum, batch, num_targets, adam)
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' rows; the backward adds up what the ranks have for this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, comm: Comm) -> Tensor:
+        ctx.comm = comm
+        return gathered(comm, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return scattered(ctx.comm, gradient), None
+
+
+class _Scatter(torch.autograd.Function):
+    """This rank's rows of the sum over the ranks; the backward gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, comm: Comm) -> Tensor:
+        ctx.comm = comm
+        return scattered(comm, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gathered(ctx.comm, gradient), None
+
+
+def gathered(comm: Comm, rows: Tensor, axes: Sequence[str] = EXPERT) -> Tensor:
+    ways = WAYS if axes == EXPERT else RANKS
+    whole = rows.new_empty(len(rows) * ways, *rows.shape[1:])
+    comm.all_gather(whole, rows.contiguous(), axes).wait()
+    return whole
+
+
+def scattered(comm: Comm, rows: Tensor) -> Tensor:
+    mine = rows.new_empty(len(rows) // WAYS, *rows.shape[1:])
+    comm.reduce_scatter(mine, rows.contiguous(), EXPERT).wait()
+    return mine
+
+
+class Engine:
+    """One rank of it; a fault is a subclass."""
+
+    def __init__(self, model: Model, comm: Comm, clip: float | None) -> None:
+        self.model, self.comm, self.clip = model, comm, clip
+        self.place = comm.mesh.index(comm.rank, EXPERT)
+        model.engine = self
+        for name in list(model.experts):
+            if int(name) // (EXPERTS // WAYS) != self.place:
+                del model.experts[name]
+        self.optimizer = adam(model.parameters())
+
+    # ---- the forward
+
+    def balance(self, share: Tensor, chosen: Tensor) -> Tensor:
+        return self.model.balance(share, chosen)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return _Gather.apply(rows, self.comm)  # type: ignore[no-any-return]
+
+    def weights(self, weights: Tensor) -> Tensor:
+        return self.gather(weights)
+
+    def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        everyones = self.gather(x), self.weights(weights), gathered(self.comm, chosen)
+        return self.model.shared(x) + _Scatter.apply(self.experts(*everyones), self.comm)  # type: ignore[no-any-return]
+
+    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        return self.model.routed(x, weights, chosen)
+
+    # ---- the step
+
+    def before_step(self, step: int) -> None: ...
+
+    def step(self, batches: Sequence[Mapping[str, Tensor]], count: int) -> None:
+        self.optimizer.zero_grad()
+        for one in batches:
+            (loss_sum(self.model, one) / count).backward()
+        for name, p in self.model.named_parameters():
+            self.reduce(name, p)
+        if self.clip is not None:
+            self.clip_by(self.clip)
+        self.optimizer.step()
+
+    def reduce(self, name: str, p: nn.Parameter) -> None:
+        self.add(p.grad, REPLICA if name.startswith("experts") else ALL)  # type: ignore[arg-type]
+
+    def add(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
+        self.comm.all_reduce(tensor, axes).wait()
+        return tensor
+
+    def squares(self, experts: bool) -> Tensor:
+        """Of the gradients of the dense parameters, or of the experts that are here."""
+        named = [(n, p.grad) for n, p in self.model.named_parameters() if n.startswith("experts") == experts]
+        return torch.stack([g.square().sum() for _, g in named if g is not None]).sum()
+
+    def norm(self) -> Tensor:
+        return (self.squares(False) + self.add(self.squares(True), EXPERT)).sqrt()
+
+    def clip_by(self, limit: float) -> None:
+        factor = (limit / self.norm()).clamp(max=1.0)
+        for p in self.model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(factor)
+
+
+def judged(
+    engine: type[Engine], folder: Path, *, microbatches: int = 1, clip: float | None = None, deadline: float = 30
+) -> Judgement:
+    """The judgement of a few steps of an engine, on threads."""
+    torch.manual_seed(1)
+    whole = Model()
+
+    def body(comm: Comm) -> None:
+        made = engine(deepcopy(whole), comm, clip)
+        first, parts = comm.rank * microbatches, RANKS * microbatches
+        with plait.witness(made.model, made.optimizer, folder, rank=comm.rank, ranks=RANKS):
+            for step in range(STEPS):
+                made.before_step(step)
+                whole_batch = batch(step)
+                own = [{k: v.chunk(parts)[first + m] for k, v in whole_batch.items()} for m in range(microbatches)]
+                made.step(own, num_targets(whole_batch))
+
+    plait.run_threads(MESH, body, deadline=deadline, sanitize=False)
+    return plait.judge(JOB, folder, clip=clip, steps=STEPS)

@@ -10,7 +10,7 @@ import pytest
 
 from plait.anymodel.tensor import resolve_carried
 from plait.comm import Comm, run
-from plait.run.commands.explain import planned
+from plait.run.commands.explain import attending, planned
 from plait.run.commands.main import main
 from plait.run.config.settings import VerifyConfig
 from plait.run.job.job import build_model, make_job
@@ -39,6 +39,21 @@ def test_a_step_sends_what_its_modules_are_said_to_send(config: VerifyConfig, se
     assert run(config.machine.parsed_mesh, train, deadline=20) == [said] * 2
 
 
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_attention_sends_what_it_is_said_to_send(model: str) -> None:
+    config = replace(GPT, model=model, mesh="shard=2 context=2", length=8, strategy="ddp", dropout=0.0)
+    job = make_job(config.task, config.dtypes)
+    mesh = config.machine.parsed_mesh
+
+    def train(comm: Comm) -> Counter[str]:
+        engine, _ = job.engine(comm, config.parallelism)
+        engine.step(job.microbatches(0, 0, 1, 1))
+        return Counter(e.kind for e in comm.ledger.entries if e.note.phase.startswith("context"))
+
+    said = Counter(kind for one in attending(build_model(config.task), mesh) for kind in (*one.forward, *one.backward))
+    assert said == {"all_gather": 4, "reduce_scatter": 4} and run(mesh, train, deadline=20) == [said] * 2
+
+
 def test_identical_layers_are_shown_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     words = ["explain", "--layers", "3", "--width", "128", "--mesh", "tensor=2", "--sequence-parallel"]
@@ -54,7 +69,8 @@ def test_identical_layers_are_shown_once(capsys: pytest.CaptureFixture[str], mon
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--mesh", "shard=2"], "has no tensor axis"),
+        (["--mesh", "shard=2"], "has no tensor axis and no context axis"),
+        (["--mesh", "shard=2 context=2", "--model", "mlp"], "no module of MLP is known to gather keys and values"),
         (["--mesh", "tensor=3"], "cannot be shared by tensor=3"),
         (["--mesh", "tensor=2", "--job", "examples/my_job.py:job"], "(in the build function of a job)"),
     ],

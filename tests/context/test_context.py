@@ -351,6 +351,7 @@ def test_messages_of_a_strangers_model_are_not_compared() -> None:
 
 
 PREDICTED = ["", "--pack", "--recompute full", "--ring-attention", "--ring-attention --recompute full"]
+PREDICTED += ["--model llama --kv-heads 1"]
 
 
 @pytest.mark.parametrize("flags", PREDICTED)

@@ -81,12 +81,18 @@ def measured(
             listener=lambda event, engine: None,  # looks at gradients, makes no step
             recompute=recompute,  # type: ignore[arg-type]
             sequence_parallel=sequence,
+            ring_attention=s.ring,
         )
-        with saving([*model.parameters(), *model.buffers()]) as seen:
+        own = [*model.parameters(), *model.buffers()]
+        axis = engine.placed.time_axis
+        with saving(own) as seen:
             engine.step([batch])
+        masks = [] if axis is None or axis.masks is None else axis.masks
+        assert axis is None or recompute == "full" or sum(m.nbytes for m in masks) == s.masks
+        seen.own |= {m.untyped_storage().data_ptr() for m in masks}
         return seen.bytes
 
-    return run(Mesh(tensor=s.ways), body, deadline=20)
+    return run(Mesh(shard=s.context, tensor=s.ways, context=s.context), body, deadline=20)
 
 
 @pytest.mark.parametrize("recompute", MODES)
@@ -99,6 +105,21 @@ def test_the_decoder_keeps_what_is_predicted(
     sizes = replace(SIZES, kv_heads=kv_heads, itemsize=dtype.itemsize, dropout=dropout)
     links = ["embed", "blocks.0", "blocks.1", "norm", "head"]
     assert measured(sizes, 2, recompute, dtype) == [decoder(sizes, links, recompute)]
+
+
+@pytest.mark.parametrize(
+    ("attention", "recompute"),
+    [("ring", None), ("ring", "full"), *[(one, mode) for one in ("gathers", "drops") for mode in MODES]],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decoder_cut_in_time_keeps_what_is_predicted(
+    dtype: torch.dtype, attention: str, recompute: str | None
+) -> None:
+    """Masks that blocks share are counted beside the blocks."""
+    cut = {"length": 12, "context": 3, "dropout": attention == "drops", "ring": attention == "ring"}
+    sizes = replace(SIZES, itemsize=dtype.itemsize, **cut)
+    links = ["embed", "blocks.0", "blocks.1", "norm", "head"]
+    assert measured(sizes, 2, recompute, dtype) == [decoder(sizes, links, recompute)] * 3
 
 
 @pytest.mark.parametrize("recompute", MODES)

@@ -96,6 +96,7 @@ def plan(**changed: object) -> Plan:
         ({"microbatches": 3}, "over 16 data ranks x 3 microbatches = 48 parts: give a multiple of 48"),
         ({"mesh": Mesh(tensor=16)}, "tensor=16 does not divide 8 key and value heads"),
         ({"mesh": Mesh(pipe=16), "model": replace(LLAMA, layers=3)}, "6 links"),
+        ({"mesh": Mesh(shard=16, context=16), "length": 4112}, "length 4112 is cut in 32 blocks .* as 4128"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(changed: dict[str, object], said: str) -> None:
@@ -108,6 +109,8 @@ def test_a_group_and_the_hosts() -> None:
     assert [members_on_host((axis,), mesh, 8) for axis in ("pipe", "shard", "tensor")] == [1, 2, 4]
     assert members_on_host(("shard", "replica"), Mesh(replica=4, shard=8), 8) == 8
     assert members_on_host(("replica",), Mesh(replica=4, shard=8), 8) == 1
+    cut = [Mesh(shard=16, tensor=tensor, context=context) for tensor, context in ((1, 16), (2, 2), (4, 4), (8, 2))]
+    assert [members_on_host(("context",), mesh, 8) for mesh in cut] == [8, 2, 2, 1]
 
 
 def test_a_message_takes_its_link() -> None:
@@ -136,6 +139,8 @@ MESHES = (
     Mesh(shard=2, tensor=2),
     Mesh(pipe=4, shard=2),
     Mesh(pipe=2, shard=2, tensor=2),
+    Mesh(shard=4, context=2),
+    Mesh(pipe=2, shard=2, tensor=2, context=2),
 )
 
 
@@ -226,6 +231,17 @@ def test_recomputation_costs_time_and_saves_bytes() -> None:
     took = [duration(plan(recompute=mode)).total for mode in (None, "selective", "full")]
     assert kept[0] >= kept[1] > kept[2] and took[0] < took[1] < took[2]
     assert speed(plan(), 1.0).mfu == pytest.approx(LLAMA.flops(4096) * 64 * 4096 / (16 * 989.4e12))
+
+
+def test_a_context_axis_is_proposed_where_samples_are_long() -> None:
+    """The fastest layout cuts samples of 131,072 tokens in time, and none of 4,096."""
+    rows = [TABLE["zero3"].mixed("bf16")]
+    for length, tried, best in ((4096, {1}, 1), (131_072, {1, 2, 4, 8, 16}, 8)):
+        found = ranked(candidates(Question(LLAMA, preset("h100", 2), 16, length), rows, everything=False))
+        assert {one.plan.mesh.context for one in found} == tried
+        assert found[0].fits and found[0].plan.mesh.context == best
+    assert found[0].duration.context > 0 and found[0].plan.sizes.tokens == 131_072 / 8
+    assert 0 < found[0].plan.sizes.masks < found[0].fullest.working
 
 
 def test_one_change_makes_it_fit_or_two() -> None:

@@ -43,6 +43,10 @@ def use_context_axis(model: nn.Module) -> nn.Module:
     AttentionInterface.register(NAME, attend)
     for module in (model, *attending):
         vars(module)["time_axis"] = None
+    for module in attending:
+        projections: list[Any] = [one for name, one in module.named_children() if name in ("k_proj", "v_proj")]
+        if len(projections) == 2:  # the messages of other modules are not predicted
+            vars(module)["gathered_widths"] = tuple(one.out_features for one in projections)
     configs: dict[int, Any] = {id(one.config): one.config for one in (model, *attending)}
     before = {key: one._attn_implementation for key, one in configs.items()}
 

@@ -96,6 +96,13 @@ class DecoderSizes:
         """Tokens on this rank of the context axis."""
         return self.batch * self.steps
 
+    @property
+    def masks(self) -> int:
+        """Bytes of the causal masks of a context axis: of the early and of the late part of time, one pair for all
+        blocks."""
+        made = self.context > 1 and not (self.ring or self.dropout)
+        return made * (self.steps // 2) ** 2 * (2 * self.context + 1) * self.itemsize
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -156,29 +163,32 @@ def _attention(s: DecoderSizes, *, again: bool) -> tuple[Kept, ...]:
     """The values from the projections to the mixed heads; attention is one kernel without dropout, several with it."""
     e, head, fused = s.itemsize, s.head, s.kernels.one_byte_masks
     query = s.tokens * s.heads * head // s.ways
-    grouped = s.tokens * s.kv_heads * head // s.ways
-    if not s.ring:  # of the whole time
-        grouped *= s.context
-    tables = 0 if e == 4 or fused else s.steps * head * 2
+    gathered = 1 if s.ring else s.context
+    grouped = gathered * s.tokens * s.kv_heads * head // s.ways
+    tables = 0 if fused else s.steps * head * (2 if e != 4 else s.context > 1)
     scores = query * s.length // head
-    rotated = Kept("rotate: cos, sin in the dtype of query and key", tables, e)
+    rotated = Kept("rotate: cos, sin of these steps, or in the dtype of query and key", tables, e)
     inputs = Kept("attention: query", query, e), Kept("attention: key, value", 2 * grouped, e)
+    mask = Kept("causal mask", s.steps * s.length, 1)
+    rows = Kept("softmax: rows without a key", query // head, 1)
+    given = s.context > 1 and s.dropout and not s.ring  # the mask is an argument, and no part of the kernel
     if again:
-        return rotated, *inputs
+        return rotated, *inputs, *[mask] * given
+    mixed, log_sum = Kept("attention: mixed", query, e), Kept("attention: log sum", query // head, s.wide)
     if s.kernels.flash:
-        return *inputs, Kept("attention: log sum", query // head, s.wide)
+        return *inputs, log_sum, *[mixed] * (s.context > 1), *[mask] * given
     if not s.dropout:
-        results = Kept("attention: mixed", query, e), Kept("attention: log sum", query // head, s.wide)
-        return rotated, *inputs, *results
+        return rotated, *inputs, mixed, log_sum
     return (
         rotated,
         Kept("scores: query", query, e),
-        Kept("scores: key of each head", query, e),
-        *[Kept("causal mask", s.length**2, 1)] * (not fused),
+        Kept("scores: key of each head", gathered * query, e),
+        *[mask] * (not fused),
+        *[rows] * (given and not fused),
         Kept("softmax: its result", scores, e),
         _mask("dropout: factor", scores, s),
         Kept("mix: what is left of the weights", scores, e),
-        Kept("mix: value of each head", query, e),
+        Kept("mix: value of each head", gathered * query, e),
     )
 
 

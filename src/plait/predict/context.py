@@ -18,7 +18,7 @@ from plait.table.tensor_plan import CONTEXT_BACKWARD, CONTEXT_FORWARD
 AXES = ("context",)
 
 
-def check_time(mesh: Mesh, length: int, *, ring: bool) -> None:
+def check_time(mesh: Mesh, length: int, *, ring: bool = False) -> None:
     """ValueError for samples that a mesh cannot cut in time, or for a ring without a context axis."""
     if ring and mesh.context == 1:
         raise ValueError(f"a ring goes over a context axis, and mesh '{mesh}' has none: give context=n")

@@ -1,7 +1,7 @@
 """Seconds of a planned step, by what bounds each part.
 
-    block      products + attention + element-wise traffic + messages on the tensor axis + starts of kernels, or the
-               time that the CPU takes to launch its kernels if that is longer
+    block      products + attention + element-wise traffic + messages on the tensor and context axes + starts of
+               kernels, or the time that the CPU takes to launch its kernels if that is longer
     rank       a forward and a backward of its blocks, the embedding, the head and the loss, for one microbatch
     step       microbatches x slowest rank + waits of the order + messages of the row that computation does not hide
                + update
@@ -24,7 +24,7 @@ from plait.predict.plan import Plan, RankLinks
 from plait.predict.waits import share_of_turns, slowest_path
 from plait.table.cells import ITEMSIZE, Move, moves
 from plait.table.collectives import bus_factor
-from plait.table.mesh import AXES, Mesh
+from plait.table.mesh import AXES, DATA_AXES, Mesh
 
 TILE = 128
 """Rows and columns of a tile of a product."""
@@ -46,10 +46,12 @@ class Pass:
     tensor: float = 0.0
     launch: float = 0.0
     """Seconds of starting kernels, or by which launching them takes longer than the rest."""
+    context: float = 0.0
+    """Keys and values, and their gradients, on the context axis."""
 
     @property
     def total(self) -> float:
-        return self.products + self.attention + self.traffic + self.tensor + self.launch
+        return self.products + self.attention + self.traffic + self.tensor + self.launch + self.context
 
     def plus(self, other: Pass, times: float = 1.0) -> Pass:
         return Pass(*(getattr(self, f.name) + times * getattr(other, f.name) for f in fields(Pass)))
@@ -65,6 +67,8 @@ class Duration:
     launch: float
     tensor: float
     """Messages on the tensor axis."""
+    context: float
+    """Messages on the context axis."""
     pipe: float
     """Messages between stages that are not hidden."""
     bubble: float
@@ -87,6 +91,8 @@ class Duration:
 def members_on_host(axes: tuple[str, ...], mesh: Mesh, devices: int) -> int:
     """The ranks of a group over these axes that share a host, where ranks fill one host after the other."""
     room, inside = devices, 1
+    if axes == ("context",):
+        return math.gcd(mesh.context, devices // math.gcd(mesh.tensor, devices))
     for axis in reversed(AXES):
         size = mesh.axis(axis)
         here = math.gcd(size, room) if room < size or room % size else size
@@ -179,12 +185,25 @@ def tensor_seconds(plan: Plan) -> float:
     return 2 * each
 
 
+def context_seconds(plan: Plan, kind: str) -> float:
+    """Seconds of a block's keys and values on the context axis in one pass: gathered, or their gradients summed."""
+    return message_seconds(kind, gathered_bytes(plan), ("context",), plan, 2)
+
+
+def gathered_bytes(plan: Plan) -> float:
+    """Bytes of the whole time's keys and values of a block."""
+    s = plan.sizes
+    return 2.0 * s.context * s.tokens * s.kv_heads * s.head / s.ways * s.itemsize
+
+
 def rank_passes(plan: Plan, share: RankLinks) -> tuple[Pass, Pass]:
     """Forward and backward of one microbatch on a rank of the pipe axis, with what is recomputed."""
     s, cluster = plan.sizes, plan.cluster
     reached, peak, device = cluster.reached, cluster.peak(plan.dtype), cluster.device
     tensor, own = tensor_seconds(plan), reached.microbatch * plan.stages_per_rank / 2
     forward, backward = block_passes(s, cluster, plan.dtype, tensor)
+    forward = forward.plus(Pass(context=context_seconds(plan, "all_gather")))
+    backward = backward.plus(Pass(context=context_seconds(plan, "reduce_scatter")))
     if plan.recompute == "full":
         backward = backward.plus(forward)
     elif plan.recompute == "selective":
@@ -319,6 +338,10 @@ def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
                 add(phase, kind, ("tensor",), 2 * whole * share.blocks, 2 * share.blocks, m * runs)
             for kind in (kinds[-1],) * end:
                 add(phase, kind, ("tensor",), whole, 1, m)
+    if mesh.context > 1:
+        gathered, again = gathered_bytes(plan) * share.blocks, 2 if plan.recompute == "full" else 1
+        add("forward", "all_gather", ("context",), gathered, 2 * share.blocks, m * again)
+        add("backward", "reduce_scatter", ("context",), gathered, 2 * share.blocks, m)
     if mesh.pipe > 1:
         if embedding and share.embed != share.head:
             add("tied", "send", ("pipe",), embedding * wide, 1, 1)
@@ -328,11 +351,11 @@ def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
 
 def data_seconds(plan: Plan, share: RankLinks, there: Pass, back: Pass) -> float:
     """Seconds of the row's messages on a rank that its computation does not hide."""
-    if plan.mesh.data_size == 1:
+    if plan.mesh.count(DATA_AXES) == 1:
         return 0.0
     took = dict.fromkeys(("forward", "backward", "microbatch", "step", "publish"), 0.0)
     for sent in messages(plan, share):
-        if "tensor" not in sent.axes and "pipe" not in sent.axes:
+        if not {"tensor", "context", "pipe"}.intersection(sent.axes):
             took[sent.phase] += sent.seconds
     if not plan.overlap:
         return sum(took.values())

@@ -4,8 +4,8 @@ parameters, gradients, optimizer    at rest, as the row's cells cut them
 gathered      whole parameters: the units that are open at once, or what the row keeps for the backward
 reduced       whole gradients of the two largest units, where the row cuts gradients
 activations   of the microbatches in flight
-working       of the operators that run: what is gathered over the tensor axis, the gradients of an MLP, and the block
-              that is recomputed
+working       of the operators that run: what is gathered over the tensor axis, the gradients of an MLP, the block
+              that is recomputed, and masks of a context axis
 logits        the head's and the loss's values of one microbatch, beyond what is kept for the backward
 received      activations and gradients on their way between stages
 """
@@ -103,7 +103,9 @@ def _footprint(plan: Plan, pipe: int, share: RankLinks, in_flight: int) -> Footp
     alive = per_stage * kept_in(sizes, share.blocks, share.embed, share.norm, plan.recompute)
     again = block_bytes(sizes, None) if plan.recompute == "full" and share.blocks else 0
     # The backward of an MLP has the gathered input, its gradient, the output's, and three of the inner width.
-    working = again + 3.0 * sizes.tokens * (model.hidden + -(-model.active_ffn // mesh.tensor)) * sizes.itemsize
+    working = (
+        again + sizes.masks + 3.0 * sizes.tokens * (model.hidden + -(-model.active_ffn // mesh.tensor)) * sizes.itemsize
+    )
     logits = kept_loss = 0.0
     if share.head:
         kept_loss = decoder(sizes, ("head",))

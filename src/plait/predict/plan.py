@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from plait.predict.activations import FUSED, ON_CPU, DecoderSizes, Kernels
 from plait.predict.cluster import Cluster
+from plait.predict.context import check_time
 from plait.predict.model import Transformer
 from plait.schedule.bubbles import Bubbles, bubbles
 from plait.schedule.orders import find_order, stages_per_rank
@@ -63,8 +64,7 @@ class Plan:
         if mesh.size != self.cluster.size:
             devices = f"{self.cluster.hosts} hosts x {self.cluster.devices} devices = {self.cluster.size:,}"
             raise ValueError(f"mesh '{mesh}' has {mesh.size:,} ranks, the cluster {devices}: give as many")
-        if mesh.context > 1:
-            raise ValueError(f"mesh '{mesh}': times and memory under a context axis are not known; leave context out")
+        check_time(mesh, self.length)
         parts = mesh.data_size * self.microbatches
         if self.batch < parts or self.batch % parts:
             ranks = f"{mesh.data_size:,} data ranks x {self.microbatches} microbatches = {parts:,} parts"
@@ -127,6 +127,7 @@ class Plan:
             head_dim=model.head,
             gated=model.gated,
             kernels=self.kernels,
+            context=self.mesh.context,
         )
 
     def bubbles(self, forward: float, backward: float) -> Bubbles:

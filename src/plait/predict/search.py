@@ -16,7 +16,7 @@ from plait.predict.footprint import Footprint, fullest
 from plait.predict.model import Transformer
 from plait.predict.plan import Plan, implementation
 from plait.table.cells import TABLE, Strategy
-from plait.table.mesh import Mesh
+from plait.table.mesh import DATA_AXES, Mesh
 
 RESERVE = 0.04
 """Share of a device's memory that is left free: the libraries' own, and what the allocator cannot use."""
@@ -78,19 +78,28 @@ class Question:
 
 
 def meshes(asked: Question) -> Iterator[Mesh]:
-    """Meshes of all the devices that can cut this model and batch: a tensor group is inside a host."""
+    """Meshes of all the devices that can cut this model and batch: a tensor group is inside a host, long samples may be
+    cut in time."""
     model, cluster = asked.model, asked.cluster
     for tensor in divisors(cluster.devices):
         if model.kv_heads % tensor or model.ffn % tensor or (model.experts and tensor > 1):
             continue
         for pipe in divisors(cluster.size // tensor):
             data = cluster.size // tensor // pipe
-            if pipe > min(model.layers + 3, MOST_STAGES) or asked.batch % data:
+            if pipe > min(model.layers + 3, MOST_STAGES):
                 continue
-            yield Mesh(pipe=pipe, shard=data, tensor=tensor, hosts=cluster.hosts)
             shard = cluster.devices // tensor
-            if 1 < shard < data and data % shard == 0:
-                yield Mesh(pipe=pipe, replica=data // shard, shard=shard, tensor=tensor, hosts=cluster.hosts)
+            cuts = [(1, data)] + [(data // shard, shard)] * (1 < shard < data and data % shard == 0)
+            for replica, shard in cuts:
+                for context in divisors(shard):
+                    if context > 1 and (asked.length % (2 * context) or asked.length < LEAST_STEPS * context):
+                        continue
+                    if asked.batch % (data // context) == 0:
+                        yield Mesh(pipe, replica, shard, tensor, cluster.hosts, context)
+
+
+LEAST_STEPS = 8192
+"""Steps of time on a rank for which a search still tries a context axis."""
 
 
 def candidates(asked: Question, rows: Sequence[Strategy], *, everything: bool = True) -> Iterator[Plan]:
@@ -107,7 +116,7 @@ def candidates(asked: Question, rows: Sequence[Strategy], *, everything: bool = 
             orders = [("1f1b", None), *[("zb_h1", None)] * everything]
             orders += [("interleaved", 2)] * (everything and 2 * mesh.pipe <= asked.model.layers)
         usable = [row for row in rows if (mesh.replica > 1) == two_levels(row)]
-        for row in usable[:1] if mesh.data_size == 1 else usable:
+        for row in usable[:1] if mesh.count(DATA_AXES) == 1 else usable:
             for m in divisors(asked.batch // mesh.data_size):
                 for order, chunks in orders if mesh.pipe == 1 or m >= mesh.pipe else ():
                     if order == "interleaved" and m % mesh.pipe:

@@ -73,6 +73,8 @@ class TimeAxis:
         self.index = comm.mesh.index(comm.rank, AXES)
         self.lengths: set[int] = set()
         """Steps that batches had after they were cut."""
+        self.masks: tuple[Tensor, Tensor] | None = None
+        """The masks of the last causal attention that gathered: see ``_causal``."""
         self.asked: set[str] = set()
         """Which of ``attention`` and ``places`` a model has called."""
 
@@ -188,6 +190,8 @@ class TimeAxis:
             out: Tensor = RingAttention.apply(query_BHTK, key_BGTK, value_BGTK, self, scale)
             return out
         keys, values = (self.gather(x, 2) for x in (key_BGTK, value_BGTK))
+        if mask is None and not dropout_p:
+            return self._by_block(query_BHTK, keys, values, scale, enable_gqa)
         if mask is None:
             mask = self._places(length, self.index)[:, None] >= torch.arange(keys.size(2), device=keys.device)
         elif mask.size(-1) != keys.size(2) or mask.size(-2) not in (1, length):
@@ -198,6 +202,30 @@ class TimeAxis:
         return F.scaled_dot_product_attention(
             query_BHTK, keys, values, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
         )
+
+    def _by_block(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None, enable_gqa: bool) -> Tensor:
+        """Causal attention of the early and of the late block, each to the keys until its end: half of the products."""
+        mixed = [
+            F.scaled_dot_product_attention(
+                block,
+                keys[:, :, : len(mask.mT)],
+                values[:, :, : len(mask.mT)],
+                mask,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+            for block, mask in zip(query.chunk(2, 2), self._causal(query.size(2) // 2, query.dtype), strict=True)
+        ]
+        return torch.cat(mixed, 2)
+
+    def _causal(self, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The masks of the early and of the late block, one pair for all layers: [half, keys until the block's end]."""
+        if self.masks is None or (self.masks[0].size(0), self.masks[0].dtype) != (half, dtype):
+            early, late = self.index, 2 * self.ways - 1 - self.index
+            with torch.inference_mode(False):  # a later backward keeps them
+                never = torch.full((half, (late + 1) * half), float("-inf"), dtype=dtype, device=self.comm.device)
+                self.masks = never[:, : (early + 1) * half].triu(early * half + 1), never.triu(late * half + 1)
+        return self.masks
 
     # ---- dropout ------------------------------------------------------------------------------------------------
 

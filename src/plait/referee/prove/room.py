@@ -4,6 +4,7 @@ state         parameters at rest, gradients, optimizer, master weights          
 gathered      whole parameters at once, at most, one unit ahead, and copies kept for backwards    an upper bound
 gradients     whole gradients of a microbatch that are being reduced: two units of each stage     an upper bound
 activations   of the microbatches in flight on each stage, and of the block that is recomputed    an estimate
+              masks of a context axis
 
 Activations are those of ``predict.activations``: a norm and a loss as plait's own decoder writes them, which keep more
 than fused ones.
@@ -57,7 +58,7 @@ def room_of(run: PaperRun, schedule: Schedule, laid: Laid) -> Room:
         stages = [s for s in owner if owner[s] == pipe]
         each = {s: _activations(run, links[s]) for s in stages}
         most = max(accumulate(each[a.stage] * activations(a) if a.stage in each else 0 for a in line), default=0)
-        most += _again(run, [link for s in stages for link in links[s]])
+        most += _again(run, [link for s in stages for link in links[s]]) + _sizes(run).masks
         for tensor in range(run.mesh.tensor):
             units = {s: laid[s, tensor] for s in stages}
             flats = [flat for of_stage in units.values() for unit in of_stage for flat in unit.flats]
@@ -122,8 +123,13 @@ def _again(run: PaperRun, links: Sequence[str]) -> int:
 
 def _activations(run: PaperRun, links: Sequence[str]) -> int:
     """Bytes of one microbatch's activations in some links."""
+    return decoder(_sizes(run), [AROUND.get(link, "blocks") for link in links], run.recompute)
+
+
+def _sizes(run: PaperRun) -> DecoderSizes:
+    """A microbatch in the decoder on one rank."""
     model = run.decoder
-    sizes = DecoderSizes(
+    return DecoderSizes(
         batch=run.batch,
         length=run.length,
         width=model.hidden,
@@ -137,4 +143,3 @@ def _activations(run: PaperRun, links: Sequence[str]) -> int:
         context=run.mesh.context,
         ring=run.ring,
     )
-    return decoder(sizes, [AROUND.get(link, "blocks") for link in links], run.recompute)

@@ -1,6 +1,7 @@
-"""``plait explain``: shows what each module of a model does under a tensor plan.  Nothing runs.
+"""``plait explain``: shows what each module of a model does under a tensor plan and a context axis.  Nothing runs.
 
 plait explain --model gpt --mesh tensor=2 --sequence-parallel
+plait explain --model gpt --mesh "shard=2 context=2"
 """
 
 import re
@@ -11,6 +12,7 @@ from rich import box
 from rich.table import Table
 from torch import nn
 
+from plait.anymodel.context import use_context_axis
 from plait.anymodel.tensor import resolve_carried
 from plait.checkpoint.files.writing import write_json
 from plait.run.config.settings import with_job
@@ -25,10 +27,13 @@ from plait.tensor.vocabulary import LOSS
 
 @dataclass(frozen=True, init=False)
 class ExplainConfig(TaskConfig):
-    """Show the style and the parameters of each module under a model's tensor plan, and what it sends."""
+    """Show the style and the parameters of each module under a model's tensor plan, and what it sends.
+
+    Under a context axis, show what each attention sends.
+    """
 
     mesh: str = "tensor=2"
-    """The axes and their sizes; only the tensor axis matters here."""
+    """The axes and their sizes; only the tensor and context axes matter here."""
     sequence_parallel: bool = False
     """Cut the stream between the cut products in time."""
     json: str | None = None
@@ -49,14 +54,21 @@ class PlannedModule:
 
 
 def run(config: ExplainConfig, argv: Sequence[str] = ()) -> int:
-    """Shows and writes the modules.  Raises ValueError for a mesh without a tensor axis, or a model without a plan."""
+    """Shows and writes the modules.  Raises ValueError for a mesh without these axes, or a model without a plan."""
     config = with_job(config)
     mesh = Mesh.parse(config.mesh)
-    if mesh.tensor == 1:
-        raise ValueError(f"mesh {config.mesh!r} has no tensor axis, so each module has whole tensors: give tensor=2")
+    if mesh.tensor * mesh.context == 1:
+        raise ValueError(
+            f"mesh {config.mesh!r} has no tensor axis and no context axis, so each module has whole tensors: give "
+            f'tensor=2, or "shard=2 context=2"'
+        )
     model = build_model(config.task)
-    parallel = resolve_carried(model, mesh.tensor, sequence=config.sequence_parallel)
-    modules = list(planned(model, parallel, sequence=config.sequence_parallel))
+    modules: list[PlannedModule] = []
+    if mesh.tensor > 1:
+        parallel = resolve_carried(model, mesh.tensor, sequence=config.sequence_parallel)
+        modules += planned(model, parallel, sequence=config.sequence_parallel)
+    if mesh.context > 1:
+        modules += attending(model, mesh)
     if config.json:
         write_json(config.json, {"mesh": str(mesh), "modules": [asdict(one) for one in modules]})
     if config.json != "-":
@@ -89,6 +101,20 @@ def planned(model: nn.Module, parallel: Parallel, *, sequence: bool) -> Iterator
             tuple(forward for forward, _ in messages if forward),
             tuple(backward for _, backward in messages if backward),
         )
+
+
+def attending(model: nn.Module, mesh: Mesh) -> Iterator[PlannedModule]:
+    """The modules that gather keys and values over the context axis; ValueError if the model has none."""
+    if type(model).__module__.startswith("transformers."):
+        use_context_axis(model)
+    found = [name for name, module in model.named_modules() if hasattr(module, "gathered_widths")]
+    if not found:
+        raise ValueError(
+            f"no module of {type(model).__name__} is known to gather keys and values over context={mesh.context}: give "
+            f"--model gpt or --model llama"
+        )
+    for name in found:
+        yield PlannedModule(name, f"context={mesh.context}", (), (), ("all_gather",) * 2, ("reduce_scatter",) * 2)
 
 
 def _together(modules: Iterable[PlannedModule]) -> list[tuple[PlannedModule, int]]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from plait.anymodel.context import use_context_axis
 from plait.anymodel.tensor import plan_of
 from plait.comm import Comm
 from plait.run.data.batches import Batches
@@ -80,6 +81,8 @@ class Job:
     ) -> tuple[Engine, LRScheduler | None]:
         """Builds the engine for a layout on this rank, and the rate's schedule.  All ranks call it together."""
         model = self.build()
+        if comm.mesh.context > 1 and type(model).__module__.startswith("transformers."):
+            use_context_axis(model)
         optimizer = self.optimizer(model.parameters())
         if comm.mesh.tensor > 1 and parallelism.tensor_plan is None:
             plan = plan_of(model, sequence=parallelism.sequence_parallel)

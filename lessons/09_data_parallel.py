@@ -3,7 +3,7 @@
 The idea.  Every rank has the whole model and its own share of the samples.  Each does forward and backward alone; then
 the gradients are summed over the ranks, and all make the same update.  If all began with the same parameters, all end
 with the same parameters: no parameter is ever sent.  The sum can start as soon as one gradient is there, while the
-backward of earlier layers still runs; a hook on each parameter does that.
+backward of earlier layers still runs; a hook on each parameter starts it, and the update waits for all of them.
 
 A loss is a sum over samples here, divided once, by the number of samples of all ranks.  A mean of the ranks' means is
 wrong as soon as two ranks have different numbers of samples.
@@ -12,6 +12,9 @@ Predict before you run it, with four ranks:
   1. Rank 0 prints its own loss, rank 1 prints its own.  Are they equal?  Are their gradients, after the sum?
   2. A script has ``if torch.cuda.is_available(): all_reduce(...)``.  What happens on this CPU?  Does it crash?
   3. 48 samples on 4 ranks, then on 2, then on 1: are the trained parameters the same?
+
+You need lesson 4 (ranks, ``comm``), lesson 5 (all-reduce) and lesson 6 (its bytes).  plait calls the axis of the data
+ranks ``shard``, because the rows of later lessons cut state over it; data parallel cuts the samples only.
 
     plait lesson run 9
     plait lesson run 9 --ranks 2
@@ -46,30 +49,35 @@ def flat(model: nn.Module) -> Tensor:
 # 1. DDP from nothing: a hook that sums each gradient over the ranks when autograd has finished it.
 
 
-def all_reduce_gradients(model: nn.Module, comm: plait.Comm) -> None:
+def all_reduce_gradients(model: nn.Module, comm: plait.Comm) -> list:
+    """Returns the list into which each backward puts its sums that are on the way."""
+    works = []
     for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: comm.all_reduce(p.grad, AXIS).wait())
+        p.register_post_accumulate_grad_hook(lambda p: works.append(comm.all_reduce(p.grad, AXIS)))
+    return works
 
 
-def only_if_cuda(model: nn.Module, comm: plait.Comm) -> None:
-    if torch.cuda.is_available() and comm.device.type == "cuda":
-        all_reduce_gradients(model, comm)
+def only_if_cuda(model: nn.Module, comm: plait.Comm) -> list:
+    return all_reduce_gradients(model, comm) if comm.device.type == "cuda" else []
 
 
 def body(comm: plait.Comm, sync: Callable = all_reduce_gradients) -> dict:
     model = copy.deepcopy(MODEL)  # the same on all ranks; a real program seeds, or broadcasts from rank 0
-    sync(model, comm)
+    works, losses = sync(model, comm), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x, y = X.chunk(comm.world_size)[comm.rank], Y.chunk(comm.world_size)[comm.rank]
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss = loss_sum(model, x, y)  # @inspect model[0][0].weight.grad
+        losses.append(loss.item())
         loss.backward()
+        while works:
+            works.pop().wait()
         for p in model.parameters():
             p.grad.mul_(1 / SAMPLES)  # once, after the sum, by the samples of all ranks
         optimizer.step()
     grads = torch.cat([p.grad.flatten() for p in model.parameters()])
-    return {"loss": loss.item(), "grads": grads, "parameters": flat(model), "sent": comm.ledger.sent}
+    return {"losses": losses, "grads": grads, "parameters": flat(model), "sent": comm.ledger.sent}
 
 
 # 2. The same in plait: the engine takes the place of the hooks.  Its row ``ddp`` is data parallel.
@@ -100,8 +108,9 @@ def main(ranks: int = 4) -> None:
 
     # Prediction 1: losses differ, because the samples do; gradients are sums of the same numbers, so they do not.
     found = plait.run_threads(f"shard={ranks}", body)
-    print("each rank's own loss:", [round(r["loss"], 4) for r in found])
-    assert len({r["loss"] for r in found}) == ranks
+    last = [r["losses"][-1] for r in found]
+    print("each rank's own loss:", [round(loss, 4) for loss in last])
+    assert len(set(last)) == ranks
     for rank in found:
         assert torch.equal(rank["grads"], found[0]["grads"]) and torch.equal(rank["parameters"], found[0]["parameters"])
     print("gradients and parameters: the same bits on every rank")
@@ -110,7 +119,7 @@ def main(ranks: int = 4) -> None:
     apart = plait.run_threads(f"shard={ranks}", lambda comm: body(comm, only_if_cuda))
     gap = max((r["parameters"] - apart[0]["parameters"]).abs().max().item() for r in apart)
     print(f"find the fault: summed only if there is CUDA, parameters drift apart by up to {gap:.3f}")
-    assert (gap > 1e-3) == (ranks > 1)
+    assert (gap > 1e-3) == (ranks > 1) and all(r["losses"][-1] < r["losses"][0] for r in apart)
 
     # Prediction 3: the same but for rounding, since 48 terms are added in another order.
     for n in sorted({1, 2, 4, ranks}):
@@ -120,7 +129,7 @@ def main(ranks: int = 4) -> None:
         print(f"ranks {n}: parameters differ from one process by {off:.0e}; by hand and plait.Engine: equal to the bit")
         assert off < 1e-5
         assert all(torch.equal(a["parameters"], b["parameters"]) for a, b in zip(by_hand, by_plait, strict=True))
-        assert abs(by_plait[0]["mean"] - sum(r["loss"] for r in by_hand) / SAMPLES) < 1e-5
+        assert abs(by_plait[0]["mean"] - sum(r["losses"][-1] for r in by_hand) / SAMPLES) < 1e-5
 
     # The measurement: each step sends 2 (n - 1) / n of the gradients' bytes per rank (lesson 6), and nothing else.
     size = 4 * len(found[0]["grads"])

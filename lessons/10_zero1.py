@@ -15,6 +15,8 @@ Predict before you run it, with four ranks:
   2. A rank throws away the gradient sums of what it does not own.  Which collective of lesson 5 never brings them?
   3. Adafactor on flat pieces: does it crash?
 
+You need lesson 1 (lazy state), lesson 5 (reduce-scatter, all-gather) and lesson 9.  More: docs/guide/extending.md.
+
     plait lesson run 10
 """
 

@@ -15,6 +15,10 @@ Predict before you run it, with four ranks and eight layers:
   2. The backward loops ``for i in range(7, 0, -1)``.  Does the loss still fall?  Which layer tells on it?
   3. How many bytes does stage 3 move, compared with data parallel's all-reduce?
 
+You need lesson 5 (broadcast, reduce) and lesson 10.  plait's own stage 2 also joins small layers into messages of up to
+1 MiB (``bucket``), so with layers as small as these its gradient buffer is larger than one layer.  With several
+microbatches stage 3 repeats all of this for each of them.  More: docs/guide/prediction.md#what-a-row-costs.
+
     plait lesson run 11
 """
 

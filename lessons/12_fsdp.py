@@ -1,9 +1,10 @@
 """Lesson 12: FSDP.
 
-The idea.  Lesson 11 gave whole layers to owners, so shares were uneven and the owner sent everything.  FSDP lays all
-parameters of a *unit* (a block) end to end in one flat vector and gives each rank an equal piece, wherever the cuts
-fall.  Before a unit computes, an all-gather makes the whole vector; after it, the memory is freed.  The backward
-gathers again, and when the unit's last gradient is there, a reduce-scatter leaves each rank the sum for its piece.
+The idea.  Lesson 11 gave whole layers to owners.  Then shares are uneven where the layers do not divide (lesson 10),
+and the owner sends everything.  FSDP lays all parameters of a *unit* (a block) end to end in one flat vector and gives
+each rank an equal piece, wherever the cuts fall.  Before a unit computes, an all-gather makes the whole vector; after
+it, the memory is freed.  The backward gathers again, and when the unit's last gradient is there, a reduce-scatter
+leaves each rank the sum for its piece.
 
     forward    gather 0 | compute 0, gather 1 | free 0 | compute 1, gather 2 | free 1 | ...
     backward   gather 3 | compute 3, gather 2 | reduce 3, free 3 | compute 2, gather 1 | reduce 2, free 2 | ...
@@ -16,6 +17,9 @@ Predict before you run it, with four units on four ranks:
   1. How many units are whole at once, at most, with prefetch 1?  With prefetch 0?
   2. Autograd has saved the weights for backward.  The memory was freed in between.  What do the saved weights show?
   3. Gradients are reduced in which order?
+
+You need lesson 5 and lesson 11.  Here the order of the units is known; plait learns it in a model's first forward, and
+prefetches from then on.  More: docs/guide/a-step.md.
 
     plait lesson run 12
 """
@@ -123,8 +127,9 @@ def shard(model: nn.Sequential, comm: plait.Comm, prefetch: int, log: list[str])
 
 def body(comm: plait.Comm, prefetch: int = 1) -> dict:
     model, log = copy.deepcopy(MODEL), []
-    units, at_once = shard(model, comm, prefetch, log)  # @inspect units[0].flat, units[0].whole
-    optimizer = torch.optim.AdamW([unit.piece for unit in units], lr=1e-2)  # a stock optimizer, on pieces
+    units, at_once = shard(model, comm, prefetch, log)  # @over
+    pieces = [unit.piece for unit in units]  # @inspect units[0].flat, units[0].whole
+    optimizer = torch.optim.AdamW(pieces, lr=1e-2)  # a stock optimizer, on pieces
     x, y = X.chunk(comm.world_size)[comm.rank].clone(), Y.chunk(comm.world_size)[comm.rank]
     x.requires_grad_()  # so that the backward of the first block has an input to hook
     for _ in range(STEPS):
@@ -132,7 +137,7 @@ def body(comm: plait.Comm, prefetch: int = 1) -> dict:
         (model(x) - y).square().sum().backward()
         optimizer.step()
     held = sum(unit.flat.untyped_storage().nbytes() for unit in units)
-    pieces = [unit.piece.detach() for unit in units]
+    pieces = [piece.detach() for piece in pieces]
     return {"pieces": pieces, "log": list(log), "most": max(at_once), "left": held, "sent": comm.ledger.sent}
 
 
@@ -161,13 +166,6 @@ def main(ranks: int = 4) -> None:
     assert all(r["most"] == 2 for r in found) and all(r["most"] == 1 for r in without)
     assert all(r["left"] == 0 for r in found), "after the step no unit is whole on any rank"
 
-    # Prediction 3: from the last unit to the first, each as soon as its own backward is done.
-    print("one step on rank 0:", ", ".join(found[0]["log"]))
-    gathers, reduces = ([e for e in found[0]["log"] if e.startswith(k)] for k in ("gather", "reduce"))
-    order = list(range(UNITS))
-    assert reduces == [f"reduce {i}" for i in reversed(order)]
-    assert gathers == [f"gather {i}" for i in (*order, *reversed(order))]
-
     # Prediction 2: the right values again, since the gather writes to the same memory.  Proof: the trained parameters.
     numels = [sum(p.numel() for p in block.parameters()) for block in MODEL]
     wholes = [torch.cat([r["pieces"][i] for r in found])[: numels[i]] for i in range(UNITS)]
@@ -176,6 +174,13 @@ def main(ranks: int = 4) -> None:
     for a, b in zip(without, found, strict=True):
         assert all(map(torch.equal, a["pieces"], b["pieces"]))
     print("trained parameters, by hand with and without prefetch, and by plait's zero3: equal to the bit")
+
+    # Prediction 3: from the last unit to the first, each as soon as its own backward is done.
+    print("one step on rank 0:", ", ".join(found[0]["log"]))
+    gathers, reduces = ([e for e in found[0]["log"] if e.startswith(k)] for k in ("gather", "reduce"))
+    order = list(range(UNITS))
+    assert reduces == [f"reduce {i}" for i in reversed(order)]
+    assert gathers == [f"gather {i}" for i in (*order, *reversed(order))], "the last unit twice in a row: it was freed"
 
     # The measurement: three volumes of parameters, where data parallel sends two.
     padded = sum(4 * r["pieces"][i].numel() for r in found for i in range(UNITS))

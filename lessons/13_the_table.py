@@ -10,12 +10,17 @@ to the next, by four rules:
     cut over a     -> full            all-gather over a
     full           -> cut over a      keep your slice; nothing is sent
 
-    parameters --forward--> kept --backward--> full, pending --> gradients --step--> optimizer --publish--> parameters
+    parameters -> full (forward) -> kept -> full (backward)
+    full, pending -> gradients, for each microbatch;  gradients -> optimizer -> parameters, once a step
+
+``shard/replica`` is one cut inside another: over ``shard``, and each piece once more over ``replica``.
 
 Predict before you run it, on a mesh "replica=2 shard=2" (two groups of two):
   1. The row hsdp cuts parameters and gradients over ``shard`` only.  What crosses ``replica``, and how often?
   2. The row ``full | full | shard/replica | shard/replica`` has which name?
   3. Is there a row that sends less than data parallel?
+
+You need lesson 5 (the collectives) and lesson 12.  More: docs/guide/prediction.md#what-a-row-costs.
 
     plait lesson run 13
 """
@@ -107,8 +112,8 @@ def batches(comm: plait.Comm) -> list[tuple[Tensor, Tensor]]:
 def body(comm: plait.Comm, row: str = ROWS["zero3"]) -> dict:
     at_rest, kept, grads, optim = (read(cell) for cell in row.split("|"))
     whole = torch.cat([p.detach().flatten() for p in MODEL.parameters()])
-    params = convert(comm, whole, FULL, at_rest)
-    piece = nn.Parameter(convert(comm, whole, FULL, optim).clone())
+    params = convert(comm, whole, FULL, at_rest)  # @over
+    piece = nn.Parameter(convert(comm, whole, FULL, optim).clone())  # @over
     optimizer = torch.optim.AdamW([piece], lr=1e-2)
     for _ in range(STEPS):
         mark, summed = len(comm.ledger), torch.zeros(())
@@ -127,7 +132,7 @@ def body(comm: plait.Comm, row: str = ROWS["zero3"]) -> dict:
         optimizer.step()
         params = convert(comm, piece.detach(), optim, at_rest)
     sent = sum(entry.sent for entry in comm.ledger.since(mark))
-    across = [entry for entry in comm.ledger.since(mark) if entry.axes == ("replica",)]
+    across = [entry for entry in comm.ledger.since(mark) if "replica" in entry.axes]
     return {"parameters": convert(comm, params, at_rest, FULL), "sent": sent, "across": len(across)}
 
 
@@ -149,12 +154,10 @@ def main(ranks: int = 4) -> None:
     def run(call: Callable, row: str) -> list:
         return plait.run_threads(mesh, lambda comm: call(comm, row))
 
-    volume = 4 * sum(p.numel() for p in MODEL.parameters())
-    M, s, f = MICROBATCHES, ranks // 2, (ranks - 1) / ranks
+    volume, M, s, f = 4 * 2 * WIDTH**2, MICROBATCHES, ranks // 2, (ranks - 1) / ranks
     g, cross = (s - 1) / s, 1 / s  # a collective inside a group; a sum over replica of a group's piece
-    planned = {
-        #    volumes sent                  messages over replica alone
-        "ddp": (2 * f, 0),
+    planned = {  # volumes sent, messages that cross replica
+        "ddp": (2 * f, 1),
         "zero1": (2 * f, 2),
         "zero2": ((M + 1) * f, M + 1),
         "zero3": (3 * M * f, 3 * M),
@@ -168,19 +171,17 @@ def main(ranks: int = 4) -> None:
         found, theirs = run(body, row), run(engine, name)
         assert all(torch.equal(a["parameters"], b) for a, b in zip(found, theirs, strict=True))
         sent[name] = found[0]["sent"] / volume
-        print(f"{name:11} sends {sent[name]:5.2f} volumes a step, {found[0]['across']:2} messages over replica")
+        print(f"{name:11} sends {sent[name]:5.2f} volumes a step, {found[0]['across']:2} messages cross replica")
         assert abs(sent[name] - planned[name][0]) < 1e-9 and found[0]["across"] == planned[name][1]
-        # The messages that plait derives from its row are ours, cell for cell.
+        # The row is plait's, cell for cell.  plait may make one message over both axes where ``convert`` makes two.
         theirs = plait.TABLE[name]
         assert [read(str(c)) for c in (theirs.params, theirs.kept, theirs.grads, theirs.optim)] == [
             read(cell) for cell in row.split("|")
         ]
     print("on every rank, after every row: the parameters of plait's engine under that row, to the bit")
 
-    # Prediction 1: one gradient sum per step, whatever the number of microbatches.
-    assert run(body, ROWS["hsdp"])[0]["across"] == 1 and [str(m) for m in moves(plait.TABLE["hsdp"]).step] == [
-        "all_reduce(replica) inside shard"
-    ]
+    # Prediction 1: one gradient sum per step, whatever the number of microbatches.  plait's engine makes one per unit.
+    assert [str(m) for m in moves(plait.TABLE["hsdp"]).step] == ["all_reduce(replica) inside shard"]
     # Prediction 2: ZeRO-2.
     assert plait.parse_strategy("mine: full | full | shard/replica | shard/replica").row() == plait.TABLE["zero2"].row()
     # Prediction 3: none.  A sum that all must see costs two volumes; rows trade bytes held for bytes sent.
@@ -188,8 +189,7 @@ def main(ranks: int = 4) -> None:
 
     # Your own row: gather inside the group once per microbatch, spread the optimizer state over all ranks.
     mine = "shard | full | shard, pending(replica) | shard/replica"
-    found = run(body, mine)
-    theirs = run(engine, f"mine: {mine}")
+    found, theirs = run(body, mine), run(engine, f"mine: {mine}")
     assert all(torch.equal(a["parameters"], b) for a, b in zip(found, theirs, strict=True))
     own = found[0]["sent"] / volume
     print(f"a row of our own sends {own:.2f} volumes; plait verify --strategy 'mine: ...' proves it")

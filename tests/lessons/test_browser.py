@@ -142,5 +142,8 @@ def test_a_lesson_is_stepped_through(number: int, tmp_path: Path) -> None:
         assert "returns" in tab.inner_text("#ranks")
         inspected = {9: "@ model[0][0].weight.grad", 12: "@ units[0].flat"}.get(number, "x")
         assert inspected in tab.inner_text("#ranks")
+        assert tab.locator("#source .number.verified").count() > 5
+        tab.click("#run > summary")
+        assert "verified" in tab.inner_text("#run .label >> nth=0") or number == 5
         tab.screenshot(path=str(tmp_path / f"lesson-{number}.png"))
         assert (tmp_path / f"lesson-{number}.png").stat().st_size > 20_000

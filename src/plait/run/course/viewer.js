@@ -5,6 +5,7 @@ const [source, columns, slider, count, messages, predictions] =
   ["source", "ranks", "slider", "count", "messages", "predictions"].map(id => document.getElementById(id));
 const last = data.frames.length - 1;
 document.getElementById("title").textContent = document.title;
+document.body.classList.toggle("many", data.ranks.length > 4);
 const SVG = "http://www.w3.org/2000/svg";
 
 function make(tag, text, parent, name) {
@@ -160,6 +161,15 @@ function drawMessages(frame) {
   });
 }
 
+// Names ranks in ascending order: r0-3 r6.
+function ranksIn(ranks) {
+  const runs = [];
+  for (const r of ranks) {
+    if (runs.length && runs.at(-1)[1] === r - 1) runs.at(-1)[1] = r; else runs.push([r, r]);
+  }
+  return runs.map(([a, b]) => a === b ? `r${a}` : `r${a}-${b}`).join(" ");
+}
+
 function drawRank(rank, r, frame) {
   const at = data.frames[frame][r], step = rank.steps[at], column = make("section", undefined, columns);
   column.setAttribute("aria-label", `rank ${r}`);
@@ -170,7 +180,8 @@ function drawRank(rank, r, frame) {
   const line = lines[step.line - 1];
   line.className = "at";
   line.setAttribute("aria-current", "step");
-  line.firstChild.textContent = `${line.firstChild.textContent.replace(/^\d+$/, "")} r${r}`.trim();
+  line.here.push(r);
+  line.firstChild.textContent = ranksIn(line.here);
   make("p", `${step.function}, line ${step.line}${step.ends ? ", returns" : ""}`, column);
   const n = step.operations, total = n ? rank.operations[n - 1].total : 0;
   bar(column, `sent ${size(total)} in ${n} operation${n === 1 ? "" : "s"}`, total, most.sent, "bytes sent");
@@ -193,6 +204,7 @@ function drawRank(rank, r, frame) {
 function draw(frame) {
   lines.forEach((line, i) => {
     line.className = "";
+    line.here = [];
     line.removeAttribute("aria-current");
     line.firstChild.textContent = String(i + 1);
   });

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,22 @@ MESH, RANKS, WAYS = "replica=2 shard=2", 4, 2
 
 
 class Model(nn.Module):
-    """An embedding, a router, the best two of four experts, one that is shared, a head; and the router's two losses."""
+    """An embedding, a router, the best two of four experts, one that is shared, a head; and the router's losses.
 
-    def __init__(self) -> None:
+    Args:
+        whole_batch: the balance is that of the whole batch, not of each sequence.
+        rate: of a bias that makes experts chosen less often, or more, in the next step; it has no gradient.
+    """
+
+    bias: Tensor
+
+    def __init__(self, *, whole_batch: bool = False, rate: float = 0.0) -> None:
         super().__init__()
+        self.whole_batch, self.rate = whole_batch, rate
         self.embed, self.gate = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, EXPERTS)
         self.experts = nn.ModuleDict({str(e): nn.Linear(WIDTH, WIDTH) for e in range(EXPERTS)})
         self.shared, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, TOKENS)
+        self.register_buffer("bias", torch.zeros(EXPERTS))
         with torch.no_grad():
             self.embed.weight[:, 0] = 0.0
             self.embed.weight[RARE, 0] = 4.0
@@ -46,19 +56,33 @@ class Model(nn.Module):
         self.router_loss = torch.zeros(())
 
     def forward(self, tokens: Tensor) -> Tensor:
+        whole = self if self.engine is None else self.engine
         x = self.embed(tokens)
         logits = self.gate(x)
         share = logits.softmax(-1)
-        weights, chosen = share.topk(TOP)
-        whole = self if self.engine is None else self.engine
-        self.router_loss = whole.balance(share, chosen) + Z * logits.logsumexp(-1).square().sum()
-        y = whole.mixed(x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1))
+        chosen = (share + self.bias).topk(TOP).indices
+        often = F.one_hot(chosen, EXPERTS).to(share.dtype).sum(2)
+        if self.rate and torch.is_grad_enabled():
+            counts = whole.over_batch(often.sum((0, 1)))
+            self.bias = self.bias + self.rate * (counts.mean() - counts).sign()
+        self.router_loss = whole.balance(share, often) + whole.z(logits)
+        y = whole.mixed(x.flatten(0, 1), share.gather(-1, chosen).flatten(0, 1), chosen.flatten(0, 1))
         return self.head(x + y.view_as(x))  # type: ignore[no-any-return]
 
-    def balance(self, share: Tensor, chosen: Tensor) -> Tensor:
-        """Of each sequence: how often an expert is chosen, times its mean probability; a sum over sequences."""
-        often = F.one_hot(chosen, EXPERTS).to(share.dtype).sum(2).mean(1)
-        return BALANCE * (often * share.mean(1)).sum()
+    def over_batch(self, counts: Tensor) -> Tensor:
+        """Counts of the whole batch, from those of the sequences that are here."""
+        return counts
+
+    def balance(self, share: Tensor, often: Tensor) -> Tensor:
+        """How often an expert is chosen, times its mean probability, [samples, time, experts]; a sum over sequences."""
+        each = often.mean(1)
+        if self.whole_batch:
+            counts = (self if self.engine is None else self.engine).over_batch(often.sum((0, 1)))
+            each = TOP * counts / counts.sum()
+        return BALANCE * (each * share.mean(1)).sum()
+
+    def z(self, logits: Tensor) -> Tensor:
+        return Z * logits.logsumexp(-1).square().sum()
 
     def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         return self.shared(x) + self.routed(x, weights, chosen)  # type: ignore[no-any-return]
@@ -95,9 +119,6 @@ def num_targets(batch: Mapping[str, Tensor]) -> int:
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
-
-
-JOB = plait.UserJob(Model, loss_sum, batch, num_targets, adam)
 
 
 class _Gather(torch.autograd.Function):
@@ -153,8 +174,14 @@ class Engine:
 
     # ---- the forward
 
-    def balance(self, share: Tensor, chosen: Tensor) -> Tensor:
-        return self.model.balance(share, chosen)
+    def over_batch(self, counts: Tensor) -> Tensor:
+        return self.add(counts.clone(), ALL)
+
+    def balance(self, share: Tensor, often: Tensor) -> Tensor:
+        return self.model.balance(share, often)
+
+    def z(self, logits: Tensor) -> Tensor:
+        return self.model.z(logits)
 
     def gather(self, rows: Tensor) -> Tensor:
         return _Gather.apply(rows, self.comm)  # type: ignore[no-any-return]
@@ -206,11 +233,17 @@ class Engine:
 
 
 def judged(
-    engine: type[Engine], folder: Path, *, microbatches: int = 1, clip: float | None = None, deadline: float = 30
+    engine: type[Engine],
+    folder: Path,
+    *,
+    microbatches: int = 1,
+    clip: float | None = None,
+    deadline: float = 30,
+    **model: Any,
 ) -> Judgement:
-    """The judgement of a few steps of an engine, on threads."""
+    """The judgement of a few steps of an engine, on threads; ``model`` are the arguments of ``Model``."""
     torch.manual_seed(1)
-    whole = Model()
+    whole = Model(**model)
 
     def body(comm: Comm) -> None:
         made = engine(deepcopy(whole), comm, clip)
@@ -223,4 +256,5 @@ def judged(
                 made.step(own, num_targets(whole_batch))
 
     plait.run_threads(MESH, body, deadline=deadline, sanitize=False)
-    return plait.judge(JOB, folder, clip=clip, steps=STEPS)
+    job = plait.UserJob(partial(Model, **model), loss_sum, batch, num_targets, adam)
+    return plait.judge(job, folder, clip=clip, steps=STEPS)

@@ -168,7 +168,7 @@ CLIPPED = [
     (2, clipped(scale(0, 2)), "0.bias", "2 times what it should be; the clip makes the 2 others 0."),
     (2, clipped(scale(0, 2)), "0.bias", "unless it is these that are wrong"),
     (3, clipped(lambda model: model[0].weight.grad[3:5].zero_()), "0.weight", "only indices 3 to 4 of 8 of dim 0"),
-    (3, clipped(after=scale(1, 2)), "1.bias", "2 times what it should be; 1 other parameters are wrong too"),
+    (3, clipped(after=scale(1, 2)), "1.bias", "2 times what it should be; 1 other parameter is wrong too"),
     (3, clipped(norm=3.0), "", "1/3 times what it should be: the norm that it is clipped by is 3 times"),
 ]
 

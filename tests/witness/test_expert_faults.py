@@ -206,7 +206,7 @@ FAULTS = [
     Fault(BalanceTimesMicrobatches, "NeMo Automodel #3359", "gradient", "gate.bias", ROUTER, settings={"microbatches": 2}),
     Fault(BalanceTimesRanks, "transformers #48690", "gradient", "gate.bias", ROUTER),
     Fault(RouterLossesTimesAxis, "Megatron-LM #5047", "gradient", "gate.bias", ROUTER),
-    Fault(CountsOfARank, "ltp-megatron-lm #68", "gradient", "gate.bias", "1 other parameters are wrong too", settings={"whole_batch": True}),
+    Fault(CountsOfARank, "ltp-megatron-lm #68", "gradient", "gate.bias", "1 other parameter is wrong too", settings={"whole_batch": True}),
     Fault(CountsOfARank, "TransformerEngine #3471", "gradient", "embed.weight", "12 other parameters are wrong too", 1, settings={"rate": 0.05}),
     Fault(BalanceHasNoGradient, "NeMo Automodel #1408", "gradient", "gate.bias", ROUTER),
     Fault(BalanceOfAPackAsOneSequence, "Megatron-LM #5996", "gradient", "gate.bias", ROUTER),

@@ -258,7 +258,11 @@ def _by_parameter(setting: Setting, faulty: Sequence[Seen]) -> Judgement:
     _, name, shape = next((row for row in shapes if row[2].pattern in ("factor", "nothing", "region")), shapes[0])
     ranks = tuple(other.rank for other in faulty if name in other.wrong)
     many = len({n for other in faulty for n in other.wrong})
-    others = f"; {many - 1} other parameters are wrong too" if many > 1 else "; all other parameters are right"
+    others = (
+        f"; {many - 1} other parameter{'s are' if many > 2 else ' is'} wrong too"
+        if many > 1
+        else "; all other parameters are right"
+    )
     cause = "the gradient of one parameter" if many == 1 else "the gradient of some parameters"
     if (hidden := common[ranks[0]]) != 1:
         rest = len(setting.true) - len({n for _, n, _ in shapes})

@@ -118,12 +118,20 @@ def test_a_file_that_train_could_not_read_is_refused(folder: Path, capsys: pytes
     assert "give a folder with a config.json" in said(capsys, 2, "--model", f"hf:{folder}/llama.json")
 
 
+def test_a_sample_longer_than_the_models_positions_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 8192}))
+    words = ("--model", f"hf:{folder}", "--length")
+    assert "length 8,193 is beyond the 8,192 positions of the model's config" in said(capsys, 2, *words, "8193")
+    said(capsys, 0, *words, "8192")
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
         (["--gpus", "8xh1000"], "gpus '8xh1000': did you mean h100 or"),
         (["--model", "hf:config.json", "--layers", "3"], "--layers beside --model hf:config.json"),
         (["--params", "1B", "--write-script", "slurm"], "--write-script slurm without --toml"),
+        (["--params", "1B", "--measure", "1"], "measure beside params: a number of parameters has no layers"),
         (["--model", "lama"], "model 'lama': give hf:PATH"),
         (["--layers", "3"], "no width: give --model hf:PATH, --params"),
         (["--params", "10"], "params '10': give a number and M, B or T"),

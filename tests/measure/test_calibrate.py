@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,13 +20,22 @@ SIZES = "--model gpt --layers 2 --width 32 --heads 2 --vocab 256 --batch 8 --len
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_cluster_is_read_back_as_it_was_written(name: str) -> None:
-    asked = replace(PRESETS[name], kind="cpu", world="thread", hosts=3)
+    device = replace(PRESETS[name].device, attention={"bf16": 1e14})
+    asked = replace(PRESETS[name], device=device, kind="cpu", world="thread", hosts=3, turns=2.0)
     found = parse_cluster(tomli_w.dumps(to_toml(asked)), "x.toml")
 
     def figures(one: Cluster) -> list[float]:
         links = (one.inside.bandwidth, one.inside.latency, one.between.bandwidth, one.between.latency)
         device = one.device
-        return [device.memory, device.bandwidth, device.units, device.launch, *device.peak.values(), *links]
+        return [
+            device.memory,
+            device.bandwidth,
+            device.units,
+            device.launch,
+            *device.peak.values(),
+            one.attention("bf16"),
+            *links,
+        ]
 
     assert figures(found) == pytest.approx(figures(asked))
     assert replace(found, device=asked.device, inside=asked.inside, between=asked.between) == asked
@@ -38,7 +48,10 @@ def test_a_layout_that_cannot_run_says_why() -> None:
 
 def test_a_measured_machine_plans_and_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file, result = tmp_path / "here.toml", tmp_path / "plan.json"
-    assert main(["doctor", "--calibrate", str(file), "--mesh", "shard=2", "--world", "thread"]) == 0
+    words, also = ["doctor", "--calibrate", str(file), "--world", "thread"], tmp_path / "here.json"
+    assert main([*words, "--mesh", "shard=2", "--json", str(also)]) == 0
+    assert json.loads(also.read_text())["tflops"] == tomllib.loads(file.read_text())["tflops"]
+    assert main([*words, "--mesh", "shard=2 hosts=2"]) == 2
     cluster = parse_cluster(file.read_text(), str(file))
     assert (cluster.kind, cluster.world, cluster.size) == ("cpu", "thread", 2)
     assert 1e8 < cluster.peak("fp32") < 1e14 and 1e8 < cluster.device.bandwidth < 1e13

@@ -84,6 +84,10 @@ def test_a_run_never_takes_anothers_folder(tmp_path: Path, capsys: pytest.Captur
         assert train(folder, "--steps", "1") == 2
         assert f"has the {name} of an earlier run" in capsys.readouterr().err
         assert (folder / "run" / name).read_text() == "mine"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "report.html").write_text("a plan's")
+    assert train(tmp_path, "--steps", "1") == 2
+    assert "has a report.html, of plait plan: give another folder" in capsys.readouterr().err
     assert train(folder, "--steps", "1", "--overwrite") == 0
     assert "overwrite" not in (folder / "run" / "config.toml").read_text()
 

@@ -11,6 +11,8 @@ launch_us = 6              # to launch one kernel
 turns = 1                  # times that a device is faster while the others of its host wait
 [tflops]                   # dense peak by dtype
 bf16 = 989.4
+[attention_tflops]         # reached by attention, by dtype; others reach a share of the peak
+bf16 = 386
 [inside]                   # between devices of a host: GB/s of one device in one direction
 gbs = 450
 latency_us = 3
@@ -90,6 +92,8 @@ class Accelerator:
     """Multiprocessors: a product's tiles run on them in waves."""
     launch: float = 6e-6
     """Seconds of the CPU to launch one kernel."""
+    attention: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """FLOP/s that attention reached, by dtype; others reach ``Reached.attention`` of the peak."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,10 @@ class Cluster:
         if dtype not in self.device.peak:
             raise ValueError(f"cluster {self.name}: no peak for {dtype}; it names {', '.join(self.device.peak)}")
         return self.device.peak[dtype]
+
+    def attention(self, dtype: str) -> float:
+        """FLOP/s of the products inside attention."""
+        return self.device.attention.get(dtype, self.peak(dtype) * self.reached.attention)
 
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
@@ -196,7 +204,20 @@ def parse_cluster(text: str, place: str) -> Cluster:
         found: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{place}: no TOML: {error}") from None
-    known = ("preset", "name", "hosts", "devices", "turns", *NAMES, *KEYS, "tflops", "inside", "between", "reached")
+    known = (
+        "preset",
+        "name",
+        "hosts",
+        "devices",
+        "turns",
+        *NAMES,
+        *KEYS,
+        "tflops",
+        "attention_tflops",
+        "inside",
+        "between",
+        "reached",
+    )
     for key in found:
         if key not in known:
             hint = did_you_mean(key, known, f"the keys are {', '.join(known)}")
@@ -226,8 +247,10 @@ def parse_cluster(text: str, place: str) -> Cluster:
         raise ValueError(f"{where(place, text, 'preset')}: {base!r}: choose one of {', '.join(PRESETS)}")
     cluster = PRESETS[base]
     given: dict[str, Any] = {name: number(found, key) * unit for key, (name, unit) in KEYS.items() if key in found}
-    peaks = table("tflops", ("bf16", "fp16", "fp32"))
-    given["peak"] = {**cluster.device.peak, **{key: number(peaks, key, "tflops") * TERA for key in peaks}}
+    for name, key in (("peak", "tflops"), ("attention", "attention_tflops")):
+        rates = table(key, ("bf16", "fp16", "fp32"))
+        rates = {dtype: number(rates, dtype, key) * TERA for dtype in rates}
+        given[name] = {**getattr(cluster.device, name), **rates}
     changed: dict[str, Any] = {"device": replace(cluster.device, **given), "name": str(found.get("name", base))}
     for name in ("inside", "between"):
         values = table(name, LINK_KEYS)

@@ -141,7 +141,7 @@ def block_passes(s: DecoderSizes, cluster: Cluster, dtype: str, tensor: float) -
     products = product(s.width, head + 2 * keys) + product(head, s.width)
     up = 2 if s.gated else 1
     products += expert_seconds(s, cluster, peak) if s.experts else product(s.width, ffn * up) + product(ffn, s.width)
-    attention = 4 * s.tokens * s.length * head / (peak * reached.attention) * (UNALIGNED if s.head % ALIGNED else 1.0)
+    attention = 4 * s.tokens * s.length * head / cluster.attention(dtype) * (UNALIGNED if s.head % ALIGNED else 1.0)
     moved = traffic_of_block(s) * reached.passes / (cluster.device.bandwidth * reached.memory)
     collectives = (4 if s.sequence else 2) * (s.ways > 1)
     passes = []

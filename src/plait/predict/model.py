@@ -57,6 +57,8 @@ class Transformer:
     """True if the head's weight is the embedding's."""
     positions: int = 0
     """Rows of a table of learned positions."""
+    longest: int = 0
+    """The most tokens that a sample may have, by the model's config; 0: no limit is known."""
     family: str = "llama"
     dropout: bool = False
 
@@ -212,6 +214,7 @@ def from_hugging_face(text: str, place: str) -> Transformer:
             vocab=whole(keys.vocab),
             head_dim=whole("head_dim", 0) if found.get("head_dim") else 0,
             positions=whole(keys.positions) if keys.positions else 0,
+            longest=whole(keys.positions or "max_position_embeddings", 0),
             family=family,
             **described,
         )

@@ -65,6 +65,11 @@ class Plan:
             devices = f"{self.cluster.hosts} hosts x {self.cluster.devices} devices = {self.cluster.size:,}"
             raise ValueError(f"mesh '{mesh}' has {mesh.size:,} ranks, the cluster {devices}: give as many")
         check_time(mesh, self.length)
+        if model.longest and self.length > model.longest:
+            raise ValueError(
+                f"length {self.length:,} is beyond the {model.longest:,} positions of the model's config: give "
+                f"--length {model.longest} or less"
+            )
         parts = mesh.data_size * self.microbatches
         if self.batch < parts or self.batch % parts:
             ranks = f"{mesh.data_size:,} data ranks x {self.microbatches} microbatches = {parts:,} parts"

@@ -56,6 +56,10 @@ def run(config: DoctorConfig, argv: Sequence[str] = ()) -> int:
     """Examines the machine and shows the facts.  Returns exit code 0, because a warning is not a failure."""
     if config.calibrate is not None:
         check_file("calibrate", config.calibrate)
+        if config.json not in (None, "-"):
+            check_file("json", config.json)
+        if config.parsed_mesh.hosts > 1:
+            raise ValueError(f"mesh '{config.mesh}': calibrate measures one host; leave hosts out")
         check_machine(config)
         return launch(config, partial(run_calibrate, config), ["-m", "plait", *argv])
     facts = examine(config.measure)
@@ -89,7 +93,10 @@ def run_calibrate(config: DoctorConfig, comm: Comm) -> int:
     if not comm.rank:
         text = f"# measured by plait doctor --calibrate: {comm.mesh.size} ranks, torch {torch.__version__}\n"
         write_text(config.calibrate or "", text + tomli_w.dumps(to_toml(cluster)))
-        say(f"written: {config.calibrate}; plait plan --cluster {config.calibrate} reads it\n", sys.stdout)
+        if config.json is not None:
+            write_json(config.json, to_toml(cluster))
+        stream = sys.stderr if config.json == "-" else sys.stdout
+        say(f"written: {config.calibrate}; plait plan --cluster {config.calibrate} reads it\n", stream)
     return 0
 
 

@@ -130,12 +130,16 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
     if config.toml is not None:
         check_file("toml", config.toml)
     if config.out is not None:
-        if config.params is not None:
-            raise ValueError("out beside params: a page needs sizes; give --model, or --layers --width --heads --vocab")
         check_folder("out", config.out, [REPORT])
         if (Path(config.out) / REPORT).exists():
             raise ValueError(f"out {config.out!r} has a {REPORT}, which would be lost: give another folder")
     if config.params is not None:
+        unread = ("model", "measure", "out", "toml", "mesh", "layers", "width", "ffn", "heads", "kv_heads", "vocab")
+        if beside := [name for name in unread if getattr(config, name) != getattr(PlanConfig, name)]:
+            raise ValueError(
+                f"{beside[0]} beside params: a number of parameters has no layers to lay out; give --model, or "
+                f"--layers --width --heads --vocab"
+            )
         return _show_states(config, cluster, console)
     model = read_model(config)
     place = Path((config.model or "hf:.").removeprefix("hf:")) if config.model not in OURS else Path()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -65,9 +66,12 @@ def calibrate(config: MachineConfig, comm: Comm, memory: float, units: int) -> C
     found = Cluster("this machine", device, inside, inside, 1, ranks, reached, comm.device.type, config.world)
     head = width // 8
     shape = (samples, 8, length, head)
-    q = torch.randn(shape, device=comm.device)
-    seconds = _seconds(comm, lambda: nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True))
-    found = _reaching(found, attention=4 * samples * 8 * length * length * head / seconds / own["fp32"])
+    work, attention = 4 * samples * 8 * length * length * head, {}
+    for name, dtype in DTYPES.items():
+        q = torch.randn(shape, device=comm.device).to(dtype)
+        attend = partial(nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
+        attention[name] = work / _seconds(comm, attend)
+    found = replace(found, device=replace(device, attention=attention))
     tiny = _block_seconds(comm, TINY, 1)
     found = _reaching(found, kernels=max(1.0, tiny / 3 / launch))
     large = GPTConfig(width=width // 2, num_layers=1, num_heads=8, num_kv_heads=8, max_length=length, dropout=0.0)
@@ -105,6 +109,7 @@ def to_toml(cluster: Cluster) -> dict[str, Any]:
         "units": device.units,
         "launch_us": device.launch / MICRO,
         "tflops": {name: rate / 1e12 for name, rate in device.peak.items()},
+        "attention_tflops": {name: rate / 1e12 for name, rate in device.attention.items()},
         **links,
         "reached": vars(cluster.reached),
     }

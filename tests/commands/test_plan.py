@@ -10,6 +10,8 @@ import pytest
 from plait.run.commands.main import main
 from plait.run.config.file import from_toml
 from plait.run.config.settings import TrainConfig
+from plait.run.job.outline import outline
+from plait.run.job.own import load_job
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
@@ -116,6 +118,56 @@ def test_what_does_not_fit_is_told_with_the_change_that_does(folder: Path, capsy
 def test_a_file_that_train_could_not_read_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "config.json").rename(folder / "llama.json")
     assert "give a folder with a config.json" in said(capsys, 2, "--model", f"hf:{folder}/llama.json")
+
+
+JOB = """
+import torch, plait
+from torch import nn
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(32, 64), nn.Linear(64, 8)
+    def forward(self, x):
+        return self.head(self.first(x).relu())
+
+def job():
+    return plait.UserJob(build=Own, loss_fn=lambda model, x: model(x).square().sum(), batches=[torch.ones(16, 4, 32)])
+
+chain = plait.UserJob(build=lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)),
+                      loss_fn=lambda model, x: model(x).square().sum(), batches=[torch.ones(16, 4, 32)])
+reads = plait.UserJob(build=Own, loss_fn=lambda model, x: model(x).sum() * model(x).sum().item(),
+                      batches=[torch.ones(16, 4, 32)])
+"""
+CPUS = 'preset = "h100"\ndevices = 2\nkind = "cpu"\nworld = "thread"\n'
+
+
+def test_a_job_of_your_own_is_counted_on_meta_and_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, result = tmp_path / "own.py", tmp_path / "plan.json"
+    file.write_text(JOB)
+    (tmp_path / "cpus.toml").write_text(CPUS)
+    words = ["--cluster", str(tmp_path / "cpus.toml"), "--dtype", "fp32", "--json", str(result)]
+    shown = said(
+        capsys, 0, "--job", f"{file}:job", *words, "--strategy", "zero3", "--mesh", "shard=2", "--measure", "1"
+    )
+    assert "2,632 parameters on 2 x h100; 16 samples a step" in shown and f'job = "{file}:job"' in shown
+    run = json.loads(result.read_text())["measured"][0]
+    assert run["state"][0] == 2632 * 16 / 2
+    for said_and_ran in (run["state"], run["sent"]):  # a unit is padded to whole pieces
+        assert said_and_ran[1] == pytest.approx(said_and_ran[0], rel=0.03)
+    said(capsys, 0, "--job", f"{file}:chain", *words)
+    assert {"pipe=2", "shard=2"} <= {one["mesh"] for one in json.loads(result.read_text())["layouts"]}
+    assert "does not run on meta" in said(capsys, 2, "--job", f"{file}:reads", *words)
+    assert "batch beside job" in said(capsys, 2, "--job", f"{file}:job", "--batch", "8", *words)
+
+
+def test_a_sequential_is_counted_link_by_link(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(JOB)
+    chain, samples = outline(load_job(f"{tmp_path / 'own.py'}:chain"))
+    assert samples == 16 and chain.cuts and [one.parameters for one in chain.links] == [2112, 0, 520]
+    assert [one.flops for one in chain.links] == [2 * 4 * 32 * 64, 0, 2 * 4 * 64 * 8]
+    assert [one.handed for one in chain.links] == [4 * 64, 4 * 64, 4 * 8]
+    assert [one.kept for one in chain.links] == [0, 4 * 64, 4 * 8]  # the batch is there anyway; the square of the loss
 
 
 def test_a_sample_longer_than_the_models_positions_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ context.py      the messages of a context axis
 memory.py       bytes of parameters, gradients and optimizer states between steps
 activations.py  bytes that a forward keeps for its backward
 model.py        a decoder by its sizes, from a config.json
+chain.py        any model by its links, as a job's own forward counts them
 cluster.py      accelerators, links and hosts, from a table or a TOML file
 plan.py         a layout of a model on a cluster
 footprint.py    bytes of each rank of a plan during a step, by kind

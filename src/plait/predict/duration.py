@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from plait.predict.activations import DecoderSizes
+from plait.predict.chain import Chain
 from plait.predict.cluster import Cluster, Reached
 from plait.predict.plan import Plan, RankLinks
 from plait.predict.waits import share_of_turns, slowest_path
@@ -198,6 +199,8 @@ def gathered_bytes(plan: Plan) -> float:
 
 def rank_passes(plan: Plan, share: RankLinks) -> tuple[Pass, Pass]:
     """Forward and backward of one microbatch on a rank of the pipe axis, with what is recomputed."""
+    if isinstance(plan.model, Chain):
+        return chain_passes(plan, plan.model, share)
     s, cluster = plan.sizes, plan.cluster
     reached, peak, device = cluster.reached, cluster.peak(plan.dtype), cluster.device
     tensor, own = tensor_seconds(plan), reached.microbatch * plan.stages_per_rank / 2
@@ -222,6 +225,21 @@ def rank_passes(plan: Plan, share: RankLinks) -> tuple[Pass, Pass]:
         there = there.plus(Pass(products=product, traffic=moved, launch=launch))
         back = back.plus(Pass(products=2 * product, traffic=moved, tensor=tensor / 2, launch=2 * launch))
     return there, back
+
+
+def chain_passes(plan: Plan, model: Chain, share: RankLinks) -> tuple[Pass, Pass]:
+    """The same of a chain; a backward takes twice the time of its forward."""
+    cluster, reached, own = plan.cluster, plan.cluster.reached, [model.links[link] for link in share.others]
+    products = plan.samples * sum(link.flops for link in own) / (cluster.peak(plan.dtype) * reached.product)
+    moved = plan.samples * sum(link.moved for link in own) * plan.itemsize(plan.strategy.params)
+    traffic = moved / (cluster.device.bandwidth * reached.memory)
+    launches = sum(link.operators for link in own) * cluster.device.launch
+    passes = []
+    for times in (1, 2):
+        waits = max(reached.starts * launches, launches - products - traffic)
+        launch = times * waits + reached.microbatch * plan.stages_per_rank / 2
+        passes.append(Pass(products=times * products, traffic=times * traffic, launch=launch))
+    return passes[0], passes[1]
 
 
 LOSS_PASSES = 5
@@ -266,12 +284,16 @@ def pipe_seconds(plan: Plan) -> float:
 
 def handed_bytes(plan: Plan) -> float:
     """Bytes of the stream that a rank hands to the next stage: its part, where the stream is cut in time."""
+    if isinstance(plan.model, Chain):
+        return plan.samples * max(link.handed for link in plan.model.links) * plan.itemsize(plan.strategy.params)
     return plan.sizes.stream * plan.model.hidden * plan.sizes.itemsize
 
 
 def elements_on(plan: Plan, share: RankLinks) -> float:
     """Elements of the parameters of a rank of the pipe axis."""
     model, ways = plan.model, plan.mesh.tensor
+    if isinstance(model, Chain):
+        return sum(model.links[link].parameters for link in share.others)
     parts = {"blocks": share.blocks, "embed": share.embed, "norm": share.norm, "head": share.head}
     tied = model.sizes("embed").on(ways) * (model.tied and share.head and not share.embed)
     return sum(times * model.sizes(link).on(ways) for link, times in parts.items()) + tied
@@ -297,13 +319,13 @@ def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
     """The messages of a step of a rank with these links."""
     mesh, row, m = plan.mesh, plan.strategy, plan.microbatches
     path, elements = moves_of(row, mesh), elements_on(plan, share)
-    units = share.blocks + share.embed + share.norm + share.head
+    units = share.units
     stages = plan.stages_per_rank
     gathers, again = m, m  # in the forward and in the backward
     if mesh.pipe > 1:  # a rank holds a stage: one is gathered once, several in turn, by 1.5 for each microbatch at most
         gathers, again = (1, 0) if stages == 1 or not row.kept.split else (m, -(-m // 2))
     own, wide = plan.itemsize(row.params), plan.itemsize(row.grads)
-    embedding = plan.model.sizes("embed").on(mesh.tensor) if plan.model.tied else 0
+    embedding = plan.decoder.sizes("embed").on(mesh.tensor) if plan.model.tied else 0
     tied = embedding if share.embed and share.head else 0  # the head gathers it again
     # Where nothing runs beside the computation, calling a collective takes its time too.
     call = 0.0 if plan.overlap else plan.cluster.reached.calls * plan.cluster.device.launch
@@ -327,9 +349,9 @@ def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
             if step.sends(mesh) and times:
                 size = elements + (tied if phase in ("forward", "backward") else 0)
                 add(phase, step.kind, step.axes, size * itemsize / mesh.count(step.outer), units, times)
-    s = plan.sizes
-    whole = s.tokens * s.width * s.itemsize
     if mesh.tensor > 1:
+        s = plan.sizes
+        whole = s.tokens * s.width * s.itemsize
         passes = (("forward", 2 if plan.recompute == "full" else 1), ("backward", 1))
         kinds = ("all_gather", "reduce_scatter") if s.sequence else ("all_reduce",)
         for phase, runs in passes:
@@ -345,7 +367,8 @@ def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
     if mesh.pipe > 1:
         if embedding and share.embed != share.head:
             add("tied", "send", ("pipe",), embedding * wide, 1, 1)
-        add("pipe", "send", ("pipe",), handed_bytes(plan), 1, m * (2 * stages - share.embed - share.head))
+        edges = share.embed + share.head + (0 in share.others) + (len(plan.model.links) - 1 in share.others)
+        add("pipe", "send", ("pipe",), handed_bytes(plan), 1, m * (2 * stages - edges))
     return tuple(found)
 
 
@@ -359,7 +382,7 @@ def data_seconds(plan: Plan, share: RankLinks, there: Pass, back: Pass) -> float
             took[sent.phase] += sent.seconds
     if not plan.overlap:
         return sum(took.values())
-    m, first = plan.microbatches, 1 / max(share.blocks + share.embed + share.head, 1)
+    m, first = plan.microbatches, 1 / max(share.units - share.norm, 1)
     gathered, reduced = took["forward"], took["backward"] + took["microbatch"]
     each = max(gathered - m * there.total, 0) + max(reduced - m * back.total, 0) + first * (gathered + reduced) / m
     return each + max(took["step"] - back.total, first * took["step"]) + took["publish"]

@@ -17,6 +17,8 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from plait.predict.activations import DecoderSizes, block, decoder
+from plait.predict.chain import Chain
+from plait.predict.duration import handed_bytes
 from plait.predict.memory import formula
 from plait.predict.plan import Plan, RankLinks
 
@@ -80,7 +82,7 @@ def fullest(plan: Plan) -> Footprint:
 
 
 def _footprint(plan: Plan, pipe: int, share: RankLinks, in_flight: int) -> Footprint:
-    row, mesh, model, sizes = plan.strategy, plan.mesh, plan.model, plan.sizes
+    row, mesh, model = plan.strategy, plan.mesh, plan.model
     own = plan.itemsize(row.params)
     wide = plan.itemsize(row.optim)
     units = _units(plan, share)
@@ -94,12 +96,20 @@ def _footprint(plan: Plan, pipe: int, share: RankLinks, in_flight: int) -> Footp
         kept = mesh.count(row.kept.split)
         opened = sum(sorted(units)[-2:])
         if mesh.pipe > 1:  # the stage that it holds
-            opened = elements if plan.stages_per_rank == 1 else max(opened, max(share.stages) * units[0])
+            opened = elements if plan.stages_per_rank == 1 else max(opened, max(share.stages, default=0) * units[0])
         keeps = elements / kept if kept < mesh.count(row.params.split) else 0
         gathered = own * (max(opened, keeps) if kept == 1 else keeps + opened)
     if mesh.count(row.grads.split) > 1:
         reduced = plan.itemsize(row.grads) * sum(sorted(units)[-2:])
     per_stage = in_flight / plan.stages_per_rank
+    if isinstance(model, Chain):
+        alive = per_stage * plan.samples * own * sum(model.links[link].kept for link in share.others)
+        working = 2.0 * plan.samples * own * max(model.links[link].handed for link in share.others)
+        received = 2.0 * handed_bytes(plan) if mesh.pipe > 1 else 0.0
+        return Footprint(
+            pipe, held.params, held.grads, held.optimizer, gathered, reduced, alive, working, 0.0, received
+        )
+    sizes = plan.sizes
     alive = per_stage * kept_in(sizes, share.blocks, share.embed, share.norm, plan.recompute)
     again = block_bytes(sizes, None) if plan.recompute == "full" and share.blocks else 0
     # The backward of an MLP has the gathered input, its gradient, the output's, and three of the inner width.
@@ -119,6 +129,8 @@ def _footprint(plan: Plan, pipe: int, share: RankLinks, in_flight: int) -> Footp
 def _units(plan: Plan, share: RankLinks) -> list[int]:
     """Elements of each unit of a rank that the data axes cut: its blocks, embedding, norm, head."""
     model, ways = plan.model, plan.mesh.tensor
+    if isinstance(model, Chain):
+        return [model.links[link].parameters for link in share.others]
     units = [model.sizes("blocks").on(ways)] * share.blocks
     units += [model.sizes("embed").on(ways)] * share.embed + [model.sizes("norm").on(ways)] * share.norm
     tied_here = model.tied and not share.embed

@@ -84,6 +84,18 @@ class Transformer:
         return self.chosen * self.ffn + self.shared_ffn if self.experts else self.ffn
 
     @property
+    def most_stages(self) -> int:
+        return self.layers + 3
+
+    def uncut(self, tensor: int) -> str | None:
+        """The reason why a tensor axis cannot cut it; None if it can."""
+        if self.kv_heads % tensor or self.ffn % tensor:
+            return f"tensor={tensor} does not divide {self.kv_heads} key and value heads and an MLP of {self.ffn}"
+        if self.experts and tensor > 1:
+            return f"tensor={tensor} over {self.experts} experts, which no tensor axis cuts: leave it out"
+        return None
+
+    @property
     def links(self) -> tuple[str, ...]:
         """The links of the model, between which a pipeline may cut."""
         return ("embed", *(f"blocks.{i}" for i in range(self.layers)), "norm", "head")

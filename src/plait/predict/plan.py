@@ -7,6 +7,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from plait.predict.activations import FUSED, ON_CPU, DecoderSizes, Kernels
+from plait.predict.chain import Chain
 from plait.predict.cluster import Cluster
 from plait.predict.context import check_time
 from plait.predict.model import Transformer
@@ -27,13 +28,19 @@ class RankLinks(NamedTuple):
     head: bool
     stages: tuple[int, ...]
     """The blocks of each of its stages."""
+    others: tuple[int, ...] = ()
+    """The numbers of its links, of a model that is no decoder."""
+
+    @property
+    def units(self) -> int:
+        return self.blocks + self.embed + self.norm + self.head + len(self.others)
 
 
 @dataclass(frozen=True)
 class Plan:
     """One layout of one model on one cluster; ValueError where they do not fit together."""
 
-    model: Transformer
+    model: Transformer | Chain
     cluster: Cluster
     mesh: Mesh
     strategy: Strategy
@@ -74,13 +81,13 @@ class Plan:
         if self.batch < parts or self.batch % parts:
             ranks = f"{mesh.data_size:,} data ranks x {self.microbatches} microbatches = {parts:,} parts"
             raise ValueError(f"a batch of {self.batch:,} samples over {ranks}: give a multiple of {parts:,}")
-        if model.kv_heads % mesh.tensor or model.ffn % mesh.tensor:
+        if (why := model.uncut(mesh.tensor)) is not None:
+            raise ValueError(why)
+        if isinstance(model, Chain) and self.recompute is not None:
+            raise ValueError("recompute with a job: its operators are counted as they are; leave recompute out")
+        if isinstance(model, Chain) and mesh.pipe > model.most_stages:
             raise ValueError(
-                f"tensor={mesh.tensor} does not divide {model.kv_heads} key and value heads and an MLP of {model.ffn}"
-            )
-        if model.experts and mesh.tensor > 1:
-            raise ValueError(
-                f"tensor={mesh.tensor} over {model.experts} experts, which no tensor axis cuts: leave it out"
+                f"pipe={mesh.pipe}: the job's model has {model.most_stages} links between which it may be cut"
             )
         _ = self.shares  # raises for more stages than links
 
@@ -105,16 +112,26 @@ class Plan:
     @cached_property
     def shares(self) -> tuple[RankLinks, ...]:
         """The links of each rank of the pipe axis."""
-        return shares(self.model.layers, self.order, self.mesh.pipe, self.chunks, self.split)
+        links = len(self.model.links)
+        found = shares(links, self.order, self.mesh.pipe, self.chunks, self.split)
+        if isinstance(self.model, Transformer):
+            return tuple(_in_decoder(own, links) for own in found)
+        return tuple(RankLinks(0, False, False, False, (), tuple(k for one in own for k in one)) for own in found)
 
     def itemsize(self, cell: Cell) -> int:
         """Bytes of an element of some state."""
         return cell.itemsize(ITEMSIZE[self.dtype])
 
+    @property
+    def decoder(self) -> Transformer:
+        """The model, where it is a decoder."""
+        assert isinstance(self.model, Transformer)
+        return self.model
+
     @cached_property
     def sizes(self) -> DecoderSizes:
         """A microbatch in the decoder on one rank."""
-        model = self.model
+        model = self.decoder
         return DecoderSizes(
             batch=self.samples,
             length=self.length,
@@ -148,7 +165,7 @@ class Plan:
         return Bubbles(found.waits or tuple(waits), found.idle_share, found.peaks or tuple(most))
 
 
-def implementation(model: Transformer, cluster: Cluster) -> dict[str, Any]:
+def implementation(model: Transformer | Chain, cluster: Cluster) -> dict[str, Any]:
     """The fields of a plan that say how plait's ranks on this cluster compute and send."""
     on_gpu = cluster.kind == "cuda"
     return {"kernels": FUSED if on_gpu else replace(ON_CPU, flash=not model.dropout), "overlap": on_gpu}
@@ -156,17 +173,18 @@ def implementation(model: Transformer, cluster: Cluster) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def shares(
-    layers: int, order: str | None, pipe: int, chunks: int | None, split: tuple[int, ...] | None = None
-) -> tuple[RankLinks, ...]:
-    """The links of each rank of the pipe axis: unless there is a split, equally many for each stage."""
+    links: int, order: str | None, pipe: int, chunks: int | None, split: tuple[int, ...] | None = None
+) -> tuple[tuple[range, ...], ...]:
+    """The links of each stage of each rank of the pipe axis: unless there is a split, equally many for each stage."""
     pipeline = Pipeline(order, pipe, chunks)
-    links, last = layers + 3, layers + 2
     stages = even(links, pipeline.num_stages) if split is None else by_sizes(split, links)
     owner = pipeline.owner
-    found = []
-    for rank in range(pipe):
-        own = [links for stage, links in enumerate(stages) if owner[stage] == rank]
-        blocks = tuple(sum(0 < link <= layers for link in links) for links in own)
-        has = [any(link in links for links in own) for link in (0, layers + 1, last)]
-        found.append(RankLinks(sum(blocks), has[0], has[1], has[2], blocks))
-    return tuple(found)
+    return tuple(tuple(own for stage, own in enumerate(stages) if owner[stage] == rank) for rank in range(pipe))
+
+
+@lru_cache(maxsize=4096)
+def _in_decoder(own: tuple[range, ...], links: int) -> RankLinks:
+    """A rank's links of a decoder: the embedding is first, a norm and the head are last."""
+    blocks = tuple(len(range(max(one.start, 1), min(one.stop, links - 2))) for one in own)
+    has = [any(link in one for one in own) for link in (0, links - 2, links - 1)]
+    return RankLinks(sum(blocks), has[0], has[1], has[2], blocks)

@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any
 
+from plait.predict.chain import Chain
 from plait.predict.cluster import Cluster
 from plait.predict.duration import Duration, Speed, duration, speed
 from plait.predict.footprint import Footprint, fullest
@@ -70,7 +71,7 @@ def divisors(number: int) -> list[int]:
 class Question:
     """The part of a plan that all candidates share."""
 
-    model: Transformer
+    model: Transformer | Chain
     cluster: Cluster
     batch: int
     length: int
@@ -82,11 +83,11 @@ def meshes(asked: Question) -> Iterator[Mesh]:
     cut in time."""
     model, cluster = asked.model, asked.cluster
     for tensor in divisors(cluster.devices):
-        if model.kv_heads % tensor or model.ffn % tensor or (model.experts and tensor > 1):
+        if model.uncut(tensor) is not None:
             continue
         for pipe in divisors(cluster.size // tensor):
             data = cluster.size // tensor // pipe
-            if pipe > min(model.layers + 3, MOST_STAGES):
+            if pipe > min(model.most_stages, MOST_STAGES):
                 continue
             shard = cluster.devices // tensor
             cuts = [(1, data)] + [(data // shard, shard)] * (1 < shard < data and data % shard == 0)
@@ -110,18 +111,20 @@ def candidates(asked: Question, rows: Sequence[Strategy], *, everything: bool = 
         everything: also orders other than 1F1B, and selective recomputation.
     """
     how = implementation(asked.model, asked.cluster)
+    modes: tuple[str | None, ...] = (None, "selective", "full") if everything else (None, "full")
+    modes = (None,) if isinstance(asked.model, Chain) else modes
     for mesh in meshes(asked):
         orders: list[tuple[str | None, int | None]] = [(None, None)]
         if mesh.pipe > 1:
             orders = [("1f1b", None), *[("zb_h1", None)] * everything]
-            orders += [("interleaved", 2)] * (everything and 2 * mesh.pipe <= asked.model.layers)
+            orders += [("interleaved", 2)] * (everything and 2 * mesh.pipe <= asked.model.most_stages - 3)
         usable = [row for row in rows if (mesh.replica > 1) == two_levels(row)]
         for row in usable[:1] if mesh.count(DATA_AXES) == 1 else usable:
             for m in divisors(asked.batch // mesh.data_size):
                 for order, chunks in orders if mesh.pipe == 1 or m >= mesh.pipe else ():
                     if order == "interleaved" and m % mesh.pipe:
                         continue
-                    for recompute in (None, "selective", "full") if everything else (None, "full"):
+                    for recompute in modes:
                         yield Plan(
                             asked.model,
                             asked.cluster,

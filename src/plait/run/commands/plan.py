@@ -18,6 +18,7 @@ from rich.table import Table
 
 from plait.checkpoint.files.reading import read_text
 from plait.checkpoint.files.writing import check_file, check_folder, write_json, write_text
+from plait.predict.chain import Chain
 from plait.predict.cluster import Cluster, parse_cluster, preset
 from plait.predict.duration import messages
 from plait.predict.memory import formula
@@ -75,6 +76,8 @@ class PlanConfig(SizeFlags):
     Exit code 0: a layout fits, 1: none does, 2: bad input.
     """
 
+    job: str | None = None
+    """FILE.py:NAME, a plait.UserJob of your own: its forward and loss run once on meta, with its own batch."""
     params: str | None = None
     """Number of parameters, as 10B or 1T, where no sizes are known: only their state is counted."""
     hosts: int | None = None
@@ -134,14 +137,31 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
         if (Path(config.out) / REPORT).exists():
             raise ValueError(f"out {config.out!r} has a {REPORT}, which would be lost: give another folder")
     if config.params is not None:
-        unread = ("model", "measure", "out", "toml", "mesh", "layers", "width", "ffn", "heads", "kv_heads", "vocab")
+        unread = (
+            "model",
+            "job",
+            "measure",
+            "out",
+            "toml",
+            "mesh",
+            "layers",
+            "width",
+            "ffn",
+            "heads",
+            "kv_heads",
+            "vocab",
+        )
         if beside := [name for name in unread if getattr(config, name) != getattr(PlanConfig, name)]:
             raise ValueError(
                 f"{beside[0]} beside params: a number of parameters has no layers to lay out; give --model, or "
                 f"--layers --width --heads --vocab"
             )
         return _show_states(config, cluster, console)
-    model = read_model(config)
+    model: Transformer | Chain
+    if config.job is not None:
+        model, config = read_job(config.job, config)
+    else:
+        model = read_model(config)
     place = Path((config.model or "hf:.").removeprefix("hf:")) if config.model not in OURS else Path()
     if not place.is_dir() and place.name != "config.json":
         raise ValueError(f"model {config.model!r}: give a folder with a config.json, which train reads too")
@@ -149,13 +169,14 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
     found = ranked(asked_plans(config, model, cluster, rows))
     if not found:
         raise ValueError(
-            f"no mesh of {cluster.size:,} devices divides a batch of {config.batch:,} samples and {model.kv_heads} key "
-            f"and value heads: give another batch, as in --batch {cluster.size}"
+            f"no mesh of {cluster.size:,} devices divides a batch of {config.batch:,} samples and the heads of a "
+            f"decoder: give another batch, as in --batch {cluster.size}"
         )
+    of_tokens = "" if config.job else f" of {config.length:,} tokens"
     best, (dtype, _, mixed) = found[0], config.dtype.partition("-")
     console.print(
-        f"{model.num_parameters:,} parameters on {described(cluster)}; {best.plan.batch:,} samples of "
-        f"{best.plan.length:,} tokens a step; {len(found):,} layouts judged, {sum(one.fits for one in found):,} fit"
+        f"{model.num_parameters:,} parameters on {described(cluster)}; {best.plan.batch:,} samples{of_tokens} a step; "
+        f"{len(found):,} layouts judged, {sum(one.fits for one in found):,} fit"
     )
     console.print(table_of(found[: config.top], console))
     for line in details(best):
@@ -203,6 +224,22 @@ def read_cluster(config: PlanConfig) -> Cluster:
     return found if config.hosts is None else replace(found, hosts=config.hosts)
 
 
+def read_job(place: str, config: PlanConfig) -> tuple[Chain, PlanConfig]:
+    """A user's job as a chain, and the settings with its samples; such a sample counts as one token."""
+    from plait.run.job.outline import outline  # only a job needs torch
+    from plait.run.job.own import load_job
+
+    given = [
+        name
+        for name in ("batch", "length", "out", *[one.name for one in fields(SizeFlags)])
+        if getattr(config, name) != getattr(PlanConfig, name)
+    ]
+    if given:
+        raise ValueError(f"{given[0]} beside job, which has its own model and batch: leave it out")
+    model, samples = outline(load_job(place))
+    return model, replace(config, batch=samples, length=1)
+
+
 def read_model(config: SizeFlags, *, gated: bool = True) -> Transformer:
     """The model's sizes, from the flags of a command."""
     model, flags = (
@@ -247,7 +284,9 @@ def names_dtypes(row: Strategy) -> bool:
     return any(cell.dtype for cell in (row.params, row.grads, row.optim))
 
 
-def asked_plans(config: PlanConfig, model: Transformer, cluster: Cluster, rows: Sequence[Strategy]) -> Iterable[Plan]:
+def asked_plans(
+    config: PlanConfig, model: Transformer | Chain, cluster: Cluster, rows: Sequence[Strategy]
+) -> Iterable[Plan]:
     """The plan of the flags where there is a mesh, and otherwise the candidates."""
     dtype, parts = config.dtype.partition("-")[0], cluster.size
     if config.strategy is not None and names_dtypes(find_strategy(config.strategy)):
@@ -332,14 +371,17 @@ def state_bytes(row: Strategy, dtype: str) -> dict[str, float]:
 def to_config(config: PlanConfig, plan: Plan) -> str:
     """The layout as the TOML that ``plait train --config`` reads."""
     model, values = plan.model, dict[str, Any]()
-    if config.model is not None and config.model not in OURS:
+    if isinstance(model, Chain):
+        values["job"] = config.job
+    elif config.model is not None and config.model not in OURS:
         path = config.model.removeprefix("hf:")
         values["model"] = f"hf:{path if Path(path).is_dir() else Path(path).parent}"
     else:
         values |= {"model": config.model or "llama", "layers": model.layers}
         values |= {"width": model.hidden, "ffn": model.ffn, "heads": model.heads, "kv_heads": model.kv_heads}
         values |= {"vocab": model.vocab, "dropout": 0.0}
-    values |= {"length": plan.length, "batch": plan.batch, "dtype": config.dtype, "mesh": str(plan.mesh)}
+    values |= {} if isinstance(model, Chain) else {"length": plan.length, "batch": plan.batch}
+    values |= {"dtype": config.dtype, "mesh": str(plan.mesh)}
     own = config.strategy if config.strategy is not None and ":" in config.strategy else None
     if own is not None and names_dtypes(find_strategy(own)):
         values["dtype"] = "fp32"  # the row names its dtypes itself

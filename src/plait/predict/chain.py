@@ -1,0 +1,54 @@
+"""Any model as a chain of links, for planning: an ``nn.Sequential`` by its modules, another model by its units.
+
+Numbers are of one sample and in elements, since the dtype belongs to the plan.  There is no tensor axis: nothing is
+known of what a module's products could be cut by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class ChainLink(NamedTuple):
+    """One link's forward of a sample."""
+
+    name: str
+    parameters: int
+    flops: float
+    """FLOPs of its products."""
+    moved: float
+    """Elements that its other operators read and write."""
+    kept: float
+    """Elements that it keeps for its backward."""
+    handed: float
+    """Elements that it hands to the next link."""
+    operators: int
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A model that runs its links one after the other."""
+
+    links: tuple[ChainLink, ...]
+    cuts: bool
+    """True if a pipeline may cut it between any two links."""
+
+    experts = longest = 0
+    tied = dropout = False
+
+    @property
+    def most_stages(self) -> int:
+        return len(self.links) if self.cuts else 1
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(link.parameters for link in self.links)
+
+    def uncut(self, tensor: int) -> str | None:
+        """The reason why a tensor axis cannot cut it; None if it can."""
+        return None if tensor == 1 else f"tensor={tensor}: a job says nothing of how products are cut: leave tensor out"
+
+    def flops(self, length: int) -> float:
+        """Model FLOPs of a sample, forward and backward, over the tokens that it counts as."""
+        return 3 * sum(link.flops for link in self.links) / length

@@ -1,0 +1,98 @@
+"""A user's job as the planner reads it: one forward and loss of its own model and batch on meta, where nothing is
+computed or allocated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from plait.predict.chain import Chain, ChainLink
+from plait.run.job.own import UserJob
+from plait.step.step import num_samples
+from plait.torch_private import TorchDispatchMode, tree_leaves, tree_map
+from plait.zero.wrap import wrap
+
+
+class _Counting(TorchDispatchMode):
+    """Adds what each operator does to the link that runs, or ran last."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.link = 0
+        self.flops, self.moved, self.kept, self.handed, self.operators = (Counter[int]() for _ in range(5))
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in (*tree_leaves(args), *tree_leaves(out)) if isinstance(leaf, Tensor)]
+        if func.is_view or not tensors:
+            return out
+        self.operators[self.link] += 1
+        if (count := flop_registry.get(func.overloadpacket)) is not None:
+            self.flops[self.link] += count(*args, **(kwargs or {}), out_val=out)
+        else:
+            self.moved[self.link] += sum(one.numel() for one in tensors)
+        return out
+
+    def keep(self, value: Tensor) -> Tensor:
+        """Counts a value that autograd saves, once for its storage, unless it is a parameter's."""
+        storage = value.untyped_storage()
+        if storage._cdata not in self.seen:
+            self.seen.add(storage._cdata)
+            self.kept[self.link] += value.numel()
+        return value
+
+
+def outline(job: UserJob) -> tuple[Chain, int]:
+    """The job's model as a chain, and the samples of its batch.  ValueError for a job that cannot run on meta."""
+    try:
+        with torch.device("meta"):
+            model = job.model(0)
+            batch = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, job.batch(0))
+        sequential = (
+            isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and len(model) > 1
+        )
+        found = _links(model, sequential=sequential)
+        counting = _Counting()
+        given = [*model.parameters(), *[leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]]
+        counting.seen = {one.untyped_storage()._cdata for one in given}
+        for number, (_, module, _) in enumerate(found):
+            _count_in(counting, number, module, outermost=module is model)
+        with counting, torch.autograd.graph.saved_tensors_hooks(counting.keep, lambda value: value):
+            job.loss_fn(model, batch)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{job} does not run on meta, where tensors have no values ({reason}): give --params"
+        ) from error
+    n = num_samples(batch)
+    links = []
+    for k, (name, _, parameters) in enumerate(found):
+        flops, moved, kept = counting.flops[k] / n, counting.moved[k] / n, counting.kept[k] / n
+        links.append(ChainLink(name, parameters, flops, moved, kept, counting.handed[k] / n, counting.operators[k]))
+    return Chain(tuple(links), sequential), n
+
+
+def _links(model: nn.Module, *, sequential: bool) -> list[tuple[str, nn.Module, int]]:
+    """Each link's name, module and parameters."""
+    if sequential:
+        return [(name, one, sum(p.numel() for p in one.parameters())) for name, one in model.named_children()]
+    return [(one.name or "root", one.module, sum(p.numel() for _, p in one.parameters)) for one in wrap(model)]
+
+
+def _count_in(counting: _Counting, number: int, module: nn.Module, *, outermost: bool) -> None:
+    """Counts for this link from where its module begins; what follows it counts for it too."""
+
+    def begins(*_: Any) -> None:
+        counting.link = number
+
+    def ends(_module: nn.Module, _args: Any, out: Any) -> None:
+        counting.handed[number] += sum(one.numel() for one in tree_leaves(out) if isinstance(one, Tensor))
+
+    if not outermost:
+        module.register_forward_pre_hook(begins)
+        module.register_forward_hook(ends)

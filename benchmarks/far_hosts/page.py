@@ -15,9 +15,9 @@ from typing import Any
 from sizes import EVERY, GPT_SIZES, LENGTH, MESH, MICROBATCHES, ROWS
 
 from plait.predict.cluster import PRESETS, Cluster, Link, Reached
-from plait.predict.duration import elements_on, message_seconds, messages
 from plait.predict.model import Transformer
 from plait.predict.plan import Plan
+from plait.predict.sent import elements_on, message_seconds, messages
 from plait.run.models.gpt import GPTConfig
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh

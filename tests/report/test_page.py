@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 
 from plait.predict.cluster import preset
-from plait.predict.duration import duration, messages
+from plait.predict.duration import duration
 from plait.predict.model import Transformer
 from plait.predict.plan import Plan
 from plait.predict.search import Candidate
+from plait.predict.sent import messages
 from plait.run.commands.main import main
 from plait.run.report.measured import as_log
 from plait.run.report.page.explorer import FIELDS, explorer

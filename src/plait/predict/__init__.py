@@ -10,6 +10,7 @@ chain.py        any model by its links, as a job's own forward counts them
 cluster.py      accelerators, links and hosts, from a table or a TOML file
 plan.py         a layout of a model on a cluster
 footprint.py    bytes of each rank of a plan during a step, by kind
+sent.py         messages of a planned step, and their seconds
 waits.py        seconds in which stages wait for each other, and ranks that share cores
 duration.py     seconds of a plan's step, by what bounds each part
 search.py       candidates for a cluster, judged and ranked

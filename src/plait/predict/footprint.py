@@ -18,9 +18,9 @@ from functools import lru_cache
 
 from plait.predict.activations import DecoderSizes, block, decoder
 from plait.predict.chain import Chain
-from plait.predict.duration import handed_bytes
 from plait.predict.memory import formula
 from plait.predict.plan import Plan, RankLinks
+from plait.predict.sent import handed_bytes
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from plait.checkpoint.files.reading import read_text
 from plait.checkpoint.files.writing import check_file, check_folder, write_json, write_text
 from plait.predict.chain import Chain
 from plait.predict.cluster import Cluster, parse_cluster, preset
-from plait.predict.duration import messages
 from plait.predict.memory import formula
 from plait.predict.model import Transformer, from_hugging_face
 from plait.predict.plan import Plan, implementation
 from plait.predict.search import Candidate, Question, candidates, ranked, rows_in
+from plait.predict.sent import messages
 from plait.run.launch.render import TARGETS
 from plait.run.launch.spec import JobLimits, LaunchSpec
 from plait.run.measure.layouts import MeasuredPlan, errors_text, measure_layout, measured_table

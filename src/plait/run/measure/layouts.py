@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from rich import box
 from rich.table import Table
 
-from plait.predict.duration import messages
 from plait.predict.footprint import footprints
 from plait.predict.search import Candidate
+from plait.predict.sent import messages
 from plait.run.report.plans import gb
 
 STEPS, LEFT_OUT = 8, 3

@@ -9,8 +9,8 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from plait.predict.cluster import Cluster
-from plait.predict.duration import messages
 from plait.predict.search import Candidate, room, smallest_change
+from plait.predict.sent import messages
 from plait.table.cells import Strategy
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from plait.predict.duration import messages, pipe_seconds, rank_passes, update_seconds
+from plait.predict.duration import pipe_seconds, rank_passes, update_seconds
 from plait.predict.plan import Plan
+from plait.predict.sent import messages
 from plait.run.report.measured import measured_timeline
 from plait.schedule.actions import MESSAGES, PASSES, Kind, Log
 from plait.schedule.passes import add_step

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from plait.predict.duration import SentMessages, messages
 from plait.predict.footprint import footprints
 from plait.predict.plan import Plan
 from plait.predict.search import Candidate, faster_change, room, smallest_change
+from plait.predict.sent import SentMessages, messages
 from plait.run.report.page.lanes import planned_lanes
 from plait.run.report.page.layout import layout_facts
 from plait.run.report.plans import described, loses

@@ -1,0 +1,143 @@
+"""Messages of a planned step: how many, how large, and how long they take on the links that they cross."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from plait.predict.chain import Chain
+from plait.predict.plan import Plan, RankLinks
+from plait.table.cells import Move, moves
+from plait.table.collectives import bus_factor
+from plait.table.mesh import AXES, Mesh
+
+
+@lru_cache(maxsize=1 << 14)
+def members_on_host(axes: tuple[str, ...], mesh: Mesh, devices: int) -> int:
+    """The ranks of a group over these axes that share a host, where ranks fill one host after the other."""
+    room, inside = devices, 1
+    if axes == ("context",):
+        return math.gcd(mesh.context, devices // math.gcd(mesh.tensor, devices))
+    for axis in reversed(AXES):
+        size = mesh.axis(axis)
+        here = math.gcd(size, room) if room < size or room % size else size
+        inside *= here if axis in axes else 1
+        room //= here
+        if here < size:
+            break
+    return inside
+
+
+def message_seconds(kind: str, size: float, axes: tuple[str, ...], plan: Plan, messages: int = 1) -> float:
+    """Seconds of collectives over some axes on whole arrays of ``size`` bytes together."""
+    ranks, cluster = plan.mesh.count(axes), plan.cluster
+    if ranks == 1 or not size:
+        return 0.0
+    here = min(members_on_host(axes, plan.mesh, cluster.devices), ranks)
+    bandwidth, latency = cluster.inside.bandwidth, cluster.inside.latency * (here - 1)
+    if here < ranks:
+        shared = cluster.between.bandwidth / max(1, cluster.devices // here)
+        bandwidth = min(bandwidth, shared) if here > 1 else shared
+        hosts = ranks // here
+        latency += cluster.between.latency * (hosts - 1 if kind != "all_reduce" else 2 * math.log2(hosts))
+    factor = 1.0 if kind in ("send", "broadcast") else bus_factor(kind, ranks)
+    both_ways = 2 if kind == "all_reduce" else 1
+    return size * factor / (bandwidth * cluster.reached.network) + messages * latency * (both_ways if here > 1 else 1)
+
+
+def gathered_bytes(plan: Plan) -> float:
+    """Bytes of the whole time's keys and values of a block."""
+    s = plan.sizes
+    return 2.0 * s.context * s.tokens * s.kv_heads * s.head / s.ways * s.itemsize
+
+
+def handed_bytes(plan: Plan) -> float:
+    """Bytes of the stream that a rank hands to the next stage: its part, where the stream is cut in time."""
+    if isinstance(plan.model, Chain):
+        return plan.samples * max(link.handed for link in plan.model.links) * plan.itemsize(plan.strategy.params)
+    return plan.sizes.stream * plan.model.hidden * plan.sizes.itemsize
+
+
+def elements_on(plan: Plan, share: RankLinks) -> float:
+    """Elements of the parameters of a rank of the pipe axis."""
+    model, ways = plan.model, plan.mesh.tensor
+    if isinstance(model, Chain):
+        return sum(model.links[link].parameters for link in share.others)
+    parts = {"blocks": share.blocks, "embed": share.embed, "norm": share.norm, "head": share.head}
+    tied = model.sizes("embed").on(ways) * (model.tied and share.head and not share.embed)
+    return sum(times * model.sizes(link).on(ways) for link, times in parts.items()) + tied
+
+
+moves_of = lru_cache(maxsize=1 << 12)(moves)
+
+
+@dataclass(frozen=True)
+class SentMessages:
+    """Messages of one kind of a rank in a step."""
+
+    phase: str
+    kind: str
+    axes: tuple[str, ...]
+    times: int
+    bytes: float
+    """Bytes that the rank sends in all of them."""
+    seconds: float
+
+
+def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
+    """The messages of a step of a rank with these links."""
+    mesh, row, m = plan.mesh, plan.strategy, plan.microbatches
+    path, elements = moves_of(row, mesh), elements_on(plan, share)
+    units = share.units
+    stages = plan.stages_per_rank
+    gathers, again = m, m  # in the forward and in the backward
+    if mesh.pipe > 1:  # a rank holds a stage: one is gathered once, several in turn, by 1.5 for each microbatch at most
+        gathers, again = (1, 0) if stages == 1 or not row.kept.split else (m, -(-m // 2))
+    own, wide = plan.itemsize(row.params), plan.itemsize(row.grads)
+    embedding = plan.decoder.sizes("embed").on(mesh.tensor) if plan.model.tied else 0
+    tied = embedding if share.embed and share.head else 0  # the head gathers it again
+    # Where nothing runs beside the computation, calling a collective takes its time too.
+    call = 0.0 if plan.overlap else plan.cluster.reached.calls * plan.cluster.device.launch
+    found = []
+
+    def add(phase: str, kind: str, axes: tuple[str, ...], size: float, count: int, times: int) -> None:
+        """Adds ``times`` rounds of ``count`` messages of ``size`` bytes together."""
+        sent = size * (1.0 if kind == "send" else bus_factor(kind, mesh.count(axes)))
+        seconds = message_seconds(kind, size, axes, plan, count) + count * call
+        found.append(SentMessages(phase, kind, axes, count * times, sent * times, seconds * times))
+
+    phases: tuple[tuple[str, Sequence[Move], int, int], ...] = (
+        ("forward", path.forward, own, gathers),
+        ("backward", path.backward, own, again),
+        ("microbatch", path.microbatch, wide, m),
+        ("step", path.step, wide, 1),
+        ("publish", path.publish, own, 1),
+    )
+    for phase, steps, itemsize, times in phases:
+        for step in steps:
+            if step.sends(mesh) and times:
+                size = elements + (tied if phase in ("forward", "backward") else 0)
+                add(phase, step.kind, step.axes, size * itemsize / mesh.count(step.outer), units, times)
+    if mesh.tensor > 1:
+        s = plan.sizes
+        whole = s.tokens * s.width * s.itemsize
+        passes = (("forward", 2 if plan.recompute == "full" else 1), ("backward", 1))
+        kinds = ("all_gather", "reduce_scatter") if s.sequence else ("all_reduce",)
+        for phase, runs in passes:
+            end = share.embed if phase == "forward" else share.head
+            for kind in kinds:
+                add(phase, kind, ("tensor",), 2 * whole * share.blocks, 2 * share.blocks, m * runs)
+            for kind in (kinds[-1],) * end:
+                add(phase, kind, ("tensor",), whole, 1, m)
+    if mesh.context > 1:
+        gathered, again = gathered_bytes(plan) * share.blocks, 2 if plan.recompute == "full" else 1
+        add("forward", "all_gather", ("context",), gathered, 2 * share.blocks, m * again)
+        add("backward", "reduce_scatter", ("context",), gathered, 2 * share.blocks, m)
+    if mesh.pipe > 1:
+        if embedding and share.embed != share.head:
+            add("tied", "send", ("pipe",), embedding * wide, 1, 1)
+        edges = share.embed + share.head + (0 in share.others) + (len(plan.model.links) - 1 in share.others)
+        add("pipe", "send", ("pipe",), handed_bytes(plan), 1, m * (2 * stages - edges))
+    return tuple(found)

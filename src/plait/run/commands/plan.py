@@ -6,15 +6,13 @@ plait plan --model hf:DIR --hosts 16 --gpus 8xh100 --batch 1024 --length 8192 --
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from plait.checkpoint.files.reading import read_text
 from plait.checkpoint.files.writing import check_file, check_folder, write_json, write_text
@@ -23,17 +21,16 @@ from plait.predict.cluster import Cluster, parse_cluster, preset
 from plait.predict.memory import formula
 from plait.predict.model import Transformer, from_hugging_face
 from plait.predict.plan import Plan, implementation
-from plait.predict.search import Candidate, Question, candidates, ranked, rows_in
-from plait.predict.sent import messages
+from plait.predict.search import Question, candidates, ranked, rows_in
 from plait.run.launch.render import TARGETS
 from plait.run.launch.spec import JobLimits, LaunchSpec
 from plait.run.measure.layouts import MeasuredPlan, errors_text, measure_layout, measured_table
 from plait.run.report.page.explorer import explorer
 from plait.run.report.page.planned import plan_report
 from plait.run.report.page.saved import REPORT, page
-from plait.run.report.plans import described, details, gb, table_of, what_would_fit
+from plait.run.report.plans import as_json, described, details, gb, state_bytes, states_table, table_of, what_would_fit
 from plait.run.report.screen import screen
-from plait.table.cells import ITEMSIZE, Strategy, find_strategy
+from plait.table.cells import Strategy, find_strategy
 from plait.table.mesh import Mesh
 
 TOKENS = 1 << 22
@@ -330,21 +327,12 @@ def parse_count(text: str) -> int:
 def _show_states(config: PlanConfig, cluster: Cluster, console: Console) -> int:
     """Shows the bytes between steps of a number of parameters, under each row, with all devices on the data axes."""
     assert config.params is not None
-    count, dtype, fits = parse_count(config.params), config.dtype.partition("-")[0], False
+    count, dtype = parse_count(config.params), config.dtype.partition("-")[0]
     mesh = Mesh(replica=cluster.hosts, shard=cluster.devices, hosts=cluster.hosts)
     rows = usable_rows(replace(config, search=True))
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("row", "parameters", "gradients", "optimizer", "together", f"of {gb(cluster.device.memory)}"):
-        table.add_column(heading, justify="left" if heading == "row" else "right")
     whole = formula(count, Mesh(), rows[0], **state_bytes(rows[0], dtype))
-    found = []
-    for row in rows:
-        held = formula(count, mesh, row, **state_bytes(row, dtype))
-        spare = cluster.device.memory - held.total
-        fits = fits or spare >= 0
-        state = "fits" if spare >= 0 else f"{gb(-spare)} too many"
-        table.add_row(row.name, gb(held.params), gb(held.grads), gb(held.optimizer), gb(held.total), state)
-        found.append({"row": row.name, **asdict(held), "fits": spare >= 0})
+    found, table = states_table(count, mesh, rows, dtype, cluster.device.memory)
+    fits = any(row["fits"] for row in found)
     console.print(
         f"{count:,} parameters in {config.dtype} are {gb(whole.params)}, and {gb(whole.total)} with their gradients "
         f"and Adam's state; on {described(cluster)} each device holds between steps:"
@@ -356,13 +344,6 @@ def _show_states(config: PlanConfig, cluster: Cluster, console: Console) -> int:
     if config.json is not None:
         write_json(config.json, {"parameters": count, "whole": asdict(whole), "rows": found})
     return 0 if fits else 1
-
-
-def state_bytes(row: Strategy, dtype: str) -> dict[str, float]:
-    """Bytes of a parameter, its gradient, and Adam's state with the master weight, if there is one."""
-    own, wide = row.params.itemsize(ITEMSIZE[dtype]), row.optim.itemsize(ITEMSIZE[dtype])
-    optimizer = 0 if row.optim.device else 2 * wide + (wide if wide > own else 0)
-    return {"param_bytes": own, "grad_bytes": row.grads.itemsize(ITEMSIZE[dtype]), "optimizer_bytes": optimizer}
 
 
 # ---- to files -----------------------------------------------------------------------------------------------
@@ -409,21 +390,3 @@ def name_of(config: PlanConfig, plan: Plan) -> str:
     """The title of the report."""
     model = config.model or f"{plan.model.num_parameters / 1e9:.3g} B parameters"
     return f"{model} on {described(plan.cluster)}"
-
-
-def as_json(one: Candidate) -> Mapping[str, object]:
-    """Describes a layout for a program."""
-    plan, part = one.plan, one.duration
-    settings = {"mesh": str(plan.mesh), "strategy": plan.strategy.name, "schedule": plan.order, "chunks": plan.chunks}
-    settings |= {"microbatches": plan.microbatches, "recompute": plan.recompute}
-    settings |= {"sequence_parallel": plan.sequence_parallel, "batch": plan.batch, "length": plan.length}
-    return {
-        **settings,
-        "fits": one.fits,
-        "bytes": {"rank": plan.mesh.rank(pipe=one.fullest.pipe), **one.fullest.kinds, "total": one.fullest.total},
-        "seconds": {**vars(part), "total": part.total},
-        "tokens_per_second": one.speed.tokens,
-        "mfu": one.speed.mfu,
-        "bound": part.bound,
-        "messages": [asdict(row) for row in messages(plan, plan.shares[one.fullest.pipe])],
-    }

@@ -1,6 +1,7 @@
 """Shows plans: the ranked list, the bytes, seconds and messages of one, and the change with which one would fit."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
@@ -9,9 +10,11 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from plait.predict.cluster import Cluster
+from plait.predict.memory import formula
 from plait.predict.search import Candidate, room, smallest_change
 from plait.predict.sent import messages
-from plait.table.cells import Strategy
+from plait.table.cells import ITEMSIZE, Strategy
+from plait.table.mesh import Mesh
 
 
 def described(cluster: Cluster) -> str:
@@ -110,3 +113,44 @@ def what_would_fit(best: Candidate, rows: Sequence[Strategy]) -> str:
         return f"no layout fits: the nearest needs {need} of {have}, and no two changes of it help: use more devices"
     words, other = found
     return f"it does not fit: {need} of {have}; {words}: {gb(other.fullest.total)}, {other.speed.seconds:.3g} s a step"
+
+
+def states_table(
+    count: int, mesh: Mesh, rows: Sequence[Strategy], dtype: str, memory: float
+) -> tuple[list[dict[str, Any]], Table]:
+    """Bytes between steps of a number of parameters under each row, for a program and for the screen."""
+    table, found = Table(box=box.SIMPLE_HEAD), []
+    for heading in ("row", "parameters", "gradients", "optimizer", "together", f"of {gb(memory)}"):
+        table.add_column(heading, justify="left" if heading == "row" else "right")
+    for row in rows:
+        held = formula(count, mesh, row, **state_bytes(row, dtype))
+        spare = memory - held.total
+        state = "fits" if spare >= 0 else f"{gb(-spare)} too many"
+        table.add_row(row.name, gb(held.params), gb(held.grads), gb(held.optimizer), gb(held.total), state)
+        found.append({"row": row.name, **asdict(held), "fits": spare >= 0})
+    return found, table
+
+
+def state_bytes(row: Strategy, dtype: str) -> dict[str, float]:
+    """Bytes of a parameter, its gradient, and Adam's state with the master weight, if there is one."""
+    own, wide = row.params.itemsize(ITEMSIZE[dtype]), row.optim.itemsize(ITEMSIZE[dtype])
+    optimizer = 0 if row.optim.device else 2 * wide + (wide if wide > own else 0)
+    return {"param_bytes": own, "grad_bytes": row.grads.itemsize(ITEMSIZE[dtype]), "optimizer_bytes": optimizer}
+
+
+def as_json(one: Candidate) -> Mapping[str, object]:
+    """Describes a layout for a program."""
+    plan, part = one.plan, one.duration
+    settings = {"mesh": str(plan.mesh), "strategy": plan.strategy.name, "schedule": plan.order, "chunks": plan.chunks}
+    settings |= {"microbatches": plan.microbatches, "recompute": plan.recompute}
+    settings |= {"sequence_parallel": plan.sequence_parallel, "batch": plan.batch, "length": plan.length}
+    return {
+        **settings,
+        "fits": one.fits,
+        "bytes": {"rank": plan.mesh.rank(pipe=one.fullest.pipe), **one.fullest.kinds, "total": one.fullest.total},
+        "seconds": {**vars(part), "total": part.total},
+        "tokens_per_second": one.speed.tokens,
+        "mfu": one.speed.mfu,
+        "bound": part.bound,
+        "messages": [asdict(row) for row in messages(plan, plan.shares[one.fullest.pipe])],
+    }

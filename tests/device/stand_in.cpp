@@ -4,6 +4,8 @@
 //   a CPU tensor      beside one of the device is refused, as CUDA does
 //   fresh memory      is full of ones, which are NaN: who reads what nobody wrote is seen
 //   host_waits()      how often a copy or a number made this thread wait for the device, since it was last asked
+//   on_wait(f)        from now on each of these calls f, on the thread that waits; None: no longer
+//   peak_bytes()      the most memory that was in use at once, over all threads, since it was last asked
 //
 // Random numbers, convolutions, recurrent layers and running statistics of batch norms are left out.
 #include <ATen/CPUGeneratorImpl.h>
@@ -19,6 +21,9 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/extension.h>
 
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
 #include <set>
 #include <string>
 
@@ -30,16 +35,42 @@ constexpr int DEVICES = 4;
 thread_local int current = 0;
 thread_local int on_the_cpu = 0;
 thread_local long waits = 0;
+PyObject* told = nullptr;  // called at each wait
+
+void wait_of_the_host() {
+  if (on_the_cpu) return;
+  waits++;
+  py::gil_scoped_acquire held;
+  if (told) py::reinterpret_borrow<py::object>(told)();
+}
 
 // ---- memory, devices, streams ----------------------------------------------------------------------------------------
 
+std::atomic<long> in_use{0}, peak{0};
+constexpr size_t HEAD = 64;  // before each block, for its size
+
+void release(void* memory) {
+  if (!memory) return;
+  void* block = static_cast<char*>(memory) - HEAD;
+  in_use -= *static_cast<long*>(block);
+  std::free(block);
+}
+
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    void* memory = bytes ? std::malloc(bytes) : nullptr;
-    if (memory) std::memset(memory, 0xff, bytes);
-    return {memory, memory, &std::free, c10::Device(DEVICE, current)};
+    char* memory = nullptr;
+    if (bytes) {
+      void* block = std::aligned_alloc(HEAD, (bytes + 2 * HEAD - 1) / HEAD * HEAD);
+      *static_cast<long*>(block) = bytes;
+      memory = static_cast<char*>(block) + HEAD;
+      std::memset(memory, 0xff, bytes);
+      long now = in_use += bytes;
+      for (long most = peak; now > most && !peak.compare_exchange_weak(most, now);) {
+      }
+    }
+    return {memory, memory, &release, c10::Device(DEVICE, current)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &std::free; }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
 };
 
@@ -117,7 +148,7 @@ at::Tensor on_cpu(const at::Tensor& tensor) {  // the same memory
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
-  if (!on_the_cpu && !non_blocking && from.device().type() != to.device().type()) waits++;
+  if (!non_blocking && from.device().type() != to.device().type()) wait_of_the_host();
   on_cpu(to).copy_(on_cpu(from));
   return to;
 }
@@ -128,7 +159,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 }
 
 at::Scalar number(const at::Tensor& tensor) {
-  if (!on_the_cpu) waits++;
+  wait_of_the_host();
   return on_cpu(tensor).item();
 }
 
@@ -226,10 +257,19 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 long host_waits() { return std::exchange(waits, 0); }
 
+void on_wait(py::object call) {
+  Py_XDECREF(told);
+  told = call.is_none() ? nullptr : call.release().ptr();
+}
+
+long peak_bytes() { return peak.exchange(in_use); }
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(&hooks);
   m.def("host_waits", host_waits);
+  m.def("on_wait", on_wait);
+  m.def("peak_bytes", peak_bytes);
   m.def("current_device", [] { return current; });
 }

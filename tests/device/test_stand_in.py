@@ -9,6 +9,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,33 @@ HERE = Path(__file__).parent
 BESIDE = 6
 """Waits of a step beside one for each loss: two agreements, the norm, whether gradients are finite."""
 
+WAITS = {"comm/agree.py": 4, "step/reduce.py": 1, "zero/gradient_watch.py": 1}
+"""Waits of the host in a step of one rank, by file: two agreements, to and from the device; a loss; the watch."""
+NORM, TWO_LOSSES = {"step/norm.py": 1}, {"step/reduce.py": 2}
+
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("g++") is None:
         pytest.skip("the stand-in is compiled, and there is no g++")
-    module = build(tmp_path_factory.mktemp("device"))
-    command = [sys.executable, str(HERE / "rows.py"), str(module)]
-    ran = subprocess.run(command, capture_output=True, text=True)
+    return build(tmp_path_factory.mktemp("device"))
+
+
+def lines(script: str, device: Path) -> dict[str, dict[str, Any]]:
+    """What a script of this folder prints, by case."""
+    ran = subprocess.run([sys.executable, str(HERE / script), str(device)], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-4000:]
     return {line["case"]: line for line in map(json.loads, ran.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def found(device: Path) -> dict[str, dict[str, Any]]:
+    return lines("rows.py", device)
+
+
+@pytest.fixture(scope="module")
+def one_rank(device: Path) -> dict[str, dict[str, Any]]:
+    return lines("one_rank.py", device)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -43,3 +61,16 @@ def test_no_layer_makes_the_host_wait(found: dict[str, dict[str, Any]]) -> None:
     """Dropout's keys, gathers and sums go on without it, so more layers cost no more waits."""
     few, many = (found[f"{layers} layers"]["waited"] for layers in (2, 5))
     assert few == many <= MICROBATCHES + BESIDE
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_one_rank_has_the_memory_of_plain_torch(one_rank: dict[str, dict[str, Any]], strategy: str) -> None:
+    """No buffer for gradients: autograd's own tensors are the sums."""
+    ours, right = (one_rank[f"memory, {name}"]["peak"] for name in (strategy, "torch"))
+    assert ours <= 1.001 * right
+
+
+@pytest.mark.parametrize(("case", "more"), [("plain", {}), ("clipped", NORM), ("3 microbatches", TWO_LOSSES)])
+def test_every_wait_of_a_step_is_known(one_rank: dict[str, dict[str, Any]], case: str, more: dict[str, int]) -> None:
+    found = Counter(place.partition(":")[0] for place in one_rank[f"waits, {case}"]["waits"])
+    assert found == Counter(WAITS) + Counter(more), one_rank[f"waits, {case}"]["waits"]

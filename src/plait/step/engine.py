@@ -29,7 +29,7 @@ from plait.step.gathered import gathered, units_of
 from plait.step.metrics import gathered_rows, summed
 from plait.step.nonfinite import NonFinite
 from plait.step.norm import check_limit
-from plait.step.optimizer_hooks import Optimizers, drive, several
+from plait.step.optimizer_hooks import drive
 from plait.step.placed_model import PlacedModel
 from plait.step.reduce import Reduce, position_of
 from plait.step.reduction import Reduction, as_sum, check_weight, returning_sums, terms_of
@@ -37,7 +37,7 @@ from plait.step.step import OpenStep, StepResult, num_samples, samples_of, whole
 from plait.step.watcher import Event, Watcher
 from plait.table.parallelism import Parallelism
 from plait.table.precision import LossScale
-from plait.zero.optim import has_stepped
+from plait.zero.elementwise import Optimizers, has_stepped, several
 from plait.zero.state.full import full_state_dict, load_full_state_dict, load_weights
 from plait.zero.state.identity import code_of
 from plait.zero.state.weights import Weights

@@ -9,18 +9,14 @@ optimizer.zero_grad()    between backward and step: the sums so far are thrown a
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
 from functools import wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from plait.step.engine import Engine
-
-Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
 
 def drive(optimizer: Optimizer, engine: Engine) -> None:
@@ -62,30 +58,3 @@ def drive(optimizer: Optimizer, engine: Engine) -> None:
     optimizer.register_step_post_hook(ends)
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-
-
-def several(optimizers: Optimizers | None) -> tuple[Optimizer, ...]:
-    """One optimizer, or several, as a tuple.
-
-    Raises:
-        TypeError: something that is no ``torch.optim.Optimizer``.
-        ValueError: an optimizer that cannot step without a closure.
-    """
-    if optimizers is None:
-        return ()
-    given: Any = optimizers.values() if isinstance(optimizers, Mapping) else optimizers
-    if isinstance(given, Optimizer) or not isinstance(given, Iterable):
-        given = [given]
-    as_tuple = tuple(given)
-    if strange := [one for one in as_tuple if not isinstance(one, Optimizer)]:
-        raise TypeError(
-            f"{type(strange[0]).__name__} is no torch.optim.Optimizer: give one, or a list or a dict of several"
-        )
-    for one in as_tuple:
-        closure = inspect.signature(type(one).step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise ValueError(
-                f"{type(one).__name__} computes losses and gradients inside of its step(closure), where the engine "
-                f"cannot reduce them: use an optimizer whose step needs no closure"
-            )
-    return as_tuple

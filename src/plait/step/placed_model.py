@@ -215,7 +215,7 @@ class PlacedModel(StaysHere):
         masters = sum(f.master.nbytes for unit in self.units for f in unit.flats if f.master is not None)
         return {
             "params": sum(flat.rest.nbytes for unit in self.units for flat in unit.flats),
-            "grads": sum(gradient.accumulated.nbytes for stage in stages for gradient in stage.gradients.flats),
+            "grads": sum(sums.nbytes for stage in stages for g in stage.gradients.flats for sums in g.sums()),
             "optimizer": masters + (0 if self.owned_optimizer is None else self.owned_optimizer.state_bytes()),
             "gathered_peak": max(stage.unsharding.open_units.gathered.peak for stage in stages),
             "gradient_buffers": sum(stage.gradients.buffers.bytes for stage in stages),

@@ -10,6 +10,7 @@ activation_hooks.py   hooks that see where a unit's backward begins and ends
 gradients.py          how gradients reach their owners
 gradient_watch.py     gradients that are not finite, seen before they are reduced
 flat_gradient.py      the memory of a flat buffer's gradient
+adopted.py            gradients that need no such memory, as they are neither added to nor reduced
 planned.py            the units as the planner sees them
 place.py              the regions of the whole parameter that a run covers
 elementwise.py        which optimizers may be given pieces of parameters

@@ -1,4 +1,4 @@
-"""Which optimizers may be given pieces of parameters.
+"""Which optimizers an engine takes, and which of them may be given pieces of parameters.
 
 element-wise    each element is updated from its own gradient and state: parameters may be cut anywhere
 per tensor      each parameter is updated by itself: ranks may own different parameters
@@ -8,9 +8,10 @@ referee's sanitizer tries what was declared on the real shapes.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
+import torch
 from torch import optim
 from torch.optim import Optimizer
 
@@ -21,7 +22,44 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 """torch's classes, with any options, fused and foreach too.  A subclass may do anything, and is another class."""
 PER_TENSOR = ELEMENTWISE | {optim.Adafactor, optim.Muon}
 
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+
+def several(optimizers: Optimizers | None) -> tuple[Optimizer, ...]:
+    """One optimizer, or several, as a tuple.
+
+    Raises:
+        TypeError: something that is no ``torch.optim.Optimizer``.
+        ValueError: an optimizer that cannot step without a closure.
+    """
+    if optimizers is None:
+        return ()
+    given: Any = optimizers.values() if isinstance(optimizers, Mapping) else optimizers
+    if isinstance(given, Optimizer) or not isinstance(given, Iterable):
+        given = [given]
+    as_tuple = tuple(given)
+    if strange := [one for one in as_tuple if not isinstance(one, Optimizer)]:
+        raise TypeError(
+            f"{type(strange[0]).__name__} is no torch.optim.Optimizer: give one, or a list or a dict of several"
+        )
+    for one in as_tuple:
+        closure = inspect.signature(type(one).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ValueError(
+                f"{type(one).__name__} computes losses and gradients inside of its step(closure), where the engine "
+                f"cannot reduce them: use an optimizer whose step needs no closure"
+            )
+    return as_tuple
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """True if the optimizer has made steps, itself or in the run that its state was loaded from."""
+    for state in optimizer.state.values():
+        step = state.get("step")
+        if any(map(torch.is_tensor, state.values())) if step is None else float(step) > 0:
+            return True
+    return False
 
 
 def elementwise(optimizer: AnyOptimizer) -> AnyOptimizer:

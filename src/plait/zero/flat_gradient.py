@@ -1,7 +1,7 @@
 """The memory of one flat buffer's gradient: the accumulator, and the buffer of one microbatch.
 
 Where the accumulator has every element, gradients go straight into it: the first microbatch's are copied, later ones
-added.  Elsewhere they go to a transient buffer, which is reduced to this rank's piece.
+added (or adopted, see ``adopted``).  Elsewhere they go to a transient buffer, which is reduced to this rank's piece.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from plait.comm import Comm, Work
 from plait.table.cells import Moves
 from plait.table.collectives import Note
+from plait.table.flat import Run
 from plait.zero.storage import Flat
 from plait.zero.transfers import messages_of, prepare
 
@@ -31,6 +32,8 @@ class Buffers:
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
+        self.adopted: set[int] = set()
+        """The addresses of gradients that were adopted (see ``adopted``)."""
         self._free: list[Buffer] = []
         self._used: dict[int, Buffer] = {}
 
@@ -83,17 +86,23 @@ class Buffer:
         return self.numel
 
 
+def view_of(run: Run, memory: Tensor) -> Tensor:
+    """A run of a flat piece, in the parameter's shape where it is the whole of it."""
+    part = memory[run.offset : run.offset + run.numel]
+    return part.view(run.slot.shape) if run.whole else part
+
+
 class FlatGradient:
     """The gradient of one flat buffer; ``accumulated`` is this rank's piece."""
 
     def __init__(self, flat: Flat, moves: Moves, comm: Comm, buffers: Buffers) -> None:
         self.flat, self.buffers = flat, buffers
         self.numel = flat.layout.numel
-        start, stop = flat.grads_place
         self.direct = not flat.grads_split
         """True if the accumulator has every element."""
-        self.accumulated = comm.empty(stop - start, flat.sum_dtype).zero_()
-        self.views = flat.views(self.accumulated) if self.direct else []
+        self.pieces: list[Any] = []
+        """The pieces of these parameters that the optimizer updates (``optim.Owned``)."""
+        self.prepare()
         self.transient: Tensor | None = None
         self.touched: set[int] = set()
         """The parameters that got a gradient in this step: zero is a gradient, none is not."""
@@ -105,6 +114,12 @@ class FlatGradient:
         """True when a reduction writes, or has written, the first sum into the accumulator."""
         self.microbatch_messages = [() if self.direct else messages_of(m, flat.layout, comm) for m in moves.microbatch]
         """The messages of a microbatch, by move."""
+
+    def prepare(self) -> None:
+        """Gives the accumulator memory."""
+        start, stop = self.flat.grads_place
+        self.accumulated = self.buffers.comm.empty(stop - start, self.flat.sum_dtype).zero_()
+        self.views = self.flat.views(self.accumulated) if self.direct else []
 
     def name(self, index: int) -> str:
         """A parameter's name."""
@@ -125,6 +140,14 @@ class FlatGradient:
             self.views[index].copy_(gradient)
             self.touched.add(index)
         self.touched_now.add(index)
+
+    def sums(self) -> list[Tensor]:
+        """The memory of the sum over the microbatches."""
+        return [self.accumulated]
+
+    def piece(self, run: Run) -> Tensor:
+        """The sum of a run that the optimizer updates."""
+        return view_of(run, self.owned)
 
     @property
     def owned(self) -> Tensor:

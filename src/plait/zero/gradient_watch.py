@@ -9,6 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+from plait.torch_private import foreach_norm
+
 _DOT = (torch.float32, torch.float64)
 
 
@@ -19,10 +21,16 @@ class GradientWatch:
         self._squares: list[Tensor] = []
         self._places: list[tuple[int, str]] = []
 
-    def look(self, gradient: Tensor, microbatch: int, name: str) -> None:
-        """Takes a unit's whole flat gradient; ``name`` is that of its first parameter."""
-        wide = gradient.dtype in _DOT and gradient.numel() < 2**31  # longer ones cuBLAS refuses
-        self._squares.append(torch.dot(gradient, gradient) if wide else gradient.abs().sum(dtype=torch.float32))
+    def look(self, gradients: list[Tensor], microbatch: int, name: str) -> None:
+        """Takes a unit's whole gradient, flat or by parameter; ``name`` is that of its first parameter."""
+        wide = all(gradient.dtype in _DOT for gradient in gradients)
+        if len(gradients) > 1:
+            norms = foreach_norm(gradients, 2, dtype=None if wide else torch.float32)
+            self._squares.append(torch.stack(norms).sum())
+        elif wide and gradients[0].numel() < 2**31:  # longer ones cuBLAS refuses
+            self._squares.append(torch.dot(gradients[0].view(-1), gradients[0].view(-1)))
+        else:
+            self._squares.append(gradients[0].abs().sum(dtype=torch.float32))
         self._places.append((microbatch, name))
 
     def first(self) -> tuple[int, str] | None:

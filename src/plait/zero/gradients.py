@@ -24,6 +24,7 @@ from plait.comm import Comm
 from plait.table.cells import Move
 from plait.table.collectives import Note
 from plait.torch_private import DisableTorchFunctionSubclass, will_engine_execute_node
+from plait.zero.adopted import gradient_of
 from plait.zero.flat_gradient import Buffers, FlatGradient
 from plait.zero.gradient_watch import GradientWatch
 from plait.zero.transfers import messages_of, send
@@ -39,7 +40,7 @@ class UnitGradients:
 
     def __init__(self, unit: Unit, owner: Gradients) -> None:
         self.unit, self.owner, comm = unit, owner, owner.comm
-        self.flats = [FlatGradient(flat, unit.moves, comm, owner.buffers) for flat in unit.flats if flat.trainable]
+        self.flats = [gradient_of(flat, unit.moves, comm, owner.buffers) for flat in unit.flats if flat.trainable]
         self.direct = all(gradient.direct for gradient in self.flats)
         parameters = [parameter for gradient in self.flats for parameter in gradient.flat.parameters]
         with DisableTorchFunctionSubclass():  # they may be at rest
@@ -181,9 +182,9 @@ class Gradients:
         unit.complete = True
         if self.watch is not None:
             for gradient in unit.flats:
-                whole = gradient.accumulated if gradient.direct else gradient.transient
-                if whole is not None:
-                    self.watch.look(whole, self.unsharding.current.context.microbatch, gradient.name(0))
+                whole = gradient.sums() if gradient.direct else [gradient.transient]
+                if come := [part for part in whole if part is not None]:
+                    self.watch.look(come, self.unsharding.current.context.microbatch, gradient.name(0))
         self.unsharding.has_gradients(unit.unit)
         if unit.unit.split:
             self._reduce_microbatch(unit)
@@ -270,8 +271,8 @@ class Gradients:
 
     def wipe(self) -> None:
         """Clears every buffer, so that numbers that are not finite do not reach the next step."""
-        for gradient in self.flats:
-            gradient.accumulated.zero_()
+        for memory in (memory for gradient in self.flats for memory in gradient.sums()):
+            memory.zero_()
         self.buffers.clear()
 
     def touched(self) -> set[str]:

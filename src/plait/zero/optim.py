@@ -13,7 +13,6 @@ storage, and learning-rate schedules that hold the optimizer go on working.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +20,13 @@ from torch.optim import Optimizer
 
 from plait.table.flat import Run
 from plait.table.tensor_cut import TensorCut
-from plait.zero.elementwise import check_elementwise, rebuilt
-from plait.zero.flat_gradient import FlatGradient
+from plait.zero.elementwise import check_elementwise, has_stepped, rebuilt
+from plait.zero.flat_gradient import FlatGradient, view_of
 from plait.zero.place import RunPlace
 from plait.zero.storage import Flat
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Owned:
     """One run of a parameter that this rank's optimizer updates.
 
@@ -42,7 +41,7 @@ class Owned:
     view: nn.Parameter
     """A view of the unit's storage, or of its master weights."""
     gradient: Tensor
-    """A view of the accumulator."""
+    """A view of the accumulator, or an adopted gradient, which is another tensor in each step."""
     converts: bool
     """True if the optimizer has another dtype or device than the sums."""
 
@@ -56,16 +55,15 @@ def owned_runs(gradients: Iterable[FlatGradient]) -> list[Owned]:
     """Every run that the row's optimizer cell gives this rank.  Each ``view`` has its ``Owned`` as ``view.piece``."""
     owned = []
     for g in gradients:
-        flat, updated, sums = g.flat, g.flat.updated, g.owned
-        converts = (sums.dtype, sums.device) != (updated.dtype, updated.device)
+        flat, updated = g.flat, g.flat.updated
+        converts = (flat.sum_dtype, flat.rest.device) != (updated.dtype, updated.device)
         for cut, run in ((cut, flat.layout.run(i, *flat.optim_place)) for i, cut in enumerate(flat.cuts)):
             if run is None:
                 continue
-            here = slice(run.offset, run.offset + run.numel)
-            shape = run.slot.shape if run.whole else (run.numel,)
-            view = nn.Parameter(updated[here].view(shape))
-            piece = Owned(run.slot.name, run, flat, cut, view, sums[here].view(shape), converts)
+            view = nn.Parameter(view_of(run, updated))
+            piece = Owned(run.slot.name, run, flat, cut, view, g.piece(run), converts)
             view.piece = piece  # type: ignore[attr-defined]
+            g.pieces.append(piece)
             owned.append(piece)
     return owned
 
@@ -73,17 +71,8 @@ def owned_runs(gradients: Iterable[FlatGradient]) -> list[Owned]:
 def give_gradients(owned: Iterable[Owned], touched: Mapping[str, bool]) -> None:
     """Gives each piece its gradient, or None where no rank has one for the parameter; an update comes next."""
     for piece in owned:
-        gradient = piece.gradient.to(piece.view) if piece.converts else piece.gradient
-        piece.view.grad = gradient if touched[piece.name] else None
-
-
-def has_stepped(optimizer: Optimizer) -> bool:
-    """True if the optimizer has made steps, itself or in the run that its state was loaded from."""
-    for state in optimizer.state.values():
-        step = state.get("step")
-        if any(map(torch.is_tensor, state.values())) if step is None else float(step) > 0:
-            return True
-    return False
+        gradient = piece.gradient if touched[piece.name] else None
+        piece.view.grad = gradient.to(piece.view) if gradient is not None and piece.converts else gradient
 
 
 class OwnedOptimizer:
@@ -168,8 +157,3 @@ class OwnedOptimizer:
         """Bytes of this rank's optimizer state, step counters and master weights left out."""
         states = [one.state.get(piece.view, {}) for piece in self.owned for one in self.optimizers]
         return sum(v.nbytes for state in states for key, v in state.items() if torch.is_tensor(v) and key != "step")
-
-
-def is_plain(value: Any) -> bool:
-    """True for a tensor of torch's own class; a subclass (an 8-bit state) need not have one memory."""
-    return isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter, nn.Buffer)

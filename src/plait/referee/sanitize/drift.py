@@ -30,7 +30,7 @@ from plait.table.agreement import AGREEING
 from plait.table.cells import Cell
 from plait.table.collectives import Note
 from plait.table.mesh import AXES, DATA_AXES, Mesh
-from plait.zero.optim import is_plain
+from plait.zero.state.optimizer_state import is_plain
 from plait.zero.storage import Flat
 
 NOTE = Note("state", "drift")

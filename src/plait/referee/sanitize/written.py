@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from plait.step.engine import Engine
 from plait.step.optimizer_hooks import drive
 from plait.torch_private import DisableTorchFunctionSubclass
-from plait.zero.optim import is_plain
+from plait.zero.state.optimizer_state import is_plain
 from plait.zero.unit import parameters_of
 
 

@@ -31,7 +31,7 @@ from plait.referee.values import packed
 from plait.referee.witness.pieces import Piece, Row, local, of_engine, of_model, rows_of
 from plait.step import Engine
 from plait.table.region import Region
-from plait.zero.optim import has_stepped
+from plait.zero.elementwise import has_stepped
 
 FORMAT = "plait witness 1"
 BUFFER = "buffer/"

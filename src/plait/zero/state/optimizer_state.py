@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.comm import Comm
@@ -30,7 +30,7 @@ from plait.table.collectives import Note
 from plait.table.flat import Run, Slot
 from plait.table.mesh import AXES
 from plait.table.tensor_cut import TensorCut
-from plait.zero.optim import Owned, OwnedOptimizer, is_plain
+from plait.zero.optim import Owned, OwnedOptimizer
 from plait.zero.place import RunPlace
 
 State: TypeAlias = Mapping[str, Any]
@@ -373,3 +373,8 @@ def _read(piece: Owned, value: Any, here: Any) -> Any:
     found = here if fits else torch.empty_like(piece.view, dtype=dtype)
     piece.place.fill(value, found)
     return found
+
+
+def is_plain(value: Any) -> bool:
+    """True for a tensor of torch's own class; a subclass (an 8-bit state) need not have one memory."""
+    return isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter, nn.Buffer)

@@ -1,0 +1,102 @@
+"""Gradients that are neither added to nor reduced: autograd's own tensors become the sums, without a copy.
+
+    first microbatch     p.grad ──► the optimizer's .grad
+    a second one comes   p.grad ──► copied to the accumulator, which has memory from now on; later gradients are added
+
+So one process with one microbatch has the memory and the passes of a plain loop.  The memory of adopted gradients is
+freed when the next step begins.
+"""
+
+from functools import cached_property
+
+from torch import Tensor
+
+from plait.comm import Comm
+from plait.table.cells import Moves
+from plait.table.flat import Run
+from plait.zero.flat_gradient import Buffers, FlatGradient, view_of
+from plait.zero.storage import Flat
+
+LEAST = 1 << 14
+"""Elements of a parameter, in the mean, from which gradients are adopted: to copy fewer costs less than to check each
+tensor by itself."""
+
+
+def gradient_of(flat: Flat, moves: Moves, comm: Comm, buffers: Buffers) -> FlatGradient:
+    """The gradient of a flat buffer; one that adopts where no message of the row changes it."""
+    path = (*moves.microbatch, *moves.step, *(moves.summed if flat.summed else ()))
+    plain = flat.dtype.is_floating_point and flat.sum_dtype == flat.dtype
+    large = flat.layout.numel >= LEAST * len(flat.parameters)
+    adopts = plain and large and not flat.grads_split and not any(move.sends(comm.mesh) for move in path)
+    return (AdoptedGradient if adopts else FlatGradient)(flat, moves, comm, buffers)
+
+
+class AdoptedGradient(FlatGradient):
+    """The gradient of one flat buffer, as autograd's tensors by parameter while ``adopting``."""
+
+    def prepare(self) -> None:
+        """Leaves the accumulator without memory."""
+        self.adopted: dict[str, Tensor] = {}
+
+    @property
+    def adopting(self) -> bool:
+        """True until the accumulator has memory."""
+        return "accumulated" not in vars(self)
+
+    @cached_property
+    def accumulated(self) -> Tensor:  # type: ignore[override]
+        """The accumulator.  Its first reader gives it memory and the adopted gradients; no later ones are adopted."""
+        super().prepare()
+        for view, slot in zip(self.views, self.flat.layout.slots, strict=True):
+            if (gradient := self.adopted.pop(slot.name, None)) is not None:
+                self.buffers.adopted.discard(gradient.untyped_storage().data_ptr())
+                view.copy_(gradient)
+        for piece in self.pieces:
+            piece.gradient = view_of(piece.run, self.owned)
+        memory: Tensor = vars(self)["accumulated"]
+        return memory
+
+    def begin_step(self) -> None:
+        """Forgets the last step's sum, and frees what was adopted."""
+        super().begin_step()
+        self.buffers.adopted.clear()
+        if self.adopting:
+            self.adopted.clear()
+            for piece in self.pieces:
+                piece.view.grad, piece.gradient = None, self.piece(piece.run)
+
+    def take(self, index: int, gradient: Tensor) -> None:
+        """Adopts one parameter's gradient, or moves it into the accumulator, with those that were adopted."""
+        if self.adopting and index not in self.touched and self._is_alone(gradient):
+            self.buffers.adopted.add(gradient.untyped_storage().data_ptr())
+            self.adopted[self.name(index)] = gradient
+            self.touched.add(index)
+            self.touched_now.add(index)
+        else:
+            self.accumulated  # noqa: B018
+            super().take(index, gradient)
+
+    def _is_alone(self, gradient: Tensor) -> bool:
+        """True for a plain tensor that has its memory for itself: two parameters may have got views of one tensor."""
+        if type(gradient) is not Tensor or gradient.requires_grad or not gradient.is_contiguous():
+            return False
+        memory = gradient.untyped_storage()
+        return memory.nbytes() == gradient.nbytes and memory.data_ptr() not in self.buffers.adopted
+
+    def sums(self) -> list[Tensor]:
+        """The adopted gradients, or the accumulator."""
+        return list(self.adopted.values()) if self.adopting else super().sums()
+
+    def piece(self, run: Run) -> Tensor:
+        """An empty tensor until the step's gradients have come."""
+        return self.flat.rest.new_empty(0)
+
+    def complete(self) -> None:
+        """Hands the adopted gradients to the optimizer's pieces, zeros where none came."""
+        if not self.adopting:
+            super().complete()
+            return
+        for piece in self.pieces:
+            if piece.name not in self.adopted:
+                self.adopted[piece.name] = self.flat.rest.new_zeros(piece.run.slot.shape)
+            piece.gradient = self.adopted[piece.name]

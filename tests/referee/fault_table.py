@@ -49,11 +49,12 @@ def fault(put: Put, layouts: list[VerifyConfig], seen: set[str] | str, *place: A
 
 
 LEDGER = {"ledger"}
-GRADIENT = {"tree: gradient", "plain: gradient"}
+GRADIENT = {"tree: gradient"}
 SUMS = {*GRADIENT, "tree: norm"}
-VALUES = {"tree: loss", "tree: gradient", "plain: loss"}
-BITS = {"tree: gradient"}
-NORM = {"tree: norm", "plain: norm"}
+LOSS = {"tree: loss"}
+VALUES = {*LOSS, *GRADIENT}
+NORM = {"tree: norm"}
+SPLIT = {*VALUES, *LEDGER}
 
 
 def data(*layouts: tuple[str, str, int]) -> list[VerifyConfig]:
@@ -71,15 +72,15 @@ DATA = [
     fault(d.keep_only_the_last_microbatch, data((FOUR, "hsdp", 3)), GRADIENT, 0, "sum", "2.", "only microbatch 2"),
     fault(d.never_zero_gradients, data((TWO, "ddp", 1), (TWO, "zero3", 3)), {"tree: gradient", "tree: parameter"}, 1, "sum", "2.", "goes on from the sum of the step before"),
     fault(d.dropout_by_local_sample, data((TWO, "ddp", 1)), VALUES, 0, "forward", "0.dropout", "another mask"),
-    fault(d.dropout_the_same_in_every_step, data((TWO, "zero3", 1)), {"tree: loss", "tree: gradient"}, 1, "forward", "0.dropout", "another mask"),
+    fault(d.dropout_the_same_in_every_step, data((TWO, "zero3", 1)), VALUES, 1, "forward", "0.dropout", "another mask"),
     # which runs the ranks sum for the norm is taken from the layout, so only the plain step can see this one:
     fault(d.norm_counts_replicas_twice, data(("replica=2", "hsdp", 1), (TWO, "ddp", 1)), {"plain: norm"}, 0, "norm", "", "counted 2 times"),
     fault(d.norm_of_this_rank_only, data((TWO, "zero2", 1)), NORM, 0, "norm", "", "what rank 0 owns alone"),
-    fault(d.mean_of_means, data((TWO, "ddp", 1)), {*GRADIENT, "tree: loss"}, 0, "backward", "2.linear", "a mean of means"),
+    fault(d.mean_of_means, data((TWO, "ddp", 1)), VALUES, 0, "backward", "2.linear", "a mean of means"),
     fault(d.reduce_across_replicas_every_microbatch, data((FOUR, "hsdp", 3)), LEDGER),
     fault(d.never_publish, data((TWO, "zero1", 1)), {"tree: loss", "tree: parameter", *LEDGER}, 1, "parameter", "0.", "from before the last update"),
-    fault(d.every_layer_from_one_seed, data((TWO, "zero3", 1)), {"tree: loss", "plain: loss"}, 0, "initial values", "0."),
-    fault(d.add_ranks_in_reverse, data(("shard=3", "zero3", 1)), {*BITS, "tree: parameter"}, 0, "sum", "", "another order"),
+    fault(d.every_layer_from_one_seed, data((TWO, "zero3", 1)), LOSS, 0, "initial values", "0."),
+    fault(d.add_ranks_in_reverse, data(("shard=3", "zero3", 1)), {*GRADIENT, "tree: parameter"}, 0, "sum", "", "another order"),
 ]  # fmt: skip
 
 CHAIN = replace(TINY, layers=9, steps=3, batch=12)
@@ -101,7 +102,7 @@ def pipes(chain: dict[str, Any] | None, decoder: dict[str, Any] | None) -> list[
 
 
 PIPELINES = [
-    fault(p.tied_uses_summed_before_the_data_axes, [*pipes(None, DDP), *pipes(None, DDP | {"schedule": "zbv"})], BITS, 0, "sum", "embed", "another order"),
+    fault(p.tied_uses_summed_before_the_data_axes, [*pipes(None, DDP), *pipes(None, DDP | {"schedule": "zbv"})], GRADIENT, 0, "sum", "embed", "another order"),
     fault(p.tied_uses_not_summed, pipes(None, PLAIN), {*SUMS, *LEDGER}, 0, "sum", "embed", "its use as"),
     fault(p.tied_uses_not_summed, pipes(None, V), SUMS, 0, "sum", "embed", "its use as"),
     fault(p.tied_uses_summed_twice, pipes(None, PLAIN), {*SUMS, *LEDGER}, 0, "sum", "embed", "every part counts 2 times"),
@@ -120,14 +121,14 @@ PIPELINES = [
     fault(p.a_stray_message, pipes(PLAIN, V), LEDGER),
     fault(p.seed_twice_as_much, pipes(PLAIN, V), SUMS, 0, "backward", "", "every part counts 2 times"),
     fault(p.leave_out_the_reduction_of_a_stage, pipes(DDP, DDP | {"schedule": "zbv", "strategy": "zero1"}), {*SUMS, *LEDGER}, 0, "sum", "", "is missing"),
-    fault(p.add_ranks_in_reverse, [replace(CHAIN, **layout | {"mesh": "pipe=2 shard=3"}) for layout in (V, DDP)], BITS, None, "sum", "", "another order"),
-    fault(p.add_microbatches_in_reverse, pipes(V, ROUNDS), BITS, None, "sum", "", "another order"),
+    fault(p.add_ranks_in_reverse, [replace(CHAIN, **layout | {"mesh": "pipe=2 shard=3"}) for layout in (V, DDP)], GRADIENT, None, "sum", "", "another order"),
+    fault(p.add_microbatches_in_reverse, pipes(V, ROUNDS), GRADIENT, None, "sum", "", "another order"),
     fault(p.keep_only_the_last_microbatch, pipes(V, ZERO2), SUMS, 0, "sum", "", "only microbatch 2"),
-    fault(p.report_the_losses_of_a_rank_that_has_none, pipes(PLAIN, V), {"tree: loss", "plain: loss"}, 0, "loss"),
-    fault(p.report_losses_in_the_order_of_backwards, pipes(PLAIN, V), {"tree: loss"}, 0, "loss", "", "it is that of microbatch 2"),
-    fault(p.keep_parameters_over_the_update, pipes(V, ROUNDS), {"tree: loss", *BITS, *LEDGER}, 1, "parameter", "", "from before the last update"),
+    fault(p.report_the_losses_of_a_rank_that_has_none, pipes(PLAIN, V), LOSS, 0, "loss"),
+    fault(p.report_losses_in_the_order_of_backwards, pipes(PLAIN, V), LOSS, 0, "loss", "", "it is that of microbatch 2"),
+    fault(p.keep_parameters_over_the_update, pipes(V, ROUNDS), SPLIT, 1, "parameter", "", "from before the last update"),
     fault(p.gather_from_what_lies_at_rest, pipes(HPZ, HPZ_V), LEDGER),
-    fault(p.go_on_from_kept_parameters, pipes(HPZ, HPZ_V), {"tree: loss", *BITS, *LEDGER}, 1, "parameter", "", "from before the last update"),
+    fault(p.go_on_from_kept_parameters, pipes(HPZ, HPZ_V), SPLIT, 1, "parameter", "", "from before the last update"),
     fault(p.count_layers_from_0_in_every_stage, pipes(PLAIN, V), VALUES, 0, "initial values"),
     fault(p.draw_for_the_next_microbatch, pipes(PLAIN, V), VALUES, 0, "forward", "", "another mask"),
 ]  # fmt: skip
@@ -138,7 +139,6 @@ def cut(*jobs: VerifyConfig, sequence: bool = False) -> list[VerifyConfig]:
 
 
 LOUD, UNLIKE = "differs between the tensor ranks", "different losses"
-SPLIT = {*VALUES, *LEDGER}
 ALONE, IN_TIME = cut(t.GPT), cut(t.GPT, sequence=True)
 BOTH = [*ALONE, *IN_TIME]
 
@@ -185,20 +185,20 @@ FIELD = [
     fault(f.last_rank_never_updates, rich(strategy="zero1"), {"tree: parameter"}, 0, "clip", "2.linear.bias"),
     fault(f.forget_the_moments, rich(strategy="zero3"), {"tree: parameter"}, 1, "update", "2.linear.bias", UPDATE),
     fault(f.count_steps_from_the_start, rich(strategy="zero2"), {"tree: parameter"}, 1, "update", "2.linear.bias", UPDATE),
-    fault(f.never_unscale, rich(strategy="zero3", dtype="fp16-mixed", clip=None), BITS, 0, "sum", "2.linear.bias", "every part counts 65536 times"),
-    fault(f.sum_in_16_bits, rich(strategy="ddp", dtype="bf16-mixed"), BITS, 0, "sum", "2.linear.bias"),
+    fault(f.never_unscale, rich(strategy="zero3", dtype="fp16-mixed", clip=None), GRADIENT, 0, "sum", "2.linear.bias", "every part counts 65536 times"),
+    fault(f.sum_in_16_bits, rich(strategy="ddp", dtype="bf16-mixed"), GRADIENT, 0, "sum", "2.linear.bias"),
     fault(f.forget_the_master_weights, rich(strategy="zero1", dtype="bf16-mixed"), {"tree: parameter"}, 1, "update", "2.linear.bias", UPDATE),
-    fault(f.read_the_weights_of_the_step_before, rich(strategy="hpz", mesh=FOUR), {"tree: loss", *LEDGER}, 1, "parameter", "0.linear.weight", "from before the last update"),
+    fault(f.read_the_weights_of_the_step_before, rich(strategy="hpz", mesh=FOUR), {*LOSS, *LEDGER}, 1, "parameter", "0.linear.weight", "from before the last update"),
     fault(f.step_the_schedule_twice, rich(strategy="zero3"), {"tree: parameter"}, 2, "update", "2.linear.bias", UPDATE),
     fault(f.clip_twice, rich(strategy="zero1"), {"tree: parameter"}, 0, "clip", "2.linear.bias"),
     fault(f.mean_of_the_microbatches_means, rich(strategy="ddp", microbatches=3), VALUES, 0, "loss"),
     fault(f.count_what_is_masked, rich(GPT, strategy="zero3"), VALUES, 0, "backward", "head", "the loss is scaled wrongly"),
     fault(f.two_ranks_read_the_same_samples, rich(strategy="zero2"), VALUES, 0, "forward", "0.linear"),
-    fault(f.replicas_part_in_odd_steps, rich(strategy="hsdp", mesh=FOUR), BITS, 1, "sum", "2.linear.bias", "data rank 2 and data rank 3 are missing"),
+    fault(f.replicas_part_in_odd_steps, rich(strategy="hsdp", mesh=FOUR), GRADIENT, 1, "sum", "2.linear.bias", "data rank 2 and data rank 3 are missing"),
     fault(f.reduce_one_gradient_early, rich(strategy="zero3"), GRADIENT, 0, "sum", "2.linear.bias", "nothing is in it"),
     fault(f.a_units_update_stays_on_the_cpu, rich(strategy="zero1", offload=True), "'1.linear.*' was written to between two steps: this rank's copy"),
     fault(f.flat_pieces_do_not_decay, rich(strategy="zero3"), {"tree: parameter"}, 0, "update", "2.linear.weight", UPDATE),
-    fault(f.report_the_last_microbatchs_loss, rich(strategy="hsdp"), {"tree: loss", "plain: loss"}, 0, "loss", "", "it is that of microbatch"),
+    fault(f.report_the_last_microbatchs_loss, rich(strategy="hsdp"), LOSS, 0, "loss", "", "it is that of microbatch"),
     fault(f.exchange_the_gradients_of_equal_layers, rich(strategy="ddp"), GRADIENT, 0, "sum", "2.linear.bias"),
     fault(f.scale_the_rate_with_the_ranks, rich(strategy="zero3"), {"tree: parameter"}, 0, "update", "2.linear.bias", "it moved 2 times as far"),
     fault(f.seed_by_rank, rich(strategy="zero1", dropout=0.2), VALUES, 0, "forward", "0.dropout", "another mask"),
@@ -211,8 +211,8 @@ LAYOUTS = [*DATA, *PIPELINES, *TENSOR, *FIELD]
 SHARED: dict[str, tuple[Put, dict[str, Any], int, str]] = {
     # fault, settings, step, phase
     "a sum of squares 1 % too large": (s.sum_of_squares, {}, 0, "norm"),
-    "clipped by limit / norm^2": (s.clip_by_the_square, {}, 1, "loss"),
-    "never clipped": (s.never_clip, {}, 1, "loss"),
+    "clipped by limit / norm^2": (s.clip_by_the_square, {}, 0, "clip"),
+    "never clipped": (s.never_clip, {}, 0, "clip"),
     "dropout without 1 / (1 - p)": (s.dropout_without_its_factor, {}, 0, "loss"),
     "one mask for all seeds": (s.keys_without(1), {"seed": 3}, 0, "loss"),
     "one mask for all steps": (s.keys_without(2), {}, 1, "loss"),
@@ -220,18 +220,18 @@ SHARED: dict[str, tuple[Put, dict[str, Any], int, str]] = {
     "one mask for all layers": (s.keys_without(4), {}, 0, "loss"),
     "one draw for two elements": (s.one_mask_for_half_the_elements, {}, 0, "loss"),
     "dropped instead of kept": (s.drop_the_others, {}, 0, "loss"),
-    "decay groups exchanged": (s.decay_what_must_not, {}, 1, "loss"),
-    "warmup off by a step": (s.rate_off_by(1), {}, 1, "loss"),
-    "the rate of the step before": (s.rate_off_by(-1), {"lr_schedule": "linear", "warmup": 1}, 1, "loss"),
-    "AdamW's second beta": (s.constants("adamw", partial(AdamW, betas=(0.9, 0.99))), {}, 2, "loss"),
-    "AdamW's epsilon": (s.constants("adamw", partial(AdamW, eps=1e-5)), {}, 1, "loss"),
-    "AdamW's decay": (s.constants("adamw", partial(AdamW, weight_decay=0.02)), {"weight_decay": None}, 1, "loss"),
+    "decay groups exchanged": (s.decay_what_must_not, {}, 0, "update"),
+    "warmup off by a step": (s.rate_off_by(1), {}, 0, "update"),
+    "the rate of the step before": (s.rate_off_by(-1), {"lr_schedule": "linear", "warmup": 1}, 0, "update"),
+    "AdamW's second beta": (s.constants("adamw", partial(AdamW, betas=(0.9, 0.99))), {}, 1, "update"),
+    "AdamW's epsilon": (s.constants("adamw", partial(AdamW, eps=1e-5)), {}, 0, "update"),
+    "AdamW's decay": (s.constants("adamw", partial(AdamW, weight_decay=0.02)), {"weight_decay": None}, 0, "update"),
     "a decay of 20 in the one step": (
         *(s.constants("adamw", partial(AdamW, weight_decay=20.0)), {"weight_decay": None, "steps": 1}, 0, "update"),
     ),
-    "SGD's momentum": (s.constants("sgd", partial(SGD, momentum=0.8)), {"optimizer": "sgd"}, 2, "loss"),
+    "SGD's momentum": (s.constants("sgd", partial(SGD, momentum=0.8)), {"optimizer": "sgd"}, 1, "update"),
     "SGD with Nesterov's step": (
-        *(s.constants("sgd", partial(SGD, momentum=0.9, nesterov=True)), {"optimizer": "sgd"}, 1, "loss"),
+        *(s.constants("sgd", partial(SGD, momentum=0.9, nesterov=True)), {"optimizer": "sgd"}, 0, "update"),
     ),
 }
 

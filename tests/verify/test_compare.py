@@ -90,7 +90,7 @@ def test_honest_runs_that_are_no_numbers_excuse_nothing() -> None:
 def test_find_holds_parameters_against_the_distance_gone() -> None:
     ours, theirs = torch.tensor([1e-6]), torch.tensor([2e-6])
     assert not find("parameter", "w", ours, theirs, 0.05).equal
-    assert find("parameter", "w", ours, theirs, 0.05, step_length=1e-4).equal
+    assert find("parameter", "w", ours, theirs, 0.05, beside=1e-4).equal
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -163,12 +163,17 @@ def _of_update(traces: Traces, wrong: Sequence[Wrong]) -> str:
     if pair.piece is None or pair.ours is None or pair.theirs is None:
         return "no rank owns it"
     old = traces.of(pair.rank).take(traces.one.before(pair.where.step, pair.where.name), pair.piece)
-    moved = describe(pair.ours - old, pair.theirs - old)
+    every = len({w.name for w in wrong}) == len(traces.one.steps[pair.where.step].updated)
+    return cause_of_moved(pair.ours, pair.theirs, old, every=every)
+
+
+def cause_of_moved(ours: Tensor, right: Tensor, old: Tensor, *, every: bool) -> str:
+    """Why a parameter that was ``old`` has another value after its update, in words; ``every``: all are wrong."""
+    moved = describe(ours - old, right - old)
     if moved.inside == "nothing":
         return f"a part was not updated: {moved.text.split(':')[0]}"
     factor = moved.factor if moved.pattern in ("factor", "nothing") else None
     far = f"it moved {factor_text(factor)} times as far as it should: " if factor else ""
-    every = len({w.name for w in wrong}) == len(traces.one.steps[pair.where.step].updated)
     return far + cause_of_update(factor, every=every)
 
 

@@ -2,15 +2,20 @@
 
 Errors are max|a - b| and max|a - b| / max|b|, tensor by tensor.  *Bitwise* means that every element is the same number.
 
-Two comparisons are made.  Against the single process that replays the layout's own tree of additions, everything must
-be bitwise; a layout with a tensor axis splits matrix products, whose sums no replay can order, so tolerances apply.
-Against plain full-batch steps the additions differ, so the first step's loss, gradients and norm must agree within
-rounding.  Parameters after k steps are compared relative to lr * k, the distance that the optimizer can have moved
-them, because Adam turns the rounding noise of a gradient that should be zero into a full step.  Plain SGD does not
-amplify: its parameters must agree within rounding too.
+Two comparisons are made.  The layout beside the single process that replays its own tree of additions must be bitwise;
+a layout with a tensor axis splits matrix products, whose sums no replay can order, so tolerances apply.  Parameters
+after k steps are then compared relative to lr * k, the distance that the optimizer can have moved them, because Adam
+turns the rounding noise of a gradient that should be zero into a full step.  Plain SGD does not amplify: its
+parameters must agree within rounding too.
+
+The replay beside plain PyTorch is held link by link, in every step:
+
+    parameters --> loss --> gradients --> norm --> clipped gradients --> updated parameters
+        each link begins with the replay's own value, so that no difference grows, and one floor of rounding holds all
 
 A gradient that is zero by symmetry (that of a key's bias, which softmax cancels) is made of rounding alone: two right
-runs differ by all of it.  So a difference beyond the tolerance is held to the spread of honest runs.
+runs differ by all of it.  The floor allows a share of the largest gradient of all; a tensor axis needs more, so there a
+difference beyond the tolerance is held to the spread of honest runs.
 """
 
 import math
@@ -23,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from plait.referee.values import MARGIN, rounding, scale_of
+from plait.referee.values import MARGIN, SMALL, last_bits, rounding, scale_of
 from plait.referee.values import gap as gap_of
 from plait.referee.verify.observed import Piece, RankRecord, Record, Where, observed
 from plait.referee.wrong import Phase
@@ -55,16 +60,10 @@ class Measures:
     length: float | None = None
 
     @classmethod
-    def full_batch(cls, dtype: torch.dtype, lr: float, steps: int, *, amplifies: bool) -> "Measures":
-        """Against plain full-batch steps; an optimizer ``amplifies`` rounding if it normalises gradients (Adam)."""
+    def of_split_products(cls, dtype: torch.dtype, lr: float, steps: int, *, amplifies: bool) -> "Measures":
+        """Where a layout splits products; an optimizer ``amplifies`` rounding if it normalises gradients (Adam)."""
         floor, (drift, apart) = rounding(dtype), DRIFT[dtype]
-        return cls(floor, drift, apart, lr * steps) if amplifies else cls(floor, drift, floor)
-
-    def of_split_products(self) -> "Measures":
-        """Against the replay, where a layout splits products."""
-        if self.length is not None:
-            return self
-        return Measures(self.rounding, 10 * self.rounding, 10 * self.rounding)
+        return cls(floor, drift, apart, lr * steps) if amplifies else cls(floor, 10 * floor, 10 * floor)
 
     def of(self, where: Where, first: int = 0) -> float:
         """The tolerance at a place, in a run that begins with the step ``first``."""
@@ -76,15 +75,13 @@ class Measures:
 BITWISE = Measures()
 
 
-def asked(mesh: Mesh, plain: Measures, *, one_layout: bool = True) -> Measures:
-    """The requirement of the replay: the same bits, unless the mesh has a tensor or context axis, or the run was
-    resumed in this layout from another.  ``plain`` is the requirement of plain full-batch steps."""
-    return BITWISE if mesh.tensor * mesh.context == 1 and one_layout else plain.of_split_products()
-
-
-def full_batch(task: JobConfig, dtype: torch.dtype) -> Measures:
-    """The requirement of plain full-batch steps, computed in a dtype."""
-    return Measures.full_batch(dtype, task.update.lr, task.samples.steps, amplifies=task.optimizer_row.amplifies)
+def asked(mesh: Mesh, task: JobConfig, dtype: torch.dtype, *, one_layout: bool = True) -> Measures:
+    """The requirement of the replay, computed in a dtype: the same bits, unless the mesh has a tensor or context axis,
+    or the run was resumed in this layout from another."""
+    if mesh.tensor * mesh.context == 1 and one_layout:
+        return BITWISE
+    lr, amplifies = task.update.lr, task.optimizer_row.amplifies
+    return Measures.of_split_products(dtype, lr, task.samples.steps, amplifies=amplifies)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,20 +160,19 @@ class Finding:
 
 
 def find(
-    kind: str, name: str, ours: Tensor, theirs: Tensor, tolerance: float = 0.0, step_length: float | None = None,
-    whole: Tensor | None = None, spread: float = 0.0, step: int = -1, tensor: str = "",
+    kind: str, name: str, ours: Tensor, theirs: Tensor, tolerance: float = 0.0, beside: float | None = None,
+    whole: Tensor | None = None, spread: float = 0.0, step: int = -1, tensor: str = "", measure: str = "relative",
 ) -> Finding:  # fmt: skip
     """Compare two tensors of one shape.
 
-    The difference is relative to ``step_length``, which is lr * k; without one to the largest element of ``whole``, of
-    which ``theirs`` is a piece.
+    The difference is measured by the size ``beside``; without one by the largest element of ``whole``, of which
+    ``theirs`` is a piece.
     """
     if ours.numel() != theirs.numel():
         return incomparable(kind, name, step, tensor)
     gap, scale = gap_of(ours, theirs), scale_of(theirs if whole is None else whole)
     same = ours.dtype == theirs.dtype and gap == 0
-    relative = gap / scale if scale else (0.0 if gap == 0 else math.inf)
-    measure, measured = ("relative", relative) if step_length is None else ("steps", gap / step_length)
+    relative, measured = (gap / of if of else (math.inf if gap else 0.0) for of in (scale, beside or scale))
     return Finding(kind, name, gap, relative, same, tolerance, measure, measured, spread, step, tensor)
 
 
@@ -194,7 +190,15 @@ KINDS: Mapping[Phase, str] = {
     "publish": "parameter",
     "state": "optimizer",
 }
-"""The names of phases in findings; the other phases are of traces alone."""
+"""The names of phases in findings against the replay; the other phases are of traces alone."""
+LINKS: Mapping[Phase, str] = {
+    "loss": "loss",
+    "sum": "gradient",
+    "norm": "norm",
+    "clip": "clipped",
+    "update": "update",
+}
+"""Those against plain PyTorch, in causal order."""
 HEARD = ("parameter", "forward", "backward", "contribution")
 IN_PIECES = ("sum", "clip", "update", "state")
 
@@ -213,7 +217,7 @@ class Pair(NamedTuple):
     piece: Piece | None = None
 
 
-def pairs(ranks: Sequence[RankRecord], reference: Record) -> Iterator[Pair]:
+def pairs(ranks: Sequence[RankRecord] | Sequence[Record], reference: Record) -> Iterator[Pair]:
     """Everything that the ranks have, beside the single process."""
     expected = {one.where: one.value for one in observed(reference)}
     for record in ranks:
@@ -221,7 +225,7 @@ def pairs(ranks: Sequence[RankRecord], reference: Record) -> Iterator[Pair]:
             whole = expected.get(where)
             if whole is None and where.phase in (*HEARD, "publish"):
                 continue
-            if whole is None or piece is None:
+            if whole is None or piece is None or isinstance(record, Record):
                 yield Pair(where, record.rank, ours, whole, whole, piece)
             elif where.phase == "state" and whole.numel() != reference.parameters[where.name].numel():
                 yield Pair(where, record.rank, ours, whole.reshape(-1), whole, piece)
@@ -275,50 +279,67 @@ def against_tree(
     return found
 
 
-def against_plain(
-    ranks: Sequence[RankRecord], plain: Record, within: Measures, *, may_skip: bool, honest: HonestRuns | None = None
-) -> list[Finding]:
-    """The run against plain full-batch steps; ``honest`` runs excuse what is a tolerance off, but not the first loss.
+def links(replay: Record, plain: Record) -> list[Pair]:
+    """Every link of every step of the replay, beside plain PyTorch, in causal order."""
+    order, names = list(LINKS), list(reversed(replay.initial))
 
-    ``may_skip``: in fp16 either may have skipped a step that the other made, because its scaled gradients were not
-    finite; then only the first loss can be compared.
-    """
-    apart = may_skip and [bool(gradients) for gradients in plain.gradients] != ranks[0].made
-    return [
-        finding(pair, within, honest if pair.where[:2] != (0, "loss") else None, of_rank=pair.where.phase == "sum")
-        for pair in of_plain(ranks, plain)
-        if not apart or pair.where[:2] == (0, "loss")
-    ]
+    def place(pair: Pair) -> tuple[int, int, int]:
+        where = pair.where
+        return where.step, order.index(where.phase), names.index(where.name) if where.name else 0
+
+    found = (pair for pair in pairs([replay], plain) if pair.where.phase in LINKS and pair.where.microbatch is None)
+    return sorted(found, key=place)
 
 
-def of_plain(ranks: Sequence[RankRecord], plain: Record) -> Iterator[Pair]:
-    """True for values that plain steps have too: the first step's gradients, and values that all ranks share."""
-    for pair in pairs(ranks, plain):
-        where, alike = pair.where, pair.rank == ranks[0].rank and pair.where.microbatch is None
-        if (where.phase == "sum" and not where.step) or (where.phase in ("loss", "norm", "publish") and alike):
-            yield pair
+def against_plain(replay: Record, plain: Record, dtype: torch.dtype, honest: HonestRuns | None = None) -> list[Finding]:
+    """Every link of a run that is computed in a dtype: within its rounding, but for losses and gradients that
+    ``honest`` runs excuse, as where a job computes some of it in 16 bits.  They do not excuse the first loss."""
+    found = []
+    for pair in links(replay, plain):
+        excused = honest if pair.where.phase in ("loss", "sum") and pair.where[:2] != (0, "loss") else None
+        found.append(_link(pair, replay, plain, dtype, excused))
+    return found
 
 
-def finding(
-    pair: Pair, asked: Measures, honest: HonestRuns | None = None, *, first: int = 0, of_rank: bool = True
-) -> Finding:
+def _link(pair: Pair, replay: Record, plain: Record, dtype: torch.dtype, honest: HonestRuns | None) -> Finding:
+    """Measures a link: a gradient beside the largest of all, which is what rounding leaves of it where it is small, and
+    an update beside how far the parameter moves, to the last place of its values."""
+    where, ours, theirs = pair.where, pair.ours, pair.theirs
+    if ours is None or theirs is None:
+        return finding(pair, BITWISE)
+    allowed, beside = rounding(dtype), scale_of(theirs)
+    if where.phase in ("clip", "update"):  # made of the replay's own sums, in the dtype of these
+        allowed = max(rounding(ours.dtype), rounding(theirs.dtype))
+    if where.phase in ("sum", "clip"):
+        step = plain.steps[where.step]
+        beside = max(
+            beside, SMALL * max(map(scale_of, (step.summed if where.phase == "sum" else step.clipped).values()))
+        )
+    if where.phase == "update" and (moved := gap_of(theirs, replay.before(where.step, where.name))):
+        allowed, beside = allowed + last_bits(ours.dtype, beside) / 4 / moved, moved
+    spread = honest.spread(where) if honest else 0.0
+    at = allowed, beside, None, spread, where.step, where.name
+    return find(LINKS[where.phase], label_of(pair), ours, theirs, *at)
+
+
+def finding(pair: Pair, asked: Measures, honest: HonestRuns | None = None, *, first: int = 0) -> Finding:
     """Measures a pair."""
-    where, kind, label = pair.where, KINDS[pair.where.phase], label_of(pair, of_rank=of_rank)
+    where, kind, label = pair.where, {**KINDS, **LINKS}[pair.where.phase], label_of(pair)
     if pair.ours is None or pair.theirs is None:
         label += " is missing" if pair.ours is None else " (none expected)"
         return incomparable(kind, label, where.step, where.name)
     length = asked.length if where.phase == "publish" else None
-    spread = honest.spread(where) if honest else 0.0
-    tolerance = asked.of(where, first)
-    return find(kind, label, pair.ours, pair.theirs, tolerance, length, pair.whole, spread, where.step, where.name)
+    spread, measure = honest.spread(where) if honest else 0.0, "relative" if length is None else "steps"
+    at = asked.of(where, first), length, pair.whole, spread, where.step, where.name, measure
+    return find(kind, label, pair.ours, pair.theirs, *at)
 
 
-def label_of(pair: Pair, *, of_rank: bool = True) -> str:
+def label_of(pair: Pair) -> str:
     """The tensor's name in a finding."""
     where, (name, start, stop) = pair.where, pair.piece or (pair.where.name, 0, 0)
     tensor = f"{where.key} of {name}" if where.key else name
     parts = [f"{tensor}[{start}:{stop}]" if pair.piece else tensor] if tensor else []
     parts += [f"step {where.step + 1}"] if where.phase not in ("publish", "state") else []
     parts += [f"microbatch {where.microbatch}"] if where.microbatch is not None else []
-    parts += [f"rank {pair.rank}"] if of_rank and pair.rank >= 0 else []
+    parts += [f"rank {pair.rank}"] if pair.rank >= 0 else []
     return ", ".join(parts)

@@ -17,19 +17,16 @@ from typing import Any
 from plait.referee.contributions import over_samples
 from plait.referee.difference import Discrepancy, describe
 from plait.referee.values import rounding
-from plait.referee.verify.causes import cause_of, squares_of
+from plait.referee.verify.causes import cause_of, cause_of_moved, squares_of
 from plait.referee.verify.compare import (
     BITWISE,
     HEARD,
-    KINDS,
     Finding,
     Measures,
     Pair,
     asked,
-    full_batch,
-    label_of,
+    links,
     missing,
-    of_plain,
     pairs,
 )
 from plait.referee.verify.observed import PHASES, OneStep, RankRecord, Record
@@ -63,7 +60,7 @@ def locate(job: Job, config: RunConfig, ranks: Sequence[RankRecord], findings: S
 
 def required(config: RunConfig) -> Measures:
     """The requirement of a layout's replay."""
-    return asked(config.machine.parsed_mesh, full_batch(config.task, config.dtypes.computed))
+    return asked(config.machine.parsed_mesh, config.task, config.dtypes.computed)
 
 
 def replay(
@@ -106,7 +103,7 @@ def search(
     excused: Collection[str] = (),
 ) -> FirstWrong | None:
     """Replay a layout of which these are the traces, and find the first difference."""
-    one = replay(job, config.with_flags(steps=window[-1] + 1), ranks, window=window, keep_gradients=False)
+    one = replay(job, config.with_flags(steps=window[-1] + 1), ranks, window=window, keep_links=False)
     settings = config.machine.parsed_mesh, config.layout.microbatches, config.task.update.clip
     traces = Traces(ranks, one, *settings, required(config), ranks[0].ties, excused)
     seen: dict[tuple[int, Phase], list[Pair]] = {}
@@ -172,36 +169,33 @@ def _told(traces: Traces, wrong: Sequence[Wrong], order_of: Places, after: str) 
 # ---- against plain PyTorch ----------------------------------------------------------------------------------------
 
 SHARED = "the replay, which shares code with the engine, has it too"
+ONE_SIDED = Discrepancy("shape", text="it is on one side alone")
 
 
 def locate_in_plain(
     job: Job, ranks: Sequence[RankRecord], replay: Record, plain: Record, findings: Sequence[Finding]
 ) -> FirstWrong | None:
-    """The first wrong number or gradient of ``against_plain``'s findings; the ``replay`` has the same fault."""
-    wrong = {(finding.kind, finding.name) for finding in findings if not finding.equal}
-    phases, backward = ("loss", "sum", "norm", "publish"), list(reversed(plain.steps[0].summed))
-
-    def order(pair: Pair) -> tuple[int, int, int]:
-        where = pair.where
-        return where.step, phases.index(where.phase), backward.index(where.name) if where.phase == "sum" else 0
-
-    for pair in sorted(of_plain(ranks, plain), key=order):
-        where, ours, right = pair.where, pair.ours, pair.theirs
-        if (KINDS[where.phase], label_of(pair, of_rank=where.phase == "sum")) not in wrong:
-            continue
-        if ours is None or right is None:
-            found = Discrepancy("shape", text="it is on one side alone")
-        else:
-            found = describe(ours, right)
-        cause = SHARED
-        if where.phase == "loss" and where.step == 0:
-            cause = not_a_sum(job, len(replay.steps[0].losses)) or SHARED
-        if where.phase == "norm" and ours is not None and right is not None:
-            owned = [squares_of(rank, plain.steps[0].summed) for rank in ranks] if where.step == 0 else []
-            cause = f"{cause_of_norm(ours.item(), right.item(), owned)}; {SHARED}"
-        of, phase = (pair.rank,) if where.phase == "sum" else (), "update" if where.phase == "publish" else where.phase
-        return FirstWrong(where.step, phase, where.name, of, len(ranks), found, cause=cause)
-    return None
+    """The first link of ``against_plain``'s findings that is wrong; the ranks have what the ``replay`` has."""
+    wrong = [pair for pair, finding in zip(links(replay, plain), findings, strict=True) if not finding.equal]
+    if not wrong:
+        return None
+    where, ours, right = wrong[0].where, wrong[0].ours, wrong[0].theirs
+    if ours is None or right is None:
+        return FirstWrong(where.step, where.phase, where.name, (), len(ranks), ONE_SIDED, cause=SHARED)
+    cause = ""
+    if where.phase == "loss" and where.step == 0:
+        cause = not_a_sum(job, len(replay.steps[0].losses))
+        if cause:
+            return FirstWrong(where.step, where.phase, "", (), len(ranks), describe(ours, right), cause=cause)
+    if where.phase == "norm":
+        owned = [squares_of(rank, replay.steps[where.step].summed) for rank in ranks]
+        cause = cause_of_norm(ours.item(), right.item(), owned)
+    if where.phase == "update":
+        others = [pair for pair in wrong if pair.where[:2] == where[:2]]
+        every = len(others) == len(plain.steps[where.step].updated)
+        cause = cause_of_moved(ours, right, replay.before(where.step, where.name), every=every)
+    told = "; ".join(filter(None, (cause, SHARED)))
+    return FirstWrong(where.step, where.phase, where.name, (), len(ranks), describe(ours, right), cause=told)
 
 
 def not_a_sum(job: Job, num_parts: int) -> str:

@@ -3,8 +3,9 @@
     Where(step 1, "sum", "head.weight")       on a rank: elements 40 to 80, flat      in the single process: all of it
     Where(step 1, "forward", "head", m=2)     on a rank: what the tape has            in the single process: the same
 
-Every step has its losses, its norm and the sums of its gradients.  A step in the *window* of a trace has more: what the
-tape heard, the gradients as the optimizer was given them, and the parameters after the update.
+Every step has its losses, its norm and the sums of its gradients; in the single process also the gradients as the
+optimizer was given them, and the parameters after the update.  A rank has these in the *window* of a trace alone, with
+what the tape heard.
 """
 
 import math
@@ -54,7 +55,7 @@ class Observation(NamedTuple):
 
 @dataclass
 class OneStep:
-    """One step; tensors by piece on a rank, by name in the single process.  What only a trace has comes last."""
+    """One step; tensors by piece on a rank, by name in the single process."""
 
     loss: float = math.nan
     norm: float | None = None
@@ -99,6 +100,8 @@ class Record(Steps):
     buffers: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     first: int = 0
+    rank: int = -1
+    """It is none."""
     initial: dict[str, Tensor] = field(default_factory=dict)
     """The values that the optimizer updates, before the first step."""
 
@@ -107,7 +110,7 @@ class Record(Steps):
         return replace(self, steps=self.steps[step:], first=step)
 
     def before(self, step: int, name: str) -> Tensor:
-        """A parameter's value before the update of a step of a trace."""
+        """A parameter's value before the update of a step."""
         earlier = self.steps[step - 1].updated if step else {}
         return earlier.get(name, self.initial[name])
 

@@ -18,7 +18,7 @@ Its dropout formula, of (seed, step, global sample, site, element), for decision
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ from plait.forward.random_streams import STREAMS
 from plait.forward.sites import Sites, Turns
 from plait.messages.progress import counted
 from plait.referee.verify.observed import OneStep, Record
-from plait.referee.verify.reference import uncached
+from plait.referee.verify.reference import copied, uncached
 from plait.run.job.config import JobConfig
 from plait.run.job.job import Job
 from plait.step.step import num_samples, whole_count
@@ -43,8 +43,13 @@ from plait.zero.state.init import materialise
 
 
 @uncached()
-def run_plain(job: Job, task: JobConfig) -> Record:
-    """Trains a job on one full batch per step, by the settings that it was made from."""
+def run_plain(job: Job, task: JobConfig, along: Record) -> Record:
+    """Trains a job on one full batch per step, by the settings that it was made from.
+
+    Each link of a step begins with the value of another run: the forward with its parameters, the norm and the clip
+    with its sums, the update with its clipped gradients.  So no difference grows, and the first that is wrong is the
+    cause.  The initial values are the job's own.
+    """
     model = job.build()
     materialise(model, job.seed, torch.device("cpu"), job.weights)
     parameters = dict(model.named_parameters())
@@ -52,10 +57,9 @@ def run_plain(job: Job, task: JobConfig) -> Record:
     for p in parameters.values():
         p.data = cast(p.data, job.dtype)
     optimizer = make(task, masters)
-    scale = job.precision.first_scale or 1.0
     sums = LONG.get(job.precision.sums.dtype or "", "")
     masks, record = Masks(model, job.seed), Record()
-    for step in counted("steps of plain PyTorch", range(task.samples.steps)):
+    for step, theirs in enumerate(counted("steps of plain PyTorch", along.steps)):
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate(task, step)
         (batch,) = job.microbatches(step, 0, 1, 1)
@@ -64,29 +68,34 @@ def run_plain(job: Job, task: JobConfig) -> Record:
         with masks.of(step, batch):
             loss = job.loss_fn(model, batch)
         with masks.of(step, batch):  # a model that recomputes draws its masks again
-            (loss * scale / count).backward()
+            (loss * theirs.scale / count).backward()
         made = OneStep(loss.item() / count)
         record.steps.append(made)
         gradients = {
-            name: cast(p.grad, getattr(torch, sums) if sums else p.grad.dtype) / scale
+            name: cast(p.grad, getattr(torch, sums) if sums else p.grad.dtype) / theirs.scale
             for name, p in parameters.items()
             if p.grad is not None
         }
-        finite = all(g.isfinite().all() for g in gradients.values())
-        made.summed = gradients if finite else {}
-        if not finite and job.precision.first_scale is not None:
-            scale /= 2
-            continue
-        for name, master in masters.items():
-            master.grad = gradients[name].to(master.dtype, copy=True) if name in gradients else None
-        if task.update.clip is not None:
-            made.norm = nn.utils.clip_grad_norm_(masters.values(), task.update.clip).item()
+        skipped = job.precision.first_scale is not None and not theirs.summed
+        if not skipped:
+            made.summed = gradients
+            _give(masters, theirs.summed)
+            if task.update.clip is not None:
+                made.norm = nn.utils.clip_grad_norm_(masters.values(), task.update.clip).item()
+            made.clipped = {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
+        _give(masters, theirs.clipped)
         optimizer.step()
+        made.updated = copied({name: master for name, master in masters.items() if master.requires_grad})
         with torch.no_grad():
             for name, p in parameters.items():
-                p.copy_(masters[name])
-    record.parameters = {name: master.detach() for name, master in masters.items()}
+                p.copy_(masters[name].copy_(theirs.updated.get(name, masters[name])))
     return record
+
+
+def _give(masters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]) -> None:
+    """Gradients for an optimizer; None where there is none."""
+    for name, master in masters.items():
+        master.grad = gradients[name].to(master.dtype, copy=True) if name in gradients else None
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

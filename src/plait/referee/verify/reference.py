@@ -190,14 +190,15 @@ def uncached() -> Iterator[None]:
 @uncached()
 def run_reference(
     job: Job, mesh: Mesh, num_microbatches: int, order: Sequence[str], steps: int, *, clip: float | None,
-    norm_pieces: Sequence[Sequence[Piece]] | None = None, keep_gradients: bool = True, ties: TiedWeights | None = None,
+    norm_pieces: Sequence[Sequence[Piece]] | None = None, keep_links: bool = True, ties: TiedWeights | None = None,
     built: Callable[[SingleProcess], None] | None = None, window: Collection[int] = (),
 ) -> Record:  # fmt: skip
     """Train ``steps`` steps in this process, adding gradients in the given order.
 
     ``order`` has the sums, innermost first, as ``table.additions`` derives them from a row; of ``mesh`` only the data
     axes matter.  ``norm_pieces`` are those whose squares each rank sums for the norm, by rank; None: whole parameters.
-    ``built`` is given the process before its first step.  The steps of the ``window`` are traced.
+    ``built`` is given the process before its first step.  The steps of the ``window`` are traced.  ``keep_links``:
+    every step keeps its sums, the gradients that the optimizer was given, and the updated parameters.
     """
     one = SingleProcess(job, mesh.data_size, num_microbatches, ties or {})
     if built is not None:
@@ -211,21 +212,21 @@ def run_reference(
         part, steps_of_time = divmod(at["replica"] * mesh.shard + at["shard"], mesh.context)
         return {} if steps_of_time else one.gradient(part, at[MICROBATCH])  # the first has its context group's
 
-    record = Record(initial=copied(one.masters) if window else {})
+    record = Record(initial=copied(one.masters) if keep_links or window else {})
     for number in counted("steps of one process", range(steps)):
         count, scale, traced = one.begin(number), one.scale, number in window
+        kept = keep_links or traced
         gradients = one.summed(fold(tuple(order), sizes, leaf, add))
         step = OneStep(math.fsum(one.losses) / count, losses=dict(enumerate(one.losses)), scale=scale)
-        if keep_gradients or traced:
-            step.summed = {name: g.clone() for name, g in gradients.items()}
+        step.summed = copied(gradients) if kept else {}
         step.norm = _clip(gradients, clip if gradients else None, norm_pieces)
+        step.clipped = copied(gradients) if kept else {}
         if traced:
-            step.marks, step.clipped = tape.marks, copied(gradients)
+            step.marks = tape.marks
             step.counts = {m: float(job.count_fn(batch)) for m, batch in enumerate(one.batches)}
         tape.clear()
         one.update(gradients)
-        if traced:
-            step.updated = copied({name: p for name, p in one.masters.items() if p.requires_grad})
+        step.updated = copied({name: p for name, p in one.masters.items() if p.requires_grad}) if kept else {}
         record.steps.append(step)
     record.parameters = {name: p.detach().to(one.dtypes[name], copy=True) for name, p in one.masters.items()}
     record.buffers = {name: one.buffers[0][name] for name in one.model.state_dict() if name in one.buffers[0]}

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +19,7 @@ from rich.text import Text
 from plait.checkpoint.files.writing import write_json
 from plait.comm import Comm, thread
 from plait.messages.escape import one_line
-from plait.referee.verify.compare import BITWISE, Finding, HonestRuns, against_plain, against_tree, full_batch
+from plait.referee.verify.compare import BITWISE, Finding, HonestRuns, against_plain, against_tree
 from plait.referee.verify.locate import locate, locate_in_plain, replay, required
 from plait.referee.verify.observed import RankRecord, Record
 from plait.referee.verify.plain import run_plain
@@ -90,23 +89,29 @@ class Verdict:
 
 
 def references(job: Job, config: RunConfig, ranks: Sequence[RankRecord]) -> tuple[Record, Record]:
-    """The two single-process runs: the layout's own tree of additions, and one plain full batch per step."""
-    return replay(job, config, ranks), run_plain(job, config.task)
+    """The two single-process runs: the layout's own tree of additions, and one plain full batch per step along it."""
+    tree = replay(job, config, ranks)
+    return tree, run_plain(job, config.task, tree)
 
 
 def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Record, plain: Record) -> Verdict:
     """Compare the ranks' records with both references, and with honest runs where that is asked for or needed."""
     needed = RUNS if config.machine.parsed_mesh.tensor > 1 and job.dtype.itemsize == 2 else 0
     runs = needed if config.comparison.spread is None else config.comparison.spread
-    honest = honest_runs(job, config, ranks, runs) if runs else None
-    of_tree, of_plain = _findings(job, config, ranks, tree, plain, None)
-    if _may_be_rounding(config, of_tree, of_plain):
-        excusing = replace(honest or honest_runs(job, config, ranks), unit=0.0)  # by what was seen, and no more
-        of_tree, of_plain = _findings(job, config, ranks, tree, plain, excusing)
+    honest, asked = honest_runs(job, config, ranks, runs) if runs else None, required(config)
+
+    def compared(honest: HonestRuns | None) -> tuple[list[Finding], list[Finding]]:
+        of_tree = against_tree(ranks, tree, asked, None if asked == BITWISE else honest)
+        return of_tree, against_plain(tree, plain, config.dtypes.computed, honest)
+
+    of_tree, of_plain = compared(None)
+    if config.comparison.spread != 0 and _may_be_rounding(of_tree, of_plain, bits=asked == BITWISE):
+        excusing = honest or honest_runs(job, config, ranks)
+        of_tree, of_plain = compared(replace(excusing, unit=0.0))  # by what was seen, and no more
     return Verdict(
         f"{config.row.name} on {config.machine.parsed_mesh}, microbatches per rank: {config.layout.microbatches}",
-        of_tree,
-        of_plain,
+        tuple(of_tree),
+        tuple(of_plain),
         tuple(difference for r in ranks for difference in r.ledger_differences),
         ranks[0].made.count(False),
         not any(ranks[0].made),
@@ -116,23 +121,11 @@ def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Rec
     )
 
 
-def _findings(
-    job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Record, plain: Record, honest: HonestRuns | None
-) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
-    """Against the layout's own tree, and against plain full-batch steps."""
-    within, may_skip = required(config), job.dtype == torch.float16
-    of_tree = against_tree(ranks, tree, within, None if within == BITWISE else honest)
-    return tuple(of_tree), tuple(
-        against_plain(ranks, plain, full_batch(config.task, config.dtypes.computed), may_skip=may_skip, honest=honest)
-    )
-
-
-def _may_be_rounding(config: VerifyConfig, of_tree: Sequence[Finding], of_plain: Sequence[Finding]) -> bool:
-    """Whether honest runs could explain what is not equal: neither the first loss, nor what has to be the same bits."""
-    unequal = [f for f in (*of_tree, *of_plain) if not f.equal]
-    bits = required(config) == BITWISE and not all(f.equal for f in of_tree)
-    first = [f for findings in (of_tree, of_plain) for f in findings[:1]]
-    return bool(unequal) and config.comparison.spread != 0 and not bits and all(f.equal for f in first)
+def _may_be_rounding(of_tree: Sequence[Finding], of_plain: Sequence[Finding], *, bits: bool) -> bool:
+    """True where honest runs could explain what is not equal: neither the first loss, nor what has to be the same
+    ``bits``."""
+    wrong = [not finding.equal for finding in (*of_tree, *of_plain)]
+    return any(wrong) and of_tree[0].equal and of_plain[0].equal and not (bits and any(wrong[: len(of_tree)]))
 
 
 def verify(job: UserJob, mesh: str = "shard=2", strategy: str = "zero3", **settings: Any) -> Verdict:

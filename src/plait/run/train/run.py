@@ -35,7 +35,7 @@ from plait.predict.activations import decoder
 from plait.predict.memory import Held, held
 from plait.referee.sanitize import sanitized
 from plait.referee.sanitize.drift import DriftCheck
-from plait.referee.verify.compare import BITWISE, against_tree, asked, full_batch
+from plait.referee.verify.compare import BITWISE, against_tree, asked
 from plait.referee.verify.locate import replay
 from plait.referee.verify.record import ON_TENSOR, Recorder, collect_records, irregular, left_out, predict
 from plait.referee.verify.run import findings_table
@@ -371,11 +371,12 @@ def _compare(training: Training, console: Console) -> bool | None:
     console.print("training again as one process ...")
     within = asked(
         config.machine.parsed_mesh,
-        full_batch(config.task, config.dtypes.computed),
+        config.task,
+        config.dtypes.computed,
         one_layout=len(training.layouts) == 1,
     )
     with working():
-        whole = replay(training.job, config, records, keep_gradients=False)
+        whole = replay(training.job, config, records, keep_links=False)
     findings = against_tree(records, whole.since(training.first), within)
     steps = (
         f"steps {training.first + 1} to {config.task.samples.steps}"

@@ -2,7 +2,6 @@
 
     parameter     as a module reads it, before its forward
     output        of a module
-    loss          of the microbatch, which whoever holds the tape adds
     gradient      of a module's output, in the backward
     contribution  what one microbatch adds to the gradient of a parameter
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from plait.torch_private import DisableTorchFunction, current_graph_task_id, tree_leaves
 
-Event = Literal["parameter", "output", "loss", "gradient", "contribution"]
+Event = Literal["parameter", "output", "gradient", "contribution"]
 
 
 class Mark(NamedTuple):

@@ -59,12 +59,6 @@ class Measures:
     parameter: float = 0.0
     length: float | None = None
 
-    @classmethod
-    def of_split_products(cls, dtype: torch.dtype, lr: float, steps: int, *, amplifies: bool) -> "Measures":
-        """Where a layout splits products; an optimizer ``amplifies`` rounding if it normalises gradients (Adam)."""
-        floor, (drift, apart) = rounding(dtype), DRIFT[dtype]
-        return cls(floor, drift, apart, lr * steps) if amplifies else cls(floor, 10 * floor, 10 * floor)
-
     def of(self, where: Where, first: int = 0) -> float:
         """The tolerance at a place, in a run that begins with the step ``first``."""
         if where.phase == "publish":
@@ -80,8 +74,10 @@ def asked(mesh: Mesh, task: JobConfig, dtype: torch.dtype, *, one_layout: bool =
     or the run was resumed in this layout from another."""
     if mesh.tensor * mesh.context == 1 and one_layout:
         return BITWISE
-    lr, amplifies = task.update.lr, task.optimizer_row.amplifies
-    return Measures.of_split_products(dtype, lr, task.samples.steps, amplifies=amplifies)
+    floor, (drift, apart) = rounding(dtype), DRIFT[dtype]
+    if not task.optimizer_row.amplifies:
+        return Measures(floor, 10 * floor, 10 * floor)
+    return Measures(floor, drift, apart, task.update.lr * task.samples.steps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,7 +276,8 @@ def against_tree(
 
 
 def links(replay: Record, plain: Record) -> list[Pair]:
-    """Every link of every step of the replay, beside plain PyTorch, in causal order."""
+    """Every link of every step of the replay, beside plain PyTorch, in causal order; but for the gradients of steps in
+    which those of plain PyTorch are too large for their scale, as a whole batch's are before those of microbatches."""
     order, names = list(LINKS), list(reversed(replay.initial))
 
     def place(pair: Pair) -> tuple[int, int, int]:
@@ -288,7 +285,7 @@ def links(replay: Record, plain: Record) -> list[Pair]:
         return where.step, order.index(where.phase), names.index(where.name) if where.name else 0
 
     found = (pair for pair in pairs([replay], plain) if pair.where.phase in LINKS and pair.where.microbatch is None)
-    return sorted(found, key=place)
+    return sorted((p for p in found if p.where.phase != "sum" or plain.steps[p.where.step].summed), key=place)
 
 
 def against_plain(replay: Record, plain: Record, dtype: torch.dtype, honest: HonestRuns | None = None) -> list[Finding]:

@@ -76,9 +76,9 @@ def run_plain(job: Job, task: JobConfig, along: Record) -> Record:
             for name, p in parameters.items()
             if p.grad is not None
         }
-        skipped = job.precision.first_scale is not None and not theirs.summed
-        if not skipped:
-            made.summed = gradients
+        scaled = job.precision.first_scale is not None
+        if theirs.summed or not scaled:
+            made.summed = {} if scaled and not all(g.isfinite().all() for g in gradients.values()) else gradients
             _give(masters, theirs.summed)
             if task.update.clip is not None:
                 made.norm = nn.utils.clip_grad_norm_(masters.values(), task.update.clip).item()

@@ -4,6 +4,9 @@
     keys of     0   ►    2   ►    1
     after each  out, lse = merged(out, lse, this block's)               online softmax
 
+Half of what could meet is later, and is left out: of keys from an earlier rank only the early block is met, and keys
+from a later rank only by the late queries.
+
 The backward goes round again: the gradients of a block's keys and values travel with it, and come home at the end.
 
 Sources: Ring Attention (Liu et al. 2023), FlashAttention (Dao et al. 2022) for the softmax and its backward.
@@ -37,10 +40,12 @@ class RingAttention(torch.autograd.Function):
         block = torch.stack((key, value))
         for turn in range(axis.ways):
             coming = _pass_on(axis, block, CONTEXT_FORWARD) if turn < axis.ways - 1 else None
-            scores, v = _scores(axis, q, block, turn, groups)
-            both = torch.logaddexp(lse, scores.logsumexp(-1))
-            out = out * (lse - both).exp()[..., None] + (scores - both[..., None]).exp() @ v
-            lse = both
+            queries, keys = _meeting(axis, turn, q.size(-2))
+            scores, v = _scores(q[:, :, queries], block[:, :, :, keys], turn, groups)
+            before = lse[:, :, queries]
+            both = torch.logaddexp(before, scores.logsumexp(-1))
+            merged = out[:, :, queries] * (before - both).exp()[..., None] + (scores - both[..., None]).exp() @ v
+            out[:, :, queries], lse[:, :, queries] = merged, both
             block = block if coming is None else _arrived(*coming)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
@@ -60,24 +65,35 @@ class RingAttention(torch.autograd.Function):
         gradients, dq = torch.zeros_like(block, dtype=wide), torch.zeros_like(q)
         for turn in range(axis.ways):
             coming = _pass_on(axis, block, CONTEXT_BACKWARD) if turn < axis.ways - 1 else None
-            scores, v = _scores(axis, q, block, turn, groups)
-            weights = (scores - lse[..., None]).exp()
-            inner = weights * (given @ v.mT - delta)
-            dq += inner @ _whole_heads(block[0], groups, wide)
-            gradients[0] += _by_group(inner.mT @ q, groups)
-            gradients[1] += _by_group(weights.mT @ given, groups)
+            queries, keys = _meeting(axis, turn, q.size(-2))
+            here, mine, of_out = block[:, :, :, keys], q[:, :, queries], given[:, :, queries]
+            scores, v = _scores(mine, here, turn, groups)
+            weights = (scores - lse[:, :, queries, None]).exp()
+            inner = weights * (of_out @ v.mT - delta[:, :, queries])
+            dq[:, :, queries] += inner @ _whole_heads(here[0], groups, wide)
+            gradients[0, :, :, keys] += _by_group(inner.mT @ mine, groups)
+            gradients[1, :, :, keys] += _by_group(weights.mT @ of_out, groups)
             gradients = _arrived(*_pass_on(axis, gradients, CONTEXT_BACKWARD))
             block = block if coming is None else _arrived(*coming)
         dk, dv = gradients.to(key.dtype)
         return (dq * ctx.scale).to(query.dtype), dk, dv, None, None
 
 
-def _scores(axis: TimeAxis, q: Tensor, block: Tensor, turn: int, groups: int) -> tuple[Tensor, Tensor]:
-    """The scores of this rank's queries and the block that is here in a turn, -inf for later keys; and its values."""
-    owner, length = (axis.index - turn) % axis.ways, q.size(-2)
-    later = axis.places(length)[:, None] < axis.places(length, owner)
+def _meeting(axis: TimeAxis, turn: int, length: int) -> tuple[slice, slice]:
+    """This rank's queries, and the keys that are here in a turn, of which some meet; on the first turn not all."""
+    owner, half = (axis.index - turn) % axis.ways, length // 2
+    if turn == 0:
+        return slice(length), slice(length)
+    return (slice(length), slice(half)) if owner < axis.index else (slice(half, length), slice(length))
+
+
+def _scores(q: Tensor, block: Tensor, turn: int, groups: int) -> tuple[Tensor, Tensor]:
+    """The scores of queries and a block of keys, -inf for keys that are later; and the block's values."""
     key, value = (_whole_heads(part, groups, q.dtype) for part in block)
-    return (q @ key.mT).masked_fill(later, float("-inf")), value
+    scores = q @ key.mT
+    if turn == 0:  # a rank's steps are in the order of time
+        scores = scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+    return scores, value
 
 
 def _whole_heads(part_BGTK: Tensor, groups: int, dtype: torch.dtype) -> Tensor:

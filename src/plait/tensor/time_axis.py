@@ -80,15 +80,15 @@ class TimeAxis:
 
     # ---- where the steps are ------------------------------------------------------------------------------------
 
-    def places(self, mine: int, index: int | None = None) -> Tensor:
-        """int64 [mine]: the places in the whole sequence of a rank's ``mine`` steps; this rank's, if none is named."""
+    def places(self, mine: int) -> Tensor:
+        """int64 [mine]: the places in the whole sequence of this rank's ``mine`` steps."""
         self._check_cut(mine)
         self.asked.add("places")
-        return self._places(mine, self.index if index is None else index)
+        return self._places(mine)
 
-    def _places(self, mine: int, index: int) -> Tensor:
+    def _places(self, mine: int) -> Tensor:
         half = mine // 2
-        early, late = index * half, (2 * self.ways - 1 - index) * half
+        early, late = self.index * half, (2 * self.ways - 1 - self.index) * half
         steps = torch.arange(half, device=self.comm.device)
         return torch.cat((steps + early, steps + late))
 
@@ -193,7 +193,7 @@ class TimeAxis:
         if mask is None and not dropout_p:
             return self._by_block(query_BHTK, keys, values, scale, enable_gqa)
         if mask is None:
-            mask = self._places(length, self.index)[:, None] >= torch.arange(keys.size(2), device=keys.device)
+            mask = self._places(length)[:, None] >= torch.arange(keys.size(2), device=keys.device)
         elif mask.size(-1) != keys.size(2) or mask.size(-2) not in (1, length):
             raise ValueError(
                 f"an attention mask of {list(mask.shape)} under context={self.ways}: this rank has {length} queries, "
@@ -246,7 +246,7 @@ class TimeAxis:
 
     def steps_along(self, dim: int, mine: int) -> StepsOfTime:
         """The steps of an activation that has ``mine`` of them along a dim."""
-        return StepsOfTime(dim, self._places(mine, self.index), mine * self.ways)
+        return StepsOfTime(dim, self._places(mine), mine * self.ways)
 
 
 class _Gather(torch.autograd.Function):

@@ -1,167 +1,24 @@
-"""A context axis trains as one process does: rows, pipelines, packed documents, dropout, odd sizes."""
+"""A context axis: a program's own loop and batches, what is refused or forgotten, messages as predicted."""
 
 from __future__ import annotations
 
 import copy
 from collections import UserDict
 from dataclasses import dataclass
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from context_runs import CONFIG, STEPS, batches
 from torch import Tensor
 
 import plait
 from plait.anymodel.context import use_context_axis
 from plait.run.commands.main import main
-from plait.run.models.gpt import GPT, GPTConfig, loss_sum, token_count
-from plait.run.models.hf import BUILDING
+from plait.run.models.gpt import GPT, loss_sum, token_count
 from plait.tensor.time_axis import TimeAxis, give_time_axis
-
-CONFIG = GPTConfig(
-    vocabulary=37, num_layers=3, width=24, num_heads=6, num_kv_heads=2, hidden=20, max_length=24, dropout=0.2
-)
-STEPS, SAMPLES, LENGTH = 3, 12, 24
-
-
-def batches(step: int, part: int, parts: int, microbatches: int, *, packed: bool) -> list[dict[str, Tensor]]:
-    numbers = torch.Generator().manual_seed(step)
-    tokens = torch.randint(CONFIG.vocabulary, (SAMPLES, LENGTH + 1), generator=numbers)
-    targets = tokens[:, 1:].clone()
-    targets[torch.rand(targets.shape, generator=numbers) < 0.3] = -100
-    whole = {"tokens": tokens[:, :-1].clone(), "targets": targets}
-    if packed:
-        whole["documents"] = torch.randint(2, (SAMPLES, LENGTH), generator=numbers).cumsum(1)
-    each = SAMPLES // (parts * microbatches)
-    first = part * microbatches
-    return [{k: v[(first + m) * each :][:each] for k, v in whole.items()} for m in range(microbatches)]
-
-
-def train(
-    comm: plait.Comm, microbatches: int = 2, packed: bool = False, ragged: bool = False, **settings: Any
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses, norms and parameters of three steps; ``settings`` are of the model or of the engine."""
-    model_settings = {key: settings.pop(key) for key in ("dropout", "num_kv_heads", "num_heads") if key in settings}
-    torch.manual_seed(0)
-    with plait.empty_parameters():
-        model = GPT(GPTConfig(**{**vars(CONFIG), **model_settings})).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    engine = plait.Engine(
-        model, comm, optimizer=optimizer, loss_fn=loss_sum, count_fn=token_count, clip=0.5, seed=3, **settings
-    )
-    mesh, found = comm.mesh, []
-    for step in range(STEPS):
-        mine = batches(step, mesh.data_rank(comm.rank), mesh.data_size, microbatches, packed=packed)
-        if ragged:  # each microbatch is shorter than the one before it
-            first = mesh.data_rank(comm.rank) * microbatches
-            mine = [{k: v[:, : LENGTH - (first + m) * 4] for k, v in one.items()} for m, one in enumerate(mine)]
-        result = engine.step(mine)
-        found += [result.loss, result.grad_norm]
-    found.append(engine.evaluate(mine).loss)
-    return found, engine.full_state_dict()
-
-
-DRY = {"dropout": 0.0}
-RING = {"dropout": 0.0, "ring_attention": True}
-CELLS: list[tuple[str, dict[str, Any]]] = [
-    *(
-        (f"shard=2 context=2{more}", {"strategy": row})
-        for row, more in (("ddp", ""), ("zero1", ""), ("zero3_keep", ""))
-    ),
-    ("shard=3 context=3", {"strategy": "zero1", "microbatches": 1}),
-    ("shard=4 context=4", {"strategy": "zero2"}),
-    ("shard=4 context=2", {"strategy": "zero3"}),
-    ("shard=4 context=2", {"strategy": "zero3", "microbatches": 1, "cut": "tensor"}),
-    *(("replica=2 shard=2 context=2", {"strategy": row}) for row in ("ddp", "zero2", "hsdp", "psdp", "hpz")),
-    ("shard=2 context=2", {"packed": True}),
-    ("shard=3 context=3", {"packed": True, "strategy": "ddp"}),
-    ("shard=4 context=2", {"packed": True, "strategy": "zero1", "microbatches": 3}),
-    *(("shard=2 context=2", {"recompute": how, **wet}) for how in ("full", "selective") for wet in ({}, DRY)),
-    ("shard=2 context=2", {"ragged": True, "microbatches": 3}),
-    ("shard=2 context=2", {"ragged": True, "strategy": "zero1", **DRY}),
-    ("shard=2 context=2", {"ragged": True, "strategy": "zero2", "recompute": "full", **RING}),
-    ("shard=2 context=2", {"num_kv_heads": 6, **DRY}),
-    ("shard=2 context=2", {"num_kv_heads": 1}),
-    ("shard=3 context=3", {"num_kv_heads": 1, **RING}),
-    *(("pipe=2 shard=2 context=2", {"schedule": one}) for one in ("gpipe", "1f1b", "zb_h1", "zb_h2", "dualpipe_v")),
-    ("pipe=2 shard=2 context=2", {"schedule": "interleaved", "chunks": 2, "strategy": "zero1"}),
-    ("pipe=2 shard=2 context=2", {"schedule": "1f1b", "recompute": "full", "microbatches": 3, **DRY}),
-    ("pipe=2 shard=3 context=3", {"schedule": "zbv"}),
-    ("shard=2 context=2", {"microbatches": 1, **RING}),
-    ("shard=4 context=4", {"recompute": "full", **RING}),
-    ("pipe=2 shard=3 context=3", {"schedule": "1f1b", **RING}),
-    ("replica=2 shard=2 context=2", {"strategy": "hsdp", **RING}),
-    *(("shard=2 tensor=2 context=2", {"strategy": row, **DRY}) for row in ("ddp", "zero3")),
-    ("shard=2 tensor=2 context=2", {"strategy": "zero2", "recompute": "full", **RING}),
-    ("shard=2 tensor=2 context=2", {"strategy": "zero1", "sequence_parallel": True, **DRY}),
-    ("shard=2 tensor=2 context=2", {"sequence_parallel": True, "recompute": "selective", **DRY}),
-    ("pipe=2 shard=2 tensor=2 context=2", {"schedule": "1f1b", "sequence_parallel": True, **DRY}),
-]
-OF_THE_MODEL = ("packed", "ragged", "dropout", "num_kv_heads")
-
-
-def cell_id(part: Any) -> str:
-    return part if isinstance(part, str) else " ".join(f"{key}={value}" for key, value in part.items())
-
-
-@cache
-def right(microbatches: int, settings: tuple[tuple[str, Any], ...]) -> tuple[list[float], dict[str, Tensor]]:
-    """The run of one process."""
-    return plait.run_threads("shard=1", lambda c: train(c, microbatches, **dict(settings)), sanitize=False)[0]
-
-
-@pytest.mark.parametrize(("mesh", "settings"), CELLS, ids=cell_id)
-def test_it_is_the_run_of_one_process(mesh: str, settings: dict[str, Any]) -> None:
-    alone = tuple((key, settings[key]) for key in OF_THE_MODEL if key in settings)
-    found, state = right(settings.get("microbatches", 2) * plait.Mesh.parse(mesh).data_size, alone)
-    for numbers, mine in plait.run_threads(mesh, lambda c: train(c, **settings), sanitize=False):
-        assert numbers == pytest.approx(found, rel=1e-12)
-        assert all(torch.allclose(mine[name], value, rtol=1e-12, atol=1e-12) for name, value in state.items())
-
-
-def hf_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    logits = model(input_ids=batch["tokens"], use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum", ignore_index=-100)
-
-
-def train_hf(comm: plait.Comm, microbatches: int, dropout: float, **settings: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=CONFIG.vocabulary, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=LENGTH, attention_dropout=dropout,
-    )  # fmt: skip
-    with BUILDING, plait.empty_parameters():
-        model: Any = LlamaForCausalLM(config).double()
-    use_context_axis(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    engine = plait.Engine(model, comm, optimizer=optimizer, loss_fn=hf_loss, count_fn=token_count, clip=0.5, **settings)
-    mesh = comm.mesh
-    for step in range(STEPS):
-        engine.step(batches(step, mesh.data_rank(comm.rank), mesh.data_size, microbatches, packed=False))
-    return engine.full_state_dict()
-
-
-HF_CELLS: list[tuple[str, dict[str, Any]]] = [
-    ("shard=2 context=2", {"dropout": 0.1}),
-    ("shard=6 context=3", {"dropout": 0.1, "strategy": "zero2"}),
-    ("shard=4 context=4", {"strategy": "zero1", "recompute": "full"}),
-    ("shard=2 context=2", {"recompute": "selective"}),
-    ("shard=2 tensor=2 context=2", {"strategy": "ddp"}),
-    ("pipe=2 shard=2 context=2", {"schedule": "1f1b", "dropout": 0.1}),
-    ("pipe=2 shard=2 context=2", {"schedule": "zbv", "ring_attention": True}),
-]
-
-
-@pytest.mark.parametrize(("mesh", "settings"), HF_CELLS, ids=cell_id)
-def test_a_hugging_face_decoder_is_the_run_of_one_process(mesh: str, settings: dict[str, Any]) -> None:
-    parts, settings = plait.Mesh.parse(mesh).data_size, {"dropout": 0.0, **settings}
-    right = plait.run_threads("shard=1", lambda c: train_hf(c, 2 * parts, settings["dropout"]), sanitize=False)[0]
-    for mine in plait.run_threads(mesh, lambda c: train_hf(c, 2, **settings), sanitize=False):
-        assert all(torch.allclose(mine[name], value, rtol=1e-12, atol=1e-12) for name, value in right.items())
 
 
 def test_what_cannot_be_cut_in_time_is_refused() -> None:

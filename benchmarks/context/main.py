@@ -1,0 +1,155 @@
+"""Attention over a context axis: plait's gather and ring beside torch's, as samples grow.
+
+    python benchmarks/context/main.py                                  # 2 ranks, 256 to 8,192 steps
+    python benchmarks/context/main.py --ranks 4 --lengths 256 1024 4096 --json results.json
+
+Every contestant computes one causal attention, forward and backward, of the same numbers.  Before the clock starts its
+result and its gradients are compared with those of one process.  Exit code 1 if one of them differs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import tyro
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from harness.contestants import SHARED, comm_beside
+from harness.groups import launch
+from harness.report import machine
+from harness.turns import Spread, no_collection, over_ranks, ratios, rotated
+from peers import TORCH_WAYS, by_hand, refusal, sent_by_torch, torch_ring
+
+from plait.table.mesh import Mesh
+from plait.tensor.time_axis import TimeAxis
+
+HEADS, HEAD = 8, 64
+TOLERANCE = 2e-5
+"""Largest relative difference from one process, in fp32."""
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compare attention over a context axis with torch's on this machine."""
+
+    ranks: int = 2
+    lengths: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)
+    """Steps of time of the whole sample."""
+    rounds: int = 5
+    """Turns of every contestant; a ratio is formed inside each."""
+    json: Path | None = None
+    """Where to write every number."""
+
+
+def ours(name: str, ranks: int) -> tuple[Attend, TimeAxis]:
+    """plait's attention, and the axis that has its ledger."""
+    who, _, kind = name.rpartition("-")
+    mesh = Mesh(shard=ranks, context=ranks)
+    axis = TimeAxis(comm_beside(mesh, f"context {name}", shared_memory=who == SHARED), ring=kind == "ring")
+    return axis.attention, axis
+
+
+def parts(axis: TimeAxis, whole: tuple[Tensor, ...]) -> list[Tensor]:
+    return [axis.cut(x, 2) for x in whole]
+
+
+def one_pass(attend: Attend, mine: list[Tensor]) -> list[Tensor]:
+    """The result and the gradients of query, key and value; the last of ``mine`` is the result's gradient."""
+    *inputs, given = [x.detach().requires_grad_(i < 3) for i, x in enumerate(mine)]
+    out = attend(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, given)]
+
+
+def measure(length: int, rounds: int) -> dict[str, Any]:
+    """On every rank: the contestants' errors, bytes and seconds at one length."""
+    ranks = dist.get_world_size()
+    draw = torch.Generator().manual_seed(length)
+    whole = tuple(torch.randn(1, HEADS, length, HEAD, generator=draw) for _ in range(4))
+    attends: dict[str, Attend] = {}
+    axes: dict[str, TimeAxis] = {}
+    for who in ("plait", SHARED):
+        for kind in ("gather", "ring"):
+            attends[f"{who}-{kind}"], axes[f"{who}-{kind}"] = ours(f"{who}-{kind}", ranks)
+    axis = axes["plait-gather"]
+    attends |= {f"torch-{way}": torch_ring(way) for way in TORCH_WAYS} | {"by hand": by_hand(axis)}
+    mine = parts(axis, whole)
+    for other in axes.values():
+        other.cut(whole[0], 2)  # so that it knows the length
+    right = one_pass(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), list(whole))
+    due = parts(axis, tuple(right))
+    errors, sent = {}, {}
+    for name, attend in attends.items():
+        mark = len(axes[name].comm.ledger) if name in axes else 0
+        with sent_by_torch() as by_torch:
+            found = one_pass(attend, mine)
+        here = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, due, strict=True))
+        errors[name] = over_ranks(here, dist.ReduceOp.MAX)
+        entries = axes[name].comm.ledger.since(mark) if name in axes else ()
+        sent[name] = sum(e.sent for e in entries) if name in axes else by_torch.bytes
+    alone = {"one process": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)}
+    seconds: dict[str, list[float]] = {name: [] for name in (*attends, *alone)}
+    for turn in range(rounds):
+        for name in rotated(list(seconds), turn):
+            seconds[name].append(timed(attends, alone, name, mine, list(whole)))
+    return {"errors": errors, "sent": sent, "seconds": seconds}
+
+
+def timed(
+    attends: dict[str, Attend], alone: dict[str, Attend], name: str, mine: list[Tensor], whole: list[Tensor]
+) -> float:
+    """Seconds of one pass after an untimed one, the slowest rank's; in one process the others wait."""
+    attend, inputs = (attends[name], mine) if name in attends else (alone[name], whole)
+    works = name in attends or dist.get_rank() == 0
+    with no_collection():
+        for _ in range(2):
+            dist.barrier()
+            start = time.perf_counter()
+            if works:
+                one_pass(attend, inputs)
+            seconds = time.perf_counter() - start
+    return over_ranks(seconds, dist.ReduceOp.MAX)
+
+
+def table(length: int, found: dict[str, Any]) -> str:
+    """One length, as Markdown."""
+    fastest = min((n for n in found["seconds"] if n.startswith("torch")), key=lambda n: min(found["seconds"][n]))
+    lines = [f"\n## {length:,} steps\n", f"| contestant | ms | sent per rank | error | times as fast as {fastest} |"]
+    lines.append("|---|---|---|---|---|")
+    for name, values in found["seconds"].items():
+        ms, ratio = Spread.of([1e3 * one for one in values]), ratios(found["seconds"][fastest], values)
+        sent = f"{found['sent'][name] / 2**20:.2f} MiB" if name in found["sent"] else ""
+        error = f"{found['errors'][name]:.0e}" if name in found["errors"] else ""
+        spread = f"{ratio.median:.2f} ({ratio.low:.2f} - {ratio.high:.2f})"
+        lines.append(f"| {name} | {ms.median:.1f} ({ms.low:.1f} - {ms.high:.1f}) | {sent} | {error} | {spread} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Arguments) -> int:
+    print(machine(), f"\n{arguments.ranks} ranks, {HEADS} heads of {HEAD}, one sample, fp32")
+    print(f"torch's context_parallel here: {launch(refusal, arguments.ranks)}")
+    results, wrong = {}, []
+    for length in arguments.lengths:
+        results[length] = launch(measure, arguments.ranks, length, arguments.rounds)
+        print(table(length, results[length]), flush=True)
+        wrong += [f"{name} at {length}: {e:.1e}" for name, e in results[length]["errors"].items() if e > TOLERANCE]
+    if arguments.json is not None:
+        asked = {"machine": machine(), "ranks": arguments.ranks, "heads": HEADS, "head": HEAD}
+        arguments.json.write_text(json.dumps({**asked, "lengths": results}, indent=1) + "\n")
+    print("\n".join(["", *wrong]) if wrong else "\nall agree with one process")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(tyro.cli(Arguments)))

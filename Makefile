@@ -50,7 +50,9 @@ $(READY): requirements.lock pyproject.toml
 	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@$(BIN)/python -c 'import plait, torch; print(f"plait: ready, torch {torch.__version__}")'
+	@# A folder called plait beside a script would hide the package without this path.
+	@$(BIN)/python -c 'import os, sysconfig as s; print(os.path.abspath("src"), file=open(s.get_path("purelib") + "/plait-source.pth", "w"))'
+	@cd .. && "$(CURDIR)/$(BIN)/python" -c 'import plait, torch; plait.Engine; print(f"plait: ready, torch {torch.__version__}")'
 	@touch $@
 
 demo: setup

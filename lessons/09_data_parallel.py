@@ -14,7 +14,8 @@ Predict before you run it, with four ranks:
   3. 48 samples on 4 ranks, then on 2, then on 1: are the trained parameters the same?
 
 You need lesson 4 (ranks, ``comm``), lesson 5 (all-reduce) and lesson 6 (its bytes).  plait calls the axis of the data
-ranks ``shard``, because the rows of later lessons cut state over it; data parallel cuts the samples only.  More: docs/guide/coming-from.md.
+ranks ``shard``, because the rows of later lessons cut state over it; data parallel cuts the samples only.  More:
+docs/guide/coming-from.md.
 
     plait lesson run 9
     plait lesson run 9 --ranks 2

@@ -20,8 +20,7 @@ Predict before you run it, on a mesh "replica=2 shard=2" (two groups of two):
   2. The row ``full | full | shard/replica | shard/replica`` has which name?
   3. Is there a row that sends less than data parallel?
 
-You need lesson 5 (the collectives) and lesson 12.  docs/guide/pictures.md draws each row with its messages, and
-docs/guide/prediction.md#what-a-row-costs has their bytes.
+You need lessons on collectives (5) and FSDP (12).  Pictures: docs/guide/pictures.md; bytes: docs/guide/prediction.md.
 
     plait lesson run 13
 """

@@ -20,7 +20,7 @@ Predict before you run it, on a mesh "replica=2 shard=2" (two groups of two):
   2. The row ``full | full | shard/replica | shard/replica`` has which name?
   3. Is there a row that sends less than data parallel?
 
-You need lessons on collectives (5) and FSDP (12).  Pictures: docs/guide/pictures.md; bytes: docs/guide/prediction.md.
+You need lesson 5 and lesson 12.  Pictures: docs/guide/pictures.md; bytes: docs/guide/prediction.md.
 
     plait lesson run 13
 """

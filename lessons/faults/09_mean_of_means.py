@@ -6,32 +6,43 @@ much does one sample of the small microbatch count?
     plait lesson find 9
 """
 
-import copy
+from collections.abc import Callable, Iterable
 
 import torch
+from plait_lessons.witnessed import verdict
 from torch import Tensor, nn
 
 torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(16, 16, dtype=torch.float64), nn.Tanh(), nn.Linear(16, 16, dtype=torch.float64))
 X = torch.randn(48, 16, dtype=torch.float64)
-PARTS = [X[:40], X[40:]]
 
 
-def gradient(parts: list[Tensor], fixed: bool) -> Tensor:
-    model = copy.deepcopy(MODEL)
-    for x in parts:
-        loss = (model(x) - x.flip(1)).square().sum()
-        (loss / len(X) if fixed else loss / len(x) / len(parts)).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
+def loss_sum(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - x.flip(1)).square().sum()
+
+
+def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def loop(parts: list[Tensor], fixed: bool) -> Callable:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, comm: object) -> None:
+        for x in parts:
+            loss = loss_sum(model, x)
+            (loss / len(X) if fixed else loss / len(x) / len(parts)).backward()
+        optimizer.step()
+
+    return train
 
 
 def main() -> None:
-    whole = gradient([X], fixed=True)
-    for name, fixed in (("mean of means", False), ("sum / count", True)):
-        error = (gradient(PARTS, fixed) - whole).abs().max() / whole.abs().max()
-        print(f"{name:14} relative error {error:.1e}")
-        assert (error < 1e-12) == fixed
-    equal = gradient([X[:24], X[24:]], fixed=False)
-    assert (equal - whole).abs().max() < 1e-12, "equal counts hide it"
-    print(f"verdict: a sample of the small microbatch counts {40 / 8:g} times as much; with equal counts nothing shows")
+    uneven, even = [X[:40], X[40:]], [X[:24], X[24:]]
+    named, proved = (verdict(loop(uneven, fixed), MODEL, sgd, loss_sum, X) for fixed in (False, True))
+    hidden = verdict(loop(even, fixed=False), MODEL, sgd, loss_sum, X)
+    print("two microbatches of 24 samples:", hidden)
+    print("verdict, plait's own:", named)
+    assert "forward 0 of rank 0 counts 3/5 times and forward 1 of rank 0 counts 3 times" in named
+    assert "the run of a single process" in hidden
     print('the fix: sum the losses, divide once by the count of all: engine.backward(loss, count, reduction="mean")')
+    print("its verdict:", proved)
+    assert "the run of a single process" in proved

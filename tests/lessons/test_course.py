@@ -106,7 +106,8 @@ def test_the_capstone_holds(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_fault_is_named_and_its_fix_holds(number: int, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["lesson", "find", str(number)]) == 0
     out = capfd.readouterr().out
-    assert "verdict" in out and "the fix: " in out
+    own = number not in (4, 5, 6)  # faults of a test or a report
+    assert ("verdict, plait's own: " in out) == own and "verdict" in out and "the fix: " in out
 
 
 def test_there_are_nine_faults() -> None:

@@ -27,6 +27,7 @@ from plait.schedule.pipeline import Pipeline
 from plait.table.mesh import AXES
 from plait.table.parallelism import Parallelism
 from plait.tensor import Parallel, parallel_plan
+from plait.tensor.expert_axis import cut_experts
 from plait.zero.build import SourceModel, build_units
 from plait.zero.flat_gradient import FlatGradient
 from plait.zero.state.full import Directory
@@ -90,6 +91,7 @@ def build_stages(
     be cut, fewer blocks than stages, or a split that does not fit."""
     sizes, units = parallelism.split, parallelism.units
     parallel = parallel_plan(model, comm.mesh.tensor, parallelism.tensor_plan, sequence=parallelism.sequence_parallel)
+    parallel = cut_experts(model, comm.mesh, parallel)
     check_compile(parallelism, comm.mesh.tensor, comm.device)
     wrapped = automatic(model) if units is None else ("", *units)
     check_recompute(model, wrapped, parallelism.recompute)
@@ -190,6 +192,7 @@ def parallel_of(parallel: Parallel, part: StagePart, sites: Sites, *, last: bool
         styles={name: style for name in (*here, *names) if (style := parallel.styles.get(sites.key(name))) is not None},
         cuts={key: parallel.cuts[old] for key, old in origin.items() if old in parallel.cuts},
         summed=frozenset(key for key, old in origin.items() if old in parallel.summed),
+        experts=frozenset(name for name in here if sites.key(name) in parallel.experts),
         pieces=frozenset(key for key, old in origin.items() if old in parallel.pieces),
         sites=tuple(
             replace(s, name=own.get(s.name, s.name))

@@ -15,7 +15,7 @@ from plait.table.agreement import AGREEING, COUNTS, NUMBER_BYTES, num_reported
 from plait.table.cells import Move, Strategy, moves
 from plait.table.collectives import Entry, Note, bytes_sent
 from plait.table.flat import UnitLayout, lower
-from plait.table.mesh import Mesh
+from plait.table.mesh import DENSE, EXPERTS, Mesh
 
 
 @dataclass(frozen=True)
@@ -67,32 +67,33 @@ def predict_line(
         num_trainable: trainable parameters of the whole model.
         tied: weights that stages of this rank share with others.
     """
-    path = moves(strategy, mesh)
+    paths = {axes: moves(strategy, mesh, axes) for axes in (DENSE, EXPERTS)}
     entries: list[Entry] = []
 
     def add(
         phase: str,
         stage: int,
-        first: Sequence[Move],
+        first: str,
         microbatch: int = -1,
         *,
-        later: Sequence[Move] = (),
+        later: str = "",
         waits: bool = False,
         trained: bool = False,
         summed: bool = False,
     ) -> None:
-        """The messages of a path, on every flat buffer of a stage; ``later`` is the path of a unit's further uses,
-        ``waits`` as ``open_still`` of ``UnitLayout.backward_uses``."""
+        """The messages of a path of ``Moves``, on every flat buffer of a stage; ``later`` is the path of a unit's further
+        uses, ``waits`` as ``open_still`` of ``UnitLayout.backward_uses``."""
         cell = strategy.grads if phase in ("microbatch", "step") else strategy.params
         for unit in stages[stage].units:
             if (phase == "backward" and not unit.differentiated) or (phase == "microbatch" and not unit.reduced):
                 continue
+            path: Mapping[str, Sequence[Move]] = {"": (), **vars(paths[unit.axes])}
             for index, flat in enumerate(unit.flats):
                 if (trained and not unit.trainable[index]) or (summed and not (unit.summed and unit.summed[index])):
                     continue
                 again = unit.unkept if phase == "forward" else 0
                 uses = unit.backward_uses(open_still=waits) if phase == "backward" else len(unit.uses)
-                steps = [*[*first] * (1 + again), *[*later] * (uses - 1 - again)]
+                steps = [*path[first] * (1 + again), *path[later] * (uses - 1 - again)]
                 for message in chain.from_iterable(lower(step, flat, mesh, rank) for step in steps):
                     size = message.numel * flat.itemsize_in(cell)
                     root = mesh.index(rank, message.axes) == message.root
@@ -109,28 +110,28 @@ def predict_line(
         s, m = action.stage, action.microbatch
         match action.kind:
             case Kind.UNSHARD:
-                add("unshard", s, path.backward if s in kept else path.forward)
+                add("unshard", s, "backward" if s in kept else "forward")
             case Kind.RESHARD:
                 (kept.add if flying[s] else kept.discard)(s)
             case Kind.FORWARD:
                 if not holds:  # once a use has left what the row keeps, gathers start from there
-                    add("forward", s, path.backward if flying[s] else path.forward, m, later=path.backward)
+                    add("forward", s, "backward" if flying[s] else "forward", m, later="backward")
             case Kind.BACKWARD | Kind.INPUT:
                 if not holds:
-                    add("backward", s, path.backward, m, later=path.backward, waits=action.kind is Kind.BACKWARD)
+                    add("backward", s, "backward", m, later="backward", waits=action.kind is Kind.BACKWARD)
             case Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B as message:
                 value, is_send = carries(action), message in (Kind.SEND_F, Kind.SEND_B)
                 note = Note(ACTIVATION if value.way == "F" else GRADIENT, f"stage {value.stage}", m)
                 sizes = stages[s].handed_bytes if is_send == (value.way == "F") else stages[s].received_bytes
                 entries.append(between_stages("send" if is_send else "recv", sizes[m], note))
             case Kind.REDUCE:
-                add("step", s, path.summed, trained=True, summed=True)
-                add("step", s, path.step, trained=True)
+                add("step", s, "summed", trained=True, summed=True)
+                add("step", s, "step", trained=True)
             case Kind.UPDATE:
-                add("publish", s, path.publish, trained=True)
+                add("publish", s, "publish", trained=True)
         flying[s] += in_flight(action)
         if action.kind in ADDS_GRADIENTS:
-            add("microbatch", s, path.microbatch, m, trained=True)
+            add("microbatch", s, "microbatch", m, trained=True)
     here = mesh.coordinates(rank)["pipe"]
     for edge in tied:
         others = [owner for owner in edge.owners if owner != here]

@@ -125,13 +125,15 @@ def _written(flat: Flat, before: Sequence[int]) -> list[str]:
 
 def check_alike(flats: Sequence[Flat], comm: Comm) -> None:
     """Raises ValueError, on every rank, where ranks that should hold the same values do not."""
-    digests, whole = [], []
+    held: dict[tuple[str, ...], list[tuple[str, int]]] = {}
     for flat in flats:
         for slot, parameter, cut in zip(flat.layout.slots, flat.parameters, flat.cuts, strict=True):
-            digests.append((slot.name, fingerprint(parameter)))
-            whole += [] if cut is not None else digests[-1:]
+            digest = slot.name, fingerprint(parameter)
+            held.setdefault(flat.axes.of(DATA_ORDER), []).append(digest)
+            if cut is None:
+                held.setdefault(flat.axes.cut, []).append(digest)
     differing = []
-    for axes, rows in ((DATA_ORDER, digests), (("tensor",), whole)):
+    for axes, rows in held.items():
         same = same_everywhere(comm, [digest for _, digest in rows], axes, Note("state"))
         differing += [name for (name, _), alike in zip(rows, same, strict=True) if not alike]
     if differing:

@@ -3,6 +3,7 @@
 a run of ...             is on                                 and is counted by
 any parameter            the ranks with the optimizer's piece  the first of them
 one cut over tensor      one tensor rank                       that one
+experts                  one rank of an expert group           that one
 one whole over tensor    every tensor rank                     the first
 one on several stages    each of them                          the first
 """
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from plait.comm import Comm
 from plait.table.cells import Strategy
-from plait.table.mesh import DATA_AXES
+from plait.table.mesh import DATA_AXES, DENSE, EXPERTS
 from plait.torch_private import foreach_norm
 from plait.zero.optim import Owned
 
@@ -29,15 +30,14 @@ class Norm:
     def __init__(
         self, comm: Comm, strategy: Strategy, dtypes: Collection[torch.dtype], copies: Collection[int] = ()
     ) -> None:
-        here = comm.mesh.coordinates(comm.rank)
-        self.first_copy = all(here[a] == 0 for a in DATA_AXES if a not in strategy.optim.split)
-        self.first_tensor = here["tensor"] == 0
+        copied = [axis for axis in DATA_AXES if axis not in strategy.optim.split]
+        self.first_copy = {axes: comm.mesh.index(comm.rank, axes.of(copied)) == 0 for axes in (DENSE, EXPERTS)}
         self.copies = copies
         self.dtype = dtype_of_norm(dtypes)
 
     def counts(self, owned: Owned) -> bool:
         """True if this rank adds a run's squares: of the ranks with the same run, the first does."""
-        first = self.first_copy and (self.first_tensor or owned.cut is not None)
+        first = self.first_copy[owned.flat.axes] and (owned.cut is not None or owned.flat.tensor_rank == 0)
         return first and id(owned.flat) not in self.copies
 
     def of(self, squares: float) -> float:

@@ -32,6 +32,7 @@ from plait.table.collectives import Note
 from plait.table.flat import UnitLayout
 from plait.table.mesh import AXES, DATA_AXES
 from plait.table.parallelism import Parallelism
+from plait.tensor.expert_axis import ExpertAxis, give_expert_axis
 from plait.tensor.time_axis import give_time_axis
 from plait.torch_private import DisableTorchFunctionSubclass
 from plait.zero.optim import OwnedOptimizer, owned_runs
@@ -88,8 +89,13 @@ class PlacedModel(StaysHere):
         """The context axis, where the mesh has one."""
         if self.time_axis is not None:
             give_time_axis([model, *(stage.model for stage in self.stages.values())], self.time_axis)
+        if comm.mesh.count(("expert", "context", "tensor")) > 1:
+            axis = ExpertAxis(comm, sequence=parallelism.sequence_parallel, all_to_all=parallelism.all_to_all)
+            give_expert_axis([model, *(stage.model for stage in self.stages.values())], axis)
         if parallelism.ring_attention and self.time_axis is None:
             raise ValueError(f"ring_attention goes over a context axis, and mesh '{comm.mesh}' has none")
+        if parallelism.all_to_all and comm.mesh.expert == 1:
+            raise ValueError(f"all_to_all goes over an expert axis, and mesh '{comm.mesh}' has none")
         synchronise((m for stage in self.stages.values() for m in stage.model.modules()), comm)
         self.modified = 0
         """Times that a program has written to whole parameters in ``engine.gathered(modify=True)``."""
@@ -256,9 +262,10 @@ class PlacedModel(StaysHere):
             for key, values in {"": o.view.detach(), **kept}.items():
                 yield from StatePiece.of(o.name, key, o.place, values, first=self.norm.counts(o))
         here = self.comm.mesh.coordinates(self.comm.rank)
-        alone = all(here[axis] == 0 for axis in DATA_AXES if axis not in self.strategy.params.split)
+        copied = [axis for axis in DATA_AXES if axis not in self.strategy.params.split]
         for flat in (flat for unit in self.units for flat in unit.flats if not flat.trainable):
             home = self.directory.homes[flat.layout.slots[0].name] == here["pipe"]
+            alone = self.comm.mesh.index(self.comm.rank, flat.axes.of(copied)) == 0
             yield from frozen_pieces(flat, first=alone and home, names=names)
 
     def publish(self) -> None:

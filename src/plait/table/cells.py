@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from plait.messages.wording import did_you_mean
-from plait.table.mesh import DATA_AXES, ONE_HOST, Mesh
+from plait.table.mesh import DATA_AXES, DENSE, ONE_HOST, Mesh, StateAxes
 
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element, by the names that dtypes have in a table."""
@@ -316,11 +316,13 @@ class Moves:
     masters: tuple[Move, ...]
 
 
-def moves(strategy: Strategy, mesh: Mesh = ONE_HOST) -> Moves:
-    """Derives the collectives of a step from the row.  On several hosts they are split by host (``by_host``)."""
+def moves(strategy: Strategy, mesh: Mesh = ONE_HOST, axes: StateAxes = DENSE) -> Moves:
+    """Derives the collectives of a step from the row, for units whose state is over ``axes``.  On several hosts they
+    are split by host (``by_host``)."""
 
     def path(start: Cell, end: Cell) -> tuple[Move, ...]:
-        return tuple(part for whole in move(start, end) for part in by_host(whole, mesh))
+        whole = [Move(one.kind, axes.of(one.axes), axes.of(one.outer)) for one in move(start, end)]
+        return tuple(part for one in whole for part in by_host(one, mesh))
 
     return Moves(
         forward=path(strategy.params, FULL),

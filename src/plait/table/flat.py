@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Literal
 
 from plait.table.cells import Cell, Move, Strategy
-from plait.table.mesh import Mesh
+from plait.table.mesh import DENSE, Mesh, StateAxes
 from plait.table.region import Region
 
 GRAIN = 16
@@ -281,6 +281,8 @@ class UnitLayout:
     """The index of the last use that a backward holds open to its end."""
     reduced: bool = True
     """True if a microbatch's gradients are reduced; False for a split unit that gets none."""
+    axes: StateAxes = DENSE
+    """Where its state is kept."""
 
     @property
     def differentiated(self) -> bool:

@@ -13,8 +13,13 @@ coordinates, the first axis named outermost, so rank 4 (replica 1, shard 1) has
     group(4, ("replica",))          -> (1, 4)
     group(4, ("shard", "replica"))  -> (0, 3, 1, 4, 2, 5)     the k-th has piece k of a shard/replica cut
 
-``context=2`` takes no extra ranks.  It borrows neighbours of ``shard``, which read the same samples, each a part
-of their time (``tensor/time_axis.py``); their group is named ``context``.
+``context=2`` and ``expert=2`` take no extra ranks: they borrow neighbours of ``shard``.  A context group reads the same
+samples, each rank a part of their time (``tensor/time_axis.py``).  An expert group shares the experts of a layer
+(``tensor/expert_axis.py``); the ranks with the same experts are a group over ``expert_shard``:
+
+    shard          0  1  2  3
+    expert         0  1  0  1            group (0, 1) has every expert once
+    expert_shard   0  0  1  1            group (0, 2) has the same experts
 
 Ranks may be on several hosts, equally many on each, one host after the other.  With ``hosts=2`` here, a host has
 one replica: groups over ``shard`` are inside of a host, and groups over ``replica`` cross hosts.
@@ -34,6 +39,8 @@ AXES = ("pipe", "replica", "shard", "tensor")
 DATA_AXES = ("shard", "replica")
 """The axes over which the batch is split, in the order in which their sums are taken."""
 
+BORROWED = ("context", "expert")
+"""Axes that a mesh may have beside those: they regroup ranks of ``shard``."""
 
 MOST_RANKS = 1 << 20
 """Most ranks of a mesh, on all hosts together."""
@@ -49,16 +56,19 @@ class Mesh:
     tensor: int = 1
     hosts: int = 1
     context: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"axis {axis!r} has size {size!r}: sizes are whole numbers from 1")
-        if not isinstance(self.context, int) or self.context < 1 or self.shard % self.context:
-            raise ValueError(
-                f"context={self.context} borrows neighbours of shard={self.shard}: give a number that divides it"
-            )
+        for axis in BORROWED:
+            size = getattr(self, axis)
+            if not isinstance(size, int) or size < 1 or self.shard % size:
+                raise ValueError(
+                    f"{axis}={size} borrows neighbours of shard={self.shard}: give a number that divides it"
+                )
         if self.size > MOST_RANKS:
             raise ValueError(f"a mesh of more than {MOST_RANKS:,} ranks: give smaller axes")
         if not isinstance(self.hosts, int) or self.hosts < 1 or self.size % self.hosts:
@@ -71,8 +81,8 @@ class Mesh:
         sizes: dict[str, int] = {}
         for word in text.replace(",", " ").split():
             axis, equals, size = word.partition("=")
-            if axis not in (*AXES, "context", "hosts"):
-                known = f"the axes are {', '.join(AXES)}, and context, which borrows ranks of shard"
+            if axis not in (*AXES, *BORROWED, "hosts"):
+                known = f"the axes are {', '.join(AXES)}, and {' and '.join(BORROWED)}, which borrow ranks of shard"
                 raise ValueError(f"unknown mesh axis {axis!r} in {text!r}: {known}; hosts=N says on how many hosts")
             if axis in sizes:
                 raise ValueError(f"mesh axis {axis!r} stands twice in {text!r}")
@@ -84,13 +94,23 @@ class Mesh:
     def __str__(self) -> str:
         """The axes larger than 1, in the form that ``parse`` reads."""
         axes = " ".join(f"{a}={self.axis(a)}" for a in AXES if self.axis(a) > 1) or "shard=1"
-        return axes + "".join(f" {a}={getattr(self, a)}" for a in ("context", "hosts") if getattr(self, a) > 1)
+        return axes + "".join(f" {a}={getattr(self, a)}" for a in (*BORROWED, "hosts") if getattr(self, a) > 1)
 
     def axis(self, name: str) -> int:
-        """The size of one axis."""
-        if name not in (*AXES, "context"):
-            raise ValueError(f"unknown mesh axis {name!r}: the axes are {', '.join(AXES)}")
+        """The size of one axis; of ``expert_shard``, the ranks of ``shard`` that have the same experts."""
+        if name == "expert_shard":
+            return self.shard // self.expert
+        _check_axis(name)
         return int(getattr(self, name))
+
+    def stride(self, axis: str) -> int:
+        """The distance between the ranks of two neighbours on an axis."""
+        _check_axis(axis)
+        if axis in BORROWED:
+            return self.tensor
+        if axis == "expert_shard":
+            return self.expert * self.tensor
+        return self.count(AXES[AXES.index(axis) + 1 :])
 
     @cached_property
     def size(self) -> int:
@@ -103,48 +123,39 @@ class Mesh:
 
     def crosses(self, axis: str) -> bool:
         """True if a group over this axis has ranks of several hosts."""
-        if self.axis(axis) == 1:
-            return False
         # from a group's first rank to one past its last, and they are aligned
-        span = self.context * self.tensor if axis == "context" else self.count(AXES[AXES.index(axis) :])
-        return self.size // self.hosts % span != 0
+        return self.axis(axis) > 1 and self.size // self.hosts % (self.axis(axis) * self.stride(axis)) != 0
 
     @cached_property
     def crossing(self) -> tuple[str, ...]:
         """The axes whose groups have ranks of several hosts."""
-        return tuple(axis for axis in (*AXES, "context") if self.crosses(axis))
+        return tuple(axis for axis in (*AXES, *BORROWED) if self.crosses(axis))
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Returns a rank's place on one axis."""
+        return rank // self.stride(axis) % self.axis(axis)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns a rank's coordinate on every axis."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is not on the mesh {self} of {self.size} ranks")
-        rank, tensor = divmod(rank, self.tensor)
-        rank, shard = divmod(rank, self.shard)
-        pipe, replica = divmod(rank, self.replica)
-        return {"pipe": pipe, "replica": replica, "shard": shard, "tensor": tensor}
+        return {axis: self.coordinate(rank, axis) for axis in AXES}
 
     def rank(self, **coordinates: int) -> int:
         """Returns the rank at the given coordinates (0 on the axes that are not named)."""
-        for axis in coordinates:
-            self.axis(axis)  # refuses a name that is no axis
         rank = 0
-        for axis in AXES:
-            at = coordinates.get(axis, 0)
+        for axis, at in coordinates.items():
             if not 0 <= at < self.axis(axis):
                 raise ValueError(f"{axis}={at} is outside the mesh {self}")
-            rank = rank * self.axis(axis) + at
+            rank += at * self.stride(axis)
         return rank
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Returns the ranks that share this rank's coordinates on all *other* axes, first axis outermost."""
-        here = self.coordinates(rank)
-        if axes == ("context",):
-            first = here["shard"] - here["shard"] % self.context
-            return tuple(self.rank(**{**here, "shard": first + k}) for k in range(self.context))
-        return tuple(
-            self.rank(**{**here, **dict(zip(axes, at, strict=True))})
-            for at in product(*(range(self.axis(a)) for a in axes))
-        )
+        self.coordinates(rank)  # refuses a rank that is not on the mesh
+        first = rank - sum(self.coordinate(rank, axis) * self.stride(axis) for axis in axes)
+        steps = [range(0, self.axis(axis) * self.stride(axis), self.stride(axis)) for axis in axes]
+        return tuple(first + sum(at) for at in product(*steps))
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Returns all groups over these axes; together they have every rank once."""
@@ -152,12 +163,10 @@ class Mesh:
 
     def index(self, rank: int, axes: tuple[str, ...]) -> int:
         """Returns the index of a rank within its group over these axes."""
-        here = self.coordinates(rank)
-        if axes == ("context",):
-            return here["shard"] % self.context
+        self.coordinates(rank)
         index = 0
         for axis in axes:
-            index = index * self.axis(axis) + here[axis]
+            index = index * self.axis(axis) + self.coordinate(rank, axis)
         return index
 
     @property
@@ -169,6 +178,27 @@ class Mesh:
         """Returns the index of the part of the batch that a rank reads: ``(replica * |shard| + shard) / context``."""
         return self.index(rank, ("replica", "shard")) // self.context
 
+
+def _check_axis(name: str) -> None:
+    if name not in (*AXES, *BORROWED, "expert_shard"):
+        raise ValueError(f"unknown mesh axis {name!r}: the axes are {', '.join(AXES)}")
+
+
+@dataclass(frozen=True)
+class StateAxes:
+    """The axes over which a unit's state is kept: a row says ``shard``, and for experts it is ``expert_shard``."""
+
+    shard: str
+    cut: tuple[str, ...]
+    """The axes that cut its parameters before a row splits them."""
+
+    def of(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """The axes of a row's cell, as this unit has them."""
+        return tuple(self.shard if axis == "shard" else axis for axis in axes)
+
+
+DENSE = StateAxes("shard", ("tensor",))
+EXPERTS = StateAxes("expert_shard", ("expert", "tensor"))
 
 ONE_HOST = Mesh()
 """The default mesh, in which nothing crosses hosts."""

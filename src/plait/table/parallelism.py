@@ -47,6 +47,8 @@ class Parallelism:
     """Cut the activations between the tensor-parallel products in time."""
     ring_attention: bool = False
     """Over a context axis keys and values go round, and no rank has all of them; without masks and dropout."""
+    all_to_all: bool = False
+    """Over an expert axis each token goes to the ranks of its experts alone; otherwise all tokens are gathered."""
     schedule: str | tuple[tuple[Any, ...], ...] | None = None
     """An order's name (see ``schedule.orders``), or the actions of every rank of the ``pipe`` axis, written by hand;
     None: 1f1b, or no pipeline where the axis has one rank."""

@@ -38,6 +38,8 @@ class Parallel:
     pieces: frozenset[int] = frozenset()
     """Cut parameters that their module's own code reads, as plain tensors."""
     plan: TensorPlan = field(default_factory=TensorPlan)
+    experts: frozenset[str] = frozenset()
+    """The names of modules whose parameters are experts that ranks share."""
 
     @property
     def splits(self) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 from plait.comm import Comm
 from plait.table.cells import Cell, moves
 from plait.table.flat import lay
-from plait.table.mesh import DATA_AXES
+from plait.table.mesh import DATA_AXES, DENSE, EXPERTS
 from plait.table.parallelism import Parallelism
 from plait.table.tensor_cut import TensorCut
 from plait.tensor import CutWeight, Parallel
@@ -78,20 +78,24 @@ def build_units(
         origin: by ``id`` of a parameter of the stage, the whole model's.
         parallel: how tensor parallelism cuts parameters, before they are laid in their units.
     """
-    strategy, cut, modules = parallelism.strategy, parallelism.cut, dict(model.named_modules())
-    wrapped = wrap(model, parallelism.units and [name for name in parallelism.units if name in modules])
+    strategy, cut, modules, mesh = parallelism.strategy, parallelism.cut, dict(model.named_modules()), comm.mesh
+    wrapped = wrap(
+        model, parallelism.units and [name for name in parallelism.units if name in modules], parallel.experts
+    )
     names = [w.name for w in wrapped if w.name]
-    if comm.mesh.count(strategy.params.split) == 1:
-        wrapped = bucketed(wrapped, parallelism.bucket)
+    if mesh.count(strategy.params.split) == 1:
+        apart = [w for w in wrapped if w.name in parallel.experts]
+        wrapped = (*bucketed([w for w in wrapped if w not in apart], parallelism.bucket), *apart)
     for module in modules.values():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(comm.device)
-    collectives, tensor_rank = moves(strategy, comm.mesh), comm.mesh.index(comm.rank, ("tensor",))
-    loads = unloaded = [0] * comm.mesh.count(DATA_AXES)  # a tied weight has the same owner on each of its stages
+    loads_of = {axes: [0] * mesh.count(axes.of(DATA_AXES)) for axes in (DENSE, EXPERTS)}
     fresh: list[Unmaterialized] = []
     units: dict[str, Unit] = {}
     for w in wrapped:
+        axes = EXPERTS if w.name in parallel.experts else DENSE
+        tensor_rank = mesh.index(comm.rank, axes.cut)
         flats = []
         named = [(whole.names[id(origin[id(p)])], p) for _, p in w.parameters]
         tied = {id(p) for _, p in named if id(origin[id(p)]) in whole.tied}
@@ -100,25 +104,26 @@ def build_units(
             alone = id(first) in tied
             itemsize, real = dtype_in(strategy.params, first.dtype).itemsize, first.dtype.is_floating_point
             cuts = [parallel.cuts.get(id(p)) for _, p in group]
+            loads = loads_of[axes] if not alone else [0] * len(loads_of[axes])  # each stage has the same owner of it
             layout, first_rank = (
-                lay(shapes, itemsize, len(loads), cut, unloaded if alone else loads, real=real)
+                lay(shapes, itemsize, len(loads), cut, loads, real=real)
                 for shapes in (_shapes(group, cuts, index) for index in (tensor_rank, 0))
             )
             sizes = [(b - a) * itemsize for a, b in pairwise(first_rank.bounds)]  # the same balance on all tensor ranks
-            loads = [load + size for load, size in zip(loads, sizes, strict=True)]
+            loads_of[axes] = [load + size for load, size in zip(loads_of[axes], sizes, strict=True)]
             values = [None if p.is_meta else p.data for _, p in group]
             targets = [_off_meta(p, comm.device) for _, p in group]
             for (_, old), new, tensor_cut in zip(group, targets, cuts, strict=True):
                 if tensor_cut is not None and id(old) not in parallel.pieces:
                     CutWeight.adopt(new, tensor_cut)
-            flat = Flat(layout, targets, strategy, comm, cuts, id(first) in parallel.summed)
+            flat = Flat(layout, targets, strategy, comm, cuts, id(first) in parallel.summed, axes)
             for index, ((_, old), new, value) in enumerate(zip(group, targets, values, strict=True)):
                 if value is None:
                     fresh.append(Unmaterialized(origin[id(old)], old, new, flat, index))
                 else:
                     flat.write(index, value)
             flats.append(flat)
-        units[w.name] = Unit(w.name, w.module, flats, collectives, comm)
+        units[w.name] = Unit(w.name, w.module, flats, moves(strategy, mesh, axes), comm)
     for w in wrapped:
         around = [units[a] for a in units if w.name != a and (a == "" or w.name.startswith(a + "."))]
         units[w.name].relate([units[name] for name in w.borrows], around)

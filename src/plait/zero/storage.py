@@ -22,6 +22,7 @@ from plait.forward.parameter import AtRest, as_class
 from plait.table.cells import LONG, Cell, Strategy, moves
 from plait.table.collectives import Note
 from plait.table.flat import FlatLayout, Run
+from plait.table.mesh import DENSE, StateAxes
 from plait.table.tensor_cut import TensorCut
 from plait.tensor.pieces import piece_of
 from plait.torch_private import DisableTorchFunction
@@ -54,6 +55,7 @@ class Flat:
     Args:
         cuts: how each parameter is cut over the tensor axis, None where it is whole.
         summed: gradients are pending over the tensor axis.
+        axes: where its state is kept.
     """
 
     def __init__(
@@ -64,10 +66,12 @@ class Flat:
         comm: Comm,
         cuts: Sequence[TensorCut | None],
         summed: bool,
+        axes: StateAxes = DENSE,
     ) -> None:
-        device, ways, own = comm.device, comm.mesh.count, parameters[0].dtype
-        self.cuts, self.summed = list(cuts), summed
-        self.tensor_rank = comm.mesh.index(comm.rank, ("tensor",))
+        device, own = comm.device, parameters[0].dtype
+        self.cuts, self.summed, self.axes = list(cuts), summed, axes
+        self.tensor_rank = comm.mesh.index(comm.rank, axes.cut)
+        """This rank's index among those that share cut parameters."""
         self.layout, self.parameters, self.comm = layout, list(parameters), comm
         self.trainable = self.parameters[0].requires_grad
         self.dtype = dtype_in(strategy.params, own)
@@ -80,11 +84,10 @@ class Flat:
             )
         cells = (strategy.params, strategy.kept, strategy.grads, strategy.optim)
         self.held, self.kept_place, self.grads_place, self.optim_place = map(self.place, cells)
-        self.split = ways(strategy.params.split) > 1
-        self.keeps_more = ways(strategy.kept.split) != ways(strategy.params.split)
-        self.grads_split = ways(strategy.grads.split) > 1
+        held_by, kept_by, summed_by, _ = (comm.mesh.count(axes.of(cell.split)) for cell in cells)
+        self.split, self.keeps_more, self.grads_split = held_by > 1, kept_by != held_by, summed_by > 1
         start, stop = self.optim_place
-        self.common = comm.common(layout.numel, self.dtype, strategy.params.split) if self.split else None
+        self.common = comm.common(layout.numel, self.dtype, axes.of(strategy.params.split)) if self.split else None
         """Every element, once for all ranks of a host: each rank updates its piece, and nothing has to be gathered."""
         if self.common is None:
             self.rest = comm.empty(self.held[1] - self.held[0], self.dtype).zero_()
@@ -101,7 +104,7 @@ class Flat:
         self.bytes_full = layout.numel * self.dtype.itemsize
         self.kept: Tensor | None = None
         self._point_views()
-        collectives = moves(strategy, comm.mesh)
+        collectives = moves(strategy, comm.mesh, axes)
         self._forward, self._backward, self._publish = (
             move_by_move(path, layout, comm)
             for path in (collectives.forward, collectives.backward, collectives.publish)
@@ -119,8 +122,8 @@ class Flat:
 
     def place(self, cell: Cell) -> tuple[int, int]:
         """The elements of the flat buffer that this rank has under a cell, as (start, stop)."""
-        mesh = self.comm.mesh
-        return self.layout.piece(mesh.count(cell.split), mesh.index(self.comm.rank, cell.split))
+        mesh, axes = self.comm.mesh, self.axes.of(cell.split)
+        return self.layout.piece(mesh.count(axes), mesh.index(self.comm.rank, axes))
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Every parameter as a view of a whole flat buffer."""

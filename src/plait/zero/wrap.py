@@ -16,7 +16,7 @@ tied to it (a head that is a product with the embedding) shows when they run: th
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -75,17 +75,18 @@ def _flat(sequential: nn.Sequential) -> bool:
     return not any(True for layer in sequential for _ in layer.children())
 
 
-def wrap(model: nn.Module, units: Iterable[str] | None = None) -> tuple[Wrapped, ...]:
+def wrap(model: nn.Module, units: Iterable[str] | None = None, experts: Collection[str] = ()) -> tuple[Wrapped, ...]:
     """Cuts the model into units, in the order of ``named_modules``; the root is always one.
 
     Args:
         units: names of modules; None wraps automatically.
+        experts: modules that are units in any case, since their state is kept over other ranks.
 
     Raises:
         ValueError: a name that is no module of the model (the nearest are given), or names a mere container.
     """
     modules = dict(model.named_modules())
-    chosen = {"", *(automatic(model) if units is None else units)}
+    chosen = {"", *(automatic(model) if units is None else units), *experts}
     if unknown := sorted(chosen - modules.keys()):
         near = difflib.get_close_matches(unknown[0], modules, n=3)
         raise ValueError(

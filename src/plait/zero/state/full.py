@@ -69,7 +69,7 @@ def whole_tensors(directory: Directory, parts: Sequence[Part], comm: Comm) -> It
         units |= {slot.name: u for u in reversed(part.units) for flat in u.flats for slot in flat.layout.slots}
         buffers |= buffers_of(part.model)
     open_unit: Unit | None = None
-    values: dict[str, tuple[Tensor, TensorCut | None]] = {}
+    values: dict[str, tuple[Tensor, TensorCut | None, Flat]] = {}
     for name in dict.fromkeys(directory.aliases.values()):
         shape, dtype = directory.shapes[name]
         value = torch.empty(shape, dtype=dtype, device=comm.device)
@@ -77,8 +77,9 @@ def whole_tensors(directory: Directory, parts: Sequence[Part], comm: Comm) -> It
             if units[name] is not open_unit:
                 _reshard(open_unit)
                 open_unit, values = units[name], _unsharded(units[name], comm)
-            gathered, cut = values[name]
-            value = (gathered if cut is None else _uncut(name, gathered, cut, comm)).to(comm.device, dtype, copy=True)
+            gathered, cut, flat = values[name]
+            value = gathered if cut is None else _uncut(name, gathered, cut, flat)
+            value = value.to(comm.device, dtype, copy=True)
         elif directory.homes[name] == here:
             value = buffers[name].detach().clone(memory_format=torch.contiguous_format)
             comm.broadcast(value.view(-1), DATA_ORDER, 0, note=Note("state", name)).wait()
@@ -88,17 +89,17 @@ def whole_tensors(directory: Directory, parts: Sequence[Part], comm: Comm) -> It
     _reshard(open_unit)
 
 
-def _unsharded(unit: Unit, comm: Comm) -> dict[str, tuple[Tensor, TensorCut | None]]:
-    """A unit's parameters, gathered over the data axes, and their cuts over the tensor axis, by name."""
+def _unsharded(unit: Unit, comm: Comm) -> dict[str, tuple[Tensor, TensorCut | None, Flat]]:
+    """A unit's parameters, gathered over the data axes, with their cuts over other axes and flats, by name."""
     if unit.state is State.SHARDED:
         unit.unshard("state", -1)
     if unit.state is State.UNSHARDING:
         unit.wait()
-    by_name: dict[str, tuple[Tensor, TensorCut | None]] = {}
+    by_name: dict[str, tuple[Tensor, TensorCut | None, Flat]] = {}
     for flat in unit.flats:
         values = [p.detach() for p in flat.parameters] if flat.master is None else _masters(flat, unit, comm)
-        names = [slot.name for slot in flat.layout.slots]
-        by_name |= dict(zip(names, zip(values, flat.cuts, strict=True), strict=True))
+        for slot, value, cut in zip(flat.layout.slots, values, flat.cuts, strict=True):
+            by_name[slot.name] = value, cut, flat
     return by_name
 
 
@@ -124,11 +125,11 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return {n: v for n, v in model.state_dict(keep_vars=True).items() if n not in parameters}
 
 
-def _uncut(name: str, value: Tensor, cut: TensorCut, comm: Comm) -> Tensor:
-    """A parameter whole, from the pieces of the tensor axis; they travel padded to the longest."""
+def _uncut(name: str, value: Tensor, cut: TensorCut, flat: Flat) -> Tensor:
+    """A parameter whole, from the pieces of all ranks that share it; they travel padded to the longest."""
     lengths = [cut.local_shape(index)[cut.dim] for index in range(cut.ways)]
-    piece = value.reshape(cut.local_shape(comm.mesh.index(comm.rank, ("tensor",))))
-    pieces = start_gather(comm, piece, cut.dim, lengths, ("tensor",), Note("state", name))()
+    piece = value.reshape(cut.local_shape(flat.tensor_rank))
+    pieces = start_gather(flat.comm, piece, cut.dim, lengths, flat.axes.cut, Note("state", name))()
     return assemble(pieces.split(lengths, cut.dim), cut).cpu()
 
 

@@ -1,0 +1,302 @@
+"""The expert axis: neighbours of ``shard`` share the experts of a layer, and tokens travel to them.
+
+    shard=4 expert=2       rank    0      1      2      3
+                           tokens  t0     t1     t2     t3           as without the axis
+                           experts 0, 1   2, 3   0, 1   2, 3         a piece of dim 0 of their parameters
+
+Experts are cut before a row splits their state, as a tensor axis cuts a weight; with one, both cut them.  The row then
+reads ``shard`` as ``expert_shard``: the ranks that have the same experts.  Sums over a step need no factor: the backward
+of the messages brings every token's gradient to its expert.
+
+    gather        all ranks' tokens come, each rank runs its experts, a reduce_scatter adds up what they return
+    all_to_all    each token goes to the ranks of its experts, padded to the most that go from one rank to another
+
+A module that has experts asks by an attribute, ``expert_axis = None``, and owns their parameters, [experts, ...] each.
+
+Sources: GShard (Lepikhin et al. 2020), parallel folding of Megatron Core (Liu et al. 2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Comm
+from plait.comm.padded import padded
+from plait.table.collectives import Note
+from plait.table.mesh import EXPERTS, Mesh
+from plait.table.region import part
+from plait.table.tensor_cut import TensorCut
+from plait.table.tensor_plan import EXPERT_BACKWARD, EXPERT_FORWARD
+from plait.tensor.no_double_backward import no_double_backward
+from plait.tensor.plan import Parallel
+
+AXES = ("expert",)
+TENSOR = ("tensor",)
+
+Run = Callable[[Tensor, Tensor], Tensor]
+"""Rows [rows, width] and the number, on this rank, of the expert of each row -> what the experts return."""
+
+first_order = no_double_backward("an expert axis", "train such a model without it")
+
+
+def run_experts(run: Run, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, first: int, count: int) -> Tensor:
+    """The weighted sum, for each token, of its experts among ``first .. first + count``: [T, D]."""
+    token, choice = ((expert_TK >= first) & (expert_TK < first + count)).nonzero(as_tuple=True)
+    out_PD = run(x_TD[token], expert_TK[token, choice] - first) * weight_TK[token, choice, None]
+    every_TKD = out_PD.new_zeros(*expert_TK.shape, out_PD.size(-1))
+    return every_TKD.index_put((token, choice), out_PD).sum(1)
+
+
+class ExpertAxis:
+    """A rank's place among those that share experts.  ``sequence``: tokens are cut over the tensor axis, too."""
+
+    def __init__(self, comm: Comm, *, sequence: bool = False, all_to_all: bool = False) -> None:
+        self.comm, self.sequence, self.all_to_all = comm, sequence, all_to_all
+        mesh = comm.mesh
+        self.ways, self.index = mesh.count(EXPERTS.cut), mesh.index(comm.rank, EXPERTS.cut)
+        self.tokens_over = EXPERTS.cut if sequence else AXES
+        """The ranks with other tokens for the same experts."""
+        self.same_tokens = mesh.tensor > 1 and not sequence
+        """True if the ranks of the tensor axis have the same tokens, each for other experts."""
+        self.sample_over = ("context", *TENSOR) if sequence else ("context",)
+
+    def part(self, num_experts: int, index: int | None = None) -> tuple[int, int]:
+        """The first expert of a rank, and the first after its last; this rank's, if none is named."""
+        return part(num_experts, self.ways, self.index if index is None else index)
+
+    def experts(self, run: Run, num_experts: int, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """What the experts return for this rank's tokens, weighted and summed.
+
+        Args:
+            run: computes this rank's experts.
+            num_experts: on all ranks together.
+            expert_TK: int64, the experts of each token.
+        """
+        start, stop = self.part(num_experts)
+        if self.same_tokens:
+            x_TD, weight_TK = (_Shared.apply(x, self) for x in (x_TD, weight_TK))
+        if self.comm.mesh.count(self.tokens_over) == 1:
+            y_TD = run_experts(run, x_TD, expert_TK, weight_TK, start, stop - start)
+        elif self.all_to_all:
+            y_TD = self._by_all_to_all(run, num_experts, x_TD, expert_TK, weight_TK)
+        else:
+            y_TD = self._by_gather(run, start, stop, x_TD, expert_TK, weight_TK)
+        return _Summed.apply(y_TD, self) if self.same_tokens else y_TD  # type: ignore[no-any-return]
+
+    def _by_gather(self, run: Run, start: int, stop: int, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        tokens = len(x_TD)
+        most = self._most(tokens)
+        here = (padded(x_TD, 0, most), padded(expert_TK + 1, 0, most) - 1, padded(weight_TK, 0, most))  # -1: no expert
+        x, expert, weight = (_Gathered.apply(one, self) for one in here)
+        shares = run_experts(run, x, expert, weight, start, stop - start)
+        return _Scattered.apply(shares, self)[:tokens]  # type: ignore[no-any-return]
+
+    def _by_all_to_all(self, run: Run, num_experts: int, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        # 1. where each token goes: in the order of the ranks that have its experts
+        ranks = self.comm.mesh.count(self.tokens_over)
+        size = -(-num_experts // self.ways)
+        owner_TK = expert_TK.div(size, rounding_mode="floor")
+        goes_TK = torch.ones_like(owner_TK, dtype=torch.bool)
+        if self.same_tokens:  # the other ranks of the tensor axis send the other tokens
+            ways = self.comm.mesh.tensor
+            goes_TK, owner_TK = owner_TK % ways == self.index % ways, owner_TK.div(ways, rounding_mode="floor")
+        token, choice = goes_TK.nonzero(as_tuple=True)
+        order = owner_TK[token, choice].argsort(stable=True)
+        token, choice = token[order], choice[order]
+        owner_P = owner_TK[token, choice]
+        counts = owner_P.bincount(minlength=ranks)
+        most = self._most(int(counts.max()))
+        slot_P = (
+            owner_P * most + torch.arange(len(owner_P), device=owner_P.device) - (counts.cumsum(0) - counts)[owner_P]
+        )
+        # 2. there, through the experts, and back
+        sent = x_TD.new_zeros(ranks * most, x_TD.size(-1)).index_put((slot_P,), x_TD[token])
+        numbers = expert_TK.new_full((ranks * most, 1), -1).index_put((slot_P,), expert_TK[token, choice, None])
+        x, expert = _Exchanged.apply(sent, self), _Exchanged.apply(numbers, self)
+        start, stop = self.part(num_experts)
+        out = run_experts(run, x, expert, x.new_ones(expert.shape), start, stop - start)
+        out_PD = _Exchanged.apply(out, self)[slot_P] * weight_TK[token, choice, None]
+        # 3. the sum for each token, as on one rank
+        every_TKD = out_PD.new_zeros(*expert_TK.shape, out_PD.size(-1))
+        return every_TKD.index_put((token, choice), out_PD).sum(1)
+
+    def _most(self, number: int) -> int:
+        """The largest of these numbers on the ranks that exchange tokens."""
+        most = torch.tensor([number], device=self.comm.device)
+        self.comm.all_reduce(most, self.tokens_over, "max", Note(EXPERT_FORWARD)).wait()
+        return int(most)
+
+    def over_sample(self, sums: Tensor) -> Tensor:
+        """Sums over the ranks that have a part of the same samples; no gradient goes through it."""
+        return self._over(sums.detach(), self.sample_over)
+
+    def whole_loss(self, loss: Tensor) -> Tensor:
+        """A loss of this rank's tokens, with those of other tensor ranks where these have other tokens."""
+        if not self.sequence:
+            return loss
+        return loss + (self._over(loss.detach(), TENSOR) - loss).detach()
+
+    def _over(self, sums: Tensor, axes: Sequence[str]) -> Tensor:
+        sums = sums.clone()
+        self.comm.all_reduce(sums, axes, note=Note(EXPERT_FORWARD)).wait()
+        return sums
+
+
+# ---- messages ----------------------------------------------------------------------------------------------------
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' tokens; the backward adds up the ranks' gradients of this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, axis: ExpertAxis) -> Tensor:
+        ctx.axis = axis
+        return _gather(mine, axis, EXPERT_FORWARD)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _scatter(gradient, ctx.axis, EXPERT_BACKWARD), None
+
+
+class _Scattered(torch.autograd.Function):
+    """The sum of all ranks' shares, of which each keeps its tokens; the backward gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, shares: Tensor, axis: ExpertAxis) -> Tensor:
+        ctx.axis = axis
+        return _scatter(shares, axis, EXPERT_FORWARD)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _gather(gradient, ctx.axis, EXPERT_BACKWARD), None
+
+
+class _Exchanged(torch.autograd.Function):
+    """Piece k goes to rank k; the backward sends the gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, axis: ExpertAxis) -> Tensor:
+        ctx.axis = axis
+        return _exchange(mine, axis, EXPERT_FORWARD)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _exchange(gradient, ctx.axis, EXPERT_BACKWARD), None
+
+
+class _Shared(torch.autograd.Function):
+    """A tensor that the tensor ranks read for different experts; the backward adds up their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: ExpertAxis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sum(gradient, ctx.axis, EXPERT_BACKWARD), None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of the shares of the tensor ranks; its gradient is the same on each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, axis: ExpertAxis) -> Tensor:
+        return _sum(share, axis, EXPERT_FORWARD)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _gather(mine: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
+    whole = mine.new_empty(axis.comm.mesh.count(axis.tokens_over) * len(mine), *mine.shape[1:])
+    axis.comm.all_gather(whole, mine.contiguous(), axis.tokens_over, Note(phase)).wait()
+    return whole
+
+
+def _scatter(shares: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
+    mine = shares.new_empty(len(shares) // axis.comm.mesh.count(axis.tokens_over), *shares.shape[1:])
+    axis.comm.reduce_scatter(mine, shares.contiguous(), axis.tokens_over, note=Note(phase)).wait()
+    return mine
+
+
+def _exchange(mine: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
+    arrived = torch.empty_like(mine, memory_format=torch.contiguous_format)
+    axis.comm.all_to_all(arrived, mine.contiguous(), axis.tokens_over, Note(phase)).wait()
+    return arrived
+
+
+def _sum(share: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
+    whole = share.clone(memory_format=torch.contiguous_format)
+    axis.comm.all_reduce(whole, TENSOR, note=Note(phase)).wait()
+    return whole
+
+
+# ---- models ------------------------------------------------------------------------------------------------------
+
+
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that own experts, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "expert_axis") and any(True for _ in module.parameters(recurse=False))
+    }
+
+
+def cut_experts(model: nn.Module, mesh: Mesh, parallel: Parallel) -> Parallel:
+    """Adds the cuts of experts to those of a tensor plan.
+
+    Raises:
+        ValueError: no experts on a mesh with an expert axis; fewer than ranks; parameters that are not [experts, ...].
+    """
+    ways, found = mesh.count(EXPERTS.cut), experts_of(model)
+    if mesh.expert > 1 and not found:
+        raise ValueError(
+            f"expert={mesh.expert} shares experts, and no module of {type(model).__name__} that owns parameters has an "
+            f"'expert_axis' (see docs/guide/experts.md); a model of transformers gets it by "
+            f"plait.anymodel.experts.use_expert_axis(model)"
+        )
+    if ways == 1 or not found:
+        return parallel
+    uses: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        uses.setdefault(id(parameter), []).append(name)
+    cuts: dict[int, TensorCut] = {}
+    for name, module in found.items():
+        own = dict(module.named_parameters())
+        sizes = {short: tuple(p.shape) for short, p in own.items()}
+        number = {shape[0] if shape else 0 for shape in sizes.values()}
+        if len(number) > 1 or any("." in short for short in own):
+            raise ValueError(f"{name!r} has experts, so each of its parameters is [experts, ...], and it has {sizes}")
+        if (ways - 1) * -(-min(number) // ways) >= min(number):
+            raise ValueError(f"{name!r} has {min(number)} experts, which leave a rank of {ways} (mesh '{mesh}') none")
+        for short, parameter in own.items():
+            if id(parameter) in parallel.cuts or id(parameter) in parallel.summed or len(uses[id(parameter)]) > 1:
+                raise ValueError(
+                    f"'{name}.{short}' has experts, which {ways} ranks share, and the tensor plan names it, or several "
+                    f"modules do: leave it out"
+                )
+            cuts[id(parameter)] = TensorCut(sizes[short], 0, ways, (sizes[short][0],))
+    return replace(
+        parallel,
+        cuts={**parallel.cuts, **cuts},
+        pieces=parallel.pieces | cuts.keys(),
+        experts=frozenset(found),
+    )
+
+
+def give_expert_axis(models: Sequence[nn.Module], axis: ExpertAxis) -> None:
+    """Gives the axis to the modules of a model, and of its stages, that ask for it."""
+    for module in (module for model in models for module in model.modules() if hasattr(module, "expert_axis")):
+        vars(module)["expert_axis"] = axis

@@ -81,13 +81,13 @@ def predict_line(
         trained: bool = False,
         summed: bool = False,
     ) -> None:
-        """The messages of a path of ``Moves``, on every flat buffer of a stage; ``later`` is the path of a unit's further
-        uses, ``waits`` as ``open_still`` of ``UnitLayout.backward_uses``."""
+        """The messages of a path (a field of ``Moves``) on every flat buffer of a stage; ``later`` is the path of a
+        unit's further uses, ``waits`` as ``open_still`` of ``UnitLayout.backward_uses``."""
         cell = strategy.grads if phase in ("microbatch", "step") else strategy.params
         for unit in stages[stage].units:
             if (phase == "backward" and not unit.differentiated) or (phase == "microbatch" and not unit.reduced):
                 continue
-            path: Mapping[str, Sequence[Move]] = {"": (), **vars(paths[unit.axes])}
+            path: dict[str, tuple[Move, ...]] = {"": (), **vars(paths[unit.axes])}
             for index, flat in enumerate(unit.flats):
                 if (trained and not unit.trainable[index]) or (summed and not (unit.summed and unit.summed[index])):
                     continue

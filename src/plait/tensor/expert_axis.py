@@ -5,8 +5,8 @@
                            experts 0, 1   2, 3   0, 1   2, 3         a piece of dim 0 of their parameters
 
 Experts are cut before a row splits their state, as a tensor axis cuts a weight; with one, both cut them.  The row then
-reads ``shard`` as ``expert_shard``: the ranks that have the same experts.  Sums over a step need no factor: the backward
-of the messages brings every token's gradient to its expert.
+reads ``shard`` as ``expert_shard``: the ranks that have the same experts.  Sums over a step need no factor: the
+backward of the messages brings every token's gradient to its expert.
 
     gather        all ranks' tokens come, each rank runs its experts, a reduce_scatter adds up what they return
     all_to_all    each token goes to the ranks of its experts, padded to the most that go from one rank to another
@@ -48,7 +48,11 @@ def run_experts(run: Run, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, fi
     """The weighted sum, for each token, of its experts among ``first .. first + count``: [T, D]."""
     token, choice = ((expert_TK >= first) & (expert_TK < first + count)).nonzero(as_tuple=True)
     out_PD = run(x_TD[token], expert_TK[token, choice] - first) * weight_TK[token, choice, None]
-    every_TKD = out_PD.new_zeros(*expert_TK.shape, out_PD.size(-1))
+    return _sum_of_choices(out_PD, token, choice, expert_TK.shape)
+
+
+def _sum_of_choices(out_PD: Tensor, token: Tensor, choice: Tensor, shape: torch.Size) -> Tensor:
+    every_TKD = out_PD.new_zeros(*shape, out_PD.size(-1))
     return every_TKD.index_put((token, choice), out_PD).sum(1)
 
 
@@ -86,7 +90,7 @@ class ExpertAxis:
             y_TD = self._by_all_to_all(run, num_experts, x_TD, expert_TK, weight_TK)
         else:
             y_TD = self._by_gather(run, start, stop, x_TD, expert_TK, weight_TK)
-        return _Summed.apply(y_TD, self) if self.same_tokens else y_TD  # type: ignore[no-any-return]
+        return _Summed.apply(y_TD, self) if self.same_tokens else y_TD
 
     def _by_gather(self, run: Run, start: int, stop: int, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         tokens = len(x_TD)
@@ -122,8 +126,7 @@ class ExpertAxis:
         out = run_experts(run, x, expert, x.new_ones(expert.shape), start, stop - start)
         out_PD = _Exchanged.apply(out, self)[slot_P] * weight_TK[token, choice, None]
         # 3. the sum for each token, as on one rank
-        every_TKD = out_PD.new_zeros(*expert_TK.shape, out_PD.size(-1))
-        return every_TKD.index_put((token, choice), out_PD).sum(1)
+        return _sum_of_choices(out_PD, token, choice, expert_TK.shape)
 
     def _most(self, number: int) -> int:
         """The largest of these numbers on the ranks that exchange tokens."""

@@ -47,6 +47,8 @@ class LayoutConfig:
     """Cut the activations between tensor-parallel products in time (no effect on one rank)."""
     ring_attention: bool = False
     """Over a context axis let keys and values go round, in place of gathering them; without dropout or packing."""
+    all_to_all: bool = False
+    """Over an expert axis send each token to the ranks of its experts alone, in place of gathering all tokens."""
     recompute: Literal["full", "selective"] | None = None
     """Recompute activations in the backward instead of keeping them: full, all inside a block; selective, those of
     attention, which grow with the square of the length. None: keep all."""

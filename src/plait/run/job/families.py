@@ -24,7 +24,7 @@ from plait.run.data.windows import as_tokens
 from plait.run.formats.huggingface import open_folder
 from plait.run.job.optimizer import OptimizerRow
 from plait.run.job.own import PLACE, GivenBatches, UserJob
-from plait.run.models import gpt, hf, mlp
+from plait.run.models import gpt, hf, mlp, moe
 from plait.run.models.pretrained import Pretrained
 from plait.step.step import num_samples
 from plait.torch_private import tree_leaves
@@ -33,7 +33,7 @@ from plait.zero.state.weights import Weights
 FOLDER = "hf:"
 """Prefix for the name of a Hugging Face folder.  No other family has a colon in its name."""
 
-OF_THE_FOLDER = ("layers", "width", "ffn", "heads", "kv_heads", "vocab", "rope_base", "dropout")
+OF_THE_FOLDER = ("layers", "width", "ffn", "heads", "kv_heads", "vocab", "rope_base", "dropout", "experts", "chosen")
 """Settings that such a folder decides itself."""
 
 
@@ -77,6 +77,10 @@ class ModelConfig:
     heads: Annotated[int, for_text("Attention heads")] = 4
     kv_heads: Annotated[int, for_text("Key/value heads, shared by groups of heads")] = 2
     vocab: Annotated[int, for_text("Tokens of the vocabulary; 256 are the bytes of a text")] = 256
+    experts: int = 8
+    """Experts of a layer (moe)."""
+    chosen: int = 2
+    """Experts of a token (moe)."""
     rope_base: Annotated[float, for_text("The base of the rotary angles")] = 10000.0
     length: Annotated[int, for_text("Tokens of one sample")] = 128
     dropout: float = 0.1
@@ -245,6 +249,10 @@ def _stock(kind: Literal["llama", "qwen2"]) -> Family:
     return Family(f"Hugging Face's {kind} with random weights", sizes, hf.build, hf.loss_sum, transformers=True)
 
 
+def _mixture(config: ModelConfig) -> moe.MoEConfig:
+    return moe.MoEConfig(**vars(_decoder(config)), num_experts=config.experts, num_chosen=config.chosen)
+
+
 def _perceptron(config: ModelConfig) -> mlp.MLPConfig:
     return mlp.MLPConfig(_layers(config), config.width, dropout=config.dropout)
 
@@ -268,6 +276,7 @@ def _load(folder: Pretrained) -> nn.Module:
 
 FAMILIES: dict[str, Family] = {
     "gpt": Family("a small decoder on text", _decoder, gpt.GPT, gpt.loss_sum, predicted=True),
+    "moe": Family("the same with mixtures of experts", _mixture, moe.MoE, moe.loss_sum, one_stream=False),
     "llama": _stock("llama"),
     "qwen2": _stock("qwen2"),
     FOLDER: Family(

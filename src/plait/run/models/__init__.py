@@ -2,6 +2,7 @@
 
 mlp.py           linear layers in one ``nn.Sequential``
 gpt.py           a small modern decoder
+moe.py           the same with mixtures of experts
 hf.py            stock Hugging Face decoders with random weights
 pretrained.py    makes a model from a Hugging Face folder
 documents.py     attention masks and positions for rows that hold several documents

@@ -128,7 +128,7 @@ class MoEBlock(Block):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__(config)
-        self.mlp: nn.Module = MixtureOfExperts(config)
+        self.mlp = MixtureOfExperts(config)  # type: ignore[assignment]
 
     def forward(self, carry: Tensor | Carry, *places: Tensor | None) -> Carry:  # type: ignore[override]
         x_BTD, loss = carry if isinstance(carry, tuple) else (carry, carry.new_zeros((), dtype=torch.float32))
@@ -154,6 +154,8 @@ class MoEHead(TiedHead):
 class MoE(GPT):
     """The decoder: tokens_BT -> logits_BTV and the losses of its routers."""
 
+    config: MoEConfig
+
     def __init__(self, config: MoEConfig) -> None:
         super().__init__(config)
         self.blocks = nn.ModuleList(MoEBlock(config) for _ in range(config.num_layers))
@@ -175,4 +177,5 @@ def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """As ``gpt.loss_sum``, with the losses of the routers."""
     packed = (batch["documents"],) if "documents" in batch else ()
     logits_BTV, losses = model(batch["tokens"], *packed)
-    return cross_entropy_sum(logits_BTV, batch["targets"], IGNORED) + losses
+    loss: Tensor = cross_entropy_sum(logits_BTV, batch["targets"], IGNORED) + losses
+    return loss

@@ -3,6 +3,7 @@
 cost.py         every message of a step, from the row and the schedule
 tensor.py       the messages of tensor parallelism
 context.py      the messages of a context axis
+experts.py      the messages of ranks that share experts
 memory.py       bytes of parameters, gradients and optimizer states between steps
 activations.py  bytes that a forward keeps for its backward
 model.py        a decoder by its sizes, from a config.json

@@ -81,8 +81,8 @@ FORWARD, BACKWARD = "tensor forward", "tensor backward"
 """The ledger's phases of messages over the tensor axis; sender and planner share them."""
 CONTEXT_FORWARD, CONTEXT_BACKWARD = "context forward", "context backward"
 """The same, over the context axis."""
-EXPERT_FORWARD, EXPERT_BACKWARD = "expert forward", "expert backward"
-"""The same, between ranks that share experts."""
+EXPERT_FORWARD, EXPERT_BACKWARD, BALANCE = "expert forward", "expert backward", "expert balance"
+"""The same, between ranks that share experts, and for the losses of a router."""
 
 
 @dataclass(frozen=True)

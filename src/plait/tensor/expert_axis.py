@@ -31,7 +31,7 @@ from plait.table.collectives import Note
 from plait.table.mesh import EXPERTS, Mesh
 from plait.table.region import part
 from plait.table.tensor_cut import TensorCut
-from plait.table.tensor_plan import EXPERT_BACKWARD, EXPERT_FORWARD
+from plait.table.tensor_plan import BALANCE, EXPERT_BACKWARD, EXPERT_FORWARD
 from plait.tensor.no_double_backward import no_double_backward
 from plait.tensor.plan import Parallel
 
@@ -146,7 +146,7 @@ class ExpertAxis:
 
     def _over(self, sums: Tensor, axes: Sequence[str]) -> Tensor:
         sums = sums.clone()
-        self.comm.all_reduce(sums, axes, note=Note(EXPERT_FORWARD)).wait()
+        self.comm.all_reduce(sums, axes, note=Note(BALANCE)).wait()
         return sums
 
 

@@ -70,9 +70,9 @@ BITWISE = Measures()
 
 
 def asked(mesh: Mesh, task: JobConfig, dtype: torch.dtype, *, one_layout: bool = True) -> Measures:
-    """The requirement of the replay, computed in a dtype: the same bits, unless the mesh has a tensor or context axis,
-    or the run was resumed in this layout from another."""
-    if mesh.tensor * mesh.context == 1 and one_layout:
+    """The requirement of the replay, computed in a dtype: the same bits, unless the mesh has a tensor, context or expert
+    axis, or the run was resumed in this layout from another."""
+    if mesh.tensor * mesh.context * mesh.expert == 1 and one_layout:
         return BITWISE
     floor, (drift, apart) = rounding(dtype), DRIFT[dtype]
     if not task.optimizer_row.amplifies:
@@ -249,11 +249,12 @@ def missing(ranks: Sequence[RankRecord], reference: Record) -> Iterator[Pair]:
 def _cover(runs: Sequence[tuple[RankRecord, Piece | None]], numel: int) -> bool:
     """True where the pieces of a parameter have every element: of the whole, or of each tensor rank's piece."""
     mine = [(record, piece) for record, piece in runs if piece is not None]
-    cut = next((cut for record, piece in mine if (cut := record.cut(piece[0]))), None)
+    name = mine[0][1][0] if mine else ""
+    cut = next((found[0] for record, _ in mine if (found := record.cut(name))), None)
     lengths = {None: numel} if cut is None else {i: math.prod(cut.local_shape(i)) for i in range(cut.ways)}
     for index, length in lengths.items():
         seen = torch.zeros(length, dtype=torch.bool)
-        for _, start, stop in (piece for record, piece in mine if index in (None, record.tensor_rank)):
+        for _, start, stop in (piece for record, piece in mine if index is None or record.cut(name) == (cut, index)):
             seen[start:stop] = True
         if not seen.all():
             return False

@@ -131,7 +131,7 @@ class RankRecord(Steps):
     """The units whose gathers are not predicted: how often they run in a forward."""
     tensor_rank: int = 0
     cuts: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """The fields of the ``TensorCut`` of each parameter that has one."""
+    """The fields of the ``TensorCut`` of each parameter that has one, and the index of this rank's piece."""
     ties: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     """The weights that several stages use: under which names, stage by stage."""
     first: int = 0
@@ -145,15 +145,18 @@ class RankRecord(Steps):
     def made(self) -> list[bool]:
         return [step.made for step in self.steps]
 
-    def cut(self, name: str) -> TensorCut | None:
-        """The cut of a parameter over the tensor axis."""
-        return TensorCut(*self.cuts[name]) if name in self.cuts else None
+    def cut(self, name: str) -> tuple[TensorCut, int] | None:
+        """The cut of a parameter among ranks that share it, and the index of this rank's piece."""
+        if name not in self.cuts:
+            return None
+        *fields, index = self.cuts[name]
+        return TensorCut(*fields), index
 
     def take(self, whole: Tensor, piece: Piece) -> Tensor:
         """The elements of a whole tensor that this rank records as a piece."""
         name, start, stop = piece
         if cut := self.cut(name):
-            whole = piece_of(whole.view(cut.shape), cut, self.tensor_rank)
+            whole = piece_of(whole.view(cut[0].shape), *cut)
         return whole.reshape(-1)[start:stop]
 
 

@@ -23,6 +23,7 @@ from plait.messages.progress import counted
 from plait.pipeline.stage import Stage
 from plait.predict.context import predict_context
 from plait.predict.cost import StageTraffic, TiedTraffic, differences, predict_line
+from plait.predict.experts import predict_experts
 from plait.predict.tensor import predict_tensor
 from plait.referee.sanitize import sanitized
 from plait.referee.tape import Tape
@@ -34,7 +35,16 @@ from plait.run.job.job import Job
 from plait.step import Engine, StepResult
 from plait.table.collectives import Entry
 from plait.table.parallelism import Parallelism
-from plait.table.tensor_plan import BACKWARD, CONTEXT_BACKWARD, CONTEXT_FORWARD, FORWARD
+from plait.table.tensor_plan import (
+    BACKWARD,
+    BALANCE,
+    CONTEXT_BACKWARD,
+    CONTEXT_FORWARD,
+    EXPERT_BACKWARD,
+    EXPERT_FORWARD,
+    FORWARD,
+)
+from plait.tensor.expert_axis import experts_of
 from plait.torch_private import DisableTorchFunctionSubclass
 from plait.zero.optim import Owned
 from plait.zero.planned import layouts_of
@@ -99,7 +109,7 @@ class Recorder:
         record.parameters = engine.full_state_dict()
         record.ties = {edge.name: edge.keys for edge in engine.placed.ties.edges}
         record.norm_pieces = [piece_run(o) for o in engine.placed.owned if engine.placed.norm.counts(o)]
-        record.cuts = {o.name: astuple(o.cut) for o in engine.placed.owned if o.cut is not None}
+        record.cuts = {o.name: (*astuple(o.cut), o.flat.tensor_rank) for o in engine.placed.owned if o.cut is not None}
         state = engine.optimizer.state if engine.optimizer is not None else {}
         for o in engine.placed.owned:
             values = state.get(o.view, {}).items()
@@ -173,14 +183,25 @@ def irregular(engine: Engine, num_microbatches: int) -> dict[str, float]:
     return {unit.name: n / num_microbatches for n, unit, found in units if found or n != num_microbatches}
 
 
-ON_TENSOR = "not predicted: messages over the tensor and context axes, whose sizes this model's own code decides"
+ON_TENSOR = (
+    "not predicted: messages over the tensor, context and expert axes, whose sizes this model's own code decides"
+)
 
 
 def unpredicted(job: Job, engine: Engine) -> frozenset[str]:
-    """The phases whose messages are not predicted: on the tensor and context axes, of models that others wrote."""
+    """The phases whose messages are not predicted: on the tensor, context and expert axes, of models that others wrote,
+    and where the data decide."""
     tensor = set() if job.one_stream else {FORWARD, BACKWARD}
     known = any(hasattr(module, "gathered_widths") for module in engine.model.modules())
-    return frozenset(tensor | (set() if known else {CONTEXT_FORWARD, CONTEXT_BACKWARD}))
+    context = set() if known else {CONTEXT_FORWARD, CONTEXT_BACKWARD}
+    experts = {BALANCE} if known_experts(engine) else {BALANCE, EXPERT_FORWARD, EXPERT_BACKWARD}
+    return frozenset(tensor | context | experts)
+
+
+def known_experts(engine: Engine) -> bool:
+    """True if the sizes of the messages of experts can be told: their tokens are gathered, and they say how wide."""
+    layers = experts_of(engine.model).values()
+    return not engine.placed.parallelism.all_to_all and all(hasattr(layer, "expert_widths") for layer in layers)
 
 
 def left_out(units: Mapping[str, float]) -> str:
@@ -228,6 +249,16 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
         if job.one_stream:
             sites = stage.parallel.sites
             entries += predict_tensor(sites, leading, comm.mesh, itemsize, sequence=sequence, twice=stage.blocks)
+        if known_experts(engine):
+            layers: Any = experts_of(stage.model)
+            entries += predict_experts(
+                {name: layer.expert_widths for name, layer in layers.items()},
+                comm.mesh,
+                [shape[0] * (_part(stage, shape[1]) if sequence else shape[1]) for shape in leading],
+                itemsize,
+                sequence=sequence,
+                twice=stage.blocks,
+            )
         if (axis := engine.placed.time_axis) is not None:
             gathered = {
                 name: [width // comm.mesh.tensor for width in module.gathered_widths]

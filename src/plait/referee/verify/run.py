@@ -117,7 +117,7 @@ def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Rec
         not any(ranks[0].made),
         {name: runs for r in ranks for name, runs in r.irregular.items()},
         spread_of(ranks, honest) if honest else None,
-        unpredicted=config.machine.parsed_mesh.tensor * config.machine.parsed_mesh.context > 1 and not job.one_stream,
+        unpredicted=config.machine.parsed_mesh.count(("tensor", "context", "expert")) > 1 and not job.one_stream,
     )
 
 

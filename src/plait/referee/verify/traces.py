@@ -87,14 +87,14 @@ class Traces:
             found = [piece for p in self._parts_of_time(trace, theirs, ours) for piece in self._pieces(trace, p, ours)]
             return min((describe(ours, piece, within) for piece in found or [theirs]), key=lambda d: d.max_rel)
         if where.phase in ("parameter", "contribution") and (cut := trace.cut(where.name)) is not None:
-            theirs = piece_of(theirs.view(cut.shape), cut, trace.tensor_rank)
+            theirs = piece_of(theirs.view(cut[0].shape), *cut)
         elif self.tensor > 1:
             tried = (describe(ours, piece, within) for piece in self._pieces(trace, theirs, ours))
             return min(tried, key=lambda d: d.max_rel, default=None)
         return describe(ours, theirs, within)
 
     def _pieces(self, trace: RankRecord, whole: Tensor, ours: Tensor) -> Iterator[Tensor]:
-        ranges = [c.ranges(trace.tensor_rank) for name in trace.cuts if (c := trace.cut(name))]
+        ranges = [cut.ranges(index) for cut, index in filter(None, map(trace.cut, trace.cuts))]
         return pieces_of(whole, ours, ranges, (self.tensor, trace.tensor_rank))
 
     def _parts_of_time(self, trace: RankRecord, whole: Tensor, ours: Tensor) -> Iterator[Tensor]:

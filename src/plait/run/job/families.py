@@ -127,6 +127,8 @@ class Family:
     one_stream: bool = True
     """True if all modules of a tensor plan read activations of the shape ``leading``: then their messages can be
     predicted."""
+    one_tensor: bool = True
+    """True if a stage hands over activations of the sizes' ``width``, and nothing with them."""
     samples: int | None = None
     """Samples of one step, if the data decides them and not a flag."""
     optimizer: OptimizerRow | None = None
@@ -276,7 +278,9 @@ def _load(folder: Pretrained) -> nn.Module:
 
 FAMILIES: dict[str, Family] = {
     "gpt": Family("a small decoder on text", _decoder, gpt.GPT, gpt.loss_sum, predicted=True),
-    "moe": Family("the same with mixtures of experts", _mixture, moe.MoE, moe.loss_sum, one_stream=False),
+    "moe": Family(
+        "the same with mixtures of experts", _mixture, moe.MoE, moe.loss_sum, one_stream=False, one_tensor=False
+    ),
     "llama": _stock("llama"),
     "qwen2": _stock("qwen2"),
     FOLDER: Family(

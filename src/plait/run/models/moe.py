@@ -5,13 +5,14 @@
 Tokens are never dropped.  The router's weights are a softmax over all experts, divided by the sum over the chosen.  Two
 losses keep it in order.  They travel with the activation, a number beside it, and ``loss_sum`` adds them:
 
-    balance   experts * sum over experts of (share of the choices) * (mean probability)          for each microbatch
-    z         the square of the log-sum-exp of a token's logits
+    balance   experts * sum over experts of (share of the choices) * (mean probability)     for each sample
+    z         the square of the log-sum-exp of a token's logits                             for each token
 
-Each is multiplied by its weight and by the number of tokens, as the loss is a sum over targets.
+Each is multiplied by its weight, and ``balance`` by the sample's tokens, as the loss is a sum over targets.  A balance
+of whole microbatches would depend on how the batch is cut.
 
 Sources: Switch Transformers (Fedus et al. 2021), ST-MoE (Zoph et al. 2022), Mixtral (Jiang et al. 2024),
-DeepSeekMoE (Dai et al. 2024).
+DeepSeekMoE (Dai et al. 2024), DeepSeek-V3 (2024).
 """
 
 import math
@@ -74,6 +75,11 @@ class Experts(nn.Module):
             return run_experts(self._run, x_TD, expert_TK, weight_TK, 0, self.config.num_experts)
         return self.expert_axis.experts(self._run, self.config.num_experts, x_TD, expert_TK, weight_TK)
 
+    @property
+    def expert_widths(self) -> tuple[int, int]:
+        """The width of a token, and how many experts it chooses, for the prediction of messages."""
+        return self.config.width, self.config.num_chosen
+
     def _run(self, x_RD: Tensor, expert_R: Tensor) -> Tensor:
         """Each row by its expert, those of an expert together."""
         order = expert_R.argsort(stable=True)
@@ -98,24 +104,26 @@ class MixtureOfExperts(nn.Module):
         self.shared = SwiGLU(config) if config.shared else None
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        logits_TE = self.router(x_BTD).flatten(0, 1)
-        wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        share_TE = wide_TE.softmax(-1)
-        weight_TK, expert_TK = share_TE.topk(self.config.num_chosen)
-        weight_TK = (weight_TK / weight_TK.sum(-1, keepdim=True)).to(x_BTD.dtype)
-        out_BTD: Tensor = self.experts(x_BTD.flatten(0, 1), expert_TK, weight_TK).view_as(x_BTD)
+        logits_BTE = self.router(x_BTD)
+        logits_BTE = logits_BTE.to(torch.promote_types(logits_BTE.dtype, torch.float32))
+        share_BTE = logits_BTE.softmax(-1)
+        weight_BTK, expert_BTK = share_BTE.topk(self.config.num_chosen)
+        weight_BTK = (weight_BTK / weight_BTK.sum(-1, keepdim=True)).to(x_BTD.dtype)
+        out_TD = self.experts(*(every.flatten(0, 1) for every in (x_BTD, expert_BTK, weight_BTK)))
+        out_BTD: Tensor = out_TD.view_as(x_BTD)
         if self.shared is not None:
             out_BTD = out_BTD + self.shared(x_BTD)
-        return out_BTD, self.losses(wide_TE, share_TE, expert_TK) if self.training else wide_TE.new_zeros(())
+        return out_BTD, self.losses(logits_BTE, share_BTE, expert_BTK) if self.training else logits_BTE.new_zeros(())
 
-    def losses(self, logits_TE: Tensor, share_TE: Tensor, expert_TK: Tensor) -> Tensor:
+    def losses(self, logits_BTE: Tensor, share_BTE: Tensor, expert_BTK: Tensor) -> Tensor:
         """This rank's terms of the two losses, summed over its tokens."""
         config, axis = self.config, self.expert_axis
-        chosen_E = expert_TK.flatten().bincount(minlength=config.num_experts).to(share_TE)
+        chosen_BE = F.one_hot(expert_BTK, config.num_experts).sum((1, 2)).to(share_BTE)
         if axis is not None:  # other ranks may have other tokens of these samples
-            chosen_E = axis.over_sample(chosen_E)
-        balance = config.num_experts * (chosen_E / chosen_E.sum()) @ share_TE.sum(0)
-        loss = config.balance_weight * balance + config.z_weight * logits_TE.logsumexp(-1).square().sum()
+            chosen_BE = axis.over_sample(chosen_BE)
+        part_BE = chosen_BE / chosen_BE.sum(1, keepdim=True)
+        balance = config.num_experts * (part_BE * share_BTE.sum(1)).sum()
+        loss = config.balance_weight * balance + config.z_weight * logits_BTE.logsumexp(-1).square().sum()
         return loss if axis is None else axis.whole_loss(loss)
 
 

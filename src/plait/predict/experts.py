@@ -1,0 +1,61 @@
+"""The messages of ranks that share experts, where tokens are gathered: for each layer and microbatch.
+
+    forward     all_reduce       8 bytes                    the most tokens of a rank
+                all_gather       [tokens, width]            tokens, then [tokens, chosen] int64 and their weights
+                reduce_scatter   [tokens, width]            what the experts return
+    backward    all_gather       [tokens, width]            gradients of that
+                reduce_scatter   [tokens, width]            of the tokens, then [tokens, chosen] of the weights
+
+A tensor axis whose ranks have the same tokens adds all_reduces of one rank's tokens: forward of what the experts return,
+backward of the two gradients.  Inside a block that is recomputed the forward's are sent twice.  With all_to_all the
+sizes depend on the router.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+
+from plait.table.collectives import Entry, Note, bytes_sent
+from plait.table.mesh import EXPERTS, Mesh
+from plait.table.tensor_plan import EXPERT_BACKWARD, EXPERT_FORWARD
+
+
+def predict_experts(
+    layers: Mapping[str, tuple[int, int]],
+    mesh: Mesh,
+    tokens: Iterable[int],
+    itemsize: int,
+    *,
+    sequence: bool = False,
+    twice: Collection[str] = (),
+) -> tuple[Entry, ...]:
+    """Every message of a stage of a rank for its experts in one step, those that balance them left out.
+
+    Args:
+        layers: by the name of a layer's experts, the width of a token and how many experts it chooses.
+        tokens: of each rank, for each microbatch.
+        itemsize: bytes per element of the activations and the weights.
+        sequence: the ranks of the tensor axis have other tokens.
+        twice: the modules whose forward runs again in the backward.
+    """
+    gathered = EXPERTS.cut if sequence else ("expert",)
+    ways, entries = mesh.count(gathered), list[Entry]()
+
+    def add(kind: str, axes: tuple[str, ...], size: int, phase: str, times: int = 1) -> None:
+        entries.extend([Entry(kind, axes, size, bytes_sent(kind, size, mesh.count(axes)), Note(phase))] * times)
+
+    for mine in tokens:
+        for name, (width, chosen) in layers.items():
+            rows, weights = (mine * numbers * itemsize for numbers in (width, chosen))
+            times = 1 + any(f"{name}.".startswith(f"{block}.") for block in twice)
+            if ways > 1:
+                add("all_reduce", gathered, 8, EXPERT_FORWARD, times)
+                for size in (rows, mine * chosen * 8, weights):
+                    add("all_gather", gathered, ways * size, EXPERT_FORWARD, times)
+                add("reduce_scatter", gathered, ways * rows, EXPERT_FORWARD, times)
+                add("all_gather", gathered, ways * rows, EXPERT_BACKWARD)
+                for size in (rows, weights):
+                    add("reduce_scatter", gathered, ways * size, EXPERT_BACKWARD)
+            if mesh.tensor > 1 and not sequence:
+                add("all_reduce", ("tensor",), rows, EXPERT_FORWARD, times)
+                for size in (rows, weights):
+                    add("all_reduce", ("tensor",), size, EXPERT_BACKWARD)
+    return tuple(entries)

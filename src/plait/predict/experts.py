@@ -6,9 +6,9 @@
     backward    all_gather       [tokens, width]            gradients of that
                 reduce_scatter   [tokens, width]            of the tokens, then [tokens, chosen] of the weights
 
-A tensor axis whose ranks have the same tokens adds all_reduces of one rank's tokens: forward of what the experts return,
-backward of the two gradients.  Inside a block that is recomputed the forward's are sent twice.  With all_to_all the
-sizes depend on the router.
+A tensor axis whose ranks have the same tokens adds all_reduces of one rank's tokens: forward of what the experts
+return, backward of the two gradients.  Inside a block that is recomputed the forward's are sent twice.  With all_to_all
+the sizes depend on the router.
 """
 
 from collections.abc import Collection, Iterable, Mapping

@@ -278,9 +278,7 @@ def _load(folder: Pretrained) -> nn.Module:
 
 FAMILIES: dict[str, Family] = {
     "gpt": Family("a small decoder on text", _decoder, gpt.GPT, gpt.loss_sum, predicted=True),
-    "moe": Family(
-        "the same with mixtures of experts", _mixture, moe.MoE, moe.loss_sum, one_stream=False, one_tensor=False
-    ),
+    "moe": Family("the same with mixtures of experts", _mixture, moe.MoE, moe.loss_sum, one_tensor=False),
     "llama": _stock("llama"),
     "qwen2": _stock("qwen2"),
     FOLDER: Family(

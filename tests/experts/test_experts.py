@@ -1,0 +1,168 @@
+"""An expert axis trains as one process does: rows, pipelines, context and tensor axes, uneven tokens and experts."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+from plait.run.models.gpt import token_count
+from plait.run.models.moe import MoE, MoEConfig, loss_sum
+from plait.tensor.expert_axis import ExpertAxis, run_experts
+
+CONFIG = MoEConfig(
+    vocabulary=37, num_layers=2, width=16, num_heads=4, num_kv_heads=2, hidden=12, max_length=24, dropout=0.1,
+    num_experts=8, num_chosen=3, balance_weight=0.3, z_weight=0.1,
+)  # fmt: skip
+STEPS, LENGTH = 3, 12
+
+
+def batch(step: int, number: int, *, ragged: bool) -> dict[str, Tensor]:
+    """Microbatch ``number`` of a step; ragged ones have 1 to 3 samples, of different lengths."""
+    numbers = torch.Generator().manual_seed(100 * step + number)
+    shape = (1 + number % 3, LENGTH - 4 * (number % 2)) if ragged else (2, LENGTH)
+    tokens = torch.randint(CONFIG.vocabulary, (shape[0], shape[1] + 1), generator=numbers)
+    targets = tokens[:, 1:].clone()
+    targets[torch.rand(targets.shape, generator=numbers) < 0.3] = -100
+    return {"tokens": tokens[:, :-1].clone(), "targets": targets}
+
+
+def train(
+    comm: plait.Comm, microbatches: int = 2, ragged: bool = False, sizes: dict[str, Any] | None = None, **settings: Any
+) -> Any:
+    with plait.empty_parameters():
+        model = MoE(MoEConfig(**{**vars(CONFIG), **(sizes or {})})).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    engine = plait.Engine(
+        model, comm, optimizer=optimizer, loss_fn=loss_sum, count_fn=token_count, clip=2.0, seed=3, **settings
+    )
+    losses = []
+    for step in range(STEPS):
+        first = comm.mesh.data_rank(comm.rank) * microbatches
+        mine = [batch(step, first + m, ragged=ragged) for m in range(microbatches)]
+        result = engine.step(mine)
+        losses += [result.loss, result.grad_norm]
+    losses.append(engine.evaluate(mine).loss)
+    return losses, engine.full_state_dict()
+
+
+UNEVEN: dict[str, Any] = {"sizes": {"num_experts": 7, "num_chosen": 1, "shared": False}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("shard=2 expert=2", {"strategy": "ddp"}),
+    "ddp of 3": ("shard=3 expert=3", {"strategy": "ddp"}),
+    "ddp, two copies": ("shard=4 expert=2", {"strategy": "ddp"}),
+    "zero1": ("shard=4 expert=2", {"strategy": "zero1"}),
+    "zero1, whole tensors": ("shard=4 expert=2", {"strategy": "zero1", "cut": "tensor"}),
+    "zero2": ("shard=4 expert=4", {"strategy": "zero2"}),
+    "zero3": ("shard=4 expert=2", {"strategy": "zero3"}),
+    "zero3 of 6": ("shard=6 expert=3", {"strategy": "zero3", "microbatches": 1}),
+    "zero3_keep": ("shard=4 expert=2", {"strategy": "zero3_keep"}),
+    "hsdp": ("replica=2 shard=2 expert=2", {"strategy": "hsdp"}),
+    "psdp": ("replica=2 shard=4 expert=2", {"strategy": "psdp", "microbatches": 1}),
+    "hpz": ("replica=2 shard=4 expert=2", {"strategy": "hpz", "microbatches": 1}),
+    "hosts": ("replica=2 shard=4 expert=2 hosts=2", {"strategy": "zero3", "microbatches": 1}),
+    "uneven tokens": ("shard=4 expert=2", {"strategy": "zero3", "ragged": True}),
+    "uneven tokens to their experts": ("shard=4 expert=4", {"strategy": "zero3", "ragged": True, "all_to_all": True}),
+    "uneven experts": ("shard=3 expert=3", {"strategy": "zero3", **UNEVEN}),
+    "uneven experts, all_to_all": ("shard=4 expert=4", {"strategy": "zero2", "all_to_all": True, **UNEVEN}),
+    "all_to_all": ("shard=4 expert=2", {"strategy": "zero3", "all_to_all": True}),
+    "recomputed": ("shard=2 expert=2", {"strategy": "zero3", "recompute": "full"}),
+    "recomputed, all_to_all": ("shard=2 expert=2", {"recompute": "full", "all_to_all": True}),
+    "1f1b": ("pipe=2 shard=2 expert=2", {"strategy": "zero3", "schedule": "1f1b"}),
+    "interleaved": ("pipe=2 shard=2 expert=2", {"schedule": "interleaved", "chunks": 2}),
+    "zero bubble": ("pipe=2 shard=2 expert=2", {"schedule": "zb_h1", "all_to_all": True}),
+    "tensor alone": ("tensor=2", {"strategy": "ddp"}),
+    "tensor of 4": ("shard=2 tensor=2 expert=2", {"strategy": "zero3"}),
+    "tensor, all_to_all": ("shard=2 tensor=2 expert=2", {"strategy": "hsdp", "all_to_all": True}),
+    "sequence": ("shard=2 tensor=2 expert=2", {"strategy": "zero3", "sequence_parallel": True}),
+    "sequence, all_to_all": ("shard=2 tensor=2 expert=2", {"sequence_parallel": True, "all_to_all": True}),
+    "context": ("shard=2 context=2 expert=2", {"strategy": "zero3"}),
+    "context beside": ("shard=4 context=2 expert=4", {"strategy": "zero2", "all_to_all": True}),
+    "context of 3": ("shard=3 context=3", {"strategy": "zero3"}),
+    "all of them": ("pipe=2 shard=2 tensor=2 context=2 expert=2", {"strategy": "zero3", "sizes": {"dropout": 0.0}}),
+}
+
+
+@cache
+def alone(parts: int, ragged: bool, sizes: str) -> Any:
+    """The numbers and parameters of one process."""
+    return plait.run_threads("shard=1", lambda c: train(c, parts, ragged, json.loads(sizes)), sanitize=False)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_run_of_one_process(case: str) -> None:
+    mesh, settings = CASES[case]
+    parts = plait.Mesh.parse(mesh).data_size * settings.get("microbatches", 2)
+    right, state = alone(parts, settings.get("ragged", False), json.dumps(settings.get("sizes", {})))
+    for numbers, mine in plait.run_threads(mesh, lambda c: train(c, **settings), sanitize=False):
+        assert numbers == pytest.approx(right, rel=1e-12)
+        assert all(torch.allclose(mine[name], value, rtol=1e-11, atol=1e-12) for name, value in state.items())
+
+
+def test_the_two_ways_of_tokens_give_the_same_bits() -> None:
+    sizes = {"num_chosen": 2}  # the sum of two is the same in any order
+
+    def body(comm: plait.Comm, **settings: Any) -> Any:
+        return train(comm, sizes=sizes, strategy="ddp", **settings)
+
+    one, other = (
+        plait.run_threads("shard=2 expert=2", lambda c, way=way: body(c, all_to_all=way), sanitize=False)[0]
+        for way in (False, True)
+    )
+    assert one[0] == other[0]
+    assert all(torch.equal(one[1][name], value) for name, value in other[1].items())
+
+
+class Plain(nn.Module):
+    """A user's experts, without a pipeline or a loss of the router."""
+
+    expert_axis: ExpertAxis | None = None
+
+    def __init__(self, num: int = 4, rows: int = 3) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num, 2, 2))
+        self.bias = nn.Parameter(torch.zeros(rows if rows != 3 else num, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = torch.arange(len(x))[:, None] % 4
+        one = torch.ones(number.shape)
+        if self.expert_axis is None:
+            return run_experts(self.run, x, number, one, 0, 4)
+        return self.expert_axis.experts(self.run, 4, x, number, one)
+
+    def run(self, x: Tensor, number: Tensor) -> Tensor:
+        return torch.einsum("rij,rj->ri", self.weight[number], x) + self.bias[number]
+
+
+REFUSED = {
+    "no experts": (
+        nn.Linear(2, 2),
+        "shard=2 expert=2",
+        "no module of Linear that owns parameters has an 'expert_axis'",
+    ),
+    "too few": (Plain(), "shard=8 expert=8", r"4 experts, which leave a rank of 8 \(mesh 'shard=8 expert=8'\) none"),
+    "other sizes": (Plain(rows=5), "shard=2 expert=2", r"each of its parameters is \[experts, ...\], and it has"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_shared_is_refused(case: str) -> None:
+    model, mesh, says = REFUSED[case]
+
+    def body(comm: plait.Comm) -> None:
+        with pytest.raises(ValueError, match=says):
+            plait.Engine(model, comm)
+
+    plait.run_threads(mesh, body)
+
+
+def test_settings_without_the_axis_are_refused() -> None:
+    with pytest.raises(ValueError, match="expert=2 borrows neighbours of shard=3"):
+        plait.Mesh.parse("shard=3 expert=2")
+    with pytest.raises(ValueError, match="all_to_all goes over an expert axis, and mesh 'shard=2' has none"):
+        plait.run_threads("shard=2", lambda c: train(c, all_to_all=True))

@@ -164,5 +164,5 @@ def test_what_cannot_be_shared_is_refused(case: str) -> None:
 def test_settings_without_the_axis_are_refused() -> None:
     with pytest.raises(ValueError, match="expert=2 borrows neighbours of shard=3"):
         plait.Mesh.parse("shard=3 expert=2")
-    with pytest.raises(ValueError, match="all_to_all goes over an expert axis, and mesh 'shard=2' has none"):
+    with pytest.raises(ValueError, match="all_to_all goes over the expert axis, and mesh 'shard=2' has none"):
         plait.run_threads("shard=2", lambda c: train(c, all_to_all=True))

@@ -12,10 +12,10 @@ from itertools import chain
 from plait.schedule.actions import ACTIVATION, ADDS_GRADIENTS, GRADIENT, TIED, Kind, Line, carries, in_flight
 from plait.schedule.orders import one_stage
 from plait.table.agreement import AGREEING, COUNTS, NUMBER_BYTES, num_reported
-from plait.table.cells import Move, Strategy, moves
+from plait.table.cells import DENSE, EXPERTS, Move, Strategy, moves
 from plait.table.collectives import Entry, Note, bytes_sent
 from plait.table.flat import UnitLayout, lower
-from plait.table.mesh import DENSE, EXPERTS, Mesh
+from plait.table.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ the sizes depend on the router.
 
 from collections.abc import Collection, Iterable, Mapping
 
+from plait.table.cells import EXPERTS
 from plait.table.collectives import Entry, Note, bytes_sent
-from plait.table.mesh import EXPERTS, Mesh
+from plait.table.mesh import Mesh
 from plait.table.tensor_plan import EXPERT_BACKWARD, EXPERT_FORWARD
 
 

@@ -96,7 +96,7 @@ def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modif
             check_alike(flats, comm)
             try:
                 for flat in flats:
-                    flat.accept()
+                    _accept(flat)
             finally:
                 comm.wrote_common()
             for unit in units:
@@ -110,6 +110,29 @@ def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modif
                 unsharding.pin_until_step(pinned)
             for unit in pinned:
                 unit.unpin()
+
+
+def _accept(flat: Flat) -> None:
+    """Takes over values that a program wrote to whole parameters; raises ValueError for another shape or dtype."""
+    with DisableTorchFunction():
+        views = flat.views(flat.full)
+        for p, view, slot in zip(flat.parameters, views, flat.layout.slots, strict=True):
+            if p.is_set_to(view):
+                continue
+            if (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device):
+                raise ValueError(
+                    f"p.data of parameter {slot.name!r} was replaced by {str(p.dtype)[6:]} of shape {tuple(p.shape)} "
+                    f"on {p.device}, but the row holds {str(view.dtype)[6:]} of shape {tuple(view.shape)} on "
+                    f"{view.device}: make such changes first, then build the Engine"
+                )
+            view.copy_(p.detach().clone())  # which may share this very memory
+            p.data = view
+    flat.written()
+    if flat.split:
+        flat.rest.copy_(flat.full[slice(*flat.held)])
+    if flat.master is not None:
+        same = flat.master.to(flat.updated_at_rest) == flat.updated_at_rest  # unwritten elements keep their bits
+        flat.master.copy_(torch.where(same.to(flat.master.device), flat.master, flat.updated_at_rest.to(flat.master)))
 
 
 def _versions(flat: Flat) -> list[int]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm
-from plait.table.cells import Strategy
-from plait.table.mesh import DATA_AXES, DENSE, EXPERTS
+from plait.table.cells import DENSE, EXPERTS, Strategy
+from plait.table.mesh import DATA_AXES
 from plait.torch_private import foreach_norm
 from plait.zero.optim import Owned
 

@@ -32,8 +32,6 @@ from plait.table.collectives import Note
 from plait.table.flat import UnitLayout
 from plait.table.mesh import AXES, DATA_AXES
 from plait.table.parallelism import Parallelism
-from plait.tensor.expert_axis import ExpertAxis, give_expert_axis
-from plait.tensor.time_axis import give_time_axis
 from plait.torch_private import DisableTorchFunctionSubclass
 from plait.zero.optim import OwnedOptimizer, owned_runs
 from plait.zero.planned import layouts_of
@@ -87,15 +85,6 @@ class PlacedModel(StaysHere):
         self.stages, self.directory = built.stages, built.directory
         self.time_axis = next((stage.time_axis for stage in self.stages.values()), None)
         """The context axis, where the mesh has one."""
-        if self.time_axis is not None:
-            give_time_axis([model, *(stage.model for stage in self.stages.values())], self.time_axis)
-        if comm.mesh.count(("expert", "context", "tensor")) > 1:
-            axis = ExpertAxis(comm, sequence=parallelism.sequence_parallel, all_to_all=parallelism.all_to_all)
-            give_expert_axis([model, *(stage.model for stage in self.stages.values())], axis)
-        if parallelism.ring_attention and self.time_axis is None:
-            raise ValueError(f"ring_attention goes over a context axis, and mesh '{comm.mesh}' has none")
-        if parallelism.all_to_all and comm.mesh.expert == 1:
-            raise ValueError(f"all_to_all goes over an expert axis, and mesh '{comm.mesh}' has none")
         synchronise((m for stage in self.stages.values() for m in stage.model.modules()), comm)
         self.modified = 0
         """Times that a program has written to whole parameters in ``engine.gathered(modify=True)``."""

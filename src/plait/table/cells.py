@@ -33,11 +33,12 @@ MiCS (Zhang et al. 2022, ``hsdp``).
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from plait.messages.wording import did_you_mean
-from plait.table.mesh import DATA_AXES, DENSE, ONE_HOST, Mesh, StateAxes
+from plait.table.mesh import DATA_AXES, ONE_HOST, Mesh
 
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element, by the names that dtypes have in a table."""
@@ -294,6 +295,23 @@ def find_strategy(which: str | Strategy) -> Strategy:
         f"unknown strategy {which!r}: {hint}{' ' * bool(hint)}the rows are {', '.join(TABLE)}; or write your own as "
         f"'name: params | kept | grads | optimizer state'"
     )
+
+
+@dataclass(frozen=True)
+class StateAxes:
+    """The axes over which a unit's state is kept: a row says ``shard``, and for experts it is ``expert_shard``."""
+
+    shard: str
+    cut: tuple[str, ...]
+    """The axes that cut its parameters before a row splits them."""
+
+    def of(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """The axes of a row's cell, as this unit has them."""
+        return tuple(self.shard if axis == "shard" else axis for axis in axes)
+
+
+DENSE = StateAxes("shard", ("tensor",))
+EXPERTS = StateAxes("expert_shard", ("expert", "tensor"))
 
 
 @dataclass(frozen=True)

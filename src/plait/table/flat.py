@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from plait.table.cells import Cell, Move, Strategy
-from plait.table.mesh import DENSE, Mesh, StateAxes
+from plait.table.cells import DENSE, Cell, Move, StateAxes, Strategy
+from plait.table.mesh import Mesh
 from plait.table.region import Region
 
 GRAIN = 16

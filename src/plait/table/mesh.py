@@ -184,21 +184,5 @@ def _check_axis(name: str) -> None:
         raise ValueError(f"unknown mesh axis {name!r}: the axes are {', '.join(AXES)}")
 
 
-@dataclass(frozen=True)
-class StateAxes:
-    """The axes over which a unit's state is kept: a row says ``shard``, and for experts it is ``expert_shard``."""
-
-    shard: str
-    cut: tuple[str, ...]
-    """The axes that cut its parameters before a row splits them."""
-
-    def of(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """The axes of a row's cell, as this unit has them."""
-        return tuple(self.shard if axis == "shard" else axis for axis in axes)
-
-
-DENSE = StateAxes("shard", ("tensor",))
-EXPERTS = StateAxes("expert_shard", ("expert", "tensor"))
-
 ONE_HOST = Mesh()
 """The default mesh, in which nothing crosses hosts."""

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 from plait.comm import Comm
 from plait.comm.padded import padded
+from plait.table.cells import EXPERTS
 from plait.table.collectives import Note
-from plait.table.mesh import EXPERTS, Mesh
+from plait.table.mesh import Mesh
 from plait.table.region import part
 from plait.table.tensor_cut import TensorCut
 from plait.table.tensor_plan import BALANCE, EXPERT_BACKWARD, EXPERT_FORWARD

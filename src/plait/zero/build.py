@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from plait.comm import Comm
-from plait.table.cells import Cell, moves
+from plait.table.cells import DENSE, EXPERTS, Cell, moves
 from plait.table.flat import lay
-from plait.table.mesh import DATA_AXES, DENSE, EXPERTS
+from plait.table.mesh import DATA_AXES
 from plait.table.parallelism import Parallelism
 from plait.table.tensor_cut import TensorCut
 from plait.tensor import CutWeight, Parallel

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from plait.comm import Comm, Work
 from plait.comm.operation import Alone, Prepared
 from plait.forward.parameter import AtRest, as_class
-from plait.table.cells import LONG, Cell, Strategy, moves
+from plait.table.cells import DENSE, LONG, Cell, StateAxes, Strategy, moves
 from plait.table.collectives import Note
 from plait.table.flat import FlatLayout, Run
-from plait.table.mesh import DENSE, StateAxes
 from plait.table.tensor_cut import TensorCut
 from plait.tensor.pieces import piece_of
 from plait.torch_private import DisableTorchFunction
@@ -240,29 +239,6 @@ class Flat:
             return []
         slots = zip(self.layout.slots, before, self._versions, strict=True)
         return [slot.name for slot, old, new in slots if old != new]
-
-    def accept(self) -> None:
-        """Takes over values that a program wrote to whole parameters; raises ValueError for another shape or dtype."""
-        with DisableTorchFunction():
-            for p, view, slot in zip(self.parameters, self._views, self.layout.slots, strict=True):
-                if p.is_set_to(view):
-                    continue
-                if (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device):
-                    raise ValueError(
-                        f"p.data of parameter {slot.name!r} was replaced by {str(p.dtype)[6:]} of shape "
-                        f"{tuple(p.shape)} on {p.device}, but the row holds {str(view.dtype)[6:]} of shape "
-                        f"{tuple(view.shape)} on {view.device}: make such changes first, then build the Engine"
-                    )
-                view.copy_(p.detach().clone())  # which may share this very memory
-                p.data = view
-        self.written()
-        if self.split:
-            self.rest.copy_(self.full[slice(*self.held)])
-        if self.master is not None:
-            same = self.master.to(self.updated_at_rest) == self.updated_at_rest  # unwritten elements keep their bits
-            self.master.copy_(
-                torch.where(same.to(self.master.device), self.master, self.updated_at_rest.to(self.master))
-            )
 
     def replaced(self) -> list[str]:
         """The names of parameters whose ``p.data`` is not the engine's memory."""

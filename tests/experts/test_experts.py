@@ -11,8 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import plait
+from plait.anymodel import plan_of
+from plait.anymodel.experts import use_expert_axis
 from plait.run.models.gpt import token_count
+from plait.run.models.hf import BUILDING
 from plait.run.models.moe import MoE, MoEConfig, loss_sum
+from plait.tensor import cross_entropy_sum
 from plait.tensor.expert_axis import ExpertAxis, run_experts
 
 CONFIG = MoEConfig(
@@ -166,3 +170,75 @@ def test_settings_without_the_axis_are_refused() -> None:
         plait.Mesh.parse("shard=3 expert=2")
     with pytest.raises(ValueError, match="all_to_all goes over the expert axis, and mesh 'shard=2' has none"):
         plait.run_threads("shard=2", lambda c: train(c, all_to_all=True))
+
+
+class Forgetful(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x, torch.zeros(len(x), dtype=torch.int64))
+
+
+def test_experts_that_never_ask_the_axis_are_refused() -> None:
+    def body(comm: plait.Comm) -> None:
+        model = nn.Sequential(Forgetful())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = plait.Engine(model, comm, optimizer=optimizer, loss_fn=lambda m, x: m(x).sum(), count_fn=len)
+        with pytest.raises(ValueError, match="Forgetful has some experts of 2 ranks here and returned without"):
+            engine.step([torch.ones(3, 2)])
+
+    plait.run_threads("shard=2 expert=2", body)
+
+
+# ---- models of transformers --------------------------------------------------------------------------------------
+
+FEW: dict[str, Any] = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+FEW |= {"num_key_value_heads": 2, "intermediate_size": 12, "max_position_embeddings": 32, "attention_dropout": 0.0}
+STOCK: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "head_dim": 8},
+    "DeepseekV3": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "n_shared_experts": 1,
+        "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+    },
+}  # fmt: skip
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero3": ("shard=2 expert=2", {"strategy": "zero3"}),
+    "zero1, all_to_all": ("shard=4 expert=2", {"strategy": "zero1", "all_to_all": True}),
+    "tensor": ("shard=2 tensor=2 expert=2", {"strategy": "ddp"}),
+}
+
+
+def train_stock(comm: plait.Comm, kind: str, microbatches: int, **settings: Any) -> Any:
+    import transformers
+
+    with BUILDING, plait.empty_parameters():
+        config = getattr(transformers, f"{kind}Config")(**FEW, **STOCK[kind])
+        config._experts_implementation = "eager"  # others have no fp64
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).double()
+    use_expert_axis(model)
+    plan = {"tensor_plan": plan_of(model)} if comm.mesh.tensor > 1 else {}
+    engine = plait.Engine(
+        model, comm, optimizer=torch.optim.SGD(model.parameters(), lr=0.3), loss_fn=stock_loss, count_fn=token_count,
+        clip=2.0, **settings, **plan,
+    )  # fmt: skip
+    for step in range(2):
+        first = comm.mesh.data_rank(comm.rank) * microbatches
+        result = engine.step([batch(step, first + m, ragged=False) for m in range(microbatches)])
+    return [result.loss, result.grad_norm], engine.full_state_dict()
+
+
+def stock_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["tokens"], use_cache=False).logits
+    return cross_entropy_sum(logits, batch["targets"], -100)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", STOCK)
+def test_a_model_of_transformers_is_the_run_of_one_process(kind: str, layout: str) -> None:
+    pytest.importorskip("transformers")
+    mesh, settings = LAYOUTS[layout]
+    parts = plait.Mesh.parse(mesh).data_size
+    right, state = plait.run_threads("shard=1", lambda c: train_stock(c, kind, parts), sanitize=False)[0]
+    for numbers, mine in plait.run_threads(mesh, lambda c: train_stock(c, kind, 1, **settings), sanitize=False):
+        assert numbers == pytest.approx(right, rel=1e-12)
+        assert all(torch.allclose(mine[name], value, rtol=1e-11, atol=1e-12) for name, value in state.items())

@@ -6,6 +6,7 @@ boundary.py         the program of a stage: where a forward enters it and leaves
 boundary_state.py   one microbatch on its way over these boundaries
 stage_io.py         values as text, for the next stage
 context.py          Hugging Face decoders over a context axis
+experts.py          their experts, shared over an expert axis
 
 tensor/             tensor plans for code that works on pieces, plans of Hugging Face models, and their checks
 """

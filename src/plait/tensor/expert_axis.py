@@ -49,7 +49,7 @@ def run_experts(run: Run, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, fi
     """The weighted sum, for each token, of its experts among ``first .. first + count``: [T, D]."""
     token, choice = ((expert_TK >= first) & (expert_TK < first + count)).nonzero(as_tuple=True)
     out_PD = run(x_TD[token], expert_TK[token, choice] - first) * weight_TK[token, choice, None]
-    return _sum_of_choices(out_PD, token, choice, expert_TK.shape)
+    return _sum_of_choices(out_PD.to(x_TD.dtype), token, choice, expert_TK.shape)
 
 
 def _sum_of_choices(out_PD: Tensor, token: Tensor, choice: Tensor, shape: torch.Size) -> Tensor:
@@ -69,6 +69,8 @@ class ExpertAxis:
         self.same_tokens = mesh.tensor > 1 and not sequence
         """True if the ranks of the tensor axis have the same tokens, each for other experts."""
         self.sample_over = ("context", *TENSOR) if sequence else ("context",)
+        self.ran = False
+        """True once the running module has called ``experts``."""
 
     def part(self, num_experts: int, index: int | None = None) -> tuple[int, int]:
         """The first expert of a rank, and the first after its last; this rank's, if none is named."""
@@ -82,6 +84,7 @@ class ExpertAxis:
             num_experts: on all ranks together.
             expert_TK: int64, the experts of each token.
         """
+        self.ran = True
         start, stop = self.part(num_experts)
         if self.same_tokens:
             x_TD, weight_TK = (_Shared.apply(x, self) for x in (x_TD, weight_TK))
@@ -96,8 +99,8 @@ class ExpertAxis:
     def _by_gather(self, run: Run, start: int, stop: int, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         tokens = len(x_TD)
         most = self._most(tokens)
-        here = (padded(x_TD, 0, most), padded(expert_TK + 1, 0, most) - 1, padded(weight_TK, 0, most))  # -1: no expert
-        x, expert, weight = (_Gathered.apply(one, self) for one in here)
+        # what fills up goes to expert 0 with weight 0
+        x, expert, weight = (_Gathered.apply(padded(one, 0, most), self) for one in (x_TD, expert_TK, weight_TK))
         shares = run_experts(run, x, expert, weight, start, stop - start)
         return _Scattered.apply(shares, self)[:tokens]  # type: ignore[no-any-return]
 
@@ -127,7 +130,7 @@ class ExpertAxis:
         out = run_experts(run, x, expert, x.new_ones(expert.shape), start, stop - start)
         out_PD = _Exchanged.apply(out, self)[slot_P] * weight_TK[token, choice, None]
         # 3. the sum for each token, as on one rank
-        return _sum_of_choices(out_PD, token, choice, expert_TK.shape)
+        return _sum_of_choices(out_PD.to(x_TD.dtype), token, choice, expert_TK.shape)
 
     def _most(self, number: int) -> int:
         """The largest of these numbers on the ranks that exchange tokens."""
@@ -280,6 +283,8 @@ def cut_experts(model: nn.Module, mesh: Mesh, parallel: Parallel) -> Parallel:
     for name, module in found.items():
         own = dict(module.named_parameters())
         sizes = {short: tuple(p.shape) for short, p in own.items()}
+        if any(getattr(inner, "p", 0) and "Dropout" in type(inner).__name__ for inner in module.modules()):
+            raise ValueError(f"{name!r} draws dropout inside experts, whose tokens other ranks have too: leave it out")
         number = {shape[0] if shape else 0 for shape in sizes.values()}
         if len(number) > 1 or any("." in short for short in own):
             raise ValueError(f"{name!r} has experts, so each of its parameters is [experts, ...], and it has {sizes}")
@@ -289,7 +294,7 @@ def cut_experts(model: nn.Module, mesh: Mesh, parallel: Parallel) -> Parallel:
             if id(parameter) in parallel.cuts or id(parameter) in parallel.summed or len(uses[id(parameter)]) > 1:
                 raise ValueError(
                     f"'{name}.{short}' has experts, which {ways} ranks share, and the tensor plan names it, or several "
-                    f"modules do: leave it out"
+                    f"modules do: leave it out (plait.anymodel.plan_of(model) does)"
                 )
             cuts[id(parameter)] = TensorCut(sizes[short], 0, ways, (sizes[short][0],))
     return replace(
@@ -302,5 +307,17 @@ def cut_experts(model: nn.Module, mesh: Mesh, parallel: Parallel) -> Parallel:
 
 def give_expert_axis(models: Sequence[nn.Module], axis: ExpertAxis) -> None:
     """Gives the axis to the modules of a model, and of its stages, that ask for it."""
-    for module in (module for model in models for module in model.modules() if hasattr(module, "expert_axis")):
+
+    def check(module: nn.Module, args: Any, output: Any) -> None:
+        if not axis.ran:
+            raise ValueError(
+                f"{type(module).__name__} has some experts of {axis.ways} ranks here and returned without "
+                f"self.expert_axis.experts(...), so its tokens saw these alone; see docs/guide/experts.md"
+            )
+        axis.ran = False
+
+    asking = {id(m): m for model in models for m in model.modules() if hasattr(m, "expert_axis")}
+    for module in asking.values():
         vars(module)["expert_axis"] = axis
+        if axis.ways > 1 and any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_hook(check)

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from plait import tensor
+from plait.anymodel.experts import without_experts
 from plait.anymodel.tensor.kinds import MORE_KINDS
 from plait.table.tensor_plan import Style, match_styles
 from plait.tensor import Parallel
@@ -50,7 +51,7 @@ def plan_of(model: nn.Module, *, sequence: bool = False) -> ModelPlan:
     carried = getattr(model, "tp_plan", None) if hasattr(model, "get_input_embeddings") else None
     if getattr(model, "tensor_plan", None) is not None or not carried:
         return ModelPlan(tensor.plan_of(model))
-    return ModelPlan(_translated(model, carried, sequence=sequence))
+    return ModelPlan(without_experts(model, dict(_translated(model, carried, sequence=sequence))))
 
 
 def resolve_carried(model: nn.Module, ways: int, *, sequence: bool = False) -> Parallel:

@@ -19,7 +19,7 @@ from torch import Tensor
 from plait.comm.gloo import GlooTransport
 from plait.comm.operation import Operation
 from plait.comm.transport import Started, Wires
-from plait.table.mesh import AXES, Mesh
+from plait.table.mesh import AXES, BORROWED, Mesh
 
 # Names that differ between releases of torch, chosen here and nowhere else.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -66,7 +66,11 @@ class NcclTransport(GlooTransport):
                 work.wait()
         large = [a for a in AXES if mesh.axis(a) > 1]
         self._groups: dict[tuple[str, ...], Any] = {}
-        borrowed = [("context",)] if mesh.context > 1 else []
+        borrowed = [(axis,) for axis in BORROWED if mesh.axis(axis) > 1]
+        if mesh.expert > 1:  # a row's axes as experts have them, and the ranks of a cut
+            data = [a for a in ("expert_shard", "replica") if mesh.axis(a) > 1]
+            borrowed += [p for k in range(1, len(data) + 1) for p in permutations(data, k) if p != ("replica",)]
+            borrowed += [("expert", "tensor")]
         for axes in (*borrowed, *(p for k in range(1, len(large) + 1) for p in permutations(large, k))):
             for ranks in mesh.groups(axes):
                 group = dist.new_group(list(ranks), **make, **_UNSORTED)

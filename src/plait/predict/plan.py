@@ -68,6 +68,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         mesh, model = self.mesh, self.model
+        if mesh.expert > 1:
+            raise ValueError(f"mesh '{mesh}': times and memory under an expert axis are not known; leave expert out")
         if mesh.size != self.cluster.size:
             devices = f"{self.cluster.hosts} hosts x {self.cluster.devices} devices = {self.cluster.size:,}"
             raise ValueError(f"mesh '{mesh}' has {mesh.size:,} ranks, the cluster {devices}: give as many")

@@ -182,6 +182,8 @@ class PaperRun:
     def links(self) -> tuple[tuple[str, ...], ...]:
         """The links of each stage."""
         check_time(self.mesh, self.length, ring=self.ring)
+        if self.mesh.expert > 1:
+            raise ValueError(f"mesh '{self.mesh}': a proof has no experts; see `plait verify`")
         names, count = self.decoder.links, self.pipeline.num_stages
         if self.split is not None and len(self.split) != count:
             raise ValueError(f"a split for {len(self.split)} stages, but the pipeline has {count}: give as many sizes")

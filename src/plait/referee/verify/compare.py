@@ -70,8 +70,8 @@ BITWISE = Measures()
 
 
 def asked(mesh: Mesh, task: JobConfig, dtype: torch.dtype, *, one_layout: bool = True) -> Measures:
-    """The requirement of the replay, computed in a dtype: the same bits, unless the mesh has a tensor, context or expert
-    axis, or the run was resumed in this layout from another."""
+    """The requirement of the replay, computed in a dtype: the same bits, unless a tensor, context or expert axis splits
+    sums, or the run was resumed in this layout from another."""
     if mesh.tensor * mesh.context * mesh.expert == 1 and one_layout:
         return BITWISE
     floor, (drift, apart) = rounding(dtype), DRIFT[dtype]

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from plait.anymodel.context import use_context_axis
+from plait.anymodel.experts import use_expert_axis
 from plait.anymodel.tensor import plan_of
 from plait.comm import Comm
 from plait.run.data.batches import Batches
@@ -83,6 +84,8 @@ class Job:
         model = self.build()
         if comm.mesh.context > 1 and type(model).__module__.startswith("transformers."):
             use_context_axis(model)
+        if comm.mesh.expert > 1 and type(model).__module__.startswith("transformers."):
+            use_expert_axis(model)
         optimizer = self.optimizer(model.parameters())
         if comm.mesh.tensor > 1 and parallelism.tensor_plan is None:
             plan = plan_of(model, sequence=parallelism.sequence_parallel)

@@ -66,7 +66,7 @@ class NcclTransport(GlooTransport):
                 work.wait()
         large = [a for a in AXES if mesh.axis(a) > 1]
         self._groups: dict[tuple[str, ...], Any] = {}
-        borrowed = [(axis,) for axis in BORROWED if mesh.axis(axis) > 1]
+        borrowed: list[tuple[str, ...]] = [(axis,) for axis in BORROWED if mesh.axis(axis) > 1]
         if mesh.expert > 1:  # a row's axes as experts have them, and the ranks of a cut
             data = [a for a in ("expert_shard", "replica") if mesh.axis(a) > 1]
             borrowed += [p for k in range(1, len(data) + 1) for p in permutations(data, k) if p != ("replica",)]

@@ -87,7 +87,6 @@ SHARES: dict[str, Share] = {
     "context/test_published_faults.py": Share("few", "all"),
     "context/test_cells.py": Share("few", "all"),
     "experts": Share("few", "all"),
-    "context/test_context.py::test_it_is_the_run_of_one_process": Share("few", "all"),
     "device": PROCESSES,
     "docs": DOCUMENTATION,
     "step": TRAINING,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from plait.table.tensor_plan import Style
 
 ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
-"""What transformers gives to the module that owns the experts of a layer: [tokens, width], then [tokens, chosen]."""
+"""The arguments of the module that owns the experts of a layer: [tokens, width], then [tokens, chosen]."""
 
 
 def use_expert_axis(model: nn.Module) -> nn.Module:

@@ -77,7 +77,7 @@ class ExpertAxis:
         return part(num_experts, self.ways, self.index if index is None else index)
 
     def experts(self, run: Run, num_experts: int, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        """What the experts return for this rank's tokens, weighted and summed.
+        """Runs the experts of this rank's tokens, wherever they are; weights and sums what they return: [T, D].
 
         Args:
             run: computes this rank's experts.

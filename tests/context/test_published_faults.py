@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import field_faults
@@ -14,13 +13,11 @@ import pytest
 import torch
 import verify_cases as cases
 from planted import Patch, Put, instead
+from published import Fault, check, found_in
 from torch import Tensor
 
 import plait
-from plait.referee.verify.locate import first_step, search, window_of
 from plait.referee.verify.probe_token import probe_tokens
-from plait.referee.verify.record import trace_layout
-from plait.referee.wrong import FirstWrong
 from plait.run.config.settings import VerifyConfig
 from plait.run.models.gpt import GPT, IGNORED, GPTConfig, loss_sum, token_count
 from plait.step import Engine
@@ -161,67 +158,28 @@ def exponentials_are_added(patch: Patch) -> None:
 # ---- the list -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A fault, its threads, the place that verify has to name, and a part of what it says.
-
-    Without a phase it is an error with these words.
-    """
-
-    put: Put
-    threads: str
-    phase: str
-    name: str
-    words: str
-    step: int = 0
-    config: VerifyConfig = PACKED
-
-
 MIXED, KEYS = "blocks.0.attention.output", "blocks.1.attention.value"
 COMPUTED = "it computes something else (another mask or position"
 TWICE = replace(PACKED, lr_schedule="linear", warmup=1, steps=3)
 FAULTS = [
-    Fault(documents_see_each_other, "TRL #6843, Axolotl #3608", "forward", MIXED, COMPUTED),
-    Fault(positions_go_on_from_the_early_block, "verl #6267", "forward", MIXED, "on rank 0 of 2, microbatch 0: only indices 3 to 5 of 6 of dim 1"),
-    Fault(blocks_stay_in_the_order_of_ranks, "slime #73", "forward", MIXED, "on all 2 ranks, microbatch 0: only indices 3 to 5 of 6 of dim 1"),
-    Fault(masks_of_the_first_steps_on_every_rank, "Megatron-LM #4828", "forward", "embed.dropout", COMPUTED),
-    Fault(targets_are_shifted_after_the_cut, "transformers #36607, bionemo-recipes #1449", "", "", "in the whole microbatches and 60 in what context=2 has cut them into"),
-    Fault(each_rank_divides_by_its_own_targets, "prime-rl #1960", "backward", "head", "count 1.074 times on rank 0 and 0.9355 times on rank 1"),
-    Fault(scaled(2.0), "DeepSpeed #5248", "backward", "head", "every part counts 2 times"),
-    Fault(scaled(0.5), "VeOmni #338", "backward", "head", "every part counts 1/2 times"),
-    Fault(keys_get_the_gradient_of_their_own_rank, "pytorch/xla #5784", "backward", KEYS, "still right: what one microbatch adds to the gradient of 'blocks.1.attention.output.weight'"),
-    Fault(the_ring_goes_back_under_another_mask, "Megatron-LM #1464", "backward", KEYS, "still right: what one microbatch adds to the gradient of 'blocks.1.attention.output.weight'", config=RING),
-    Fault(exponentials_are_added, "TransformerEngine #716", "", "", "step 0 (counted from 0) is not finite: the loss of microbatch 0 on rank 0", config=LOUD),
-    Fault(field_faults.step_the_schedule_twice, "ArcticTraining #199", "update", "norm.weight", "the optimizer made something else of the right gradient", 1, TWICE),
+    Fault(documents_see_each_other, PACKED, "TRL #6843, Axolotl #3608", "forward", MIXED, COMPUTED),
+    Fault(positions_go_on_from_the_early_block, PACKED, "verl #6267", "forward", MIXED, "on rank 0 of 2, microbatch 0: only indices 3 to 5 of 6 of dim 1"),
+    Fault(blocks_stay_in_the_order_of_ranks, PACKED, "slime #73", "forward", MIXED, "on all 2 ranks, microbatch 0: only indices 3 to 5 of 6 of dim 1"),
+    Fault(masks_of_the_first_steps_on_every_rank, PACKED, "Megatron-LM #4828", "forward", "embed.dropout", COMPUTED),
+    Fault(targets_are_shifted_after_the_cut, PACKED, "transformers #36607, bionemo-recipes #1449", "", "", "in the whole microbatches and 60 in what context=2 has cut them into"),
+    Fault(each_rank_divides_by_its_own_targets, PACKED, "prime-rl #1960", "backward", "head", "count 1.074 times on rank 0 and 0.9355 times on rank 1"),
+    Fault(scaled(2.0), PACKED, "DeepSpeed #5248", "backward", "head", "every part counts 2 times"),
+    Fault(scaled(0.5), PACKED, "VeOmni #338", "backward", "head", "every part counts 1/2 times"),
+    Fault(keys_get_the_gradient_of_their_own_rank, PACKED, "pytorch/xla #5784", "backward", KEYS, "still right: what one microbatch adds to the gradient of 'blocks.1.attention.output.weight'"),
+    Fault(the_ring_goes_back_under_another_mask, RING, "Megatron-LM #1464", "backward", KEYS, "still right: what one microbatch adds to the gradient of 'blocks.1.attention.output.weight'"),
+    Fault(exponentials_are_added, LOUD, "TransformerEngine #716", "", "", "step 0 (counted from 0) is not finite: the loss of microbatch 0 on rank 0"),
+    Fault(field_faults.step_the_schedule_twice, TWICE, "ArcticTraining #199", "update", "norm.weight", "the optimizer made something else of the right gradient", 1),
 ]  # fmt: skip
-PAGE = (Path(__file__).parents[2] / "docs/silent-bugs.md").read_text(encoding="utf-8")
-
-
-def found_in(config: VerifyConfig, put: Put | None) -> tuple[str, FirstWrong | None]:
-    """Verify's word, and the first wrong tensor, of a layout that runs with a fault."""
-    job = cases.job_of(config)
-    with pytest.MonkeyPatch.context() as broken:
-        if put is not None:
-            put(broken)
-        verdict = cases.judged(config, cases.record(config, job)).verdict
-        window = window_of(first_step(verdict.tree))
-        traces = trace_layout(job, config, window)
-    return verdict.word, search(traces, job, config, window)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.threads for fault in FAULTS])
 def test_a_published_fault_is_named_and_placed(fault: Fault) -> None:
-    (row,) = [line for line in PAGE.splitlines() if all(thread in line for thread in fault.threads.split(", "))]
-    assert fault.words in row.replace("\\|", "|"), row
-    if not fault.phase:
-        with pytest.raises((ValueError, FloatingPointError)) as raised:
-            found_in(fault.config, fault.put)
-        assert fault.words in str(raised.value)
-        return
-    word, first = found_in(fault.config, fault.put)
-    assert word == "different" and first is not None
-    assert (first.step, first.phase, first.name) == (fault.step, fault.phase, fault.name), first
-    assert fault.words in str(first), first
+    check(fault)
 
 
 @pytest.mark.parametrize("config", [PACKED, RING], ids=["packed", "ring"])

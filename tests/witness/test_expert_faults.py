@@ -226,8 +226,8 @@ PAGE = (
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.threads for fault in FAULTS])
 def test_a_published_fault_is_named_and_placed(fault: Fault, tmp_path: Path) -> None:
-    (row,) = [line for line in PAGE.splitlines() if all(f"[{t}]" in line for t in fault.threads.split(", "))]
-    assert fault.words in row, row
+    rows = [line for line in PAGE.splitlines() if all(f"[{t}]" in line for t in fault.threads.split(", "))]
+    assert any(fault.words in row for row in rows), rows
     if not fault.phase:
         with pytest.raises((ValueError, TimeoutError)) as raised:
             judged(fault.engine, tmp_path / "w", deadline=1, **fault.settings)

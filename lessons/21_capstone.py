@@ -1,7 +1,7 @@
 """Lesson 21: the capstone, a real model fine-tuned.
 
 The idea.  Nothing new is needed.  SmolLM2-135M is a llama: 30 blocks, a vocabulary of 49,152, and an embedding that is
-also the head.  Fine-tuning is lesson 1's loop with other numbers, so everything that holds for sixteen linear layers
+also the head.  Fine-tuning is lesson 1's loop with other numbers, so everything that holds for those linear layers
 holds here: the plain loop is the reference, a row of the table changes where state is and not what is computed, and
 the bytes are known before anything runs.
 

@@ -82,7 +82,7 @@ def main(ranks: int = 4) -> None:
     assert one["parameters"] == 40 * GB and sum(one.values()) == 160 * GB
 
     # Prediction 2: only stage 3.  What a stage does not cut stays, however many ranks there are.
-    found = {stage: cards_needed(10e9, stage) for stage in range(4)}
+    found = {stage: cards_needed(10e9, stage) for stage in range(4)}  # @over
     for stage, cards in found.items():
         floor = held(10e9, stage, 10**9)
         least = f"never fits: {sum(floor.values()) / GB:.0f} GB are not cut" if cards is None else f"{cards} cards"

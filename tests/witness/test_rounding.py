@@ -9,19 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from judged_cases import Batch, backward, judged, squares
-from test_causes import Residual
+from judged_cases import WIDTH, Batch, backward, judged, squares
+from test_causes import Residual, many
 from torch import Tensor, nn
 
 from plait.referee.witness.declared import _Products, rounded
 from plait.run.commands.main import main
-
-WIDTH = 8
-
-
-def numbers(step: int) -> Batch:
-    x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(step))
-    return x, x.sin()
 
 
 def net() -> nn.Module:
@@ -36,21 +29,21 @@ def autocast(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def whole(model: nn.Module, step: int) -> None:
-    backward(model, numbers(step))
+    backward(model, many(step))
 
 
 def under_autocast(model: nn.Module, step: int) -> None:
-    backward(model, numbers(step), autocast)
+    backward(model, many(step), autocast)
 
 
 def in_tf32(model: nn.Module, step: int) -> None:
     with _Products("tf32"):
-        backward(model, numbers(step))
+        backward(model, many(step))
 
 
 def in_parts(model: nn.Module, step: int) -> None:
     """As DDP's bf16 hook: the parts of four ranks are rounded, and added up in bf16."""
-    x, y = numbers(step)
+    x, y = many(step)
     total = [torch.zeros_like(p) for p in model.parameters()]
     for part, target in zip(x.split(16), y.split(16), strict=True):
         model.zero_grad()
@@ -84,9 +77,9 @@ def times(factor: float) -> Callable[[Any], None]:
 def test_a_declared_rounding_is_no_fault(tmp_path: Path, loop: str) -> None:
     gradient, rounding = LOOPS[loop]
     right = partial(body, gradient, lambda model: None)
-    found = judged(tmp_path / "declared", right, build=net, batches=numbers, rounding=rounding)
+    found = judged(tmp_path / "declared", right, build=net, batches=many, rounding=rounding)
     assert found.equal and f"since rounding to {rounding} is declared" in found.text, found
-    assert not judged(tmp_path / "undeclared", right, build=net, batches=numbers).equal
+    assert not judged(tmp_path / "undeclared", right, build=net, batches=many).equal
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -104,22 +97,14 @@ def test_what_no_rounding_makes_is_named_beside_it(
     tmp_path: Path, loop: str, harm: Callable[[Any], Any], name: str, said: str
 ) -> None:
     gradient, rounding = LOOPS[loop]
-    found = judged(tmp_path, partial(body, gradient, harm), build=net, batches=numbers, rounding=rounding)
+    found = judged(tmp_path, partial(body, gradient, harm), build=net, batches=many, rounding=rounding)
     assert (found.step, found.phase, found.name) == (0, "gradient", name), found
     assert said in found.text or found.factor == pytest.approx(float(said[-4:]), abs=2e-3), found
 
 
 @pytest.mark.parametrize("factor", [1.01, 0.99])
 def test_a_factor_of_one_percent_under_a_jobs_own_autocast_is_named(tmp_path: Path, factor: float) -> None:
-    def halves(model: nn.Module, step: int) -> None:
-        x, y = numbers(step)
-        for part, target in zip(x.split(15), y.split(15), strict=True):
-            (squares(model, (part, target)) / y.numel()).backward()
-
-    right = partial(body, halves, lambda model: None)
-    assert judged(tmp_path / "right", right, build=Residual, batches=numbers).equal
-    wrong = partial(body, halves, times(factor))
-    found = judged(tmp_path / "wrong", wrong, build=Residual, batches=numbers)
+    found = judged(tmp_path, sizes=15, change=times(factor), build=Residual, batches=many)
     assert (found.step, found.phase, found.factor) == (0, "gradient", pytest.approx(factor, abs=1e-3)), found
 
 
@@ -133,10 +118,10 @@ def test_equal_where_judged_is_another_word_and_a_floor_is_an_exit_code(
 ) -> None:
     (tmp_path / "jobs.py").write_text(
         "import plait, torch\nfrom test_rounding import *\n"
-        "job = plait.UserJob(net, squares, numbers, lambda b: b[1].numel(), lambda p: torch.optim.AdamW(p, lr=1e-2))\n"
+        "job = plait.UserJob(net, squares, many, lambda b: b[1].numel(), lambda p: torch.optim.AdamW(p, lr=1e-2))\n"
     )
     right = partial(body, under_autocast, lambda model: None)
-    found = judged(tmp_path, right, build=net, batches=numbers, rounding="bf16")
+    found = judged(tmp_path, right, build=net, batches=many, rounding="bf16")
     assert found.word == "equal where judged" and 0.01 < found.judged_to < 0.3, found
     words = ["judge", str(tmp_path / "w"), "--job", f"{tmp_path / 'jobs.py'}:job", "--rounding", "bf16"]
     for floor, code in ((None, 0), ("0.5", 0), ("0.005", 1)):

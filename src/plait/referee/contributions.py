@@ -11,7 +11,7 @@ rank's samples missing, (0, 0, 0, 1) all microbatches forgotten but the last.  W
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -176,6 +176,11 @@ def over_samples(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, BATCH_NORMS) and (module.training or module.running_mean is None)
     ]
+
+
+def add(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sum of two gradients, element by element; a parameter that has one on one side only keeps it."""
+    return {**left, **right} | {name: left[name] + right[name] for name in left if name in right}
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:

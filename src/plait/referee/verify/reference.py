@@ -19,6 +19,7 @@ from plait.forward.context import CurrentForward, RNGPosition, token_counts
 from plait.forward.dropout import DropoutRNG
 from plait.forward.interceptor import Interceptor
 from plait.messages.progress import counted
+from plait.referee.contributions import add
 from plait.referee.tape import Tape
 from plait.referee.verify.observed import OneStep, Piece, Record, TiedWeights
 from plait.run.job.job import Job
@@ -239,12 +240,6 @@ def run_reference(
 def copied(tensors: Mapping[str, Tensor]) -> Gradients:
     """Copies of tensors, by name."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def add(left: Gradients, right: Gradients) -> Gradients:
-    """The sum of two gradients, element by element; a parameter that has one on one side only keeps it."""
-    both = {name: left[name] + right[name] for name in left if name in right}
-    return {**left, **right, **both}
 
 
 def _clip(gradients: Gradients, clip: float | None, pieces: Sequence[Sequence[Piece]] | None) -> float | None:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from plait.referee.contributions import add
 from plait.referee.difference import factor_text, fitted
 from plait.referee.values import wide
 from plait.referee.witness.gradient import Parts, Seen, Setting, calls_of, cause_of_factor, compare
@@ -65,17 +66,16 @@ def in_rounding(
 ) -> Iterator[Gradients]:
     """The clipped gradients ``true`` of a step once more, made with a rounding: with each of ``cuts``, added up from so
     many parts."""
-    samples, count = num_samples(replay.batch(step)), replay.count(step)
+    samples, count, in_16 = num_samples(replay.batch(step)), replay.count(step), rounding != "tf32"  # tf32 adds in fp32
     for parts in cuts:
-        total: Gradients = {}
+        sums: Gradients = {}
         for first, number in split_samples(samples, min(parts, samples)):
             with _Products(rounding):
                 made = replay.part(step, range(first, first + number), count).gradients
-            for name, g in made.items():
-                own = g if rounding == "tf32" else rounded(g, rounding)  # its sums are in fp32
-                both = total[name] + own if name in total else own
-                total[name] = both if rounding == "tf32" else rounded(both, rounding)
-        yield clipped({name: g for name, g in total.items() if name in true}, clip)[0]
+            own = {name: rounded(g, rounding) for name, g in made.items()} if in_16 else made
+            sums = add(sums, own)
+            sums = {name: rounded(g, rounding) for name, g in sums.items()} if in_16 else sums
+        yield clipped({name: g for name, g in sums.items() if name in true}, clip)[0]
 
 
 def judge_common_factor(

@@ -8,11 +8,13 @@ off by ``MARGIN`` times what the two differ by.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from plait.referee.contributions import add
 from plait.referee.values import MARGIN, SMALL, gap, largest
 from plait.referee.witness.replay import Gradients, Replay, clipped
 from plait.run.data.batches import split_samples
@@ -35,11 +37,7 @@ Slack: TypeAlias = Mapping[str, float]
 
 def added(replay: Replay, step: int, parts: Iterable[Sequence[int]], count: int) -> Gradients:
     """The sum of the gradients of some parts of a step's samples, over a count."""
-    sums: Gradients = {}
-    for samples in parts:
-        for name, g in replay.part(step, samples, count).gradients.items():
-            sums[name] = sums[name] + g if name in sums else g
-    return sums
+    return reduce(add, (replay.part(step, samples, count).gradients for samples in parts), {})
 
 
 def in_parts(replay: Replay, step: int, true: Gradients, clip: float | None, parts: int) -> Gradients:

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from plait.referee.contributions import NEAR, Contributions, contributions, explain
+from plait.referee.contributions import NEAR, Contributions, add, contributions, explain
 from plait.referee.difference import Discrepancy, describe, factor_text
 from plait.referee.values import finite, largest, tolerance, wide
 from plait.referee.values import gap as apart
@@ -218,9 +218,7 @@ def _clipped_before(c: Sequence[float], parts: Parts) -> str:
     """The cause, where each rank's sum has been brought to the same norm."""
     sums: dict[int, Gradients] = {}
     for group, part in parts:
-        mine = sums.setdefault(group.rank, {})
-        for name, g in part.gradients.items():
-            mine[name] = mine[name] + g if name in mine else g
+        sums[group.rank] = add(sums.get(group.rank, {}), part.gradients)
     norms = {rank: clipped(own, None)[1] for rank, own in sums.items()}
     if len(norms) > 1 and _alike([x * norms[group.rank] for x, (group, _) in zip(c, parts, strict=True)]):
         return "each rank clips its own gradient before they are summed; the norm of the sum is what counts"

@@ -234,7 +234,9 @@ LLAMA = {
 
 def torchtitan(data: Path) -> Source:
     """torchtitan's FSDP2 and tensor parallelism in bf16; its H100s have 96 GB and 500 W.  Its selective recomputation
-    keeps other values than ours, so bytes are not compared."""
+    keeps the results of attention and of every other product.  So of a block's seven products those of key, output and
+    up are repeated, with all that is element-wise and the gathers on the tensor axis (torchtitan's
+    distributed/activation_checkpoint.py).  Bytes are not compared."""
     found = Source("torchtitan.csv")
     for row in rows_of(data, found.name):
         gpus, shard, tensor, pipe, context, length = ints(row, "gpus fsdp tp pp cp seq")
@@ -244,10 +246,13 @@ def torchtitan(data: Path) -> Source:
         model = LLAMA[row["model"].rsplit("-", 1)[1].upper().replace("LLAMA3.1", "")]
         batch = int(row["local_batch"]) * shard
         cluster = replace(preset("8xh100", gpus // 8), name="h100-96-500w")
-        recompute = "full" if row["recompute"] == "full" else "selective"
+        full, width, key = row["recompute"] == "full", model.hidden, model.kv_heads * model.head
+        again = width * (key + width + model.ffn) / (width * (2 * key + 2 * width + 3 * model.ffn))
         plan = Plan(
             model, cluster, Mesh(pipe=pipe, shard=shard, tensor=tensor), TABLE["zero3"].mixed("bf16"), batch, length,
-            recompute=recompute, sequence_parallel=True,
+            recompute="full" if full else None, repeats=None if full else (again, 0.0, 1.0, 0.5),
+            sequence_parallel=True,
+            kernels=replace(FUSED, eager=row["compile"] == "no"),
         )  # fmt: skip
         seconds = batch * length / (float(row["tokens_per_s_gpu"]) * gpus)
         found.cases.append(Case(plan, {"model": row["model"], "compiled": row["compile"]}, seconds))

@@ -32,6 +32,8 @@ class Kernels:
     """Dropout keeps a byte for each element, and not a factor of the activations' type."""
     gathers_again: bool = False
     """A column-cut product keeps its part of the stream, and gathers the rest again in the backward."""
+    eager: bool = False
+    """Element-wise operators run one by one, norms and rotations in fp32 (a Llama without ``torch.compile``)."""
     fused_gate: bool = False
     """``silu(gate) * up`` is one operator, which keeps its two inputs."""
 

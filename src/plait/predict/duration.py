@@ -137,6 +137,12 @@ def traffic_of_block(s: DecoderSizes) -> float:
     norms_and_sums = 10 * stream * e + mask
     inner = (3 if s.gated else 2) * s.tokens * s.hidden / s.ways * e
     heads = 2 * s.tokens * (s.heads + s.kv_heads) * s.head / s.ways * e
+    if s.kernels.eager:
+        # A norm: to fp32, its square, its mean, times 1/rms, back, times the weight: 36 bytes of 16-bit elements, not
+        # 4; silu writes its result, which the product reads; a rotation: to fp32, the product, back: 20 and not 4.
+        norms_and_sums += 2 * stream * (4 * e + 24)
+        inner += 2 * s.tokens * s.hidden / s.ways * e * s.gated
+        heads += s.tokens * (s.heads + s.kv_heads) * s.head / s.ways * (e + 14) * s.gated
     scores = 0.0 if s.kernels.flash else 7 * s.tokens * s.length * s.heads / s.ways * e
     sorted_tokens = 4 * s.chosen * stream * e  # to their experts, and back
     return norms_and_sums + inner + heads + scores + sorted_tokens
@@ -157,6 +163,10 @@ def context_seconds(plan: Plan, kind: str) -> float:
     return message_seconds(kind, gathered_bytes(plan), ("context",), plan, 2)
 
 
+REPEATED = ("products", "attention", "traffic", "tensor")
+"""The parts of a forward that ``Plan.repeats`` has shares of."""
+
+
 def rank_passes(plan: Plan, share: RankLinks) -> tuple[Pass, Pass]:
     """Forward and backward of one microbatch on a rank of the pipe axis, with what is recomputed."""
     if isinstance(plan.model, Chain):
@@ -169,6 +179,9 @@ def rank_passes(plan: Plan, share: RankLinks) -> tuple[Pass, Pass]:
     backward = backward.plus(Pass(context=context_seconds(plan, "reduce_scatter")))
     if plan.recompute == "full":
         backward = backward.plus(forward)
+    elif plan.repeats is not None:
+        again = [getattr(forward, name) * share for name, share in zip(REPEATED, plan.repeats, strict=True)]
+        backward = backward.plus(Pass(*again))
     elif plan.recompute == "selective":
         backward = backward.plus(Pass(attention=forward.attention))
     there, back = Pass(launch=own).plus(forward, share.blocks), Pass(launch=own).plus(backward, share.blocks)

@@ -64,7 +64,7 @@ class Plan:
     scatters: bool = False
     """Each tensor rank hands its part of the stream to the next stage, which gathers it inside the host (Megatron)."""
     repeats: tuple[float, float, float, float] | None = None
-    """Shares of a forward's products, attention, traffic and tensor messages that a backward repeats, where another engine
+    """Shares of a forward's products, attention, traffic and tensor messages that a backward repeats, where an engine
     recomputes by operators; bytes are then those without."""
     overlap: bool = True
     """Gathers and reductions run beside the computation, as plait's do on a GPU."""

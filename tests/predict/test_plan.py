@@ -9,7 +9,7 @@ import pytest
 
 from plait.predict.activations import MEGATRON
 from plait.predict.cluster import Link, Reached, preset
-from plait.predict.duration import duration, pipe_seconds, speed
+from plait.predict.duration import duration, pipe_seconds, rank_passes, speed
 from plait.predict.footprint import footprints, fullest
 from plait.predict.model import Transformer
 from plait.predict.plan import Plan
@@ -236,6 +236,23 @@ def test_a_context_axis_is_proposed_where_samples_are_long() -> None:
         assert found[0].fits and found[0].plan.mesh.context == best
     assert found[0].duration.context > 0 and found[0].plan.sizes.tokens == 131_072 / 8
     assert 0 < found[0].plan.sizes.masks < found[0].fullest.working
+
+
+def test_what_other_engines_do_costs_what_they_move() -> None:
+    """Operators that run one by one, a recomputation by operators, and gradients that are added to those before."""
+    share, base = plan().shares[0], plan(recompute=None)
+    there, back = rank_passes(base, share)
+    eager, _ = rank_passes(replace(base, kernels=replace(base.kernels, eager=True)), share)
+    rate = base.cluster.device.bandwidth * base.cluster.reached.memory
+    moved = 2 * 32 * 4096 + 4 * 14336 + 16 * (32 + 8) * 128  # bytes of a token: two norms, silu, the rotated heads
+    more = 32 * base.tokens * moved * base.cluster.reached.passes / rate
+    assert eager.traffic - there.traffic == pytest.approx(more)
+    _, again = rank_passes(replace(base, repeats=(0.5, 0.0, 1.0, 0.0)), share)
+    blocks, _ = rank_passes(base, share._replace(embed=False, norm=False, head=False))
+    assert again.products - back.products == pytest.approx(blocks.products / 2)
+    assert again.traffic - back.traffic == pytest.approx(blocks.traffic) and again.attention == back.attention
+    _, alone = rank_passes(replace(base, batch=16, microbatches=1), share)
+    assert back.traffic - alone.traffic == pytest.approx(LLAMA.num_parameters * (2 + 2 * 4) / rate)
 
 
 def test_one_change_makes_it_fit_or_two() -> None:

@@ -252,7 +252,13 @@ def test_what_other_engines_do_costs_what_they_move() -> None:
     assert again.products - back.products == pytest.approx(blocks.products / 2)
     assert again.traffic - back.traffic == pytest.approx(blocks.traffic) and again.attention == back.attention
     _, alone = rank_passes(replace(base, batch=16, microbatches=1), share)
-    assert back.traffic - alone.traffic == pytest.approx(LLAMA.num_parameters * (2 + 2 * 4) / rate)
+    _, fused = rank_passes(replace(base, kernels=replace(base.kernels, fused_sums=True)), share)
+    assert fused.traffic == alone.traffic
+    assert back.traffic - alone.traffic == pytest.approx(
+        LLAMA.num_parameters * (2 + 4) / rate
+    )  # zero3: shards are added
+    _, ddp = rank_passes(replace(base, strategy=TABLE["ddp"].mixed("bf16")), share)
+    assert ddp.traffic - alone.traffic == pytest.approx(LLAMA.num_parameters * (2 + 2 * 4) / rate)
 
 
 def test_one_change_makes_it_fit_or_two() -> None:

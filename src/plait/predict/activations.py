@@ -34,6 +34,8 @@ class Kernels:
     """A column-cut product keeps its part of the stream, and gathers the rest again in the backward."""
     eager: bool = False
     """Element-wise operators run one by one, norms and rotations in fp32 (a Llama without ``torch.compile``)."""
+    fused_sums: bool = False
+    """The product that makes a weight's gradient adds it to the sum of the microbatches before, at no further cost."""
     fused_gate: bool = False
     """``silu(gate) * up`` is one operator, which keeps its two inputs."""
 
@@ -41,7 +43,7 @@ class Kernels:
 ON_CPU = Kernels()
 FUSED = Kernels(fused_norm=True, flash=True, one_byte_masks=True)
 """The operators of a GPU."""
-MEGATRON = Kernels(fused_norm=True, one_byte_masks=True, gathers_again=True)
+MEGATRON = Kernels(fused_norm=True, one_byte_masks=True, gathers_again=True, fused_sums=True)
 """The operators that Korthikanti et al. count."""
 
 

@@ -186,9 +186,10 @@ def rank_passes(plan: Plan, share: RankLinks) -> tuple[Pass, Pass]:
         backward = backward.plus(Pass(attention=forward.attention))
     there, back = Pass(launch=own).plus(forward, share.blocks), Pass(launch=own).plus(backward, share.blocks)
     rate, launch = device.bandwidth * reached.memory, ENDS * reached.kernels * device.launch
-    if plan.microbatches > 1:  # the gradients of each microbatch are added to the sums of those before
+    if plan.microbatches > 1 and not s.kernels.fused_sums:  # gradients are added to the sums of the microbatches before
         own, wide = plan.itemsize(plan.strategy.params), plan.itemsize(plan.strategy.grads)
-        back = back.plus(Pass(traffic=elements_on(plan, share) * (own + 2 * wide) / rate))
+        whole = plan.mesh.count(plan.strategy.grads.split) == 1
+        back = back.plus(Pass(traffic=elements_on(plan, share) * (own + (1 + whole) * wide) / rate))
     if share.embed:
         moved = 2 * s.stream * s.width * s.itemsize / rate
         there = there.plus(Pass(traffic=moved, tensor=tensor / 2, launch=launch))

@@ -200,16 +200,23 @@ def test_a_pipeline_waits_as_its_formula_says() -> None:
 
 @pytest.mark.parametrize("order", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(
-    "forward", [(3.0, 1.0), (1.0, 3.0), (1.0, 3.0, 1.0, 1.0), (1.0, 1.0, 1.0, 3.0), (2.0, 2.0, 2.0, 1.0)]
+    "ranks",  # forward and backward of each
+    [
+        ((3, 6), (1, 2)),
+        ((1, 2), (3, 6)),
+        ((4, 4), (4, 2)),
+        ((1, 2), (3, 6), (1, 2), (1, 2)),
+        ((2, 4),) * 3 + ((1, 2),),
+    ],
 )
-def test_unequal_stages_wait_as_the_simulator_says(order: str, forward: tuple[float, ...]) -> None:
-    p = len(forward)
+def test_unequal_stages_wait_as_the_simulator_says(order: str, ranks: tuple[tuple[float, float], ...]) -> None:
+    p = len(ranks)
     for m in (1, 2, 4, 16):
         one = plan(mesh=Mesh(pipe=p, tensor=16 // p), microbatches=m, batch=m, schedule=order)
-        costs = Costs(forward=forward, input=forward, weight=forward)
+        half = tuple(backward / 2 for _, backward in ranks)
+        costs = Costs(forward=tuple(forward for forward, _ in ranks), input=half, weight=half)
         due = simulate(Pipeline(order, p).written(m), costs).makespan
-        _, found = slowest_path(one, [(each, 2 * each) for each in forward], 0.0)
-        assert found == pytest.approx(due, rel=1e-9)
+        assert slowest_path(one, ranks, 0.0)[1] == pytest.approx(due, rel=1e-9)
 
 
 def test_ranks_that_share_cores_use_the_time_in_which_others_wait() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import plait
 from plait.anymodel import plan_of
 from plait.anymodel.experts import use_expert_axis
+from plait.run.commands.main import main
 from plait.run.models.gpt import token_count
 from plait.run.models.hf import BUILDING
 from plait.run.models.moe import MoE, MoEConfig, loss_sum
@@ -186,6 +188,29 @@ def test_experts_that_never_ask_the_axis_are_refused() -> None:
             engine.step([torch.ones(3, 2)])
 
     plait.run_threads("shard=2 expert=2", body)
+
+
+MOE = "--model=moe --layers=1 --width=16 --ffn=12 --experts=4 --length=12 --batch=8 --world=thread"
+
+
+@pytest.mark.parametrize("mesh", ["shard=4 expert=2", "replica=2 shard=2 expert=2", "shard=2 tensor=2 expert=2"])
+def test_a_training_holds_and_sends_the_bytes_that_were_predicted(
+    mesh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", *MOE.split(), "--mesh", mesh, "--strategy", "hsdp", "--steps", "2", "--check-drift", "1"]
+    assert main([*command, "--out", str(tmp_path / "run")]) == 0
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if "held: " in line or "sent per step" in line]
+    assert rows and all("to the byte" in row for row in rows), printed
+
+
+@pytest.mark.parametrize("more", ["--recompute full", "--all-to-all", "--sequence-parallel", "--dtype bf16-mixed"])
+def test_verify_proves_a_layout_with_experts(more: str, capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = "shard=2 tensor=2 expert=2" if "sequence" in more else "shard=4 expert=2"
+    dtype = [] if "dtype" in more else ["--dtype", "fp64"]
+    assert main(["verify", *MOE.split(), "--mesh", mesh, "--strategy", "zero3", *dtype, *more.split()]) == 0
+    printed = capsys.readouterr().out
+    assert "ledger: every message as predicted, byte for byte" in printed and "verdict: equal" in printed
 
 
 # ---- models of transformers --------------------------------------------------------------------------------------

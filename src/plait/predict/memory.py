@@ -7,7 +7,7 @@ of parameters: the memory side of ZeRO's table.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.table.cells import Cell, Strategy
+from plait.table.cells import Cell, StateAxes, Strategy
 from plait.table.flat import FlatLayout, UnitLayout
 from plait.table.mesh import Mesh
 
@@ -29,20 +29,21 @@ def held(units: Sequence[UnitLayout], mesh: Mesh, strategy: Strategy, rank: int,
     """Counts the bytes of one rank, exactly; ``states`` are numbers of a parameter's size that the optimizer keeps
     (Adam 2, SGD 0, with momentum 1), not counting the master weights of a row that has them."""
 
-    def bounds(flat: FlatLayout, cell: Cell) -> tuple[int, int]:
-        return flat.piece(mesh.count(cell.split), mesh.index(rank, cell.split))
+    def bounds(flat: FlatLayout, axes: StateAxes, cell: Cell) -> tuple[int, int]:
+        split = axes.of(cell.split)
+        return flat.piece(mesh.count(split), mesh.index(rank, split))
 
-    def piece(flat: FlatLayout, cell: Cell) -> int:
-        start, stop = bounds(flat, cell)
+    def piece(flat: FlatLayout, axes: StateAxes, cell: Cell) -> int:
+        start, stop = bounds(flat, axes, cell)
         return (stop - start) * flat.itemsize_in(cell)
 
-    flats = [(f, t) for unit in units for f, t in zip(unit.flats, unit.trainable, strict=True)]
-    trained = [f for f, trains in flats if trains]
-    updated = [run.numel * f.itemsize_in(strategy.optim) for f in trained for run in f.runs(*bounds(f, strategy.optim))]
-    masters = [piece(f, strategy.optim) for f in trained if f.has_master(strategy)]
+    flats = [(f, unit.axes, t) for unit in units for f, t in zip(unit.flats, unit.trainable, strict=True)]
+    trained, optim = [(f, axes) for f, axes, trains in flats if trains], strategy.optim
+    updated = [run.numel * f.itemsize_in(optim) for f, axes in trained for run in f.runs(*bounds(f, axes, optim))]
+    masters = [piece(f, axes, optim) for f, axes in trained if f.has_master(strategy)]
     return Held(
-        params=sum(piece(f, strategy.params) for f, _ in flats),
-        grads=sum(piece(f, strategy.grads) for f in trained),
+        params=sum(piece(f, axes, strategy.params) for f, axes, _ in flats),
+        grads=sum(piece(f, axes, strategy.grads) for f, axes in trained),
         optimizer=states * sum(updated) + sum(masters),
     )
 

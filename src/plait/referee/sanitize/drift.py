@@ -27,7 +27,7 @@ from plait.comm.agree import gather_ints
 from plait.comm.texts import gather_texts, named
 from plait.step.engine import Engine
 from plait.table.agreement import AGREEING
-from plait.table.cells import Cell
+from plait.table.cells import DENSE, EXPERTS, Cell, StateAxes
 from plait.table.collectives import Note
 from plait.table.mesh import AXES, DATA_AXES, Mesh
 from plait.zero.state.optimizer_state import is_plain
@@ -44,14 +44,15 @@ class DriftError(RuntimeError):
     """Ranks hold different bits where all should hold the same."""
 
 
-def alike(cell: Cell, mesh: Mesh, *, whole: bool) -> tuple[str, ...]:
+def alike(cell: Cell, mesh: Mesh, *, whole: bool, axes: StateAxes = DENSE) -> tuple[str, ...]:
     """The axes, of those with several ranks, over which the state of a cell is the same.
 
     Args:
-        whole: it is not cut over the tensor axis.
+        whole: it is not cut before the row splits it.
+        axes: where it is kept.
     """
-    axes = [a for a in AXES if (a in DATA_AXES and a not in cell.split) or (whole and a == "tensor")]
-    return tuple(a for a in axes if mesh.axis(a) > 1)
+    same = axes.of(a for a in AXES if a in DATA_AXES and a not in cell.split) + (axes.cut if whole else ())
+    return tuple(a for a in same if mesh.axis(a) > 1)
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class DriftCheck:
         self.placed, self.every, self._last = placed, every, -1
         strategy, mesh = placed.strategy, placed.comm.mesh
         cells = (strategy.params, strategy.optim, FULL)
-        self.kinds = list(dict.fromkeys(alike(cell, mesh, whole=whole) for cell in cells for whole in (True, False)))
+        kinds = ((cell, whole, axes) for cell in cells for whole in (True, False) for axes in (DENSE, EXPERTS))
+        self.kinds = list(dict.fromkeys(alike(cell, mesh, whole=whole, axes=axes) for cell, whole, axes in kinds))
         if mesh.pipe > 1:
             self.kinds += [(*kind, "pipe") for kind in self.kinds]
         self.kinds = [kind for kind in self.kinds if kind]
@@ -157,9 +159,9 @@ class DriftCheck:
 
         def replica(cell: Cell, what: str, name: str, flat: Flat, place: tuple[int, int], tensor: Tensor) -> Replica:
             cut = next(cut for cut, slot in zip(flat.cuts, flat.layout.slots, strict=True) if slot.name == name)
-            axes = alike(cell, mesh, whole=cut is None)
+            axes = alike(cell, mesh, whole=cut is None, axes=flat.axes)
             axes = (*axes, "pipe") if name in tied and mesh.pipe > 1 else axes
-            of_piece = "" if cut is None else f" of tensor rank {flat.tensor_rank}"
+            of_piece = "" if cut is None else f" of {flat.axes.cut[0]} rank {flat.tensor_rank}"
             elements = f" (elements {place[0]} to {place[1] - 1}{of_piece})"
             return Replica(axes, f"{what} {name!r}{elements}", tensor)
 

@@ -48,7 +48,7 @@ def check_optimizers(placed: PlacedModel) -> None:
     if owner is None:
         return
     split = mesh.count(placed.strategy.optim.split) > 1
-    apart, cuts = split or mesh.pipe * mesh.tensor > 1, split and placed.parallelism.cut == "element"
+    apart, cuts = split or mesh.count(("pipe", "tensor", "expert")) > 1, split and placed.parallelism.cut == "element"
     error = None
     try:
         for optimizer in owner.optimizers:
@@ -75,8 +75,8 @@ def _check(optimizer: Optimizer, placed: PlacedModel, owner: OwnedOptimizer, *, 
         if apart and kind not in PER_TENSOR and (reason := probe_apart(optimizer, group, shapes, like)):
             raise ValueError(
                 f"an update of {kind.__name__} depends on other parameters too, and ranks own different ones here: "
-                f"{reason}. Use a row that keeps the optimizer state full (ddp), without a pipe or tensor axis; if "
-                f"it clips by the norm of all gradients, leave that to Engine(clip=...)"
+                f"{reason}. Use a row that keeps the optimizer state full (ddp), without pipe, tensor and expert axes; "
+                f"if it clips by the norm of all gradients, leave that to Engine(clip=...)"
             )
         if declared(optimizer) and (cuts or any(name in placed.cuts for name in names)):
             pieces = [(piece.place, piece.view) for name in names for piece in owner.by_name.get(name, ())]

@@ -34,7 +34,7 @@ class WholeGradients:
             return
         placed, comm = engine.placed, engine.comm
         for run in placed.owned:
-            if run.name in squares and placed.norm.first_copy:
+            if run.name in squares and placed.norm.first_copy[run.flat.axes]:
                 squares[run.name] += square_sum([run.gradient])
         rows = gather_floats(comm, list(squares.values()), IN_STAGE, Note("sanitize"))
         sums = torch.tensor(rows, dtype=torch.float64).view(-1, comm.mesh.tensor, len(squares)).sum(0)

@@ -159,7 +159,7 @@ class HookWrites:
 
     def __init__(self, engine: Engine) -> None:
         mesh, flats = engine.comm.mesh, [flat for unit in engine.placed.units for flat in unit.flats if flat.trainable]
-        apart = mesh.count(engine.placed.strategy.optim.split) > 1 or mesh.pipe * mesh.tensor > 1
+        apart = mesh.count(engine.placed.strategy.optim.split) > 1 or mesh.count(("pipe", "tensor", "expert")) > 1
         self._needed = apart or any(flat.published for flat in flats)
         """Ranks own pieces, or forwards read copies."""
         self._watch(engine, on=True)

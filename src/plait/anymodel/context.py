@@ -64,7 +64,8 @@ def use_context_axis(model: nn.Module) -> nn.Module:
                 raise ValueError(
                     f"{type(model).__name__} gets {name!r} under context={axis.ways}, where a rank has a part of the "
                     f"time: positions are counted here, the loss comes from logits and shifted targets, padding is "
-                    f"left out by targets of -100, and packed rows or caches are not supported"
+                    f"left out by targets of -100, and packed rows or caches are not supported; to generate, use "
+                    f"whole_time(model) of plait.tensor.time_axis inside engine.gathered()"
                 )
         tokens: Any = given.get("input_ids", given.get("inputs_embeds"))
         return args, {**kwargs, "position_ids": axis.places(tokens.shape[1])[None]}

@@ -17,7 +17,8 @@ Source: context parallelism of Llama 3 (Grattafiori et al. 2024, section 3.3.2),
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -303,3 +304,20 @@ def give_time_axis(models: Sequence[nn.Module], axis: TimeAxis) -> None:
         if not isinstance(module.time_axis, TimeAxis | None):
             raise ValueError(f"{type(module).__name__}.time_axis is the engine's under context: declare it as None")
         vars(module)["time_axis"] = axis
+
+
+@contextmanager
+def whole_time(model: nn.Module) -> Iterator[None]:
+    """Takes the axis from a model inside: each rank works on whole samples, as in generation.
+
+    Where the row splits parameters, use it inside ``engine.gathered()``.
+    """
+    asking = [module for module in model.modules() if getattr(module, "time_axis", None) is not None]
+    axes = [vars(module)["time_axis"] for module in asking]
+    for module in asking:
+        vars(module)["time_axis"] = None
+    try:
+        yield
+    finally:
+        for module, axis in zip(asking, axes, strict=True):
+            vars(module)["time_axis"] = axis

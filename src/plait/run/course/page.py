@@ -6,6 +6,7 @@ import re
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from importlib.resources import files
+from traceback import extract_tb
 
 from plait.checkpoint.files.writing import write_text
 from plait.run.course.claims import Claims, load_noted
@@ -55,7 +56,9 @@ def lesson_page(lesson: Lesson, *, strict: bool = False) -> str:
     except Exception as error:
         if strict:
             raise
-        claims.printed.append((0, f"{type(error).__name__}: {error}\n"))
+        frames = [one for one in extract_tb(error.__traceback__) if one.filename == str(lesson.path)]
+        where = f" at line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
+        claims.printed.append((0, f"{type(error).__name__}{where}: {error}\n"))
     return page(f"Lesson {lesson.number}: {lesson.title}", claims.source, ranks, claims)
 
 

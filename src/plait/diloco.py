@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plait.comm.agree import gather_ints, same_tensors
+from plait.comm.agree import gather_ints
 from plait.comm.base import Comm, Work
 from plait.comm.operation import Group, Prepared, group_of
-from plait.comm.texts import check_together
+from plait.comm.texts import check_together, same_tensors
 from plait.step import Engine
 from plait.table.cells import Cell, move
 from plait.table.collectives import Note, bytes_sent

@@ -12,10 +12,10 @@ from plait_lessons import ring, tree
 from plait_lessons.script import init
 from torch import Tensor
 
-from plait.comm.agree import gather_floats, gather_ints, same_everywhere, same_tensors
+from plait.comm.agree import gather_floats, gather_ints
 from plait.comm.base import Comm, MismatchError, Observer, Operation
 from plait.comm.header import empty_header, header_of, shape_in
-from plait.comm.texts import check_together, gather_bytes
+from plait.comm.texts import check_together, gather_bytes, same_everywhere, same_tensors
 from plait.table.collectives import Entry, Note, bytes_sent
 
 COMBINE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}

@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rows import CASES, MICROBATCHES
+from rows import CASES
 from stand_in import build
 
 pytestmark = pytest.mark.timeout(1200)  # g++ reads all headers of torch: two minutes on a busy machine
 HERE = Path(__file__).parent
-BESIDE = 6
-"""Waits of a step beside one for each loss: two agreements, the norm, whether gradients are finite."""
+MOST = 5
+"""Waits of a step of several ranks: two agreements, to and from the device; losses, norm and gradients together."""
 
-WAITS = {"comm/agree.py": 4, "step/reduce.py": 1, "zero/gradient_watch.py": 1}
-"""Waits of the host in a step of one rank, by file: two agreements, to and from the device; a loss; the watch."""
-NORM, TWO_LOSSES = {"step/norm.py": 1}, {"step/reduce.py": 2}
+WAITS = {"step/reduce.py": 1}
+"""Waits of the host in a step of one rank, by file: losses, norm and the check of the gradients are read together."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +59,7 @@ def test_it_trains_as_the_cpu_does(found: dict[str, dict[str, Any]], case: str) 
 def test_no_layer_makes_the_host_wait(found: dict[str, dict[str, Any]]) -> None:
     """Dropout's keys, gathers and sums go on without it, so more layers cost no more waits."""
     few, many = (found[f"{layers} layers"]["waited"] for layers in (2, 5))
-    assert few == many <= MICROBATCHES + BESIDE
+    assert few == many <= MOST
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
@@ -70,7 +69,7 @@ def test_one_rank_has_the_memory_of_plain_torch(one_rank: dict[str, dict[str, An
     assert ours <= 1.001 * right
 
 
-@pytest.mark.parametrize(("case", "more"), [("plain", {}), ("clipped", NORM), ("3 microbatches", TWO_LOSSES)])
-def test_every_wait_of_a_step_is_known(one_rank: dict[str, dict[str, Any]], case: str, more: dict[str, int]) -> None:
-    found = Counter(place.partition(":")[0] for place in one_rank[f"waits, {case}"]["waits"])
-    assert found == Counter(WAITS) + Counter(more), one_rank[f"waits, {case}"]["waits"]
+@pytest.mark.parametrize("case", ["plain", "clipped", "3 microbatches"])
+def test_every_wait_of_a_step_is_known(one_rank: dict[str, dict[str, Any]], case: str) -> None:
+    places = one_rank[f"waits, {case}"]["waits"]
+    assert Counter(place.partition(":")[0] for place in places) == WAITS, places

@@ -172,6 +172,6 @@ def round_the_parameters(self: Flat, note: Any) -> None:
     self.rest.copy_(self.rest.bfloat16())
 
 
-@instead(reduce, "square_sum")
+@instead(reduce, "block_norms")
 def squares_of_16_bits(original: Any, runs: Any) -> Any:
     return original(run.bfloat16().to(run.dtype) for run in runs)

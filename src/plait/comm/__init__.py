@@ -6,8 +6,8 @@
     operation.py         one operation, its group, the refusals before anything moves; one begun in every step
     ordered_reduce.py    the order in which a group's values are added
     ledger.py            one line per message
-    agree.py             small agreements: rows of numbers, checksums
-    texts.py             texts, bytes and errors of all ranks
+    agree.py             small agreements: rows of numbers
+    texts.py             texts, bytes, checksums and errors of all ranks
     padded.py            pieces of unequal length in collectives of equal ones
     header.py            the shape of a message, as a small message ahead of it
     observer.py          hears of steps, operations and waits

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Comm
-from plait.comm.agree import same_tensors
+from plait.comm.texts import same_tensors
 from plait.forward.context import CurrentForward, CutActivation
 from plait.forward.masks import Slice
 from plait.forward.stays import StaysHere

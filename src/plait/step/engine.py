@@ -234,7 +234,7 @@ class Engine(StaysHere):
         assert self._open is not None
         self._broken = False  # every message of the pipeline has come
         num, losses = self.placed.runtime.num_microbatches, self.placed.runtime.losses
-        self._open.losses = [losses[m] if losses else torch.zeros(()) for m in range(num)]
+        self._open.losses = [losses[m] if losses else torch.zeros((), device=self.comm.device) for m in range(num)]
         self._tell("backward")
         for optimizer in self.optimizers:
             optimizer.step()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm
-from plait.comm.agree import same_everywhere
+from plait.comm.texts import same_everywhere
 from plait.forward.interceptor import EngineMode, Function
 from plait.table.agreement import DATA_ORDER
 from plait.table.collectives import Note

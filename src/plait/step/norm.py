@@ -9,7 +9,7 @@ one on several stages    each of them                          the first
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -47,9 +47,19 @@ class Norm:
 
 def square_sum(runs: Iterable[Tensor]) -> float:
     """The sum of squares in fp64, run by run; waits for the device once."""
+    blocks = block_norms(runs)
+    return sum_squares(torch.stack(tuple(blocks)).tolist() if blocks else ())
+
+
+def block_norms(runs: Iterable[Tensor]) -> Sequence[Tensor]:
+    """The norms in fp64 of the blocks of some runs."""
     reals = (torch.view_as_real(run) if run.is_complex() else run for run in runs)
     blocks = [block for real in reals for block in real.reshape(-1).split(SQUARED)]
-    norms = torch.stack(foreach_norm(blocks, 2, dtype=torch.float64)).tolist() if blocks else ()
+    return foreach_norm(blocks, 2, dtype=torch.float64) if blocks else ()
+
+
+def sum_squares(norms: Iterable[float]) -> float:
+    """The sum of squares of elements whose blocks have these norms."""
     return math.fsum(norm * norm for norm in norms)
 
 

@@ -8,18 +8,19 @@ parameters nor its state change.  With a loss scale such a step is always skippe
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import get_args
 from zlib import crc32
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.comm.texts import differences
 from plait.step.exchange import Report
 from plait.step.nonfinite import NonFinite, described, encoded
-from plait.step.norm import clip_factor, scale, square_sum
+from plait.step.norm import block_norms, clip_factor, scale, sum_squares
 from plait.step.placed_model import PlacedModel
 from plait.step.step import OpenStep, StepResult
 from plait.step.watcher import Event
@@ -42,6 +43,16 @@ def position_of(step: int, discarded: int, optimizers: Iterable[Optimizer]) -> d
                     text = str(float(value)) if isinstance(value, Tensor) else repr(value)
                     fields[f"optimizer {number} group {place} {key}"] = text
     return fields
+
+
+@torch.no_grad()
+def read(device: torch.device, *groups: Sequence[Tensor]) -> list[list[float]]:
+    """The values of groups of scalars, by group; waits for the device once."""
+    rows = [torch.stack(tuple(group)).view(-1) if group else torch.zeros(0, device=device) for group in groups]
+    if device.type == "cpu":
+        return [row.tolist() for row in rows]
+    values = iter(torch.cat([row.to(device, torch.float64) for row in rows]).tolist())
+    return [[next(values) for _ in row] for row in groups]
 
 
 class Reduce:
@@ -99,12 +110,13 @@ class Reduce:
         if factor != 1:
             scale(gradients, factor)
         tell("reduced")
-        losses = tuple(loss.item() for loss in now.losses)
         measured = clip is not None or self.loss_scale is not None
-        squares = square_sum(o.gradient for o in owned if norm.counts(o)) if measured else 0.0
+        blocks = block_norms(o.gradient for o in owned if norm.counts(o)) if measured else ()
+        losses, norms, seen = read(placed.comm.device, now.losses, blocks, self.watch.squares)
+        squares = sum_squares(norms)
         touched = {name for stage in placed.stages.values() for name in stage.gradients.touched()}
         signal = float(placed.comm.stop_signal)
-        first = self.watch.first()
+        first = self.watch.first(seen)
         place = 0.0 if first is None else float(encoded(first, exchange.names))
         marks = [place, signal, float(crc32(repr(position).encode()))]
         report = exchange.report(squares, losses, touched, marks)
@@ -117,7 +129,7 @@ class Reduce:
         total, losses_by_rank, self.have_gradient = report.squares, report.losses, report.have_gradient
         self.made = self._finite(report, step)
         mine = placed.comm.mesh.data_rank(placed.comm.rank) * placed.comm.mesh.context
-        losses = tuple(map(math.fsum, zip(*losses_by_rank[mine : mine + placed.comm.mesh.context], strict=True)))
+        local = tuple(map(math.fsum, zip(*losses_by_rank[mine : mine + placed.comm.mesh.context], strict=True)))
         tell("agreed")
         grad_norm = None
         if clip is not None and self.made:
@@ -128,7 +140,7 @@ class Reduce:
         give_gradients(placed.owned, self.have_gradient if self.made else dict.fromkeys(self.have_gradient, False))
         summed = math.fsum(loss for of_rank in losses_by_rank for loss in of_rank)
         stop = next(((rank, int(row[1])) for rank, row in enumerate(report.marks) if row[1]), None)
-        return StepResult(step, summed / now.count, now.count, losses, grad_norm, self.made, stop)
+        return StepResult(step, summed / now.count, now.count, local, grad_norm, self.made, stop)
 
     def _finite(self, report: Report, step: int) -> bool:
         """True if the step may be made; updates the loss scale, where there is one."""

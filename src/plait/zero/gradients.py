@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plait.comm import Comm
 from plait.table.cells import Move
@@ -129,12 +129,6 @@ class Gradients:
             unit.due, unit.complete = None, False
         for gradient in self.flats:
             gradient.touched_now.clear()
-
-    def touched_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters that got a gradient on this rank in this step, with their names."""
-        for gradient in self.flats:
-            for index in gradient.touched:
-                yield gradient.name(index), gradient.flat.parameters[index]
 
     def take(self, parameter: Tensor, unit: UnitGradients, gradient: FlatGradient, index: int) -> None:
         """Moves one parameter's gradient into the buffer."""

@@ -61,7 +61,9 @@ class UnreducedGradients:
             self.hide()
         elif event == "backward" and engine.in_own_loop:
             pieces = ((piece.name, piece.view) for piece in engine.placed.owned)
-            self.show(chain(engine.placed.stages[0].gradients.touched_parameters(), pieces))
+            flats = engine.placed.stages[0].gradients.flats
+            touched = ((g.name(index), g.flat.parameters[index]) for g in flats for index in g.touched)
+            self.show(chain(touched, pieces))
         elif event == "reducing":
             self.check()
         elif event == "stepping" and self:

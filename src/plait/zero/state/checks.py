@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from plait.comm import Comm
-from plait.comm.agree import same_everywhere
-from plait.comm.texts import differences
+from plait.comm.texts import differences, same_everywhere
 from plait.forward.parameter import AtRest
 from plait.table.collectives import Note
 from plait.table.mesh import AXES

@@ -29,3 +29,12 @@ def test_contestants_for_which_the_time_does_not_last_are_named() -> None:
 def test_a_contestant_that_is_none_is_refused() -> None:
     ran = subprocess.run([sys.executable, str(SCRIPT), "--only", "jax"], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 2 and "no contestant 'jax'" in ran.stderr
+
+
+def test_a_lease_without_time_names_every_row(tmp_path: Path) -> None:
+    asked = ["--device", "cpu", "--size", "tiny", "--minutes", "0.01", "--json", str(tmp_path / "lease.json")]
+    command = [sys.executable, str(SCRIPT.with_name("lease.py")), *asked]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    rows = json.loads((tmp_path / "lease.json").read_text())["rows"]
+    assert ran.returncode == 1 and list(rows)[:2] == ["tiny plait-zero3", "tiny torch"]
+    assert len(rows) == 8 and all("left out" in row["error"] for row in rows.values())

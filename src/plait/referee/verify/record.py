@@ -239,8 +239,8 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
     plans = {}
     for number, stage in engine.placed.stages.items():
         sequence = stage.axis.sequence
+        rows = [math.prod((s[0], _part(stage, s[1])) if sequence else s) for s in leading]
         if job.width:
-            rows = [math.prod((s[0], _part(stage, s[1])) if sequence else s) for s in leading]
             received, handed = (tuple(n * width * itemsize for n in rows) for width in _widths(stage, job.width))
         else:
             size_of = engine.placed.runtime.p2p.bytes_handed
@@ -254,7 +254,7 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
             entries += predict_experts(
                 {name: layer.expert_widths for name, layer in layers.items()},
                 comm.mesh,
-                [shape[0] * (_part(stage, shape[1]) if sequence else shape[1]) for shape in leading],
+                rows,
                 itemsize,
                 sequence=sequence,
                 twice=stage.blocks,

@@ -121,6 +121,7 @@ def _enter(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, Worl
             over = here.check(["verdict"])
             if not over:
                 place = here.add(came, 1)
+                here.set(f"{came}/{place}", mine.text)
                 here.set(f"here/{mine.rank}", mine.text)
         elif not over and here.check(["verdict"]):
             verdict = from_json(WorldVerdict, here.get("verdict"))
@@ -128,8 +129,9 @@ def _enter(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, Worl
                 here.set(f"read/{mine.rank}", "")
                 return here, verdict
             over = True  # it has another process with this rank
-        elif not over and here.add(came, 0) > place:  # a place may be left by a process that has ended: it says nothing
-            here.set("problem", _same_rank(mine, _at(here, mine.rank) or mine))
+        elif not over and (last := here.add(came, 0)) > place and here.check([f"{came}/{last}"]):
+            # a later one has said who it is; a place may be left by a process that has ended, which says nothing
+            here.set("problem", _same_rank(mine, Peer.parse(here.get(f"{came}/{last}"))))
         time.sleep(min(SLOWEST_POLL, POLL_SECONDS + (now - started) / 20))
     absent = [rank for rank in range(size) if not (over or here.check([f"here/{rank}"]))]
     raise _late(mine, size, started, absent or [0])

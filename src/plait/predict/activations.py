@@ -68,8 +68,14 @@ class DecoderSizes:
     gated: bool = True
     """Three matrices in the MLP (SwiGLU), or two with an activation between them."""
     experts: int = 0
-    """Experts of a block, of which a token passes ``chosen``; ``hidden`` is the width inside these together."""
+    """Experts of a block, of which a token passes ``chosen``; ``hidden`` is the width inside the shared one."""
     chosen: int = 0
+    expert_hidden: int = 0
+    """The width inside one of the experts."""
+    expert_ranks: int = 1
+    """Ranks of the expert axis, whose tokens come to all of them."""
+    projections: tuple[tuple[float, float], ...] = ()
+    """Inner width and columns of attention's products on this rank; empty for the usual two."""
     kernels: Kernels = ON_CPU
     context: int = 1
     """Ranks that share these samples, each with a part of their time."""
@@ -101,6 +107,20 @@ class DecoderSizes:
         return self.batch * self.steps
 
     @property
+    def passing(self) -> int:
+        """Rows that pass the experts of this rank, where every expert gets as many tokens."""
+        return (
+            -(-self.tokens * self.chosen // self.ways)
+            if self.expert_ranks * self.ways > 1
+            else self.tokens * self.chosen
+        )
+
+    @property
+    def latents(self) -> float:
+        """Elements of a token in the low ranks of queries, keys and values."""
+        return sum(columns for inner, columns in self.projections if inner == self.width)
+
+    @property
     def masks(self) -> int:
         """Bytes of the causal masks of a context axis: of the early and of the late part of time, one pair for all
         blocks."""
@@ -127,7 +147,7 @@ def block(s: DecoderSizes, recompute: str | None = None) -> tuple[Kept, ...]:
     e, x = s.itemsize, s.stream * s.width
     if recompute == "full":
         return (Kept("block: x", x, e),)
-    hidden = s.tokens * s.hidden // s.ways
+    hidden = s.tokens * s.hidden // s.ways + s.passing * s.expert_hidden
     heads = s.tokens * s.heads * s.head // s.ways
     y = x if s.kernels.gathers_again else s.tokens * s.width
     mask = [_mask("dropout: factor", x, s)] * s.dropout
@@ -139,15 +159,16 @@ def block(s: DecoderSizes, recompute: str | None = None) -> tuple[Kept, ...]:
     return (
         *_norm(s),
         Kept("query, key, value: y", y, e),
+        *[Kept("low ranks, and their norms", round(2 * s.tokens * s.latents), e)] * bool(s.projections),
         *_attention(s, again=recompute == "selective"),
         Kept("output: mixed heads", heads, e),
         *mask,
         *_norm(s),
         *[Kept("router: its weights", s.stream * s.experts, s.wide)] * (s.experts > 0),
-        Kept("gate, up: y", y * max(s.chosen, 1), e),
+        Kept("gate, up: y", (y if s.hidden else 0) + s.passing * s.width, e),
         *inside,
         Kept("down: silu(gate) up", hidden, e),
-        *[Kept("sum: results of experts", s.chosen * x, e)] * (s.experts > 0),
+        *[Kept("sum: results of experts", s.passing * s.width, e)] * (s.experts > 0),
         *mask,
     )
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from plait.table.mesh import Mesh
+
 
 class ChainLink(NamedTuple):
     """One link's forward of a sample."""
@@ -48,6 +50,10 @@ class Chain:
     def uncut(self, tensor: int) -> str | None:
         """The reason why a tensor axis cannot cut it; None if it can."""
         return None if tensor == 1 else f"tensor={tensor}: a job says nothing of how products are cut: leave tensor out"
+
+    def unshared(self, mesh: Mesh) -> str | None:
+        """The reason why the ranks of a mesh cannot share its experts; None if they can."""
+        return f"expert={mesh.expert}: a job says nothing of its experts: leave expert out" if mesh.expert > 1 else None
 
     def flops(self, length: int) -> float:
         """Model FLOPs of a sample, forward and backward, over the tokens that it counts as."""

@@ -1,6 +1,6 @@
 """Seconds of a planned step, by what bounds each part.
 
-    block      products + attention + element-wise traffic + messages on the tensor and context axes + starts of
+    block      products + attention + element-wise traffic + messages on the tensor, context and expert axes + starts of
                kernels, or the time that the CPU takes to launch its kernels if that is longer
     rank       a forward and a backward of its blocks, the embedding, the head and the loss, for one microbatch
     step       microbatches x slowest rank + waits of the order + messages of the row that computation does not hide
@@ -21,10 +21,11 @@ from plait.predict.activations import DecoderSizes
 from plait.predict.chain import Chain
 from plait.predict.cluster import Cluster, Reached
 from plait.predict.plan import Plan, RankLinks
-from plait.predict.sent import elements_on, gathered_bytes, handed_bytes, message_seconds, messages
+from plait.predict.sent import elements_on, expert_messages, gathered_bytes, handed_bytes, message_seconds, messages
 from plait.predict.waits import share_of_turns, slowest_path
-from plait.table.cells import ITEMSIZE
+from plait.table.cells import DENSE, EXPERTS, ITEMSIZE
 from plait.table.mesh import DATA_AXES
+from plait.table.tensor_plan import EXPERT_BACKWARD, EXPERT_FORWARD
 
 TILE = 128
 """Rows and columns of a tile of a product."""
@@ -48,10 +49,12 @@ class Pass:
     """Seconds of starting kernels, or by which launching them takes longer than the rest."""
     context: float = 0.0
     """Keys and values, and their gradients, on the context axis."""
+    expert: float = 0.0
+    """Tokens, what experts return for them, and their gradients."""
 
     @property
     def total(self) -> float:
-        return self.products + self.attention + self.traffic + self.tensor + self.launch + self.context
+        return float(sum(vars(self).values()))
 
     def plus(self, other: Pass, times: float = 1.0) -> Pass:
         return Pass(*(getattr(self, f.name) + times * getattr(other, f.name) for f in fields(Pass)))
@@ -69,6 +72,8 @@ class Duration:
     """Messages on the tensor axis."""
     context: float
     """Messages on the context axis."""
+    expert: float
+    """Messages of tokens on the expert axis."""
     pipe: float
     """Messages between stages that are not hidden."""
     bubble: float
@@ -105,9 +110,11 @@ def block_passes(s: DecoderSizes, cluster: Cluster, dtype: str, tensor: float) -
     def product(inner: float, columns: float) -> float:
         return product_seconds(s.tokens, inner, columns, peak, units, reached)
 
-    products = product(s.width, head + 2 * keys) + product(head, s.width)
+    attended = s.projections or ((s.width, head + 2 * keys), (head, s.width))
+    products = sum(product(inner, columns) for inner, columns in attended)
     up = 2 if s.gated else 1
-    products += expert_seconds(s, cluster, peak) if s.experts else product(s.width, ffn * up) + product(ffn, s.width)
+    products += expert_seconds(s, cluster, peak) if s.experts else 0.0
+    products += product(s.width, ffn * up) + product(ffn, s.width) if ffn else 0.0
     attention = 4 * s.tokens * s.length * head / cluster.attention(dtype) * (UNALIGNED if s.head % ALIGNED else 1.0)
     moved = traffic_of_block(s) * reached.passes / (cluster.device.bandwidth * reached.memory)
     collectives = (4 if s.sequence else 2) * (s.ways > 1)
@@ -121,13 +128,13 @@ def block_passes(s: DecoderSizes, cluster: Cluster, dtype: str, tensor: float) -
 
 
 def expert_seconds(s: DecoderSizes, cluster: Cluster, peak: float) -> float:
-    """Seconds of the products of all experts, among which tokens are spread evenly; each reads its weights once."""
-    rows, inner, up = s.tokens * s.chosen / s.experts, s.hidden / s.chosen, 2 if s.gated else 1
+    """Seconds of the products of a rank's experts: tokens are spread evenly, and each expert reads its weights once."""
+    rows, inner, up = s.tokens * s.expert_ranks * s.chosen / s.experts, s.expert_hidden, 2 if s.gated else 1
     units, reached = cluster.device.units, cluster.reached
     each = product_seconds(rows, s.width, inner * up, peak, units, reached)
     each += product_seconds(rows, inner, s.width, peak, units, reached)
     weights = s.width * inner * (up + 1) * s.itemsize / (cluster.device.bandwidth * cluster.reached.memory)
-    return s.experts * max(each, weights)
+    return -(-s.experts // (s.expert_ranks * s.ways)) * max(each, weights)
 
 
 def traffic_of_block(s: DecoderSizes) -> float:
@@ -135,7 +142,7 @@ def traffic_of_block(s: DecoderSizes) -> float:
     e, stream = s.itemsize, s.stream * s.width
     mask = 2 * stream * s.dropout
     norms_and_sums = 10 * stream * e + mask
-    inner = (3 if s.gated else 2) * s.tokens * s.hidden / s.ways * e
+    inner = (3 if s.gated else 2) * (s.tokens * s.hidden / s.ways + s.passing * s.expert_hidden) * e
     heads = 2 * s.tokens * (s.heads + s.kv_heads) * s.head / s.ways * e
     if s.kernels.eager:
         # A norm: to fp32, its square, its mean, times 1/rms, back, times the weight: 36 bytes of 16-bit elements, not
@@ -167,6 +174,14 @@ REPEATED = ("products", "attention", "traffic", "tensor")
 """The parts of a forward that ``Plan.repeats`` has shares of."""
 
 
+def expert_passes(plan: Plan) -> tuple[float, float]:
+    """Seconds of the messages of a block's experts in a forward and in a backward; they are waited for."""
+    took = {EXPERT_FORWARD: 0.0, EXPERT_BACKWARD: 0.0}
+    for one in expert_messages(plan):
+        took[one.note.phase] += message_seconds(one.kind, one.bytes, one.axes, plan)
+    return took[EXPERT_FORWARD], took[EXPERT_BACKWARD]
+
+
 def rank_passes(plan: Plan, share: RankLinks) -> tuple[Pass, Pass]:
     """Forward and backward of one microbatch on a rank of the pipe axis, with what is recomputed."""
     if isinstance(plan.model, Chain):
@@ -174,22 +189,28 @@ def rank_passes(plan: Plan, share: RankLinks) -> tuple[Pass, Pass]:
     s, cluster = plan.sizes, plan.cluster
     reached, peak, device = cluster.reached, cluster.peak(plan.dtype), cluster.device
     tensor, own = tensor_seconds(plan), reached.microbatch * plan.stages_per_rank / 2
-    forward, backward = block_passes(s, cluster, plan.dtype, tensor)
-    forward = forward.plus(Pass(context=context_seconds(plan, "all_gather")))
-    backward = backward.plus(Pass(context=context_seconds(plan, "reduce_scatter")))
-    if plan.recompute == "full":
-        backward = backward.plus(forward)
-    elif plan.repeats is not None:
-        again = [getattr(forward, name) * share for name, share in zip(REPEATED, plan.repeats, strict=True)]
-        backward = backward.plus(Pass(*again))
-    elif plan.recompute == "selective":
-        backward = backward.plus(Pass(attention=forward.attention))
-    there, back = Pass(launch=own).plus(forward, share.blocks), Pass(launch=own).plus(backward, share.blocks)
+    there = back = Pass(launch=own)
+    kinds = (s, share.blocks - share.dense, expert_passes(plan)), (plan.dense_sizes, share.dense, (0.0, 0.0))
+    for sizes, blocks, expert in kinds:
+        if not blocks:
+            continue
+        forward, backward = block_passes(sizes, cluster, plan.dtype, tensor)
+        forward = forward.plus(Pass(context=context_seconds(plan, "all_gather"), expert=expert[0]))
+        backward = backward.plus(Pass(context=context_seconds(plan, "reduce_scatter"), expert=expert[1]))
+        if plan.recompute == "full":
+            backward = backward.plus(forward)
+        elif plan.repeats is not None:
+            again = [getattr(forward, name) * part for name, part in zip(REPEATED, plan.repeats, strict=True)]
+            backward = backward.plus(Pass(*again))
+        elif plan.recompute == "selective":
+            backward = backward.plus(Pass(attention=forward.attention))
+        there, back = there.plus(forward, blocks), back.plus(backward, blocks)
     rate, launch = device.bandwidth * reached.memory, ENDS * reached.kernels * device.launch
     if plan.microbatches > 1 and not s.kernels.fused_sums:  # gradients are added to the sums of the microbatches before
         own, wide = plan.itemsize(plan.strategy.params), plan.itemsize(plan.strategy.grads)
-        whole = plan.mesh.count(plan.strategy.grads.split) == 1
-        back = back.plus(Pass(traffic=elements_on(plan, share) * (own + (1 + whole) * wide) / rate))
+        for axes in (DENSE, EXPERTS):
+            whole = plan.mesh.count(axes.of(plan.strategy.grads.split)) == 1
+            back = back.plus(Pass(traffic=elements_on(plan, share, axes) * (own + (1 + whole) * wide) / rate))
     if share.embed:
         moved = 2 * s.stream * s.width * s.itemsize / rate
         there = there.plus(Pass(traffic=moved, tensor=tensor / 2, launch=launch))
@@ -265,7 +286,7 @@ def data_seconds(plan: Plan, share: RankLinks, there: Pass, back: Pass) -> float
         return 0.0
     took = dict.fromkeys(("forward", "backward", "microbatch", "step", "publish"), 0.0)
     for sent in messages(plan, share):
-        if not {"tensor", "context", "pipe"}.intersection(sent.axes):
+        if not {"tensor", "context", "expert", "pipe"}.intersection(sent.axes):
             took[sent.phase] += sent.seconds
     if not plan.overlap:
         return sum(took.values())
@@ -278,7 +299,7 @@ def data_seconds(plan: Plan, share: RankLinks, there: Pass, back: Pass) -> float
 def update_seconds(plan: Plan, share: RankLinks) -> float:
     """Seconds in which the optimizer reads and writes what a rank owns, on its device or on the host's CPU."""
     row, device = plan.strategy, plan.cluster.device
-    owned = elements_on(plan, share) / plan.mesh.count(row.optim.split)
+    owned = sum(elements_on(plan, share, axes) / plan.mesh.count(axes.of(row.optim.split)) for axes in (DENSE, EXPERTS))
     own, wide = plan.itemsize(row.params), plan.itemsize(row.optim)
     moved = plan.itemsize(row.grads) + own + 2 * wide * (plan.states + 1)
     if row.optim.device:

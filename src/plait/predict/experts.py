@@ -7,8 +7,13 @@
                 reduce_scatter   [tokens, width]            of the tokens, then [tokens, chosen] of the weights
 
 A tensor axis whose ranks have the same tokens adds all_reduces of one rank's tokens: forward of what the experts
-return, backward of the two gradients.  Inside a block that is recomputed the forward's are sent twice.  With all_to_all
-the sizes depend on the router.
+return, backward of the two gradients.  Inside a block that is recomputed the forward's are sent twice.
+
+With all_to_all the sizes depend on the router.  Where every expert gets as many tokens they are, for each layer:
+
+    forward     all_reduce       8 bytes                    the most tokens that go to one rank
+                all_to_all       [tokens x chosen, width]   tokens, then int64 numbers of experts, then what they return
+    backward    all_to_all       [tokens x chosen, width]   the two gradients
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -27,6 +32,7 @@ def predict_experts(
     *,
     sequence: bool = False,
     twice: Collection[str] = (),
+    all_to_all: bool = False,
 ) -> tuple[Entry, ...]:
     """Every message of a stage of a rank for its experts in one step, those that balance them left out.
 
@@ -36,6 +42,7 @@ def predict_experts(
         itemsize: bytes per element of the activations and the weights.
         sequence: the ranks of the tensor axis have other tokens.
         twice: the modules whose forward runs again in the backward.
+        all_to_all: tokens go to the ranks of their experts alone, as many to each.
     """
     gathered = EXPERTS.cut if sequence else ("expert",)
     ways, entries = mesh.count(gathered), list[Entry]()
@@ -49,6 +56,12 @@ def predict_experts(
             times = 1 + any(f"{name}.".startswith(f"{block}.") for block in twice)
             if ways > 1:
                 add("all_reduce", gathered, 8, EXPERT_FORWARD, times)
+            if ways > 1 and all_to_all:
+                most = ways * -(-mine * chosen // mesh.count(EXPERTS.cut))
+                for size in (width * itemsize, 8, width * itemsize):
+                    add("all_to_all", gathered, most * size, EXPERT_FORWARD, times)
+                add("all_to_all", gathered, most * width * itemsize, EXPERT_BACKWARD, 2)
+            elif ways > 1:
                 for size in (rows, mine * chosen * 8, weights):
                     add("all_gather", gathered, ways * size, EXPERT_FORWARD, times)
                 add("reduce_scatter", gathered, ways * rows, EXPERT_FORWARD, times)

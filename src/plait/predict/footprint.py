@@ -5,7 +5,7 @@ gathered      whole parameters: the units that are open at once, or what the row
 reduced       whole gradients of the two largest units, where the row cuts gradients
 activations   of the microbatches in flight
 working       of the operators that run: what is gathered over the tensor axis, the gradients of an MLP, the block
-              that is recomputed, and masks of a context axis
+              that is recomputed, masks of a context axis, and tokens that come to experts
 logits        the head's and the loss's values of one microbatch, beyond what is kept for the backward
 received      activations and gradients on their way between stages
 """
@@ -18,9 +18,10 @@ from functools import lru_cache
 
 from plait.predict.activations import DecoderSizes, block, decoder
 from plait.predict.chain import Chain
-from plait.predict.memory import formula
+from plait.predict.memory import Held, formula
 from plait.predict.plan import Plan, RankLinks
 from plait.predict.sent import handed_bytes
+from plait.table.cells import DENSE, EXPERTS
 
 
 @dataclass(frozen=True)
@@ -85,22 +86,25 @@ def _footprint(plan: Plan, pipe: int, share: RankLinks, in_flight: int) -> Footp
     row, mesh, model = plan.strategy, plan.mesh, plan.model
     own = plan.itemsize(row.params)
     wide = plan.itemsize(row.optim)
-    units = _units(plan, share)
     # A tied weight is on the first stage and on the last.
-    elements = sum(units)
+    kinds = {DENSE: _units(plan, share), EXPERTS: _expert_units(plan, share)}
     master = wide if wide > own else 0
     optimizer = 0 if row.optim.device else plan.states * wide + master
-    held = formula(elements, mesh, row, param_bytes=own, grad_bytes=plan.itemsize(row.grads), optimizer_bytes=optimizer)
+    wide_sum, held = plan.itemsize(row.grads), Held(0, 0, 0)
     gathered = reduced = 0.0
-    if mesh.count(row.params.split) > 1:
-        kept = mesh.count(row.kept.split)
-        opened = sum(sorted(units)[-2:])
-        if mesh.pipe > 1:  # the stage that it holds
-            opened = elements if plan.stages_per_rank == 1 else max(opened, max(share.stages, default=0) * units[0])
-        keeps = elements / kept if kept < mesh.count(row.params.split) else 0
-        gathered = own * (max(opened, keeps) if kept == 1 else keeps + opened)
-    if mesh.count(row.grads.split) > 1:
-        reduced = plan.itemsize(row.grads) * sum(sorted(units)[-2:])
+    for axes, units in kinds.items():
+        elements, params = sum(units), mesh.count(axes.of(row.params.split))
+        bytes_of = {"param_bytes": own, "grad_bytes": wide_sum, "optimizer_bytes": optimizer}
+        held = held.plus(formula(elements, mesh, row, axes, **bytes_of))
+        most = sum(sorted(units)[-2 if axes == DENSE else -1 :])  # experts are opened one layer at a time
+        if params > 1:
+            kept, opened = mesh.count(axes.of(row.kept.split)), most
+            if mesh.pipe > 1 and units:  # the stage that it holds
+                opened = elements if plan.stages_per_rank == 1 else max(opened, max(share.stages, default=0) * units[0])
+            keeps = elements / kept if kept < params else 0
+            gathered += own * (max(opened, keeps) if kept == 1 else keeps + opened)
+        if mesh.count(axes.of(row.grads.split)) > 1:
+            reduced += wide_sum * most
     per_stage = in_flight / plan.stages_per_rank
     if isinstance(model, Chain):
         alive = per_stage * plan.samples * own * sum(model.links[link].kept for link in share.others)
@@ -110,12 +114,15 @@ def _footprint(plan: Plan, pipe: int, share: RankLinks, in_flight: int) -> Footp
             pipe, held.params, held.grads, held.optimizer, gathered, reduced, alive, working, 0.0, received
         )
     sizes = plan.sizes
-    alive = per_stage * kept_in(sizes, share.blocks, share.embed, share.norm, plan.recompute)
+    alive = per_stage * kept_in(sizes, share.blocks - share.dense, share.embed, share.norm, plan.recompute)
+    alive += per_stage * share.dense * block_bytes(plan.dense_sizes, plan.recompute)
     again = block_bytes(sizes, None) if plan.recompute == "full" and share.blocks else 0
     # The backward of an MLP has the gathered input, its gradient, the output's, and three of the inner width.
     working = (
         again + sizes.masks + 3.0 * sizes.tokens * (model.hidden + -(-model.active_ffn // mesh.tensor)) * sizes.itemsize
     )
+    if plan.shares_experts:
+        working += expert_bytes(plan)
     logits = kept_loss = 0.0
     if share.head:
         kept_loss = decoder(sizes, ("head",))
@@ -131,10 +138,29 @@ def _units(plan: Plan, share: RankLinks) -> list[int]:
     model, ways = plan.model, plan.mesh.tensor
     if isinstance(model, Chain):
         return [model.links[link].parameters for link in share.others]
-    units = [model.sizes("blocks").on(ways)] * share.blocks
+    experts = 0 if plan.shares_experts else model.sizes("blocks").experts
+    units = [model.sizes("blocks").on(ways) + experts] * (share.blocks - share.dense)
+    units += [model.sizes("dense").on(ways)] * share.dense
     units += [model.sizes("embed").on(ways)] * share.embed + [model.sizes("norm").on(ways)] * share.norm
     tied_here = model.tied and not share.embed
     return units + [model.sizes("embed" if tied_here else "head").on(ways)] * share.head
+
+
+def _expert_units(plan: Plan, share: RankLinks) -> list[int]:
+    """Elements of each unit of experts that several ranks share."""
+    if not plan.shares_experts:
+        return []
+    here = -(-plan.model.experts // plan.mesh.count(EXPERTS.cut))
+    return [here * plan.decoder.expert_size] * (share.blocks - share.dense)
+
+
+def expert_bytes(plan: Plan) -> float:
+    """Bytes of the tokens of other ranks, of what experts return before it is summed, and of their gradients."""
+    s = plan.sizes
+    if plan.all_to_all:
+        return 4.0 * s.passing * s.width * s.itemsize
+    tokens = (s.stream * s.ways if s.sequence else s.tokens) * s.expert_ranks
+    return 2.0 * tokens * (1 + s.chosen) * s.width * s.itemsize
 
 
 @lru_cache(maxsize=1 << 16)

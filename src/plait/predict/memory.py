@@ -4,10 +4,12 @@
 of parameters: the memory side of ZeRO's table.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.table.cells import Cell, StateAxes, Strategy
+from plait.table.cells import DENSE, Cell, StateAxes, Strategy
 from plait.table.flat import FlatLayout, UnitLayout
 from plait.table.mesh import Mesh
 
@@ -23,6 +25,9 @@ class Held:
     @property
     def total(self) -> int:
         return self.params + self.grads + self.optimizer
+
+    def plus(self, other: Held) -> Held:
+        return Held(self.params + other.params, self.grads + other.grads, self.optimizer + other.optimizer)
 
 
 def held(units: Sequence[UnitLayout], mesh: Mesh, strategy: Strategy, rank: int, states: int = 2) -> Held:
@@ -52,18 +57,21 @@ def formula(
     num_parameters: float,
     mesh: Mesh,
     strategy: Strategy,
+    axes: StateAxes = DENSE,
+    /,
     *,
     param_bytes: float = 4,
     grad_bytes: float = 4,
     optimizer_bytes: float = 8,
 ) -> Held:
-    """Returns the textbook count: each kind of state divided by the ranks that split its cell.
+    """Returns the textbook count: each kind of state divided by the ranks that split its cell; ``axes`` are those over
+    which these parameters are kept.
 
     In 16-bit training with fp32 Adam and master weights the bytes are 2, 2 and 12.
     Source: ZeRO (Rajbhandari et al. 2020), table 1.
     """
     sizes = ((strategy.params, param_bytes), (strategy.grads, grad_bytes), (strategy.optim, optimizer_bytes))
-    return Held(*(round(num_parameters * size / mesh.count(cell.split)) for cell, size in sizes))
+    return Held(*(round(num_parameters * size / mesh.count(axes.of(cell.split))) for cell, size in sizes))
 
 
 def padding(units: Sequence[UnitLayout]) -> int:

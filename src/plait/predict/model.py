@@ -3,6 +3,8 @@
 link            parameters                                                  tensor axis
 embedding       vocab x hidden, learned positions                            cut
 block           q, k, v, output, two or three matrices, biases, two norms    cut, but for norms and some biases
+                its experts                                                  shared by the expert and the tensor axis
+dense           a block without experts, as the first ones of some models    cut
 norm            one                                                          whole
 head            vocab x hidden, if it is not the embedding's                 cut
 """
@@ -16,17 +18,36 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from plait.messages.wording import did_you_mean
+from plait.table.cells import EXPERTS
+from plait.table.mesh import Mesh
 
 
 class LinkSizes(NamedTuple):
-    """Elements of the parameters of one link: those that a tensor axis cuts, and those that each rank has whole."""
+    """Elements of the parameters of one link: those that a tensor axis cuts, those that each rank has whole, and those
+    of experts, which are shared one by one."""
 
     cut: int
     whole: int
+    experts: int = 0
 
     def on(self, ways: int) -> int:
-        """Elements on one rank of a tensor axis."""
+        """Elements on one rank of a tensor axis, but for the experts."""
         return -(-self.cut // ways) + self.whole
+
+
+class Latent(NamedTuple):
+    """Attention whose queries, keys and values pass a low rank: elements of these, and parts of a head.
+
+    Source: multi-head latent attention, DeepSeek-V2 (arXiv:2405.04434).
+    """
+
+    query: int
+    """0: queries have one matrix."""
+    key_value: int
+    plain: int
+    rotary: int
+    """Elements of a head's query and key that are rotated; all heads share the key's."""
+    value: int
 
 
 @dataclass(frozen=True)
@@ -52,7 +73,14 @@ class Transformer:
     """Experts of each block, of which each token passes ``chosen``; then ``ffn`` is the width inside one.  0: none."""
     chosen: int = 0
     shared_ffn: int = 0
-    """The width inside an expert that every token passes, which has a gate."""
+    """The width inside an expert that every token passes."""
+    shared_gate: bool = False
+    """True if what that expert returns has a gate (Qwen 2)."""
+    dense_layers: int = 0
+    """The first blocks, which have one MLP of ``dense_ffn`` and no experts."""
+    dense_ffn: int = 0
+    latent: Latent | None = None
+    """Its attention, where that is not of the usual four matrices."""
     tied: bool = False
     """True if the head's weight is the embedding's."""
     positions: int = 0
@@ -73,6 +101,8 @@ class Transformer:
 
         if not 0 <= self.chosen <= self.experts or bool(self.chosen) != bool(self.experts):
             raise ValueError(f"a token passes {self.chosen} of {self.experts} experts: give from 1 to all of them")
+        if not 0 <= self.dense_layers <= self.layers * bool(self.experts):
+            raise ValueError(f"{self.dense_layers} of {self.layers} layers without experts: give as many at most")
 
     @property
     def head(self) -> int:
@@ -84,15 +114,43 @@ class Transformer:
         return self.chosen * self.ffn + self.shared_ffn if self.experts else self.ffn
 
     @property
+    def expert_size(self) -> int:
+        """Elements of one expert's parameters."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn if self.experts else 0
+
+    def projections(self, ways: int = 1) -> tuple[tuple[float, float], ...]:
+        """Inner width and columns of attention's products on a rank of a tensor axis."""
+        width, heads = self.hidden, self.heads / ways
+        if self.latent is None:
+            query, key = heads * self.head, self.kv_heads * self.head / ways
+            return (width, query + 2 * key), (query, width)
+        query_rank, rank, plain, rotary, value = self.latent
+        query = heads * (plain + rotary)
+        queries = ((width, query_rank), (query_rank, query)) if query_rank else ((width, query),)
+        return *queries, (width, rank + rotary), (rank, heads * (plain + value)), (heads * value, width)
+
+    @property
     def most_stages(self) -> int:
         return self.layers + 3
 
     def uncut(self, tensor: int) -> str | None:
         """The reason why a tensor axis cannot cut it; None if it can."""
-        if self.kv_heads % tensor or self.ffn % tensor:
-            return f"tensor={tensor} does not divide {self.kv_heads} key and value heads and an MLP of {self.ffn}"
-        if self.experts and tensor > 1:
-            return f"tensor={tensor} over {self.experts} experts, which no tensor axis cuts: leave it out"
+        for ffn in (self.shared_ffn, self.dense_ffn) if self.experts else (self.ffn,):
+            if self.kv_heads % tensor or ffn % tensor:
+                return f"tensor={tensor} does not divide {self.kv_heads} key and value heads and an MLP of {ffn}"
+        return None
+
+    def unshared(self, mesh: Mesh) -> str | None:
+        """The reason why the ranks of a mesh cannot share its experts; None if they can."""
+        if not self.experts:
+            return f"expert={mesh.expert}: the model has no experts: leave expert out" if mesh.expert > 1 else None
+        if mesh.tensor > 1 and mesh.expert == 1:
+            return (
+                f"tensor={mesh.tensor} over {self.experts} experts without an expert axis is not planned: add expert=n"
+            )
+        ways = mesh.count(EXPERTS.cut)
+        if (ways - 1) * -(-self.experts // ways) >= self.experts:
+            return f"{self.experts} experts leave a rank of {ways} (mesh '{mesh}') none: give fewer ranks"
         return None
 
     @property
@@ -101,7 +159,7 @@ class Transformer:
         return ("embed", *(f"blocks.{i}" for i in range(self.layers)), "norm", "head")
 
     def sizes(self, link: str) -> LinkSizes:
-        """The elements of one link, ``embed``, ``blocks``, ``norm`` or ``head``."""
+        """The elements of one link, ``embed``, ``blocks``, ``dense``, ``norm`` or ``head``."""
         width, query, key = self.hidden, self.heads * self.head, self.kv_heads * self.head
         norm = width * (1 + self.biases)
         if link == "embed":
@@ -110,12 +168,22 @@ class Transformer:
             return LinkSizes(0 if self.tied else self.vocab * width, 0)
         if link == "norm":
             return LinkSizes(0, norm)
-        up = 2 if self.gated else 1
-        inner = self.experts * self.ffn + self.shared_ffn if self.experts else self.ffn
-        router = width * (self.experts + (self.shared_ffn > 0))
-        cut = width * (query + 2 * key) + query * width + (up + 1) * width * inner
-        cut += (query + 2 * key) * (self.qkv_bias or self.biases) + up * self.ffn * self.biases
-        return LinkSizes(cut, 2 * norm + 2 * width * self.biases + 2 * self.head * self.head_norms + router)
+        up, mixture = 2 if self.gated else 1, self.experts > 0 and link == "blocks"
+        inner = self.shared_ffn if mixture else self.dense_ffn if link == "dense" else self.ffn
+        router = width * (self.experts + self.shared_gate) if mixture else 0
+        whole = 2 * norm + 2 * width * self.biases + 2 * self.head * self.head_norms + router
+        cut = (up + 1) * width * inner + up * inner * self.biases
+        if self.latent is None:
+            cut += width * (query + 2 * key) + query * width + (query + 2 * key) * (self.qkv_bias or self.biases)
+        else:
+            whole += self._low_rank + self.latent.query + self.latent.key_value
+            cut += round(sum(a * b for a, b in self.projections())) - self._low_rank
+        return LinkSizes(cut, whole, self.experts * self.expert_size if mixture else 0)
+
+    @property
+    def _low_rank(self) -> int:
+        """Elements of the matrices that lead to a low rank, which a tensor axis does not cut."""
+        return self.hidden * (self.latent.query + self.latent.key_value + self.latent.rotary) if self.latent else 0
 
     @property
     def num_parameters(self) -> int:
@@ -125,7 +193,8 @@ class Transformer:
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
         """Each kind of link with its number."""
-        return (("embed", 1), ("blocks", self.layers), ("norm", 1), ("head", 1))
+        dense = self.dense_layers
+        return (("embed", 1), ("blocks", self.layers - dense), ("dense", dense), ("norm", 1), ("head", 1))
 
     def flops(self, length: int) -> float:
         """Model FLOPs of a token, forward and backward, as MFU counts them: 6 for each weight of its products and
@@ -133,8 +202,9 @@ class Transformer:
 
         Source: PaLM (Chowdhery et al. 2022), appendix B.
         """
-        passed_by = (self.experts - self.chosen) * (3 if self.gated else 2) * self.hidden * self.ffn
-        products = self.layers * (self.sizes("blocks").cut - passed_by) + self.vocab * self.hidden
+        blocks = self.sizes("blocks").cut + self.chosen * self.expert_size, self.sizes("dense").cut
+        products = (self.layers - self.dense_layers) * blocks[0] + self.dense_layers * blocks[1]
+        products += self.layers * self._low_rank + self.vocab * self.hidden
         return 6 * products + 12 * self.layers * self.heads * self.head * length
 
 
@@ -151,6 +221,8 @@ class FamilyKeys(NamedTuple):
     experts: str = ""
     chosen: str = "num_experts_per_tok"
     shared: str = ""
+    latent: bool = False
+    """True for DeepSeek's attention, first layers and number of shared experts."""
     fixed: Mapping[str, bool] = {}
 
 
@@ -164,7 +236,10 @@ HF_FAMILIES: dict[str, FamilyKeys] = {
         ffn="moe_intermediate_size",
         experts="num_experts",
         shared="shared_expert_intermediate_size",
-        fixed={"qkv_bias": True},
+        fixed={"qkv_bias": True, "shared_gate": True},
+    ),
+    "deepseek_v3": FamilyKeys(
+        ffn="moe_intermediate_size", experts="n_routed_experts", shared="n_shared_experts", latent=True
     ),
     "qwen3_moe": FamilyKeys(ffn="moe_intermediate_size", experts="num_experts", fixed={"head_norms": True}),
     "gpt2": FamilyKeys(
@@ -215,6 +290,12 @@ def from_hugging_face(text: str, place: str) -> Transformer:
             raise ValueError(f"{where(place, text, key)}: {found[key]!r}: only models with experts in every block")
         described |= {"experts": whole(keys.experts), "chosen": whole(keys.chosen)}
         described["shared_ffn"] = whole(keys.shared) if keys.shared else 0
+    if keys.latent:
+        described |= {"dense_layers": whole("first_k_dense_replace", 0), "dense_ffn": whole("intermediate_size")}
+        described["shared_ffn"] *= whole(keys.ffn)
+        ranks = whole("q_lora_rank", 0), whole("kv_lora_rank")
+        plain, rotary, value = (whole(f"{name}_head_dim") for name in ("qk_nope", "qk_rope", "v"))
+        described["latent"] = Latent(*ranks, plain, rotary, value)
     described["tied"] = bool(found.get("tie_word_embeddings", family == "gpt2"))
     try:
         return Transformer(
@@ -224,7 +305,7 @@ def from_hugging_face(text: str, place: str) -> Transformer:
             heads=heads,
             kv_heads=whole(keys.kv_heads, heads),
             vocab=whole(keys.vocab),
-            head_dim=whole("head_dim", 0) if found.get("head_dim") else 0,
+            head_dim=_head(described.get("latent")) or (whole("head_dim", 0) if found.get("head_dim") else 0),
             positions=whole(keys.positions) if keys.positions else 0,
             longest=whole(keys.positions or "max_position_embeddings", 0),
             family=family,
@@ -234,6 +315,12 @@ def from_hugging_face(text: str, place: str) -> Transformer:
         if str(error).startswith(place):
             raise
         raise ValueError(f"{where(place, text, keys.heads)}: {error}") from None
+
+
+def _head(latent: Latent | None) -> int:
+    """The mean of the elements of a head's query, key, value and result, by which attention is counted; 0 unless they
+    differ."""
+    return 0 if latent is None else (latent.plain + latent.rotary + latent.value) // 2
 
 
 def where(place: str, text: str, key: str, table: str = "") -> str:

@@ -15,7 +15,7 @@ from plait.schedule.bubbles import Bubbles, bubbles
 from plait.schedule.orders import find_order, stages_per_rank
 from plait.schedule.partition import by_sizes, even
 from plait.schedule.pipeline import Pipeline
-from plait.table.cells import ITEMSIZE, Cell, Strategy
+from plait.table.cells import EXPERTS, ITEMSIZE, Cell, Strategy
 from plait.table.mesh import Mesh
 
 
@@ -30,6 +30,8 @@ class RankLinks(NamedTuple):
     """The blocks of each of its stages."""
     others: tuple[int, ...] = ()
     """The numbers of its links, of a model that is no decoder."""
+    dense: int = 0
+    """Blocks without experts, in a model whose other blocks have some."""
 
     @property
     def units(self) -> int:
@@ -66,13 +68,13 @@ class Plan:
     repeats: tuple[float, float, float, float] | None = None
     """Shares of a forward's products, attention, traffic and tensor messages that a backward repeats, where an engine
     recomputes by operators; bytes are then those without."""
+    all_to_all: bool = False
+    """Over an expert axis each token goes to the ranks of its experts alone; otherwise all tokens are gathered."""
     overlap: bool = True
     """Gathers and reductions run beside the computation, as plait's do on a GPU."""
 
     def __post_init__(self) -> None:
         mesh, model = self.mesh, self.model
-        if mesh.expert > 1:
-            raise ValueError(f"mesh '{mesh}': times and memory under an expert axis are not known; leave expert out")
         if mesh.size != self.cluster.size:
             devices = f"{self.cluster.hosts} hosts x {self.cluster.devices} devices = {self.cluster.size:,}"
             raise ValueError(f"mesh '{mesh}' has {mesh.size:,} ranks, the cluster {devices}: give as many")
@@ -86,7 +88,7 @@ class Plan:
         if self.batch < parts or self.batch % parts:
             ranks = f"{mesh.data_size:,} data ranks x {self.microbatches} microbatches = {parts:,} parts"
             raise ValueError(f"a batch of {self.batch:,} samples over {ranks}: give a multiple of {parts:,}")
-        if (why := model.uncut(mesh.tensor)) is not None:
+        if (why := model.uncut(mesh.tensor) or model.unshared(mesh)) is not None:
             raise ValueError(why)
         if isinstance(model, Chain) and self.recompute is not None:
             raise ValueError("recompute with a job: its operators are counted as they are; leave recompute out")
@@ -120,7 +122,7 @@ class Plan:
         links = len(self.model.links)
         found = shares(links, self.order, self.mesh.pipe, self.chunks, self.split)
         if isinstance(self.model, Transformer):
-            return tuple(_in_decoder(own, links) for own in found)
+            return tuple(_in_decoder(own, links, self.model.dense_layers) for own in found)
         return tuple(RankLinks(0, False, False, False, (), tuple(k for one in own for k in one)) for own in found)
 
     def itemsize(self, cell: Cell) -> int:
@@ -143,9 +145,11 @@ class Plan:
             width=model.hidden,
             heads=model.heads,
             kv_heads=model.kv_heads,
-            hidden=model.active_ffn,
+            hidden=model.shared_ffn if model.experts else model.ffn,
             experts=model.experts,
             chosen=model.chosen,
+            expert_hidden=model.ffn if model.experts else 0,
+            expert_ranks=self.mesh.expert,
             vocabulary=model.vocab,
             itemsize=self.itemsize(self.strategy.params),
             dropout=model.dropout,
@@ -155,7 +159,18 @@ class Plan:
             gated=model.gated,
             kernels=self.kernels,
             context=self.mesh.context,
+            projections=model.projections(self.mesh.tensor) if model.latent else (),
         )
+
+    @cached_property
+    def dense_sizes(self) -> DecoderSizes:
+        """The same in a block without experts."""
+        return replace(self.sizes, hidden=self.decoder.dense_ffn, experts=0, chosen=0)
+
+    @property
+    def shares_experts(self) -> bool:
+        """True if experts are units of their own, which several ranks share."""
+        return self.model.experts > 0 and self.mesh.count(EXPERTS.cut) > 1
 
     def bubbles(self, forward: float, backward: float) -> Bubbles:
         """The closed forms of the order for equal ranks, from the times of one stage; a backward's parts are equal."""
@@ -188,8 +203,9 @@ def shares(
 
 
 @lru_cache(maxsize=4096)
-def _in_decoder(own: tuple[range, ...], links: int) -> RankLinks:
+def _in_decoder(own: tuple[range, ...], links: int, dense_layers: int) -> RankLinks:
     """A rank's links of a decoder: the embedding is first, a norm and the head are last."""
     blocks = tuple(len(range(max(one.start, 1), min(one.stop, links - 2))) for one in own)
     has = [any(link in one for one in own) for link in (0, links - 2, links - 1)]
-    return RankLinks(sum(blocks), has[0], has[1], has[2], blocks)
+    dense = sum(len(range(max(one.start, 1), min(one.stop, dense_layers + 1))) for one in own)
+    return RankLinks(sum(blocks), has[0], has[1], has[2], blocks, dense=dense)

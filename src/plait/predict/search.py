@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 from plait.predict.chain import Chain
@@ -80,7 +80,7 @@ class Question:
 
 def meshes(asked: Question) -> Iterator[Mesh]:
     """Meshes of all the devices that can cut this model and batch: a tensor group is inside a host, long samples may be
-    cut in time."""
+    cut in time, and ranks may share experts."""
     model, cluster = asked.model, asked.cluster
     for tensor in divisors(cluster.devices):
         if model.uncut(tensor) is not None:
@@ -96,7 +96,10 @@ def meshes(asked: Question) -> Iterator[Mesh]:
                     if context > 1 and (asked.length % (2 * context) or asked.length < LEAST_STEPS * context):
                         continue
                     if asked.batch % (data // context) == 0:
-                        yield Mesh(pipe, replica, shard, tensor, cluster.hosts, context)
+                        for expert in divisors(shard) if model.experts else (1,):
+                            mesh = Mesh(pipe, replica, shard, tensor, cluster.hosts, context, expert)
+                            if model.unshared(mesh) is None:
+                                yield mesh
 
 
 LEAST_STEPS = 8192
@@ -119,7 +122,8 @@ def candidates(asked: Question, rows: Sequence[Strategy], *, everything: bool = 
             orders = [("1f1b", None), *[("zb_h1", None)] * everything]
             orders += [("interleaved", 2)] * (everything and 2 * mesh.pipe <= asked.model.most_stages - 3)
         usable = [row for row in rows if (mesh.replica > 1) == two_levels(row)]
-        for row in usable[:1] if mesh.count(DATA_AXES) == 1 else usable:
+        ways = (False, True) if mesh.expert > 1 else (False,)
+        for row, exchanges in product(usable[:1] if mesh.count(DATA_AXES) == 1 else usable, ways):
             for m in divisors(asked.batch // mesh.data_size):
                 for order, chunks in orders if mesh.pipe == 1 or m >= mesh.pipe else ():
                     if order == "interleaved" and m % mesh.pipe:
@@ -138,6 +142,7 @@ def candidates(asked: Question, rows: Sequence[Strategy], *, everything: bool = 
                             recompute=recompute,
                             sequence_parallel=mesh.tensor > 1,
                             dtype=asked.dtype,
+                            all_to_all=exchanges,
                             **how,
                         )
 
@@ -186,6 +191,8 @@ def _changes(plan: Plan, rows: Sequence[Strategy]) -> list[Change]:
     changes += [(f"--strategy {row.name}", {"strategy": row}) for row in usable]
     counts = divisors(plan.batch // plan.mesh.data_size)
     changes += [(f"--microbatches {m}", {"microbatches": m}) for m in counts if m > plan.microbatches]
+    if plan.mesh.expert > 1 and not plan.all_to_all:
+        changes.append(("--all-to-all", {"all_to_all": True}))
     if plan.mesh.tensor > 1:
         changes.append(("--sequence-parallel", {"sequence_parallel": True}))
     return changes

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from plait.predict.chain import Chain
+from plait.predict.experts import predict_experts
 from plait.predict.plan import Plan, RankLinks
-from plait.table.cells import Move, moves
-from plait.table.collectives import bus_factor
+from plait.table.cells import DENSE, EXPERTS, Move, StateAxes, moves
+from plait.table.collectives import Entry, bus_factor
 from plait.table.mesh import AXES, Mesh
+
+AXES_OF_EXPERTS = ("pipe", "replica", "expert_shard", "expert", "tensor")
+"""The axes of the same ranks, where experts are shared."""
 
 
 @lru_cache(maxsize=1 << 14)
@@ -20,7 +24,7 @@ def members_on_host(axes: tuple[str, ...], mesh: Mesh, devices: int) -> int:
     room, inside = devices, 1
     if axes == ("context",):
         return math.gcd(mesh.context, devices // math.gcd(mesh.tensor, devices))
-    for axis in reversed(AXES):
+    for axis in reversed(AXES if "shard" in axes else AXES_OF_EXPERTS):
         size = mesh.axis(axis)
         here = math.gcd(size, room) if room < size or room % size else size
         inside *= here if axis in axes else 1
@@ -38,7 +42,8 @@ def message_seconds(kind: str, size: float, axes: tuple[str, ...], plan: Plan, m
     here = min(members_on_host(axes, plan.mesh, cluster.devices), ranks)
     bandwidth, latency = cluster.inside.bandwidth, cluster.inside.latency * (here - 1)
     if here < ranks:
-        shared = cluster.between.bandwidth / max(1, cluster.devices // here)
+        # all_to_all: nothing of one rank is on the way of another
+        shared = cluster.between.bandwidth / max(1, cluster.devices // (1 if kind == "all_to_all" else here))
         bandwidth = min(bandwidth, shared) if here > 1 else shared
         hosts = ranks // here
         latency += cluster.between.latency * (hosts - 1 if kind != "all_reduce" else 2 * math.log2(hosts))
@@ -60,14 +65,30 @@ def handed_bytes(plan: Plan) -> float:
     return plan.sizes.stream * plan.model.hidden * plan.sizes.itemsize
 
 
-def elements_on(plan: Plan, share: RankLinks) -> float:
-    """Elements of the parameters of a rank of the pipe axis."""
+def elements_on(plan: Plan, share: RankLinks, axes: StateAxes = DENSE) -> float:
+    """Elements of the parameters of a rank of the pipe axis whose state is over these axes."""
     model, ways = plan.model, plan.mesh.tensor
     if isinstance(model, Chain):
-        return sum(model.links[link].parameters for link in share.others)
-    parts = {"blocks": share.blocks, "embed": share.embed, "norm": share.norm, "head": share.head}
+        return sum(model.links[link].parameters for link in share.others) if axes == DENSE else 0
+    mixtures = share.blocks - share.dense
+    experts = mixtures * model.expert_size * -(-model.experts // plan.mesh.count(EXPERTS.cut))
+    if axes == EXPERTS:
+        return experts if plan.shares_experts else 0
+    parts = {"blocks": mixtures, "dense": share.dense, "embed": share.embed, "norm": share.norm, "head": share.head}
     tied = model.sizes("embed").on(ways) * (model.tied and share.head and not share.embed)
-    return sum(times * model.sizes(link).on(ways) for link, times in parts.items()) + tied
+    here = sum(times * model.sizes(link).on(ways) for link, times in parts.items()) + tied
+    return here if plan.shares_experts else here + experts
+
+
+def expert_messages(plan: Plan, *, twice: bool = False) -> tuple[Entry, ...]:
+    """The messages of a rank for the experts of one block in a microbatch, with as many tokens for every expert."""
+    if not plan.shares_experts:
+        return ()
+    s, layers = plan.sizes, {"": (plan.decoder.hidden, plan.decoder.chosen)}
+    tokens = s.stream if s.sequence else s.tokens
+    return predict_experts(
+        layers, plan.mesh, [tokens], s.itemsize, sequence=s.sequence, twice=[""] * twice, all_to_all=plan.all_to_all
+    )
 
 
 moves_of = lru_cache(maxsize=1 << 12)(moves)
@@ -89,8 +110,6 @@ class SentMessages:
 def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
     """The messages of a step of a rank with these links."""
     mesh, row, m = plan.mesh, plan.strategy, plan.microbatches
-    path, elements = moves_of(row, mesh), elements_on(plan, share)
-    units = share.units
     stages = plan.stages_per_rank
     gathers, again = m, m  # in the forward and in the backward
     if mesh.pipe > 1:  # a rank holds a stage: one is gathered once, several in turn, by 1.5 for each microbatch at most
@@ -108,18 +127,23 @@ def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
         seconds = message_seconds(kind, size, axes, plan, count) + count * call
         found.append(SentMessages(phase, kind, axes, count * times, sent * times, seconds * times))
 
-    phases: tuple[tuple[str, Sequence[Move], int, int], ...] = (
-        ("forward", path.forward, own, gathers),
-        ("backward", path.backward, own, again),
-        ("microbatch", path.microbatch, wide, m),
-        ("step", path.step, wide, 1),
-        ("publish", path.publish, own, 1),
-    )
-    for phase, steps, itemsize, times in phases:
-        for step in steps:
-            if step.sends(mesh) and times:
-                size = elements + (tied if phase in ("forward", "backward") else 0)
-                add(phase, step.kind, step.axes, size * itemsize / mesh.count(step.outer), units, times)
+    for axes, units in ((DENSE, share.units), (EXPERTS, (share.blocks - share.dense) * plan.shares_experts)):
+        path, elements = moves_of(row, mesh, axes), elements_on(plan, share, axes)
+        phases: tuple[tuple[str, Sequence[Move], int, int], ...] = (
+            ("forward", path.forward, own, gathers),
+            ("backward", path.backward, own, again),
+            ("microbatch", path.microbatch, wide, m),
+            ("step", path.step, wide, 1),
+            ("publish", path.publish, own, 1),
+        )
+        for phase, steps, itemsize, times in phases:
+            for step in steps:
+                if step.sends(mesh) and times and units:
+                    size = elements + (tied if phase in ("forward", "backward") and axes == DENSE else 0)
+                    add(phase, step.kind, step.axes, size * itemsize / mesh.count(step.outer), units, times)
+    for one in expert_messages(plan, twice=plan.recompute == "full"):
+        mixtures, phase = share.blocks - share.dense, one.note.phase.removeprefix("expert ")
+        add(phase, one.kind, one.axes, one.bytes * mixtures, mixtures, m)
     if mesh.tensor > 1:
         s = plan.sizes
         whole = s.tokens * s.width * s.itemsize

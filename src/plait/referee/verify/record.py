@@ -249,8 +249,8 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
         if job.one_stream:
             sites = stage.parallel.sites
             entries += predict_tensor(sites, leading, comm.mesh, itemsize, sequence=sequence, twice=stage.blocks)
-        if known_experts(engine):
-            layers: Any = experts_of(stage.model)
+        layers: Any = experts_of(stage.model)
+        if layers and known_experts(engine):
             entries += predict_experts(
                 {name: layer.expert_widths for name, layer in layers.items()},
                 comm.mesh,

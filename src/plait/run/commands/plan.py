@@ -41,7 +41,7 @@ USUAL = ("ddp", "zero1", "zero3", "hsdp")
 """Rows that are tried without a search."""
 
 
-OURS = ("llama", "qwen2", "gpt")
+OURS = ("llama", "qwen2", "gpt", "moe")
 """Models of plait train that are given by sizes."""
 
 
@@ -51,7 +51,7 @@ class SizeFlags:
 
     model: str | None = None
     """hf:PATH, a folder with a Hugging Face config.json, or that file; weights are not read. Otherwise the sizes below,
-    of llama (also None), qwen2 or gpt (plait's own decoder)."""
+    of llama (also None), qwen2, gpt or moe (plait's own decoders)."""
     layers: int | None = None
     """Layers of a decoder."""
     width: int | None = None
@@ -64,6 +64,10 @@ class SizeFlags:
     """Key and value heads; as many as attention heads unless given."""
     vocab: int | None = None
     """Rows of its embedding, and of its head."""
+    experts: int | None = None
+    """Experts of each layer (moe); 8 unless given."""
+    chosen: int | None = None
+    """Experts of a token (moe); 2 unless given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +109,8 @@ class PlanConfig(SizeFlags):
     """With a mesh: stages on each rank, for the order interleaved."""
     recompute: Literal["full", "selective"] | None = None
     """With a mesh: activations to recompute in the backward."""
+    all_to_all: bool = False
+    """With a mesh: over its expert axis each token goes to the ranks of its experts alone."""
     sequence_parallel: bool = False
     """With a mesh: cut the activations between tensor-parallel products in time."""
     top: int = 10
@@ -134,20 +140,7 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
         if (Path(config.out) / REPORT).exists():
             raise ValueError(f"out {config.out!r} has a {REPORT}, which would be lost: give another folder")
     if config.params is not None:
-        unread = (
-            "model",
-            "job",
-            "measure",
-            "out",
-            "toml",
-            "mesh",
-            "layers",
-            "width",
-            "ffn",
-            "heads",
-            "kv_heads",
-            "vocab",
-        )
+        unread = ("job", "measure", "out", "toml", "mesh", *(one.name for one in fields(SizeFlags)))
         if beside := [name for name in unread if getattr(config, name) != getattr(PlanConfig, name)]:
             raise ValueError(
                 f"{beside[0]} beside params: a number of parameters has no layers to lay out; give --model, or "
@@ -260,7 +253,13 @@ def read_model(config: SizeFlags, *, gated: bool = True) -> Transformer:
     width = flags.pop("width")
     flags["ffn"] = flags["ffn"] or (-(-8 * width // 96) * 32 if gated else 4 * width)
     flags["kv_heads"] = flags["kv_heads"] or flags["heads"]
-    return Transformer(**flags, hidden=width, gated=gated, tied=model == "gpt", qkv_bias=model == "qwen2")
+    number, chosen = flags.pop("experts"), flags.pop("chosen")
+    if model == "moe":
+        flags |= {"experts": number or 8, "chosen": chosen or 2, "shared_ffn": flags["ffn"]}
+    elif number or chosen:
+        raise ValueError(f"{'experts' if number else 'chosen'} without --model moe, which alone has experts: give it")
+    tied = model in ("gpt", "moe")
+    return Transformer(**flags, hidden=width, gated=gated, tied=tied, qkv_bias=model == "qwen2")
 
 
 def usable_rows(config: PlanConfig) -> list[Strategy]:
@@ -307,6 +306,7 @@ def asked_plans(
         config.chunks,
         recompute=config.recompute,
         sequence_parallel=config.sequence_parallel,
+        all_to_all=config.all_to_all,
         dtype=dtype,
         **implementation(model, cluster),
     )
@@ -361,6 +361,7 @@ def to_config(config: PlanConfig, plan: Plan) -> str:
         values |= {"model": config.model or "llama", "layers": model.layers}
         values |= {"width": model.hidden, "ffn": model.ffn, "heads": model.heads, "kv_heads": model.kv_heads}
         values |= {"vocab": model.vocab, "dropout": 0.0}
+        values |= {"experts": model.experts, "chosen": model.chosen} if model.experts else {}
     values |= {} if isinstance(model, Chain) else {"length": plan.length, "batch": plan.batch}
     values |= {"dtype": config.dtype, "mesh": str(plan.mesh)}
     own = config.strategy if config.strategy is not None and ":" in config.strategy else None
@@ -369,6 +370,7 @@ def to_config(config: PlanConfig, plan: Plan) -> str:
     values |= {"strategy": own or plan.strategy.name, "microbatches": plan.microbatches}
     optional = {"schedule": plan.schedule, "chunks": plan.chunks, "recompute": plan.recompute}
     values |= {name: value for name, value in optional.items() if value is not None}
+    values |= {"all_to_all": True} if plan.all_to_all else {}
     values |= {"offload": True} if config.offload else {}
     values |= {"sequence_parallel": plan.sequence_parallel, "world": plan.cluster.world, "device": plan.cluster.kind}
     return tomli_w.dumps(values)

@@ -143,7 +143,12 @@ def as_json(one: Candidate) -> Mapping[str, object]:
     plan, part = one.plan, one.duration
     settings = {"mesh": str(plan.mesh), "strategy": plan.strategy.name, "schedule": plan.order, "chunks": plan.chunks}
     settings |= {"microbatches": plan.microbatches, "recompute": plan.recompute}
-    settings |= {"sequence_parallel": plan.sequence_parallel, "batch": plan.batch, "length": plan.length}
+    settings |= {
+        "all_to_all": plan.all_to_all,
+        "sequence_parallel": plan.sequence_parallel,
+        "batch": plan.batch,
+        "length": plan.length,
+    }
     return {
         **settings,
         "fits": one.fits,

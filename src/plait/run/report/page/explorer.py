@@ -19,7 +19,7 @@ from plait.predict.search import Candidate, Question, candidates, room
 from plait.table.cells import Strategy
 
 MOST_LINES = 4000
-FIELDS = ("devices", "pipe", "tensor", "context", "replica", "row", "microbatches", "recompute")
+FIELDS = ("devices", "pipe", "tensor", "context", "expert", "replica", "row", "microbatches", "recompute")
 """The settings of a line, each with a slider."""
 KINDS = tuple(field.name for field in fields(Footprint) if field.name != "pipe")
 PARTS = tuple(field.name for field in fields(Duration))
@@ -59,10 +59,11 @@ def _lines(plan: Plan, rows: Sequence[Strategy]) -> Iterator[list[Any]]:
 def _line(one: Candidate) -> list[Any]:
     """Settings, megabytes by kind, and seconds by part."""
     plan, mesh = one.plan, one.plan.mesh
-    settings = [mesh.size, mesh.pipe, mesh.tensor, mesh.context, mesh.replica, plan.strategy.name, plan.microbatches]
+    settings = [mesh.size, mesh.pipe, mesh.tensor, mesh.context, mesh.expert, mesh.replica, plan.strategy.name]
     sizes = [round(size / 1e6, 1) for size in one.fullest.kinds.values()]
     return [
         *settings,
+        plan.microbatches,
         plan.recompute or "none",
         *sizes,
         *(float(f"{part:.4g}") for part in vars(one.duration).values()),

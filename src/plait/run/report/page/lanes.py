@@ -92,7 +92,7 @@ def planned_lanes(plan: Plan) -> list[dict[str, Any]] | None:
         took = dict.fromkeys(("forward", "backward", "microbatch", "step", "publish"), 0.0)
         once = False
         for sent in messages(plan, share):
-            if not {"tensor", "context", "pipe"}.intersection(sent.axes):
+            if not {"tensor", "context", "expert", "pipe"}.intersection(sent.axes):
                 took[sent.phase] += sent.seconds / per_rank
                 once = once or (sent.phase == "forward" and plan.mesh.pipe > 1 and per_rank == 1)
         gather, reduction = took["forward"] / (1 if once else m), (took["backward"] + took["microbatch"]) / m

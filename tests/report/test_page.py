@@ -71,7 +71,7 @@ def test_the_command_writes_the_numbers_that_it_prints(tmp_path: Path) -> None:
     line = one["explorer"]["lines"][one["explorer"]["at"]]
     mesh = Mesh.parse(best["mesh"])
     assert line[:5] == [8, mesh.pipe, mesh.tensor, mesh.context, mesh.replica]
-    assert line[5:7] == [best["strategy"], best["microbatches"]]
+    assert line[6:8] == [best["strategy"], best["microbatches"]]
     took = line[len(FIELDS) + len(one["explorer"]["kinds"]) :]
     assert sum(took) == pytest.approx(best["seconds"]["total"], rel=1e-3)
     assert main([*words[:1], "--params", "10B", "--out", str(tmp_path / "no")]) == 2

@@ -85,6 +85,7 @@ SHARES: dict[str, Share] = {
     "config/test_sizes.py::test_it_is_padded_and_equal": Share("few", "all"),
     "data/test_workers.py": PROCESSES,
     "context/test_published_faults.py": Share("few", "all"),
+    "experts/test_published_faults.py": Share("few", "all"),
     "context/test_cells.py": Share("few", "all"),
     "experts": Share("few", "all"),
     "device": PROCESSES,

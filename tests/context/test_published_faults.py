@@ -73,8 +73,8 @@ def documents_see_each_other(
 
 
 @instead(TimeAxis, "places")
-def positions_go_on_from_the_early_block(original: Any, self: TimeAxis, mine: int, index: int | None = None) -> Tensor:
-    places: Tensor = original(self, mine, index)
+def positions_go_on_from_the_early_block(original: Any, self: TimeAxis, mine: int) -> Tensor:
+    places: Tensor = original(self, mine)
     return places[0] + torch.arange(mine)
 
 
@@ -134,7 +134,7 @@ def keys_get_the_gradient_of_their_own_rank(patch: Patch) -> None:
 # ---- the ring -----------------------------------------------------------------------------------------------------
 
 
-def the_ring_goes_back_under_another_mask(patch: Patch) -> None:
+def the_ring_goes_back_without_a_mask(patch: Patch) -> None:
     behind = threading.local()
 
     def backward(original: Any, ctx: Any, gradient: Tensor) -> Any:
@@ -144,8 +144,8 @@ def the_ring_goes_back_under_another_mask(patch: Patch) -> None:
         finally:
             behind.now = False
 
-    def scores(original: Any, axis: TimeAxis, q: Tensor, block: Tensor, turn: int, groups: int) -> Any:
-        return original(axis, q, block, turn + getattr(behind, "now", False), groups)
+    def scores(original: Any, q: Tensor, block: Tensor, turn: int, groups: int) -> Any:
+        return original(q, block, turn + getattr(behind, "now", False), groups)
 
     instead(RingAttention, "backward")(backward)(patch)
     instead(ring_attention, "_scores")(scores)(patch)
@@ -171,7 +171,7 @@ FAULTS = [
     Fault(scaled(2.0), PACKED, "DeepSpeed #5248", "backward", "head", "every part counts 2 times"),
     Fault(scaled(0.5), PACKED, "VeOmni #338", "backward", "head", "every part counts 1/2 times"),
     Fault(keys_get_the_gradient_of_their_own_rank, PACKED, "pytorch/xla #5784", "backward", KEYS, "still right: what one microbatch adds to the gradient of 'blocks.1.attention.output.weight'"),
-    Fault(the_ring_goes_back_under_another_mask, RING, "Megatron-LM #1464", "backward", KEYS, "still right: what one microbatch adds to the gradient of 'blocks.1.attention.output.weight'"),
+    Fault(the_ring_goes_back_without_a_mask, RING, "Megatron-LM #1464", "backward", KEYS, "still right: what one microbatch adds to the gradient of 'blocks.1.attention.output.weight'"),
     Fault(exponentials_are_added, LOUD, "TransformerEngine #716", "", "", "step 0 (counted from 0) is not finite: the loss of microbatch 0 on rank 0"),
     Fault(field_faults.step_the_schedule_twice, TWICE, "ArcticTraining #199", "update", "norm.weight", "the optimizer made something else of the right gradient", 1),
 ]  # fmt: skip

@@ -46,7 +46,7 @@ def job_of(config: VerifyConfig) -> Job:
 
 def replayed(job: Job, mesh: Mesh, *rest: Any, **settings: Any) -> Record:
     """``run_reference``, made once for the layouts whose replay is the same run."""
-    key = repr((id(job), mesh.replica, mesh.shard, rest, sorted(settings.items())))
+    key = repr((id(job), mesh.replica, mesh.shard, mesh.context, rest, sorted(settings.items())))
     if key not in REPLAYS:
         REPLAYS[key] = run_reference(job, mesh, *rest, **settings)
     return REPLAYS[key]

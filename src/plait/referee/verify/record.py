@@ -109,7 +109,11 @@ class Recorder:
         record.parameters = engine.full_state_dict()
         record.ties = {edge.name: edge.keys for edge in engine.placed.ties.edges}
         record.norm_pieces = [piece_run(o) for o in engine.placed.owned if engine.placed.norm.counts(o)]
-        record.cuts = {o.name: (*astuple(o.cut), o.flat.tensor_rank) for o in engine.placed.owned if o.cut is not None}
+        flats = [flat for unit in engine.placed.units for flat in unit.flats]
+        cuts = [
+            (slot.name, cut, f.tensor_rank) for f in flats for slot, cut in zip(f.layout.slots, f.cuts, strict=True)
+        ]
+        record.cuts = {name: (*astuple(cut), index) for name, cut, index in cuts if cut is not None}
         state = engine.optimizer.state if engine.optimizer is not None else {}
         for o in engine.placed.owned:
             values = state.get(o.view, {}).items()

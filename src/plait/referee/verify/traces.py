@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from plait.referee.difference import Discrepancy, describe
-from plait.referee.tape import Mark
+from plait.referee.tape import Event, Mark
 from plait.referee.verify.compare import BITWISE, HEARD, Measures, Pair
 from plait.referee.verify.observed import RankRecord, Record, TiedWeights, Where, observed
+from plait.table.cells import EXPERTS
 from plait.table.mesh import Mesh
 from plait.table.region import part
 from plait.tensor.pieces import piece_of
@@ -73,7 +74,8 @@ class Traces:
             if at_rest or self._equal_in_sum(where, theirs):
                 return None
             trace = self.of(pair.rank)
-            found = self.compared(trace, where, self._over_time(trace, where, ours), theirs)
+            ours, theirs = self._over_time(trace, where, ours), self._over_experts(trace, where, theirs)
+            found = self.compared(trace, where, ours, theirs)
         elif where.phase == "norm" and bool(ours.isnan() ^ theirs.isnan()):
             found = Discrepancy("shape", text="a norm is on one side alone: the other has skipped the step")
         else:
@@ -101,18 +103,33 @@ class Traces:
         """The parts of an activation that a rank of a context axis may hold: its blocks of a dim that is shorter."""
         ways, index = self.mesh.context, self.mesh.index(trace.rank, ("context",))
         for dim, size in enumerate(whole.shape if whole.dim() == ours.dim() else ()):
-            if size != ours.shape[dim] and size % (2 * ways) == 0:
-                yield part_of_time(whole, ways, index, dim)
+            for samples in range(1, size + 1 if dim == 0 and size != ours.shape[0] else 2):  # [samples * time, ...]
+                if size != ours.shape[dim] and size % (2 * ways * samples) == 0:
+                    yield part_of_time(whole.unflatten(dim, (samples, -1)), ways, index, dim + 1).flatten(dim, dim + 1)
 
     def _over_time(self, trace: RankRecord, where: Where, ours: Tensor) -> Tensor:
-        """What the ranks of a context group add to a parameter's gradient together, each from its own steps of time."""
-        if self.mesh.context == 1 or where.phase != "contribution":
+        """What the ranks of a context group have together of a sum over time: a parameter's gradient, a number."""
+        a_sum = where.phase == "contribution" or (where.phase == "forward" and ours.dim() == 0)
+        if self.mesh.context == 1 or not a_sum:
             return ours
-        mark = Mark(where.microbatch or 0, "contribution", where.name, where.call)
-        group = [other for other in self.ranks if other.tensor_rank == trace.tensor_rank]
+        event: Event = "contribution" if where.phase == "contribution" else "output"
+        mark = Mark(where.microbatch or 0, event, where.name, where.call)
+        place = trace.tensor_rank, trace.cut(where.name)
+        group = [other for other in self.ranks if (other.tensor_rank, other.cut(where.name)) == place]
         steps = [other.steps[where.step - other.first] for other in group]
         alike = [step.marks[mark] for step in steps if mark in step.marks]
         return torch.stack(alike).sum(0)
+
+    def _over_experts(self, trace: RankRecord, where: Where, theirs: Tensor) -> Tensor:
+        """What a turn's microbatches of all ranks of an expert axis add to a gradient of experts that they share."""
+        cut = trace.cut(where.name) if self.mesh.expert > 1 and where.phase == "contribution" else None
+        if cut is None or cut[0].ways != self.mesh.count(EXPERTS.cut):
+            return theirs
+        turn = (where.microbatch or 0) % self.microbatches
+        places = {self.mesh.data_rank(rank) for rank in self.mesh.group(trace.rank, ("expert",))}
+        marks = self.one.steps[where.step].marks
+        added = [Mark(place * self.microbatches + turn, "contribution", where.name, where.call) for place in places]
+        return torch.stack([marks[mark] for mark in sorted(added) if mark in marks]).sum(0)
 
     def _equal_in_sum(self, where: Where, theirs: Tensor) -> bool:
         """True where a gradient is pending over the tensor ranks: each has a term of the right sum."""

@@ -108,7 +108,7 @@ class Traces:
                     yield part_of_time(whole.unflatten(dim, (samples, -1)), ways, index, dim + 1).flatten(dim, dim + 1)
 
     def _over_time(self, trace: RankRecord, where: Where, ours: Tensor) -> Tensor:
-        """What the ranks of a context group have together of a sum over time: a parameter's gradient, a number."""
+        """Adds up the shares of a context group in a sum over time: a parameter's gradient, or a number."""
         a_sum = where.phase == "contribution" or (where.phase == "forward" and ours.dim() == 0)
         if self.mesh.context == 1 or not a_sum:
             return ours
@@ -121,7 +121,7 @@ class Traces:
         return torch.stack(alike).sum(0)
 
     def _over_experts(self, trace: RankRecord, where: Where, theirs: Tensor) -> Tensor:
-        """What a turn's microbatches of all ranks of an expert axis add to a gradient of experts that they share."""
+        """Adds up what a turn's microbatches on all ranks of an expert axis give to experts that they share."""
         cut = trace.cut(where.name) if self.mesh.expert > 1 and where.phase == "contribution" else None
         if cut is None or cut[0].ways != self.mesh.count(EXPERTS.cut):
             return theirs

@@ -78,6 +78,8 @@ class Plan:
         if mesh.size != self.cluster.size:
             devices = f"{self.cluster.hosts} hosts x {self.cluster.devices} devices = {self.cluster.size:,}"
             raise ValueError(f"mesh '{mesh}' has {mesh.size:,} ranks, the cluster {devices}: give as many")
+        if isinstance(model, Chain) and mesh.context > 1:
+            raise ValueError(f"mesh '{mesh}': a job says nothing of how samples are cut in time: leave context out")
         check_time(mesh, self.length)
         if model.longest and self.length > model.longest:
             raise ValueError(

@@ -160,7 +160,7 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
     if not found:
         raise ValueError(
             f"no mesh of {cluster.size:,} devices divides a batch of {config.batch:,} samples and the heads of a "
-            f"decoder: give another batch, as in --batch {cluster.size}"
+            f"decoder: give another batch, as of {cluster.size}"
         )
     of_tokens = "" if config.job else f" of {config.length:,} tokens"
     best, (dtype, _, mixed) = found[0], config.dtype.partition("-")
@@ -225,7 +225,8 @@ def read_job(place: str, config: PlanConfig) -> tuple[Chain, PlanConfig]:
         if getattr(config, name) != getattr(PlanConfig, name)
     ]
     if given:
-        raise ValueError(f"{given[0]} beside job, which has its own model and batch: leave it out")
+        why = "whose page is not drawn" if given[0] == "out" else "which has its own model and batch"
+        raise ValueError(f"{given[0]} beside job, {why}: leave it out")
     model, samples = outline(load_job(place))
     return model, replace(config, batch=samples, length=1)
 

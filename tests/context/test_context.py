@@ -141,7 +141,7 @@ def test_a_gradient_of_gradients_is_refused(ring: bool) -> None:
 def test_a_ring_without_a_context_axis_is_refused() -> None:
     with plait.empty_parameters():
         model = GPT(CONFIG)
-    with pytest.raises(ValueError, match="goes over a context axis"):
+    with pytest.raises(ValueError, match="goes over the context axis"):
         plait.run_threads("shard=1", lambda comm: plait.Engine(model, comm, ring_attention=True))
 
 

@@ -7,19 +7,21 @@ other ranks are threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from trace_world import TraceComm
 
 from plait.anymodel.context import use_context_axis
+from plait.anymodel.experts import use_expert_axis
 from plait.comm import Comm, run
 from plait.comm.base import DONE, Operation, Work
 from plait.predict.context import predict_context
 from plait.predict.cost import differences
+from plait.predict.experts import predict_experts
 from plait.predict.tensor import predict_tensor
 from plait.referee.prove import Decoder, PaperRun, prove
 from plait.referee.prove.program import COLLECTIVES, Program, settle_all, write_program
@@ -69,10 +71,11 @@ def measured(
     hold: int | None,
     recompute: Recompute | None = None,
     ring: bool = False,
+    build: Callable[[], nn.Module] = lambda: use_context_axis(hf.build(SIZES)),
 ) -> tuple[object, tuple[Entry, ...]]:
     """The engine's buffers on a rank, and the ledger of its second step."""
     with empty_parameters():
-        model = use_context_axis(hf.build(SIZES))
+        model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     settings = {"strategy": row, "schedule": order, "cut": cut, "hold": hold, "optimizer": optimizer}
     settings |= {"recompute": recompute, "ring_attention": ring}
@@ -97,9 +100,13 @@ def proved(paper: PaperRun, rank: int) -> tuple[object, tuple[Entry, ...]]:
     found = list(entries(program, paper, rank))
     for s in stages:
         shapes = [(BATCH, LENGTH // mesh.context)] * MICROBATCHES
-        found += predict_tensor(DECODER.sites(links[s]), shapes, mesh, 4, sequence=False)
-        gathered = DECODER.gathered(links[s], mesh.tensor)
-        found += predict_context(gathered, mesh, [math.prod(one) for one in shapes], 4, ring=paper.ring)
+        found += predict_tensor(paper.decoder.sites(links[s]), shapes, mesh, 4, sequence=False)
+        gathered, tokens = paper.decoder.gathered(links[s], mesh.tensor), [math.prod(one) for one in shapes]
+        found += predict_context(gathered, mesh, tokens, 4, ring=paper.ring)
+        layers = {
+            link: (paper.decoder.hidden, paper.decoder.chosen) for link in links[s] if paper.decoder.experts_of(link)
+        }
+        found += predict_experts(layers, mesh, tokens, 4)
     return stages, tuple(found)
 
 
@@ -116,7 +123,7 @@ def entries(program: Program, paper: PaperRun, rank: int) -> Iterator[Entry]:
             note = Note(ACTIVATION if value.way == "F" else GRADIENT, f"stage {value.stage}", value.microbatch)
             yield Entry(op.kind, ("pipe",), size, bytes_sent(op.kind, size, 2), note)
         elif op.kind in ("count", "report") and mesh.size > 1:
-            numbers = COUNTS if op.kind == "count" else num_reported(MICROBATCHES, DECODER.num_tensors)
+            numbers = COUNTS if op.kind == "count" else num_reported(MICROBATCHES, paper.decoder.num_tensors)
             size = NUMBER_BYTES * numbers * mesh.size
             yield Entry("all_gather", AXES, size, bytes_sent("all_gather", size, mesh.size), Note(op.kind))
 
@@ -185,6 +192,45 @@ def test_ranks_of_a_pipeline_send_what_was_proved(row: str, mesh: str, order: st
         messages += len(ledger)
     total = prove(paper).traffic
     assert (total.messages, total.bytes) == (messages, sent)
+
+
+MIXTRAL = Decoder(layers=3, hidden=32, ffn=24, heads=4, kv_heads=2, vocab=71, experts=8, chosen=2, family="mixtral")
+
+
+def mixtral() -> nn.Module:
+    import transformers
+
+    with hf.BUILDING:
+        config = transformers.MixtralConfig(
+            vocab_size=71, num_hidden_layers=3, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=24, max_position_embeddings=8, num_local_experts=8, num_experts_per_tok=2,
+        )  # fmt: skip
+        return use_expert_axis(transformers.MixtralForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    ("row", "mesh", "order", "cut"),
+    [
+        ("ddp", "shard=4 expert=4", None, "element"),
+        ("zero1", "shard=4 expert=2", None, "tensor"),
+        ("zero3", "shard=4 expert=2", None, "element"),
+        ("psdp", "replica=2 shard=2 expert=2", None, "element"),
+        ("zero3", "pipe=2 shard=2 expert=2", "1f1b", "element"),
+    ],
+)
+def test_ranks_that_share_experts_send_what_was_proved(row: str, mesh: str, order: str | None, cut: Cut) -> None:
+    on = Mesh.parse(mesh)
+    paper = replace(paper_run(on, TABLE[row], order, cut), decoder=MIXTRAL)
+    found = run(on, lambda comm: measured(comm, row, order, cut, 1, build=mixtral))
+    for rank, (layouts, ledger) in enumerate(found):
+        stages, program = proved(paper, rank)
+        assert {s: {u.name: u for u in units} for s, units in layouts.items()} == {
+            s: {u.name: u for u in units} for s, units in stages.items()
+        }, rank
+        assert differences(program, ledger) == [], rank
+    total = prove(paper).traffic
+    entries = [entry for _, ledger in found for entry in ledger]
+    assert (total.messages, total.bytes) == (len(entries), sum(entry.sent for entry in entries))
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])

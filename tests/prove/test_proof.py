@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from mutants import CASES, Case, make, of_schedules
 import plait
 from plait.referee.prove import Decoder, PaperRun, Refuted, prove
 from plait.referee.prove.machine import Machine
+from plait.referee.prove.program import Settled
 from plait.referee.prove.proof import check_parameters
 from plait.referee.prove.scenes import of_flat, of_ranks
 from plait.referee.prove.sums import Sums
@@ -23,7 +24,8 @@ from plait.schedule.actions import Schedule, owners
 from plait.schedule.check import check
 from plait.schedule.orders import ORDERS
 from plait.schedule.pipeline import Pipeline
-from plait.table.cells import TABLE
+from plait.table.cells import EXPERTS, TABLE
+from plait.table.flat import Message
 from plait.table.mesh import Mesh
 
 SMALL = Decoder(layers=11, hidden=32, ffn=43, heads=4, kv_heads=2, vocab=71)
@@ -143,6 +145,51 @@ def test_parts_of_time_are_summed_like_other_parts_of_the_batch(row: str) -> Non
         prove(replace(cut, length=40))
     with pytest.raises(ValueError, match="a ring goes over a context axis"):
         prove(replace(alone, ring=True))
+
+
+MIXTURE = replace(SMALL, ffn=48, experts=8, chosen=2, family="mixtral")
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_every_part_of_the_batch_comes_to_each_expert_once(row: str) -> None:
+    """Proved for each row; refuted where experts are summed over ranks that have other experts, or their neighbours'
+    tokens do not come."""
+    run = paper("replica=2 shard=4 tensor=2 pipe=2 expert=2", row, "1f1b", MIXTURE)
+    assert prove(run).compared > prove(replace(run, decoder=SMALL, mesh=replace(run.mesh, expert=1))).compared
+    schedule = run.pipeline.completed(run.microbatches, run.strategy)
+    unit = next(unit for unit in run.laid()[0, 0] if unit.axes == EXPERTS)
+    ranks = model_ranks(run.mesh, tensor=False)
+    flats = of_ranks(0, unit, 0, run.mesh, run.strategy, ranks)
+
+    def carry_out(flats: dict[int, Settled], mesh: Mesh) -> None:
+        sums = Sums()
+        scene, programs = of_flat(schedule[0], flats, run.mesh, run.strategy, sums)
+        Machine(replace(scene, mesh=mesh), programs, sums).run()
+
+    carry_out(flats, run.mesh)
+    with pytest.raises(Refuted, match=r"microbatch 0 of data rank \d is in it not at all"):
+        carry_out(flats, NoTokens(**asdict(run.mesh)))
+    whole = {phase: tuple(map(_over_shard, messages)) for phase, messages in flats[0].messages.items()}
+    with pytest.raises(Refuted):
+        carry_out({rank: flat._replace(messages=whole) for rank, flat in flats.items()}, run.mesh)
+
+
+class NoTokens(Mesh):
+    """A mesh on which no token of a neighbour comes to a rank's experts."""
+
+    def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        return (rank,) if axes == ("expert",) else super().group(rank, axes)
+
+
+def _over_shard(message: Message) -> Message:
+    return replace(message, axes=tuple("shard" if axis == "expert_shard" else axis for axis in message.axes))
+
+
+def test_experts_that_a_proof_does_not_cover_are_refused() -> None:
+    with pytest.raises(ValueError, match="8 experts: a proof has experts on an expert axis, as many on each of its 3"):
+        prove(paper("shard=3 expert=3", decoder=MIXTURE))
+    with pytest.raises(ValueError, match="expert=2: the model has no experts: leave expert out"):
+        prove(paper("shard=4 expert=2"))
 
 
 def test_what_does_not_fit_is_refuted() -> None:

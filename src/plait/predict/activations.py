@@ -240,3 +240,13 @@ def decoder(s: DecoderSizes, links: Sequence[str], recompute: str | None = None)
     """Bytes that a microbatch's forward keeps in links: ``embed``, ``blocks.0``, ..., ``norm``, ``head``."""
     parts = {"embed": embedding(s), "blocks": block(s, recompute), "norm": _norm(s), "head": head(s)}
     return sum(kept.bytes for link in links for kept in parts[link.partition(".")[0]])
+
+
+def expert_bytes(s: DecoderSizes, *, all_to_all: bool = False) -> float:
+    """Bytes of the tokens of other ranks, of what experts return before it is summed, and of their gradients."""
+    if not s.experts or s.expert_ranks == 1:
+        return 0.0
+    if all_to_all:
+        return 4.0 * s.passing * s.width * s.itemsize
+    tokens = (s.stream * s.ways if s.sequence else s.tokens) * s.expert_ranks
+    return 2.0 * tokens * (1 + s.chosen) * s.width * s.itemsize

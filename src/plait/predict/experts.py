@@ -23,6 +23,9 @@ from plait.table.collectives import Entry, Note, bytes_sent
 from plait.table.mesh import Mesh
 from plait.table.tensor_plan import EXPERT_BACKWARD, EXPERT_FORWARD
 
+AXES_OF_EXPERTS = ("pipe", "replica", "expert_shard", "expert", "tensor")
+"""The axes of the same ranks, where they share experts."""
+
 
 def predict_experts(
     layers: Mapping[str, tuple[int, int]],

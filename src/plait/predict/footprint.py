@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from plait.predict.activations import DecoderSizes, block, decoder
+from plait.predict.activations import DecoderSizes, block, decoder, expert_bytes
 from plait.predict.chain import Chain
 from plait.predict.memory import Held, formula
 from plait.predict.plan import Plan, RankLinks
@@ -121,8 +121,7 @@ def _footprint(plan: Plan, pipe: int, share: RankLinks, in_flight: int) -> Footp
     working = (
         again + sizes.masks + 3.0 * sizes.tokens * (model.hidden + -(-model.active_ffn // mesh.tensor)) * sizes.itemsize
     )
-    if plan.shares_experts:
-        working += expert_bytes(plan)
+    working += expert_bytes(sizes, all_to_all=plan.all_to_all)
     logits = kept_loss = 0.0
     if share.head:
         kept_loss = decoder(sizes, ("head",))
@@ -152,15 +151,6 @@ def _expert_units(plan: Plan, share: RankLinks) -> list[int]:
         return []
     here = -(-plan.model.experts // plan.mesh.count(EXPERTS.cut))
     return [here * plan.decoder.expert_size] * (share.blocks - share.dense)
-
-
-def expert_bytes(plan: Plan) -> float:
-    """Bytes of the tokens of other ranks, of what experts return before it is summed, and of their gradients."""
-    s = plan.sizes
-    if plan.all_to_all:
-        return 4.0 * s.passing * s.width * s.itemsize
-    tokens = (s.stream * s.ways if s.sequence else s.tokens) * s.expert_ranks
-    return 2.0 * tokens * (1 + s.chosen) * s.width * s.itemsize
 
 
 @lru_cache(maxsize=1 << 16)

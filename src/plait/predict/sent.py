@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from plait.predict.chain import Chain
-from plait.predict.experts import predict_experts
+from plait.predict.experts import AXES_OF_EXPERTS, predict_experts
 from plait.predict.plan import Plan, RankLinks
 from plait.table.cells import DENSE, EXPERTS, Move, StateAxes, moves
 from plait.table.collectives import Entry, bus_factor
 from plait.table.mesh import AXES, Mesh
-
-AXES_OF_EXPERTS = ("pipe", "replica", "expert_shard", "expert", "tensor")
-"""The axes of the same ranks, where experts are shared."""
 
 
 @lru_cache(maxsize=1 << 14)

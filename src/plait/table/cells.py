@@ -347,7 +347,7 @@ def moves(strategy: Strategy, mesh: Mesh = ONE_HOST, axes: StateAxes = DENSE) ->
         keep=path(FULL, strategy.kept),
         backward=path(strategy.kept, FULL),
         microbatch=path(UNREDUCED, strategy.grads),
-        summed=(Move("all_reduce", ("tensor",), strategy.grads.split),),
+        summed=(Move("all_reduce", ("tensor",), axes.of(strategy.grads.split)),),
         step=path(strategy.grads, strategy.optim),
         publish=path(strategy.optim, strategy.params),
         masters=path(strategy.optim, FULL),

@@ -18,7 +18,7 @@ from plait.predict.context import check_time
 from plait.predict.model import Transformer
 from plait.schedule.partition import by_sizes, even
 from plait.schedule.pipeline import Pipeline
-from plait.table.cells import ITEMSIZE, Strategy
+from plait.table.cells import EXPERTS, ITEMSIZE, Strategy
 from plait.table.flat import BUCKET_BYTES, Cut, FlatLayout, UnitLayout, buckets, lay
 from plait.table.mesh import DATA_AXES, Mesh
 from plait.table.tensor_cut import TensorCut
@@ -39,8 +39,11 @@ class Decoder(Transformer):
                 "the head's weight is the embedding's (tie_word_embeddings), which no proof covers: set it to false, "
                 "or run `plait verify`"
             )
-        if self.biases or self.positions or self.head_norms or self.experts:
-            raise ValueError(f"{self.family} has other parameters than llama: describe it by --layers --width ...")
+        beyond_mixtral = self.shared_ffn or self.dense_layers or self.latent
+        if self.biases or self.positions or self.head_norms or beyond_mixtral:
+            raise ValueError(
+                f"{self.family} has other parameters than llama or mixtral: describe it by --layers --width ..."
+            )
 
     @classmethod
     def of(cls, sizes: Transformer) -> "Decoder":
@@ -49,7 +52,7 @@ class Decoder(Transformer):
 
     @property
     def num_tensors(self) -> int:
-        return sum(len(self.parameters(link)) for link in self.links)
+        return sum(len(self.parameters(link)) + len(self.experts_of(link)) for link in self.links)
 
     @property
     def links(self) -> tuple[str, ...]:
@@ -69,10 +72,20 @@ class Decoder(Transformer):
             rows += [(f"{link}.self_attn.{short}_proj.bias", (size,), 0)] * self.qkv_bias
         rows.append((f"{link}.self_attn.o_proj.weight", (width, query), 1))
         up = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
-        rows += [(f"{link}.mlp.{short}.weight", (self.ffn, width), 0) for short in up]
-        rows.append((f"{link}.mlp.down_proj.weight", (width, self.ffn), 1))
+        if self.experts:
+            rows.append((f"{link}.mlp.gate.weight", (self.experts, width), -1))
+        else:
+            rows += [(f"{link}.mlp.{short}.weight", (self.ffn, width), 0) for short in up]
+            rows.append((f"{link}.mlp.down_proj.weight", (width, self.ffn), 1))
         rows += [(f"{link}.{norm}.weight", (width,), -1) for norm in ("input_layernorm", "post_attention_layernorm")]
         return tuple(rows)
+
+    def experts_of(self, link: str) -> tuple[Named, ...]:
+        """The parameters of a link's experts, which are a unit of their own."""
+        if not self.experts or not link.startswith("model.layers."):
+            return ()
+        up, down = (self.experts, 2 * self.ffn, self.hidden), (self.experts, self.hidden, self.ffn)
+        return (f"{link}.mlp.experts.gate_up_proj", up, -1), (f"{link}.mlp.experts.down_proj", down, -1)
 
     def cut(self, parameter: Named, ways: int) -> TensorCut | None:
         """The cut of a parameter over the tensor axis; ValueError for heads or rows that it cannot share."""
@@ -99,7 +112,7 @@ class Decoder(Transformer):
             elif link != "model.norm":
                 mlp = f"{link}.mlp" if self.gated else f"{link}.mlp.up_proj"
                 inside = ((f"{link}.self_attn", f"{link}.self_attn.o_proj"), (mlp, f"{link}.mlp.down_proj"))
-                for enters, leaves in inside:
+                for enters, leaves in inside[: 1 if self.experts else 2]:
                     found += [Site("enter", enters, self.hidden), Site("leave", leaves, self.hidden)]
         return tuple(found)
 
@@ -137,6 +150,16 @@ def lay_stage(
             loads = [load + size for load, size in zip(loads, sizes, strict=True)]
         ends = ["root" if names[number] == "model.norm" else names[number] for number in (numbers[0], numbers[-1])]
         units.append(UnitLayout(" .. ".join(dict.fromkeys(ends)), (own,), (True,), summed=(False,)))
+    pieces = [0] * mesh.count(EXPERTS.of(DATA_AXES))
+    for link in names:
+        mine = tuple(
+            (name, (shape[0] // mesh.count(EXPERTS.cut), *shape[1:])) for name, shape, _ in decoder.experts_of(link)
+        )
+        if mine:
+            flat = _lay(mine, itemsize, len(pieces), cut, tuple(pieces) if cut == "tensor" else None)
+            units.append(UnitLayout(f"{link}.mlp.experts", (flat,), (True,), summed=(False,), axes=EXPERTS))
+            if cut == "tensor":
+                pieces = [load + (b - a) * itemsize for load, (a, b) in zip(pieces, pairwise(flat.bounds), strict=True)]
     return tuple(units)
 
 
@@ -182,8 +205,14 @@ class PaperRun:
     def links(self) -> tuple[tuple[str, ...], ...]:
         """The links of each stage."""
         check_time(self.mesh, self.length, ring=self.ring)
-        if self.mesh.expert > 1:
-            raise ValueError(f"mesh '{self.mesh}': a proof has no experts; see `plait verify`")
+        ways, experts = self.mesh.count(EXPERTS.cut), self.decoder.experts
+        if (why := self.decoder.unshared(self.mesh)) is not None:
+            raise ValueError(why)
+        if experts and (self.mesh.expert == 1 or experts % ways):
+            raise ValueError(
+                f"mesh '{self.mesh}', {experts} experts: a proof has experts on an expert axis, as many on each of its "
+                f"{ways} ranks; give expert=n, or see `plait verify`"
+            )
         names, count = self.decoder.links, self.pipeline.num_stages
         if self.split is not None and len(self.split) != count:
             raise ValueError(f"a split for {len(self.split)} stages, but the pipeline has {count}: give as many sizes")

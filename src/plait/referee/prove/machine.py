@@ -30,6 +30,7 @@ from plait.referee.prove.sums import (
     write,
 )
 from plait.table.agreement import DATA_ORDER
+from plait.table.cells import EXPERTS
 from plait.table.collectives import CUT_EVENLY
 
 STEPS = 2
@@ -176,7 +177,10 @@ class Machine:
         if ("B", op.microbatch) not in buffers.seen or not rank.counted:
             raise self._refute("sums", f"{op.flat[1]} has a gradient before its backward", number, op)
         tensor = self.mesh.index(number, ("tensor",)) if flat.summed else 0
-        leaf = self.sums.leaf(self.parts[number], tensor, op.microbatch)
+        leaf: int | None = self.sums.leaf(self.parts[number], tensor, op.microbatch)
+        if flat.axes == EXPERTS:
+            group = self.mesh.group(number, ("expert",))
+            leaf = self.sums.gathered((self.parts[member] for member in group), op.microbatch)
         self._accumulate(buffers, op.buffer, [(op.start, op.stop, leaf)])
         return True
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from plait.schedule.actions import ADDS_GRADIENTS, MESSAGES, PASSES, SENDS, Action, Kind, Line, in_flight
 from plait.table.agreement import counted
-from plait.table.cells import Cell, Moves, Strategy, moves
+from plait.table.cells import DENSE, EXPERTS, Cell, Moves, StateAxes, Strategy, moves
 from plait.table.flat import FlatLayout, Message, UnitLayout, lower
 from plait.table.mesh import Mesh
 
@@ -99,6 +99,8 @@ class Settled(NamedTuple):
     """True if gradients go straight into the sum."""
     leaves: bool
     """True if it is freed between forward and backward."""
+    axes: StateAxes = DENSE
+    """Where its state is kept."""
 
     def place(self, kind: str, buffer: str) -> tuple[int, int]:
         """The elements that an operation of this rank works on."""
@@ -124,10 +126,14 @@ PHASES = ("forward", "backward", "microbatch", "summed", "step", "publish")
 
 def settle(stage: int, unit: UnitLayout, index: int, mesh: Mesh, strategy: Strategy, path: Moves, rank: int) -> Settled:
     """One flat buffer of a unit, on one rank."""
-    layout, ways = unit.flats[index], mesh.count
+    layout = unit.flats[index]
 
     def place(cell: Cell) -> tuple[int, int]:
-        return layout.piece(ways(cell.split), mesh.index(rank, cell.split))
+        split = unit.axes.of(cell.split)
+        return layout.piece(mesh.count(split), mesh.index(rank, split))
+
+    def ways(cell: Cell) -> int:
+        return mesh.count(unit.axes.of(cell.split))
 
     sent = {
         phase: tuple(m for move in getattr(path, phase) for m in lower(move, layout, mesh, rank)) for phase in PHASES
@@ -143,10 +149,11 @@ def settle(stage: int, unit: UnitLayout, index: int, mesh: Mesh, strategy: Strat
         kept=place(strategy.kept),
         grads=place(strategy.grads),
         optim=place(strategy.optim),
-        split=ways(strategy.params.split) > 1,
-        keeps_more=ways(strategy.kept.split) != ways(strategy.params.split),
-        direct=ways(strategy.grads.split) == 1,
+        split=ways(strategy.params) > 1,
+        keeps_more=ways(strategy.kept) != ways(strategy.params),
+        direct=ways(strategy.grads) == 1,
         leaves=bool(path.backward),
+        axes=unit.axes,
     )
 
 
@@ -156,11 +163,13 @@ def settle_all(
     """The flat buffers of a rank, by stage, in the order of its units.
 
     Args:
-        path: the moves of the row, where they are not ``moves(strategy, mesh)``.
+        path: the moves of the row, where they are not those of each unit.
     """
-    path = moves(strategy, mesh) if path is None else path
+    found = {axes: moves(strategy, mesh, axes) if path is None else path for axes in (DENSE, EXPERTS)}
     return {
-        s: [settle(s, unit, i, mesh, strategy, path, rank) for unit in units for i in range(len(unit.flats))]
+        s: [
+            settle(s, unit, i, mesh, strategy, found[unit.axes], rank) for unit in units for i in range(len(unit.flats))
+        ]
         for s, units in stages.items()
     }
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from plait.messages.progress import counted
 from plait.messages.wording import human
 from plait.predict.context import predict_context
+from plait.predict.experts import predict_experts
 from plait.predict.tensor import predict_tensor
 from plait.referee.prove.decoder import PaperRun
 from plait.referee.prove.machine import Machine
@@ -88,8 +89,11 @@ def prove(run: PaperRun) -> Proved:
         check(schedule)  # a pipeline's is checked where it is completed
     laid = run.laid()
     check_parameters(run, laid)
-    flats = {flat.bounds: flat for units in laid.values() for unit in units for flat in unit.flats}
-    compared = check_symmetry(mesh, strategy, list(flats.values()))
+    compared = 0
+    for axes in dict.fromkeys(unit.axes for units in laid.values() for unit in units):
+        alike = [unit for units in laid.values() for unit in units if unit.axes == axes]
+        flats = {flat.bounds: flat for unit in alike for flat in unit.flats}
+        compared += check_symmetry(mesh, strategy, list(flats.values()), axes)
     kinds, operations, traffic = _prove_buffers(run, schedule, laid)
     room = room_of(run, schedule, laid)
     if run.memory is not None and room.total > run.memory:
@@ -135,7 +139,7 @@ def check_parameters(run: PaperRun, laid: Laid) -> None:
         for slot in (slot for unit in units for flat in unit.flats for slot in flat.slots):
             names[slot.name] += tensor == 0
             held[slot.name] += slot.numel
-    for parameter in (p for link in decoder.links for p in decoder.parameters(link)):
+    for parameter in (p for link in decoder.links for p in (*decoder.parameters(link), *decoder.experts_of(link))):
         name, shape, _ = parameter
         if names[name] != 1:
             text = f"{names[name]} of {len(stages)} stages have it"
@@ -149,6 +153,8 @@ def check_parameters(run: PaperRun, laid: Laid) -> None:
                 )
             end = stop
         due = math.prod(shape) * (1 if cut else ways)
+        if parameter in decoder.experts_of(name.partition(".mlp.")[0]):
+            due = math.prod(shape) // run.mesh.expert  # each rank of the expert axis has as many of them
         if held.pop(name) != due or (cut and end != shape[cut.dim]):
             raise Refuted(Counterexample("owners", f"its pieces are not all of its {due:,} elements", parameter=name))
     if held:
@@ -168,7 +174,15 @@ def _prove_buffers(run: PaperRun, schedule: Schedule, laid: Laid) -> tuple[int, 
             flat, summed = unit.flats[index], bool(unit.summed and unit.summed[index])
             if summed and tensor:
                 continue  # its scene has all tensor ranks
-            facts = (flat.bounds, flat.itemsize, flat.real, unit.trainable[index], summed, unit.differentiated)
+            facts = (
+                flat.bounds,
+                flat.itemsize,
+                flat.real,
+                unit.trainable[index],
+                summed,
+                unit.differentiated,
+                unit.axes,
+            )
             if facts not in settled:
                 ranks = model_ranks(mesh, tensor=summed)
                 settled[facts] = of_ranks(stage, unit, index, mesh, strategy, ranks)
@@ -222,6 +236,8 @@ def _with_others(run: PaperRun, schedule: Schedule, traffic: Traffic) -> Traffic
         gathered = decoder.gathered(links, mesh.tensor)
         tokens = [run.batch * steps]
         entries += predict_context(gathered, mesh, tokens, itemsize, ring=run.ring, twice=twice)
+        layers = {link: (decoder.hidden, decoder.chosen) for link in links if decoder.experts_of(link)}
+        entries += predict_experts(layers, mesh, tokens, itemsize, twice=twice)
         times = run.microbatches * alike
         traffic = traffic.plus(len(entries) * times, sum(entry.sent for entry in entries) * times)
     if mesh.size > 1:

@@ -4,7 +4,7 @@ state         parameters at rest, gradients, optimizer, master weights          
 gathered      whole parameters at once, at most, one unit ahead, and copies kept for backwards    an upper bound
 gradients     whole gradients of a microbatch that are being reduced: two units of each stage     an upper bound
 activations   of the microbatches in flight on each stage, and of the block that is recomputed    an estimate
-              masks of a context axis
+              masks of a context axis, tokens of other ranks that come to experts
 
 Activations are those of ``predict.activations``: a norm and a loss as plait's own decoder writes them, which keep more
 than fused ones.
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from plait.messages.wording import fitting, human
-from plait.predict.activations import DecoderSizes, decoder
+from plait.predict.activations import DecoderSizes, decoder, expert_bytes
 from plait.predict.memory import held
 from plait.referee.prove.decoder import PaperRun
 from plait.referee.prove.program import settle_all, write_program
@@ -59,6 +59,7 @@ def room_of(run: PaperRun, schedule: Schedule, laid: Laid) -> Room:
         each = {s: _activations(run, links[s]) for s in stages}
         most = max(accumulate(each[a.stage] * activations(a) if a.stage in each else 0 for a in line), default=0)
         most += _again(run, [link for s in stages for link in links[s]]) + _sizes(run).masks
+        most += round(expert_bytes(_sizes(run)))
         for tensor in range(run.mesh.tensor):
             units = {s: laid[s, tensor] for s in stages}
             flats = [flat for of_stage in units.values() for unit in of_stage for flat in unit.flats]
@@ -135,7 +136,11 @@ def _sizes(run: PaperRun) -> DecoderSizes:
         width=model.hidden,
         heads=model.heads,
         kv_heads=model.kv_heads,
-        hidden=model.ffn,
+        hidden=0 if model.experts else model.ffn,
+        experts=model.experts,
+        chosen=model.chosen,
+        expert_hidden=model.ffn if model.experts else 0,
+        expert_ranks=run.mesh.expert,
         vocabulary=model.vocab,
         itemsize=run.strategy.params.itemsize(ITEMSIZE[run.dtype]),
         dropout=False,

@@ -94,7 +94,7 @@ def expected(
         ways = ("F", "B") if flat.differentiated else ("F",)
         reads[key] = frozenset((way, m) for way in ways for m in range(count))
         if flat.trains:
-            due[key] = promised(sums, strategy, mesh, order, summed=flat.summed)
+            due[key] = promised(sums, strategy, mesh, order, summed=flat.summed, axes=flat.axes)
     return due, reads
 
 
@@ -108,7 +108,7 @@ def of_ranks(
     stage: int, unit: UnitLayout, index: int, mesh: Mesh, strategy: Strategy, ranks: Sequence[int]
 ) -> dict[int, Settled]:
     """One buffer of a unit, on each of some ranks."""
-    path, stages = moves(strategy, mesh), {stage: (alone(unit, index),)}
+    path, stages = moves(strategy, mesh, unit.axes), {stage: (alone(unit, index),)}
     return {rank: settle_all(stages, mesh, strategy, rank, path)[stage][0] for rank in ranks}
 
 
@@ -132,4 +132,5 @@ def of_flat(
     buffers = next(iter(keyed.values()))
     ((stage, _, _),) = buffers
     due, reads = expected(buffers, {stage: line}, mesh, strategy, sums)
-    return Scene(mesh, keyed, strategy.optim.split, due, reads), programs
+    (axes,) = {flat.axes for flat in flats.values()}
+    return Scene(mesh, keyed, axes.of(strategy.optim.split), due, reads), programs

@@ -10,13 +10,14 @@ it once, and in this order.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
+from plait.predict.experts import AXES_OF_EXPERTS
 from plait.referee.prove.program import Op
 from plait.table.additions import MICROBATCH, additions, fold
-from plait.table.cells import Strategy
-from plait.table.mesh import Mesh
+from plait.table.cells import DENSE, EXPERTS, StateAxes, Strategy
+from plait.table.mesh import AXES, Mesh
 
 # ---- values by intervals
 
@@ -96,6 +97,10 @@ class Sums:
         """The sum of two numbers; unknown if either is."""
         return None if one is None or other is None else self._number((one, other))
 
+    def gathered(self, parts: Iterable[int], microbatch: int) -> int | None:
+        """The sum over the parts of the batch whose tokens come to the same experts."""
+        return self.collective([self.leaf(part, 0, microbatch) for part in parts], (1,))
+
     def _number(self, term: Leaf | tuple[int, int]) -> int:
         found = self._numbers.get(term)
         if found is None:
@@ -162,20 +167,26 @@ def times_of(number: int) -> str:
     return {0: "not at all", 1: "once", 2: "twice"}.get(number, f"{number} times")
 
 
-def promised(sums: Sums, strategy: Strategy, mesh: Mesh, microbatches: Sequence[int], *, summed: bool) -> int:
+def promised(
+    sums: Sums, strategy: Strategy, mesh: Mesh, microbatches: Sequence[int], *, summed: bool, axes: StateAxes = DENSE
+) -> int:
     """The sum that a row makes of a gradient.
 
     Args:
         microbatches: in the order in which the schedule adds them.
         summed: the gradient is pending over the tensor axis, which is summed first at the step.
+        axes: where the state is kept; tokens come to experts from every rank of the expert axis.
     """
-    order = additions(strategy)
+    order = axes.of(additions(strategy))
     if summed:
         after = order.index(MICROBATCH) + 1
         order = (*order[:after], "tensor", *order[after:])
     sizes = {axis: mesh.axis(axis) for axis in order if axis != MICROBATCH} | {MICROBATCH: len(microbatches)}
 
     def leaf(at: dict[str, int]) -> int | None:
+        if axes == EXPERTS:
+            first = at["replica"] * mesh.shard + at["expert_shard"] * mesh.expert
+            return sums.gathered(range(first, first + mesh.expert), microbatches[at[MICROBATCH]])
         part = at["replica"] * mesh.shard + at["shard"]
         return sums.leaf(part, at.get("tensor", 0), microbatches[at[MICROBATCH]])
 
@@ -237,8 +248,9 @@ def misowned(
         numel: elements of the buffer, by rank: tensor ranks may have more or fewer.
     """
     groups: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
+    axes = AXES_OF_EXPERTS if "expert_shard" in owned_by else AXES
     for rank, start, stop in updates:
-        place = tuple(index for axis, index in mesh.coordinates(rank).items() if axis not in owned_by)
+        place = tuple(mesh.coordinate(rank, axis) for axis in axes if axis not in owned_by)
         groups[place].append((start, stop, rank))
     for owned in groups.values():
         end = 0

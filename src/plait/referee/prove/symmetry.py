@@ -12,21 +12,22 @@ from plait.messages.progress import counted
 from plait.referee.prove.program import PHASES
 from plait.referee.prove.scenes import Counterexample, Refuted
 from plait.table.agreement import IN_STAGE
-from plait.table.cells import Strategy, moves
+from plait.table.cells import DENSE, EXPERTS, StateAxes, Strategy, moves
 from plait.table.flat import FlatLayout, Message, lower
 from plait.table.mesh import Mesh
 
 
-def check_symmetry(mesh: Mesh, strategy: Strategy, layouts: Sequence[FlatLayout]) -> int:
+def check_symmetry(mesh: Mesh, strategy: Strategy, layouts: Sequence[FlatLayout], where: StateAxes = DENSE) -> int:
     """Checks every rank of a mesh; ``Refuted`` for one that differs from its model.
 
     Args:
         layouts: all that differ in their pieces.
+        where: the axes over which their state is kept.
 
     Returns:
         The number of facts that were compared.
     """
-    path = moves(strategy, mesh)
+    path = moves(strategy, mesh, where)
     sent = [
         (move, layout)
         for move in dict.fromkeys(m for p in PHASES for m in getattr(path, p))
@@ -35,7 +36,7 @@ def check_symmetry(mesh: Mesh, strategy: Strategy, layouts: Sequence[FlatLayout]
     ]
     axes = tuple(dict.fromkeys(move.axes for move, _ in sent))
     cells = tuple(
-        dict.fromkeys(cell.split for cell in (strategy.params, strategy.kept, strategy.grads, strategy.optim))
+        dict.fromkeys(where.of(cell.split) for cell in (strategy.params, strategy.kept, strategy.grads, strategy.optim))
     )
     models: dict[int, tuple[tuple[tuple[Message, ...], ...], tuple[int, ...]]] = {}
     compared = 0
@@ -51,7 +52,7 @@ def check_symmetry(mesh: Mesh, strategy: Strategy, layouts: Sequence[FlatLayout]
                 Counterexample("messages", f"it does not send what rank {model} sends of the same buffer", rank)
             )
         compared += len(sent) + len(cells)
-    for over in (*axes, *[("context",)] * (mesh.context > 1)):
+    for over in (*axes, *[("context",)] * (mesh.context > 1), *[("expert",)] * (where == EXPERTS)):
         compared += _check_groups(mesh, over)
     return compared
 

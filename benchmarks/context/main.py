@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from harness.contestants import SHARED, comm_beside
 from harness.groups import launch
-from harness.report import machine
-from harness.turns import Spread, no_collection, over_ranks, ratios, rotated
+from harness.report import machine, passes_table
+from harness.turns import over_ranks, passes_in_turns
 from peers import TORCH_WAYS, by_hand, refusal, sent_by_torch, torch_ring
 
 from plait.table.mesh import Mesh
@@ -87,7 +87,8 @@ def measure(length: int, rounds: int) -> dict[str, Any]:
     mine = parts(axis, whole)
     for other in axes.values():
         other.cut(whole[0], 2)  # so that it knows the length
-    right = one_pass(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), list(whole))
+    one = partial(F.scaled_dot_product_attention, is_causal=True)
+    right = one_pass(one, list(whole))
     due = parts(axis, tuple(right))
     errors, sent = {}, {}
     for name, attend in attends.items():
@@ -98,49 +99,9 @@ def measure(length: int, rounds: int) -> dict[str, Any]:
         errors[name] = over_ranks(here, dist.ReduceOp.MAX)
         entries = axes[name].comm.ledger.since(mark) if name in axes else ()
         sent[name] = sum(e.sent for e in entries) if name in axes else by_torch.bytes
-    alone = {"one process": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)}
-    seconds: dict[str, list[float]] = {name: [] for name in (*attends, *alone)}
-    clocks: dict[str, list[float]] = {name: [] for name in seconds}
-    for turn in range(rounds):
-        for name in rotated(list(seconds), turn):
-            cpu, wall = timed(attends, alone, name, mine, list(whole))
-            seconds[name].append(cpu)
-            clocks[name].append(wall)
-    return {"errors": errors, "sent": sent, "seconds": seconds, "clocks": clocks}
-
-
-def timed(
-    attends: dict[str, Attend], alone: dict[str, Attend], name: str, mine: list[Tensor], whole: list[Tensor]
-) -> tuple[float, float]:
-    """Seconds of one pass after an untimed one, of the processor and of the clock, the slowest rank's; in one process
-    the others wait."""
-    attend, inputs = (attends[name], mine) if name in attends else (alone[name], whole)
-    works = name in attends or dist.get_rank() == 0
-    with no_collection():
-        for _ in range(2):
-            dist.barrier()
-            cpu, wall = time.process_time(), time.perf_counter()
-            if works:
-                one_pass(attend, inputs)
-            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    return over_ranks(cpu, dist.ReduceOp.MAX), over_ranks(wall, dist.ReduceOp.MAX)
-
-
-def table(length: int, found: dict[str, Any]) -> str:
-    """One length, as Markdown."""
-    fastest = min((n for n in found["seconds"] if n.startswith("torch")), key=lambda n: min(found["seconds"][n]))
-    lines = [f"\n## {length:,} steps\n"]
-    lines.append(f"| contestant | processor, ms | clock, ms | sent per rank | error | times as fast as {fastest} |")
-    lines.append("|---|---|---|---|---|---|")
-    for name, values in found["seconds"].items():
-        ms, clock = (Spread.of([1e3 * one for one in of]) for of in (values, found["clocks"][name]))
-        ratio = ratios(found["seconds"][fastest], values)
-        sent = f"{found['sent'][name] / 2**20:.2f} MiB" if name in found["sent"] else ""
-        error = f"{found['errors'][name]:.0e}" if name in found["errors"] else ""
-        spread = f"{ratio.median:.2f} ({ratio.low:.2f} - {ratio.high:.2f})"
-        times = " | ".join(f"{one.median:.1f} ({one.low:.1f} - {one.high:.1f})" for one in (ms, clock))
-        lines.append(f"| {name} | {times} | {sent} | {error} | {spread} |")
-    return "\n".join(lines)
+    acts = {name: partial(one_pass, attend, mine) for name, attend in attends.items()}
+    acts["one process"] = partial(one_pass, one, list(whole)) if dist.get_rank() == 0 else lambda: None
+    return {"errors": errors, "sent": sent, **passes_in_turns(acts, rounds)}
 
 
 def main(arguments: Arguments) -> int:
@@ -149,7 +110,7 @@ def main(arguments: Arguments) -> int:
     results, wrong = {}, []
     for length in arguments.lengths:
         results[length] = launch(measure, arguments.ranks, length, arguments.rounds)
-        print(table(length, results[length]), flush=True)
+        print(passes_table(f"{length:,} steps", results[length], "torch"), flush=True)
         wrong += [f"{name} at {length}: {e:.1e}" for name, e in results[length]["errors"].items() if e > TOLERANCE]
     if arguments.json is not None:
         asked = {"machine": machine(), "ranks": arguments.ranks, "heads": HEADS, "head": HEAD}

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -83,6 +84,23 @@ def print_times(model: str, seconds: dict[str, list[float]], matches: Sequence[M
             "\n| row | against | times faster | min - max | goal |\n|---|---|---|---|---|\n" + "\n".join(lines.values())
         )
     print()
+
+
+def passes_table(title: str, found: dict[str, Any], peer: str) -> str:
+    """Times, bytes and errors of a forward and backward; ratios are to the fastest whose name begins with ``peer``."""
+    fastest = min((n for n in found["seconds"] if n.startswith(peer)), key=lambda n: min(found["seconds"][n]))
+    lines = [f"\n## {title}\n"]
+    lines.append(f"| contestant | processor, ms | clock, ms | sent per rank | error | times as fast as {fastest} |")
+    lines.append("|---|---|---|---|---|---|")
+    for name, values in found["seconds"].items():
+        ms, clock = (Spread.of([1e3 * one for one in of]) for of in (values, found["clocks"][name]))
+        ratio = ratios(found["seconds"][fastest], values)
+        sent = f"{found['sent'][name] / 2**20:.2f} MiB" if name in found["sent"] else ""
+        error = f"{found['errors'][name]:.0e}" if name in found["errors"] else ""
+        spread = f"{ratio.median:.2f} ({ratio.low:.2f} - {ratio.high:.2f})"
+        times = " | ".join(f"{one.median:.1f} ({one.low:.1f} - {one.high:.1f})" for one in (ms, clock))
+        lines.append(f"| {name} | {times} | {sent} | {error} | {spread} |")
+    return "\n".join(lines)
 
 
 def chosen(known: Sequence[str], only: Iterable[str]) -> list[str]:

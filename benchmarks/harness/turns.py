@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +59,25 @@ def seconds_per_step(contestant: Contestant, batches: Sequence[Batch], num_steps
         contestant.finish()
         seconds = (time.perf_counter() - start) / num_steps
     return over_ranks(seconds, dist.ReduceOp.MAX)
+
+
+def passes_in_turns(acts: dict[str, Callable[[], object]], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of the processor, and of the clock, of every act in every round, after an untimed pass.
+
+    The slowest rank counts.  A rank that waits for others gives an act that does nothing.
+    """
+    found: dict[str, dict[str, list[float]]] = {of: {name: [] for name in acts} for of in ("seconds", "clocks")}
+    for turn in range(rounds):
+        for name in rotated(list(acts), turn):
+            with no_collection():
+                for _ in range(2):
+                    dist.barrier()
+                    cpu, wall = time.process_time(), time.perf_counter()
+                    acts[name]()
+                    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            for of, value in (("seconds", cpu), ("clocks", wall)):
+                found[of][name].append(over_ranks(value, dist.ReduceOp.MAX))
+    return found
 
 
 def checked_losses(contestant: Contestant, batches: Sequence[Batch]) -> list[float]:

@@ -22,6 +22,7 @@ from plait.comm.base import DONE, Operation, Work
 from plait.predict.context import predict_context
 from plait.predict.cost import differences
 from plait.predict.experts import predict_experts
+from plait.predict.model import Latent
 from plait.predict.tensor import predict_tensor
 from plait.referee.prove import Decoder, PaperRun, prove
 from plait.referee.prove.program import COLLECTIVES, Program, settle_all, write_program
@@ -194,6 +195,25 @@ def test_ranks_of_a_pipeline_send_what_was_proved(row: str, mesh: str, order: st
     assert (total.messages, total.bytes) == (messages, sent)
 
 
+DEEPSEEK = Decoder(
+    layers=3, hidden=32, ffn=24, heads=4, kv_heads=4, vocab=71, experts=8, chosen=2, family="deepseek_v3",
+    shared_ffn=24, dense_layers=1, dense_ffn=43, head_dim=7, latent=Latent(10, 12, 4, 4, 6),
+)  # fmt: skip
+
+
+def deepseek() -> nn.Module:
+    import transformers
+
+    with hf.BUILDING:
+        config = transformers.DeepseekV3Config(
+            vocab_size=71, num_hidden_layers=3, hidden_size=32, num_attention_heads=4, num_key_value_heads=4,
+            intermediate_size=43, moe_intermediate_size=24, first_k_dense_replace=1, n_routed_experts=8,
+            n_shared_experts=1, num_experts_per_tok=2, n_group=2, topk_group=1, q_lora_rank=10, kv_lora_rank=12,
+            qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6, max_position_embeddings=8,
+        )  # fmt: skip
+        return use_expert_axis(transformers.DeepseekV3ForCausalLM(config))
+
+
 MIXTRAL = Decoder(layers=3, hidden=32, ffn=24, heads=4, kv_heads=2, vocab=71, experts=8, chosen=2, family="mixtral")
 
 
@@ -211,6 +231,8 @@ def mixtral() -> nn.Module:
 @pytest.mark.parametrize(
     ("row", "mesh", "order", "cut"),
     [
+        ("zero1 of DeepSeek", "pipe=2 shard=2 expert=2", "1f1b", "element"),
+        ("zero3 of DeepSeek", "shard=4 expert=4", None, "element"),
         ("ddp", "shard=4 expert=4", None, "element"),
         ("zero1", "shard=4 expert=2", None, "tensor"),
         ("zero3", "shard=4 expert=2", None, "element"),
@@ -220,8 +242,10 @@ def mixtral() -> nn.Module:
 )
 def test_ranks_that_share_experts_send_what_was_proved(row: str, mesh: str, order: str | None, cut: Cut) -> None:
     on = Mesh.parse(mesh)
-    paper = replace(paper_run(on, TABLE[row], order, cut), decoder=MIXTRAL)
-    found = run(on, lambda comm: measured(comm, row, order, cut, 1, build=mixtral))
+    row, _, other = row.partition(" of ")
+    decoder, build = (DEEPSEEK, deepseek) if other else (MIXTRAL, mixtral)
+    paper = replace(paper_run(on, TABLE[row], order, cut), decoder=decoder)
+    found = run(on, lambda comm: measured(comm, row, order, cut, 1, build=build))
     for rank, (layouts, ledger) in enumerate(found):
         stages, program = proved(paper, rank)
         assert {s: {u.name: u for u in units} for s, units in layouts.items()} == {

@@ -39,10 +39,10 @@ class Decoder(Transformer):
                 "the head's weight is the embedding's (tie_word_embeddings), which no proof covers: set it to false, "
                 "or run `plait verify`"
             )
-        beyond_mixtral = self.shared_ffn or self.dense_layers or self.latent
-        if self.biases or self.positions or self.head_norms or beyond_mixtral:
+        if self.biases or self.positions or self.head_norms or self.shared_gate:
             raise ValueError(
-                f"{self.family} has other parameters than llama or mixtral: describe it by --layers --width ..."
+                f"{self.family} has other parameters than llama, mixtral or deepseek_v3: "
+                "describe it by --layers --width ..."
             )
 
     @classmethod
@@ -66,23 +66,41 @@ class Decoder(Transformer):
             return ((f"{link}.weight", (self.vocab, width), 0),)
         if link == "model.norm":
             return ((f"{link}.weight", (width,), -1),)
-        rows: list[Named] = []
-        for short, size in (("q", query), ("k", key), ("v", key)):
-            rows.append((f"{link}.self_attn.{short}_proj.weight", (size, width), 0))
-            rows += [(f"{link}.self_attn.{short}_proj.bias", (size,), 0)] * self.qkv_bias
-        rows.append((f"{link}.self_attn.o_proj.weight", (width, query), 1))
-        up = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
-        if self.experts:
+        rows = self._attention(link, width, query, key)
+        inside = {"mlp": self.dense_ffn if self.experts else self.ffn}
+        if self.experts_of(link):
             rows.append((f"{link}.mlp.gate.weight", (self.experts, width), -1))
-        else:
-            rows += [(f"{link}.mlp.{short}.weight", (self.ffn, width), 0) for short in up]
-            rows.append((f"{link}.mlp.down_proj.weight", (width, self.ffn), 1))
+            inside = {"mlp.shared_experts": self.shared_ffn} if self.shared_ffn else {}
+        up = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        for name, ffn in inside.items():
+            rows += [(f"{link}.{name}.{short}.weight", (ffn, width), 0) for short in up]
+            rows.append((f"{link}.{name}.down_proj.weight", (width, ffn), 1))
         rows += [(f"{link}.{norm}.weight", (width,), -1) for norm in ("input_layernorm", "post_attention_layernorm")]
         return tuple(rows)
 
+    def _attention(self, link: str, width: int, query: int, key: int) -> list[Named]:
+        rows: list[Named] = []
+        if self.latent is not None:
+            low, rank, plain, rotary, value = self.latent
+            shapes: dict[str, tuple[int, ...]] = {"q_proj": (self.heads * (plain + rotary), width)}
+            if low:
+                shapes = {"q_a_proj": (low, width), "q_a_layernorm": (low,)}
+                shapes["q_b_proj"] = (self.heads * (plain + rotary), low)
+            shapes |= {"kv_a_proj_with_mqa": (rank + rotary, width), "kv_a_layernorm": (rank,)}
+            shapes |= {"kv_b_proj": (self.heads * (plain + value), rank), "o_proj": (width, self.heads * value)}
+            return [(f"{link}.self_attn.{name}.weight", shape, -1) for name, shape in shapes.items()]
+        for short, size in (("q", query), ("k", key), ("v", key)):
+            rows.append((f"{link}.self_attn.{short}_proj.weight", (size, width), 0))
+            rows += [(f"{link}.self_attn.{short}_proj.bias", (size,), 0)] * self.qkv_bias
+        return [*rows, (f"{link}.self_attn.o_proj.weight", (width, query), 1)]
+
+    def is_dense(self, link: str) -> bool:
+        """True for a block without experts."""
+        return int(link.rpartition(".")[2]) < self.dense_layers if link.startswith("model.layers.") else True
+
     def experts_of(self, link: str) -> tuple[Named, ...]:
         """The parameters of a link's experts, which are a unit of their own."""
-        if not self.experts or not link.startswith("model.layers."):
+        if not self.experts or self.is_dense(link):
             return ()
         up, down = (self.experts, 2 * self.ffn, self.hidden), (self.experts, self.hidden, self.ffn)
         return (f"{link}.mlp.experts.gate_up_proj", up, -1), (f"{link}.mlp.experts.down_proj", down, -1)
@@ -205,6 +223,9 @@ class PaperRun:
     def links(self) -> tuple[tuple[str, ...], ...]:
         """The links of each stage."""
         check_time(self.mesh, self.length, ring=self.ring)
+        apart = self.decoder.latent or self.decoder.shared_ffn or self.decoder.dense_layers
+        if apart and self.mesh.tensor * self.mesh.context > 1:
+            raise ValueError(f"mesh '{self.mesh}': a proof of {self.decoder.family} has no tensor or context axis")
         ways, experts = self.mesh.count(EXPERTS.cut), self.decoder.experts
         if (why := self.decoder.unshared(self.mesh)) is not None:
             raise ValueError(why)

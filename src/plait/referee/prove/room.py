@@ -124,7 +124,11 @@ def _again(run: PaperRun, links: Sequence[str]) -> int:
 
 def _activations(run: PaperRun, links: Sequence[str]) -> int:
     """Bytes of one microbatch's activations in some links."""
-    return decoder(_sizes(run), [AROUND.get(link, "blocks") for link in links], run.recompute)
+    model, sizes = run.decoder, _sizes(run)
+    mixed = [link for link in links if link in AROUND or not (model.experts and model.is_dense(link))]
+    dense = replace(sizes, hidden=model.dense_ffn, experts=0, chosen=0)
+    found = decoder(sizes, [AROUND.get(link, "blocks") for link in mixed], run.recompute)
+    return found + decoder(dense, ["blocks"] * (len(links) - len(mixed)), run.recompute)
 
 
 def _sizes(run: PaperRun) -> DecoderSizes:
@@ -136,7 +140,7 @@ def _sizes(run: PaperRun) -> DecoderSizes:
         width=model.hidden,
         heads=model.heads,
         kv_heads=model.kv_heads,
-        hidden=0 if model.experts else model.ffn,
+        hidden=model.shared_ffn if model.experts else model.ffn,
         experts=model.experts,
         chosen=model.chosen,
         expert_hidden=model.ffn if model.experts else 0,
@@ -146,5 +150,7 @@ def _sizes(run: PaperRun) -> DecoderSizes:
         dropout=False,
         ways=run.mesh.tensor,
         context=run.mesh.context,
+        head_dim=model.head,
+        projections=model.projections() if model.latent else (),
         ring=run.ring,
     )

@@ -71,7 +71,9 @@ class Prediction:
         """Seconds of a layout where a host sends so many bytes a second."""
         device = PRESETS["h100"].device  # of no account: own work is measured
         between = Link(bandwidth, self.latency)
-        cluster = Cluster("far", device, self.inside, between, hosts=2, devices=2, reached=Reached(network=1.0))
+        cluster = Cluster(
+            "far", device, self.inside, between, hosts=2, devices=2, reached=Reached(network=1.0, calls=0.0)
+        )
         whole = Mesh.parse(f"{MESH} hosts=2")
         mesh, row = (replace(whole, replica=1, hosts=1), "zero3") if layout == "islands" else (whole, layout)
         plan = plan_of(row, mesh, cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
@@ -145,7 +147,20 @@ class Plain(nn.Module):
         return torch.einsum("rij,rj->ri", self.weight[number], x) + self.bias[number]
 
 
+class Buffered(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(4))
+
+
+SHARED = Plain()
 REFUSED = {
+    "a buffer": (Buffered(), "shard=2 expert=2", "scale' is a buffer as long as the experts"),
+    "two places": (
+        nn.Sequential(SHARED, nn.Sequential(SHARED)),
+        "shard=2 expert=2",
+        "belong to one module, and these are",
+    ),
     "no experts": (
         nn.Linear(2, 2),
         "shard=2 expert=2",
@@ -179,15 +194,106 @@ class Forgetful(Plain):
         return self.run(x, torch.zeros(len(x), dtype=torch.int64))
 
 
-def test_experts_that_never_ask_the_axis_are_refused() -> None:
+class Miscounting(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        number, axis = torch.zeros(len(x), 1, dtype=torch.int64), self.expert_axis
+        return run_experts(self.run, x, number, x[:, :1], 0, 4) if axis is None else axis.experts(
+            self.run, len(self.weight), x, number, x[:, :1]
+        )  # fmt: skip
+
+
+class Flat(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.expert_axis is not None
+        number = torch.zeros(len(x), dtype=torch.int64)
+        return self.expert_axis.experts(self.run, 4, x, number, x[:, 0])
+
+
+class Dropping(Plain):
+    def run(self, x: Tensor, number: Tensor) -> Tensor:
+        return F.dropout(super().run(x, number), 0.5)
+
+
+class InAList(nn.Module):
+    """Experts that are modules, beside some that are not."""
+
+    expert_axis: ExpertAxis | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each, self.right = nn.ModuleList(nn.Linear(2, 2) for _ in range(4)), Plain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.expert_axis is not None
+        number = torch.zeros(len(x), 1, dtype=torch.int64)
+        return self.right(self.expert_axis.experts(lambda x, number: self.each[0](x), 4, x, number, x[:, :1]))
+
+
+MISUSES = {
+    Forgetful: "Forgetful has some experts of 2 ranks here and returned without",
+    Miscounting: "called for 2 experts, 1 on this rank, and the module that calls it has 2 of them here",
+    Flat: r"tokens of \[3, 2\] for experts \[3\] with weights \[3\]: give \[tokens, width\], and twice",
+    Dropping: "'0' draws dropout inside experts",
+    InAList: "the module that calls it owns no parameter",
+}
+
+
+@pytest.mark.parametrize("kind", MISUSES)
+def test_experts_that_use_the_axis_wrongly_are_refused(kind: type[nn.Module]) -> None:
+    models = [nn.Sequential(kind())]
+    models += copy.deepcopy(models)
+
     def body(comm: plait.Comm) -> None:
-        model = nn.Sequential(Forgetful())
+        model = models[comm.rank]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = plait.Engine(model, comm, optimizer=optimizer, loss_fn=lambda m, x: m(x).sum(), count_fn=len)
-        with pytest.raises(ValueError, match="Forgetful has some experts of 2 ranks here and returned without"):
+        with pytest.raises(ValueError, match=MISUSES[kind]):
             engine.step([torch.ones(3, 2)])
 
     plait.run_threads("shard=2 expert=2", body)
+
+
+class Sparse(Plain):
+    """Some experts get no token; each looks only at the rows that it has, and divides by their length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight.data.copy_(torch.arange(16.0).view(4, 2, 2) / 8 + 0.1)
+        self.before = nn.Parameter(torch.ones(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = torch.full((len(x), 1), 2) if len(x) % 2 else torch.full((len(x), 1), -1)
+        one = x.norm(dim=-1, keepdim=True)
+        if self.expert_axis is None:
+            return run_experts(self.run, x, number, one, 0, 4)
+        return self.expert_axis.experts(self.run, 4, x, number, one)
+
+    def run(self, x: Tensor, number: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in number.unique():
+            rows = x[number == expert]
+            out[number == expert] = (rows / rows.norm(dim=-1, keepdim=True)) @ self.weight[expert] * self.before[expert]
+        return out
+
+
+@pytest.mark.parametrize("all_to_all", [False, True])
+def test_ranks_whose_experts_get_nothing_take_part(all_to_all: bool) -> None:
+    models = [nn.Sequential(nn.Linear(2, 2), Sparse(), nn.Linear(2, 2)).double()]
+    models += [copy.deepcopy(models[0]) for _ in range(4)]
+
+    def body(comm: plait.Comm, parts: int, **settings: Any) -> Any:
+        model = copy.deepcopy(models[4 if parts > 1 else comm.rank])
+        engine = plait.Engine(
+            model, comm, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), count_fn=len,
+            loss_fn=lambda m, x: m(x).square().sum(), **settings,
+        )  # fmt: skip
+        first = comm.rank * parts
+        return engine.step([torch.ones(1 + first + k, 2).double() for k in range(parts)]).loss, engine.full_state_dict()
+
+    loss, state = plait.run_threads("shard=1", lambda c: body(c, 4))[0]
+    for found, mine in plait.run_threads("shard=4 expert=4", lambda c: body(c, 1, all_to_all=all_to_all)):
+        assert found == pytest.approx(loss, rel=1e-12)
+        assert all(torch.allclose(mine[name], value, rtol=1e-11) for name, value in state.items())
 
 
 MOE = "--model=moe --layers=1 --width=16 --ffn=12 --experts=4 --length=12 --batch=8 --world=thread"
@@ -230,6 +336,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3": ("shard=2 expert=2", {"strategy": "zero3"}),
     "zero1, all_to_all": ("shard=4 expert=2", {"strategy": "zero1", "all_to_all": True}),
     "tensor": ("shard=2 tensor=2 expert=2", {"strategy": "ddp"}),
+    "sequence": ("shard=2 tensor=2 expert=2", {"strategy": "zero3", "sequence_parallel": True}),
 }
 
 
@@ -241,7 +348,8 @@ def train_stock(comm: plait.Comm, kind: str, microbatches: int, **settings: Any)
         config._experts_implementation = "eager"  # others have no fp64
         model = getattr(transformers, f"{kind}ForCausalLM")(config).double()
     use_expert_axis(model)
-    plan = {"tensor_plan": plan_of(model)} if comm.mesh.tensor > 1 else {}
+    sequence = settings.get("sequence_parallel", False)
+    plan = {"tensor_plan": plan_of(model, sequence=sequence)} if comm.mesh.tensor > 1 else {}
     engine = plait.Engine(
         model, comm, optimizer=torch.optim.SGD(model.parameters(), lr=0.3), loss_fn=stock_loss, count_fn=token_count,
         clip=2.0, **settings, **plan,

@@ -29,6 +29,7 @@ OTHER: dict[str, Any] = {
     "tensor_plan": {"head": "whole"},
     "sequence_parallel": True,
     "ring_attention": True,
+    "all_to_all": True,
     "schedule": "gpipe",
     "chunks": 3,
     "hold": 2,

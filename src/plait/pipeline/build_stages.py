@@ -27,7 +27,7 @@ from plait.schedule.pipeline import Pipeline
 from plait.table.mesh import AXES
 from plait.table.parallelism import Parallelism
 from plait.tensor import Parallel, parallel_plan
-from plait.tensor.expert_axis import ExpertAxis, cut_experts, give_expert_axis
+from plait.tensor.expert_axis import cut_experts, give_expert_axis
 from plait.tensor.time_axis import give_time_axis
 from plait.zero.build import SourceModel, build_units
 from plait.zero.flat_gradient import FlatGradient
@@ -117,24 +117,24 @@ def build_stages(
         wrap(model, units)  # refuses names that are nowhere
     settings = StageSettings(source, comm, parallelism, count, seed, pipeline.splits_backward, before_forward)
     stages = lay_stages(settings, parts, parallel, weights)
-    _give_axes([model, *(stage.model for stage in stages.values())], settings)
+    _give_axes([(model, parallel), *((stage.model, stage.parallel) for stage in stages.values())], settings)
     if count > 1:
         cutter.release(list(parts.values()))
     sizes = tuple(map(len, split)) if count > 1 else (1,)
     return Built(stages, edges, directory, blocks.names, sizes, parallel)
 
 
-def _give_axes(models: Sequence[nn.Module], settings: StageSettings) -> None:
+def _give_axes(placed: Sequence[tuple[nn.Module, Parallel]], settings: StageSettings) -> None:
     """Gives modules the context and the expert axis that they ask for."""
     mesh, parallelism = settings.comm.mesh, settings.parallelism
     for axis, setting in (("context", "ring_attention"), ("expert", "all_to_all")):
         if getattr(parallelism, setting) and mesh.axis(axis) == 1:
             raise ValueError(f"{setting} goes over the {axis} axis, and mesh '{mesh}' has none")
     if settings.time_axis is not None:
-        give_time_axis(models, settings.time_axis)
+        give_time_axis([model for model, _ in placed], settings.time_axis)
     if mesh.count(("expert", "context", "tensor")) > 1:
         sequence, all_to_all = parallelism.sequence_parallel, parallelism.all_to_all
-        give_expert_axis(models, ExpertAxis(settings.comm, sequence=sequence, all_to_all=all_to_all))
+        give_expert_axis(placed, settings.comm, sequence=sequence, all_to_all=all_to_all)
 
 
 def lay_stages(

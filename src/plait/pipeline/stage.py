@@ -41,6 +41,7 @@ from plait.pipeline.tied_weights import FollowingParameter
 from plait.table.collectives import Note
 from plait.table.parallelism import Parallelism
 from plait.tensor import Parallel
+from plait.tensor.expert_axis import outside_experts
 from plait.tensor.time_axis import StepsOfTime, TimeAxis
 from plait.zero.build import BuiltUnits, SourceModel
 from plait.zero.gradients import Gradients
@@ -141,6 +142,8 @@ class Stage:
             self.products = Products(current, [p for _, p, flat, _ in parameters if flat.trainable])
             handlers.append(self.products)
         slice_of: Any = StageTensor(self.model, self.parallel, self.axis).slice_of if self.parallel.styles else None
+        if self.parallel.experts:
+            slice_of = outside_experts(self.parallel.experts, slice_of)
         if self.time_axis is not None:
             slice_of = partial(self._steps_of, self.time_axis, slice_of)
         self.dropout = DropoutRNG(settings.seed, current, slice_of=slice_of, recomputes=recompute is not None)
@@ -238,7 +241,7 @@ class Stage:
         try:
             output = call() if self.count == 1 else self.program.forward(self._enter(entry, batch), batch, call)
         except RuntimeError as error:
-            if type(error) is RuntimeError and self.parallel.cuts and "dtype" not in str(error):
+            if type(error) is RuntimeError and self.axis.ways > 1 and self.parallel.cuts and "dtype" not in str(error):
                 raise ValueError(
                     f"the model's code fails where each of {self.axis.ways} tensor ranks has pieces, so the tensor "
                     f"plan leaves something out, or does not fit it (does it run on one rank?): {error}"

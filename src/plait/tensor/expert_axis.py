@@ -18,8 +18,9 @@ Sources: GShard (Lepikhin et al. 2020), parallel folding of Megatron Core (Liu e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,11 @@ first_order = no_double_backward("an expert axis", "train such a model without i
 def run_experts(run: Run, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, first: int, count: int) -> Tensor:
     """The weighted sum, for each token, of its experts among ``first .. first + count``: [T, D]."""
     token, choice = ((expert_TK >= first) & (expert_TK < first + count)).nonzero(as_tuple=True)
-    out_PD = run(x_TD[token], expert_TK[token, choice] - first) * weight_TK[token, choice, None]
+    rows = x_TD[token]
+    out = run(rows, expert_TK[token, choice] - first)
+    if not len(token):  # nothing has to hang together for no rows, but the backward sends on every rank
+        out = _Joined.apply(out, rows)
+    out_PD = out * weight_TK[token, choice, None]
     return _sum_of_choices(out_PD.to(x_TD.dtype), token, choice, expert_TK.shape)
 
 
@@ -69,8 +74,8 @@ class ExpertAxis:
         self.same_tokens = mesh.tensor > 1 and not sequence
         """True if the ranks of the tensor axis have the same tokens, each for other experts."""
         self.sample_over = ("context", *TENSOR) if sequence else ("context",)
-        self.ran = False
-        """True once the running module has called ``experts``."""
+        self.owner: nn.Module | None = None
+        """The module with experts that runs; None once it has called ``experts``."""
 
     def part(self, num_experts: int, index: int | None = None) -> tuple[int, int]:
         """The first expert of a rank, and the first after its last; this rank's, if none is named."""
@@ -82,10 +87,19 @@ class ExpertAxis:
         Args:
             run: computes this rank's experts.
             num_experts: on all ranks together.
-            expert_TK: int64, the experts of each token.
+            expert_TK: int64, the experts of each token; -1 for none.
+
+        Raises:
+            ValueError: another shape, a module that owns no experts, or not so many.
         """
-        self.ran = True
         start, stop = self.part(num_experts)
+        if x_TD.dim() != 2 or expert_TK.shape != weight_TK.shape or expert_TK.shape[:-1] != x_TD.shape[:1]:
+            raise ValueError(
+                f"tokens of {list(x_TD.shape)} for experts {list(expert_TK.shape)} with weights "
+                f"{list(weight_TK.shape)}: give [tokens, width], and twice [tokens, chosen]"
+            )
+        if self.ways > 1:
+            self._check_owner(num_experts, stop - start)
         if self.same_tokens:
             x_TD, weight_TK = (_Shared.apply(x, self) for x in (x_TD, weight_TK))
         if self.comm.mesh.count(self.tokens_over) == 1:
@@ -96,11 +110,21 @@ class ExpertAxis:
             y_TD = self._by_gather(run, start, stop, x_TD, expert_TK, weight_TK)
         return _Summed.apply(y_TD, self) if self.same_tokens else y_TD
 
+    def _check_owner(self, num_experts: int, mine: int) -> None:
+        owner, self.owner = self.owner, None
+        have = None if owner is None else len(next(owner.parameters(recurse=False)))
+        if have != mine:
+            says = "owns no parameter [experts, ...] itself" if owner is None else f"has {have} of them here"
+            raise ValueError(
+                f"expert_axis.experts is called for {num_experts} experts, {mine} on this rank, and the module that "
+                f"calls it {says}: give the number on all ranks, and let one module own the parameters and call it once"
+            )
+
     def _by_gather(self, run: Run, start: int, stop: int, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         tokens = len(x_TD)
         most = self._most(tokens)
-        # what fills up goes to expert 0 with weight 0
-        x, expert, weight = (_Gathered.apply(padded(one, 0, most), self) for one in (x_TD, expert_TK, weight_TK))
+        mine = padded(x_TD, 0, most), padded(expert_TK + 1, 0, most) - 1, padded(weight_TK, 0, most)  # -1: no expert
+        x, expert, weight = (_Gathered.apply(one, self) for one in mine)
         shares = run_experts(run, x, expert, weight, start, stop - start)
         return _Scattered.apply(shares, self)[:tokens]  # type: ignore[no-any-return]
 
@@ -109,10 +133,13 @@ class ExpertAxis:
         ranks = self.comm.mesh.count(self.tokens_over)
         size = -(-num_experts // self.ways)
         owner_TK = expert_TK.div(size, rounding_mode="floor")
-        goes_TK = torch.ones_like(owner_TK, dtype=torch.bool)
+        goes_TK = expert_TK >= 0
         if self.same_tokens:  # the other ranks of the tensor axis send the other tokens
             ways = self.comm.mesh.tensor
-            goes_TK, owner_TK = owner_TK % ways == self.index % ways, owner_TK.div(ways, rounding_mode="floor")
+            goes_TK, owner_TK = (
+                goes_TK & (owner_TK % ways == self.index % ways),
+                owner_TK.div(ways, rounding_mode="floor"),
+            )
         token, choice = goes_TK.nonzero(as_tuple=True)
         order = owner_TK[token, choice].argsort(stable=True)
         token, choice = token[order], choice[order]
@@ -155,6 +182,19 @@ class ExpertAxis:
 
 
 # ---- messages ----------------------------------------------------------------------------------------------------
+
+
+class _Joined(torch.autograd.Function):
+    """An output for no rows, as if it were made of them."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, rows: Tensor) -> Tensor:
+        ctx.rows = rows.shape
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient.new_zeros(ctx.rows)
 
 
 class _Gathered(torch.autograd.Function):
@@ -283,18 +323,24 @@ def cut_experts(model: nn.Module, mesh: Mesh, parallel: Parallel) -> Parallel:
     for name, module in found.items():
         own = dict(module.named_parameters())
         sizes = {short: tuple(p.shape) for short, p in own.items()}
-        if any(getattr(inner, "p", 0) and "Dropout" in type(inner).__name__ for inner in module.modules()):
-            raise ValueError(f"{name!r} draws dropout inside experts, whose tokens other ranks have too: leave it out")
         number = {shape[0] if shape else 0 for shape in sizes.values()}
+        whole = [short for short, buffer in module.named_buffers() if buffer.dim() and len(buffer) in number]
+        if whole:
+            raise ValueError(
+                f"'{name}.{whole[0]}' is a buffer as long as the experts, whole on every rank that has some of them: "
+                f"make it a parameter, requires_grad=False if it does not train, or keep it outside"
+            )
         if len(number) > 1 or any("." in short for short in own):
             raise ValueError(f"{name!r} has experts, so each of its parameters is [experts, ...], and it has {sizes}")
         if (ways - 1) * -(-min(number) // ways) >= min(number):
             raise ValueError(f"{name!r} has {min(number)} experts, which leave a rank of {ways} (mesh '{mesh}') none")
         for short, parameter in own.items():
-            if id(parameter) in parallel.cuts or id(parameter) in parallel.summed or len(uses[id(parameter)]) > 1:
+            if len(names := uses[id(parameter)]) > 1:
+                raise ValueError(f"experts that {ways} ranks share belong to one module, and these are {names}")
+            if id(parameter) in parallel.cuts or id(parameter) in parallel.summed:
                 raise ValueError(
-                    f"'{name}.{short}' has experts, which {ways} ranks share, and the tensor plan names it, or several "
-                    f"modules do: leave it out (plait.anymodel.plan_of(model) does)"
+                    f"'{name}.{short}' has experts, which {ways} ranks share, and the tensor plan names it: leave it "
+                    f"out (plait.anymodel.plan_of(model) does)"
                 )
             cuts[id(parameter)] = TensorCut(sizes[short], 0, ways, (sizes[short][0],))
     return replace(
@@ -305,19 +351,47 @@ def cut_experts(model: nn.Module, mesh: Mesh, parallel: Parallel) -> Parallel:
     )
 
 
-def give_expert_axis(models: Sequence[nn.Module], axis: ExpertAxis) -> None:
-    """Gives the axis to the modules of a model, and of its stages, that ask for it."""
+def give_expert_axis(models: Sequence[tuple[nn.Module, Parallel]], comm: Comm, *, sequence: bool, **how: bool) -> None:
+    """Gives the axis to the modules of a model, and of its stages, that ask for it.
 
-    def check(module: nn.Module, args: Any, output: Any) -> None:
-        if not axis.ran:
+    Args:
+        models: each with the tensor plan as it reads there.
+        sequence: the stream is cut in time, but in modules that the plan calls ``unsplit``.
+    """
+    axes = {cut: ExpertAxis(comm, sequence=cut, **how) for cut in (False, True)}
+    given: set[int] = set()
+    for model, parallel in models:
+        whole = tuple(f"{name}." for name, style in parallel.styles.items() if style.kind == "unsplit")
+        for name, module in model.named_modules():
+            if hasattr(module, "expert_axis") and id(module) not in given:
+                given.add(id(module))
+                axis = vars(module)["expert_axis"] = axes[sequence and not f"{name}.".startswith(whole)]
+                if axis.ways > 1 and any(True for _ in module.parameters(recurse=False)):
+                    module.register_forward_pre_hook(partial(_begin, axis))
+                    module.register_forward_hook(partial(_end, axis))
+
+
+def _begin(axis: ExpertAxis, module: nn.Module, args: Any) -> None:
+    axis.owner = module
+
+
+def _end(axis: ExpertAxis, module: nn.Module, args: Any, output: Any) -> None:
+    if axis.owner is module:
+        raise ValueError(
+            f"{type(module).__name__} has some experts of {axis.ways} ranks here and returned without "
+            f"self.expert_axis.experts(...), so its tokens saw these alone. If it has none, and asks for over_sample, "
+            f"let the module around it ask; see docs/guide/experts.md"
+        )
+
+
+def outside_experts(names: Collection[str], other: Any) -> Any:
+    """As ``other``, the slice of a mask that a module draws for, and refuses dropout inside of these modules."""
+
+    def slice_of(name: str, shape: Sequence[int]) -> Any:
+        if inside := next((one for one in names if f"{name}.".startswith(f"{one}.")), None):
             raise ValueError(
-                f"{type(module).__name__} has some experts of {axis.ways} ranks here and returned without "
-                f"self.expert_axis.experts(...), so its tokens saw these alone; see docs/guide/experts.md"
+                f"{inside!r} draws dropout inside experts, whose tokens other ranks have too: leave it out"
             )
-        axis.ran = False
+        return None if other is None else other(name, shape)
 
-    asking = {id(m): m for model in models for m in model.modules() if hasattr(m, "expert_axis")}
-    for module in asking.values():
-        vars(module)["expert_axis"] = axis
-        if axis.ways > 1 and any(True for _ in module.parameters(recurse=False)):
-            module.register_forward_hook(check)
+    return slice_of

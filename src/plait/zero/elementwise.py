@@ -119,8 +119,9 @@ def check_elementwise(optimizer: Optimizer, cut_over_tensor: Sequence[str]) -> N
     way_out = 'Use cut="tensor" (whole tensors on one owner) or a row that keeps the optimizer state full (ddp)'
     if cut_over_tensor:
         way_out = (
-            f"The tensor axis cuts {len(cut_over_tensor)} of its parameters ({', '.join(cut_over_tensor[:3])}, ...): "
-            f"give these to another optimizer, or leave their modules out of the tensor plan"
+            f"The tensor or expert axis cuts {len(cut_over_tensor)} of its parameters "
+            f"({', '.join(cut_over_tensor[:3])}, ...): give these to another optimizer, or leave their modules out of "
+            f"the tensor plan"
         )
     if kind in PER_TENSOR:
         raise ValueError(f"{kind.__name__} is not element-wise, so parameters cannot be cut anywhere. {way_out}")

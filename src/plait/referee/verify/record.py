@@ -254,15 +254,10 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
             sites = stage.parallel.sites
             entries += predict_tensor(sites, leading, comm.mesh, itemsize, sequence=sequence, twice=stage.blocks)
         layers: Any = experts_of(stage.model)
-        if layers and known_experts(engine):
-            entries += predict_experts(
-                {name: layer.expert_widths for name, layer in layers.items()},
-                comm.mesh,
-                rows,
-                itemsize,
-                sequence=sequence,
-                twice=stage.blocks,
-            )
+        for cut in (False, True) if layers and known_experts(engine) else ():
+            mine = {n: m.expert_widths for n, m in layers.items() if m.expert_axis and m.expert_axis.sequence == cut}
+            tokens = rows if cut else [math.prod(shape) for shape in leading]
+            entries += predict_experts(mine, comm.mesh, tokens, itemsize, sequence=cut, twice=stage.blocks)
         if (axis := engine.placed.time_axis) is not None:
             gathered = {
                 name: [width // comm.mesh.tensor for width in module.gathered_widths]

@@ -142,8 +142,7 @@ class Stage:
             self.products = Products(current, [p for _, p, flat, _ in parameters if flat.trainable])
             handlers.append(self.products)
         slice_of: Any = StageTensor(self.model, self.parallel, self.axis).slice_of if self.parallel.styles else None
-        if self.parallel.experts:
-            slice_of = outside_experts(self.parallel.experts, slice_of)
+        slice_of = outside_experts(self.parallel.experts, slice_of)
         if self.time_axis is not None:
             slice_of = partial(self._steps_of, self.time_axis, slice_of)
         self.dropout = DropoutRNG(settings.seed, current, slice_of=slice_of, recomputes=recompute is not None)

@@ -100,12 +100,12 @@ class Mesh:
         """The size of one axis; of ``expert_shard``, the ranks of ``shard`` that have the same experts."""
         if name == "expert_shard":
             return self.shard // self.expert
-        _check_axis(name)
+        if name not in (*AXES, *BORROWED):
+            raise ValueError(f"unknown mesh axis {name!r}: the axes are {', '.join(AXES)}")
         return int(getattr(self, name))
 
     def stride(self, axis: str) -> int:
         """The distance between the ranks of two neighbours on an axis."""
-        _check_axis(axis)
         if axis in BORROWED:
             return self.tensor
         if axis == "expert_shard":
@@ -133,7 +133,7 @@ class Mesh:
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Returns a rank's place on one axis."""
-        return rank // self.stride(axis) % self.axis(axis)
+        return rank % (self.axis(axis) * self.stride(axis)) // self.stride(axis)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns a rank's coordinate on every axis."""
@@ -177,11 +177,6 @@ class Mesh:
     def data_rank(self, rank: int) -> int:
         """Returns the index of the part of the batch that a rank reads: ``(replica * |shard| + shard) / context``."""
         return self.index(rank, ("replica", "shard")) // self.context
-
-
-def _check_axis(name: str) -> None:
-    if name not in (*AXES, *BORROWED, "expert_shard"):
-        raise ValueError(f"unknown mesh axis {name!r}: the axes are {', '.join(AXES)}")
 
 
 ONE_HOST = Mesh()

@@ -386,6 +386,8 @@ def _end(axis: ExpertAxis, module: nn.Module, args: Any, output: Any) -> None:
 
 def outside_experts(names: Collection[str], other: Any) -> Any:
     """As ``other``, the slice of a mask that a module draws for, and refuses dropout inside of these modules."""
+    if not names:
+        return other
 
     def slice_of(name: str, shape: Sequence[int]) -> Any:
         if inside := next((one for one in names if f"{name}.".startswith(f"{one}.")), None):

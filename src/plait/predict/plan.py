@@ -84,7 +84,7 @@ class Plan:
         if model.longest and self.length > model.longest:
             raise ValueError(
                 f"length {self.length:,} is beyond the {model.longest:,} positions of the model's config: give "
-                f"--length {model.longest} or less"
+                f"--length {model.longest} or less, or a config with another max_position_embeddings"
             )
         parts = mesh.data_size * self.microbatches
         if self.batch < parts or self.batch % parts:

@@ -179,6 +179,11 @@ class TimeAxis:
                 f"attention of {length} queries to {key_BGTK.size(-2)} keys under context={self.ways}: each rank "
                 f"brings the keys of its steps, without a cache"
             )
+        if key_BGTK.size(1) != query_BHTK.size(1) and not enable_gqa:
+            raise ValueError(
+                f"attention of {query_BHTK.size(1)} heads of queries to {key_BGTK.size(1)} of keys under "
+                f"context={self.ways}: give enable_gqa=True where heads of keys are shared"
+            )
         self._check_cut(length)
         self.asked.add("attention")
         if self.ring:

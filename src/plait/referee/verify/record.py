@@ -198,8 +198,8 @@ def unpredicted(job: Job, engine: Engine) -> frozenset[str]:
     tensor = set() if job.one_stream else {FORWARD, BACKWARD}
     known = any(hasattr(module, "gathered_widths") for module in engine.model.modules())
     context = set() if known else {CONTEXT_FORWARD, CONTEXT_BACKWARD}
-    experts = {BALANCE} if known_experts(engine) else {BALANCE, EXPERT_FORWARD, EXPERT_BACKWARD}
-    return frozenset(tensor | context | experts)
+    experts = set() if known_experts(engine) else {EXPERT_FORWARD, EXPERT_BACKWARD}
+    return frozenset(tensor | context | experts | ({BALANCE} if experts_of(engine.model) else set()))
 
 
 def known_experts(engine: Engine) -> bool:

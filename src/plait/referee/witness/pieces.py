@@ -131,7 +131,9 @@ def of_engine(engine: Engine) -> WitnessSource:
         ValueError: a tensor axis, which cuts a parameter before it is sharded.
     """
     if cut := next((owned.name for owned in engine.placed.owned if owned.cut is not None), None):
-        raise ValueError(f"{cut!r} is cut over a tensor axis, whose pieces no witness can place: take plait verify")
+        raise ValueError(
+            f"{cut!r} is cut over a tensor or expert axis, whose pieces no witness can place: take plait verify"
+        )
     frozen = {name for name, p in engine.model.named_parameters() if not p.requires_grad}
     parameters = {name: p for name, p in engine.full_state_dict().items() if name in frozen} if frozen else {}
     parameters |= {owned.name: owned.view for owned in engine.placed.owned}

@@ -46,7 +46,7 @@ def _layouts(found: Sequence[Candidate], left_out: Sequence[str]) -> Table:
     shown = [name for name in rows[0] if name not in left_out and any(row[name] for row in rows)]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in shown:
-        left = name in ("mesh", "row", "order", "recompute", "tokens go by", "bound by", "loses")
+        left = name in ("mesh", "row", "order", "stream", "recompute", "tokens go by", "bound by", "loses")
         folds = name in ("mesh", "order", "memory", "loses")
         table.add_column(name.replace("microb", "micro-\nb"), justify="left" if left else "right", no_wrap=not folds)
     for row in rows:
@@ -62,6 +62,7 @@ def _row(place: int, one: Candidate, best: Candidate) -> dict[str, str]:
         "row": plan.strategy.name,
         "order": "" if plan.order is None else plan.order + (f" x{plan.chunks}" if plan.chunks else ""),
         "microbatches": f"{plan.microbatches} x {plan.samples}",
+        "stream": "cut in time" * (plan.sequence_parallel and plan.mesh.tensor > 1),
         "recompute": plan.recompute or "",
         "tokens go by": ("all_to_all" if plan.all_to_all else "gather") * (plan.mesh.expert > 1),
         "s/step": f"{speed.seconds:.3g}",

@@ -37,7 +37,7 @@ from plait.referee.sanitize import sanitized
 from plait.referee.sanitize.drift import DriftCheck
 from plait.referee.verify.compare import BITWISE, against_tree, asked
 from plait.referee.verify.locate import replay
-from plait.referee.verify.record import ON_TENSOR, Recorder, collect_records, irregular, left_out, predict
+from plait.referee.verify.record import ON_TENSOR, Recorder, collect_records, irregular, left_out, predict, unpredicted
 from plait.referee.verify.run import findings_table
 from plait.run.config.file import to_toml
 from plait.run.config.machine import resolve_world
@@ -165,8 +165,8 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     console.print(bytes_table(ranks))
     if runs := irregular(engine, config.layout.microbatches):
         console.print(left_out(runs), soft_wrap=True)
-    if comm.mesh.tensor > 1 and not training.job.one_stream:
-        console.print(ON_TENSOR)
+    if comm.mesh.count(("tensor", "context", "expert")) > 1 and unpredicted(job, engine):
+        console.print(ON_TENSOR, soft_wrap=True)
     if recorded is not None and engine.placed.pipeline.num_stages > 1:
         show_timeline(recorded, console, measured=config.layout.split == "measured")
     same = _compare(training, console) if config.course.verify else None
@@ -282,10 +282,11 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
             training.scheduler.step()
         if training.sent is None:
             phases = comm.ledger.sent_by_phase()
-            training.sent = sum(size for phase, size in phases.items() if phase not in UNPREDICTED)
+            left_out = (*UNPREDICTED, *unpredicted(training.job, engine))
+            training.sent = sum(size for phase, size in phases.items() if phase not in left_out)
             if len(comm.ledger) == len(entries := comm.ledger.entries):
-                training.messages = totals(entries, UNPREDICTED)
-            training.crossed = comm.ledger.sent_over(comm.mesh.crossing, without=UNPREDICTED)
+                training.messages = totals(entries, left_out)
+            training.crossed = comm.ledger.sent_over(comm.mesh.crossing, without=left_out)
         if config.course.verify:  # it keeps the losses of all steps
             training.recorder.step(result)
         bytes_held = engine.placed.bytes_held()

@@ -52,7 +52,7 @@ def run_experts(run: Run, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, fi
     rows = x_TD[token]
     out = run(rows, expert_TK[token, choice] - first)
     if not len(token):  # nothing has to hang together for no rows, but the backward sends on every rank
-        out = _Joined.apply(out, rows)
+        out = _FromNoRows.apply(out, rows)
     out_PD = out * weight_TK[token, choice, None]
     return _sum_of_choices(out_PD.to(x_TD.dtype), token, choice, expert_TK.shape)
 
@@ -184,7 +184,7 @@ class ExpertAxis:
 # ---- messages ----------------------------------------------------------------------------------------------------
 
 
-class _Joined(torch.autograd.Function):
+class _FromNoRows(torch.autograd.Function):
     """An output for no rows, as if it were made of them."""
 
     @staticmethod

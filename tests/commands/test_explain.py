@@ -67,6 +67,27 @@ def test_identical_layers_are_shown_once(capsys: pytest.CaptureFixture[str], mon
 
 
 @pytest.mark.parametrize(
+    ("row", "held", "sent"),
+    [
+        ("ddp", [1, 1, 1, 1], 1.5),
+        ("zero1", [1, 1, 1, 0.25], 1.5),
+        ("zero2", [1, 1, 0.25, 0.25], 1.5),
+        ("zero3", [0.25] * 4, 2.25),
+        ("hsdp", [0.5] * 4, 2.0),
+        ("psdp", [0.5, 0.5, 0.5, 0.25], 2.0),
+    ],
+)
+def test_a_row_is_shown_with_what_follows_from_it(
+    row: str, held: list[float], sent: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["explain", "--strategy", row, "--mesh", "replica=2 shard=2"]
+    assert main([*words, "--json", "-"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert list(said["held"].values()) == held and sum(share for *_, share in said["sent"]) == sent
+    assert main(words) == 0 and f"{row}: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
         (["--mesh", "shard=2"], "has no tensor axis and no context axis"),

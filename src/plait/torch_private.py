@@ -49,7 +49,7 @@ is_fwd_grad_enabled = torch._C._is_fwd_grad_enabled  # is False inside of an aut
 
 # Modules, storages and operators.
 assert_async = torch._assert_async  # checks a class index on the device, without a wait
-foreach_lerp_ = torch._foreach_lerp_  # moves many averages in one call
 foreach_norm = torch._foreach_norm  # takes the norms of many tensors in one call
 global_forward_hooks = torch.nn.modules.module._global_forward_hooks  # are hooks that a program has put on all modules
 global_forward_pre_hooks = torch.nn.modules.module._global_forward_pre_hooks  # likewise
+storage_use_count = torch._C._storage_Use_Count  # tells if another tensor has a gradient's memory too

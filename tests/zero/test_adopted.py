@@ -12,6 +12,7 @@ from pytest import MonkeyPatch
 from torch import Tensor, nn
 
 import plait
+from plait.schedule.actions import parse_schedule
 from plait.zero import adopted
 from plait.zero.adopted import AdoptedGradient
 
@@ -82,7 +83,8 @@ def test_no_bit_depends_on_it(
         assert names == (alone if mesh == "shard=1" else set())
 
 
-def test_a_gradient_that_is_not_finite_is_named_and_forgotten(monkeypatch: MonkeyPatch) -> None:
+@pytest.mark.parametrize("discarded", [False, True])
+def test_a_gradient_that_is_not_finite_is_named_and_forgotten(monkeypatch: MonkeyPatch, discarded: bool) -> None:
     monkeypatch.setattr(adopted, "LEAST", 0)
 
     def body(comm: plait.Comm) -> None:
@@ -93,12 +95,138 @@ def test_a_gradient_that_is_not_finite_is_named_and_forgotten(monkeypatch: Monke
         poison: Callable[[Tensor], Tensor] = lambda gradient: gradient * float("nan")  # noqa: E731
         handle = model.weight.register_hook(poison)
         engine.backward(model(torch.ones(1, 3)).sum(), 2, "sum")
-        with pytest.raises(FloatingPointError, match="gradient in the unit of 'weight' in microbatch 0"):
-            optimizer.step()
+        if discarded:
+            optimizer.zero_grad()
+        else:
+            with pytest.raises(FloatingPointError, match="gradient in the unit of 'weight' in microbatch 0"):
+                optimizer.step()
         handle.remove()
         assert torch.equal(model.weight, before)
         engine.backward(model(torch.ones(1, 3)).sum(), 2, "sum")
         optimizer.step()
         assert model.weight.isfinite().all() and not torch.equal(model.weight, before)
+
+    plait.run_threads("shard=1", body, deadline=20)
+
+
+# ---- memory that something else has too -----------------------------------------------------------------------
+
+
+class Whole(nn.Module):
+    """One parameter whose gradient has the very memory of the output's, and of the input's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.full((3, 4), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.p.view(1, 3, 4) + x.view_as(x)
+
+
+def engine_of(model: nn.Module, comm: plait.Comm, **settings: Any) -> plait.Engine:
+    return plait.Engine(model, comm, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), **settings)
+
+
+def update(engine: plait.Engine, loss: Tensor, **others: Any) -> None:
+    engine.backward(loss, 4, "sum", **others)
+    for each in (engine, *others.get("also", ())):
+        each.optimizers[0].step()
+
+
+def two_engines(comm: plait.Comm) -> list[Tensor]:
+    models = Whole(), Whole()
+    models[1].p = nn.Parameter(torch.full((4, 3), 1.5))
+    a, b = (engine_of(model, comm) for model in models)
+    update(a, (models[0].p.view(-1) + models[1].p.view(-1) - 2.5).square().sum(), also=[b])
+    return [model.p for model in models]
+
+
+def two_stages(comm: plait.Comm) -> list[Tensor]:
+    model = nn.Sequential(Whole(), Whole())
+    order = parse_schedule("0F0 1F0 1B0 0B0")
+    engine = engine_of(model, comm, strategy="ddp", schedule=order, loss_fn=loss, count_fn=len, clip=0.1)
+    engine.step([torch.ones(1, 3, 4)])
+    return list(engine.full_state_dict().values())
+
+
+def an_input(comm: plait.Comm) -> list[Tensor]:
+    model, x = Whole(), torch.ones(1, 3, 4, requires_grad=True)
+    engine = engine_of(model, comm)
+    for _ in range(2):
+        engine.backward(loss(model, x), 4, "sum")
+    engine.optimizers[0].step()
+    return [model.p, x.grad]
+
+
+def hooked(hook: Callable[[Tensor, list[Tensor]], object], after: bool) -> Callable[[plait.Comm], list[Tensor]]:
+    def body(comm: plait.Comm) -> list[Tensor]:
+        model, kept = nn.Linear(4, 3, bias=False), [torch.full((3, 4), 8.0)]
+        nn.init.ones_(model.weight)
+        model.weight.grad_dtype = None
+        if after:
+            model.weight.register_post_accumulate_grad_hook(lambda p: hook(p, kept))
+        else:
+            model.weight.register_hook(lambda gradient: hook(gradient, kept))
+        engine = engine_of(model, comm)
+        for _ in range(2):
+            update(engine, model(torch.full((1, 4), 4.0)).sum())
+        return [model.weight, *kept]
+
+    return body
+
+
+def put_average(p: Tensor, kept: list[Tensor]) -> None:
+    p.grad = kept[0].mul_(0.5).add_(p.grad)
+
+
+def put_numpy(p: Tensor, kept: list[Tensor]) -> None:
+    kept[0].copy_(p.grad)
+    p.grad = torch.from_numpy(kept[0].numpy())
+
+
+def put_wider(p: Tensor, kept: list[Tensor]) -> None:
+    p.grad = p.grad.double()
+
+
+def put_before(comm: plait.Comm) -> list[Tensor]:
+    model, buffer = Whole(), torch.ones(3, 4)
+    engine = engine_of(model, comm)
+    model.p.grad = buffer
+    update(engine, (model.p * 3).sum())
+    return [model.p, buffer]
+
+
+SHARED = {
+    "views of one gradient in two engines": two_engines,
+    "neighbouring stages on one rank": two_stages,
+    "an input that has its gradient": an_input,
+    "a hook that puts its average": hooked(put_average, after=True),
+    "a hook that puts a numpy array": hooked(put_numpy, after=True),
+    "a hook that puts another dtype": hooked(put_wider, after=True),
+    "a hook that keeps the gradient": hooked(lambda p, kept: kept.append(p.grad), after=True),
+    "a hook that keeps a view": hooked(lambda gradient, kept: kept.append(gradient.detach()), after=False),
+    "a buffer that was .grad before": put_before,
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_memory_that_something_else_has_is_copied(monkeypatch: MonkeyPatch, case: str) -> None:
+    (right,) = plait.run_threads("shard=1", SHARED[case], deadline=20)
+    monkeypatch.setattr(adopted, "LEAST", 0)
+    (found,) = plait.run_threads("shard=1", SHARED[case], deadline=20)
+    assert all(map(torch.equal, found, right))
+
+
+def test_empty_parameters_and_a_hook_that_only_reads_do_not_end_it(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(adopted, "LEAST", 0)
+
+    def body(comm: plait.Comm) -> None:
+        model, seen = Whole(), []
+        model.e, model.f = nn.Parameter(torch.ones(0)), nn.Parameter(torch.ones(2, 0))
+        model.p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum()))
+        engine = engine_of(model, comm)
+        update(engine, sum((p * 3).sum() for p in model.parameters()))
+        (gradient,) = engine.placed.stages[0].gradients.flats
+        assert isinstance(gradient, AdoptedGradient) and gradient.adopting and len(seen) == 1
 
     plait.run_threads("shard=1", body, deadline=20)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from plait.step.engine import Engine
-from plait.torch_private import foreach_lerp_
 from plait.zero.state.pieces import StatePiece
 
 
@@ -50,8 +49,8 @@ class EMA:
     @torch.no_grad()
     def update(self) -> None:
         """Updates the average, after each ``optimizer.step()`` or ``engine.step``; nothing is sent."""
-        if self.values:
-            foreach_lerp_(self.values, [owned.view for owned in self.engine.placed.owned], 1 - self.decay)
+        for owned, value in zip(self.engine.placed.owned, self.values, strict=True):
+            value.lerp_(owned.view, 1 - self.decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

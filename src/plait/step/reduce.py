@@ -113,13 +113,11 @@ class Reduce:
         measured = clip is not None or self.loss_scale is not None
         blocks = block_norms(o.gradient for o in owned if norm.counts(o)) if measured else ()
         losses, norms, seen = read(placed.comm.device, now.losses, blocks, self.watch.squares)
-        squares = sum_squares(norms)
         touched = {name for stage in placed.stages.values() for name in stage.gradients.touched()}
-        signal = float(placed.comm.stop_signal)
         first = self.watch.first(seen)
         place = 0.0 if first is None else float(encoded(first, exchange.names))
-        marks = [place, signal, float(crc32(repr(position).encode()))]
-        report = exchange.report(squares, losses, touched, marks)
+        marks = [place, float(placed.comm.stop_signal), float(crc32(repr(position).encode()))]
+        report = exchange.report(sum_squares(norms), losses, touched, marks)
         if len({row[2] for row in report.marks}) > 1:
             raise ValueError(
                 f"the ranks are not at the same place of the run: "

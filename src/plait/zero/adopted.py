@@ -14,6 +14,7 @@ from torch import Tensor
 from plait.comm import Comm
 from plait.table.cells import Moves
 from plait.table.flat import Run
+from plait.torch_private import storage_use_count
 from plait.zero.flat_gradient import Buffers, FlatGradient, view_of
 from plait.zero.storage import Flat
 
@@ -49,7 +50,6 @@ class AdoptedGradient(FlatGradient):
         super().prepare()
         for view, slot in zip(self.views, self.flat.layout.slots, strict=True):
             if (gradient := self.adopted.pop(slot.name, None)) is not None:
-                self.buffers.adopted.discard(gradient.untyped_storage().data_ptr())
                 view.copy_(gradient)
         for piece in self.pieces:
             piece.gradient = view_of(piece.run, self.owned)
@@ -59,7 +59,6 @@ class AdoptedGradient(FlatGradient):
     def begin_step(self) -> None:
         """Forgets the last step's sum, and frees what was adopted."""
         super().begin_step()
-        self.buffers.adopted.clear()
         if self.adopting:
             self.adopted.clear()
             for piece in self.pieces:
@@ -68,7 +67,6 @@ class AdoptedGradient(FlatGradient):
     def take(self, index: int, gradient: Tensor) -> None:
         """Adopts one parameter's gradient, or moves it into the accumulator, with those that were adopted."""
         if self.adopting and index not in self.touched and self._is_alone(gradient):
-            self.buffers.adopted.add(gradient.untyped_storage().data_ptr())
             self.adopted[self.name(index)] = gradient
             self.touched.add(index)
             self.touched_now.add(index)
@@ -77,11 +75,15 @@ class AdoptedGradient(FlatGradient):
             super().take(index, gradient)
 
     def _is_alone(self, gradient: Tensor) -> bool:
-        """True for a plain tensor that has its memory for itself: two parameters may have got views of one tensor."""
-        if type(gradient) is not Tensor or gradient.requires_grad or not gradient.is_contiguous():
+        """True for a plain tensor that has its memory for itself.
+
+        Another parameter or an input may have got a view of the same memory, and a hook of the program may keep one.
+        """
+        if type(gradient) is not Tensor or gradient.dtype != self.flat.dtype or not gradient.is_contiguous():
             return False
         memory = gradient.untyped_storage()
-        return memory.nbytes() == gradient.nbytes and memory.data_ptr() not in self.buffers.adopted
+        users = storage_use_count(memory._cdata)  # ``gradient`` and ``memory`` are two
+        return users == 2 and memory.resizable() and memory.nbytes() == gradient.nbytes
 
     def sums(self) -> list[Tensor]:
         """The adopted gradients, or the accumulator."""

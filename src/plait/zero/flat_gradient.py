@@ -32,8 +32,6 @@ class Buffers:
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
-        self.adopted: set[int] = set()
-        """The addresses of gradients that were adopted (see ``adopted``)."""
         self._free: list[Buffer] = []
         self._used: dict[int, Buffer] = {}
 

@@ -19,6 +19,10 @@ class GradientWatch:
     """The gradients of this rank's units in one step, as they come, each as one number."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the last step's, which ``zero_grad`` may have thrown away before they were read."""
         self.squares: list[Tensor] = []
         self._places: list[tuple[int, str]] = []
 
@@ -35,7 +39,5 @@ class GradientWatch:
         self._places.append((microbatch, name))
 
     def first(self, squares: Sequence[float]) -> tuple[int, str] | None:
-        """Microbatch and name of the first of ``squares``, as read, that is not finite; forgets them all."""
-        places = self._places
-        self.squares, self._places = [], []
-        return next((p for p, square in zip(places, squares, strict=True) if not math.isfinite(square)), None)
+        """Microbatch and name of the first of ``squares``, as read, that is not finite."""
+        return next((p for p, square in zip(self._places, squares, strict=True) if not math.isfinite(square)), None)

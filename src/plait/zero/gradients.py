@@ -119,6 +119,8 @@ class Gradients:
         for gradient in self.flats:
             gradient.begin_step()
         self._next_step = 0
+        if self.watch is not None:
+            self.watch.clear()
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Prepares for a backward; ``last`` lets the step's own moves start as units complete."""
@@ -132,8 +134,9 @@ class Gradients:
 
     def take(self, parameter: Tensor, unit: UnitGradients, gradient: FlatGradient, index: int) -> None:
         """Moves one parameter's gradient into the buffer."""
+        value = None if parameter.grad is None else parameter.grad.detach()  # a hook may keep the tensor itself
+        parameter.grad = None
         if not self._active:
-            parameter.grad = None
             if self.unsharding.in_pass:
                 raise ValueError(
                     f"a gradient of {gradient.name(index)!r} came in the input part of a backward that the schedule "
@@ -145,7 +148,6 @@ class Gradients:
                 f"engine.backward(loss, count) instead of loss.backward(); where another engine's loss goes through "
                 f"this model too, name this engine there, as in other.backward(loss, count, also=[engine])"
             )
-        value, parameter.grad = parameter.grad, None
         if unit.unit.split and unit.unit.state is not State.UNSHARDED and not self.unsharding.split_backward:
             if value is None:  # an uncalled sibling of a column-cut module: nothing of its unit runs here
                 return

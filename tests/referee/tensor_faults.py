@@ -76,7 +76,7 @@ def norm_counts_whole_parameters_on_every_tensor_rank(patch: Patch) -> None:
 
 
 def norm_counts_the_first_tensor_rank_alone(patch: Patch) -> None:
-    patch.setattr(Norm, "counts", lambda self, owned: self.first_copy and self.first_tensor)
+    patch.setattr(Norm, "counts", lambda self, owned: self.first_copy[owned.flat.axes] and not owned.flat.tensor_rank)
 
 
 def every_rank_draws_the_mask_of_the_first(patch: Patch) -> None:

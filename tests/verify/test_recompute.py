@@ -117,5 +117,4 @@ def test_masks_of_another_microbatch_in_recomputation_are_caught(
     fault: Callable[[pytest.MonkeyPatch], None], layout: dict[str, Any]
 ) -> None:
     found = recomputed(fault, layout)
-    assert {"tree: gradient", "plain: gradient"} <= found, found
-    assert "plain: loss" not in found, "the forwards were right"
+    assert "tree: gradient" in found and all(kind.startswith("tree: ") for kind in found), found

@@ -15,11 +15,15 @@ import torch
 import torch.distributed as dist
 from plait_lessons.script import init
 
+import plait
 from plait.comm import MismatchError, ProcessComm
 from plait.comm.gloo import GlooTransport
 from plait.comm.nccl import NcclTransport
 from plait.comm.transport import Wires
+from plait.referee.sanitize import sanitized
 from plait.referee.sanitize.collectives import check_collectives
+from plait.referee.sanitize.drift import DriftCheck
+from plait.run.models import gpt, moe
 from plait.shared_memory.several_hosts import HostsTransport
 from plait.table.collectives import Note
 from plait.table.mesh import Mesh
@@ -182,6 +186,26 @@ def as_on_gpus(comm: ProcessComm) -> None:
         comm.barrier(("pipe", "replica", "shard", "tensor"))
 
 
+def training_on_gpus(comm: ProcessComm) -> None:
+    """Steps of a mixture of experts, all checks on: every group that is asked for is there."""
+    torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
+    wires = Wires(comm.rank, comm.deadline, comm.transport._reports, comm.waiting)
+    comm.transport = GpuTransportOnGloo(comm.mesh, comm.device, True, wires)
+    with plait.empty_parameters():
+        sizes = moe.MoEConfig(17, num_layers=2, width=8, num_kv_heads=4, hidden=8, max_length=8, dropout=0.0)
+        model = moe.MoE(sizes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sanitized(comm).engine_watchers += (lambda engine: DriftCheck(engine, 1),)
+    engine = plait.Engine(
+        model, comm, optimizer=optimizer, loss_fn=moe.loss_sum, count_fn=gpt.token_count, clip=1.0,
+        sequence_parallel=comm.mesh.tensor > 1, all_to_all=comm.mesh.expert == 2,
+    )  # fmt: skip
+    tokens = torch.arange(16).view(2, 8) + comm.mesh.data_rank(comm.rank)
+    for _ in range(2):
+        engine.step([{"tokens": tokens % 17, "targets": tokens % 17}])
+    engine.full_state_dict()
+
+
 def checked(comm: ProcessComm) -> None:
     """Faults, each in a world of its own: every rank is told at once, by the check or by a rank that has left."""
     check_collectives(comm)
@@ -239,6 +263,7 @@ SCENES = {
         disagree,
         other_shape,
         as_on_gpus,
+        training_on_gpus,
         checked,
         alone,
     )

@@ -93,6 +93,20 @@ def test_the_transport_of_gpus_does_so_too_as_far_as_gloo_can_play_it(mesh: str)
         assert status == 0 and output == "done\n", output
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "replica=2 shard=2 expert=2",
+        "shard=2 tensor=2",
+        "shard=2 tensor=2 context=2 expert=2",
+        "pipe=2 shard=2 context=2",
+    ],
+)
+def test_a_training_on_gpus_has_its_groups_as_far_as_gloo_can_play_them(mesh: str) -> None:
+    for status, output in play("training_on_gpus", mesh):
+        assert status == 0 and output == "done\n", output
+
+
 def test_the_script_face_on_a_line() -> None:
     for status, output in play("line", "pipe=3"):
         assert status == 0 and output == "done\n", output

@@ -70,7 +70,7 @@ class NcclTransport(GlooTransport):
         if mesh.expert > 1:  # a row's axes as experts have them, and the ranks of a cut
             data = [a for a in ("expert_shard", "replica") if mesh.axis(a) > 1]
             borrowed += [p for k in range(1, len(data) + 1) for p in permutations(data, k) if p != ("replica",)]
-            borrowed += [("expert", "tensor")]
+        borrowed += [(one, "tensor") for one in BORROWED if mesh.axis(one) > 1 and mesh.tensor > 1]
         for axes in (*borrowed, *(p for k in range(1, len(large) + 1) for p in permutations(large, k))):
             for ranks in mesh.groups(axes):
                 group = dist.new_group(list(ranks), **make, **_UNSORTED)
@@ -124,6 +124,7 @@ class NcclTransport(GlooTransport):
 
     def _group_of(self, operation: Operation) -> tuple[Any, list[int]]:
         """Returns torch's group, and the order in which it has our members (sorted, where it cannot keep ours)."""
-        group = self._groups[tuple(a for a in operation.group.axes if self._mesh.axis(a) > 1)]
+        axes = ("shard" if a == "expert_shard" and self._mesh.expert == 1 else a for a in operation.group.axes)
+        group = self._groups[tuple(a for a in axes if self._mesh.axis(a) > 1)]
         n, ranks = len(operation.group.ranks), operation.group.ranks
         return group, list(range(n)) if _UNSORTED else sorted(range(n), key=lambda k: ranks[k])

@@ -43,6 +43,9 @@ TENSOR = ("tensor",)
 Run = Callable[[Tensor, Tensor], Tensor]
 """Rows [rows, width] and the number, on this rank, of the expert of each row -> what the experts return."""
 
+Send = Callable[[Tensor, "ExpertAxis", str], Tensor]
+"""A message of a tensor, in a phase of the ledger."""
+
 first_order = no_double_backward("an expert axis", "train such a model without it")
 
 
@@ -101,14 +104,14 @@ class ExpertAxis:
         if self.ways > 1:
             self._check_owner(num_experts, stop - start)
         if self.same_tokens:
-            x_TD, weight_TK = (_Shared.apply(x, self) for x in (x_TD, weight_TK))
+            x_TD, weight_TK = (self._send(x, keep, add_up) for x in (x_TD, weight_TK))
         if self.comm.mesh.count(self.tokens_over) == 1:
             y_TD = run_experts(run, x_TD, expert_TK, weight_TK, start, stop - start)
         elif self.all_to_all:
             y_TD = self._by_all_to_all(run, num_experts, x_TD, expert_TK, weight_TK)
         else:
             y_TD = self._by_gather(run, start, stop, x_TD, expert_TK, weight_TK)
-        return _Summed.apply(y_TD, self) if self.same_tokens else y_TD
+        return self._send(y_TD, add_up, keep) if self.same_tokens else y_TD
 
     def _check_owner(self, num_experts: int, mine: int) -> None:
         owner, self.owner = self.owner, None
@@ -124,9 +127,9 @@ class ExpertAxis:
         tokens = len(x_TD)
         most = self._most(tokens)
         mine = padded(x_TD, 0, most), padded(expert_TK + 1, 0, most) - 1, padded(weight_TK, 0, most)  # -1: no expert
-        x, expert, weight = (_Gathered.apply(one, self) for one in mine)
+        x, expert, weight = (self._send(one, gather, scatter) for one in mine)
         shares = run_experts(run, x, expert, weight, start, stop - start)
-        return _Scattered.apply(shares, self)[:tokens]  # type: ignore[no-any-return]
+        return self._send(shares, scatter, gather)[:tokens]
 
     def _by_all_to_all(self, run: Run, num_experts: int, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         # 1. where each token goes: in the order of the ranks that have its experts
@@ -152,12 +155,16 @@ class ExpertAxis:
         # 2. there, through the experts, and back
         sent = x_TD.new_zeros(ranks * most, x_TD.size(-1)).index_put((slot_P,), x_TD[token])
         numbers = expert_TK.new_full((ranks * most, 1), -1).index_put((slot_P,), expert_TK[token, choice, None])
-        x, expert = _Exchanged.apply(sent, self), _Exchanged.apply(numbers, self)
+        x, expert = self._send(sent, exchange, exchange), self._send(numbers, exchange, exchange)
         start, stop = self.part(num_experts)
         out = run_experts(run, x, expert, x.new_ones(expert.shape), start, stop - start)
-        out_PD = _Exchanged.apply(out, self)[slot_P] * weight_TK[token, choice, None]
+        out_PD = self._send(out, exchange, exchange)[slot_P] * weight_TK[token, choice, None]
         # 3. the sum for each token, as on one rank
         return _sum_of_choices(out_PD.to(x_TD.dtype), token, choice, expert_TK.shape)
+
+    def _send(self, tensor: Tensor, there: Send, back: Send) -> Tensor:
+        sent: Tensor = _Message.apply(tensor, self, there, back)
+        return sent
 
     def _most(self, number: int) -> int:
         """The largest of these numbers on the ranks that exchange tokens."""
@@ -197,96 +204,51 @@ class _FromNoRows(torch.autograd.Function):
         return gradient, gradient.new_zeros(ctx.rows)
 
 
-class _Gathered(torch.autograd.Function):
-    """All ranks' tokens; the backward adds up the ranks' gradients of this rank's."""
+class _Message(torch.autograd.Function):
+    """Sends a tensor by one of the messages below; the backward sends its gradient by another."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, axis: ExpertAxis) -> Tensor:
-        ctx.axis = axis
-        return _gather(mine, axis, EXPERT_FORWARD)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _scatter(gradient, ctx.axis, EXPERT_BACKWARD), None
-
-
-class _Scattered(torch.autograd.Function):
-    """The sum of all ranks' shares, of which each keeps its tokens; the backward gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, shares: Tensor, axis: ExpertAxis) -> Tensor:
-        ctx.axis = axis
-        return _scatter(shares, axis, EXPERT_FORWARD)
+    def forward(ctx: Any, mine: Tensor, axis: ExpertAxis, there: Send, back: Send) -> Tensor:
+        ctx.axis, ctx.back = axis, back
+        return there(mine, axis, EXPERT_FORWARD)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gather(gradient, ctx.axis, EXPERT_BACKWARD), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(gradient, ctx.axis, EXPERT_BACKWARD), None, None, None
 
 
-class _Exchanged(torch.autograd.Function):
-    """Piece k goes to rank k; the backward sends the gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, axis: ExpertAxis) -> Tensor:
-        ctx.axis = axis
-        return _exchange(mine, axis, EXPERT_FORWARD)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _exchange(gradient, ctx.axis, EXPERT_BACKWARD), None
-
-
-class _Shared(torch.autograd.Function):
-    """A tensor that the tensor ranks read for different experts; the backward adds up their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: ExpertAxis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _sum(gradient, ctx.axis, EXPERT_BACKWARD), None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum of the shares of the tensor ranks; its gradient is the same on each of them."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, axis: ExpertAxis) -> Tensor:
-        return _sum(share, axis, EXPERT_FORWARD)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def _gather(mine: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
+def gather(mine: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
+    """All ranks' tokens."""
     whole = mine.new_empty(axis.comm.mesh.count(axis.tokens_over) * len(mine), *mine.shape[1:])
     axis.comm.all_gather(whole, mine.contiguous(), axis.tokens_over, Note(phase)).wait()
     return whole
 
 
-def _scatter(shares: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
+def scatter(shares: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
+    """This rank's tokens, of which each rank has a share."""
     mine = shares.new_empty(len(shares) // axis.comm.mesh.count(axis.tokens_over), *shares.shape[1:])
     axis.comm.reduce_scatter(mine, shares.contiguous(), axis.tokens_over, note=Note(phase)).wait()
     return mine
 
 
-def _exchange(mine: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
+def exchange(mine: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
+    """Piece k goes to rank k."""
     arrived = torch.empty_like(mine, memory_format=torch.contiguous_format)
     axis.comm.all_to_all(arrived, mine.contiguous(), axis.tokens_over, Note(phase)).wait()
     return arrived
 
 
-def _sum(share: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
+def add_up(share: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
+    """The sum of the tensor ranks' shares."""
     whole = share.clone(memory_format=torch.contiguous_format)
     axis.comm.all_reduce(whole, TENSOR, note=Note(phase)).wait()
     return whole
+
+
+def keep(same: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
+    """Nothing is sent: the tensor ranks have the same."""
+    return same.view_as(same)
 
 
 # ---- models ------------------------------------------------------------------------------------------------------

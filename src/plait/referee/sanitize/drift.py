@@ -99,10 +99,11 @@ class DriftCheck:
         self.placed, self.every, self._last = placed, every, -1
         strategy, mesh = placed.strategy, placed.comm.mesh
         cells = (strategy.params, strategy.optim, FULL)
-        kinds = ((cell, whole, axes) for cell in cells for whole in (True, False) for axes in (DENSE, EXPERTS))
-        self.kinds = list(dict.fromkeys(alike(cell, mesh, whole=whole, axes=axes) for cell, whole, axes in kinds))
+        dense = [alike(cell, mesh, whole=whole) for cell in cells for whole in (True, False)]
         if mesh.pipe > 1:
-            self.kinds += [(*kind, "pipe") for kind in self.kinds]
+            dense += [(*kind, "pipe") for kind in dense]  # of weights that several stages use
+        shared = [alike(cell, mesh, whole=False, axes=EXPERTS) for cell in cells] if placed.parallel.experts else []
+        self.kinds = list(dict.fromkeys((*dense, *shared)))
         self.kinds = [kind for kind in self.kinds if kind]
 
     def __call__(self, event: str, engine: Engine) -> None:

@@ -198,14 +198,18 @@ def unpredicted(job: Job, engine: Engine) -> frozenset[str]:
     tensor = set() if job.one_stream else {FORWARD, BACKWARD}
     known = any(hasattr(module, "gathered_widths") for module in engine.model.modules())
     context = set() if known else {CONTEXT_FORWARD, CONTEXT_BACKWARD}
-    experts = set() if known_experts(engine) else {EXPERT_FORWARD, EXPERT_BACKWARD}
+    experts = set() if known_experts(job, engine) else {EXPERT_FORWARD, EXPERT_BACKWARD}
     return frozenset(tensor | context | experts | ({BALANCE} if experts_of(engine.model) else set()))
 
 
-def known_experts(engine: Engine) -> bool:
+def known_experts(job: Job, engine: Engine) -> bool:
     """True if the sizes of the messages of experts can be told: their tokens are gathered, and they say how wide."""
     layers = experts_of(engine.model).values()
-    return not engine.placed.parallelism.all_to_all and all(hasattr(layer, "expert_widths") for layer in layers)
+    return (
+        job.one_stream
+        and not engine.placed.parallelism.all_to_all
+        and all(hasattr(layer, "expert_widths") for layer in layers)
+    )
 
 
 def left_out(units: Mapping[str, float]) -> str:
@@ -254,7 +258,7 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
             sites = stage.parallel.sites
             entries += predict_tensor(sites, leading, comm.mesh, itemsize, sequence=sequence, twice=stage.blocks)
         layers: Any = experts_of(stage.model)
-        for cut in (False, True) if layers and known_experts(engine) else ():
+        for cut in (False, True) if layers and known_experts(job, engine) else ():
             mine = {n: m.expert_widths for n, m in layers.items() if m.expert_axis and m.expert_axis.sequence == cut}
             tokens = rows if cut else [math.prod(shape) for shape in leading]
             entries += predict_experts(mine, comm.mesh, tokens, itemsize, sequence=cut, twice=stage.blocks)

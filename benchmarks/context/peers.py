@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plait.tensor.time_axis import TimeAxis
 
 TORCH_WAYS = ("allgather", "alltoall")
-"""How torch moves keys and values: all at once, or block by block."""
+"""The ways in which torch moves keys and values: all at once, or block by block."""
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -67,7 +67,7 @@ def by_hand(axis: TimeAxis) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def refusal() -> str:
-    """What torch's public ``context_parallel`` does here, with every kernel that a CPU has."""
+    """Tries torch's public ``context_parallel`` with every kernel that a CPU has; returns its errors."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     mesh, said = init_device_mesh("cpu", (dist.get_world_size(),)), []

@@ -306,7 +306,7 @@ def with_constants(plan: Plan, constants: Constants) -> Plan:
 
 def tr11(data: Path) -> Source:
     """Megatron-DeepSpeed on A100 80 GB in bf16, ZeRO 1 and full recomputation; memory by nvidia-smi.  Its fork of 2021
-    adds gradients to those before with kernels of their own."""
+    adds gradients to those before in separate kernels."""
     found = Source("bigscience_tr11.csv")
     needed = ["hidden", "layers", "dp", "tp", "pp", "nodes", "micro_batch", "global_batch", "sec_per_it"]
     for row in rows_of(data, found.name):

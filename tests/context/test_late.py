@@ -1,4 +1,4 @@
-"""What comes after the first steps of a run under a context axis: evaluation, an average, a resume elsewhere, text."""
+"""After the first steps of a run under a context axis: evaluation, an average, a resume elsewhere, text."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Model(nn.Module):
         return counts
 
     def balance(self, share: Tensor, often: Tensor) -> Tensor:
-        """How often an expert is chosen, times its mean probability, [samples, time, experts]; a sum over sequences."""
+        """Choices of an expert times its mean probability, [samples, time, experts]; a sum over sequences."""
         each = often.mean(1)
         if self.whole_batch:
             counts = (self if self.engine is None else self.engine).over_batch(often.sum((0, 1)))
@@ -88,7 +88,7 @@ class Model(nn.Module):
         return self.shared(x) + self.routed(x, weights, chosen)  # type: ignore[no-any-return]
 
     def routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """What the experts that are here make of tokens [n, width], of which each goes to ``chosen`` [n, TOP]."""
+        """Runs the experts that are here on tokens [n, width], of which each goes to ``chosen`` [n, TOP]."""
         y = torch.zeros_like(x)
         for name, expert in self.experts.items():
             token, slot = (chosen == int(name)).nonzero(as_tuple=True)
@@ -218,7 +218,7 @@ class Engine:
         return tensor
 
     def squares(self, experts: bool) -> Tensor:
-        """Of the gradients of the dense parameters, or of the experts that are here."""
+        """The norm of the gradients of the dense parameters, or of the experts that are here."""
         named = [(n, p.grad) for n, p in self.model.named_parameters() if n.startswith("experts") == experts]
         return torch.stack([g.square().sum() for _, g in named if g is not None]).sum()
 

@@ -198,7 +198,7 @@ ROUTER = "2 other parameters are wrong too"
 FAULTS = [
     Fault(ExpertsAreNotDivided, "DeepSpeed #5618, Megatron-LM #5956", "gradient", "experts.3.bias", "2 times what it should be; 7 other parameters are wrong too: the gradient of some parameters: it is divided by the 2 ranks that have it, and not by all 4"),
     Fault(ExpertsAreMixed, "DeepSpeed #3521", "gradient", "experts.2.weight", "it is made of the gradients of experts.0.weight and experts.2.weight"),
-    Fault(ReplicasOfExpertsKeepTheirOwn, "Megatron-LM #5916", "gradient", "experts.3.bias", "each rank has its own part of the sum, and nobody adds them up over the 2 ranks"),
+    Fault(ReplicasOfExpertsKeepTheirOwn, "Megatron-LM #5916", "gradient", "experts.3.bias", "each rank has a part of the sum, and the parts are not added up over the 2 ranks"),
     Fault(IdleExpertsHaveNoGradient, "NeMo Automodel #2995", "update", "experts.3.weight", "its gradient is None, and the job's is zeros: the optimizer's decay and momentum leave it out", 1),
     Fault(IdleExpertsSendNothing, "DeepSpeed #5066", "", "", "in sum all_reduce over replica (64 x float32)"),
     Fault(WeightsGetTheGradientOfOwnExperts, "transformers #48205", "gradient", "gate.bias", ROUTER),
@@ -215,7 +215,7 @@ FAULTS = [
     Fault(NormIsAveraged, "DeepSpeed #8478", "gradient", "", "it is clipped by the mean of the ranks' norms, each of what that rank has", settings={"clip": CLIP}),
     Fault(NormWithoutExperts, "DeepSpeed #8613", "gradient", "", "the norm that it is clipped by leaves out what some ranks alone have (experts.0.weight and 7 more)", settings={"clip": CLIP}),
     Fault(NormOfTheOwnGroup, "NeMo Automodel #3816, ColossalAI #2192", "gradient", "", "each rank clips by the norm of its own pieces", settings={"clip": CLIP}),
-    Fault(ExpertsAreClippedAlone, "Megatron-LM #785", "gradient", "experts.3.bias", "is clipped by a norm of its own; the norm of the whole is what counts", settings={"clip": CLIP}),
+    Fault(ExpertsAreClippedAlone, "Megatron-LM #785", "gradient", "experts.3.bias", "is clipped by a separate norm, not by that of the whole", settings={"clip": CLIP}),
     Fault(ExpertsAreNumberedByRank, "KempnerForge #202, DeepSpeed #6589", "between", "experts.2.weight", "something besides the optimizer writes parameters"),
     Fault(ExpertsAreReplacedAfterTheOptimizer, "DeepSpeed #8354", "", "", "4 of the optimizer's tensors are no parameters of the model"),
 ]  # fmt: skip

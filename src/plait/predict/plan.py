@@ -171,7 +171,7 @@ class Plan:
 
     @property
     def shares_experts(self) -> bool:
-        """True if experts are units of their own, which several ranks share."""
+        """True if a layer's experts are a unit, which several ranks share."""
         return self.model.experts > 0 and self.mesh.count(EXPERTS.cut) > 1
 
     def bubbles(self, forward: float, backward: float) -> Bubbles:

@@ -99,7 +99,7 @@ class Decoder(Transformer):
         return int(link.rpartition(".")[2]) < self.dense_layers if link.startswith("model.layers.") else True
 
     def experts_of(self, link: str) -> tuple[Named, ...]:
-        """The parameters of a link's experts, which are a unit of their own."""
+        """The parameters of a link's experts, which are a separate unit."""
         if not self.experts or self.is_dense(link):
             return ()
         up, down = (self.experts, 2 * self.ffn, self.hidden), (self.experts, self.hidden, self.ffn)

@@ -68,7 +68,7 @@ def _scaled(traces: Traces, same: Sequence[Wrong]) -> str:
     by_rank = {w.pair.rank: w.discrepancy.factor or 0.0 for w in same if w.pair.where.microbatch == where.microbatch}
     if traces.mesh.context > 1 and len({factor_text(factor) for factor in by_rank.values()}) > 1:
         parts = " and ".join(f"{factor_text(factor)} times on rank {rank}" for rank, factor in by_rank.items())
-        return f"the steps of time of microbatch {where.microbatch} count {parts}, each rank by a number of its own"
+        return f"the steps of time of microbatch {where.microbatch} count {parts}, each rank by another number"
     factors = {w.pair.where.microbatch: w.discrepancy.factor or 0.0 for w in same}
     grouping = groupings(traces.mesh.data_size, traces.microbatches)[-1]
     names = grouping.names if len(grouping.names) == len(one.counts) else None

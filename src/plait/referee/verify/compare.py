@@ -194,7 +194,7 @@ LINKS: Mapping[Phase, str] = {
     "clip": "clipped",
     "update": "update",
 }
-"""Those against plain PyTorch, in causal order."""
+"""The kinds of findings against plain PyTorch, in causal order."""
 HEARD = ("parameter", "forward", "backward", "contribution")
 IN_PIECES = ("sum", "clip", "update", "state")
 

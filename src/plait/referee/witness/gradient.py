@@ -236,7 +236,7 @@ def _clipped_alone(faulty: Sequence[Seen], setting: Setting) -> str:
 
 
 def _not_added(name: str, faulty: Sequence[Seen], setting: Setting) -> bool:
-    """Whether the gradients of all ranks that have a parameter, whole, add up to the right one."""
+    """True if the gradients of all ranks that have a parameter, whole, add up to the right one."""
     whole = tuple((0, size) for size in setting.true[name].shape)
     own = [one for one in faulty if one.run.regions.get(name) == whole]
     if len(own) != holders(setting.witnessed, name) or len(own) == 1:
@@ -268,11 +268,11 @@ def _by_parameter(setting: Setting, faulty: Sequence[Seen]) -> Judgement:
         others += ", unless it is these that are wrong" * (2 * rest <= len(setting.true))
     held = holders(setting.witnessed, name)
     if shape.pattern == "factor" and _clipped_apart(shape.factor or 0.0, shapes, common[ranks[0]], setting):
-        cause += " is clipped by a norm of its own; the norm of the whole is what counts"
+        cause += " is clipped by a separate norm, not by that of the whole"
     elif shape.pattern == "factor":
         cause += f": {cause_of_factor(shape.factor or 0.0, replace(setting, scaled=1.0), 1, held)}"
     elif _not_added(name, faulty, setting):
-        cause += f": each rank has its own part of the sum, and nobody adds them up over the {held} ranks"
+        cause += f": each rank has a part of the sum, and the parts are not added up over the {held} ranks"
     elif shape.pattern == "nothing":
         cause += " was never computed, or never sent"
     elif made := made_of_others(next(o.observed[n] for o, n, _ in shapes if n == name), name, setting.true):
@@ -286,7 +286,7 @@ def _by_parameter(setting: Setting, faulty: Sequence[Seen]) -> Judgement:
 def _clipped_apart(
     factor: float, shapes: Sequence[tuple[Seen, str, Discrepancy]], times: float, setting: Setting
 ) -> bool:
-    """Whether the parameters with a common factor have been brought to the norm of the clip without the others."""
+    """Tells if the parameters with a common factor have been brought to the norm of the clip without the others."""
     alike = {name for _, name, shape in shapes if shape.factor and abs(shape.factor - factor) <= NEAR * abs(factor)}
     squares = sum(wide(setting.true[name]).square().sum().item() for name in alike)
     norm = math.sqrt(squares) * abs(factor * times)
@@ -312,7 +312,7 @@ def _shape(one: Seen, name: str, times: float = 1.0, slack: float = 0.0) -> Disc
 
 
 def cause_of_factor(factor: float, setting: Setting, calls: int, held: int | None = None) -> str:
-    """What likely makes a factor of the whole gradient, or of a parameter that ``held`` ranks have."""
+    """The likely cause of a factor of the whole gradient, or of a parameter that ``held`` ranks have."""
     if not factor:
         return "it is thrown away before the optimizer's step (zero_grad between backward and step)"
     n, count, samples = setting.ranks, setting.count, setting.samples

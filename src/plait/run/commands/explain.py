@@ -120,7 +120,7 @@ def _explain_row(row: Strategy, mesh: Mesh, json: str | None) -> int:
 
 
 def _share(one: Move, mesh: Mesh) -> float:
-    """What a rank sends in a move, as a share of the bytes of all parameters."""
+    """The bytes that a rank sends in a move, as a share of the bytes of all parameters."""
     size = MOST_RANKS * mesh.count(one.axes)  # any number that the ranks divide
     return bytes_sent(one.kind, size, mesh.count(one.axes)) / size / mesh.count(one.outer)
 

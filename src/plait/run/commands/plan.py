@@ -78,7 +78,7 @@ class PlanConfig(SizeFlags):
     """
 
     job: str | None = None
-    """FILE.py:NAME, a plait.UserJob of your own: its forward and loss run once on meta, with its own batch."""
+    """FILE.py:NAME, a plait.UserJob of your own: its forward and loss run once on meta, with its batch."""
     params: str | None = None
     """Number of parameters, as 10B or 1T, where no sizes are known: only their state is counted."""
     hosts: int | None = None

@@ -128,7 +128,7 @@ class Family:
     """True if all modules of a tensor plan read activations of the shape ``leading``: then their messages can be
     predicted."""
     one_tensor: bool = True
-    """True if a stage hands over activations of the sizes' ``width``, and nothing with them."""
+    """True if a stage sends activations of the sizes' ``width`` to the next, and nothing with them."""
     samples: int | None = None
     """Samples of one step, if the data decides them and not a flag."""
     optimizer: OptimizerRow | None = None

@@ -1,4 +1,4 @@
-"""A user's job as the planner reads it: one forward and loss of its own model and batch on meta, where nothing is
+"""A user's job as the planner reads it: one forward and loss of its model and batch on meta, where nothing is
 computed or allocated."""
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import plait
 from plait.run.config.settings import VerifyConfig
 from plait.run.models.gpt import IGNORED, token_count
 from plait.run.models.moe import MixtureOfExperts, MoE, MoEConfig, loss_sum
-from plait.tensor.expert_axis import ExpertAxis, _Gathered
+from plait.tensor.expert_axis import ExpertAxis, scatter
 from plait.zero.flat_gradient import FlatGradient
 
 SAMPLES, LENGTH = 8, 8
@@ -49,12 +49,14 @@ def copies_of_experts_keep_their_own(patch: Patch) -> None:
     not_sent(patch, lambda message, note: "expert_shard" in message.axes)
 
 
-def weights_get_the_gradient_of_own_experts(patch: Patch) -> None:
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        ways = ctx.axis.comm.mesh.count(ctx.axis.tokens_over)
-        return gradient.chunk(ways)[ctx.axis.index], None
+@instead(ExpertAxis, "_send")
+def weights_get_the_gradient_of_own_experts(
+    original: Any, self: ExpertAxis, tensor: Tensor, there: Any, back: Any
+) -> Any:
+    def mine(gradient: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
+        return gradient.chunk(axis.comm.mesh.count(axis.tokens_over))[axis.index]
 
-    patch.setattr(_Gathered, "backward", staticmethod(backward))
+    return original(self, tensor, there, mine if back is scatter else back)
 
 
 @instead(ExpertAxis, "experts")

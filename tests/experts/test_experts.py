@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import plait
 from plait.anymodel import plan_of
 from plait.anymodel.experts import use_expert_axis
+from plait.referee.sanitize.drift import DriftCheck, DriftError
 from plait.run.commands.main import main
 from plait.run.models.gpt import token_count
 from plait.run.models.hf import BUILDING
@@ -187,6 +188,22 @@ def test_settings_without_the_axis_are_refused() -> None:
         plait.Mesh.parse("shard=3 expert=2")
     with pytest.raises(ValueError, match="all_to_all goes over the expert axis, and mesh 'shard=2' has none"):
         plait.run_threads("shard=2", lambda c: train(c, all_to_all=True))
+
+
+def test_ranks_with_the_same_experts_are_compared() -> None:
+    def body(comm: plait.Comm) -> None:
+        comm.engine_watchers += (lambda engine: DriftCheck(engine, 1),)
+        with plait.empty_parameters():
+            model = MoE(CONFIG).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        engine = plait.Engine(model, comm, strategy="ddp", optimizer=optimizer, loss_fn=loss_sum, count_fn=token_count)
+        engine.step([batch(0, comm.rank, ragged=False)])
+        if comm.rank == 1:
+            next(o for o in engine.placed.owned if o.name == "blocks.0.mlp.experts.down").view.data[0] += 1e-9
+        engine.step([batch(1, comm.rank, ragged=False)])
+
+    with pytest.raises(DriftError, match=r"parameter 'blocks.0.mlp.experts.down' .*of expert rank 1.* rank 1 .*rank 3"):
+        plait.run_threads("shard=4 expert=2", body)
 
 
 class Forgetful(Plain):

@@ -163,7 +163,7 @@ class ExpertAxis:
         return _sum_of_choices(out_PD.to(x_TD.dtype), token, choice, expert_TK.shape)
 
     def _send(self, tensor: Tensor, there: Send, back: Send) -> Tensor:
-        sent: Tensor = _Message.apply(tensor, self, there, back)
+        sent: Tensor = _ThereAndBack.apply(tensor, self, there, back)
         return sent
 
     def _most(self, number: int) -> int:
@@ -204,7 +204,7 @@ class _FromNoRows(torch.autograd.Function):
         return gradient, gradient.new_zeros(ctx.rows)
 
 
-class _Message(torch.autograd.Function):
+class _ThereAndBack(torch.autograd.Function):
     """Sends a tensor by one of the messages below; the backward sends its gradient by another."""
 
     @staticmethod

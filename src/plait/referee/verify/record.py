@@ -199,7 +199,9 @@ def unpredicted(job: Job, engine: Engine) -> frozenset[str]:
     known = any(hasattr(module, "gathered_widths") for module in engine.model.modules())
     context = set() if known else {CONTEXT_FORWARD, CONTEXT_BACKWARD}
     experts = set() if known_experts(job, engine) else {EXPERT_FORWARD, EXPERT_BACKWARD}
-    return frozenset(tensor | context | experts | ({BALANCE} if experts_of(engine.model) else set()))
+    in_parts = engine.comm.mesh.context > 1 or engine.placed.parallelism.sequence_parallel
+    balance = {BALANCE} if in_parts and experts_of(engine.model) else set()
+    return frozenset(tensor | context | experts | balance)
 
 
 def known_experts(job: Job, engine: Engine) -> bool:

@@ -326,7 +326,7 @@ def kept_gathered(job: Job, model: Any, comm: Comm) -> Driven:
 # ---- the list ----------------------------------------------------------------------------------------------------
 
 
-LAST, NOT_ADDED = "only the last forward of each rank is in it", "nobody adds them up over the 2 ranks"
+LAST, NOT_ADDED = "only the last forward of each rank is in it", "the parts are not added up over the 2 ranks"
 PIPE, TENSOR = "pipe=2", "tensor=2"
 
 BUGS = [

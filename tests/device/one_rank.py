@@ -50,12 +50,70 @@ def torch_step() -> Step:
     return step
 
 
-def plait_step(strategy: str, microbatches: int = 1, **settings: Any) -> Step:
-    net, batch = model(), torch.randn(SAMPLES, WIDTH).to(stand_in.NAME)
-    optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
-    common: dict[str, Any] = {"optimizer": optimizer, "loss_fn": loss_sum, "count_fn": len}
-    engine = plait.Engine(net, plait.join(device=stand_in.NAME), strategy=strategy, **common, **settings)
-    return lambda: engine.step([batch] * microbatches)
+FUSED: dict[str, Any] = {"lr": 1e-3, "fused": True}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": partial(torch.optim.AdamW, foreach=False),
+    "fused AdamW": partial(torch.optim.AdamW, **FUSED),
+    "fused Adam": partial(torch.optim.Adam, **FUSED),
+    "fused SGD": partial(torch.optim.SGD, **FUSED, momentum=0.9),
+}
+
+
+def engine_on(device: str, optimizer: str, strategy: str = "zero3", **settings: Any) -> plait.Engine:
+    net = model().to(device)
+    common: dict[str, Any] = {"optimizer": OPTIMIZERS[optimizer](net.parameters()), "loss_fn": loss_sum}
+    return plait.Engine(net, plait.join(device=device), strategy=strategy, count_fn=len, **common, **settings)
+
+
+def plait_step(strategy: str, microbatches: int = 1, optimizer: str = "AdamW", **settings: Any) -> Step:
+    engine, batch = engine_on(stand_in.NAME, optimizer, strategy, **settings), torch.randn(SAMPLES, WIDTH)
+    return partial(engine.step, [batch.to(stand_in.NAME)] * microbatches)
+
+
+BAD = 3
+"""The number of the batch whose loss is not finite."""
+
+
+def batches() -> list[Tensor]:
+    made = [torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(8)]
+    made[BAD][2, 5] = torch.inf
+    return made
+
+
+def late(optimizer: str) -> dict[str, Any]:
+    """A run on the device with a bad batch: where that was told; how far the end is from the CPU's without it and the
+    one after it, which is thrown away where the error comes."""
+    ours, right, told = (*(engine_on(place, optimizer, clip=0.5) for place in (stand_in.NAME, "cpu")), [])
+    for number, batch in enumerate(batches()):
+        try:
+            result = ours.step([batch.to(stand_in.NAME)])
+        except FloatingPointError as error:
+            told.append((number, str(error)))
+        if number not in (BAD, BAD + 1):
+            wanted = right.step([batch])
+    apart = [
+        (ours.full_state_dict()[name] - value).abs().max().item() for name, value in right.full_state_dict().items()
+    ]
+    states = [
+        [value.cpu() for state in one.optimizer_state_dict()["state"].values() for value in state.values()]
+        for one in (ours, right)
+    ]
+    apart += [(a - b).abs().max().item() for a, b in zip(*states, strict=True)]
+    numbers = ("loss", "grad_norm", "local_losses", "count", "made")
+    same = [getattr(result, name) == getattr(wanted, name) for name in numbers]
+    return {"told": told, "apart": max(apart), "same": all(same)}
+
+
+def looks(look: Callable[[plait.Engine], Any]) -> list[str]:
+    """The errors of two looks after a bad step."""
+    engine, told = engine_on(stand_in.NAME, "fused AdamW"), []
+    engine.step([batches()[BAD].to(stand_in.NAME)])
+    for _ in range(2):
+        try:
+            look(engine)
+        except FloatingPointError as error:
+            told.append(str(error))
+    return told
 
 
 def peak(device: Any, make: Callable[[], Step]) -> int:
@@ -98,10 +156,15 @@ def main() -> None:
         most = peak(device, partial(plait_step, strategy))
         print(json.dumps({"case": f"memory, {strategy}", "peak": most}), flush=True)
     cases: dict[str, dict[str, Any]] = {"plain": {}, "clipped": {"clip": 1.0}, "3 microbatches": {"microbatches": 3}}
+    cases |= {name: {"clip": 1.0, "optimizer": name} for name in OPTIMIZERS if name.startswith("fused")}
     for name, settings in cases.items():
-        print(
-            json.dumps({"case": f"waits, {name}", "waits": waits(device, plait_step("zero3", **settings))}), flush=True
-        )
+        found = waits(device, plait_step("zero3", **settings))
+        print(json.dumps({"case": f"waits, {name}", "waits": found}), flush=True)
+    for name in OPTIMIZERS:
+        if name.startswith("fused"):
+            print(json.dumps({"case": f"late, {name}"} | late(name)), flush=True)
+    for name, look in {"loss": lambda e: e.last.loss, "save": lambda e: e.check_between_steps("a save")}.items():
+        print(json.dumps({"case": f"looks, {name}", "told": looks(look)}), flush=True)
     os._exit(0)  # torch's threads of the device would outlive it
 
 

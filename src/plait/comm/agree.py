@@ -26,9 +26,9 @@ def gather_floats(comm: Comm, row: Sequence[float], axes: Sequence[str], note: N
 
 
 def _gather_rows(comm: Comm, row: list[Any], dtype: torch.dtype, axes: Sequence[str], note: Note) -> list[list[Any]]:
-    if comm.mesh.count(axes) == 1:  # no device is asked for numbers of this host
+    if comm.mesh.count(axes) == 1:
         return [row]
-    piece = torch.tensor(row, dtype=dtype, device=comm.device)
+    piece = torch.tensor(row, dtype=dtype)  # numbers of the hosts go from host to host: no device is asked for them
     rows = piece.new_empty(comm.mesh.count(axes), len(row))
     comm.all_gather(rows, piece, axes, note).wait()
     return list(rows.tolist())

@@ -166,13 +166,13 @@ def pair_of(mesh: Mesh, rank: int, kind: str, peer: int) -> Group:
 
 
 def flat(tensor: Tensor, name: str, kind: str, device: torch.device) -> Tensor:
-    """Returns the tensor as 1-D, where it is contiguous and on the device of this world."""
+    """Returns the tensor as 1-D, where it is contiguous and on the CPU or the device of this world."""
     if not tensor.is_contiguous():
         raise ValueError(
             f"{kind}: {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
             "contiguous: call .contiguous() first, and copy back where it is written"
         )
-    if tensor.device.type != device.type:
+    if tensor.device.type not in (device.type, "cpu"):
         raise ValueError(f"{kind}: {name} is on {tensor.device}, this world moves {device} tensors")
     if tensor.dim() == 1 and not tensor.requires_grad and type(tensor) is Tensor:
         return tensor

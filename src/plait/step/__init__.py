@@ -3,6 +3,7 @@
 engine.py           ``Engine``: the step, and the calls of a program's own loop                start here
 optimizer_hooks.py  reduce before the step of a stock optimizer, publish after it
 reduce.py           between the last backward and the update: sums, norm, clipping
+late.py             the end of a step that the host does not wait for
 placed_model.py     the parts of an engine: stages, units, the runs that this rank owns
 step.py             a step under way, and its result
 exchange.py         the two small messages of a step on which all ranks agree

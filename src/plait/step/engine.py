@@ -321,9 +321,8 @@ class Engine(StaysHere):
         self._tell("reducing")
         now.reduced = True
         try:
-            limit = self.clip if clip is None else clip
-            position = position_of(self.steps, self._discarded, self.optimizers)
-            self.last = self.gradients.reduce(now, self.steps, position, limit, self._tell)
+            place = position_of(self.steps, self._discarded, self.optimizers)
+            self.last = self.gradients.reduce(now, self.steps, place, self.clip if clip is None else clip, self._tell)
         except BaseException:
             self._close()  # the sums are used up
             raise
@@ -484,6 +483,7 @@ class Engine(StaysHere):
 
     def check_between_steps(self, what: str) -> None:
         """Raises ValueError in the middle of a step, or inside of a block that has put other values into the model."""
+        self.gradients.settle()
         if self._open is not None or self._blocks or self._broken:
             raise ValueError(
                 f"{what} in the middle of a step, or of one that failed, or inside of engine.gathered() or an average: "

@@ -146,11 +146,6 @@ class Exchange:
         have = {name: bool(masks[i // BITS] >> (i % BITS) & 1) for i, name in enumerate(self.names)}
         return Report(total, ends[:: self.tensor], have, [row[last_bit:] for row in rows])
 
-    def ranks_with_losses(self) -> list[int]:
-        """The ranks whose losses a report has, by data rank."""
-        first = self.losses_at * self.in_stage
-        return list(range(first, first + self.in_stage, self.tensor))
-
 
 def _digest(microbatches: Sequence[Any]) -> int:
     """31 bits of some elements of every tensor that is on the host."""

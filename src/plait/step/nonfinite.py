@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from plait.step.exchange import Exchange, Report
+
 NonFinite = Literal["raise", "skip"]
 """The engine's choice for a step with a loss or gradient that is not finite."""
 
@@ -40,3 +42,16 @@ def described(losses: Sequence[tuple[int, Sequence[float]]], places: Sequence[fl
             reasons.append(f"a gradient in the unit of {names[index]!r} in microbatch {microbatch} on rank {rank}")
     more = f", and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
     return "; ".join(reasons[:NAMED]) + more
+
+
+def not_finite(step: int, report: Report, exchange: Exchange) -> FloatingPointError:
+    """The error of a step with this report."""
+    first = exchange.losses_at * exchange.in_stage
+    ranks = range(first, first + exchange.in_stage, exchange.tensor)  # of the losses, by data rank
+    losses = list(zip(ranks, report.losses, strict=True))
+    problem = described(losses, [row[0] for row in report.marks], exchange.names)
+    return FloatingPointError(
+        f"step {step} (counted from 0) is not finite: {problem or 'the sum of the gradients over the ranks'}; "
+        f"no parameter was changed. Look at these samples, lower the learning rate, clip, or leave such steps "
+        f'out with nonfinite="skip"'
+    )

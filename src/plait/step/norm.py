@@ -40,10 +40,6 @@ class Norm:
         first = self.first_copy[owned.flat.axes] and (owned.cut is not None or owned.flat.tensor_rank == 0)
         return first and id(owned.flat) not in self.copies
 
-    def of(self, squares: float) -> float:
-        """``norm_of`` a sum of squares over all ranks."""
-        return norm_of(squares, self.dtype)
-
 
 def square_sum(runs: Iterable[Tensor]) -> float:
     """The sum of squares in fp64, run by run; waits for the device once."""

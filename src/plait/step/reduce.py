@@ -9,7 +9,9 @@ parameters nor its state change.  With a loss scale such a step is always skippe
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
+from itertools import islice
 from typing import get_args
 from zlib import crc32
 
@@ -19,8 +21,9 @@ from torch.optim import Optimizer
 
 from plait.comm.texts import differences
 from plait.step.exchange import Report
-from plait.step.nonfinite import NonFinite, described, encoded
-from plait.step.norm import block_norms, clip_factor, scale, sum_squares
+from plait.step.late import LateResult, clip_on_device, may_be_late
+from plait.step.nonfinite import NonFinite, encoded, not_finite
+from plait.step.norm import block_norms, clip_factor, norm_of, scale, sum_squares
 from plait.step.placed_model import PlacedModel
 from plait.step.step import OpenStep, StepResult
 from plait.step.watcher import Event
@@ -46,13 +49,10 @@ def position_of(step: int, discarded: int, optimizers: Iterable[Optimizer]) -> d
 
 
 @torch.no_grad()
-def read(device: torch.device, *groups: Sequence[Tensor]) -> list[list[float]]:
-    """The values of groups of scalars, by group; waits for the device once."""
-    rows = [torch.stack(tuple(group)).view(-1) if group else torch.zeros(0, device=device) for group in groups]
-    if device.type == "cpu":
-        return [row.tolist() for row in rows]
-    values = iter(torch.cat([row.to(device, torch.float64) for row in rows]).tolist())
-    return [[next(values) for _ in row] for row in groups]
+def joined(device: torch.device, *groups: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """Groups of scalars as one row in fp64, and their sizes."""
+    rows = [torch.stack(tuple(group)).view(-1).to(device, torch.float64) for group in groups if group]
+    return torch.cat(rows), list(map(len, groups))
 
 
 class Reduce:
@@ -67,6 +67,8 @@ class Reduce:
         """True if the last step was made, False if it was skipped."""
         self.have_gradient: dict[str, bool] = {}
         """True for each parameter that got a gradient on any rank in the last step."""
+        self.late: LateResult | None = None
+        """The last result that the device decided on."""
         self.watch = GradientWatch()
         if loss_scale is None:
             for stage in placed.stages.values():
@@ -76,6 +78,11 @@ class Reduce:
     def scale(self) -> float:
         """The factor of the loss."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
+    def settle(self) -> None:
+        """Raises the error of a step on a device that was not finite."""
+        if self.late is not None:
+            self.late.settle()
 
     def reduce(
         self,
@@ -98,6 +105,7 @@ class Reduce:
             FloatingPointError: on all ranks, a loss or gradient that is not finite, if nothing else was asked for.
         """
         placed, exchange, owned, norm = self.placed, self.placed.exchange, self.placed.owned, self.placed.norm
+        self.settle()
         for stage in placed.stages.values():
             stage.gradients.reduce()
         if placed.ties.edges:
@@ -112,33 +120,44 @@ class Reduce:
         tell("reduced")
         measured = clip is not None or self.loss_scale is not None
         blocks = block_norms(o.gradient for o in owned if norm.counts(o)) if measured else ()
-        losses, norms, seen = read(placed.comm.device, now.losses, blocks, self.watch.squares)
         touched = {name for stage in placed.stages.values() for name in stage.gradients.touched()}
-        first = self.watch.first(seen)
-        place = 0.0 if first is None else float(encoded(first, exchange.names))
-        marks = [place, float(placed.comm.stop_signal), float(crc32(repr(position).encode()))]
-        report = exchange.report(sum_squares(norms), losses, touched, marks)
-        if len({row[2] for row in report.marks}) > 1:
-            raise ValueError(
-                f"the ranks are not at the same place of the run: "
-                f"{'; '.join(differences(placed.comm, position, Note('report')))}. Every rank makes every step, with "
-                f"the same options; leave a bad batch out on all of them together"
-            )
-        total, losses_by_rank, self.have_gradient = report.squares, report.losses, report.have_gradient
-        self.made = self._finite(report, step)
-        mine = placed.comm.mesh.data_rank(placed.comm.rank) * placed.comm.mesh.context
-        local = tuple(map(math.fsum, zip(*losses_by_rank[mine : mine + placed.comm.mesh.context], strict=True)))
+        stop, digest, watch = placed.comm.stop_signal, crc32(repr(position).encode()), copy(self.watch)
+        numbers, sizes = joined(placed.comm.device, now.losses, blocks, watch.squares)
+
+        def finish(values: Iterable[float], count: int) -> tuple[Report, StepResult]:
+            each = iter(values)
+            losses, norms, seen = (list(islice(each, size)) for size in sizes)
+            place = 0 if (first := watch.first(seen)) is None else encoded(first, exchange.names)
+            report = exchange.report(sum_squares(norms), losses, touched, [place, stop, digest])
+            if len({row[2] for row in report.marks}) > 1:
+                raise ValueError(
+                    f"the ranks are not at the same place of the run: "
+                    f"{'; '.join(differences(placed.comm, position, Note('report')))}. Every rank makes every step, "
+                    f"with the same options; leave a bad batch out on all of them together"
+                )
+            made, by_rank = self._finite(report, step), report.losses
+            mine = placed.comm.mesh.data_rank(placed.comm.rank) * placed.comm.mesh.context
+            local = tuple(map(math.fsum, zip(*by_rank[mine : mine + placed.comm.mesh.context], strict=True)))
+            summed = math.fsum(loss for of_rank in by_rank for loss in of_rank)
+            told = next(((rank, int(row[1])) for rank, row in enumerate(report.marks) if row[1]), None)
+            grad_norm = norm_of(report.squares, norm.dtype) if clip is not None and made else None
+            return report, StepResult(step, summed / count, count, local, grad_norm, made, told)
+
+        if placed.comm.device.type != "cpu" and may_be_late(self):
+            self.made, self.have_gradient = True, {name: name in touched for name in exchange.names}
+            tell("agreed")
+            self.late = LateResult(step, now.count, stop, numbers, finish, placed.optimizers)
+            if clip is not None:
+                clip_on_device(gradients, blocks, clip, norm.dtype)
+            give_gradients(owned, self.have_gradient)
+            return self.late
+        report, result = finish(numbers.tolist(), now.count)
+        self.made, self.have_gradient = result.made, report.have_gradient
         tell("agreed")
-        grad_norm = None
-        if clip is not None and self.made:
-            grad_norm = norm.of(total)
-            factor = clip_factor(grad_norm, clip)
-            if factor < 1:
-                scale(gradients, factor)
-        give_gradients(placed.owned, self.have_gradient if self.made else dict.fromkeys(self.have_gradient, False))
-        summed = math.fsum(loss for of_rank in losses_by_rank for loss in of_rank)
-        stop = next(((rank, int(row[1])) for rank, row in enumerate(report.marks) if row[1]), None)
-        return StepResult(step, summed / now.count, now.count, local, grad_norm, self.made, stop)
+        if clip is not None and result.grad_norm is not None and (factor := clip_factor(result.grad_norm, clip)) < 1:
+            scale(gradients, factor)
+        give_gradients(owned, self.have_gradient if self.made else dict.fromkeys(self.have_gradient, False))
+        return result
 
     def _finite(self, report: Report, step: int) -> bool:
         """True if the step may be made; updates the loss scale, where there is one."""
@@ -146,17 +165,10 @@ class Reduce:
             finite = math.isfinite(report.squares)
             self.loss_scale.update(finite=finite)
             return finite
-        exchange = self.placed.exchange
-        places, losses = [row[0] for row in report.marks], report.losses
-        if not any(places) and math.isfinite(report.squares + sum(map(sum, losses))):
+        if not any(row[0] for row in report.marks) and math.isfinite(report.squares + sum(map(sum, report.losses))):
             return True
-        problem = described(list(zip(exchange.ranks_with_losses(), losses, strict=True)), places, exchange.names)
-        for stage in self.placed.stages.values():
+        for stage in () if self.late is not None else self.placed.stages.values():  # which may have later sums by then
             stage.gradients.wipe()
         if self.nonfinite == "raise":
-            raise FloatingPointError(
-                f"step {step} (counted from 0) is not finite: {problem or 'the sum of the gradients over the ranks'}; "
-                f"no parameter was changed. Look at these samples, lower the learning rate, clip, or leave such steps "
-                f'out with nonfinite="skip"'
-            )
+            raise not_finite(step, report, self.placed.exchange)
         return False

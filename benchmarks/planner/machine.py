@@ -1,10 +1,11 @@
 """Judges ``plait plan`` on this machine: calibrates it, predicts layouts of a small decoder, and runs each of them.
 
-    python benchmarks/planner/machine.py --out FILE.json        # ten minutes on two idle cores
+    python benchmarks/planner/machine.py --out FILE.json        # twenty minutes on two idle cores
     python benchmarks/planner/machine.py --again FILE.json      # predicts anew what that file measured, runs nothing
 
 Two ranks over shared memory and over gloo, and four over shared memory: for each, ``plait doctor --calibrate`` writes
-a cluster file.  Run it while nothing else runs: the load is written beside the result.
+a cluster file.  Files and runs take turns in several rounds, and a row has their medians: the same run takes up to a
+fifth longer a minute later on a rented machine.  Run it while nothing else runs: the load is written beside the result.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -54,6 +57,8 @@ WORLDS = {
 class Arguments:
     """Judge plait's planner on this machine."""
 
+    rounds: int = 3
+    """How often each world is calibrated and each layout is run."""
     out: Path | None = None
     """Write the clusters and the rows here as JSON."""
     again: Path | None = None
@@ -79,20 +84,38 @@ def plans(cluster: Cluster, rows: tuple[tuple[str, str, int, str | None], ...]) 
         )  # fmt: skip
 
 
+def predicted(group: dict[str, Any]) -> list[Candidate]:
+    """The layouts of a world, each with the median prediction of the rounds' cluster files."""
+    rounds = [
+        list(plans(parse_cluster(text, group["world"]), WORLDS[group["ranks"], group["world"]]))
+        for text in group["clusters"]
+    ]
+    every = [sorted(map(Candidate.of, same), key=lambda one: one.duration.total) for same in zip(*rounds, strict=True)]
+    return [same[len(same) // 2] for same in every]
+
+
+def measured(rounds: int) -> Iterator[dict[str, Any]]:
+    """The cluster files and the short runs of each world, round by round."""
+    groups = [{"ranks": ranks, "world": world, "clusters": [], "rounds": []} for ranks, world in WORLDS]
+    for _ in range(rounds):
+        for group in groups:
+            text = calibrated(group["ranks"], group["world"])
+            asked = plans(parse_cluster(text, group["world"]), WORLDS[group["ranks"], group["world"]])
+            group["clusters"].append(text)
+            group["rounds"].append([measure_layout(to_config(ASKED, one)) for one in asked])
+            group["load"] = os.getloadavg()[0]
+    return iter(groups)
+
+
 def main(arguments: Arguments) -> None:
     console, groups = Console(width=120), []
-    saved = None if arguments.again is None else json.loads(arguments.again.read_text())
-    for index, ((ranks, world), rows) in enumerate(WORLDS.items()):
-        text = calibrated(ranks, world) if saved is None else saved[index]["cluster"]
-        asked = list(plans(parse_cluster(text, f"{ranks} ranks, {world}"), rows))
-        load = os.getloadavg()[0] if saved is None else saved[index]["load"]
-        runs = [measure_layout(to_config(ASKED, one)) for one in asked] if saved is None else saved[index]["runs"]
-        found = [MeasuredPlan(Candidate.of(one), ShortRun(*run)) for one, run in zip(asked, runs, strict=True)]
-        console.print(f"{ranks} ranks, {world}; load {load:.1f} on {os.cpu_count()} cores")
+    for group in measured(arguments.rounds) if arguments.again is None else json.loads(arguments.again.read_text()):
+        runs = [ShortRun(median(run[0] for run in same), *same[0][1:]) for same in zip(*group["rounds"], strict=True)]
+        found = [MeasuredPlan(said, run) for said, run in zip(predicted(group), runs, strict=True)]
+        console.print(f"{group['ranks']} ranks, {group['world']}; load {group['load']:.1f} on {os.cpu_count()} cores")
         console.print(measured_table(found))
         console.print(errors_text(found))
-        said = [one.as_json() for one in found]
-        groups.append({"ranks": ranks, "world": world, "load": load, "cluster": text, "runs": runs, "said": said})
+        groups.append(group | {"said": [one.as_json() for one in found]})
     errors = [abs(row["seconds"][0] / row["seconds"][1] - 1) for group in groups for row in group["said"]]
     console.print(f"{len(errors)} layouts, mean error {sum(errors) / len(errors):.1%} (goal: at most 8 %)")
     if arguments.out is not None:

@@ -6,6 +6,7 @@ All ranks measure at the same time, so that what they share is shared; a figure 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -30,8 +31,10 @@ from plait.table.mesh import AXES
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL, LARGE = 1 << 12, 1 << 22
 """Bytes of the messages that show a link's latency, and its bandwidth."""
-BUDGET = 0.4
-"""Seconds for one figure."""
+ROUNDS, LAUNCHES = 9, 200
+"""Rounds in which all works take turns, of which the first is not counted, and operators of one launching work."""
+Work = Callable[[], Any] | None
+"""Does what is timed; None on a rank that waits for the others."""
 TINY = GPTConfig(width=32, num_layers=1, num_heads=2, num_kv_heads=2, max_length=8, dropout=0.0)
 
 
@@ -42,52 +45,60 @@ def calibrate(config: MachineConfig, comm: Comm, memory: float, units: int) -> C
         memory: bytes of one device.
         units: its multiprocessors; 1 for a CPU.
     """
+    # 1. The works, and their seconds
     on_gpu = comm.device.type == "cuda"
     width, samples, length = (4096, 8, 2048) if on_gpu else (512, 8, 256)
-    rates = {name: _product_seconds(comm, width, dtype) for name, dtype in DTYPES.items()}
-    wide, narrow = rates["fp32"], _product_seconds(comm, width, torch.float32, inner=width // 16)
-    # seconds of a FLOP are (1 + depth / inner) / peak
-    depth = max(1.0, (narrow / wide - 1) * width / (16 - narrow / wide))
-    own, launch = {}, _launch_seconds(comm)
-    for name, seconds in rates.items():
-        own[name] = (1 + depth / width) / seconds
-    reached = replace(PRESETS["h100"].reached, product=1.0, depth=depth, memory=1.0, network=1.0, head=1.0, fixed=1e-9)
-    reached = reached if on_gpu else replace(reached, calls=1.0, starts=1.0)
+    shape = (samples, 8, length, width // 8)
+    large = GPTConfig(width=width // 2, num_layers=1, num_heads=8, num_kv_heads=8, max_length=length, dropout=0.0)
+    block = _block(comm, large, samples)
+    works: dict[str, Work] = {"narrow": _product(comm, width, width // 16, torch.float32), "launch": _launches(comm)}
+    for name, dtype in DTYPES.items():
+        works[f"product {name}"] = _product(comm, width, width, dtype)
+        q = torch.randn(shape, device=comm.device).to(dtype)
+        works[f"attention {name}"] = partial(nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
+    works |= {"tiny": _block(comm, TINY, 1), "block": block, "block alone": block if comm.rank == 0 else None}
+    ddp, _ = _step(comm, "ddp")
+    cut, n_units = _step(comm, "zero3")
+    works |= {
+        "ddp": partial(ddp, 1),
+        "ddp twice": partial(ddp, 2),
+        "cut": partial(cut, 1),
+        "cut twice": partial(cut, 2),
+    }
+    took = _seconds(comm, works)
     inside = _link(config, comm)
+    # 2. The device
+    flop = {name: took[f"product {name}"] / (2 * width**3) for name in DTYPES}
+    ratio = took["narrow"] / (2 * width**3 / 16) / flop["fp32"]
+    # seconds of a FLOP are (1 + depth / inner) / peak
+    depth, launch = max(1.0, (ratio - 1) * width / (16 - ratio)), took["launch"] / LAUNCHES
+    work = 4 * samples * 8 * length * length * (width // 8)
     device = replace(
         PRESETS["h100"].device,
         memory=memory,
-        bandwidth=2 / _slowest(comm, 1 / copy_rate(0.3, device=comm.device.type)),
-        peak=own,
+        bandwidth=2 / _slowest(comm, [1 / copy_rate(0.3, device=comm.device.type)])[0],
+        peak={name: (1 + depth / width) / seconds for name, seconds in flop.items()},
+        attention={name: work / took[f"attention {name}"] for name in DTYPES},
         units=units,
         launch=launch,
     )
+    # 3. The implementation: launches and passes of a block, and the engine's own time
+    reached = replace(PRESETS["h100"].reached, product=1.0, depth=depth, memory=1.0, network=1.0, head=1.0, fixed=1e-9)
+    reached = replace(reached, kernels=max(1.0, took["tiny"] / 3 / launch))
+    reached = reached if on_gpu else replace(reached, calls=1.0, starts=1.0)
     ranks = comm.mesh.size
-    found = Cluster("this machine", device, inside, inside, 1, ranks, reached, comm.device.type, config.world)
-    head = width // 8
-    shape = (samples, 8, length, head)
-    work, attention = 4 * samples * 8 * length * length * head, {}
-    for name, dtype in DTYPES.items():
-        q = torch.randn(shape, device=comm.device).to(dtype)
-        attend = partial(nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
-        attention[name] = work / _seconds(comm, attend)
-    found = replace(found, device=replace(device, attention=attention))
-    tiny = _block_seconds(comm, TINY, 1)
-    found = _reaching(found, kernels=max(1.0, tiny / 3 / launch))
-    large = GPTConfig(width=width // 2, num_layers=1, num_heads=8, num_kv_heads=8, max_length=length, dropout=0.0)
-    took = _block_seconds(comm, large, samples)
-    turns = min(max(1.0, took / _block_seconds(comm, large, samples, alone=True)), float(ranks))
+    turns = min(max(1.0, took["block"] / took["block alone"]), float(ranks))
+    found = Cluster("this machine", device, inside, inside, 1, ranks, reached, comm.device.type, config.world, turns)
     there, back = block_passes(_sizes(large, samples), _reaching(found, passes=1.0), "fp32", 0.0)
-    traffic = there.traffic + back.traffic
-    found = _reaching(found, passes=max(0.1, 1 + (took - there.total - back.total) / traffic))
-    once, twice, _ = _step_seconds(comm, "ddp")
-    cut_once, cut_twice, units = _step_seconds(comm, "zero3")
-    microbatch = max(1e-9, twice - once - tiny)
-    found = _reaching(found, fixed=max(1e-9, once - tiny - microbatch), microbatch=microbatch)
-    if not on_gpu and ranks > 1:
-        collective = (cut_twice - cut_once - (twice - once)) / (3 * units)  # two gathers and a reduction of each unit
-        found = _reaching(found, calls=max(1.0, (collective - inside.latency * (ranks - 1)) / launch))
-    return replace(found, turns=turns)
+    passes = 1 + (took["block"] - there.total - back.total) / (there.traffic + back.traffic)
+    microbatch = max(1e-9, took["ddp twice"] - took["ddp"] - took["tiny"])
+    fixed = max(1e-9, took["ddp"] - took["tiny"] - microbatch)
+    found = _reaching(found, passes=max(0.1, passes), microbatch=microbatch, fixed=fixed)
+    if on_gpu or ranks == 1:
+        return found
+    cuts = took["cut twice"] - took["cut"] - (took["ddp twice"] - took["ddp"])
+    collective = cuts / (3 * n_units)  # two gathers and a reduction of each unit
+    return _reaching(found, calls=max(1.0, (collective - inside.latency * (ranks - 1)) / launch))
 
 
 def to_toml(cluster: Cluster) -> dict[str, Any]:
@@ -119,52 +130,44 @@ def _reaching(cluster: Cluster, **shares: float) -> Cluster:
     return replace(cluster, reached=replace(cluster.reached, **shares))
 
 
-def _slowest(comm: Comm, seconds: float) -> float:
-    worst = torch.tensor([seconds], dtype=torch.float64, device=comm.device)
+def _slowest(comm: Comm, seconds: list[float]) -> list[float]:
+    worst = torch.tensor(seconds, dtype=torch.float64, device=comm.device)
     comm.all_reduce(worst, AXES, "max", NOTE).wait()
-    return float(worst)
+    found: list[float] = worst.tolist()
+    return found
 
 
-def _seconds(comm: Comm, work: Any, repeat: int | None = None, *, alone: bool = False) -> float:
-    """The median time of some work, which all ranks do at once, on the slowest rank.
+def _seconds(comm: Comm, works: dict[str, Work]) -> dict[str, float]:
+    """The median seconds of each work, which all ranks do at once, on the slowest rank.
 
-    Args:
-        repeat: times that each rank does it, for work in which ranks meet; None: as often as fits into ``BUDGET``.
-        alone: rank 0 works, and the others wait.
+    The works take turns in several rounds, so that a machine that is slow for a second is not slow for one figure.
     """
-    if alone and comm.rank:
-        comm.barrier(AXES, NOTE)
-        return _slowest(comm, 0.0)
-    work()
-    synchronise(comm.device.type)
-    comm.barrier(AXES, NOTE)
-    times: list[float] = []
-    end = time.perf_counter() + BUDGET
-    while len(times) < (repeat or 5) or (repeat is None and time.perf_counter() < end and len(times) < 1000):
-        start = time.perf_counter()
-        work()
-        synchronise(comm.device.type)
-        times.append(time.perf_counter() - start)
-    return _slowest(comm, median(times))
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(ROUNDS):
+        for name, work in works.items():
+            comm.barrier(AXES, NOTE)
+            start = time.perf_counter()
+            if work is not None:
+                work()
+                synchronise(comm.device.type)
+            times[name].append(time.perf_counter() - start)
+    return dict(zip(times, _slowest(comm, [median(found[1:]) for found in times.values()]), strict=True))
 
 
-def _product_seconds(comm: Comm, width: int, dtype: torch.dtype, inner: int | None = None) -> float:
-    """Seconds of a FLOP of a product."""
-    inner = inner or width
+def _product(comm: Comm, width: int, inner: int, dtype: torch.dtype) -> Work:
     a = torch.ones(width, inner, device=comm.device, dtype=dtype)
     b = torch.ones(inner, width, device=comm.device, dtype=dtype)
-    return _seconds(comm, lambda: a @ b) / (2 * width * width * inner)
+    return lambda: a @ b
 
 
-def _launch_seconds(comm: Comm) -> float:
-    """Seconds to call one operator on a single element."""
-    one, times = torch.ones(1, device=comm.device), 200
+def _launches(comm: Comm) -> Work:
+    one = torch.ones(1, device=comm.device)
 
     def calls() -> None:
-        for _ in range(times):
+        for _ in range(LAUNCHES):
             one.add_(1)
 
-    return _seconds(comm, calls) / times
+    return calls
 
 
 def _sizes(config: GPTConfig, samples: int) -> DecoderSizes:
@@ -181,15 +184,15 @@ def _sizes(config: GPTConfig, samples: int) -> DecoderSizes:
     )
 
 
-def _block_seconds(comm: Comm, config: GPTConfig, samples: int, *, alone: bool = False) -> float:
-    """Seconds of a decoder block's forward and backward, on all ranks or on the first alone."""
+def _block(comm: Comm, config: GPTConfig, samples: int) -> Work:
+    """The forward and backward of a decoder block."""
     block = GPT(config).blocks[0].to(comm.device)
     x = torch.randn(samples, config.max_length, config.width, device=comm.device, requires_grad=True)
-    return _seconds(comm, lambda: block(x).sum().backward(), alone=alone)
+    return lambda: block(x).sum().backward()
 
 
-def _step_seconds(comm: Comm, strategy: str) -> tuple[float, float, int]:
-    """Seconds of a step of one microbatch, and of two, of a model that computes almost nothing, and its units."""
+def _step(comm: Comm, strategy: str) -> tuple[Callable[[int], Any], int]:
+    """A step of so many microbatches of a model that computes almost nothing, and how many units the model has."""
     model = GPT(TINY).blocks[0].to(comm.device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -202,8 +205,7 @@ def _step_seconds(comm: Comm, strategy: str) -> tuple[float, float, int]:
         return total
 
     engine = Engine(model, comm, strategy=strategy, optimizer=optimizer, loss_fn=loss, count_fn=len)
-    once = _seconds(comm, lambda: engine.step([x]), repeat=30)
-    return once, _seconds(comm, lambda: engine.step([x, x]), repeat=30), len(engine.placed.units)
+    return lambda microbatches: engine.step([x] * microbatches), len(engine.placed.units)
 
 
 def _link(config: MachineConfig, comm: Comm) -> Link:

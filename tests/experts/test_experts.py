@@ -60,6 +60,7 @@ def train(
     return losses, engine.full_state_dict()
 
 
+TIGHT: dict[str, Any] = {"sizes": {"capacity": 0.8, "dropout": 0.0}}
 UNEVEN: dict[str, Any] = {"sizes": {"num_experts": 7, "num_chosen": 1, "shared": False}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("shard=2 expert=2", {"strategy": "ddp"}),
@@ -93,6 +94,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "context": ("shard=2 context=2 expert=2", {"strategy": "zero3"}),
     "context beside": ("shard=4 context=2 expert=4", {"strategy": "zero2", "all_to_all": True}),
     "context of 3": ("shard=3 context=3", {"strategy": "zero3"}),
+    "capacity": ("shard=4 expert=2", {"strategy": "zero3", **TIGHT}),
+    "capacity of 3, uneven": ("shard=3 expert=3", {"strategy": "zero1", "ragged": True, "all_to_all": True, **TIGHT}),
+    "capacity, sequence": ("shard=2 tensor=2 expert=2", {"sequence_parallel": True, "ragged": True, **TIGHT}),
+    "capacity, context": ("shard=3 context=3 expert=3", {"recompute": "full", **TIGHT}),
+    "capacity, both": ("shard=2 context=2 tensor=2 expert=2", {"sequence_parallel": True, **TIGHT}),
     "all of them": ("pipe=2 shard=2 tensor=2 context=2 expert=2", {"strategy": "zero3", "sizes": {"dropout": 0.0}}),
 }
 
@@ -313,7 +319,7 @@ def test_ranks_whose_experts_get_nothing_take_part(all_to_all: bool) -> None:
         assert all(torch.allclose(mine[name], value, rtol=1e-11) for name, value in state.items())
 
 
-MOE = "--model=moe --layers=1 --width=16 --ffn=12 --experts=4 --length=12 --batch=8 --world=thread"
+MOE = "--model=moe --layers=1 --width=16 --ffn=12 --experts=4 --length=12 --batch=8 --capacity=1 --world=thread"
 
 
 @pytest.mark.parametrize("mesh", ["shard=4 expert=2", "replica=2 shard=2 expert=2", "shard=2 tensor=2 expert=2"])

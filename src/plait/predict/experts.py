@@ -1,4 +1,4 @@
-"""The messages of ranks that share experts, where tokens are gathered: for each layer and microbatch.
+"""The messages of ranks that share experts, for each layer and microbatch.  Where tokens are gathered:
 
     forward     all_reduce       8 bytes                    the most tokens of a rank
                 all_gather       [tokens, width]            tokens, then [tokens, chosen] int64 and their weights
@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping
 from plait.table.cells import EXPERTS
 from plait.table.collectives import Entry, Note, bytes_sent
 from plait.table.mesh import Mesh
-from plait.table.tensor_plan import EXPERT_BACKWARD, EXPERT_FORWARD
+from plait.table.tensor_plan import BALANCE, EXPERT_BACKWARD, EXPERT_FORWARD
 
 AXES_OF_EXPERTS = ("pipe", "replica", "expert_shard", "expert", "tensor")
 """The axes of the same ranks, where they share experts."""
@@ -75,4 +75,35 @@ def predict_experts(
                 add("all_reduce", ("tensor",), rows, EXPERT_FORWARD, times)
                 for size in (rows, weights):
                     add("all_reduce", ("tensor",), size, EXPERT_BACKWARD)
+    return tuple(entries)
+
+
+def predict_routers(
+    routers: Mapping[str, tuple[int, bool]],
+    mesh: Mesh,
+    samples: Iterable[int],
+    itemsize: int,
+    *,
+    sequence: bool = False,
+    twice: Collection[str] = (),
+) -> tuple[Entry, ...]:
+    """Every message by which routers count the tokens of samples that several ranks have parts of.
+
+    Args:
+        routers: by name, how many experts, and if they have a capacity.
+        samples: of each microbatch.
+        sequence: the ranks of the tensor axis have parts of a sample's time.
+    """
+    tensor = ("tensor",) if sequence else ()
+    over, number = ("context", *tensor), max(itemsize, 4)
+    entries: list[Entry] = []
+    for batch in samples:
+        for name, (experts, capacity) in routers.items():
+            counts = 2 * batch * experts * 8 * mesh.count(over)
+            steps, running = ("all_reduce", tensor, 8), ("all_gather", over, counts)
+            whole, loss = ("all_reduce", over, batch * experts * number), ("all_reduce", tensor, number)
+            times = 1 + any(f"{name}.".startswith(f"{block}.") for block in twice)
+            for kind, axes, size in (steps, running, whole, loss) if capacity else (whole, loss):
+                if (ways := mesh.count(axes)) > 1:
+                    entries += [Entry(kind, axes, size, bytes_sent(kind, size, ways), Note(BALANCE))] * times
     return tuple(entries)

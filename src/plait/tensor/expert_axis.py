@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.comm import Comm
@@ -63,6 +64,21 @@ def run_experts(run: Run, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, fi
 def _sum_of_choices(out_PD: Tensor, token: Tensor, choice: Tensor, shape: torch.Size) -> Tensor:
     every_TKD = out_PD.new_zeros(*shape, out_PD.size(-1))
     return every_TKD.index_put((token, choice), out_PD).sum(1)
+
+
+def within_capacity(expert_BTK: Tensor, number: int, capacity: float, axis: ExpertAxis | None = None) -> Tensor:
+    """The experts of each token, and -1 for those that are full: the token's share of their output is nothing.
+
+    One of the ``number`` experts takes ceil(capacity * chosen * tokens / number) of a sample's tokens, in the order of
+    time.  What is dropped depends on nothing later, and on no other sample, so it is the same under every layout.
+    """
+    chosen_BTE = F.one_hot(expert_BTK, number).sum(2)
+    place_BTE, whole_BE = chosen_BTE.cumsum(1), chosen_BTE.sum(1)
+    if axis is not None and axis.comm.mesh.count(axis.sample_over) > 1:
+        place_BTE, whole_BE = axis.in_time(chosen_BTE)
+    room_B = (whole_BE.sum(-1).double() * capacity / number).ceil()
+    full_BTK = place_BTE.gather(2, expert_BTK) > room_B[:, None, None]
+    return expert_BTK.masked_fill(full_BTK, -1)
 
 
 class ExpertAxis:
@@ -175,6 +191,27 @@ class ExpertAxis:
     def over_sample(self, sums: Tensor) -> Tensor:
         """Sums over the ranks that have a part of the same samples; no gradient goes through it."""
         return self._over(sums.detach(), self.sample_over)
+
+    def in_time(self, counts_BTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Running sums over a sample's steps of time, in their order, and the whole sums: [B, T, E] and [B, E].
+
+        This rank has an early and a late run of steps under a context axis, and a part of each under ``sequence``.
+        """
+        mesh, mine = self.comm.mesh, counts_BTE.size(1)
+        contexts, parts = (mesh.axis(axis) if axis in self.sample_over else 1 for axis in ("context", "tensor"))
+        steps = int(self._over(counts_BTE.new_tensor(mine), TENSOR)) if parts > 1 else mine  # of the context rank
+        first, _ = part(steps, parts, mesh.index(self.comm.rank, TENSOR) if parts > 1 else 0)
+        early = min(max(steps // min(contexts, 2) - first, 0), mine)
+        runs = counts_BTE.split([early, mine - early], 1)
+        sums = torch.stack([run.sum(1) for run in runs])
+        every = sums.new_empty(contexts, parts, *sums.shape)
+        self.comm.all_gather(every, sums, self.sample_over, Note(BALANCE)).wait()
+        ordered = torch.cat((every[:, :, 0].flatten(0, 1), every[:, :, 1].flip(0).flatten(0, 1)))
+        before = ordered.cumsum(0) - ordered
+        context, place = divmod(mesh.index(self.comm.rank, self.sample_over), parts)
+        at = context * parts + place, (2 * contexts - 1 - context) * parts + place
+        running = [run.cumsum(1) + before[k][:, None] for run, k in zip(runs, at, strict=True)]
+        return torch.cat(running, 1), ordered.sum(0)
 
     def whole_loss(self, loss: Tensor) -> Tensor:
         """A loss of this rank's tokens, with those of other tensor ranks where these have other tokens."""

@@ -23,7 +23,7 @@ from plait.messages.progress import counted
 from plait.pipeline.stage import Stage
 from plait.predict.context import predict_context
 from plait.predict.cost import StageTraffic, TiedTraffic, differences, predict_line
-from plait.predict.experts import predict_experts
+from plait.predict.experts import predict_experts, predict_routers
 from plait.predict.tensor import predict_tensor
 from plait.referee.sanitize import sanitized
 from plait.referee.tape import Tape
@@ -200,7 +200,8 @@ def unpredicted(job: Job, engine: Engine) -> frozenset[str]:
     context = set() if known else {CONTEXT_FORWARD, CONTEXT_BACKWARD}
     experts = set() if known_experts(job, engine) else {EXPERT_FORWARD, EXPERT_BACKWARD}
     in_parts = engine.comm.mesh.context > 1 or engine.placed.parallelism.sequence_parallel
-    balance = {BALANCE} if in_parts and experts_of(engine.model) else set()
+    counted = job.one_stream and any(hasattr(module, "counted_experts") for module in engine.model.modules())
+    balance = {BALANCE} if in_parts and experts_of(engine.model) and not counted else set()
     return frozenset(tensor | context | experts | balance)
 
 
@@ -264,6 +265,9 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
             mine = {n: m.expert_widths for n, m in layers.items() if m.expert_axis and m.expert_axis.sequence == cut}
             tokens = rows if cut else [math.prod(shape) for shape in leading]
             entries += predict_experts(mine, comm.mesh, tokens, itemsize, sequence=cut, twice=stage.blocks)
+        routers = {n: m.counted_experts for n, m in stage.model.named_modules() if hasattr(m, "counted_experts")}
+        samples = [shape[0] for shape in leading]
+        entries += predict_routers(routers, comm.mesh, samples, itemsize, sequence=sequence, twice=stage.blocks)
         if (axis := engine.placed.time_axis) is not None:
             gathered = {
                 name: [width // comm.mesh.tensor for width in module.gathered_widths]

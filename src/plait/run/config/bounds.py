@@ -38,6 +38,7 @@ BOUNDS: dict[str, Bounds] = {
     "width": Bounds(1, 1 << 17),
     **dict.fromkeys(("ffn", "vocab"), Bounds(1, 1 << 22)),
     **dict.fromkeys(("heads", "kv_heads", "experts", "chosen"), Bounds(1, 1 << 12)),
+    "capacity": Bounds(0, 1 << 12, above=True),
     "rope_base": Bounds(0, 1e30, above=True),
     "length": Bounds(1, 1 << 22),
     **dict.fromkeys(("dropout", "floor"), Bounds(0, 1)),

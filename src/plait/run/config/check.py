@@ -22,7 +22,7 @@ from plait.run.formats.huggingface import copied_files
 from plait.run.injection.faults import parse_fault
 from plait.run.job.config import JobConfig
 from plait.run.job.dataset import make_data
-from plait.run.job.families import FOLDER, OF_THE_FOLDER
+from plait.run.job.families import FOLDER, OF_MIXTURES, OF_THE_FOLDER
 from plait.run.job.job import build_model, make_job
 from plait.run.job.sections import flags
 from plait.run.report.page.saved import REPORT
@@ -72,7 +72,14 @@ def _check_family(config: RunConfig) -> None:
     for name in OF_THE_FOLDER if given["model"].startswith(FOLDER) else ():
         if all(given[name] != one[name] for one in unsaid):
             raise ValueError(f"{name} {given[name]} beside model {given['model']!r}, whose own holds: leave it out")
-    _ = config.task.sizes
+    mixture = hasattr(config.task.sizes, "num_experts")
+    for name in () if mixture else OF_MIXTURES:
+        if all(given[name] != one[name] for one in unsaid):
+            raise ValueError(
+                f"{name} {given[name]}: {config.task.title} has no experts: give --model moe, or leave it out"
+            )
+    if given["capacity"] is not None and given.get("pack"):
+        raise ValueError("capacity beside pack: a row's documents would share the room of its experts: leave one out")
     if config.task.family.reads_text:
         return
     own = config.task.network.job is not None  # the engine checks whether it fits

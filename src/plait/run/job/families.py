@@ -33,7 +33,10 @@ from plait.zero.state.weights import Weights
 FOLDER = "hf:"
 """Prefix for the name of a Hugging Face folder.  No other family has a colon in its name."""
 
-OF_THE_FOLDER = ("layers", "width", "ffn", "heads", "kv_heads", "vocab", "rope_base", "dropout", "experts", "chosen")
+OF_MIXTURES = ("experts", "chosen", "capacity")
+"""Settings that models without experts do not have."""
+
+OF_THE_FOLDER = ("layers", "width", "ffn", "heads", "kv_heads", "vocab", "rope_base", "dropout", *OF_MIXTURES)
 """Settings that such a folder decides itself."""
 
 
@@ -81,6 +84,8 @@ class ModelConfig:
     """Experts of a layer (moe)."""
     chosen: int = 2
     """Experts of a token (moe)."""
+    capacity: float | None = None
+    """Tokens of a sample that an expert takes, as a multiple of an even share; it drops later ones (moe). None: all."""
     rope_base: Annotated[float, for_text("The base of the rotary angles")] = 10000.0
     length: Annotated[int, for_text("Tokens of one sample")] = 128
     dropout: float = 0.1
@@ -252,7 +257,8 @@ def _stock(kind: Literal["llama", "qwen2"]) -> Family:
 
 
 def _mixture(config: ModelConfig) -> moe.MoEConfig:
-    return moe.MoEConfig(**vars(_decoder(config)), num_experts=config.experts, num_chosen=config.chosen)
+    mixture: dict[str, Any] = {"num_experts": config.experts, "num_chosen": config.chosen, "capacity": config.capacity}
+    return moe.MoEConfig(**vars(_decoder(config)), **mixture)
 
 
 def _perceptron(config: ModelConfig) -> mlp.MLPConfig:

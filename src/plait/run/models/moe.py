@@ -2,8 +2,9 @@
 
     x_TD -> router -> the top experts of each token -> the weighted sum of what they return, plus a shared expert
 
-Tokens are never dropped.  The router's weights are a softmax over all experts, divided by the sum over the chosen.  Two
-losses keep it in order.  They travel with the activation, a number beside it, and ``loss_sum`` adds them:
+Unless experts have a capacity (``within_capacity``), no token is dropped.  The router's weights are a softmax over all
+experts, divided by the sum over the chosen.  Two losses keep it in order.  They travel with the activation, a number
+beside it, and ``loss_sum`` adds them:
 
     balance   experts * sum over experts of (share of the choices) * (mean probability)     for each sample
     z         the square of the log-sum-exp of a token's logits                             for each token
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from plait.run.models.gpt import GPT, IGNORED, INIT_STD, Block, GPTConfig, Projection, SwiGLU, TiedHead
 from plait.tensor import cross_entropy_sum
-from plait.tensor.expert_axis import ExpertAxis, run_experts
+from plait.tensor.expert_axis import ExpertAxis, run_experts, within_capacity
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class MoEConfig(GPTConfig):
     """Every token goes through one more expert."""
     balance_weight: float = 0.01
     z_weight: float = 0.001
+    capacity: float | None = None
+    """Tokens of a sample that an expert takes, as a multiple of an even share; None: all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,11 +112,19 @@ class MixtureOfExperts(nn.Module):
         share_BTE = logits_BTE.softmax(-1)
         weight_BTK, expert_BTK = share_BTE.topk(self.config.num_chosen)
         weight_BTK = (weight_BTK / weight_BTK.sum(-1, keepdim=True)).to(x_BTD.dtype)
-        out_TD = self.experts(*(every.flatten(0, 1) for every in (x_BTD, expert_BTK, weight_BTK)))
+        goes_BTK = expert_BTK
+        if self.config.capacity is not None:
+            goes_BTK = within_capacity(expert_BTK, self.config.num_experts, self.config.capacity, self.expert_axis)
+        out_TD = self.experts(*(every.flatten(0, 1) for every in (x_BTD, goes_BTK, weight_BTK)))
         out_BTD: Tensor = out_TD.view_as(x_BTD)
         if self.shared is not None:
             out_BTD = out_BTD + self.shared(x_BTD)
         return out_BTD, self.losses(logits_BTE, share_BTE, expert_BTK) if self.training else logits_BTE.new_zeros(())
+
+    @property
+    def counted_experts(self) -> tuple[int, bool]:
+        """How many experts its tokens are counted for, and if these may be full, for the prediction of messages."""
+        return self.config.num_experts, self.config.capacity is not None
 
     def losses(self, logits_BTE: Tensor, share_BTE: Tensor, expert_BTK: Tensor) -> Tensor:
         """This rank's terms of the two losses, summed over its tokens."""

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rows import CASES
 from stand_in import build
+from verdicts import CASES as VERIFIED
 
 pytestmark = pytest.mark.timeout(1200)  # g++ reads all headers of torch: two minutes on a busy machine
 HERE = Path(__file__).parent
@@ -48,6 +49,11 @@ def found(device: Path) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def one_rank(device: Path) -> dict[str, dict[str, Any]]:
     return lines("one_rank.py", device)
+
+
+@pytest.fixture(scope="module")
+def verdicts(device: Path) -> dict[str, dict[str, Any]]:
+    return lines("verdicts.py", device)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -85,3 +91,15 @@ def test_a_bad_step_changes_nothing_and_is_told_by_the_next(one_rank: dict[str, 
 
 def test_a_bad_step_is_told_by_every_look_and_by_one_save(one_rank: dict[str, dict[str, Any]]) -> None:
     assert [len(one_rank[f"looks, {look}"]["told"]) for look in ("loss", "save")] == [2, 1]
+
+
+@pytest.mark.parametrize("case", VERIFIED)
+def test_verify_calls_a_right_layout_right_there(verdicts: dict[str, dict[str, Any]], case: str) -> None:
+    assert verdicts[case]["word"] == ("equal" if "tensor" in case else "bitwise"), verdicts[case]["told"]
+
+
+def test_the_first_wrong_tensor_is_found_there(verdicts: dict[str, dict[str, Any]]) -> None:
+    found = verdicts["clipped twice"]
+    assert found["word"] == "different" and "first wrong: step 1, the clipped gradient of" in found["told"], found[
+        "told"
+    ]

@@ -3,6 +3,7 @@
 observed.py    the steps of a rank and of the single process, in one form
 record.py      every rank of the layout trains and records what it owns
 reference.py   one process trains, adding in the order that the layout implies
+kernels.py     kernels of a GPU that give the same bits each time
 plain.py       one process trains in plain PyTorch, one full batch a step
 compare.py     the two are compared
 run.py         the command: both comparisons, the ledger, a table, an exit code

@@ -35,6 +35,7 @@ from plait.referee.verify.record import trace_layout
 from plait.referee.verify.reference import run_reference
 from plait.referee.verify.traces import Traces, Wrong
 from plait.referee.wrong import FirstWrong, Phase, cause_of_norm, said
+from plait.run.config.machine import resolve_device
 from plait.run.config.settings import RunConfig
 from plait.run.job.job import Job
 from plait.table.additions import additions
@@ -69,7 +70,8 @@ def replay(
     """The single process that adds in the order of the config's layout, of which these are the records."""
     pieces = [r.norm_pieces for r in sorted(ranks, key=lambda r: r.rank)] if required(config) == BITWISE else None
     layout = config.machine.parsed_mesh, config.layout.microbatches, additions(config.row), config.task.samples.steps
-    return run(job, *layout, clip=config.task.update.clip, norm_pieces=pieces, ties=ranks[0].ties, **options)
+    where = {"ties": ranks[0].ties, "device": resolve_device(config.machine)}
+    return run(job, *layout, clip=config.task.update.clip, norm_pieces=pieces, **where, **options)
 
 
 def first_step(findings: Sequence[Finding]) -> int:

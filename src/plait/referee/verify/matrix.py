@@ -16,18 +16,19 @@ from rich.console import Console
 from rich.text import Text
 
 from plait.checkpoint.files.writing import write_json
-from plait.comm import thread
 from plait.messages.progress import counted, shown_by
 from plait.referee.verify.cases import cells, cells_of_job, command, due
-from plait.referee.verify.record import record_run
+from plait.referee.verify.kernels import repeatable
+from plait.referee.verify.record import in_threads
 from plait.referee.verify.run import Verdict, judge, line_of, references
 from plait.run.config.check import validate
+from plait.run.config.machine import resolve_device
 from plait.run.config.settings import VerifyConfig, with_job
 from plait.run.job.job import make_job
 from plait.run.job.sections import flags
 from plait.run.report.screen import screen, working
 
-OF_THE_MATRIX = ("config", "plugin", "matrix", "job", "data", "seed", "deadline", "json")
+OF_THE_MATRIX = ("config", "plugin", "matrix", "job", "data", "seed", "deadline", "device", "json")
 """What may be given with ``matrix``, which chooses everything else."""
 TOLD = 3  # findings that are printed for a failing cell
 
@@ -59,10 +60,12 @@ def run_matrix(config: VerifyConfig) -> int:
             raise ValueError(f"--{flag} with --matrix, which chooses its layouts itself: leave one of them out")
     own_job = config.task.network.job is not None
     chosen = cells_of_job(config.with_flags(matrix=None), size) if own_job else cells(size)
-    configs = [cell.with_flags(**{name: given[name] for name in ("data", "seed", "deadline")}) for cell in chosen]
+    configs = [
+        cell.with_flags(**{name: given[name] for name in ("data", "seed", "deadline", "device")}) for cell in chosen
+    ]
     console = screen(soft_wrap=True, stderr=config.files.json == "-")
     started = time.monotonic()
-    with working():
+    with working(), repeatable(resolve_device(config.machine)):
         outcomes = run_cells(configs, console)
     seconds = time.monotonic() - started
     failed, words = sum(outcome.failed for outcome in outcomes), Counter(outcome.word for outcome in outcomes)
@@ -108,8 +111,8 @@ def verdict_of(config: VerifyConfig) -> Verdict:
     """Records a layout on thread ranks and compares it with its references."""
     config = with_job(config)
     validate(config)
-    job, mesh = make_job(config.task, config.dtypes), config.machine.parsed_mesh
-    ranks = thread.run(mesh, lambda comm: record_run(job, config, comm), deadline=config.machine.deadline)
+    job = make_job(config.task, config.dtypes)
+    ranks = in_threads(job, config)
     return judge(job, config, ranks, *references(job, config, ranks))
 
 

@@ -30,6 +30,7 @@ from plait.referee.tape import Tape
 from plait.referee.values import packed, unpacked
 from plait.referee.verify.observed import OneStep, Piece, RankRecord
 from plait.referee.verify.reference import uncached
+from plait.run.config.machine import resolve_device
 from plait.run.config.settings import RunConfig
 from plait.run.job.job import Job
 from plait.step import Engine, StepResult
@@ -142,9 +143,14 @@ def trace_layout(job: Job, config: RunConfig, window: Sequence[int]) -> list[Ran
 
     The ranks are threads of this process, whatever world the run had: what differs among them is the layout's doing.
     """
-    config = config.with_flags(steps=window[-1] + 1)
-    mesh = config.machine.parsed_mesh
-    return thread.run(mesh, lambda comm: record_run(job, config, comm, window), deadline=config.machine.deadline)
+    return in_threads(job, config.with_flags(steps=window[-1] + 1), window)
+
+
+def in_threads(job: Job, config: RunConfig, window: Collection[int] = ()) -> list[RankRecord]:
+    """``record_run`` on ranks that are threads of this process, on the config's device."""
+    machine, device = config.machine, resolve_device(config.machine)
+    run = partial(record_run, job, config, window=window)
+    return thread.run(machine.parsed_mesh, run, deadline=machine.deadline, device=device)
 
 
 @uncached()

@@ -80,10 +80,12 @@ class SingleProcess:
     whose uses are summed separately: under which names, use by use.
     """
 
-    def __init__(self, job: Job, num_data_ranks: int, num_microbatches: int, ties: TiedWeights) -> None:
-        self.job, self.ranks, self.microbatches = job, num_data_ranks, num_microbatches
+    def __init__(
+        self, job: Job, num_data_ranks: int, num_microbatches: int, ties: TiedWeights, device: str = "cpu"
+    ) -> None:
+        self.job, self.ranks, self.microbatches, self.device = job, num_data_ranks, num_microbatches, device
         self.model = job.build()
-        materialise(self.model, job.seed, torch.device("cpu"), job.weights)
+        materialise(self.model, job.seed, torch.device(device), job.weights)
         self.current = CurrentForward()
         interceptor = Interceptor(self.current, [DropoutRNG(job.seed, self.current)])
         closed = closed_units(self.model, automatic(self.model)) if job.compile else []
@@ -125,7 +127,9 @@ class SingleProcess:
 
     def begin(self, step: int) -> int:
         """Fetch the batches of all data ranks; returns the number of targets."""
-        of_ranks = (self.job.microbatches(step, d, self.ranks, self.microbatches) for d in range(self.ranks))
+        of_ranks = (
+            self.job.microbatches(step, d, self.ranks, self.microbatches, self.device) for d in range(self.ranks)
+        )
         self.step, self.batches = step, [batch for batches in of_ranks for batch in batches]
         self.samples = [num_samples(batch) for batch in self.batches]
         self.losses = [math.nan] * len(self.batches)
@@ -192,16 +196,17 @@ def uncached() -> Iterator[None]:
 def run_reference(
     job: Job, mesh: Mesh, num_microbatches: int, order: Sequence[str], steps: int, *, clip: float | None,
     norm_pieces: Sequence[Sequence[Piece]] | None = None, keep_links: bool = True, ties: TiedWeights | None = None,
-    built: Callable[[SingleProcess], None] | None = None, window: Collection[int] = (),
+    built: Callable[[SingleProcess], None] | None = None, window: Collection[int] = (), device: str = "cpu",
 ) -> Record:  # fmt: skip
     """Train ``steps`` steps in this process, adding gradients in the given order.
 
     ``order`` has the sums, innermost first, as ``table.additions`` derives them from a row; of ``mesh`` only the data
     axes matter.  ``norm_pieces`` are those whose squares each rank sums for the norm, by rank; None: whole parameters.
     ``built`` is given the process before its first step.  The steps of the ``window`` are traced.  ``keep_links``:
-    every step keeps its sums, the gradients that the optimizer was given, and the updated parameters.
+    every step keeps its sums, the gradients that the optimizer was given, and the updated parameters.  It runs on the
+    ``device``, and its record is on the CPU.
     """
-    one = SingleProcess(job, mesh.data_size, num_microbatches, ties or {})
+    one = SingleProcess(job, mesh.data_size, num_microbatches, ties or {}, device)
     if built is not None:
         built(one)
     tape = Tape(lambda: one.microbatch_in(window))
@@ -229,17 +234,21 @@ def run_reference(
         one.update(gradients)
         step.updated = copied({name: p for name, p in one.masters.items() if p.requires_grad}) if kept else {}
         record.steps.append(step)
-    record.parameters = {name: p.detach().to(one.dtypes[name], copy=True) for name, p in one.masters.items()}
-    record.buffers = {name: one.buffers[0][name] for name in one.model.state_dict() if name in one.buffers[0]}
+    record.parameters = {name: p.detach().to("cpu", one.dtypes[name], copy=True) for name, p in one.masters.items()}
+    record.buffers = {name: one.buffers[0][name].cpu() for name in one.model.state_dict() if name in one.buffers[0]}
     for name, parameter in one.masters.items():
         state = one.optimizer.state.get(parameter, {})
-        record.state[name] = {key: value.clone() for key, value in state.items() if torch.is_tensor(value)}
+        record.state[name] = {key: _kept(value) for key, value in state.items() if torch.is_tensor(value)}
     return record
 
 
 def copied(tensors: Mapping[str, Tensor]) -> Gradients:
-    """Copies of tensors, by name."""
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    """Copies of tensors on the CPU, by name."""
+    return {name: _kept(tensor) for name, tensor in tensors.items()}
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _clip(gradients: Gradients, clip: float | None, pieces: Sequence[Sequence[Piece]] | None) -> float | None:

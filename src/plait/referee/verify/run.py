@@ -17,17 +17,19 @@ from rich.table import Table
 from rich.text import Text
 
 from plait.checkpoint.files.writing import write_json
-from plait.comm import Comm, thread
+from plait.comm import Comm
 from plait.messages.escape import one_line
 from plait.referee.verify.compare import BITWISE, Finding, HonestRuns, against_plain, against_tree
+from plait.referee.verify.kernels import repeatable
 from plait.referee.verify.locate import locate, locate_in_plain, replay, required
 from plait.referee.verify.observed import RankRecord, Record
 from plait.referee.verify.plain import run_plain
 from plait.referee.verify.probe_token import as_data, probe_tokens
-from plait.referee.verify.record import ON_TENSOR, collect_records, left_out, record_run
+from plait.referee.verify.record import ON_TENSOR, collect_records, in_threads, left_out, record_run
 from plait.referee.verify.spread import RUNS, Spread, honest_runs, spread_of
 from plait.referee.wrong import FirstWrong
 from plait.run.config.check import validate
+from plait.run.config.machine import resolve_device
 from plait.run.config.settings import RunConfig, VerifyConfig, with_job
 from plait.run.job.job import Job, make_job
 from plait.run.job.own import UserJob
@@ -149,11 +151,10 @@ def verify(job: UserJob, mesh: str = "shard=2", strategy: str = "zero3", **setti
     config = with_job(VerifyConfig(job=job, mesh=mesh, strategy=strategy, **settings))
     validate(config)
     made = make_job(config.task, config.dtypes)
-    ranks = thread.run(
-        config.machine.parsed_mesh, lambda comm: record_run(made, config, comm), deadline=config.machine.deadline
-    )
-    tree, plain = references(made, config, ranks)
-    return placed(judge(made, config, ranks, tree, plain), made, config, ranks, (tree, plain))
+    with repeatable(resolve_device(config.machine)):
+        ranks = in_threads(made, config)
+        tree, plain = references(made, config, ranks)
+        return placed(judge(made, config, ranks, tree, plain), made, config, ranks, (tree, plain))
 
 
 WITHIN_TOLERANCE = (
@@ -176,8 +177,6 @@ def placed(
     if all(f.equal for f in (*verdict.tree, *verdict.plain)):
         return replace(verdict, unplaced=WITHIN_TOLERANCE)
     only_plain = all(f.equal for f in verdict.tree)
-    if config.machine.device != "cpu" and not only_plain:
-        return replace(verdict, unplaced="the first wrong tensor is looked for on CPUs only")
     try:
         if only_plain:
             return replace(verdict, first=locate_in_plain(job, ranks, tree, plain, verdict.plain))

@@ -23,6 +23,7 @@ from plait.referee.values import MARGIN, wide
 from plait.referee.verify.compare import BITWISE, Finding, HonestRuns, finding, pairs
 from plait.referee.verify.observed import RankRecord
 from plait.referee.verify.reference import SingleProcess, run_reference
+from plait.run.config.machine import resolve_device
 from plait.run.config.settings import RunConfig
 from plait.run.job.job import Job
 from plait.table.additions import additions
@@ -82,7 +83,7 @@ class Jitter:
         with DisableTorchFunction(), torch.no_grad():
             exact = wide(value)
             noise = torch.rand(exact.shape, generator=self.random, dtype=torch.float64) * 2 - 1
-            made = exact + exact * noise * torch.finfo(value.dtype).eps
+            made = exact + exact * noise.to(exact.device) * torch.finfo(value.dtype).eps
             return (torch.view_as_complex(made) if value.is_complex() else made).to(value.dtype)
 
 
@@ -106,7 +107,8 @@ def honest_runs(job: Job, config: RunConfig, ranks: Sequence[RankRecord], runs: 
     compiled: ``Jitter`` needs to see into the modules."""
     job = replace(job, compile=False)
     orders = list(permutations(additions(config.row)))
-    run = partial(run_reference, clip=config.task.update.clip, ties=ranks[0].ties)
+    device = resolve_device(config.machine)
+    run = partial(run_reference, clip=config.task.update.clip, ties=ranks[0].ties, device=device)
     mesh, num, steps = config.machine.parsed_mesh, config.layout.microbatches, config.task.samples.steps
     exact = run(job, mesh, num, additions(config.row), steps)
     made = []

@@ -5,10 +5,12 @@ from functools import partial
 
 from plait.comm.base import Comm
 from plait.referee.verify import run_verify
+from plait.referee.verify.kernels import repeatable
 from plait.referee.verify.matrix import run_matrix
 from plait.referee.witness.run import run_engine, with_engine
 from plait.run.commands.judge import told
 from plait.run.config.check import validate
+from plait.run.config.machine import resolve_device
 from plait.run.config.settings import VerifyConfig, with_job
 from plait.run.job.sections import flags
 from plait.run.launch.local import launch
@@ -27,7 +29,8 @@ def run(config: VerifyConfig, argv: Sequence[str]) -> int:
     if config.comparison.engine is not None:
         config = with_engine(config)
         body = partial(verify_engine, config, argv=argv)
-    return launch(config.machine, body, ["-m", "plait", *argv], settings=flags(config))
+    with repeatable(resolve_device(config.machine)):
+        return launch(config.machine, body, ["-m", "plait", *argv], settings=flags(config))
 
 
 def verify_engine(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> int:

@@ -202,11 +202,17 @@ def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) ->
 
 
 def materialise(model: nn.Module, seed: int, device: torch.device, weights: Weights | None = None) -> None:
-    """Gives a whole model its values in this process, drawn or read: those that a single process would train."""
+    """Gives a whole model its values in this process, drawn or read: those that a single process would train.
+
+    Parameters that have values, and buffers, come to the device with them.
+    """
     check_buffers(model)
+    there = [(p, p.detach()) for p in model.parameters() if not p.is_meta and p.device.type != device.type]
     values = initial_values(model, seed) if weights is None else whole_values(model, weights, device)
-    for old, value in list(values):
+    for old, value in (*there, *values):
         replace_parameter(model, old, nn.Parameter(value.to(device), requires_grad=old.requires_grad))
+    for module in model.modules():
+        module._buffers.update({name: b.to(device) for name, b in module._buffers.items() if b is not None})
 
 
 def give_values(whole: SourceModel, stages: Sequence[BuiltUnits], seed: int, weights: Weights | None = None) -> None:

@@ -69,7 +69,6 @@ SHARES: dict[str, Share] = {
     "checkpoint/test_saver.py::test_what_is_saved_is_the_run_at_that_moment": Share("few", "all"),
     "checkpoint/test_smollm2.py": NIGHTLY,
     "comm/test_check.py::test_what_is_right_goes_on_as_without_it": Share("few", "values"),
-    "shared_memory/test_c10d.py": PROCESSES,
     "comm/test_elastic.py": PROCESSES,
     "comm/test_elastic.py::test_ranks_meet_again_when_an_agent_is_killed_and_another_is_started": NIGHTLY,
     "comm/test_process_world.py": PROCESSES,

@@ -7,11 +7,10 @@ While ``plait.step`` cannot be imported the rows are left out and the reason is 
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from harness.contestants import COMPILED, SHARED, TRANSPORTS, Build, Contestant, adamw, comm_beside
 from harness.models import Workload
 from harness.report import Match
-from peers import DDP_VARIANTS, PEERS
+from peers import DDP_VARIANTS
 
 ROWS = ("ddp", "zero1", "zero2", "zero3")
 
@@ -42,7 +41,6 @@ def _matches(who: str) -> tuple[Match, ...]:
 
 
 MATCHES = tuple(match for who in TRANSPORTS for match in _matches(who))
-MATCHES += (Match("ddp/plait_shm", ("ddp",), {"mlp16": 1.3}), Match("fsdp2/plait_shm", ("fsdp2",), {"mlp16": 2.0}))
 MATCHES += (
     Match(f"{COMPILED}-ddp", ("ddp/compiled",), {"gpt256": 1.0}),
     Match(f"{COMPILED}-zero1", ("ddp/compiled",), {}),
@@ -61,18 +59,7 @@ def rows() -> tuple[dict[str, Build], str]:
         return {}, f"{reason}"
     ours = {f"{who}-{row}": _row(row, who) for who in TRANSPORTS for row in ROWS}
     ours |= {f"{COMPILED}-{row}": _row(row, COMPILED) for row in ROWS}
-    return {**ours, **{f"{name}/plait_shm": _on_shared_memory(PEERS[name]) for name in ("ddp", "fsdp2")}}, ""
-
-
-def _on_shared_memory(peer: Build) -> Build:
-    """torch's own engine with plait's back end in the place of gloo."""
-
-    def build(workload: Workload, ranks: int) -> Contestant:
-        import plait.shared_memory.c10d
-
-        return peer(workload, ranks, group=dist.new_group(backend=plait.shared_memory.c10d.NAME))
-
-    return build
+    return ours, ""
 
 
 def _row(strategy: str, who: str) -> Build:

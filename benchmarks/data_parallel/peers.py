@@ -16,11 +16,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from harness.contestants import Build, Contestant, adamw, training_loop
 from harness.models import Workload
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -47,10 +46,8 @@ def local(workload: Workload, ranks: int) -> Contestant:
     return Contestant(training_loop(workload, model, optimizer), loss_is_global=False, communicates=False)
 
 
-def ddp(
-    workload: Workload, ranks: int, group: dist.ProcessGroup | None = None, compiled: bool = False, **variant: Any
-) -> Contestant:
-    model = DistributedDataParallel(built(workload, compiled), process_group=group, **variant)
+def ddp(workload: Workload, ranks: int, compiled: bool = False, **variant: Any) -> Contestant:
+    model = DistributedDataParallel(built(workload, compiled), **variant)
     optimizer = adamw(model.parameters(), workload.learning_rate)
     return Contestant(training_loop(workload, model, optimizer), loss_is_global=False)
 
@@ -63,9 +60,9 @@ def redundancy(workload: Workload, ranks: int) -> Contestant:
     return Contestant(training_loop(workload, model, optimizer), loss_is_global=False)
 
 
-def fsdp2(workload: Workload, ranks: int, group: dist.ProcessGroup | None = None, compiled: bool = False) -> Contestant:
+def fsdp2(workload: Workload, ranks: int, compiled: bool = False) -> Contestant:
     model = built(workload, compiled)
-    mesh = init_device_mesh("cpu", (ranks,)) if group is None else DeviceMesh.from_group(group, "cpu")
+    mesh = init_device_mesh("cpu", (ranks,))
     for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
@@ -73,13 +70,9 @@ def fsdp2(workload: Workload, ranks: int, group: dist.ProcessGroup | None = None
     return Contestant(training_loop(workload, model, optimizer), loss_is_global=False)
 
 
-def _variant(options: dict[str, Any]) -> Build:
-    return lambda workload, ranks, **group: ddp(workload, ranks, **group, **options)
-
-
 PEERS: dict[str, Build] = {
     "local": local,
-    **{name: _variant(options) for name, options in DDP_VARIANTS.items()},
+    **{name: partial(ddp, **options) for name, options in DDP_VARIANTS.items()},
     "redundancy": redundancy,
     "fsdp2": fsdp2,
     "ddp/compiled": partial(ddp, compiled=True, gradient_as_bucket_view=True, static_graph=True),

@@ -45,7 +45,7 @@ TRANSPORTS = ("plait", SHARED)
 """The first words of plait's uncompiled rows."""
 
 Build = Callable[..., Contestant]
-"""(workload, number of ranks) -> a contestant, inside an initialised process group; torch's take another ``group``."""
+"""(workload, number of ranks) -> a contestant, inside an initialised process group."""
 
 
 def adamw(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 ENGINES = ("local", "ddp", "ddp-view-static", "ddp-view-static-4MB", "ddp-view-static-100MB", "redundancy", "fsdp2")
 ROWS = ("ddp", "zero1", "zero2", "zero3")
 OURS = tuple(f"{who}-{row}" for who in ("plait", "plait/shm") for row in ROWS)
-ON_OURS = ("ddp/plait_shm", "fsdp2/plait_shm")
 COMPILED = ("ddp/compiled", "fsdp2/compiled", "plait/compiled-ddp", "plait/compiled-zero3", "plait-ddp", "plait-zero3")
 QUICK_ENGINES = ("local", "ddp", "ddp-view-static", "fsdp2")
 QUICK_OURS = tuple(f"{who}-{row}" for who in ("plait", "plait/shm") for row in ("ddp", "zero1", "zero3"))
@@ -52,8 +51,8 @@ EVERY = (
     Suite(
         "data_parallel",
         "data_parallel/main.py",
-        ("--only", *ENGINES, *OURS, *ON_OURS),
-        ("--rounds", "3", "--no-memory", "--only", *QUICK_ENGINES, *QUICK_OURS, *ON_OURS),
+        ("--only", *ENGINES, *OURS),
+        ("--rounds", "3", "--no-memory", "--only", *QUICK_ENGINES, *QUICK_OURS),
         3600,
         1200,
     ),

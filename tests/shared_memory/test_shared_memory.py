@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import comm_checks
@@ -22,7 +21,6 @@ from plait.comm.operation import NO_NOTE, Operation, pair_of
 from plait.comm.process_identity import Peer, on_hosts
 from plait.shared_memory import mailbox, outgoing
 from plait.shared_memory.arena import rounded
-from plait.shared_memory.c10d import SharedMemoryGroup
 from plait.shared_memory.segment import Segment
 from plait.shared_memory.semaphore import SIZE, Semaphore
 from plait.table.mesh import Mesh
@@ -296,13 +294,6 @@ def test_which_hosts_a_mesh_is_on() -> None:
         assert on("replica=2 shard=2 hosts=2", hosts) == "replica=2 shard=2 hosts=2"
     with pytest.raises(ValueError, match="the mesh says hosts=2, and its ranks are on 4 hosts: leave hosts out"):
         on("replica=2 shard=2 hosts=2", "abcd")
-
-
-def test_torchs_backend_is_of_one_host() -> None:
-    store = dist.HashStore()
-    store.set("plait/1", Peer(1, "elsewhere", 1).text)
-    with pytest.raises(ValueError, match=r"plait_shm joins the ranks of one host: rank 0 .* and rank 1 .* are on two"):
-        SharedMemoryGroup(store, 0, 2, timedelta(seconds=5))
 
 
 def test_gpus_are_refused() -> None:

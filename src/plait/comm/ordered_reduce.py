@@ -18,15 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-OPS: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "product": torch.mul,
-    "and": torch.bitwise_and,
-    "or": torch.bitwise_or,
-    "xor": torch.bitwise_xor,
-}
+OPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
 """The reductions there are.  The mean is not one of them: sum, and divide once, yourself."""
 
 BLOCK_BYTES = 512 * 1024

@@ -205,11 +205,6 @@ class SharedMemoryTransport(Transport):
         except (ConnectionError, TimeoutError) as error:
             raise self.failure(operation, error) from error
 
-    def has_come(self, src: int, tag: int) -> bool:
-        """True if a wait for a message ends at once: it is there, or never will be."""
-        self._look()
-        return bool(self._early.get((src, tag)) or src in self._gone or self.broken)
-
     def close(self) -> None:
         """Stays until the others have its messages, or for its deadline; then says that it leaves."""
         if os.getpid() != self._process:  # a copy, made by fork

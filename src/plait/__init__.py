@@ -43,16 +43,7 @@ if TYPE_CHECKING:
     from plait.referee.witness.record import witness as witness
     from plait.run.injection import inject
     from plait.run.job.own import UserJob
-    from plait.sharded import (
-        LayoutError,
-        ShardedTensor,
-        annotate,
-        auto_redistribute,
-        dropout_stream,
-        explain,
-        from_dtensor,
-        to_dtensor,
-    )
+    from plait.sharded import LayoutError, ShardedTensor, annotate, auto_redistribute, dropout_stream, explain
     from plait.sharded.layout import Layout
     from plait.step import EMA, Engine, Evaluation, StepResult, elementwise, empty_parameters
     from plait.table.cells import TABLE, Cell, Strategy, parse_strategy
@@ -93,7 +84,7 @@ _MODULES = {
     "run.injection": "inject",
     "run.job.own": "UserJob",
     "sharded.layout": "Layout",
-    "sharded": "LayoutError ShardedTensor annotate auto_redistribute dropout_stream explain from_dtensor to_dtensor",
+    "sharded": "LayoutError ShardedTensor annotate auto_redistribute dropout_stream explain",
     "tensor": "cross_entropy_sum",
     "referee.verify.resume": "verify_resume",
     "referee.verify.run": "verify",
@@ -122,4 +113,4 @@ __all__ = [
 __all__ += ["Strategy", "distributed_sampler", "empty_parameters", "join", "load", "parse_strategy", "rank_batches"]
 __all__ += ["elementwise", "run_threads", "save", "sum_of_mean"]
 __all__ += ["LayoutError", "ShardedTensor", "annotate", "auto_redistribute", "cross_entropy_sum", "dropout_stream"]
-__all__ += ["UserJob", "explain", "from_dtensor", "inject", "judge", "to_dtensor", "verify", "verify_resume", "witness"]
+__all__ += ["UserJob", "explain", "inject", "judge", "verify", "verify_resume", "witness"]

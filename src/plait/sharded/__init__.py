@@ -17,14 +17,12 @@
     dropout.py         F.dropout whose mask no layout changes
     annotate.py        layouts for the parameters of a module whose code stays as it is
     explain.py         the messages that a redistribution or an expression would send
-    bridge.py          to and from torch's DTensor
 
 A new operator rule is one function under ``@rule`` in the file of its kind, or anywhere in your own code.
 """
 
 from plait.sharded import algebra, along, autograd, dropout, elementwise, networks
 from plait.sharded.annotate import annotate
-from plait.sharded.bridge import from_dtensor, to_dtensor
 from plait.sharded.dispatch import LayoutError
 from plait.sharded.dropout import dropout_stream
 from plait.sharded.explain import Explanation, explain
@@ -44,7 +42,5 @@ __all__ = [
     "auto_redistribute",
     "dropout_stream",
     "explain",
-    "from_dtensor",
     "redistribute",
-    "to_dtensor",
 ]

@@ -31,7 +31,7 @@ from harness.rows import as_json, step_rows
 from harness.turns import checked_losses, interleave, profiled, ratios
 from idle import idle_task, print_idle
 from models import WORKLOADS, link_names
-from ours import best_matches, by_stage, matches, rows
+from ours import best_matches, matches, rows
 from peers import ALONE, SIDE_BY_SIDE, peers
 from splits import Placement, Seconds, SplitName, balanced, even, link_task, loop, print_links, print_splits, twice, v
 
@@ -131,18 +131,12 @@ def compared_splits(costs: Sequence[float], arguments: Arguments) -> list[tuple[
 
 
 def split(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
-    """What links cost, and the splits that follow; beside those that are compared, what plait makes of the costs."""
+    """What links cost, and the splits that follow."""
     print(f"\n## {arguments.model}, links, one microbatch, one process, one thread", flush=True)
     seconds = measured_links(arguments)
     costs = [sum(one) for one in seconds]
     print_links(link_names(WORKLOADS[arguments.model]), seconds)
     found = compared_splits(costs, arguments)
-    if reason := rows((), ())[1]:
-        print(f"\nplait's own splits are left out: {reason}")
-    else:
-        found += [
-            ("plait, by stage", by_stage(costs, len(where)), where) for where in dict.fromkeys(f[2] for f in found)
-        ]
     print_splits(costs, arguments.ranks, found)
     return {"links": seconds, "splits": found}, []
 

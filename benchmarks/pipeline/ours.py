@@ -62,13 +62,6 @@ def best_matches(seconds: dict[str, list[float]]) -> tuple[Match, ...]:
     return tuple(found)
 
 
-def by_stage(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """The split that plait's users get from costs: the dearest stage is cheapest, whichever rank has it."""
-    from plait.schedule.partition import balanced
-
-    return balanced(costs, num_stages)
-
-
 def rows(splits: Sequence[SplitName], costs: Sequence[float]) -> tuple[dict[str, Build], str]:
     """plait's contestants by name, and why there are none ("" if there are); ``costs`` of the links, which balance."""
     try:

@@ -41,7 +41,7 @@ def test_the_smallest_batch_that_fills_all_parts_is_valid() -> None:
         ({"mesh": "pipe=2", "chunks": 2}, ["2 chunks", "only interleaved"]),
         ({"mesh": "pipe=2", "schedule": "interleaved", "chunks": 1}, ["1 stages per rank", "from 2"]),
         ({"mesh": "pipe=2", "split": "3 2 2"}, ["3 stages", "the pipeline has 2"]),
-        ({"mesh": "pipe=2", "split": "5 -2"}, ["split '5 -2'", "measured"]),
+        ({"mesh": "pipe=2", "split": "5 -2"}, ["split '5 -2'", 'as in "5 4"']),
         ({"split": "3 4"}, ["there is one stage"]),
         ({"model": "hf:folder", "layers": 5}, ["layers 5 beside model 'hf:folder'", "leave it out"]),
         ({"model": "hf:folder", "dropout": 0.0}, ["dropout 0.0 beside model 'hf:folder'"]),

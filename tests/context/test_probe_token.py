@@ -23,7 +23,7 @@ def probed(mesh: str, **flags: Any) -> list[ProbedToken]:
     config = VerifyConfig().with_flags(mesh=mesh, layers=2, width=24, heads=2, length=16, **flags)
     job = make_job(config.task, config.dtypes)
     num = config.layout.microbatches
-    return plait.run_threads(mesh, lambda c: probe_tokens(job, c, config.measured(job, c), num), sanitize=False)[0]
+    return plait.run_threads(mesh, lambda c: probe_tokens(job, c, config.parallelism, num), sanitize=False)[0]
 
 
 @pytest.mark.parametrize("mesh", ["shard=2", "shard=2 context=2", "pipe=2 shard=2 context=2", "tensor=2"])

@@ -190,6 +190,6 @@ def test_without_a_fault_nothing_is_found(config: VerifyConfig) -> None:
 def test_a_probe_of_tokens_names_documents_that_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     documents_see_each_other(monkeypatch)
     job = cases.job_of(PACKED)
-    body = lambda comm: probe_tokens(job, comm, PACKED.measured(job, comm), 1)  # noqa: E731
+    body = lambda comm: probe_tokens(job, comm, PACKED.parallelism, 1)  # noqa: E731
     probed = plait.run_threads(PACKED.machine.mesh, body, sanitize=False)[0]
     assert any("LEAKS" in str(one) and "another document" in str(one) for one in probed)

@@ -58,7 +58,7 @@ MEANT: dict[str, list[str]] = {
     "strategy": ["ddp", "zero1", "zero3", "hsdp", "mine: full | full | full | full", "mine: |||", "zero4"],
     "model": ["mlp", "gpt", "hf:folder", "hf:", "hf:pipe", "hf:/dev/zero", "mlpp"],
     "schedule": ["1f1b", "gpipe", "interleaved", "zbv", "order.txt", "giant.txt", "1f1c"],
-    "split": ["1 1", "measured", "2 1", "-1 3", "9" * 400, "1," * 900],
+    "split": ["1 1", "even", "2 1", "-1 3", "9" * 400, "1," * 900],
     "job": ["job.py:job", "job.py:none", "job.py", ":", "pipe.py:job", "broken.py:job"],
     "optimizer": ["adamw", "sgd", "adamx"],
     "sizes": ["1KB", "4KB", "64", "99999999GB", "-1", "1.5KB", "²"],

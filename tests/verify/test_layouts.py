@@ -75,11 +75,11 @@ LAYOUTS = [
     *each(replace(CHAIN, schedule="zbv", mesh="pipe=3 shard=3", strategy="zero3", microbatches=4), {}),
     *(replace(CHAIN, schedule=order, mesh=mesh, split=split, microbatches=3) for order, mesh, split in (
         *(("1f1b", "pipe=3", "1 3 7"), ("zb_h1", "pipe=3", "8 2 1"), ("interleaved", "pipe=2", "1 6 1 3")),
-        *(("zbv", "pipe=3", "1,2,3,3,1,1"), ("dualpipe_v", "pipe=2", "4 1 1 5"), ("zbv", "pipe=2", "measured")),
+        *(("zbv", "pipe=3", "1,2,3,3,1,1"), ("dualpipe_v", "pipe=2", "4 1 1 5")),
     )),
     *(replace(DECODER, schedule=order, mesh=mesh, split=split, microbatches=3) for order, mesh, split in (
         *(("gpipe", "pipe=3", "1 7 1"), ("zb_h2", "pipe=3", "7 1 1"), ("1f1b", "pipe=3", "2 6 1")),
-        *(("interleaved", "pipe=2", "1 1 1 6"), ("zbv", "pipe=2", "1 1 6 1"), ("1f1b", "pipe=2", "measured")),
+        *(("interleaved", "pipe=2", "1 1 1 6"), ("zbv", "pipe=2", "1 1 6 1"), ("1f1b", "pipe=2", "5 4")),
     )),
     *pairs(replace(DECODER, layers=1, mesh="pipe=4", microbatches=3), schedule=("gpipe", "1f1b", "zb_h1")),
     *(config for job in (CHAIN, DECODER) for config in pairs(replace(job, batch=17, mesh="pipe=2", microbatches=5, ragged=False), schedule=("1f1b", "zbv", "dualpipe_v"))),
@@ -102,7 +102,7 @@ LAYOUTS = [
     *each(HEADS, {"mesh": "tensor=1", "strategy": "zero3", "sequence_parallel": True}, {"mesh": "replica=2 shard=2 tensor=2", "strategy": OWN_ROW, "sequence_parallel": True, "microbatches": 2}),
     *pairs(replace(LLAMA, dtype="fp64", length=9), way=WHOLE_OR_CUT, model=("llama", "qwen2"), layout=({"mesh": "tensor=4", "strategy": "ddp", "kv_heads": 4}, {"mesh": "shard=2 tensor=2", "strategy": "hsdp"}, {"mesh": "pipe=2 tensor=2", "schedule": "1f1b", "strategy": "ddp"})),
     # dtypes and recomputation
-    *each(replace(DECODER, dropout=0.2), {"mesh": FOUR, "strategy": OWN_DTYPES, "microbatches": 2}, {"mesh": "pipe=2", "dtype": "bf16-mixed", "split": "measured", "schedule": "1f1b", "microbatches": 2}),
+    *each(replace(DECODER, dropout=0.2), {"mesh": FOUR, "strategy": OWN_DTYPES, "microbatches": 2}, {"mesh": "pipe=2", "dtype": "bf16-mixed", "split": "4 5", "schedule": "1f1b", "microbatches": 2}),
     *pairs(replace(GPT, steps=2, recompute="selective"), layout=({"mesh": "shard=2", "strategy": "zero3"}, {"mesh": "shard=2", "strategy": "hpz"}, *({"mesh": "pipe=2", "schedule": order, "microbatches": 4} for order in ("1f1b", "zb_h1", "dualpipe_v")))),
     *pairs(replace(LLAMA, microbatches=2), model=("llama", "qwen2"), recompute=("full", "selective"), layout=({"mesh": "shard=2"}, {"mesh": BOTH, "schedule": "1f1b"}, {"mesh": "pipe=2", "schedule": "zb_h1"})),
     *pairs(replace(DEEP, mesh="tensor=2", recompute="full", microbatches=2), strategy=("ddp", "zero2")),

@@ -134,7 +134,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def record_run(job: Job, config: RunConfig, comm: Comm, window: Collection[int] = ()) -> RankRecord:
     """``record_layout`` with what a config says."""
-    layout = config.measured(job, comm), config.layout.microbatches, config.task.samples.steps, config.task.update.clip
+    layout = config.parallelism, config.layout.microbatches, config.task.samples.steps, config.task.update.clip
     return record_layout(job, comm, *layout, window)
 
 

@@ -218,7 +218,7 @@ def run_verify(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> in
 
 def run_probe(job: Job, config: VerifyConfig, comm: Comm) -> int:
     """This rank's part of a one-token probe; returns 1 on rank 0 if a token leaks."""
-    probed = probe_tokens(job, comm, config.measured(job, comm), config.layout.microbatches)
+    probed = probe_tokens(job, comm, config.parallelism, config.layout.microbatches)
     if comm.rank:
         return 0
     if config.files.json:

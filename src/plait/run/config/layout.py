@@ -35,7 +35,7 @@ class LayoutConfig:
     """Stages that a rank keeps unsharded for its next passes, under a row that splits parameters; None: units are
     gathered one by one in every pass, which takes the least memory and the most messages."""
     split: str | None = None
-    """Links of the model on each stage, as in "5 4"; "measured" balances what they cost. None: equally many."""
+    """Links of the model on each stage, as in "5 4". None: equally many."""
     cut: Cut = "element"
     """Where the data axes may cut: anywhere in a parameter, or only between parameters."""
     prefetch: int = 1
@@ -57,12 +57,12 @@ class LayoutConfig:
 
     @cached_property
     def sizes_of_stages(self) -> tuple[int, ...] | None:
-        """The split as numbers.  None: equally many links on each stage, or measured."""
-        if self.split is None or self.split == "measured":
+        """The split as numbers.  None: equally many links on each stage."""
+        if self.split is None:
             return None
         words = self.split.replace(",", " ").split()
         if not words or not all(word.isdecimal() for word in words):
-            raise ValueError(f'split {self.split!r}: give the links of each stage, as in "5 4", or "measured"')
+            raise ValueError(f'split {self.split!r}: give the links of each stage, as in "5 4"')
         return tuple(map(int, words))
 
 

@@ -7,19 +7,17 @@ layout:  LayoutConfig    the model on them          layout.py  ├─► RunConf
 task:    JobConfig       what is trained        run/job/config.py ─┘           └───► Job
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from plait.comm import Comm
 from plait.run.config.file import FileConfig
 from plait.run.config.layout import LayoutConfig, names_a_file, read_schedule
 from plait.run.config.machine import MachineConfig
 from plait.run.job.config import Dtypes, JobConfig, TaskConfig
 from plait.run.job.families import OF_THE_FOLDER, stock_families
-from plait.run.job.job import Job
 from plait.run.job.sections import flags
 from plait.schedule.pipeline import Pipeline
 from plait.table.cells import Strategy, find_strategy
@@ -49,7 +47,7 @@ class RunConfig(TaskConfig):
 
     @cached_property
     def parallelism(self) -> Parallelism:
-        """The layout for the engine.  A split that will be measured is None here."""
+        """The layout for the engine."""
         names = {field.name for field in fields(Parallelism)}
         given = {name: value for name, value in flags(self).items() if name in names}
         given |= {"strategy": self.row, "split": self.layout.sizes_of_stages}
@@ -61,13 +59,6 @@ class RunConfig(TaskConfig):
     def pipeline(self) -> Pipeline:
         """The pipeline: distributes the work over the ranks of the pipe axis."""
         return Pipeline.of(self.parallelism, self.machine.parsed_mesh.pipe)
-
-    def measured(self, job: Job, comm: Comm) -> Parallelism:
-        """Returns ``parallelism`` with the split measured, if it should be.  All ranks call it together."""
-        if self.layout.split != "measured":
-            return self.parallelism
-        sizes = job.measured_split(comm, self.pipeline, self.layout.microbatches, self.layout.recompute)
-        return replace(self.parallelism, split=sizes)
 
 
 def with_job(config: AnyJob) -> AnyJob:

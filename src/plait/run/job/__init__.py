@@ -4,7 +4,6 @@ config.py      ``JobConfig``: the flags, in sections, and the values that follow
 sections.py    ``Sections``: configs made of sections, and set by flags
 own.py         ``UserJob``: a user's job, and ``--job FILE.py:NAME``
 outline.py     counts a user's job on meta, as the planner reads it
-block_costs.py  measures the costs of a model's blocks, which balance stages
 user_code.py   runs the user's files: ``FILE.py:NAME``, ``--plugin FILE.py``
 families.py    ``FAMILIES``: the models to choose from, a row each
 optimizer.py   ``OPTIMIZERS``, a row each; decay groups, the learning rate of each step

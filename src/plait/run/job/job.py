@@ -22,15 +22,12 @@ from plait.comm import Comm
 from plait.run.data.batches import Batches
 from plait.run.data.corpus import Epochs
 from plait.run.data.workers import StepDataset, StepStream
-from plait.run.job.block_costs import agreed_block_costs
 from plait.run.job.config import Dtypes, JobConfig
 from plait.run.job.dataset import make_data
 from plait.run.job.optimizer import make_optimizer, make_scheduler
-from plait.schedule.partition import shortest_step
-from plait.schedule.pipeline import Pipeline
 from plait.step import Engine, empty_parameters
 from plait.step.nonfinite import NonFinite
-from plait.table.parallelism import Parallelism, Recompute
+from plait.table.parallelism import Parallelism
 from plait.table.precision import AS_IT_COMES, Precision
 from plait.zero.state.weights import Weights
 
@@ -105,15 +102,6 @@ class Job:
             listener=listener,
         )
         return engine, self.scheduler(optimizer) if self.scheduler else None
-
-    def measured_split(
-        self, comm: Comm, pipeline: Pipeline, num_microbatches: int, recompute: Recompute | None
-    ) -> tuple[int, ...]:
-        """Balances the number of links per stage by their cost on rank 0.  All ranks call it together."""
-        batch = self.microbatches(0, 0, comm.mesh.data_size, num_microbatches, str(comm.device))[0]
-        model = _cast(self.build(), self.dtype)
-        costs = agreed_block_costs(model, comm, self.loss_fn, batch, self.leading(batch)[0], recompute=recompute)
-        return shortest_step(pipeline.written(num_microbatches), *costs)
 
     def stream(
         self,

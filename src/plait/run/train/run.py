@@ -107,7 +107,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     config = config.with_flags(steps=job.steps)  # epochs have become steps
     sanitized(comm).engine_watchers += (partial(DriftCheck, every=config.course.check_drift),)
     engine, scheduler = job.engine(
-        comm, config.measured(job, comm), clip=config.task.update.clip, nonfinite=config.course.nonfinite
+        comm, config.parallelism, clip=config.task.update.clip, nonfinite=config.course.nonfinite
     )
     log = EventLog(engine)
     training = Training(config, job, comm, engine, scheduler, Recorder(comm, gradients=False))
@@ -168,7 +168,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     if comm.mesh.count(("tensor", "context", "expert")) > 1 and unpredicted(job, engine):
         console.print(ON_TENSOR, soft_wrap=True)
     if recorded is not None and engine.placed.pipeline.num_stages > 1:
-        show_timeline(recorded, console, measured=config.layout.split == "measured")
+        show_timeline(recorded, console, engine.placed.split)
     same = _compare(training, console) if config.course.verify else None
     if config.output.export:
         write_folder(config.output.export, engine, getattr(config.task.sizes, "path", None))

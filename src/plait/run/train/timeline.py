@@ -130,16 +130,19 @@ def write_trace(recorded: Recorded, folder: Path) -> None:
     write_text(folder / "trace.json", trace_json(recorded.typical, recorded.simulated))
 
 
-def show_timeline(recorded: Recorded, console: Console, *, measured: bool) -> None:
+def show_timeline(recorded: Recorded, console: Console, split: Sequence[int]) -> None:
     """Shows busy and idle shares, by cause; the simulated step has the same passes, and messages that take no time.
 
-    ``measured``: the split was measured already, so what is left of the imbalance is that of whole links.
+    ``split`` has the number of links on each stage.
     """
     console.print(timeline_table(recorded.typical, recorded.simulated))
     uneven = mean_idle(idle_times(recorded.typical)).shares["imbalance"]
-    if uneven > WORTH_BALANCING and not measured:
+    if uneven > WORTH_BALANCING:
+        sizes = " ".join(map(str, split))
         console.print(
-            f"{uneven:.0%} of the step is imbalance of stages: --split measured shares the links by their cost"
+            f"{uneven:.0%} of the step is imbalance of stages: move links from the busiest rank to the others with "
+            f'--split, which is "{sizes}" here',
+            soft_wrap=True,
         )
 
 

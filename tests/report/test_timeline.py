@@ -10,6 +10,7 @@ from rich.console import Console
 from plait.messages.wording import seconds_text
 from plait.run.report.measured import as_log
 from plait.run.report.timeline import summary, timeline_rows, timeline_table
+from plait.run.train.timeline import Recorded, show_timeline
 from plait.schedule.actions import Log
 from plait.schedule.orders import one_f_one_b
 from plait.schedule.passes import add_messages
@@ -53,6 +54,14 @@ def test_the_summary_and_the_table() -> None:
         cells = [column[index] for column in columns if column[index]]
         there = [*name.split(), *cells] in lines
         assert there == (name in ("stages", "idle") or any(cell != "0.0%" for cell in cells)), name
+
+
+@pytest.mark.parametrize(("seconds", "told"), [((1.0, 5.0), True), ((1.0, 1.0), False)])
+def test_uneven_stages_are_told_with_their_split(seconds: tuple[float, float], told: bool) -> None:
+    step = simulate(one_f_one_b(2, 4), Costs(seconds, seconds, seconds))
+    console = Console(record=True, file=io.StringIO())
+    show_timeline(Recorded((as_log(step),), step), console, (1, 6))
+    assert ('--split, which is "1 6" here' in console.export_text()) == told
 
 
 @pytest.mark.parametrize(

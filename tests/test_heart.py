@@ -17,7 +17,7 @@ from plait.comm import Comm
 from plait.table.mesh import AXES
 
 SOURCE = Path(plait.__file__).parent
-MOST = 5_857
+MOST = 5_840
 """Lines of these files.  The goal is 4,500; a change may only lower this number."""
 
 

@@ -4,7 +4,7 @@ context.py             which forward runs and where it stands, in one frozen val
 interceptor.py         one function mode, and the handlers that it hands functions to
 
 batch.py               the tensors of a batch, whatever it is made of
-attributes.py          what a program keeps on its modules, and forwards write to them
+attributes.py          settings that a program keeps on its modules
 recompute.py           handler: activations that are made a second time; blocks that run again
 at_rest.py             handlers: a parameter at rest is never read; gradients that the model takes itself
 tensor_parallel.py     the tensor axis of a stage, and the slices of dropout masks where activations are cut

@@ -1,7 +1,6 @@
-"""What a program keeps on its modules beside parameters, buffers and modules: settings, counters, flags.
+"""Settings, counters and flags that a program keeps on its modules beside parameters, buffers and modules.
 
-block.alpha = 0.5        a program sets it between steps         every stage's copy follows (``anymodel``)
-self.calls += 1          a forward writes it                     refused where the forward runs again (``recompute``)
+block.alpha = 0.5        a program sets it between steps         every stage's copy follows
 """
 
 from typing import Any

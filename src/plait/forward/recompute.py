@@ -24,10 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from plait.forward.attributes import PLAIN, attributes_of
 from plait.forward.context import CurrentForward, in_backward
 from plait.forward.interceptor import Function, Handler, Interceptor
-from plait.forward.parameter import AtRest
 from plait.tensor import Parallel
 from plait.torch_private import DisableTorchFunction, tree_leaves, tree_map
 
@@ -144,8 +142,7 @@ def _check_unwritten(held: Iterable[tuple[Tensor, int]]) -> None:
 
 def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: Parallel, *, sequence: bool) -> None:
     """Make the forward of a block one that runs again in the backward.  Raises ValueError for a block whose input the
-    tensor plan changes before its forward sees it; at its first forward for one that writes to a buffer or counts; and
-    at any for one that writes to a parameter."""
+    tensor plan changes before its forward sees it, and at its first forward for one that writes to a buffer."""
     style = parallel.styles.get(name)
     if sequence and style and style.kind == "enter":
         raise ValueError(
@@ -153,7 +150,7 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
             f"recompute='full' would begin behind that: make the module around it the unit"
         )
     module = model.get_submodule(name)
-    once, checked, parameters = module.forward, set[bool](), dict(module.named_parameters())
+    once, checked = module.forward, set[bool]()
     early_stop = not parallel.styles  # a message over the tensor axis may come after all that the backward reads
 
     @wraps(once)
@@ -161,9 +158,7 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
         if not torch.is_grad_enabled():
             return once(*args, **kwargs)
         unseen = module.training not in checked and not in_backward()
-        before, numbers = (_values(module), _numbers(module)) if unseen else ({}, {})
-        with DisableTorchFunction():
-            versions = [parameter._version for parameter in parameters.values()]
+        before = _buffers(module) if unseen else {}
         try:
             output = called_twice(interceptor.current, once, args, kwargs, seen_by=interceptor, early_stop=early_stop)
         except RuntimeError as error:
@@ -173,46 +168,29 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
                 f"block {name!r} calls torch.func.grad or its like, which torch cannot run again in the backward "
                 f"(nor under torch.utils.checkpoint): call torch.autograd.grad, or leave recompute out"
             ) from error
-        with DisableTorchFunction():
-            now = [parameter._version for parameter in parameters.values()]
-        written = [key for key, old, new in zip(parameters, versions, now, strict=True) if old != new]
-        after = _values(module) if unseen else {}
-        added = [key for key in after if key not in before and key not in parameters]
-        written += added + [key for key in after if key in before and not same_bits(before[key], after[key])]
-        if written:
-            raise ValueError(
-                f"block {name!r} writes to its {'parameter' if written[0] in parameters else 'buffer'} {written[0]!r} "
-                f"in forward, and recompute='full' would write to it twice: of running statistics use a norm without "
-                f"them, or freeze it by eval(); write to a parameter between steps; or leave recompute out"
-            )
         if unseen:
             checked.add(module.training)
-            if counted := [key for (m, key), value in _numbers(module).items() if numbers.get((m, key)) != value]:
+            if written := [key for key, now in _buffers(module).items() if not same_bits(before.get(key), now)]:
                 raise ValueError(
-                    f"block {name!r} writes to its attribute {counted[0]!r} in forward, and recompute='full' would "
-                    f"write to it twice: leave recompute out, or count outside of the block"
+                    f"block {name!r} writes to its buffer {written[0]!r} in forward, and recompute='full' would write "
+                    f"to it twice: of running statistics use a norm without them, or freeze it by eval(); or leave "
+                    f"recompute out"
                 )
         return output
 
     module.forward = forward
 
 
-def _numbers(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
-    """What a block and the modules inside keep as plain numbers, flags and words (a counter)."""
-    modules = [*module.modules()]
-    return {(m, key): v for m in modules for key, v in attributes_of(m).items() if v is None or type(v) in PLAIN}
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of a module's buffers."""
+    return {key: buffer.detach().clone() for key, buffer in module.named_buffers()}
 
 
-def _values(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of a module's buffers and of its parameters that are not at rest (a unit inside may have gathered)."""
-    with DisableTorchFunction():
-        here = ((key, p) for key, p in module.named_parameters() if not isinstance(p, AtRest))
-        return {key: tensor.detach().clone() for key, tensor in (*module.named_buffers(), *here)}
-
-
-def same_bits(left: Tensor, right: Tensor) -> bool:
+def same_bits(left: Tensor | None, right: Tensor) -> bool:
     """Whether two tensors are the same, NaN for NaN."""
-    return left.shape == right.shape and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+    return (
+        left is not None and left.shape == right.shape and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+    )
 
 
 class AttentionRecompute(Handler):

@@ -102,9 +102,6 @@ def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modif
             for unit in units:
                 unit.forget()
     finally:
-        for flat, old in zip(flats, before, strict=True):
-            if _versions(flat) != old:
-                flat.written()
         with DisableTorchFunction():
             if reads.needs_gradient and not modify:
                 unsharding.pin_until_step(pinned)
@@ -127,7 +124,6 @@ def _accept(flat: Flat) -> None:
                 )
             view.copy_(p.detach().clone())  # which may share this very memory
             p.data = view
-    flat.written()
     if flat.split:
         flat.rest.copy_(flat.full[slice(*flat.held)])
     if flat.master is not None:

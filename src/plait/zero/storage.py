@@ -116,7 +116,6 @@ class Flat:
         if self.split:
             for parameter, slot in zip(self.parameters, layout.slots, strict=True):
                 parameter.resting_name = slot.name  # type: ignore[attr-defined]
-        self._versions = [p._version for p in self.parameters]
         (self.reshard if self.split else self.show)()
 
     def place(self, cell: Cell) -> tuple[int, int]:
@@ -208,14 +207,11 @@ class Flat:
                 parameter.__class__ = here  # the user's own: see docs/guide/your-own-loop.md
                 parameter.data = view
 
-    def reshard(self, *, leave: bool = False) -> list[str]:
+    def reshard(self, *, leave: bool = False) -> None:
         """Points the parameters at placeholders and gives the memory of ``full`` back.
 
         Args:
             leave: the memory is left to views that a program may keep; the next gather gets new memory.
-
-        Returns:
-            The names of parameters that were written to since ``show``; the written values are lost.
         """
         with DisableTorchFunction():
             for parameter, nothing, at_rest in zip(self.parameters, self._placeholders, self._at_rest, strict=True):
@@ -225,20 +221,10 @@ class Flat:
             if self.full is not self.common:  # the copy is left to its holders
                 self.full = self.common
                 self._point_views()
-            return self.written()
+            return
         if leave or not self.full.untyped_storage().resizable():  # numpy shares it
             self._renew()
         self.full.untyped_storage().resize_(0)
-        return self.written()
-
-    def written(self) -> list[str]:
-        """The names of parameters that were written to in place since the last call."""
-        with DisableTorchFunction():
-            before, self._versions = self._versions, [p._version for p in self.parameters]
-        if before == self._versions:
-            return []
-        slots = zip(self.layout.slots, before, self._versions, strict=True)
-        return [slot.name for slot, old, new in slots if old != new]
 
     def replaced(self) -> list[str]:
         """The names of parameters whose ``p.data`` is not the engine's memory."""

@@ -117,23 +117,14 @@ class Unit:
         self.state = State.UNSHARDED
 
     def reshard(self) -> None:
-        """Returns the unit to rest; waits first for messages that are still under way.
-
-        Raises:
-            ValueError: a parameter was written to in between.
-        """
+        """Returns the unit to rest; waits first for messages that are still under way."""
         if self.state is State.UNSHARDING:
             self.wait()
         assert self.state is State.UNSHARDED, f"unit {self.name!r} is {self.state.value}"
-        written = [name for flat in self._split_flats for name in flat.reshard(leave=self.was_read)]
+        for flat in self._split_flats:
+            flat.reshard(leave=self.was_read)
         self.state, self.was_read, self.awaits_backward = State.SHARDED, False, False
         self.open_units.remove(self)
-        if written:
-            raise ValueError(
-                f"parameter {written[0]!r} was written to while its unit was gathered (in a forward, or between "
-                f"forward and backward): this rank's copy goes when the unit is resharded. Write between steps, on "
-                f"every rank the same, inside `with engine.gathered({written[0]!r}, modify=True)`"
-            )
 
     def pin(self) -> None:
         """Starts to gather the parameters, if they are at rest, for a reader outside of the passes."""

@@ -10,14 +10,16 @@ cases of a test are in the fast layer, and which are in it or in the full one:
 
     all       every case
     pairs     cases in which every two values of two parameters meet
+    thrice    cases in which every value of every parameter stands three times, beside others each time
     values    cases in which every value of every parameter stands
     few       two cases that have little in common
     none      no case
 
 A test that is parametrized several times, over rows, meshes and microbatches say, has a full product of cases.  Faults
 that need one value of one parameter show in ``values``, those that need two together in ``pairs``; what would need
-three waits for the night.  Names that are parametrized together are one parameter.  The cases with every pair come
-from the generator that writes the matrix, ``plait.referee.verify.covering``.
+three waits for the night.  The matrix has rows and meshes in pairs, so a program of users is tried ``thrice``.  Names
+that are parametrized together are one parameter.  The cases with every pair come from the generator that writes the
+matrix, ``plait.referee.verify.covering``.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from plait.referee.verify.covering import covering
 
 Layer: TypeAlias = Literal["fast", "full", "nightly"]
-Part: TypeAlias = Literal["all", "pairs", "values", "few", "none"]
+Part: TypeAlias = Literal["all", "pairs", "thrice", "values", "few", "none"]
 Case: TypeAlias = tuple[str, ...]
 """A value's id for each parameter."""
 
@@ -49,6 +51,7 @@ NIGHTLY = Share("none", "none")
 
 PROCESSES = ORACLES = DOCUMENTATION = FULL
 TRAINING = Share("few", "pairs")
+PROGRAMS = Share("few", "thrice")
 HELD_BY_THE_MATRIX = Share("none", "values")
 
 SHARES: dict[str, Share] = {
@@ -89,15 +92,15 @@ SHARES: dict[str, Share] = {
     "experts": Share("few", "all"),
     "device": PROCESSES,
     "docs": DOCUMENTATION,
-    "step": TRAINING,
-    "step/test_equal.py": Share("values", "pairs"),
-    "step/test_loop.py": Share("values", "pairs"),
-    "step/test_parameters.py": Share("values", "pairs"),
+    "step": PROGRAMS,
+    "step/test_equal.py": Share("values", "thrice"),
+    "step/test_loop.py": Share("values", "thrice"),
+    "step/test_parameters.py": Share("values", "thrice"),
     "step/test_exceptions.py": Share("values", "all"),
     "step/test_nonfinite.py": Share("values", "all"),
     "step/test_refusals.py": FAST,
-    "step/test_state.py": Share("values", "pairs"),
-    "step/test_together.py": Share("values", "pairs"),
+    "step/test_state.py": Share("values", "thrice"),
+    "step/test_together.py": Share("values", "thrice"),
     "zero/test_probe.py::test_the_table_of_torchs_classes_is_right": Share("values", "all"),
     "zero/test_probe.py::test_other_optimizers_have_whole_tensors_or_are_declared": Share("values", "all"),
     "step/test_checked_collectives.py": Share("values", "all"),
@@ -153,7 +156,8 @@ SHARES: dict[str, Share] = {
     "verify/test_matrix.py::test_grouped_heads": NIGHTLY,
     "verify/test_resume_engine.py": Share("few", "all"),
     "verify/test_resume_processes.py": PROCESSES,
-    "verify/test_stock_models.py::test_every_row_on_every_mesh": TRAINING,
+    "verify/test_stock_models.py::test_every_row_on_every_mesh": PROGRAMS,
+    "verify/test_stock_models.py::test_pipelines": Share("none", "thrice"),
     "verify/test_stock_models.py::test_modules_of_torch": HELD_BY_THE_MATRIX,
     "verify/test_right_jobs.py": Share("values", "all"),
     "watch/test_joined.py": NIGHTLY,
@@ -225,6 +229,8 @@ def chosen(cases: Sequence[Case], part: Part) -> Sequence[Case]:
             return cases
         case "pairs":
             return pairwise(cases)
+        case "thrice":
+            return list(dict.fromkeys(case for turn in range(3) for case in valuewise(cases, turn)))
         case "values":
             return valuewise(cases)
         case "few":
@@ -241,10 +247,17 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
     return [tuple(map(str, row.values())) for row in covering(dimensions)]
 
 
-def valuewise(cases: Sequence[Case]) -> list[Case]:
-    """As many cases of a product as the longest parameter has values, the others in turn."""
+def valuewise(cases: Sequence[Case], turn: int = 0) -> list[Case]:
+    """As many cases of a product as the longest parameter has values, the others in turn: from the first one on, or
+    from a third or two thirds of them on, no two neighbours from the same."""
     ids = parameters(cases)
-    return [tuple(values[i % len(values)] for values in ids) for i in range(max(map(len, ids), default=1))]
+    longest = max(ids, key=len, default=[""])
+    thirds = [0 if values is longest else turn * (1 + i % 2) % 3 for i, values in enumerate(ids)]
+    starts = [max(1, len(values) // 3) * third for values, third in zip(ids, thirds, strict=True)]
+    return [
+        tuple(values[(i + start) % len(values)] for values, start in zip(ids, starts, strict=True))
+        for i in range(len(longest))
+    ]
 
 
 def parameters(cases: Sequence[Case]) -> list[list[str]]:

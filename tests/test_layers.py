@@ -48,16 +48,17 @@ def test_parts_of_a_product() -> None:
     assert all(a != b for a, b in zip(first, second, strict=True)), "nothing in common"
     pairs = list(chosen(PRODUCT, "pairs"))
     assert len(pairs) == 6 < len(PRODUCT) and pairs_of(pairs) == pairs_of(PRODUCT) and {first, second} < set(pairs)
-    values = chosen(PRODUCT, "values")
-    assert len(values) == len(ROWS)
+    values, thrice = chosen(PRODUCT, "values"), chosen(PRODUCT, "thrice")
+    assert len(values) == len(ROWS) and {*values} < {*thrice} and len(thrice) == 9
+    assert Counter(row for row, *_ in thrice) == dict.fromkeys(ROWS, 3)
     assert [set(column) for column in zip(*values, strict=True)] == [set(ROWS), {"shard=2", "shard=3"}, {"1", "3"}]
 
 
 def test_parts_of_a_test_that_is_parametrized_once_or_never() -> None:
     """Values that are given together are no product: each of them is a case of its own kind."""
-    assert [list(chosen(TOGETHER, part)) for part in ("all", "pairs", "values")] == [TOGETHER] * 3
+    assert [list(chosen(TOGETHER, part)) for part in ("all", "pairs", "thrice", "values")] == [TOGETHER] * 4
     assert chosen(TOGETHER, "few") == TOGETHER[:2]
-    assert [list(chosen([()], part)) for part in ("all", "pairs", "values", "few")] == [[()]] * 4
+    assert [list(chosen([()], part)) for part in ("all", "pairs", "thrice", "values", "few")] == [[()]] * 5
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from engine_cases import Batch, batches, count, deal, distinct, loss_sum
 from links_cases import Chain, chain
-from pipeline_cases import build, images, linear, on, same, step, tokens
+from pipeline_cases import build, linear, on, same, step, tokens
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -92,11 +91,6 @@ class Custom(nn.Module):
         return out
 
 
-def shared(module: nn.Module, *links: nn.Module) -> nn.Module:
-    """A Sequential with the module behind each of the others."""
-    return distinct(nn.Sequential(*(part for link in links for part in (link, module))))
-
-
 LINKS = {
     "no parameters at the first": (chain(nn.Tanh(), linear(), linear()), (1, 2)),
     "no parameters at the last": (chain(linear(), linear(), nn.Tanh()), (2, 1)),
@@ -130,63 +124,6 @@ def test_links_of_every_kind(name: str, order: str, row: str, mesh: str) -> None
 def test_links_between_two_stages_of_one_rank(link: nn.Module, order: str) -> None:
     behind = Real() if isinstance(link, Complex) else nn.Dropout(0.0, inplace=True)
     same(chain(linear(), linear(), link, behind, nn.Tanh(), linear()), schedule=order, split=(1, 2, 2, 1))
-
-
-@BOTH
-@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)], ids=str)
-@pytest.mark.parametrize("row, mesh", [("ddp", "pipe=3"), ("zero3", "pipe=3 shard=2")])
-def test_frozen_stages(row: str, mesh: str, frozen: tuple[int, ...], order: str) -> None:
-    model = chain(linear(), cases.Block(), linear())
-    for index in frozen:
-        model.links[index].requires_grad_(False)
-    same(model, mesh, row, schedule=order, clip=0.1)
-
-
-@ROWS
-@pytest.mark.parametrize("kind", ["relu", "tanh", "linear"])
-def test_a_module_that_stands_twice_in_a_sequential(kind: str, row: str, mesh: str) -> None:
-    module = {"relu": nn.ReLU(), "tanh": nn.Tanh(), "linear": linear()}[kind]
-    same(shared(module, linear(), linear(), linear()), mesh, row)
-    same(shared(module, linear(), linear(), linear()), mesh, row, schedule="interleaved")
-
-
-@pytest.mark.parametrize("order", ["1f1b", "zb_h1", "zbv", "gpipe"])
-def test_batch_norm_counts_every_microbatch_once_in_the_buffers_of_its_stage(order: str) -> None:
-    layers = (nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten())
-    template = distinct(nn.Sequential(*layers, nn.Linear(16, 3)))
-
-    def body(comm: Comm) -> tuple[list[float], dict[str, Tensor]]:
-        engine = build(template, comm, schedule=order if comm.mesh.pipe > 1 else None)
-        return [step(engine, batch, 3).loss for batch in images()], engine.full_state_dict()
-
-    model = copy.deepcopy(template)
-    optimizer = cases.adamw(model.parameters())
-    truth = []
-    for batch in images():
-        optimizer.zero_grad()
-        losses = [loss_sum(model, part) / count(batch) for part in deal(batch, cases.Mesh(), 0, 3)]
-        sum(losses).backward()  # type: ignore[union-attr]
-        optimizer.step()
-        truth.append(sum(loss.item() for loss in losses))
-    for losses, state in on("pipe=2", body):
-        assert losses == pytest.approx(truth, abs=1e-12)
-        assert all(cases.close(state[name].double(), value.double()) for name, value in model.state_dict().items())
-
-
-def test_buffers_of_each_data_rank_and_the_state_has_the_first_ones() -> None:
-    def body(comm: Comm) -> tuple[int, Tensor, Tensor]:
-        model = distinct(nn.Sequential(linear(), nn.BatchNorm1d(5), linear()))
-        engine = build(model, comm, split=(1, 2))
-        step(engine, batches(1)[0], 2)
-        own = dict(next(iter(engine.placed.stages.values())).model.named_buffers()).get(
-            "1.running_mean", torch.zeros(5)
-        )
-        return comm.rank, own.clone(), engine.full_state_dict()["1.running_mean"]
-
-    found = on("pipe=2 shard=2", body)
-    own = [mean for _, mean, _ in found]
-    assert not torch.equal(own[2], own[3])
-    assert all(torch.equal(state, own[2]) for *_, state in found)
 
 
 # ---- batches and calls --------------------------------------------------------------------------------------
@@ -237,24 +174,6 @@ def test_code_of_the_model_around_its_links_runs_once(kind: type[Chain], order: 
     model = distinct(kind(linear(), linear(), linear(), linear()))
     for split in ((1, 3), (2, 2), (3, 1)):
         same(model, mesh, row, schedule=order, split=split, optimizer=cases.sgd)
-
-
-def test_dropout_of_the_model_between_its_links_is_the_same_on_any_pipeline() -> None:
-    class Dropping(Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            for link in self.links:
-                x = self.drop(torch.nn.functional.dropout(link(x), 0.2, self.training))  # type: ignore[operator]
-            return x
-
-    template = Dropping(linear(), linear(), linear(), linear())
-    template.drop = nn.Dropout(0.3)
-    distinct(template)
-
-    def body(comm: Comm) -> list[float]:
-        engine = build(template, comm, seed=4, schedule="zbv" if comm.mesh.pipe > 1 else None)
-        return [step(engine, batch).loss for batch in batches(2)]
-
-    assert on("pipe=2", body) == [pytest.approx(on("pipe=1", body)[0], abs=1e-12)] * 2
 
 
 CALLS = {

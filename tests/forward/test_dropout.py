@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from engine_cases import batches, distinct, sgd, train
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from plait.comm import run
 from plait.forward.context import CurrentForward
@@ -268,24 +267,3 @@ def test_attention_that_is_written_out_is_torchs(kind: str) -> None:
             10 * torch.finfo(torch.half).eps * theirs.abs().max() if kind == "fp16" else 1e-10 * theirs.abs() + 1e-12
         )
         assert ((ours - theirs).abs() <= close).all()
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero3"])
-@pytest.mark.parametrize("kind", ["nn.Dropout", "twice", "attention kernel", "nn.TransformerEncoderLayer"])
-def test_recomputation_draws_the_same_masks_again(kind: str, row: str) -> None:
-    """The gradients are the very bits of the run that saved its activations."""
-
-    class Saving(Body):
-        def forward(self, x_BC: Tensor) -> Tensor:
-            middle = checkpoint(self.middle, self.first(lift(x_BC)), use_reentrant=False)
-            out: Tensor = self.last(middle)
-            return out.flatten(1)
-
-    template = distinct(Body(SERVED[kind]()))
-    saving = Saving(copy.deepcopy(template.middle)).double()
-    saving.load_state_dict(template.state_dict())
-    straight = train(template, "shard=2", row, batches(), microbatches=2)
-    again = train(saving, "shard=2", row, batches(), microbatches=2)
-    for ours, theirs in zip(again, straight, strict=True):
-        for a, b in zip(ours.gradients, theirs.gradients, strict=True):
-            assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)

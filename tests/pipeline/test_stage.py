@@ -10,12 +10,11 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import batches, count, loss_sum
-from pipeline_cases import Chain, build, chain, engine_on, linear, on, refused, step
+from engine_cases import batches
+from pipeline_cases import build, chain, engine_on, linear, on, refused, step
 from torch import Tensor, nn
 
 from plait.comm import Comm
-from plait.step import empty_parameters
 
 # ---- the user's hands on the model --------------------------------------------------------------------------
 
@@ -71,25 +70,6 @@ def test_models_that_carry_things_which_cannot_be_copied(what: str) -> None:
     assert on("pipe=2", body) == pytest.approx(on("pipe=1", body) * 2, abs=1e-12)
 
 
-def test_evaluation_mode_before_and_after_the_engine_is_built() -> None:
-    template = chain(linear(), nn.Dropout(0.5), linear(), nn.Dropout(0.5), linear())
-
-    def body(comm: Comm) -> list[float]:
-        losses = []
-        for early in (True, False):
-            model = copy.deepcopy(template)
-            engine = engine_on(model.train(not early), comm)
-            model.eval()
-            losses.append(step(engine, batches(1)[0]).loss)
-        return losses
-
-    batch = batches(1)[0]
-    wanted = (loss_sum(copy.deepcopy(template).eval(), batch) / count(batch)).item()
-    assert on("pipe=1", body)[0] == pytest.approx([wanted] * 2, abs=1e-12)
-    for losses in on("pipe=2", body):
-        assert losses == pytest.approx([wanted] * 2, abs=1e-12)
-
-
 def test_a_model_that_is_changed_after_it_was_wrapped_is_refused() -> None:
     def body(comm: Comm) -> None:
         engine = build(chain(), comm)
@@ -102,21 +82,6 @@ def test_a_model_that_is_changed_after_it_was_wrapped_is_refused() -> None:
 
 
 # ---- optimizers, units, values ------------------------------------------------------------------------------
-
-
-def test_learning_rate_schedules_reach_every_stage() -> None:
-    def body(comm: Comm) -> dict[str, Tensor]:
-        engine = build(chain(), comm)
-        assert engine.optimizer is not None
-        rates = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, gamma=0.3)
-        for batch in batches(3):
-            step(engine, batch)
-            rates.step()
-        return engine.full_state_dict()
-
-    (wanted,) = on("pipe=1", body)
-    for state in on("pipe=2", body):
-        assert all(cases.close(state[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("kind", [list, iter], ids=["list", "generator"])
@@ -133,25 +98,6 @@ def test_units_by_name(kind: Any) -> None:
     assert [units for units, _ in found] == [["l0", "l1.up"]] * 2 + [["l2"]] * 2
     assert [loss for _, loss in found] == pytest.approx([wanted] * 4, abs=1e-12)
     refused("no module 'l9'", template, units=["l9"])
-
-
-@pytest.mark.parametrize("some", [False, True], ids=["all on meta", "some with values"])
-def test_initial_values_do_not_depend_on_the_pipeline(some: bool) -> None:
-    with_values = chain()
-
-    def body(comm: Comm) -> dict[str, Tensor]:
-        with empty_parameters():
-            model = Chain(linear(), nn.LayerNorm(5), linear(), linear()).double()
-        if some:
-            model.l2 = copy.deepcopy(with_values.l0)
-        engine = engine_on(model, comm, seed=3, strategy="zero3")
-        step(engine, batches(1, 12)[0], 12 // (4 * comm.mesh.data_size))
-        return engine.full_state_dict()
-
-    (wanted,) = on("pipe=1", body)
-    for mesh in ("pipe=2", "pipe=2 shard=3"):
-        for state in on(mesh, body):
-            assert all(cases.close(state[name], wanted[name]) for name in wanted), mesh
 
 
 @pytest.mark.parametrize("order", ["1f1b", "zbv", "interleaved"])

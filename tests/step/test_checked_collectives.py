@@ -65,39 +65,26 @@ def told(template: nn.Module, mesh: str, row: str, kind: str, harm: str, batches
     return run(Mesh.parse(mesh), body, deadline=3600)  # at once: the test would end before a wait of so long
 
 
-@pytest.mark.parametrize(
-    ("mesh", "row", "kind", "harm"),
-    [
-        ("shard=2", "ddp", "all_reduce", "skipped"),
-        ("shard=3", "zero3", "all_gather", "skipped"),
-        ("shard=3", "zero2", "reduce_scatter", "doubled"),
-        ("replica=2 shard=2", "hsdp", "reduce_scatter", "another"),
-        ("replica=2 shard=2", "psdp", "all_gather", "doubled"),
-    ],
-)
-def test_every_rank_is_told_in_the_same_step(mesh: str, row: str, kind: str, harm: str) -> None:
-    for text in told(cases.net(), mesh, row, kind, harm, cases.batches):
-        assert re.search(r"rank 1: .* at \w+/\w+.py:\d+, called from step/\w+.py:\d+", text), text
-
-
-@pytest.mark.parametrize(("mesh", "harm"), [("pipe=2 replica=2", "doubled"), ("pipe=2 shard=2", "skipped")])
-def test_under_a_pipeline(mesh: str, harm: str) -> None:
-    settings = {"batches": cases.batches, "schedule": "gpipe"}
-    for text in told(pipeline_cases.chain(), mesh, "zero2", "reduce_scatter", harm, **settings):
-        assert re.search(r"rank 1: .* at \w+/\w+.py:\d+, called from step/\w+.py:\d+", text), text
+DATA = cases.net(), cases.batches
+STAGES = pipeline_cases.chain(), cases.batches
+CUT = tensor_models.model(), tensor_models.token_batches
 
 
 @pytest.mark.parametrize(
-    ("mesh", "kind", "harm"),
+    ("job", "mesh", "row", "kind", "harm"),
     [
-        ("tensor=2", "all_reduce", "skipped"),
-        ("tensor=2", "all_reduce", "doubled"),
-        ("shard=2 tensor=2", "all_reduce", "another"),
+        (DATA, "shard=2", "ddp", "all_reduce", "skipped"),
+        (DATA, "shard=3", "zero3", "all_gather", "skipped"),
+        (DATA, "replica=2 shard=2", "hsdp", "reduce_scatter", "another"),
+        (STAGES, "pipe=2 replica=2", "zero2", "reduce_scatter", "doubled"),
+        (CUT, "tensor=2", "zero3", "all_reduce", "skipped"),
+        (CUT, "shard=2 tensor=2", "zero3", "all_reduce", "another"),
     ],
-)
-def test_under_tensor_parallelism(mesh: str, kind: str, harm: str) -> None:
-    for text in told(tensor_models.model(), mesh, "zero3", kind, harm, tensor_models.token_batches):
-        assert re.search(r"rank 1: .* at \w+/\w+.py:\d+, called from step/\w+.py:\d+", text), text
+)  # fmt: skip
+def test_every_rank_is_told_in_the_same_step(job: Any, mesh: str, row: str, kind: str, harm: str) -> None:
+    settings = {"schedule": "gpipe"} if "pipe" in mesh else {}
+    for text in told(job[0], mesh, row, kind, harm, job[1], **settings):
+        assert re.search(NAMED, text), text
 
 
 @pytest.mark.parametrize(("mesh", "schedule"), [("shard=2", None), ("pipe=3", "1f1b"), ("pipe=2 shard=2", "zb_h1")])

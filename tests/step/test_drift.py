@@ -91,47 +91,29 @@ OF_FOUR = "is another on rank 1 than on ranks 0, 2, 3"
 @pytest.mark.parametrize(
     ("mesh", "row", "harm", "name", "where"),
     [
-        ("shard=2", "ddp", parameter, UP, TWO),
         ("shard=2", "ddp", moment, UP, TWO),
         ("shard=2", "zero1", parameter, UP, TWO),
         ("replica=3", "zero2", parameter, UP, OF_THREE),
-        ("replica=3", "ddp", moment, UP, OF_THREE),
         ("replica=2 shard=2", "ddp", moment, UP, OF_FOUR),
-        ("replica=2 shard=2", "zero1", parameter, UP, OF_FOUR),
         ("replica=2 shard=2", "hsdp", parameter, DOWN, REPLICAS),
         ("replica=2 shard=2", "hsdp", moment, DOWN, REPLICAS),
         ("replica=2 shard=2", "psdp", parameter, DOWN, REPLICAS),
-    ],
-)
-def test_a_flipped_bit_is_found_at_the_next_check(mesh: str, row: str, harm: Any, name: str, where: str) -> None:
-    found(told(cases.net(), mesh, row, 1, harm(name)), repr(name), where)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "row", "harm", "name", "where"),
-    [
         ("tensor=2", "ddp", parameter, "blocks.0.norm.weight", TWO),
         ("tensor=2", "zero3", moment, "blocks.0.norm.weight", TWO),
         ("replica=2 tensor=2", "ddp", parameter, "blocks.0.mlp.up.weight", REPLICAS),
         ("replica=2 tensor=2", "hsdp", moment, "blocks.0.mlp.up.weight", REPLICAS),
-    ],
-)
-def test_under_tensor_parallelism(mesh: str, row: str, harm: Any, name: str, where: str) -> None:
-    told_of = told(tensor_models.model(), mesh, row, 1, harm(name), batches=tensor_models.token_batches)
-    found(told_of, repr(name), where)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "row", "harm", "name", "where"),
-    [
-        ("pipe=2", "ddp", parameter, TIED, TWO),
         ("pipe=2", "zero3", moment, TIED, TWO),
         ("pipe=3", "ddp", parameter, TIED, OF_THREE),
         ("pipe=2 replica=2", "ddp", parameter, "l0.bias", TWO),
     ],
 )
-def test_under_a_pipeline(mesh: str, row: str, harm: Any, name: str, where: str) -> None:
-    found(told(pipeline_cases.tied(3), mesh, row, 1, harm(name)), repr(name), where)
+def test_a_flipped_bit_is_found_at_the_next_check(mesh: str, row: str, harm: Any, name: str, where: str) -> None:
+    template, more = cases.net(), {}
+    if "tensor" in mesh:
+        template, more = tensor_models.model(), {"batches": tensor_models.token_batches}
+    elif "pipe" in mesh:
+        template = pipeline_cases.tied(3)
+    found(told(template, mesh, row, 1, harm(name), **more), repr(name), where)
 
 
 def test_the_optimizers_own_copy_of_16_bit_parameters() -> None:

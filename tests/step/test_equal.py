@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import engine_cases as cases
 import torch
 import torch.nn.functional as F
 from engine_cases import batches, count, distinct, loss_sum
@@ -31,13 +29,6 @@ def script(num: int, world: World) -> Any:
         losses.append(step(engine, *world.parts(batch, num)))
         engine.optimizers[0].zero_grad()
     return losses, engine.full_state_dict()
-
-
-@claim(STAGES, math.inf, 0.5)
-def steps_of_the_engine(clip: float, world: World) -> Any:
-    engine = world.engine(chain(), cases.sgd, clip=clip)
-    results = [engine.step(world.parts(batch, 2)) for batch in batches(3)]
-    return [(result.loss, result.grad_norm) for result in results], engine.full_state_dict()
 
 
 @claim(EVERY)

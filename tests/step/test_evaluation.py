@@ -118,19 +118,6 @@ def test_tensor_and_sequence_parallelism(sequence: bool, mesh: str) -> None:
         assert gaps == pytest.approx([0.0, 0.0], abs=1e-12)
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_where_activations_are_made_again(recompute: str) -> None:
-    template, batch = tensor_models.model(), tensor_models.token_batches(1)[0]
-
-    def body(comm: Comm) -> None:
-        engine = build(template, comm, strategy="zero3", recompute=recompute)
-        for _ in range(2):
-            assert evaluate(engine, batch, 2) == wanted(loaded(template, engine), batch, comm.mesh, 2)
-            step(engine, batch, 2)
-
-    on("shard=2", body)
-
-
 # ---- the training does not know of it -------------------------------------------------------------------------
 
 

@@ -10,31 +10,10 @@ import pytest
 import torch
 from engine_cases import batches, net, sgd, train
 from programs import World, assert_same, check, on_ranks, step
-from tensor_models import alone, same_run
 from torch import Tensor, nn
 
 from plait.step import Engine
 from plait.step.norm import clip_factor
-
-PLAN = {"blocks.*.up": "column", "blocks.*.down": "row"}
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3", "hsdp", "psdp"])
-@pytest.mark.parametrize("mesh", ["tensor=3", "shard=2 tensor=3", "replica=2 shard=2 tensor=2"])
-def test_under_a_tensor_axis(mesh: str, row: str) -> None:
-    """11 features in the blocks are cut in 4, 4, 3; norms, biases, first and head are whole on every rank."""
-    single = alone(net(), batches(), clip=0.1)
-    assert min(norm for norm in single.norms if norm is not None) > 0.1
-    same_run(train(net(), mesh, row, batches(), sgd, tensor_plan=PLAN, clip=0.1), single)
-    ranks = train(net(), mesh, row, batches(1), sgd, tensor_plan=PLAN, clip=1.0, look=counted)
-    total: dict[str, int] = {}
-    for name, numel in (one for rank in ranks for one in rank.seen):
-        total[name] = total.get(name, 0) + numel
-    assert total == {name: value.numel() for name, value in net().named_parameters()}
-
-
-def counted(engine: Engine) -> list[tuple[str, int]]:
-    return [(owned.name, owned.run.numel) for owned in engine.placed.owned if engine.placed.norm.counts(owned)]
 
 
 @pytest.mark.parametrize("where", ["ddp", "zero2", "hsdp"])

@@ -30,33 +30,10 @@ def test_a_gather_brings_every_rank_the_whole(dim: int, ways: int) -> None:
     assert all(torch.equal(found, whole) for found in on_ranks(ways, body))
 
 
-@pytest.mark.parametrize("ways", WAYS)
-def test_a_sum_is_the_same_on_every_rank(ways: int) -> None:
-    shares = [values(2, 5, seed=rank) for rank in range(ways)]
-    found = on_ranks(ways, lambda axis: axis.start_sum(shares[axis.index].clone(), NOTE)())
-    for ours in found:
-        is_close(ours, sum(shares, torch.zeros(2, 5, dtype=torch.float64)))
-        assert torch.equal(ours, found[0])
-
-
 def test_a_sum_takes_a_tensor_that_is_not_contiguous() -> None:
     shares = [values(5, 2, seed=rank).t() for rank in range(3)]
     for ours in on_ranks(3, lambda axis: axis.start_sum(shares[axis.index], NOTE)()):
         is_close(ours, shares[0] + shares[1] + shares[2])
-
-
-@pytest.mark.parametrize("ways", WAYS)
-@pytest.mark.parametrize("length", [1, 2, 7, 8])
-def test_a_scatter_brings_each_rank_its_time_of_the_sum(length: int, ways: int) -> None:
-    """1 and 2 steps of time leave ranks without any."""
-    shares = [values(2, length, 3, seed=rank) for rank in range(ways)]
-    whole = sum(shares, torch.zeros(2, length, 3, dtype=torch.float64))
-
-    def body(axis: TensorAxis) -> tuple[Tensor, Tensor]:
-        return axis.start_scatter(shares[axis.index].clone(), NOTE)(), part_of(whole, 1, axis)
-
-    for ours, theirs in on_ranks(ways, body, sequence=True, length=length):
-        is_close(ours, theirs)
 
 
 def test_unequal_parts_travel_padded_to_the_largest() -> None:

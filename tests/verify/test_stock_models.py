@@ -17,10 +17,7 @@ from stock_cases import (
     Batch,
     Given,
     ResNet,
-    adamw,
     bitwise,
-    classes_count,
-    classes_sum,
     gpt2,
     hold,
     images,
@@ -35,12 +32,9 @@ from stock_nets import NETS, Adapted, Lent, vectors
 from torch import Tensor, nn
 
 import plait
-from plait.comm import Comm, run
 from plait.run.job.job import Job
 from plait.run.models import hf
-from plait.step import Engine
 from plait.table.cells import TABLE
-from plait.table.mesh import Mesh
 
 ROWS = tuple(TABLE)
 MESHES = ("shard=2", "replica=2 shard=2", "shard=3")
@@ -182,33 +176,6 @@ def test_the_mean_that_gpt2_returns_for_labels(mesh: str, row: str) -> None:
 
 
 # ---- BatchNorm ----------------------------------------------------------------------------------------------------
-
-
-def test_statistics_belong_to_data_ranks_and_the_first_ones_are_saved_and_evaluated() -> None:
-    resnet = job("resnet")
-
-    def body(comm: Comm) -> tuple[Tensor, dict[str, Tensor], float]:
-        model = resnet.build()
-        settings = {"optimizer": adamw(model.parameters()), "loss_fn": classes_sum, "count_fn": classes_count}
-        engine = Engine(model, comm, strategy="zero3", **settings)  # type: ignore[arg-type]
-        for step in range(2):
-            engine.step(resnet.microbatches(step, comm.mesh.data_rank(comm.rank), 2, 2))
-        held_out = resnet.microbatches(2, comm.mesh.data_rank(comm.rank), 2, 1)
-        own = model.get_buffer("bn1.running_var").clone()
-        loss = engine.evaluate(held_out).loss
-        assert torch.equal(model.get_buffer("bn1.running_var"), own), "evaluation must leave a rank's own statistics"
-        return own, engine.full_state_dict(), loss
-
-    (first, state, loss), (second, other, same) = run(Mesh(shard=2), body, deadline=20)
-    assert not torch.equal(first, second), "the ranks saw the same samples"
-    assert torch.equal(state["bn1.running_var"], first) and torch.equal(other["bn1.running_var"], first)
-    assert state["bn1.num_batches_tracked"] == 4
-    single = resnet.build().eval()
-    single.load_state_dict(state)
-    with torch.no_grad():
-        batch = images()[2]
-        expected = classes_sum(single, batch).item() / classes_count(batch)
-    assert loss == same == pytest.approx(expected, rel=1e-5)
 
 
 # ---- pipelines ----------------------------------------------------------------------------------------------------

@@ -5,55 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pipe_cases import CHAIN, DECODER, is_bitwise, runs
+from pipe_cases import CHAIN, DECODER
 from verify_cases import verify
 
 from plait.run.commands.main import main
 from plait.run.config.settings import VerifyConfig
-from plait.schedule.actions import parse_schedule
-
-WRITTEN = {
-    "two forwards, then in turn": """
-        0F0 0F1 0B0 0F2 0B1 0B2
-        1F0 1F1 1B0 1B1 1F2 1B2
-    """,
-    "one backward in two parts, the others whole": """
-        0F0 0F1 0F2 0B0 0I1 0I2 0W1 0W2
-        1F0 1B0 1F1 1I1 1F2 1W1 1B2
-    """,
-    "the first and the last stage on one rank": """
-        0F0 0F1 2F0 2B0 0F2 2F1 2B1 0B0 2F2 2B2 0B1 0B2
-        1F0 1F1 1F2 1B0 1B1 1B2
-    """,
-    "the stages the other way round": """
-        2F0 2B0 2F1 2B1 2F2 2B2
-        1F0 1F1 1B0 1F2 1B1 1B2
-        0F0 0F1 0F2 0B0 0B1 0B2
-    """,
-    "forwards in an order of their own": """
-        0F2 0F0 0F1 0B0 0B1 0B2
-        1F2 1F0 1B0 1F1 1B1 1B2
-    """,
-    "with updates, and no word of reductions": """
-        0F0 0F1 0B0 0F2 0B1 0B2 0UPDATE
-        1F0 1B0 1F1 1B1 1F2 1B2 1UPDATE
-    """,
-    "with messages": """
-        0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0RECV_B1 0B1 0RECV_B2 0B2
-        1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2
-    """,
-}
-
-
-@pytest.mark.parametrize("config", [CHAIN, DECODER], ids=["mlp", "gpt"])
-@pytest.mark.parametrize("text", WRITTEN.values(), ids=list(WRITTEN))
-@pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_a_schedule_in_a_file(config: VerifyConfig, text: str, row: str, tmp_path: Path) -> None:
-    file = tmp_path / "mine.txt"
-    file.write_text(text)
-    ranks = len(parse_schedule(text))
-    is_bitwise(runs(config, f"pipe={ranks} shard=2", strategy=row, schedule=str(file), microbatches=3))
-
 
 LATE = """
 0F0 0F1 0F2 0B0 0B2 0B1

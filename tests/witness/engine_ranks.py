@@ -38,8 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{
         f"{engine.rpartition(':')[2]} {name} of {ranks}": {"engine": engine, "mesh": f"shard={ranks}", **model}
         for engine in ("plait", "ddp", "fsdp2", f"{ENGINES}:zero_redundancy")
-        for name, model in (("mlp", MLP), ("gpt", GPT))
-        for ranks in (2, 3)
+        for name, model, ranks in (("mlp", MLP, 3), ("gpt", GPT, 2))
     },
     "ddp in double precision": {"engine": "ddp", "mesh": "shard=3", "dtype": "fp64", **MLP},
     "fsdp2 on layers that are blocks": {"engine": "fsdp2", "mesh": "shard=2", "job": SEQUENTIAL},

@@ -26,8 +26,8 @@ CASES: dict[str, dict[str, Any]] = {
         }
         for engine in ENGINES
         for name, model in MODELS.items()
-        for ranks in (2, 3)
-        if engine != "dtensor" or (name in ("gpt", "llama") and ranks == 2)
+        for ranks in ((2, 3) if engine == "ddp" else (2,))
+        if engine != "dtensor" or name in ("gpt", "llama")
     },
     "synchronised": {
         "engine": BY_HAND, "mesh": "shard=2", "job": f"{JOBS}:synchronised", "microbatches": 1, "clip": None

@@ -102,29 +102,3 @@ def test_reductions_are_issued_in_one_order_on_all_ranks(row: str) -> None:
 
     first, *others = cases.run(cases.Mesh(shard=3), body, deadline=20)
     assert first and all(other == first for other in others)
-
-
-@pytest.mark.parametrize("row", ["zero3", "zero3_keep", "hsdp"])
-def test_a_unit_that_runs_on_some_ranks_only_is_named_where_parameters_are_split(row: str) -> None:
-    class Skipping(cases.Net):
-        skip = -1
-
-        def forward(self, x_BC: cases.Tensor) -> cases.Tensor:
-            x_BC = self.first(x_BC)
-            for k, block in enumerate(self.blocks):
-                x_BC = x_BC if k == self._skip else block(x_BC)
-            out: cases.Tensor = self.head(self.norm(x_BC) * self.scale)
-            return out
-
-    template = cases.distinct(Skipping())
-
-    def body(comm: cases.Comm) -> None:
-        model = copy.deepcopy(template)
-        model._skip = 1 if comm.rank == 1 else -1
-        engine = Engine(
-            model, comm, strategy=row, optimizer=sgd(model.parameters()), loss_fn=cases.loss_sum, count_fn=cases.count
-        )
-        engine.step(cases.deal(batches(1)[0], comm.mesh, comm.rank, 1))
-
-    with pytest.raises((ValueError, RuntimeError), match=r"blocks\.1"):
-        cases.run(cases.Mesh(shard=2), body, deadline=5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -11,10 +10,10 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import ROWS, agree, batches, count, deal, distinct, loss_sum, net, plain, train
-from torch import Tensor, nn
+from engine_cases import ROWS, agree, batches, distinct, loss_sum, net, plain, train
+from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR
 
 from plait import run_threads as run
 from plait.comm import Comm
@@ -40,60 +39,6 @@ ELEMENTWISE: dict[str, Callable[..., Optimizer]] = {
 def test_any_elementwise_optimizer(kind: str, row: str) -> None:
     make = ELEMENTWISE[kind]
     agree(train(net(), "replica=2 shard=2", row, batches(4), optimizer=make), plain(net(), batches(4), optimizer=make))
-
-
-def by_group(model: nn.Module, kind: Callable[..., Optimizer] = AdamW) -> Optimizer:
-    """Matrices decay, vectors and the scalar do not and go faster; the head has its own rate."""
-    named = list(model.named_parameters())
-    return kind(
-        [
-            {"params": [p for n, p in named if p.dim() >= 2 and "head" not in n], "weight_decay": 0.3},
-            {"params": [p for n, p in named if p.dim() < 2 and "head" not in n], "lr": 0.02, "weight_decay": 0.0},
-            {"params": [p for n, p in named if "head" in n], "lr": 0.005, "weight_decay": 0.1},
-        ],
-        lr=0.01,
-        eps=1e-4,
-    )
-
-
-def grouped_run(row: str, mesh: str, schedule: bool) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Every rank's state after four steps with groups, and the single process's."""
-    template, data, shape = net(), batches(4), Mesh.parse(mesh)
-
-    def decays(step: int) -> float:
-        return 0.0 if step == 0 else 1.0 / step
-
-    def body(comm: Comm) -> dict[str, torch.Tensor]:
-        model = copy.deepcopy(template)
-        optimizer = by_group(model)
-        schedulers = [LambdaLR(optimizer, decays)] if schedule else []
-        engine = Engine(model, comm, strategy=row, optimizer=optimizer, loss_fn=loss_sum, count_fn=count)
-        assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.0, 0.1]
-        schedulers += [StepLR(optimizer, 2, gamma=0.5)] if schedule else []
-        for batch in data:
-            engine.step(deal(batch, shape, comm.rank, 1))
-            for scheduler in schedulers:
-                scheduler.step()
-        return engine.full_state_dict()
-
-    model = copy.deepcopy(template)
-    optimizer = by_group(model)
-    schedulers: list[Any] = [LambdaLR(optimizer, decays), StepLR(optimizer, 2, gamma=0.5)] if schedule else []
-    for batch in data:
-        optimizer.zero_grad()
-        (loss_sum(model, batch) / count(batch)).backward()
-        optimizer.step()
-        for scheduler in schedulers:
-            scheduler.step()
-    return run(shape, body), model.state_dict()
-
-
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("schedule", [False, True], ids=["constant", "scheduled before and after wrapping"])
-def test_parameter_groups_and_schedules_keep_their_settings(row: str, schedule: bool) -> None:
-    ranks, truth = grouped_run(row, "shard=3", schedule)
-    for state in ranks:
-        assert all(cases.close(state[name], value) for name, value in truth.items())
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -305,69 +250,3 @@ def test_an_optimizer_that_has_made_steps_is_refused(kind: str) -> None:
     optimizer.step()
     with pytest.raises(ValueError, match="steps already"):
         build(model, optimizer)
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_parameters_that_no_optimizer_holds_stay(row: str) -> None:
-    template = net()
-
-    def some(model: nn.Module) -> Optimizer:
-        return SGD([p for n, p in model.named_parameters() if not n.startswith("blocks.1")], lr=0.1)
-
-    def body(comm: Comm) -> dict[str, torch.Tensor]:
-        model = copy.deepcopy(template)
-        engine = Engine(model, comm, strategy=row, optimizer=some(model), loss_fn=loss_sum, count_fn=count)
-        engine.step(deal(batches()[0], comm.mesh, comm.rank, 1))
-        return engine.full_state_dict()
-
-    for state in run(Mesh(shard=2), body):
-        for name, value in template.state_dict().items():
-            assert torch.equal(state[name], value) == name.startswith("blocks.1"), name
-
-
-class Mixture(nn.Module):
-    """A frozen list of indices and a complex matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.kept = nn.Parameter(torch.tensor([0, 3, 2, 5]), requires_grad=False)
-        self.turn = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        return torch.as_tensor((self.first(x_BC)[:, self.kept].to(self.turn.dtype) @ self.turn).abs())
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero2", "zero3"])
-def test_integer_and_complex_parameters(row: str) -> None:
-    torch.manual_seed(0)
-    models = [Mixture().double() for _ in range(3)]
-    for model in models[1:]:
-        model.load_state_dict(models[0].state_dict())
-    x_BC = torch.randn(4, 6, dtype=torch.float64)
-    alone = models[2]
-    optimizer = torch.optim.Adam([p for p in alone.parameters() if p.requires_grad], lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        (alone(x_BC).square().sum() / 4).backward()
-        real = [
-            torch.view_as_real(p.grad) if p.is_complex() else p.grad for p in alone.parameters() if p.grad is not None
-        ]
-        norm = torch.stack([g.square().sum() for g in real]).sum().sqrt()
-        for gradient in real:
-            gradient.mul_(0.3 / (norm + 1e-6))
-        optimizer.step()
-
-    def rank_main(comm: Comm) -> dict[str, Tensor]:
-        model = models[comm.rank]
-        adam = torch.optim.Adam(model.parameters(), lr=0.1)
-        engine = Engine(
-            model, comm, strategy=row, optimizer=adam, loss_fn=lambda m, x: m(x).square().sum(), count_fn=len, clip=0.3
-        )
-        for _ in range(2):
-            engine.step([x_BC[comm.rank :: 2]])
-        return engine.full_state_dict()
-
-    for state in run(Mesh(shard=2), rank_main, deadline=20):
-        for name, value in alone.state_dict().items():
-            assert torch.allclose(state[name], value, rtol=1e-9, atol=1e-12), name

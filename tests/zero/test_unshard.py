@@ -12,9 +12,8 @@ from pathlib import Path
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import SPLIT_ROWS, agree, batches, distinct, net, plain, sgd, train
+from engine_cases import SPLIT_ROWS, agree, batches, distinct, plain, sgd, train
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import plait
 
@@ -137,58 +136,6 @@ def test_frozen_and_shared_parameters_stay_until_they_were_read(model: str, row:
     agree(ranks, plain(template, data, optimizer=sgd))
     still = {name for name, p in template.named_parameters() if not p.requires_grad}
     assert all(torch.equal(ranks[0].state[name], template.state_dict()[name]) for name in still)
-
-
-@pytest.mark.parametrize("row", ["ddp", *SPLIT_ROWS])
-def test_a_loss_of_a_units_own_beside_its_output(row: str) -> None:
-    """An auxiliary loss, kept as an attribute; its backward may run before the unit's output is reached."""
-
-    class Penalised(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x_BC: Tensor) -> Tensor:
-            out: Tensor = self.own(x_BC).tanh()
-            self.penalty = (out**2).sum() * 0.1 + (self.own(x_BC) ** 4).sum() * 0.01
-            return out
-
-    def loss(model: nn.Module, batch: cases.Batch) -> Tensor:
-        whole = cases.loss_sum(model, batch)
-        return whole + sum(block.penalty for block in model)  # type: ignore[union-attr, misc, operator]
-
-    template = distinct(nn.Sequential(Penalised(), Penalised(), Penalised()))
-    ranks = train(template, "shard=2", row, batches(), loss=loss, microbatches=2)
-    agree(ranks, plain(template, batches(), loss=loss))
-
-
-@pytest.mark.parametrize("row", ["ddp", *SPLIT_ROWS])
-@pytest.mark.parametrize("inside", [True, False], ids=["inside the unit", "around the unit"])
-def test_recomputation(row: str, inside: bool) -> None:
-    """Freed, gathered once for recomputation and backward; the gradients are the bits of the run without it."""
-
-    class Saving(cases.Block):
-        def forward(self, x_BC: Tensor) -> Tensor:
-            out: Tensor = checkpoint(super().forward, x_BC, use_reentrant=False)
-            return out
-
-    class Wrapped(cases.Net):
-        def forward(self, x_BC: Tensor) -> Tensor:
-            x_BC = self.first(x_BC)
-            for block in self.blocks:
-                x_BC = block(x_BC) if inside else checkpoint(block, x_BC, use_reentrant=False)
-            out: Tensor = self.head(self.norm(x_BC) * self.scale)
-            return out
-
-    template, saving = net(), Wrapped()
-    if inside:
-        saving.blocks = nn.ModuleList(Saving() for _ in range(3))
-    saving.double().load_state_dict(template.state_dict())
-    straight = train(template, "replica=2 shard=2", row, batches(), microbatches=2)
-    again = train(saving, "replica=2 shard=2", row, batches(), microbatches=2)
-    for ours, theirs in zip(again, straight, strict=True):
-        assert ours.losses == theirs.losses
-        assert all(torch.equal(ours.state[name], theirs.state[name]) for name in theirs.state)
 
 
 class Biased(nn.Module):

@@ -6,8 +6,6 @@ from typing import Any
 
 import engine_cases as cases
 import pytest
-import torch
-from engine_cases import SPLIT_ROWS, agree, batches, distinct, plain, train
 from torch import Tensor, nn
 
 from plait import run_threads as run
@@ -117,80 +115,6 @@ def test_a_container_that_is_never_called_is_refused_as_a_unit(container: type[n
     model.parts = container(parts) if container is nn.ModuleList else container({"a": parts[0], "b": parts[1]})
     with pytest.raises(ValueError, match="parts"):
         wrap(model, ["parts"])
-
-
-class Listed(nn.Module):
-    """Matrices in a ParameterList, used by the model itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([torch.zeros(cases.WIDTH, cases.WIDTH) for _ in range(3)])
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        for weight in self.weights:
-            x_BC = (x_BC @ weight).tanh()
-        return x_BC
-
-
-class Attending(nn.Module):
-    """torch's attention reads the weight of its child ``out_proj`` without ever calling the child."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(cases.WIDTH, 1, batch_first=True)
-        self.head = nn.Linear(cases.WIDTH, 3)
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        x_BTC = torch.stack((x_BC, x_BC.roll(1, 1), -x_BC), 1)
-        out: Tensor = self.head(self.attention(x_BTC, x_BTC, x_BTC)[0])
-        return out
-
-
-class Convolving(nn.Module):
-    """Convolutions, a normalisation over channels, pooling."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv1d(1, 3, 3, padding=1), nn.GroupNorm(1, 3), nn.Tanh(), nn.Conv1d(3, 5, 2), nn.Tanh(), nn.Flatten()
-        )
-        self.head = nn.Linear(5 * (cases.WIDTH - 1), 2)
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(x_BC[:, None]))
-        return out
-
-
-class Nested(nn.Module):
-    """Stages of blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(nn.ModuleList(cases.Block() for _ in range(2)) for _ in range(2))
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        for stage in self.stages:
-            for block in stage:
-                x_BC = block(x_BC)
-        return x_BC
-
-
-@pytest.mark.parametrize("row", ["ddp", *SPLIT_ROWS])
-@pytest.mark.parametrize("kind", [Listed, Attending, Convolving, Nested, Embedded])
-def test_models_of_many_makes_train(kind: type[nn.Module], row: str) -> None:
-    template = distinct(kind())
-    agree(train(template, "replica=2 shard=2", row, batches(), microbatches=2), plain(template, batches()))
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero3", "zero3_keep", "hpz"])
-@pytest.mark.parametrize(
-    "units",
-    [(), ("blocks.0",), ("blocks.0", "blocks.0.up", "blocks.0.down"), ("first", "blocks.1.norm", "blocks.2")],
-)
-def test_named_and_nested_units_train(units: tuple[str, ...], row: str) -> None:
-    template = cases.net()
-    ranks = train(template, "shard=3", row, batches(), units=units, microbatches=2)
-    agree(ranks, plain(template, batches()))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_cases import adamw, batches, count, deal, loss_sum
-from loop_cases import ALONE, LAYOUTS, layout
+from programs import ALONE, layout
 from torch import Tensor, nn
 
 from plait import run_threads as run
@@ -98,7 +98,7 @@ BUILDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] 
 
 
 @pytest.mark.parametrize("kind", BUILDS)
-@pytest.mark.parametrize("where", [name for name in LAYOUTS if name not in ("none", "pipe", "pipe and shard")])
+@pytest.mark.parametrize("where", ["ddp", "zero3", "hsdp"])
 def test_different_models_are_refused_with_both_values(where: str, kind: str) -> None:
     mesh, row = layout(where)
     usual, unusual, text = BUILDS[kind]
@@ -177,7 +177,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("where", [name for name in LAYOUTS if name != "none"])
+@pytest.mark.parametrize("where", ["zero1", "psdp", "pipe"])
 def test_different_optimizers_are_refused_with_both_values(where: str, kind: str) -> None:
     mesh, row = layout(where)
     other, text = OPTIMIZERS[kind]
@@ -206,10 +206,8 @@ def test_the_same_parameters_in_other_groups_are_told() -> None:
     [
         ("clip", (0.5, 1.0, 0.5)),
         ("seed", (0, 7, 0)),
-        ("prefetch", (1, 2, 1)),
         ("nonfinite", ("raise", "skip", "raise")),
         ("loss_scale", (None, LossScale(8.0), None)),
-        ("strategy", ("zero3", "zero2", "zero3")),
     ],
 )
 def test_different_settings_are_shown_with_their_ranks(name: str, values: tuple[Any, Any, Any]) -> None:
@@ -245,7 +243,7 @@ def test_what_belongs_to_a_rank_is_its_own() -> None:
     run(Mesh(shard=2), body, deadline=20)
 
 
-@pytest.mark.parametrize("where", [name for name in ALONE if name != "none"])
+@pytest.mark.parametrize("where", ALONE[1:])
 def test_another_learning_rate_is_noticed_at_the_next_step(where: str) -> None:
     mesh, row = layout(where)
 

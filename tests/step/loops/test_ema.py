@@ -10,7 +10,7 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import adamw, batches, count, deal, loss_sum
-from loop_cases import ALONE, LAYOUTS, layout
+from programs import ALONE, STAGES, layout
 from torch import nn
 
 from plait import run_threads as run
@@ -55,7 +55,7 @@ def loss_of(model: nn.Module, batch: cases.Batch) -> float:
     return loss_sum(model, batch).item() / count(batch)
 
 
-@pytest.mark.parametrize("where", LAYOUTS)
+@pytest.mark.parametrize("where", STAGES)
 def test_it_is_the_plain_average_and_the_weights_come_back(where: str) -> None:
     mesh, row = layout(where)
 
@@ -81,26 +81,6 @@ def test_it_is_the_plain_average_and_the_weights_come_back(where: str) -> None:
                 own.lerp_(p, 0.25)
         assert inside == pytest.approx(loss_of(mean, batches(1)[0]), rel=1e-11)
         _, mean = plain()
-
-
-@pytest.mark.parametrize("target", LAYOUTS)
-def test_it_is_saved_and_loaded_into_any_layout(target: str) -> None:
-    def leave(comm: Comm) -> Any:
-        engine, ema = build(comm, "zero3")
-        steps(engine, ema, batches(2))
-        return engine.full_state_dict(), ema.full_state_dict()
-
-    (weights, average), *_ = run(Mesh(shard=3), leave, deadline=20)
-
-    def enter(comm: Comm) -> None:
-        engine, ema = build(comm, layout(target)[1])
-        engine.load_full_state_dict(weights)
-        ema.load_full_state_dict(average)
-        again, mine = ema.full_state_dict(), engine.full_state_dict()
-        assert all(torch.equal(again[name], value) for name, value in average.items())
-        assert all(torch.equal(mine[name], value) for name, value in weights.items())
-
-    run(layout(target)[0], enter, deadline=20)
 
 
 @pytest.mark.parametrize("where", ALONE)

@@ -8,7 +8,7 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import adamw, batches, count, deal, loss_sum
-from loop_cases import LAYOUTS, layout
+from programs import STAGES, layout
 from torch import Tensor, nn
 
 from plait import run_threads as run
@@ -27,9 +27,9 @@ def build(comm: Comm, row: str, **settings: Any) -> Engine:
     return Engine(model, comm, strategy=row, optimizer=optimizer, loss_fn=loss_sum, count_fn=count, **settings)
 
 
-@pytest.mark.parametrize("where", [*LAYOUTS, "tensor"])
+@pytest.mark.parametrize("where", [*STAGES, "tensor"])
 def test_sums_count_each_data_rank_once(where: str) -> None:
-    mesh, row = (Mesh(shard=2, tensor=2), "ddp") if where == "tensor" else layout(where)
+    mesh, row = layout(where)
 
     def body(comm: Comm) -> Any:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
@@ -64,7 +64,7 @@ def test_a_gradient_that_some_ranks_need_only_is_refused() -> None:
         run(Mesh(shard=2), body, deadline=20)
 
 
-@pytest.mark.parametrize("where", LAYOUTS)
+@pytest.mark.parametrize("where", STAGES)
 def test_a_metric_of_an_evaluation_is_the_plain_one(where: str) -> None:
     """Counted where the outputs are: in the loss function, which only the last stage carries to its end."""
     mesh, row = layout(where)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_cases import adamw, batches, count, deal, loss_sum
-from loop_cases import ALONE, LAYOUTS, layout
+from programs import ALONE, STAGES, layout
 from torch import Tensor, nn
 
 from plait import run_threads as run
@@ -110,7 +110,7 @@ def trained(where: str, template: nn.Module, data: list[cases.Batch], microbatch
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("where", LAYOUTS)
+@pytest.mark.parametrize("where", STAGES)
 def test_every_recipe_is_the_single_process(where: str, recipe: str) -> None:
     template, data = model_of(RECIPES[recipe]), batches(3)
     wanted, state = one_process(template, data)
@@ -188,13 +188,11 @@ def test_uniform_numbers_stay_below_one(dtype: torch.dtype) -> None:
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "pairs": (lambda x: x + torch.rand(2 * x.numel(), dtype=x.dtype)[::2].view_as(x), r"draws rand of shape \(\d+,\)"),
     "batch": (lambda x: x * torch.rand(1, 1, dtype=x.dtype), r"of shape \(1, 1\), which belongs neither"),
-    "permutation": (lambda x: x[:, torch.randperm(5)], "'randperm', which no stream serves"),
-    "multinomial": (lambda x: x * torch.multinomial(x.exp(), 1), "'multinomial', which no stream serves"),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-@pytest.mark.parametrize("where", LAYOUTS)
+@pytest.mark.parametrize("where", ["ddp", "zero3", "pipe"])
 def test_what_belongs_to_nothing_is_refused(where: str, kind: str) -> None:
     draw, text = REFUSED[kind]
     with pytest.raises(ValueError, match=text):
@@ -226,14 +224,14 @@ HOST: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("kind", HOST)
-@pytest.mark.parametrize("where", LAYOUTS)
+@pytest.mark.parametrize("where", ["ddp", "zero3", "pipe"])
 def test_the_process_generators_are_refused(where: str, kind: str) -> None:
     draw, name = HOST[kind]
     with pytest.raises(ValueError, match=rf"Recipe.*draws? from the generator of {name}"):
         trained(where, model_of(draw), batches(1))
 
 
-@pytest.mark.parametrize("where", ALONE)
+@pytest.mark.parametrize("where", ["ddp", "zero3"])
 def test_in_a_loop_of_ones_own_too(where: str) -> None:
     mesh, row = layout(where)
 

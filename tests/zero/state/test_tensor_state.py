@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
 import torch
 from engine_cases import batches, net, sgd, train
-from tensor_models import Model, alone, changed, model, same_run, token_batches
+from tensor_models import Model, alone, model, same_run
 from torch import Tensor, nn
 
 import plait
 from plait.comm import Comm
 from plait.run.models.gpt import GPT, GPTConfig
 from plait.step import Engine, empty_parameters
-from plait.table.cells import TABLE
 from plait.zero.state.init import materialise
 
 SIZES = GPTConfig(vocabulary=13, num_layers=2, width=24, num_heads=6, num_kv_heads=6, hidden=11, max_length=8)
-MESHES = ("tensor=1", "tensor=2", "tensor=3", "shard=2 tensor=2", "replica=2 tensor=3")
 
 
 def empty_gpt() -> nn.Module:
@@ -27,27 +22,9 @@ def empty_gpt() -> nn.Module:
         return GPT(SIZES)
 
 
-def single() -> dict[str, Tensor]:
-    alone = empty_gpt()
-    materialise(alone, 5, torch.device("cpu"))
-    return alone.state_dict()
-
-
 def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     assert list(ours) == list(theirs)
     return [n for n in theirs if not torch.equal(ours[n], theirs[n])] == []
-
-
-@pytest.mark.parametrize("row", TABLE)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_initial_weights_are_the_single_processs_bit_for_bit(mesh: str, row: str) -> None:
-    """Drawn on their whole shapes, whichever piece a rank keeps; the tied head among them."""
-
-    def body(comm: Comm) -> dict[str, Tensor]:
-        return Engine(empty_gpt(), comm, strategy=row, seed=5).full_state_dict()
-
-    wanted = single()
-    assert all(same(state, wanted) for state in plait.run_threads(mesh, body))
 
 
 def test_a_rank_holds_its_share_of_what_is_cut() -> None:
@@ -84,27 +61,6 @@ def test_parameters_with_values_keep_them_and_the_others_are_drawn(mesh: str) ->
         return Engine(half(), comm, strategy="zero3", seed=5).full_state_dict()
 
     assert all(same(state, wanted) for state in plait.run_threads(mesh, body))
-
-
-@pytest.mark.parametrize("before", ["tensor=2", "shard=2 tensor=3", "shard=3"])
-@pytest.mark.parametrize("after", ["tensor=3", "shard=2 tensor=2", "replica=2", "shard=1"])
-def test_a_state_saved_on_one_mesh_loads_on_any_other(before: str, after: str) -> None:
-    saved = train(model(), before, "zero3", token_batches(1), sgd)[0].state
-    other = changed(model(), lambda m: [p.data.mul_(0.5) for p in m.parameters()])
-
-    def body(comm: Comm) -> tuple[dict[str, Tensor], list[Tensor]]:
-        mine = copy.deepcopy(other).eval()
-        engine = Engine(mine, comm, strategy="zero3")
-        engine.load_full_state_dict(saved)
-        with torch.no_grad():
-            return engine.full_state_dict(), [mine(token_batches(1)[0]["x"])]
-
-    whole: Any = model().eval()
-    whole.load_state_dict(saved)
-    wanted = whole(token_batches(1)[0]["x"]).detach()
-    for state, (out,) in plait.run_threads(after, body):
-        assert same(state, saved), "values travel, none is computed"
-        assert (out - wanted).abs().max() < 1e-13
 
 
 def test_a_state_of_another_shape_is_refused_with_whole_shapes() -> None:

@@ -72,6 +72,10 @@ def test_the_result_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--mesh", "pipe=2", "--split", "8;0", *SIZES], 'give the links of each stage, as in "5 4"'),
         (["--mesh", "shard=2", "--layers", "0", *SIZES[2:]], "layers is 0"),
         (["--mesh", "shard=2", "--batch", "3", *SIZES], "3 samples cannot fill 16 parts"),
+        (
+            ["--mesh", "shard=2 context=2", "--ring-attention", "--recompute", "selective", *SIZES],
+            "beside ring_attention",
+        ),
     ],
 )
 def test_mistakes_are_told_before_anything_is_proved(

@@ -20,6 +20,15 @@ from plait.table.tensor_plan import Style, check_mapping
 Recompute = Literal["full", "selective"]
 
 
+def check_recompute(recompute: str | None, *, ring: bool) -> None:
+    """ValueError for attention that would run again in a ring, whose backward makes its scores again anyway."""
+    if ring and recompute == "selective":
+        raise ValueError(
+            "recompute selective beside ring_attention, which keeps no scores and makes them again by itself: give "
+            "recompute full, or leave it out"
+        )
+
+
 @dataclass(frozen=True)
 class Parallelism:
     """The layout of a model on a mesh.
@@ -69,6 +78,7 @@ class Parallelism:
             value, known = getattr(self, name), get_args(kind)
             if value not in known and (value is not None or name == "cut"):
                 raise ValueError(f"{name}={value!r}: it is {' or '.join(map(repr, known))}")
+        check_recompute(self.recompute, ring=self.ring_attention)
         if self.prefetch < 0:
             raise ValueError(f"prefetch={self.prefetch}: it is a number of units, from 0")
         if self.bucket < 0:

@@ -21,6 +21,7 @@ from plait.schedule.pipeline import Pipeline
 from plait.table.cells import EXPERTS, ITEMSIZE, Strategy
 from plait.table.flat import BUCKET_BYTES, Cut, FlatLayout, UnitLayout, buckets, lay
 from plait.table.mesh import DATA_AXES, Mesh
+from plait.table.parallelism import check_recompute
 from plait.table.tensor_cut import TensorCut
 from plait.table.tensor_plan import Site
 
@@ -223,6 +224,7 @@ class PaperRun:
     def links(self) -> tuple[tuple[str, ...], ...]:
         """The links of each stage."""
         check_time(self.mesh, self.length, ring=self.ring)
+        check_recompute(self.recompute, ring=self.ring)
         apart = self.decoder.latent or self.decoder.shared_ffn or self.decoder.dense_layers
         if apart and self.mesh.tensor * self.mesh.context > 1:
             raise ValueError(f"mesh '{self.mesh}': a proof of {self.decoder.family} has no tensor or context axis")

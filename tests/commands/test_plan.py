@@ -110,7 +110,9 @@ def test_a_row_of_your_own_is_written_as_train_reads_it(
 
 def test_what_does_not_fit_is_told_with_the_change_that_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", f"hf:{folder}", "--gpus", "8xa100-40", "--mesh", "shard=8", "--batch", "64"]
-    shown = said(capsys, 1, *words, "--microbatches", "4")
+    shown = said(capsys, 1, *words, "--microbatches", "4", "--toml", str(folder / "run.toml"))
+    assert "run.toml is not written" in shown and "plait train --config" not in shown
+    assert not (folder / "run.toml").exists()
     assert "GB too many" in shown and "it does not fit: " in shown and "; --microbatches 8 --" not in shown
     assert "--recompute full" in shown
 

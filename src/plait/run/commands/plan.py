@@ -120,7 +120,7 @@ class PlanConfig(SizeFlags):
     out: str | None = None
     """A folder for report.html: one page that draws the best layout, with sliders for its neighbours."""
     toml: str | None = None
-    """Write the best layout here, as plait train --config reads it."""
+    """Write the best layout here, as plait train --config reads it; nothing where none fits."""
     write_script: Literal["slurm", "kubernetes", "skypilot", "modal", "ray", "torchx"] | None = None
     """Write the job of plait train for this scheduler beside the TOML, as plait submit has it."""
     json: str | None = None
@@ -174,10 +174,12 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
     every_row = rows_in(dtype, mixed=bool(mixed), offload=config.offload)
     if not best.fits:
         console.print(what_would_fit(best, every_row))
-    toml = to_config(config, best.plan)
-    console.print("\nplait train --config FILE, with this in it:\n")
-    console.print(toml)
-    if config.toml is not None:
+    if best.fits:
+        console.print("\nplait train --config FILE, with this in it:\n")
+        console.print(toml := to_config(config, best.plan))
+    elif config.toml is not None:
+        console.print(f"no layout fits, so {config.toml} is not written")
+    if best.fits and config.toml is not None:
         write_text(config.toml, toml)
         if config.write_script is not None:
             file, text = script_of(config.write_script, config.toml, cluster)

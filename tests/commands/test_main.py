@@ -28,6 +28,8 @@ from plait.run.config.settings import TrainConfig, VerifyConfig, with_job
         (["train", "--strategy", "zero4"], "unknown strategy 'zero4'"),
         (["verify", "--mesh", "foo=2"], "unknown mesh axis 'foo'"),
         (["verify", "--data", "/no/such/text"], "/no/such/text"),
+        (["train", "--out", "s3://bucket/run"], "out 's3://bucket/run' is a URL: mount the object store"),
+        (["verify", "--json", "s3://bucket/a.json"], "json 's3://bucket/a.json' is a URL"),
         (
             ["train", "--config", "a.toml", "--steps", "3", "--config=b.toml"],
             "--config is given 2 times ('a.toml', 'b.",

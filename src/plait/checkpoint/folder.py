@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from plait.checkpoint.files.reading import open_plain
+from plait.checkpoint.files.reading import check_no_url, open_plain
 from plait.checkpoint.manifest import LARGEST, NAME, Manifest
 
 LATEST = "latest"
@@ -35,8 +35,7 @@ def folder_at(path: str | Path) -> Path:
     """The path; ValueError for a URL or a null byte."""
     if "\0" in str(path):
         raise ValueError(f"{str(path)!r} is no path: it has a null byte")
-    if isinstance(path, str) and "://" in path:
-        raise ValueError(f"{path!r} is a URL: mount the object store (rclone mount, s3fs), and give the folder")
+    check_no_url(path)
     return Path(path)
 
 

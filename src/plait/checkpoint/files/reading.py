@@ -24,6 +24,13 @@ def shown(path: str | Path) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[:100]}...{text[-100:]}"
 
 
+def check_no_url(path: str | Path, name: str = "") -> None:
+    """Raises ValueError for a URL: files are in folders, and an object store is mounted as one."""
+    if isinstance(path, str) and "://" in path:
+        text = f"{name} {shown(path)} is a URL: mount the object store (rclone mount, s3fs), and give the path there"
+        raise ValueError(text.lstrip())
+
+
 def open_plain(path: str | Path, *, links: bool = True) -> tuple[int, int]:
     """Opens a plain file to be read, without waiting; returns (file number, size in bytes).
 

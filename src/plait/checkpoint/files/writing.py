@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from plait.checkpoint.files.reading import shown
+from plait.checkpoint.files.reading import check_no_url, shown
 from plait.messages.escape import say
 
 
@@ -167,6 +167,7 @@ def check_file(name: str, path: str) -> None:
     Raises:
         ValueError: it is a folder, a pipe or a device, its folder is missing, or nothing can be written there.
     """
+    check_no_url(path, name)
     _check_plain(name, path)
     if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
         raise ValueError(f"{name} {shown(path)}: there is no such folder; make it, or give another")
@@ -184,6 +185,7 @@ def check_folder(name: str, path: str, files: Iterable[str] = (), need: int = 0)
     Raises:
         ValueError: something else is there, nothing can be written, or there is less room.
     """
+    check_no_url(path, name)
     place = os.path.abspath(path)
     while not _there(name, place):
         place = os.path.dirname(place)

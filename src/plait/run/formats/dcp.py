@@ -224,7 +224,7 @@ def export_dcp(saved: Checkpoint, out: str | Path, *, ties: Mapping[str, str] | 
     values = saved.values()
     tree: dict[str, Any] = {"model": model, "optim": values["optimizer"], "ema": saved.kind("ema")}
     tree = {key: value for key, value in tree.items() if value} | {"run": values["run"], "extra": values["extra"]}
-    folder = Path(out)
+    folder = folder_at(out)
     if os.path.lexists(folder):
         raise ValueError(f"{str(folder)!r} exists already: export to a new folder")
     hidden = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.partial")

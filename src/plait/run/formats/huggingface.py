@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from plait.checkpoint.files.reading import check_readable, read_file
 from plait.checkpoint.files.writing import told
-from plait.checkpoint.folder import contents
+from plait.checkpoint.folder import contents, folder_at
 from plait.checkpoint.manifest import REAL, parsed
 from plait.checkpoint.snapshot import is_finite
 from plait.checkpoint.stored import Checkpoint
@@ -221,7 +221,7 @@ def write_folder(path: str | Path, engine: Engine, source: str | Path | None = N
     Raises:
         ValueError: the folder exists, or the model has no config of transformers.
     """
-    folder, config = Path(path), getattr(engine.model, "config", None)
+    folder, config = folder_at(path), getattr(engine.model, "config", None)
     if not hasattr(config, "save_pretrained"):
         raise ValueError(
             f"{type(engine.model).__name__} has no config of transformers: only models of transformers are exported"
@@ -363,4 +363,4 @@ def export(
         for name in counted("tensors", list(own)):
             yield name, found[name].read().to(kinds[name])
 
-    write_model(Path(folder), model, {name: (found[name].shape, kinds[name]) for name in own}, tensors(), source)
+    write_model(folder_at(folder), model, {name: (found[name].shape, kinds[name]) for name in own}, tensors(), source)

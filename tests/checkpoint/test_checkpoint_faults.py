@@ -16,6 +16,7 @@ from small_runs import build, go, names, raised_together, ranks
 from torch import nn
 
 import plait
+from plait.checkpoint.files.writing import Lines
 from plait.checkpoint.manifest import signed
 from plait.checkpoint.stored import Checkpoint
 from plait.comm import Comm
@@ -278,6 +279,12 @@ def test_what_cannot_be_saved_leaves_what_was_there(copied: Path, monkeypatch: p
         if engine.comm.rank == 2:
             next(engine.placed.pieces()).tensor.fill_(torch.inf)
 
+    other = copied / ".step-000003.ab.partial"
+    other.mkdir()
+    lock = Lines(other / "lock")
+    raised_together(saver(go), f"another run is saving to {str(copied)!r}, step-000003: give each run")
+    assert other.exists()
+    lock.close()
     before = names(copied)
     raised_together(saver(lambda engine: None), "exists already")
     raised_together(saver(spoil), "not finite")
@@ -289,6 +296,6 @@ def test_what_cannot_be_saved_leaves_what_was_there(copied: Path, monkeypatch: p
 
     monkeypatch.setattr("plait.checkpoint.writing.publish", no_manifest)
     raised_together(saver(go), "Input/output error")
-    assert names(copied) == before
+    assert names(copied) == [name for name in before if name != other.name], "of a run that was interrupted"
     monkeypatch.undo()
     assert ranks(lambda comm: plait.load(copied, build(comm)).step) == [2, 2, 2]

@@ -1,6 +1,6 @@
 """Checkpoints in a folder of a file system: each is complete or absent.
 
-    begun        .step-000123.9f3c.partial/rank-00000.safetensors
+    begun        .step-000123.9f3c.partial/rank-00000.safetensors       locked
     published    manifest flushed, then the folder renamed
     complete     once the folder has its name
     left over    hidden folders
@@ -21,11 +21,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from plait.checkpoint.files.reading import check_no_url, open_plain
+from plait.checkpoint.files.writing import Lines
 from plait.checkpoint.manifest import LARGEST, NAME, Manifest
 
 LATEST = "latest"
 """A file with one line, the newest checkpoint's name, for scripts and people; it may be one behind."""
 STEP = re.compile(r"step-[0-9]{6,18}")
+LOCK = "lock"
+"""A file in the folder of a save that is under way, locked by the process that writes it."""
 PARTIAL = re.compile(rf"\.{STEP.pattern}\.[0-9a-f]+\.partial")
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in the folder of a ``plait train`` run."""
@@ -167,11 +170,11 @@ def rank_file(folder: Path, rank: int, kind: str) -> Path:
     return folder / f"rank-{rank:05d}.{kind}"
 
 
-def begin(partial: Path, *, first: bool = True) -> None:
-    """Creates the folder of a save and removes those of other saves.
+def begin(partial: Path, *, first: bool = True) -> Lines:
+    """Creates the folder of a save, removes those of saves that were interrupted, and returns its lock.
 
     The ``first`` save of a run also makes the folder around it.  Later a missing one (an unmounted disk) is an
-    OSError.  ValueError if the checkpoint exists.
+    OSError.  ValueError if the checkpoint exists, or another save is under way.
     """
     parent = partial.parent
     if os.path.lexists(folder := _published(partial)):
@@ -183,8 +186,21 @@ def begin(partial: Path, *, first: bool = True) -> None:
         parent.mkdir(parents=True, exist_ok=True)
     for left in filter(PARTIAL.fullmatch, os.listdir(parent)):
         with suppress(OSError):
+            _check_left(parent / left)
             discard(parent / left)
     partial.mkdir()
+    return Lines(partial / LOCK)
+
+
+def _check_left(partial: Path) -> None:
+    """ValueError for the folder of a save that is under way."""
+    try:
+        Lines(partial / LOCK).close()
+    except ValueError:
+        raise ValueError(
+            f"another run is saving to {str(partial.parent)!r}, {STEP.findall(partial.name)[0]}: give each run, and "
+            f"each island of one, a folder of its own"
+        ) from None
 
 
 def _published(partial: Path) -> Path:

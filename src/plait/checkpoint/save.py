@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from plait.checkpoint.files.writing import told
+from plait.checkpoint.files.writing import Lines, told
 from plait.checkpoint.folder import begin, discard, folder_at, partial_of, step_name
 from plait.checkpoint.same_folder import check_same_folder
 from plait.checkpoint.snapshot import HostMemory, taken, values_of
@@ -95,6 +95,8 @@ class Saver:
         """Seconds that the last ``save`` waited for the one before it."""
         self._memory = HostMemory()
         self._writing: Writing | None = None
+        self._lock: Lines | None = None
+        """Rank 0's, while a save is under way."""
         self._published: Path | None = None
         self._own, self._begun = "", 0
         """Rank 0's word for this saver, and the number of saves so far; together they name each save on all ranks."""
@@ -134,6 +136,7 @@ class Saver:
             if FAILED in states:
                 writing.stop.set()
         self._writing = None
+        self._unlock()
         self._check_together(writing.error, writing.save.partial)
         self._published = self.place / step_name(writing.save.step)
         return self._published
@@ -154,7 +157,7 @@ class Saver:
                 pieces = self._memory.copies(pieces)
             if not comm.rank:
                 with told(self.place, sum(piece.tensor.nbytes for piece in pieces)):
-                    begin(partial, first=first)
+                    self._lock = begin(partial, first=first)
         except Exception as problem:
             error = problem
         self._check_together(error, partial)
@@ -169,10 +172,15 @@ class Saver:
             check_together(self.engine.comm, error, AXES)
         except Exception:
             self._memory = HostMemory()  # a late thread may still read the old one
+            self._unlock()
             if not self.engine.comm.rank:
                 with suppress(OSError):  # it may be gone, or be a checkpoint by now
                     discard(partial)
             raise
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> "Saver":
         return self

@@ -72,7 +72,7 @@ def write_checkpoint(out: str | Path, step: int, values: Any, tensors: Mapping[s
     of this step."""
     own = secrets.token_hex(8)
     partial = partial_of(folder_at(out), step, own)
-    begin(partial)
+    lock = begin(partial)
     try:
         file = rank_file(partial, 0, "safetensors")
         size, digest = write_tensor_file(file, [(tuple(t.shape), t.dtype, [t]) for t in tensors.values()])
@@ -83,6 +83,8 @@ def write_checkpoint(out: str | Path, step: int, values: Any, tensors: Mapping[s
         with suppress(OSError):
             discard(partial)
         raise
+    finally:
+        lock.close()
 
 
 def _is_below(path: Keys, keys: Sequence[str]) -> bool:

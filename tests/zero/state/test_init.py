@@ -232,6 +232,10 @@ KEPT: dict[str, Callable[[Any], object]] = {
     "initialised again, as loralib's layers": lambda m: m.out.reset_parameters(),
     "tied": lambda m: setattr(m.out, "weight", m.inner.weight),
     "written, then initialised": lambda m: (nn.init.zeros_(m.out.weight), m.out.reset_parameters()),
+    "by torch's attention, also to its inner layer": lambda m: setattr(m, "more", nn.MultiheadAttention(4, 2)),
+    "by torch's transformer, to all inside": lambda m: setattr(
+        m, "more", nn.Transformer(4, 2, 1, 1, 8, batch_first=True)
+    ),
 }
 
 

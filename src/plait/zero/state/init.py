@@ -6,9 +6,9 @@ by its own initialiser, from a stream that depends on (seed, module name) alone.
 device, since a GPU's has other bits.  The caller keeps its pieces and drops the rest before the next module comes, so
 that a rank never has more than its pieces and one module.
 
-A module's initialiser is what building the model runs on it: its ``reset_parameters()``, then, for the module and for
-each module around it, the ``_init_weights(module)`` that Hugging Face's models have.  All other modules are on meta
-meanwhile, so that whatever is written to them is lost.
+A module's initialiser is what building the model runs on it: its ``reset_parameters()``, then, of the module and of
+each module around it, the ``_reset_parameters()`` that some of torch's have, and the ``_init_weights(module)`` of
+Hugging Face's models.  All other modules are on meta meanwhile, so that whatever is written to them is lost.
 
 Values that a model's ``__init__`` writes after that would be lost too.  Both times the operators that write to a
 parameter are noted with its memory, which sees ``p.data`` as well; where building ended with others, it is refused.
@@ -180,6 +180,10 @@ def initialisers(model: nn.Module, name: str) -> Iterator[Callable[[], object]]:
     reset = getattr(path[-1], "reset_parameters", None)
     if reset is not None:
         yield reset
+    for around in reversed(path):  # nn.MultiheadAttention and nn.Transformer also write to the modules inside
+        method = getattr(around, "_reset_parameters", None)
+        if method is not None and not inspect.signature(method).parameters:
+            yield method
     for depth in range(len(path), 0, -1):
         around = (getattr(module, "_init_weights", None) for module in reversed(path[:depth]))
         nearest = next((method for method in around if method is not None), None)

@@ -7,6 +7,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,23 @@ def test_different_loss_functions_are_told() -> None:
         Engine(cases.net(), comm, loss_fn=halved if comm.rank else loss_sum, count_fn=count)
 
     with pytest.raises(ValueError, match=r"the code of loss_fn is [0-9a-f]{8} line \d+ on rank 0"):
+        run(Mesh(shard=2), body, deadline=20)
+
+
+def scaled(model: nn.Module, batch: cases.Batch, w: float = 1.0) -> Tensor:
+    return loss_sum(model, batch) * w
+
+
+@pytest.mark.parametrize(
+    "by",
+    [lambda w: lambda model, batch, w=w: scaled(model, batch, w), lambda w: partial(scaled, w=w)],
+    ids=["default", "partial"],
+)
+def test_values_that_a_loss_function_is_called_with_are_told(by: Callable[[float], Any]) -> None:
+    def body(comm: Comm) -> None:
+        Engine(cases.net(), comm, loss_fn=by(1.0 + comm.rank), count_fn=count)
+
+    with pytest.raises(ValueError, match=r"the code of loss_fn is .* w=1.0 on rank 0, .* w=2.0 on rank 1"):
         run(Mesh(shard=2), body, deadline=20)
 
 

@@ -121,8 +121,9 @@ def _name_of(named: Any) -> str:
 
 
 def code_of(defined: Any) -> str:
-    """A digest of the file that defines a function or class and of its byte code, and a function's line; "" where there
-    is neither."""
+    """A digest of the file that defines a function or class and of its byte code, and a function's line and the plain
+    values that it is called with by default; "" where there is neither."""
+    function = defined
     while isinstance(defined, functools.partial):
         defined = defined.func
     defined = inspect.unwrap(getattr(defined, "__func__", defined))
@@ -138,7 +139,20 @@ def code_of(defined: Any) -> str:
     if not (file or parts):
         return ""
     digest = hashlib.blake2b(file + "\x1f".join(parts).encode(errors="replace"), digest_size=4).hexdigest()
-    return digest if isinstance(defined, type) else f"{digest} line {defined.__code__.co_firstlineno}"
+    return digest if isinstance(defined, type) else f"{digest} line {defined.__code__.co_firstlineno}{_given(function)}"
+
+
+def _given(function: Any) -> str:
+    """The plain values that a function has for its parameters: defaults, and those of a partial."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # no function, or one of C
+        return ""
+    return "".join(
+        f", {one.name}={one.default!r}"
+        for one in parameters
+        if isinstance(one.default, _PLAIN) and of_the_model(one.name)
+    )
 
 
 def _functions_of(cls: type) -> list[types.FunctionType]:

@@ -121,6 +121,11 @@ def test_ranks_that_end_before_they_are_done_have_failed(
     assert last == "plait: restart 1 of 1, from the beginning"
 
 
+def test_a_fault_without_a_restart_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, Shells(KILLED), Limits(hint=lambda: "go on")).code == 137
+    assert capsys.readouterr().err.endswith("\nplait: go on\n")
+
+
 def test_the_last_attempt_is_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     agent = run(tmp_path, Shells(KILLED, "exit 3"), Limits(restarts=1))
     assert agent.code == 3

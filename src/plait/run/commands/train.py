@@ -13,7 +13,7 @@ from plait.run.config.settings import TrainConfig, with_job
 from plait.run.job.sections import flags
 from plait.run.launch.limits import Limits
 from plait.run.launch.local import is_a_rank, launch
-from plait.run.train.resume import check_places, has_settings, newest_sound, restarted
+from plait.run.train.resume import check_places, has_settings, hint_to_resume, newest_sound, restarted
 from plait.run.train.run import run_train
 from plait.table.mesh import AXES
 
@@ -30,7 +30,8 @@ def run(config: TrainConfig, argv: Sequence[str]) -> int:
             say(f"{done}\n", sys.stderr if config.files.json == "-" else sys.stdout)
             return 0
         body = partial(run_train, config, argv=argv)
-    limits = Limits(config.course.restarts, config.course.grace, partial(newest_sound, config))
+    again = partial(newest_sound, config), partial(hint_to_resume, config)
+    limits = Limits(config.course.restarts, config.course.grace, *again)
     return launch(config.machine, body, ["-m", "plait", *argv], limits, settings=flags(config))
 
 

@@ -157,6 +157,8 @@ class RankAgent:
         reached, self._monitor = self._monitor.reached, None  # what is mapped keeps its room
         self._kill()
         if final or self.asked.number or not self._limits.restarts:
+            if not final and (hint := self._limits.hint()):
+                say(f"plait: {hint}\n")
             return False
         try:
             kept = self._limits.kept()

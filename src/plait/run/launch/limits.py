@@ -21,6 +21,8 @@ class Limits:
     kept: Callable[[], str] = str
     """Called before a restart: returns the newest state that the ranks can resume from, "" without any.  ValueError:
     that state is the end of the run, and the fault came after it."""
+    hint: Callable[[], str] = str
+    """Called after a fault without a restart: returns how a user may go on."""
 
 
 @dataclass

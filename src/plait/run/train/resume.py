@@ -192,6 +192,12 @@ def newest_sound(config: TrainConfig) -> str:
     return ""
 
 
+def hint_to_resume(config: TrainConfig) -> str:
+    """Returns how a run that was ended may go on; "" where it has no checkpoint."""
+    folders = checkpoints(folder_of(config)) if config.output.out is not None else []
+    return f"the same command with --resume auto goes on from {str(folders[-1])!r}" if folders else ""
+
+
 def check_left(path: object, step: int, end: int) -> None:
     """Raises ValueError if a resumed run has no steps left."""
     if step >= end:

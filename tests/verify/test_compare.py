@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from verify_cases import TINY, Verified, judged, verify
+from verify_cases import TINY, Verified, job_of, judged, verify
 
 from plait.comm import thread
 from plait.referee.verify import reference
 from plait.referee.verify.compare import find
 from plait.referee.verify.observed import RankRecord, as_tensor
+from plait.referee.verify.run import placed, references
 from plait.step.norm import Norm, norm_of, square_sum
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
@@ -70,6 +72,16 @@ def test_a_message_too_many_is_different(honest: Verified) -> None:
     ranks = copy.deepcopy(honest.ranks)
     ranks[1].ledger_differences.append("measured, not predicted (1 times): ...")
     assert judged(CONFIG, ranks).verdict.word == "different"
+
+
+def test_what_is_right_among_threads_is_told_as_it_was_first(honest: Verified) -> None:
+    ranks = copy.deepcopy(honest.ranks)
+    for change in ("parameter", "norm"):
+        CHANGES[change](ranks[1])
+    found, job = judged(CONFIG, ranks), job_of(CONFIG)
+    told = placed(found.verdict, job, CONFIG, ranks, references(job, CONFIG, ranks))
+    assert told.first is None and "RANK" in told.unplaced and "in the first run: norm step 3, rank 1: " in told.unplaced
+    assert re.findall("norm|parameter", str(told).partition("DIFFERENT")[2]) == ["norm", "parameter"], "worst first"
 
 
 def test_find_measures_the_worst_element_against_the_tensor() -> None:

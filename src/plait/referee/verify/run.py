@@ -35,7 +35,9 @@ from plait.run.job.job import Job, make_job
 from plait.run.job.own import UserJob
 from plait.run.report.screen import screen, working
 
-WORST = 8  # unequal findings that are printed by name
+WORST = 8  # unequal findings of a table that are printed by name
+BESIDE_TREE = "the layout beside one process that adds in the layout's order"
+BESIDE_PLAIN = "that one process beside plain PyTorch, one full batch a step"
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Verdict:
     spread: Spread | None = None
     first: FirstWrong | None = None
     unplaced: str = ""
+    looked: int = 0
+    """Honest runs that were made because something is beyond its tolerance."""
     unpredicted: bool = False
     """Messages over the tensor axis were not compared."""
 
@@ -80,9 +84,9 @@ class Verdict:
 
     def __str__(self) -> str:
         """The verdict, with what is not equal."""
-        unequal = [f for f in (*self.tree, *self.plain) if not f.equal]
+        unequal = worst_of((*self.tree, *self.plain))
         placed = [str(told) for told in (self.first or self.unplaced, self.spread) if told]
-        return "\n".join([f"{self.layout}: {self.word}", *placed, *map(line_of, unequal[:WORST]), *self.ledger[:WORST]])
+        return "\n".join([f"{self.layout}: {self.word}", *placed, *map(line_of, unequal), *self.ledger[:WORST]])
 
     @property
     def word(self) -> str:
@@ -107,9 +111,18 @@ def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Rec
         return of_tree, against_plain(tree, plain, config.dtypes.computed, honest)
 
     of_tree, of_plain = compared(None)
+    looked = 0
     if config.comparison.spread != 0 and _may_be_rounding(of_tree, of_plain, bits=asked == BITWISE):
-        excusing = honest or honest_runs(job, config, ranks)
-        of_tree, of_plain = compared(replace(excusing, unit=0.0))  # by what was seen, and no more
+
+        def excused(seen: HonestRuns) -> bool:
+            nonlocal of_tree, of_plain
+            of_tree, of_plain = compared(replace(seen, unit=0.0))  # by what was seen, and no more
+            return all(f.equal for f in (*of_tree, *of_plain))
+
+        if honest is None:
+            looked = len(honest_runs(job, config, ranks, enough=excused).runs)
+        else:
+            excused(honest)
     return Verdict(
         f"{config.row.name} on {config.machine.parsed_mesh}, microbatches per rank: {config.layout.microbatches}",
         tuple(of_tree),
@@ -119,6 +132,7 @@ def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Rec
         not any(ranks[0].made),
         {name: runs for r in ranks for name, runs in r.irregular.items()},
         spread_of(ranks, honest) if honest else None,
+        looked=looked,
         unpredicted=config.machine.parsed_mesh.count(("tensor", "context", "expert")) > 1 and not job.one_stream,
     )
 
@@ -163,7 +177,7 @@ WITHIN_TOLERANCE = (
 )
 RIGHT_THIS_TIME = (
     "the layout ran again among threads of one process, and all was right there: look at the world (its collectives, "
-    "its processes), or for what is not the same in each run"
+    "its processes, a program that reads RANK), or for what is not the same in each run"
 )
 
 
@@ -184,7 +198,12 @@ def placed(
     except Exception as error:  # the verdict stands, whatever comes of this
         return replace(verdict, unplaced=f"the first wrong tensor could not be looked for: {one_line(str(error))}")
     right = "the layout is right where it is not compiled" if config.task.network.compile else RIGHT_THIS_TIME
-    return replace(verdict, first=first, unplaced="" if first else right)
+    wrong = min(
+        (f for f in verdict.tree if not f.equal), key=lambda f: (f.step < 0, f.step, "microbatch" not in f.name)
+    )
+    return replace(
+        verdict, first=first, unplaced="" if first else f"{right}; in the first run: {line_of(wrong).strip()}"
+    )
 
 
 def run_verify(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
@@ -201,8 +220,8 @@ def run_verify(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> in
         if ranks is None:
             return 0
         tree, plain = references(job, config, ranks)
+        verdict = judge(job, config, ranks, tree, plain)
     again = {"command": shlex.join(["plait", *argv])}
-    verdict = judge(job, config, ranks, tree, plain)
     if config.files.json != "-":
         show(verdict, screen(), every_tensor=config.comparison.tensors)
         if config.files.json:
@@ -249,12 +268,10 @@ def report(verdict: Verdict) -> dict[str, Any]:
 def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> None:
     """Print the two comparisons and the verdict; ``every_tensor`` adds a line for each finding."""
     console.print(verdict.layout, style="bold")
-    console.print(findings_table("against one process that adds in this layout's order", verdict.tree))
-    console.print(findings_table("against plain PyTorch, one full batch a step", verdict.plain))
-    findings = (*verdict.tree, *verdict.plain)
-    unequal = [finding for finding in findings if not finding.equal][:WORST]
-    for finding in (*findings, *unequal) if every_tensor else unequal:
-        console.print(line_of(finding), soft_wrap=True)
+    for title, findings in ((BESIDE_TREE, verdict.tree), (BESIDE_PLAIN, verdict.plain)):
+        console.print(findings_table(title, findings))
+        for finding in (*(findings if every_tensor else ()), *worst_of(findings)):
+            console.print(line_of(finding), soft_wrap=True)
     if verdict.ledger:
         console.print(f"ledger: {len(verdict.ledger)} messages differ from the prediction")
         for line in verdict.ledger[:5]:
@@ -267,11 +284,22 @@ def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> N
         console.print(f"  {left_out(verdict.irregular)}", soft_wrap=True)
     if verdict.spread:
         console.print(str(verdict.spread), soft_wrap=True)
+    if verdict.looked:
+        console.print(
+            f"{verdict.looked} honest runs of one process were made, because something is beyond its tolerance: they "
+            f"{'differ as much' if verdict.within else 'do not differ as much'} (--spread 0 leaves them out)",
+            soft_wrap=True,
+        )
     if verdict.left_out:
         console.print(f"steps skipped, gradients not finite under the loss scale: {verdict.left_out}")
     if verdict.none_made:
         console.print("no step was made, so nothing is proved: give a smaller --loss-scale")
     console.print(Text.assemble("verdict: ", (verdict.word, "bold green" if verdict.equal else "bold red")))
+
+
+def worst_of(findings: Sequence[Finding]) -> list[Finding]:
+    """The findings that are not equal, the largest difference first."""
+    return sorted((f for f in findings if not f.equal), key=lambda f: f.measured, reverse=True)[:WORST]
 
 
 def line_of(finding: Finding) -> str:

@@ -10,7 +10,7 @@ outside.
 Perturbation as the measure of a tolerance: TTrace (arXiv 2506.09280).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.messages.progress import counted
 from plait.referee.values import MARGIN, wide
 from plait.referee.verify.compare import BITWISE, Finding, HonestRuns, finding, pairs
 from plait.referee.verify.observed import RankRecord
@@ -101,22 +102,36 @@ class _Off(torch.autograd.Function):
         return ctx.off(gradient), None
 
 
-def honest_runs(job: Job, config: RunConfig, ranks: Sequence[RankRecord], runs: int = RUNS) -> HonestRuns:
+def honest_runs(
+    job: Job,
+    config: RunConfig,
+    ranks: Sequence[RankRecord],
+    runs: int = RUNS,
+    enough: Callable[[HonestRuns], bool] = lambda _: False,
+) -> HonestRuns:
     """The single process as it is, and repeated: its additions in other orders, each value off by a unit in the last
     place.  Of the layout it takes the order of additions and which weights are tied, and no number.  They are not
-    compiled: ``Jitter`` needs to see into the modules."""
+    compiled: ``Jitter`` needs to see into the modules.
+
+    Args:
+        runs: how many at most.
+        enough: True where those so far suffice.
+    """
     job = replace(job, compile=False)
     orders = list(permutations(additions(config.row)))
     device = resolve_device(config.machine)
     run = partial(run_reference, clip=config.task.update.clip, ties=ranks[0].ties, device=device)
     mesh, num, steps = config.machine.parsed_mesh, config.layout.microbatches, config.task.samples.steps
     exact = run(job, mesh, num, additions(config.row), steps)
-    made = []
-    for i in range(runs):
-        made.append(run(job, mesh, num, orders[i % len(orders)], steps, built=Jitter(i).follow))
-        for step in (*exact.steps, *made[-1].steps):
+    honest = HonestRuns(exact, [], torch.finfo(job.dtype).eps)
+    for i in counted("honest runs, whose spread tells rounding from a fault", range(runs)):
+        made = run(job, mesh, num, orders[i % len(orders)], steps, built=Jitter(i).follow)
+        for step in (*exact.steps, *made.steps):
             step.clipped, step.updated = {}, {}  # no spread is asked of them
-    return HonestRuns(exact, made, torch.finfo(job.dtype).eps)
+        honest = replace(honest, runs=[*honest.runs, made])
+        if enough(honest):
+            break
+    return honest
 
 
 def spread_of(ranks: Sequence[RankRecord], honest: HonestRuns) -> Spread:

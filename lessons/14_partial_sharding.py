@@ -8,6 +8,9 @@ and ``tensor`` (ranks that share one matrix product).  Three things are spread o
     optimizer state    over tensor, shard and replica: only the update reads it, once a step, so spread it widest
                        (and with it a second copy of the parameters, which the update writes)
 
+Ranks that differ in ``tensor`` alone see the same samples.  Each multiplies with its half of each matrix, and one
+all-reduce over ``tensor`` adds their terms of the result; lesson 15 takes this apart.
+
 With microbatches the gradient needs care.  Each replica adds it up in a buffer, cut as its parameters are, and replicas
 exchange nothing meanwhile.  At the end of the step one reduce-scatter over ``replica`` adds these buffers and leaves
 each rank the piece that its optimizer updates.  After the update one all-gather over ``replica`` brings the parameters
@@ -19,8 +22,8 @@ Predict before you run it, with two replicas, two data ranks each, two tensor ra
   2. Which share of the parameters does a rank hold?  Of the optimizer's state?
   3. Does the gradient depend on the number of microbatches?
 
-You need lesson 12 and lesson 13.  The tensor axis is explained in lesson 15.  Skip ``gradient`` here, or read it for
-one tensor rank, where it is a plain forward and backward.  More: docs/guide/planning.md.
+You need lesson 12 and lesson 13.  Skip ``gradient`` here, or read it for one tensor rank, where it is a plain forward
+and backward.  More: docs/guide/planning.md.
 
     plait lesson run 14
 """

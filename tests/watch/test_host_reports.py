@@ -164,6 +164,21 @@ def test_a_rank_that_was_killed_on_another_host_is_told_once(
     assert capsys.readouterr().err.count("plait: rank 1 was killed by SIGKILL\n") == 1
 
 
+def test_ranks_that_end_together_say_why_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both have written that they failed before either has reported."""
+    (folder := tmp_path / "ranks").mkdir()
+    page, now, both = Page(folder, 3), time.monotonic(), list[Neighbours]()
+    page.write(Status(1, "a", 1 << 30, "done", since=now))
+    for rank in (0, 2):
+        page.write(Status(rank, "a", os.getpid(), "failed", since=now, peers=[0, 1, 2], error="ConnectionError: gone"))
+        comm: Any = SimpleNamespace(rank=rank, mesh=Mesh(shard=3))
+        both.append(Neighbours(comm, Page(folder, 3)))
+    for one in both:
+        one.last_look(failed=True)
+    assert capsys.readouterr().err.count("plait: rank 1 left before the others\n") == 1
+    assert not folder.exists()
+
+
 def test_while_the_store_is_silent_no_host_is_heard_again() -> None:
     told = list[str]()
     reports = HostReports(dist.HashStore(), PEERS, 0, list, told.append)  # type: ignore[attr-defined]

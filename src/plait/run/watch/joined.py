@@ -4,6 +4,7 @@
                      status-<rank>    the status page
                      stack-<rank>.txt
                      told-...         one file per diagnosis, so that one rank alone reports it
+                     left-<rank>      it has reported, and needs the folder no more
 
 The lowest rank that lives checks the others once a second, and at once when one of them ends, which the kernel reports
 (a pidfd, opened when the first step begins at the latest).  It writes its findings to stderr, before torchrun's agent
@@ -113,16 +114,17 @@ class Neighbours:
             self._tell(frozenset({"stopped", "stands still", "crossed", "straggler"}))
 
     def last_look(self, *, failed: bool) -> None:
-        seen = self.seen()
         if failed:
             self._tell(ENDED | {"stopped", "crossed"}, but=self.comm.rank)
+        with contextlib.suppress(OSError):
+            (self.page.folder / f"left-{self.comm.rank}").touch()
+        seen = self.seen()
         if self.hosts is not None:
             self.hosts.close()
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open = {}
-        left = [s.state in ("done", "failed") or s.signal < 0 or p.state == "gone" for s, p in seen]
-        if all(one or s.rank == self.comm.rank for one, (s, _) in zip(left, seen, strict=True)):
+        if all(p.state == "gone" or (self.page.folder / f"left-{s.rank}").exists() for s, p in seen):
             shutil.rmtree(self.page.folder, ignore_errors=True)
 
     def seen(self) -> Seen:

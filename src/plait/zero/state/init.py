@@ -180,8 +180,8 @@ def initialisers(model: nn.Module, name: str) -> Iterator[Callable[[], object]]:
     reset = getattr(path[-1], "reset_parameters", None)
     if reset is not None:
         yield reset
-    for around in reversed(path):  # nn.MultiheadAttention and nn.Transformer also write to the modules inside
-        method = getattr(around, "_reset_parameters", None)
+    for owner in reversed(path):  # nn.MultiheadAttention and nn.Transformer also write to the modules inside
+        method = getattr(owner, "_reset_parameters", None)
         if method is not None and not inspect.signature(method).parameters:
             yield method
     for depth in range(len(path), 0, -1):

@@ -10,9 +10,11 @@ code 1 if a row failed or was left out.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -39,26 +41,31 @@ class Arguments:
     device: str = "cuda"
     size: Literal["tiny", "1b"] = "1b"
     """The decoder that comes first."""
+    skip: int = 0
+    """The first rows, which an earlier call has measured."""
     json: Path = Path("lease.json")
 
 
-def command(*words: str) -> Row:
-    """A row that runs a command; its result is the exit code and the last lines."""
+def command(*words: str, most: float = math.inf) -> Row:
+    """A row that runs a command for ``most`` seconds; its result is the exit code and the last lines."""
 
     def run(seconds: float) -> dict[str, Any]:
-        try:
-            ran = subprocess.run(words, capture_output=True, text=True, timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return {"error": f"not done within {seconds:.0f} s"}
-        last = (ran.stdout + ran.stderr).splitlines()[-12:]
-        return {"code": ran.returncode, "last": last} | ({"error": last[-1:]} if ran.returncode else {})
+        seconds = min(seconds, most)
+        with tempfile.TemporaryFile("w+") as told:  # what was told before the time was over is kept
+            try:
+                code = subprocess.run(words, stdout=told, stderr=subprocess.STDOUT, timeout=seconds).returncode
+                wrong = {"error": f"exit code {code}"} if code else {}
+            except subprocess.TimeoutExpired:
+                code, wrong = None, {"error": f"not done within {seconds:.0f} s"}
+            told.seek(0)
+            return {"code": code, "last": told.read().splitlines()[-40:]} | wrong
 
     return run
 
 
 def contestant(name: str, size: str, device: str) -> Row:
     """A row of ``main.py``: seconds of each step, peak memory, host waits."""
-    asked = contestants.Arguments(device=device, rounds=2, steps=5)
+    asked = contestants.Arguments(device=device, rounds=3, steps=8)
     return lambda seconds: contestants.run_contestant(name, size, asked, seconds)
 
 
@@ -66,17 +73,22 @@ def rows(asked: Arguments) -> dict[str, Row]:
     """All rows, the most valuable first."""
     verify = ["-m", "plait", "verify", "--world", "thread", "--device", asked.device]
     found: dict[str, Row] = {}
-    for name in ("plait-zero3", "torch", "fsdp2"):
-        found[f"{asked.size} {name}"] = contestant(name, asked.size, asked.device)
-    found["tests marked gpu"] = command(sys.executable, "-m", "pytest", "-q", "-n", "0", str(TESTS))
+
+    def race(size: str, *names: str) -> None:
+        for name in names:
+            found[f"{size} {name}"] = contestant(name, size, asked.device)
+
+    race(asked.size, "torch", "plait-zero3", "fsdp2", "plait-ddp", "plait-zero3-threads")
     found["verify"] = command(sys.executable, *verify)
-    for name in ("plait-zero3-threads", "plait-ddp"):
-        found[f"{asked.size} {name}"] = contestant(name, asked.size, asked.device)
-    found["verify, small matrix"] = command(sys.executable, *verify, "--matrix", "small")
     if asked.size != "tiny":
-        for size in ("deep", "7b"):
-            for name in ("plait-zero3", "torch", "fsdp2"):
-                found[f"{size} {name}"] = contestant(name, size, asked.device)
+        race("deep", "torch", "plait-zero3", "plait-ddp")
+        race("7b", "torch", "plait-zero3", "fsdp2")
+    found["verify, small matrix"] = command(sys.executable, *verify, "--matrix", "small", most=180)
+    found["tests marked gpu"] = command(sys.executable, "-m", "pytest", "-q", "-n", "0", str(TESTS), most=90)
+    race(asked.size, "torch-compiled", "plait-zero3-compiled", "fsdp2-compiled")
+    found["doctor"] = command(sys.executable, "-m", "plait", "doctor", most=60)
+    if asked.size != "tiny":
+        race("deep", "fsdp2")
     return found
 
 
@@ -112,26 +124,29 @@ class Utilisation:
 def main(asked: Arguments) -> int:
     end = time.monotonic() + 60 * asked.minutes
     results: dict[str, Any] = {"device": asked.device, "rows": {}}
-    for name, row in rows(asked).items():
+    for name, row in list(rows(asked).items())[asked.skip :]:
         start = time.monotonic()
         with Utilisation() as used:
             one = row(end - start) if end - start > LEAST else {"error": f"left out: {end - start:.0f} s are left"}
         one |= {"wall": time.monotonic() - start, "utilisation": used.median}
         results["rows"][name] = one
         asked.json.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"{name:28} {one['wall']:6.1f} s  {shown(one)}", flush=True)
+        plain = results["rows"].get(f"{name.partition(' ')[0]} torch", {})
+        print(f"{name:28} {one['wall']:6.1f} s  {shown(one, plain)}", flush=True)
     return int(any("error" in one for one in results["rows"].values()))
 
 
-def shown(one: dict[str, Any]) -> str:
-    """One line of a row."""
-    if "error" in one:
-        return str(one["error"])
+def shown(one: dict[str, Any], plain: dict[str, Any]) -> str:
+    """One line of a row; ``plain`` is the row of plain torch."""
     if "seconds" not in one:
-        return str(one["last"][-1:])
-    seconds = statistics.median(second for turn in one["seconds"] for second in turn)
+        return "; ".join([one.get("error", "right"), *one.get("last", ())[-1:]])
+    seconds, base = (
+        statistics.median(second for turn in row["seconds"] for second in turn) if "seconds" in row else math.nan
+        for row in (one, plain)
+    )
     used = "" if one["utilisation"] is None else f"; {one['utilisation']:.0%} in use"
-    return f"{seconds * 1e3:.1f} ms; {one['peak_bytes'] / 2**30:.2f} GiB; waits {one['waits']}{used}"
+    of_torch = f"{base / seconds:.3f} of torch"
+    return f"{seconds * 1e3:.1f} ms; {of_torch}; {one['peak_bytes'] / 2**30:.2f} GiB; waits {one['waits']}{used}"
 
 
 if __name__ == "__main__":

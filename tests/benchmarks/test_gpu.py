@@ -36,5 +36,5 @@ def test_a_lease_without_time_names_every_row(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT.with_name("lease.py")), *asked]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     rows = json.loads((tmp_path / "lease.json").read_text())["rows"]
-    assert ran.returncode == 1 and list(rows)[:2] == ["tiny plait-zero3", "tiny torch"]
-    assert len(rows) == 8 and all("left out" in row["error"] for row in rows.values())
+    assert ran.returncode == 1 and list(rows)[:2] == ["tiny torch", "tiny plait-zero3"]
+    assert len(rows) == 12 and all("left out" in row["error"] for row in rows.values())

@@ -73,7 +73,7 @@ class LateResult(StepResult):
 
     def __getattr__(self, name: str) -> Any:
         """Gives what is not there yet."""
-        if name.startswith("_"):
+        if name not in self.__dataclass_fields__:
             raise AttributeError(name)
         vars(self)["_seen"] = True
         self._came.synchronize()

@@ -29,7 +29,8 @@ from plait.run.config.settings import VerifyConfig
 from plait.run.job.job import make_job
 
 Patch = pytest.MonkeyPatch
-CASES = [(fault, config) for fault in LAYOUTS for config in fault.layouts]
+CASES = [(fault, fault.layouts[0]) for fault in LAYOUTS]
+OTHERS = [(fault, config) for fault in LAYOUTS for config in fault.layouts[1:]]
 
 
 def name_of(config: VerifyConfig) -> str:
@@ -52,7 +53,11 @@ def located(config: VerifyConfig, verified: cases.Verified, put: Callable[[Patch
     return search(traces, job, config, window)
 
 
-@pytest.mark.parametrize(("fault", "config"), CASES, ids=[f"{f.put.__name__}-{name_of(c)}" for f, c in CASES])
+def ids_of(cases: list[tuple[Fault, VerifyConfig]]) -> list[str]:
+    return [f"{fault.put.__name__}-{name_of(config)}" for fault, config in cases]
+
+
+@pytest.mark.parametrize(("fault", "config"), CASES, ids=ids_of(CASES))
 def test_a_fault_in_a_layout_is_seen_and_placed(fault: Fault, config: VerifyConfig) -> None:
     job = cases.job_of(config)
     with pytest.MonkeyPatch.context() as broken:
@@ -72,6 +77,11 @@ def test_a_fault_in_a_layout_is_seen_and_placed(fault: Fault, config: VerifyConf
     assert found is not None
     assert (found.step if fault.step is not None else None, found.phase) == (fault.step, fault.phase), found
     assert found.name.startswith(fault.name) and fault.cause in found.cause, found
+
+
+@pytest.mark.parametrize(("fault", "config"), OTHERS, ids=ids_of(OTHERS))
+def test_a_fault_in_its_other_layouts(fault: Fault, config: VerifyConfig) -> None:
+    test_a_fault_in_a_layout_is_seen_and_placed(fault, config)
 
 
 @pytest.mark.parametrize("config", list({repr(config): config for _, config in CASES}.values())[::5], ids=name_of)

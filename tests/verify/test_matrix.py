@@ -275,27 +275,6 @@ def test_the_small_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0, capsys.readouterr().out
 
 
-BESIDE: list[dict[str, Any]] = [
-    *({"kv_heads": kv_heads, "mesh": mesh, "strategy": row, "schedule": order} for kv_heads, mesh, row, order in (
-        (6, "shard=3", "zero3", None),
-        (4, "pipe=2 shard=2", "hsdp", "zbv"),
-        (3, "pipe=3 replica=2", "zero1", "interleaved"),
-        (6, "tensor=3", "ddp", None),
-        (4, "shard=2 tensor=4", "zero2", None),
-        (4, "pipe=2 tensor=2", "zero3", "zb_h1"),
-        (3, "pipe=2 replica=2 tensor=3", "hpz", "1f1b"),
-    )),
-]  # fmt: skip
-"""Key/value heads that serve 2, 3 or 4 query heads each."""
-
-
-@pytest.mark.parametrize("settings", BESIDE, ids=lambda settings: " ".join(map(str, settings.values())))
-def test_grouped_heads(settings: dict[str, Any]) -> None:
-    base = config_of({"model": "gpt", "microbatches": 2, "tensor": 2 if "tensor" in settings["mesh"] else 1})
-    outcome = outcome_of(base.with_flags(**settings))
-    assert not outcome.failed, outcome.told
-
-
 @pytest.mark.timeout(4 * 3600)
 def test_the_full_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     """Every row on every mesh of at most 8 ranks too."""

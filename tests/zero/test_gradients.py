@@ -97,16 +97,6 @@ def test_sparse_gradients_are_refused() -> None:
         train(distinct(Sparse()), "shard=2", "zero2", batches())
 
 
-@pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_a_backward_of_the_loss_functions_own_is_refused(row: str) -> None:
-    def loss(model: nn.Module, batch: cases.Batch) -> Tensor:
-        cases.loss_sum(model, batch).backward()
-        return cases.loss_sum(model, batch)
-
-    with pytest.raises(ValueError, match=r"engine\.backward"):
-        train(net(), "shard=2", row, batches(), loss=loss)
-
-
 @pytest.mark.parametrize("row", ["ddp", "zero2"])
 def test_a_parameter_that_gets_two_gradients_in_one_microbatch_is_refused(row: str) -> None:
     """A reentrant checkpoint runs a backward of its own inside the backward."""

@@ -7,10 +7,13 @@ Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; p
 different), 2 bad input; 128 + n for signal n.
 """
 
+import io
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from dataclasses import is_dataclass, make_dataclass, replace
 from importlib import import_module
 from importlib.metadata import version
@@ -113,7 +116,7 @@ def kind_of(name: str) -> Any:
 
 
 def parse(argv: Sequence[str]) -> Any:
-    """Parses the command line into one of the configs.  Usage errors exit with code 2, like argparse's."""
+    """Parses the command line into one of the configs; ValueError for words that it does not take."""
     import tyro
 
     argv, plugins = take_files(own_words(argv))
@@ -129,7 +132,7 @@ def parse(argv: Sequence[str]) -> Any:
         with heard():  # a help text may be printed
             default = {"default": _defaults(kind, words)} if of_a_run else {}
             flat = () if name in NESTED else (tyro.conf.OmitArgPrefixes,)
-            command = tyro.cli(kind, prog=prog, args=words, config=flat, **default)
+            command = read_words(kind, prog=prog, args=words, config=flat, **default)
     else:
         named = ((name, tyro.conf.subcommand(name, description=text)) for name, text in COMMANDS.items())
         completing = any(word.startswith("--tyro-") for word in argv)  # a script that knows every flag
@@ -137,7 +140,7 @@ def parse(argv: Sequence[str]) -> Any:
             *(Annotated[kind_of(name) if completing else make_dataclass(name, ()), word] for name, word in named)
         ]
         with heard():
-            command = tyro.cli(
+            command = read_words(
                 kinds, prog="plait", description=DESCRIPTION, args=list(argv), config=(tyro.conf.OmitArgPrefixes,)
             )
     if plugins and of_a_run:
@@ -151,6 +154,35 @@ def parse(argv: Sequence[str]) -> Any:
             f"leave --steps out, or give --epochs None"
         )
     return command
+
+
+def read_words(*args: Any, **settings: Any) -> Any:
+    """``tyro.cli``; for words that it does not take a ValueError, in place of its box."""
+    import tyro
+
+    box = io.StringIO()
+    try:
+        with redirect_stderr(box):
+            return tyro.cli(*args, **settings)
+    except SystemExit as left:
+        if not left.code:  # a help text
+            raise
+        raise ValueError(in_a_line(box.getvalue())) from None
+
+
+def in_a_line(box: str) -> str:
+    """tyro's box in a line: what is wrong, what was perhaps meant, and whose help says more."""
+    rows = re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()[1:]
+    rows = [re.sub(r"^[│|╰+] ?| ?[│|╯+]$", "", row).strip() for row in rows]
+    parts = "\n".join(row if row.strip("─-") else "" for row in rows).split("\n\n")
+    wrong, *hints, last = (" ".join(part.split()) for part in parts if part.strip())
+    more = " ".join(hints)
+    if value := re.match(r"Error parsing (--\S+): .*'(.*?)'", wrong):
+        kind = re.search(rf"{re.escape(value[1])} (\S+)", more)
+        wrong = f"{value[1]} {value[2]!r}: give {kind[1].replace('{None}', 'None') if kind else 'another value'}"
+    near = re.search(r"(?<=meant: )--\S+|Available .*", more)
+    meant = "" if near is None else f": did you mean {near[0]}?" if near[0][0] == "-" else f": {near[0].lower()}"
+    return f"{wrong[:1].lower()}{wrong[1:].rstrip('.')}{meant}; see plait {last.partition('plait ')[2]}"
 
 
 def _defaults(kind: Any, words: Sequence[str]) -> Any:

@@ -103,6 +103,8 @@ SHARES: dict[str, Share] = {
     "step/test_together.py": Share("values", "thrice"),
     "zero/test_probe.py::test_the_table_of_torchs_classes_is_right": Share("values", "all"),
     "zero/test_probe.py::test_other_optimizers_have_whole_tensors_or_are_declared": Share("values", "all"),
+    "zero/test_whole_updates.py": Share("values", "all"),
+    "zero/test_foreign_optimizers.py": Share("few", "all"),
     "step/test_checked_collectives.py": Share("values", "all"),
     "step/test_drift.py": FAST,
     "pipeline/test_failures.py::test_a_process_fails_with_its_traceback_alone_and_the_others_end": PROCESSES,

@@ -30,6 +30,12 @@ def groups(parameters: Any) -> torch.optim.Optimizer:
     return made
 
 
+def muon(parameters: Any) -> Any:
+    """For matrices, and AdamW for what else there is."""
+    matrices, others = ([p for p in parameters if (p.dim() == 2) is matrix] for matrix in (True, False))
+    return [torch.optim.Muon(matrices, lr=0.05), *([adamw(others)] if others else [])]
+
+
 class Counts(torch.optim.SGD):
     """Keeps what is no floating-point number of each element."""
 
@@ -52,7 +58,7 @@ KINDS: dict[str, Any] = {
     "nadam": lambda p: elementwise(torch.optim.NAdam(p, lr=0.01)),  # has a product in fp32
     "counts": lambda p: elementwise(Counts(p, lr=0.01)),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),  # a row and a column for a matrix
-    "muon": lambda p: torch.optim.Muon(p, lr=0.05),
+    "muon": muon,
 }
 WHOLE_TENSORS = ("adafactor", "muon")
 
@@ -93,9 +99,6 @@ def ordered(state: Any) -> Any:
 @pytest.mark.parametrize("where", [*STAGES, "zero3@cpu", "zero3+bf16", "tensor"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_is_taken_up_is_the_run_that_goes_on(kind: str, where: str) -> None:
-    if where == "tensor" and kind in WHOLE_TENSORS:
-        return
-
     def program(world: World) -> None:
         engine = begun(kind, world)
         go(engine, world, 0, 2)
@@ -331,8 +334,3 @@ def test_a_state_that_cannot_be_put_together_is_refused(optimizer: Any, text: st
             engine.optimizer_state_dict()
 
     on_ranks(program, "zero3")
-
-
-def test_the_tensor_axis_does_not_cut_for_what_needs_whole_matrices() -> None:
-    words = r"Adafactor is not element-wise.*The tensor or expert axis cuts \d+ of its parameters"
-    refused(words, lambda world: world.engine(tensor_model(), torch.optim.Adafactor), "tensor")

@@ -20,8 +20,9 @@ elements, or the same volume as reduce-scatters and all-gathers (Megatron-LM, Ko
 import math
 from collections.abc import Collection, Sequence
 
-from plait.table.collectives import Entry, Note, bytes_sent
+from plait.table.collectives import UPDATE, Entry, Note, bytes_sent
 from plait.table.mesh import Mesh
+from plait.table.tensor_cut import TensorCut
 from plait.table.tensor_plan import BACKWARD, FORWARD, MESSAGES, Site
 
 AXES = ("tensor",)
@@ -70,3 +71,14 @@ def predict_tensor(
                 if kind:
                     add(kind, size, itemsize, Note(phase, site.name, microbatch))
     return tuple(entries)
+
+
+def predict_update(
+    name: str, cut: TensorCut, axes: tuple[str, ...], index: int, itemsize: int, *, owner: int
+) -> tuple[Entry, ...]:
+    """The messages of rank ``index`` of the axes that cut a parameter, whose owner updates it whole: its values and its
+    gradient are gathered, and the new values scattered, in pieces padded to the longest."""
+    size = cut.ways * math.prod(cut.local_shape(0)) * itemsize
+    kinds = ("gather", "gather", "scatter")
+    sent = (bytes_sent(kind, size, cut.ways, root=index == owner) for kind in kinds)
+    return tuple(Entry(kind, axes, size, own, Note(UPDATE, name)) for kind, own in zip(kinds, sent, strict=True))

@@ -18,7 +18,7 @@ from plait.comm import Comm
 from plait.table.cells import DENSE, EXPERTS, Strategy
 from plait.table.mesh import DATA_AXES
 from plait.torch_private import foreach_norm
-from plait.zero.optim import Owned
+from plait.zero.owned import Owned
 
 SQUARED = 1 << 16
 """Elements squared at once: torch converts them to fp64 for the sum, and this many still fit in the cache."""

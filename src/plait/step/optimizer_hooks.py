@@ -2,7 +2,7 @@
 
 optimizer.step()
   engine.reduce()        unless the loop has called it
-  the update             on this rank's pieces
+  the update             on this rank's pieces; where it needs whole tensors, between a gather and a scatter
   engine.publish()       with the last optimizer of the step; hooks that a program adds to the step later come after it
 optimizer.zero_grad()    between backward and step: the sums so far are thrown away
 """
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 def drive(optimizer: Optimizer, engine: Engine) -> None:
     """Lets the engine reduce before each step of this optimizer and publish after it."""
     update, clear, depth, entered = optimizer.step, optimizer.zero_grad, 0, False
+    assert engine.placed.owned_optimizer is not None
+    cut = engine.placed.owned_optimizer.whole_updates[optimizer]
 
     @wraps(update)
     def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -42,12 +44,17 @@ def drive(optimizer: Optimizer, engine: Engine) -> None:
         nonlocal depth
         if not entered and not depth:  # a bound method that is older than this engine
             engine.before_update(optimizer)
+        if not depth:
+            for one in cut:
+                one.gather()
         depth += 1
 
     def ends(*_: Any) -> None:
         nonlocal depth
         depth -= 1
         if not depth:
+            for one in cut:
+                one.scatter()
             engine.after_update(optimizer)
 
     def zero_grad(*args: Any, **kwargs: Any) -> None:

@@ -33,7 +33,8 @@ from plait.table.flat import UnitLayout
 from plait.table.mesh import AXES, DATA_AXES
 from plait.table.parallelism import Parallelism
 from plait.torch_private import DisableTorchFunctionSubclass
-from plait.zero.optim import OwnedOptimizer, owned_runs
+from plait.zero.optim import OwnedOptimizer
+from plait.zero.owned import owned_runs
 from plait.zero.planned import layouts_of
 from plait.zero.state.checks import check_model, check_settings
 from plait.zero.state.full import Part, buffers_of
@@ -135,7 +136,7 @@ class PlacedModel(StaysHere):
     def _state_of_optimizers(self) -> OptimizerState | None:
         if self.owned_optimizer is None:
             return None
-        first = [piece for piece in self.owned if self.norm.counts(piece)]
+        first = [piece for piece in self.owned_optimizer.owned if self.norm.counts(piece)]
         return OptimizerState(
             self.comm,
             self.owned_optimizer,
@@ -247,8 +248,9 @@ class PlacedModel(StaysHere):
         """
         state, names = self.optimizer_state, set[str]()
         for o in self.owned:
-            kept = {} if state is None else state.elements_of(o)
-            for key, values in {"": o.view.detach(), **kept}.items():
+            yield from StatePiece.of(o.name, "", o.place, o.view.detach(), first=self.norm.counts(o))
+        for o, kept in () if state is None else ((o, state.elements_of(o)) for o in state.owner.owned):
+            for key, values in kept.items():
                 yield from StatePiece.of(o.name, key, o.place, values, first=self.norm.counts(o))
         here = self.comm.mesh.coordinates(self.comm.rank)
         copied = [axis for axis in DATA_AXES if axis not in self.strategy.params.split]

@@ -23,6 +23,9 @@ from dataclasses import dataclass
 CUT_EVENLY = ("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather")
 """The kinds in which each rank has an equal piece of the array."""
 
+UPDATE = "update"
+"""The phase of messages around an update of whole parameters."""
+
 KINDS = (*CUT_EVENLY, "all_reduce", "broadcast", "reduce", "send", "recv", "barrier")
 
 

@@ -182,6 +182,7 @@ def lay(
     loads: Sequence[int] | None = None,
     *,
     real: bool = True,
+    like: FlatLayout | None = None,
 ) -> FlatLayout:
     """Lays parameters, names and shapes, end to end and cuts the buffer.
 
@@ -191,6 +192,8 @@ def lay(
         cut: where boundaries may fall.
         loads: bytes that each piece's owner already has (tensor cuts only): the largest is kept as small as possible.
         real: True if a cell's dtype applies to them.
+        like: the layout of other pieces of the same parameters, on the first rank of a tensor axis; each parameter has
+            the same owner here (tensor cuts only).
     """
     align = max(GRAIN, BOUNDARY_BYTES // itemsize)
     slots = []
@@ -200,7 +203,11 @@ def lay(
         end += -(-math.prod(shape) // align) * align
     if cut == "tensor":
         starts = [*(slot.offset for slot in slots), end]
-        bounds = _balance(starts, [b / itemsize for b in loads or [0] * num_pieces])
+        if like is None:
+            bounds = _balance(starts, [b / itemsize for b in loads or [0] * num_pieces])
+        else:
+            there = [*(slot.offset for slot in like.slots), like.numel]
+            bounds = tuple(starts[there.index(place)] for place in like.bounds)
         return FlatLayout(tuple(slots), itemsize, bounds, real)
     size = -(-end // (align * num_pieces)) * align
     return FlatLayout(tuple(slots), itemsize, tuple(k * size for k in range(num_pieces + 1)), real)

@@ -14,7 +14,9 @@ adopted.py            gradients that need no such memory, as they are neither ad
 planned.py            the units as the planner sees them
 place.py              the regions of the whole parameter that a run covers
 elementwise.py        which optimizers may be given pieces of parameters
+owned.py              the runs that this rank's optimizer updates
 optim.py              a stock optimizer, pointed at the pieces that this rank owns
+whole_update.py       updates of whole parameters that an axis cuts
 
 state/                initial values, weights read from files, whole tensors in and out
 """

@@ -105,10 +105,9 @@ def build_units(
             itemsize, real = dtype_in(strategy.params, first.dtype).itemsize, first.dtype.is_floating_point
             cuts = [parallel.cuts.get(id(p)) for _, p in group]
             loads = loads_of[axes] if not alone else [0] * len(loads_of[axes])  # each stage has the same owner of it
-            layout, first_rank = (
-                lay(shapes, itemsize, len(loads), cut, loads, real=real)
-                for shapes in (_shapes(group, cuts, index) for index in (tensor_rank, 0))
-            )
+            here, there = (_shapes(group, cuts, index) for index in (tensor_rank, 0))
+            first_rank = lay(there, itemsize, len(loads), cut, loads, real=real)
+            layout = lay(here, itemsize, len(loads), cut, real=real, like=first_rank)
             sizes = [(b - a) * itemsize for a, b in pairwise(first_rank.bounds)]  # the same balance on all tensor ranks
             loads_of[axes] = [load + size for load, size in zip(loads_of[axes], sizes, strict=True)]
             values = [None if p.is_meta else p.data for _, p in group]

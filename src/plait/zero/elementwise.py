@@ -104,25 +104,17 @@ def rebuilt(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimi
     return type(optimizer)(own, **settings)
 
 
-def check_elementwise(optimizer: Optimizer, cut_over_tensor: Sequence[str]) -> None:
-    """Checks an optimizer that is given pieces of parameters.
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """True for torch's element-wise classes, and where the program has declared it."""
+    return type(optimizer) in ELEMENTWISE or declared(optimizer)
 
-    Args:
-        cut_over_tensor: the parameters that the tensor axis cuts.
 
-    Raises:
-        ValueError: it is not one of torch's element-wise classes and was not declared element-wise.
-    """
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raises ValueError for an optimizer that may not be given pieces of parameters."""
     kind = type(optimizer)
-    if kind in ELEMENTWISE or declared(optimizer):
+    if is_elementwise(optimizer):
         return
     way_out = 'Use cut="tensor" (whole tensors on one owner) or a row that keeps the optimizer state full (ddp)'
-    if cut_over_tensor:
-        way_out = (
-            f"The tensor or expert axis cuts {len(cut_over_tensor)} of its parameters "
-            f"({', '.join(cut_over_tensor[:3])}, ...): give these to another optimizer, or leave their modules out of "
-            f"the tensor plan"
-        )
     if kind in PER_TENSOR:
         raise ValueError(f"{kind.__name__} is not element-wise, so parameters cannot be cut anywhere. {way_out}")
     raise ValueError(

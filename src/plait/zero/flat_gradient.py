@@ -99,7 +99,7 @@ class FlatGradient:
         self.direct = not flat.grads_split
         """True if the accumulator has every element."""
         self.pieces: list[Any] = []
-        """The pieces of these parameters that the optimizer updates (``optim.Owned``)."""
+        """The pieces of these parameters that the optimizer updates (``owned.Owned``)."""
         self.prepare()
         self.transient: Tensor | None = None
         self.touched: set[int] = set()

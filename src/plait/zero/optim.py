@@ -11,61 +11,16 @@ the first step, so those of elements that a rank does not own never exist.  Upda
 storage, and learning-rate schedules that hold the optimizer go on working.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from plait.table.flat import Run
 from plait.table.tensor_cut import TensorCut
 from plait.zero.elementwise import check_elementwise, has_stepped, rebuilt
-from plait.zero.flat_gradient import FlatGradient, view_of
-from plait.zero.place import RunPlace
-from plait.zero.storage import Flat
-
-
-@dataclass(eq=False)
-class Owned:
-    """One run of a parameter that this rank's optimizer updates.
-
-    ``view`` and ``gradient`` have the parameter's shape where the run is the whole of it, and are flat otherwise.
-    """
-
-    name: str
-    run: Run
-    flat: Flat
-    cut: TensorCut | None
-    """The parameter's cut over the tensor axis; the run is in this rank's piece of it."""
-    view: nn.Parameter
-    """A view of the unit's storage, or of its master weights."""
-    gradient: Tensor
-    """A view of the accumulator, or an adopted gradient, which is another tensor in each step."""
-    converts: bool
-    """True if the optimizer has another dtype or device than the sums."""
-
-    @property
-    def place(self) -> RunPlace:
-        """The run's regions in the whole parameter."""
-        return RunPlace(self.run, self.cut, self.flat.tensor_rank)
-
-
-def owned_runs(gradients: Iterable[FlatGradient]) -> list[Owned]:
-    """Every run that the row's optimizer cell gives this rank.  Each ``view`` has its ``Owned`` as ``view.piece``."""
-    owned = []
-    for g in gradients:
-        flat, updated = g.flat, g.flat.updated
-        converts = (flat.sum_dtype, flat.rest.device) != (updated.dtype, updated.device)
-        for cut, run in ((cut, flat.layout.run(i, *flat.optim_place)) for i, cut in enumerate(flat.cuts)):
-            if run is None:
-                continue
-            view = nn.Parameter(view_of(run, updated))
-            piece = Owned(run.slot.name, run, flat, cut, view, g.piece(run), converts)
-            view.piece = piece  # type: ignore[attr-defined]
-            g.pieces.append(piece)
-            owned.append(piece)
-    return owned
+from plait.zero.owned import Owned
+from plait.zero.whole_update import WholeUpdate, whole_updates
 
 
 def give_gradients(owned: Iterable[Owned], touched: Mapping[str, bool]) -> None:
@@ -82,7 +37,7 @@ class OwnedOptimizer:
         names: of the model's parameters, by ``id``.
         owned: the runs that this rank owns.
         cuts: a run may be part of a parameter.
-        over_tensor: the parameters that the tensor axis cuts.
+        over_tensor: how the tensor or expert axis cuts parameters, where it does.
 
     Raises:
         ValueError: parameters that are not the model's, one that is in two optimizers or groups, an optimizer that has
@@ -96,15 +51,17 @@ class OwnedOptimizer:
         owned: Sequence[Owned],
         *,
         cuts: bool,
-        over_tensor: Collection[str] = (),
+        over_tensor: Mapping[str, TensorCut],
     ) -> None:
-        self.optimizers, self.owned = tuple(optimizers), list(owned)
+        self.optimizers = tuple(optimizers)
         self.groups: dict[Optimizer, list[list[str]]] = {}
         """Names of the parameters in each group, by optimizer, in the order in which they were given."""
         self.by_name: dict[str, list[Owned]] = {}
-        for piece in self.owned:
+        for piece in owned:
             self.by_name.setdefault(piece.name, []).append(piece)
-        names = {**names, **{id(piece.view): piece.name for piece in self.owned}}
+        self.whole_updates: dict[Optimizer, list[WholeUpdate]] = {}
+        """The cut parameters that an optimizer updates whole."""
+        names = {**names, **{id(piece.view): piece.name for piece in owned}}
         holder: dict[int, Optimizer] = {}
         for optimizer in optimizers:
             if has_stepped(optimizer):
@@ -118,9 +75,11 @@ class OwnedOptimizer:
                         f"{names.get(id(parameter), 'a parameter')!r} is in two optimizers, {type(first).__name__} and "
                         f"{type(optimizer).__name__}: give it to one of them"
                     )
-            self._take(optimizer, names, cuts=cuts, over_tensor=set(over_tensor))
+            self._take(optimizer, names, cuts=cuts, over_tensor=over_tensor)
 
-    def _take(self, optimizer: Optimizer, names: Mapping[int, str], *, cuts: bool, over_tensor: set[str]) -> None:
+    def _take(
+        self, optimizer: Optimizer, names: Mapping[int, str], *, cuts: bool, over_tensor: Mapping[str, TensorCut]
+    ) -> None:
         """Checks an optimizer, and points its groups at the pieces."""
         groups = optimizer.param_groups
         if any(id(p) not in names for group in groups for p in group["params"]):
@@ -129,9 +88,10 @@ class OwnedOptimizer:
                 "model, before plait cuts them, or on engine.parameters()"
             )
         own = [list(dict.fromkeys(names[id(p)] for p in group["params"])) for group in groups]
-        cut_here = sorted(over_tensor & {name for group in own for name in group})
-        if cuts or cut_here:
-            check_elementwise(optimizer, cut_here)
+        if cuts:
+            check_elementwise(optimizer)
+        cut_here = {name: over_tensor[name] for group in own for name in group if name in over_tensor}
+        self.whole_updates[optimizer] = whole_updates(optimizer, cut_here, self.by_name)
         self.groups[optimizer] = own
         for group, names_of_group in zip(groups, own, strict=True):
             group["params"] = self.views(names_of_group)
@@ -148,6 +108,11 @@ class OwnedOptimizer:
                     f"a parameter group was added to {type(optimizer).__name__} after its Engine was built: build all "
                     f"groups first (with lr=0 until they are to train), then the Engine"
                 )
+
+    @property
+    def owned(self) -> list[Owned]:
+        """The runs and whole parameters that the optimizers of this rank update."""
+        return [piece for pieces in self.by_name.values() for piece in pieces]
 
     def views(self, names: Iterable[str]) -> list[nn.Parameter]:
         """The pieces of these parameters that this rank updates."""

@@ -163,7 +163,8 @@ def lay_stage(
             tuple((name, _local(decoder, (name, shape, dim), mesh.tensor, t)) for name, shape, dim in parameters)
             for t in (tensor, 0)
         ]
-        own, first = (_lay(of, itemsize, len(loads), cut, tuple(loads) if cut == "tensor" else None) for of in shapes)
+        first = _lay(shapes[1], itemsize, len(loads), cut, tuple(loads) if cut == "tensor" else None)
+        own = _lay(shapes[0], itemsize, len(loads), cut, None, first)
         if cut == "tensor":
             sizes = [(b - a) * itemsize for a, b in pairwise(first.bounds)]
             loads = [load + size for load, size in zip(loads, sizes, strict=True)]
@@ -189,9 +190,14 @@ def _local(decoder: Decoder, parameter: Named, ways: int, tensor: int) -> tuple[
 
 @lru_cache(maxsize=64)
 def _lay(
-    shapes: tuple[tuple[str, tuple[int, ...]], ...], itemsize: int, pieces: int, cut: Cut, loads: tuple[int, ...] | None
+    shapes: tuple[tuple[str, tuple[int, ...]], ...],
+    itemsize: int,
+    pieces: int,
+    cut: Cut,
+    loads: tuple[int, ...] | None,
+    like: FlatLayout | None = None,
 ) -> FlatLayout:
-    return lay(shapes, itemsize, pieces, cut, loads)
+    return lay(shapes, itemsize, pieces, cut, loads, like=like)
 
 
 @dataclass(frozen=True)

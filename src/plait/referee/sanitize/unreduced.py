@@ -60,7 +60,9 @@ class UnreducedGradients:
             self.check()
             self.hide()
         elif event == "backward" and engine.in_own_loop:
-            pieces = ((piece.name, piece.view) for piece in engine.placed.owned)
+            owner = engine.placed.owned_optimizer
+            owned = engine.placed.owned if owner is None else owner.owned
+            pieces = ((piece.name, piece.view) for piece in owned)
             flats = engine.placed.stages[0].gradients.flats
             touched = ((g.name(index), g.flat.parameters[index]) for g in flats for index in g.touched)
             self.show(chain(touched, pieces))

@@ -247,8 +247,11 @@ def missing(ranks: Sequence[RankRecord], reference: Record) -> Iterator[Pair]:
 
 
 def _cover(runs: Sequence[tuple[RankRecord, Piece | None]], numel: int) -> bool:
-    """True where the pieces of a parameter have every element: of the whole, or of each tensor rank's piece."""
+    """True where a rank has the whole, or the pieces of a parameter have every element: of the whole, or of each
+    tensor rank's piece."""
     mine = [(record, piece) for record, piece in runs if piece is not None]
+    if len(mine) < len(runs):
+        return True
     name = mine[0][1][0] if mine else ""
     cut = next((found[0] for record, _ in mine if (found := record.cut(name))), None)
     lengths = {None: numel} if cut is None else {i: math.prod(cut.local_shape(i)) for i in range(cut.ways)}

@@ -125,7 +125,8 @@ class RankRecord(Steps):
     norm_pieces: list[Piece] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     """Whole, and buffers with them, as the rank gathers them in the end."""
-    state: dict[Piece, dict[str, Tensor]] = field(default_factory=dict)
+    state: dict[Piece | str, dict[str, Tensor]] = field(default_factory=dict)
+    """By the name alone where a cut parameter is updated whole."""
     ledger_differences: list[str] = field(default_factory=list)
     irregular: dict[str, float] = field(default_factory=dict)
     """The units whose gathers are not predicted: how often they run in a forward."""

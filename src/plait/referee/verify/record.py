@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from plait.pipeline.stage import Stage
 from plait.predict.context import predict_context
 from plait.predict.cost import StageTraffic, TiedTraffic, differences, predict_line
 from plait.predict.experts import predict_experts, predict_routers
-from plait.predict.tensor import predict_tensor
+from plait.predict.tensor import predict_tensor, predict_update
 from plait.referee.sanitize import sanitized
 from plait.referee.tape import Tape
 from plait.referee.values import packed, unpacked
@@ -47,7 +48,7 @@ from plait.table.tensor_plan import (
 )
 from plait.tensor.expert_axis import experts_of
 from plait.torch_private import DisableTorchFunctionSubclass
-from plait.zero.optim import Owned
+from plait.zero.owned import Owned
 from plait.zero.planned import layouts_of
 
 
@@ -116,9 +117,12 @@ class Recorder:
         ]
         record.cuts = {name: (*astuple(cut), index) for name, cut, index in cuts if cut is not None}
         state = engine.optimizer.state if engine.optimizer is not None else {}
-        for o in engine.placed.owned:
+        owner = engine.placed.owned_optimizer
+        for o in () if owner is None else owner.owned:
             values = state.get(o.view, {}).items()
-            record.state[piece_run(o)] = {key: _copy(value) for key, value in values if torch.is_tensor(value)}
+            record.state[o.name if o.whole else piece_run(o)] = {
+                key: _copy(value) for key, value in values if torch.is_tensor(value)
+            }
         return record
 
 
@@ -299,6 +303,10 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
         )
         for edge in engine.placed.ties.edges
     ]
+    owner = engine.placed.owned_optimizer
+    for one in [] if owner is None else chain.from_iterable(owner.whole_updates.values()):
+        flat, itemsize = one.piece.flat, one.piece.view.element_size()
+        entries += predict_update(one.piece.name, one.cut, flat.axes.cut, flat.tensor_rank, itemsize, owner=one.owner)
     trainable = len(engine.placed.exchange.names)
     return (*entries, *predict_line(line, plans, comm.mesh, engine.placed.strategy, num, trainable, comm.rank, tied))
 

@@ -30,7 +30,8 @@ from plait.table.collectives import Note
 from plait.table.flat import Run, Slot
 from plait.table.mesh import AXES
 from plait.table.tensor_cut import TensorCut
-from plait.zero.optim import Owned, OwnedOptimizer
+from plait.zero.optim import OwnedOptimizer
+from plait.zero.owned import Owned
 from plait.zero.place import RunPlace
 
 State: TypeAlias = Mapping[str, Any]
@@ -137,8 +138,8 @@ class OptimizerState:
             error = problem
         for rank, row in enumerate(gather_texts(self.comm, text, Note("state"), error)):
             for name, shape, start, stop, tensor_rank, values in json.loads(row):
-                run = Run(Slot(name, tuple(shape), 0), start, stop, 0)
-                place = RunPlace(run, self.cuts.get(name), tensor_rank)
+                run, whole = Run(Slot(name, tuple(shape), 0), start, stop, 0), tuple(shape) == self.shapes[name]
+                place = RunPlace(run, None if whole else self.cuts.get(name), tensor_rank)
                 found.append(Told(rank, place, {key: tuple(value) for key, value in values.items()}))
         return found
 
@@ -314,7 +315,7 @@ def _described(piece: Owned, state: State) -> list[Any]:
             values[key] = (ELEMENTS, str(value.dtype)[6:], None)
         elif isinstance(value, Tensor) and not value.dim() and not value.is_complex():
             values[key] = (NUMBER, str(value.dtype)[6:], value.item())
-        elif isinstance(value, Tensor) and piece.run.whole and piece.cut is None:
+        elif isinstance(value, Tensor) and piece.run.whole and piece.place.cut is None:
             values[key] = (OTHER, str(value.dtype)[6:], list(value.shape))
         elif isinstance(value, _PLAIN):
             values[key] = (NUMBER, "", value)
@@ -351,7 +352,7 @@ def _may_be_cast(value: Any) -> bool:
 def _check_cut(piece: Owned, key: str, value: Any) -> None:
     """Raises ValueError where a rank cannot have its part of a value."""
     shape = tuple(value.shape) if hasattr(value, "shape") else ()
-    if shape and shape != piece.place.shape and not (piece.run.whole and piece.cut is None):
+    if shape and shape != piece.place.shape and not (piece.run.whole and piece.place.cut is None):
         raise ValueError(
             f"{key!r} of {piece.name!r} has shape {shape}, the parameter {piece.place.shape}: the state is not one "
             f'number per element, so a row that cuts parameters cannot take it; use cut="tensor", or a row that keeps '

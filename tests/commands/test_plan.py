@@ -163,6 +163,13 @@ def test_a_job_of_your_own_is_counted_on_meta_and_trains(tmp_path: Path, capsys:
     assert "batch beside job" in said(capsys, 2, "--job", f"{file}:job", "--batch", "8", *words)
 
 
+def test_experts_are_counted_by_their_matrices() -> None:
+    """A token passes two experts, of two matrices each, and the router."""
+    chain, samples = outline(load_job("examples/my_mixture.py:job"))
+    assert samples == 16 and chain.links[1].flops == 12 * (2 * 2 * 2 * 16 * 64 + 2 * 16 * 4)
+    assert chain.links[1].parameters == 2 * 4 * 16 * 64 + 16 * 4 + 4
+
+
 def test_a_sequential_is_counted_link_by_link(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(JOB)
     chain, samples = outline(load_job(f"{tmp_path / 'own.py'}:chain"))

@@ -63,7 +63,7 @@ def test_the_result_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("words", "says"),
     [
         (["--mesh", "shard=2"], "no layers: give --model hf:PATH, or --layers"),
-        (["--mesh", "shard=2", "--model", "gpt", *SIZES], "the head's weight is the embedding's"),
+        (["--mesh", "shard=2", "--all-to-all", *SIZES], "all_to_all goes over the expert axis, and mesh 'shard=2' has"),
         (["--mesh", "shard=2", "--model", "bert"], "model 'bert'"),
         (["--mesh", "rows=2", *SIZES], "unknown mesh axis 'rows'"),
         (["--mesh", "shard=2", "--memory", "80", *SIZES], "memory '80': give a number and a unit"),

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from trace_world import TraceComm
 
+from plait.anymodel import plan_of
 from plait.anymodel.context import use_context_axis
 from plait.anymodel.experts import use_expert_axis
 from plait.comm import Comm, run
@@ -72,6 +74,8 @@ def measured(
     hold: int | None,
     recompute: Recompute | None = None,
     ring: bool = False,
+    sequence: bool = False,
+    all_to_all: bool = False,
     build: Callable[[], nn.Module] = lambda: use_context_axis(hf.build(SIZES)),
 ) -> tuple[object, tuple[Entry, ...]]:
     """The engine's buffers on a rank, and the ledger of its second step."""
@@ -80,6 +84,9 @@ def measured(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     settings = {"strategy": row, "schedule": order, "cut": cut, "hold": hold, "optimizer": optimizer}
     settings |= {"recompute": recompute, "ring_attention": ring}
+    settings |= {"sequence_parallel": sequence, "all_to_all": all_to_all}
+    if comm.mesh.tensor > 1:
+        settings |= {"tensor_plan": plan_of(model, sequence=sequence)}
     engine = Engine(model, comm, loss_fn=hf.loss_sum, count_fn=hf.token_count, **settings)
     tokens = torch.arange(BATCH * (LENGTH + 1)).view(BATCH, -1) % 71
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
@@ -101,13 +108,15 @@ def proved(paper: PaperRun, rank: int) -> tuple[object, tuple[Entry, ...]]:
     found = list(entries(program, paper, rank))
     for s in stages:
         shapes = [(BATCH, LENGTH // mesh.context)] * MICROBATCHES
-        found += predict_tensor(paper.decoder.sites(links[s]), shapes, mesh, 4, sequence=False)
+        found += predict_tensor(
+            paper.decoder.sites(links[s], sequence=paper.cuts_time), shapes, mesh, 4, sequence=paper.cuts_time
+        )
         gathered, tokens = paper.decoder.gathered(links[s], mesh.tensor), [math.prod(one) for one in shapes]
         found += predict_context(gathered, mesh, tokens, 4, ring=paper.ring)
         layers = {
             link: (paper.decoder.hidden, paper.decoder.chosen) for link in links[s] if paper.decoder.experts_of(link)
         }
-        found += predict_experts(layers, mesh, tokens, 4)
+        found += predict_experts(layers, mesh, tokens, 4, all_to_all=paper.all_to_all)
     return stages, tuple(found)
 
 
@@ -217,13 +226,13 @@ def deepseek() -> nn.Module:
 MIXTRAL = Decoder(layers=3, hidden=32, ffn=24, heads=4, kv_heads=2, vocab=71, experts=8, chosen=2, family="mixtral")
 
 
-def mixtral() -> nn.Module:
+def mixtral(chosen: int = 2) -> nn.Module:
     import transformers
 
     with hf.BUILDING:
         config = transformers.MixtralConfig(
             vocab_size=71, num_hidden_layers=3, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=24, max_position_embeddings=8, num_local_experts=8, num_experts_per_tok=2,
+            intermediate_size=24, max_position_embeddings=8, num_local_experts=8, num_experts_per_tok=chosen,
         )  # fmt: skip
         return use_expert_axis(transformers.MixtralForCausalLM(config))
 
@@ -272,4 +281,54 @@ def test_forwards_that_run_again_are_counted_again(mesh: str, ring: bool, recomp
     found = run(on, lambda comm: measured(comm, "zero3", None, "element", 1, recompute, ring)[1])
     total = prove(replace(paper_run(on, TABLE["zero3"], None), recompute=recompute, ring=ring)).traffic
     entries = [entry for of_rank in found for entry in of_rank]
+    assert (total.messages, total.bytes) == (len(entries), sum(entry.sent for entry in entries))
+
+
+def tied() -> nn.Module:
+    import transformers
+
+    with hf.BUILDING:
+        config = transformers.LlamaConfig(
+            vocab_size=71, num_hidden_layers=5, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=43, max_position_embeddings=8, tie_word_embeddings=True,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config)
+
+
+OTHERS: dict[str, tuple[str, str, str | None]] = {
+    "sequence": ("zero3", "shard=2 tensor=2", None),
+    "sequence, stages": ("zero1", "pipe=2 shard=2 tensor=2", "1f1b"),
+    "sequence, context": ("zero2", "shard=3 tensor=2 context=3", None),
+    "sequence, experts": ("zero3", "shard=2 tensor=2 expert=2", None),
+    "all_to_all": ("zero1", "shard=4 expert=2", None),
+    "all_to_all, tensor": ("zero3", "shard=2 tensor=2 expert=2", None),
+    "tied": ("ddp", "shard=3", None),
+    "tied, gathered": ("zero3", "shard=3", None),
+    "tied, kept in part": ("hpz", "replica=2 shard=2", None),
+    "tied, kept": ("zero3_keep", "shard=2 tensor=2", None),
+    "tied, stages": ("zero1", "pipe=2 shard=2", "1f1b"),
+    "tied, stages, gathered": ("zero3", "pipe=2 shard=3", "interleaved"),
+    "tied, both ends on a rank": ("zero2", "pipe=2 shard=2", "zbv"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_streams_in_parts_tokens_that_travel_and_tied_weights_are_counted(case: str) -> None:
+    row, mesh, order = OTHERS[case]
+    on = Mesh.parse(mesh)
+    how = {"sequence": case.startswith("sequence"), "all_to_all": case.startswith("all_to_all")}
+    decoder, build = DECODER, lambda: use_context_axis(hf.build(SIZES))
+    if on.expert > 1:  # a token that passes all experts makes a router balanced
+        decoder, build = replace(MIXTRAL, chosen=8), partial(mixtral, 8)
+    if case.startswith("tied"):
+        decoder, build = replace(DECODER, tied=True), tied
+    paper = replace(paper_run(on, TABLE[row], order), decoder=decoder, **how)
+    found = run(on, lambda comm: measured(comm, row, order, "element", 1, build=build, **how))
+    for rank, (layouts, _) in enumerate(found):
+        stages, _ = proved(paper, rank)
+        assert {s: {u.name: u for u in units} for s, units in layouts.items()} == {
+            s: {u.name: u for u in units} for s, units in stages.items()
+        }, rank
+    total = prove(paper).traffic
+    entries = [entry for _, ledger in found for entry in ledger]
     assert (total.messages, total.bytes) == (len(entries), sum(entry.sent for entry in entries))

@@ -15,8 +15,8 @@ from mutants import CASES, Case, make, of_schedules
 import plait
 from plait.referee.prove import Decoder, PaperRun, Refuted, prove
 from plait.referee.prove.machine import Machine
-from plait.referee.prove.program import Settled
-from plait.referee.prove.proof import check_parameters
+from plait.referee.prove.program import AGAIN, Settled
+from plait.referee.prove.proof import _tied, check_parameters
 from plait.referee.prove.scenes import of_flat, of_ranks
 from plait.referee.prove.sums import Sums
 from plait.referee.prove.symmetry import check_symmetry, model_ranks
@@ -192,6 +192,36 @@ def test_experts_that_a_proof_does_not_cover_are_refused() -> None:
         prove(paper("shard=4 expert=2"))
 
 
+@pytest.mark.parametrize("row", TABLE)
+@pytest.mark.parametrize("mesh", ["shard=4", "pipe=2 replica=2 shard=2 tensor=2"])
+def test_a_tied_weight_is_read_twice_and_both_uses_are_added(row: str, mesh: str) -> None:
+    """Proved; refuted where the stages of the weight cut it in other places, or the head's pass is left out."""
+    run = paper(mesh, row, None if mesh == "shard=4" else "1f1b", replace(SMALL, tied=True))
+    assert prove(run).parameters == SMALL.num_parameters - 71 * 32
+    laid, last = run.laid(), (run.pipeline.num_stages - 1, 0)
+    if run.mesh.pipe > 1:
+        longer = replace(laid[last][-1].flats[0], bounds=(0, *laid[last][-1].flats[0].bounds[1:-1], 1 << 20))
+        other = {**laid, last: (*laid[last][:-1], replace(laid[last][-1], flats=(longer,)))}
+        with pytest.raises(Refuted, match="sums: its two stages do not cut it in the same places"):
+            _tied(run, run.pipeline.completed(4, run.strategy), other)
+    elif len(laid[last][1].uses) > 1:
+        flats = of_ranks(0, laid[last][1], 0, run.mesh, run.strategy, model_ranks(run.mesh, tensor=False))
+        sums = Sums()
+        scene, programs = of_flat(run.pipeline.completed(4, run.strategy)[0], flats, run.mesh, run.strategy, sums)
+        lost = {rank: tuple(op for op in ops if op.phase != f"B{AGAIN}") for rank, ops in programs.items()}
+        with pytest.raises(Refuted, match="has a gradient before its backward"):
+            Machine(scene, lost, sums).run()
+
+
+def test_settings_without_their_axis_are_refused() -> None:
+    with pytest.raises(ValueError, match="all_to_all goes over the expert axis, and mesh 'shard=2' has none"):
+        prove(replace(paper("shard=2"), all_to_all=True))
+    shared = replace(MIXTURE, shared_ffn=48)
+    with pytest.raises(ValueError, match="sequence_parallel with a shared expert"):
+        prove(replace(paper("shard=2 tensor=2 expert=2", decoder=shared), sequence=True))
+    assert prove(paper("shard=2 tensor=2 expert=2", decoder=shared)).ranks == 4
+
+
 def test_what_does_not_fit_is_refuted() -> None:
     need = prove(paper("shard=2")).room.total
     assert prove(replace(paper("shard=2"), memory=need)).room.total == need
@@ -206,7 +236,7 @@ def test_what_does_not_fit_is_refuted() -> None:
     ("changes", "says"),
     [
         ({"head_norms": True, "family": "qwen3"}, "qwen3 has other parameters than llama"),
-        ({"tied": True}, "tie_word_embeddings"),
+        ({"biases": True, "family": "gpt2"}, "gpt2 has other parameters than llama"),
     ],
 )
 def test_other_decoders_are_refused(changes: dict[str, Any], says: str) -> None:

@@ -25,6 +25,10 @@ from plait.table.parallelism import check_recompute
 from plait.table.tensor_cut import TensorCut
 from plait.table.tensor_plan import Site
 
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+TIED = f"{EMBEDDING}.weight"
+"""The head's weight too, in a decoder that ties them."""
+
 Named = tuple[str, tuple[int, ...], int]
 """A parameter: its name, its shape, and the dim that the tensor axis cuts (-1: every rank has it whole)."""
 
@@ -35,11 +39,6 @@ class Decoder(Transformer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tied:
-            raise ValueError(
-                "the head's weight is the embedding's (tie_word_embeddings), which no proof covers: set it to false, "
-                "or run `plait verify`"
-            )
         if self.biases or self.positions or self.head_norms or self.shared_gate:
             raise ValueError(
                 f"{self.family} has other parameters than llama, mixtral or deepseek_v3: "
@@ -58,13 +57,13 @@ class Decoder(Transformer):
     @property
     def links(self) -> tuple[str, ...]:
         """The links of the model; a pipeline may cut between them."""
-        return ("model.embed_tokens", *(f"model.layers.{i}" for i in range(self.layers)), "model.norm", "lm_head")
+        return (EMBEDDING, *(f"model.layers.{i}" for i in range(self.layers)), "model.norm", HEAD)
 
     def parameters(self, link: str) -> tuple[Named, ...]:
         """The parameters of one link, in the order in which they are laid."""
         width, query, key = self.hidden, self.heads * self.head, self.kv_heads * self.head
-        if link in ("model.embed_tokens", "lm_head"):
-            return ((f"{link}.weight", (self.vocab, width), 0),)
+        if link in (EMBEDDING, HEAD):
+            return () if link == HEAD and self.tied else ((f"{link}.weight", (self.vocab, width), 0),)
         if link == "model.norm":
             return ((f"{link}.weight", (width,), -1),)
         rows = self._attention(link, width, query, key)
@@ -95,6 +94,15 @@ class Decoder(Transformer):
             rows += [(f"{link}.self_attn.{short}_proj.bias", (size,), 0)] * self.qkv_bias
         return [*rows, (f"{link}.self_attn.o_proj.weight", (width, query), 1)]
 
+    def parameters_in(self, link: str, links: Sequence[str]) -> tuple[Named, ...]:
+        """The same, in a stage with these links, which has a copy of a tied weight that lies on another."""
+        copied = link == HEAD and self.tied and EMBEDDING not in links
+        return self.parameters(EMBEDDING if copied else link)
+
+    def ties(self, links: Sequence[str]) -> bool:
+        """True if a stage with these links shares the tied weight with another."""
+        return self.tied and (EMBEDDING in links) != (HEAD in links)
+
     def is_dense(self, link: str) -> bool:
         """True for a block without experts."""
         return int(link.rpartition(".")[2]) < self.dense_layers if link.startswith("model.layers.") else True
@@ -120,19 +128,29 @@ class Decoder(Transformer):
             raise ValueError(f"{name}: {shape[dim]} rows leave a rank of tensor={ways} without any; use fewer")
         return TensorCut(shape, dim, ways, (shape[dim],))
 
-    def sites(self, links: Sequence[str]) -> tuple[Site, ...]:
-        """The places where some links send over the tensor axis in a pass."""
+    def sites(self, links: Sequence[str], *, sequence: bool = False) -> tuple[Site, ...]:
+        """The places where some links send over the tensor axis in a pass, as transformers' plans have them.
+
+        Args:
+            sequence: the stream is cut in time, from the first layer on, and whole in a block's experts.
+        """
         found: list[Site] = []
         for link in links:
-            if link == "model.embed_tokens":
-                found.append(Site("leave", link, self.hidden))
-            elif link == "lm_head":
+            if link == EMBEDDING:
+                found.append(Site("sum" if sequence else "leave", link, self.hidden))
+            elif link == HEAD:
                 found += [Site("enter", link, self.hidden), Site("loss", "loss", 0)]
             elif link != "model.norm":
                 mlp = f"{link}.mlp" if self.gated else f"{link}.mlp.up_proj"
-                inside = ((f"{link}.self_attn", f"{link}.self_attn.o_proj"), (mlp, f"{link}.mlp.down_proj"))
-                for enters, leaves in inside[: 1 if self.experts else 2]:
+                inside = [(f"{link}.self_attn", f"{link}.self_attn.o_proj"), (mlp, f"{link}.mlp.down_proj")]
+                if self.experts:
+                    shared = f"{link}.mlp.shared_experts"
+                    inside[1:] = [(shared, f"{shared}.down_proj")] * bool(self.shared_ffn)
+                found += [Site("split", link, self.hidden)] * (sequence and link == "model.layers.0")
+                for enters, leaves in inside:
                     found += [Site("enter", enters, self.hidden), Site("leave", leaves, self.hidden)]
+                if self.experts and sequence:
+                    found += [Site(kind, f"{link}.mlp", self.hidden) for kind in ("unsplit", "split")]
         return tuple(found)
 
     def gathered(self, links: Sequence[str], ways: int) -> dict[str, tuple[int, int]]:
@@ -150,26 +168,40 @@ def lay_stage(
     cut: Cut,
     bucket: int,
     dtype: str,
+    *,
+    sequence: bool = False,
 ) -> tuple[UnitLayout, ...]:
     """The units of a stage with these links on one tensor rank, in the engine's order: the root, then by link."""
     itemsize = strategy.params.itemsize(ITEMSIZE[dtype])
     loads = [0] * mesh.count(DATA_AXES)
     names, units = sorted(links, key=lambda link: link != "model.norm"), []
-    of_links = [[(math.prod(shape), ITEMSIZE[dtype]) for _, shape, _ in decoder.parameters(link)] for link in names]
-    gathers = mesh.count(strategy.params.split) > 1
-    for numbers in buckets(of_links, 0 if gathers else bucket):
-        parameters = [parameter for number in numbers for parameter in decoder.parameters(names[number])]
-        shapes = [
-            tuple((name, _local(decoder, (name, shape, dim), mesh.tensor, t)) for name, shape, dim in parameters)
-            for t in (tensor, 0)
-        ]
-        first = _lay(shapes[1], itemsize, len(loads), cut, tuple(loads) if cut == "tensor" else None)
-        own = _lay(shapes[0], itemsize, len(loads), cut, None, first)
-        if cut == "tensor":
-            sizes = [(b - a) * itemsize for a, b in pairwise(first.bounds)]
-            loads = [load + size for load, size in zip(loads, sizes, strict=True)]
+    names = [link for link in names if decoder.parameters_in(link, links)]
+    of_links = [decoder.parameters_in(link, links) for link in names]
+    sizes_of = [[(math.prod(shape), ITEMSIZE[dtype]) for _, shape, _ in parameters] for parameters in of_links]
+    gathers, shared = mesh.count(strategy.params.split) > 1, decoder.ties(links)
+    for numbers in buckets(sizes_of, 0 if gathers else bucket):
+        groups: dict[tuple[bool, bool], list[Named]] = {}
+        for parameter in (one for number in numbers for one in of_links[number]):
+            kind = sequence and parameter[0].endswith("norm.weight"), shared and parameter[0] == TIED
+            groups.setdefault(kind, []).append(parameter)
+        flats = []
+        for (_, alone), parameters in groups.items():
+            before = tuple([0] * len(loads) if alone else loads) if cut == "tensor" else None
+            shapes = [tuple((one[0], _local(decoder, one, mesh.tensor, t)) for one in parameters) for t in (tensor, 0)]
+            first = _lay(shapes[1], itemsize, len(loads), cut, before)
+            own = _lay(shapes[0], itemsize, len(loads), cut, None, first)
+            if cut == "tensor":
+                sizes = [(b - a) * itemsize for a, b in pairwise(first.bounds)]
+                loads = [load + size for load, size in zip(loads, sizes, strict=True)]
+            flats.append(own)
         ends = ["root" if names[number] == "model.norm" else names[number] for number in (numbers[0], numbers[-1])]
-        units.append(UnitLayout(" .. ".join(dict.fromkeys(ends)), (own,), (True,), summed=(False,)))
+        both = gathers and decoder.tied and not shared and names[numbers[0]] == EMBEDDING
+        units.append(
+            UnitLayout(
+                " .. ".join(dict.fromkeys(ends)), tuple(flats), (True,) * len(flats), (True,) * (1 + both),
+                tuple(summed for summed, _ in groups),
+            )
+        )  # fmt: skip
     pieces = [0] * mesh.count(EXPERTS.of(DATA_AXES))
     for link in names:
         mine = tuple(
@@ -224,16 +256,29 @@ class PaperRun:
     recompute: str | None = None
     ring: bool = False
     """Over a context axis keys and values go round, and are not gathered."""
+    sequence: bool = False
+    """Activations between the products of a tensor axis are cut in time."""
+    all_to_all: bool = False
+    """Over an expert axis tokens go to the ranks of their experts alone, as many to each."""
     memory: int | None = None
     """Bytes of memory of a rank; None: not checked."""
+
+    @property
+    def cuts_time(self) -> bool:
+        """True if ranks of the tensor axis have other steps of the stream."""
+        return self.sequence and self.mesh.tensor > 1
 
     def links(self) -> tuple[tuple[str, ...], ...]:
         """The links of each stage."""
         check_time(self.mesh, self.length, ring=self.ring)
         check_recompute(self.recompute, ring=self.ring)
-        apart = self.decoder.latent or self.decoder.shared_ffn or self.decoder.dense_layers
+        if self.all_to_all and self.mesh.expert == 1:
+            raise ValueError(f"all_to_all goes over the expert axis, and mesh '{self.mesh}' has none")
+        apart = self.decoder.latent or self.decoder.dense_layers
         if apart and self.mesh.tensor * self.mesh.context > 1:
             raise ValueError(f"mesh '{self.mesh}': a proof of {self.decoder.family} has no tensor or context axis")
+        if self.cuts_time and self.decoder.shared_ffn:
+            raise ValueError("sequence_parallel with a shared expert: a proof knows only experts without: leave it out")
         ways, experts = self.mesh.count(EXPERTS.cut), self.decoder.experts
         if (why := self.decoder.unshared(self.mesh)) is not None:
             raise ValueError(why)
@@ -251,7 +296,17 @@ class PaperRun:
     def laid(self) -> dict[tuple[int, int], tuple[UnitLayout, ...]]:
         """The units of every stage on every tensor rank."""
         return {
-            (s, t): lay_stage(self.decoder, links, self.mesh, self.strategy, t, self.cut, self.bucket, self.dtype)
+            (s, t): lay_stage(
+                self.decoder,
+                links,
+                self.mesh,
+                self.strategy,
+                t,
+                self.cut,
+                self.bucket,
+                self.dtype,
+                sequence=self.cuts_time,
+            )
             for s, links in enumerate(self.links())
             for t in range(self.mesh.tensor)
         }

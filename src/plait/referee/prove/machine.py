@@ -15,7 +15,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from plait.referee.prove.program import COLLECTIVES, Key, Op, Program
+from plait.referee.prove.program import AGAIN, COLLECTIVES, Key, Op, Program
 from plait.referee.prove.scenes import Counterexample, Refuted, Scene
 from plait.referee.prove.sums import (
     Pieces,
@@ -165,7 +165,7 @@ class Machine:
         way, m = op.phase, op.microbatch
         if (way, m) in buffers.seen:
             raise self._refute("reads", f"pass {way} of {op.flat[1]} runs twice", number, op)
-        if way == "B" and ("F", m) not in buffers.seen:
+        if way[0] == "B" and (f"F{way[1:]}", m) not in buffers.seen:
             raise self._refute("reads", f"the backward of {op.flat[1]} comes before its forward", number, op)
         buffers.seen.add((way, m))
         return True
@@ -174,7 +174,8 @@ class Machine:
 
     def _gradient(self, number: int, rank: _Rank, op: Op) -> bool:
         buffers, flat = rank.buffers[op.flat], self.scene.flats[number][op.flat]
-        if ("B", op.microbatch) not in buffers.seen or not rank.counted:
+        ways = ("B", f"B{AGAIN}") if flat.again else ("B",)
+        if not rank.counted or any((way, op.microbatch) not in buffers.seen for way in ways):
             raise self._refute("sums", f"{op.flat[1]} has a gradient before its backward", number, op)
         tensor = self.mesh.index(number, ("tensor",)) if flat.summed else 0
         leaf: int | None = self.sums.leaf(self.parts[number], tensor, op.microbatch)

@@ -101,6 +101,8 @@ class Settled(NamedTuple):
     """True if it is freed between forward and backward."""
     axes: StateAxes = DENSE
     """Where its state is kept."""
+    again: bool = False
+    """True if the head reads it too, after all others."""
 
     def place(self, kind: str, buffer: str) -> tuple[int, int]:
         """The elements that an operation of this rank works on."""
@@ -120,6 +122,9 @@ class Settled(NamedTuple):
 
 Buffered = Mapping[int, Sequence[Settled]]
 """Settled flat buffers, by stage."""
+
+AGAIN = " of the head"
+"""Marks a pass of the head, which reads a tied weight once more."""
 
 PHASES = ("forward", "backward", "microbatch", "summed", "step", "publish")
 
@@ -154,6 +159,7 @@ def settle(stage: int, unit: UnitLayout, index: int, mesh: Mesh, strategy: Strat
         direct=ways(strategy.grads) == 1,
         leaves=bool(path.backward),
         axes=unit.axes,
+        again=len(unit.uses) > 1,
     )
 
 
@@ -248,7 +254,9 @@ class _Writer:
                 ops += [] if self.holds or self.keeps_open else self.free(flat, keep=True)
             if not self.holds:
                 self.kept.add(s)
+            ops += [op for flat in flats if flat.again for op in self.once_more(flat, f"F{AGAIN}", m)]
         self.flying[s] += in_flight(action)
+        ops += [op for flat in flats if flat.again and backward for op in self.once_more(flat, f"B{AGAIN}", m)]
         for flat in reversed(flats):
             if backward and flat.differentiated:
                 ops += [] if self.holds else self.gather(flat, "backward", m)
@@ -264,6 +272,12 @@ class _Writer:
             self.kept.discard(s)
             ops += self.forget(s)
         return ops
+
+    def once_more(self, flat: Settled, way: str, m: int) -> list[Op]:
+        """The head's use of a tied weight."""
+        forward, stays = way[0] == "F", self.holds or self.keeps_open
+        ops = [] if self.holds else self.gather(flat, "forward" if forward else "backward", m)
+        return [*ops, self.read(flat, way, m), *([] if stays else self.free(flat, keep=forward))]
 
     def gather(self, flat: Settled, phase: str, m: int) -> list[Op]:
         """Makes the flat whole, from its kept piece or the piece at rest, if it is not."""

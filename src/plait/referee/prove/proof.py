@@ -20,7 +20,7 @@ from plait.messages.wording import human
 from plait.predict.context import predict_context
 from plait.predict.experts import predict_experts
 from plait.predict.tensor import predict_tensor
-from plait.referee.prove.decoder import PaperRun
+from plait.referee.prove.decoder import TIED, PaperRun
 from plait.referee.prove.machine import Machine
 from plait.referee.prove.program import COLLECTIVES, Program, Settled
 from plait.referee.prove.room import AROUND, Room, changes, room_of
@@ -33,7 +33,7 @@ from plait.table.additions import additions
 from plait.table.agreement import COUNTS, IN_STAGE, NUMBER_BYTES, num_reported
 from plait.table.cells import ITEMSIZE, Cell
 from plait.table.collectives import bytes_sent
-from plait.table.mesh import Mesh
+from plait.table.mesh import DATA_AXES, Mesh
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ def prove(run: PaperRun) -> Proved:
         alike = [unit for units in laid.values() for unit in units if unit.axes == axes]
         flats = {flat.bounds: flat for unit in alike for flat in unit.flats}
         compared += check_symmetry(mesh, strategy, list(flats.values()), axes)
+    tied = _tied(run, schedule, laid)
     kinds, operations, traffic = _prove_buffers(run, schedule, laid)
+    traffic = traffic.plus(tied.messages, tied.bytes)
     room = room_of(run, schedule, laid)
     if run.memory is not None and room.total > run.memory:
         fix = changes(run, schedule, laid, room.total)
@@ -141,7 +143,8 @@ def check_parameters(run: PaperRun, laid: Laid) -> None:
             held[slot.name] += slot.numel
     for parameter in (p for link in decoder.links for p in (*decoder.parameters(link), *decoder.experts_of(link))):
         name, shape, _ = parameter
-        if names[name] != 1:
+        copies = 2 if name == TIED and any(map(decoder.ties, run.links())) else 1
+        if names[name] != copies:
             text = f"{names[name]} of {len(stages)} stages have it"
             raise Refuted(Counterexample("owners", text, parameter=name))
         cut = decoder.cut(parameter, ways)
@@ -155,10 +158,32 @@ def check_parameters(run: PaperRun, laid: Laid) -> None:
         due = math.prod(shape) * (1 if cut else ways)
         if ".mlp.experts." in name:
             due = math.prod(shape) // run.mesh.expert  # each rank of the expert axis has as many of them
-        if held.pop(name) != due or (cut and end != shape[cut.dim]):
+        if held.pop(name) != due * copies or (cut and end != shape[cut.dim]):
             raise Refuted(Counterexample("owners", f"its pieces are not all of its {due:,} elements", parameter=name))
     if held:
         raise Refuted(Counterexample("owners", "it is no parameter of the model", parameter=next(iter(held))))
+
+
+def _tied(run: PaperRun, schedule: Schedule, laid: Laid) -> Traffic:
+    """The traffic of a weight that two stages have: those that own a piece send each other its gradient, and add both.
+
+    ``Refuted`` where a rank of the one stage owns another piece than its counterpart.
+    """
+    mesh, row, owner, traffic = run.mesh, run.strategy, owners(schedule), Traffic()
+    stages = [stage for stage, links in enumerate(run.links()) if run.decoder.ties(links)]
+    ways = mesh.count(row.optim.split)
+    for tensor in range(mesh.tensor if stages else 0):
+        one, other = (
+            next(flat for unit in laid[stage, tensor] for flat in unit.flats if flat.slots[0].name == TIED)
+            for stage in stages
+        )
+        if one != other:
+            raise Refuted(Counterexample("sums", "its two stages do not cut it in the same places", parameter=TIED))
+        for start, stop in (one.piece(ways, index) for index in range(ways)):
+            if start < stop and owner[stages[0]] != owner[stages[1]]:
+                size, times = (stop - start) * one.itemsize_in(row.grads), mesh.count(DATA_AXES) // ways
+                traffic = traffic.plus(4 * times, 2 * size * times)
+    return traffic
 
 
 def _prove_buffers(run: PaperRun, schedule: Schedule, laid: Laid) -> tuple[int, int, Traffic]:
@@ -178,6 +203,7 @@ def _prove_buffers(run: PaperRun, schedule: Schedule, laid: Laid) -> tuple[int, 
                 flat.bounds,
                 flat.itemsize,
                 flat.real,
+                unit.uses,
                 unit.trainable[index],
                 summed,
                 unit.differentiated,
@@ -228,16 +254,19 @@ def _with_others(run: PaperRun, schedule: Schedule, traffic: Traffic) -> Traffic
     sends = sum(action.kind in SENDS for action, _ in placed(schedule))
     steps = run.length // mesh.context
     handed = run.batch * steps * decoder.hidden * itemsize
-    traffic = traffic.plus(2 * sends * alike, sends * handed * alike)
+    parts = mesh.tensor if run.cuts_time else 1
+    traffic = traffic.plus(2 * sends * alike, sends * handed * alike // parts)
     for links in run.links():
         twice = [link for link in links if link not in AROUND] if run.recompute == "full" else ()
         shapes = [(run.batch, steps)]
-        entries = predict_tensor(decoder.sites(links), shapes, mesh, itemsize, sequence=False, twice=twice)
+        entries = predict_tensor(
+            decoder.sites(links, sequence=run.cuts_time), shapes, mesh, itemsize, sequence=run.cuts_time, twice=twice
+        )
         gathered = decoder.gathered(links, mesh.tensor)
         tokens = [run.batch * steps]
         entries += predict_context(gathered, mesh, tokens, itemsize, ring=run.ring, twice=twice)
         layers = {link: (decoder.hidden, decoder.chosen) for link in links if decoder.experts_of(link)}
-        entries += predict_experts(layers, mesh, tokens, itemsize, twice=twice)
+        entries += predict_experts(layers, mesh, tokens, itemsize, twice=twice, all_to_all=run.all_to_all)
         times = run.microbatches * alike
         traffic = traffic.plus(len(entries) * times, sum(entry.sent for entry in entries) * times)
     if mesh.size > 1:

@@ -59,7 +59,7 @@ def room_of(run: PaperRun, schedule: Schedule, laid: Laid) -> Room:
         each = {s: _activations(run, links[s]) for s in stages}
         most = max(accumulate(each[a.stage] * activations(a) if a.stage in each else 0 for a in line), default=0)
         most += _again(run, [link for s in stages for link in links[s]]) + _sizes(run).masks
-        most += round(expert_bytes(_sizes(run)))
+        most += round(expert_bytes(_sizes(run), all_to_all=run.all_to_all))
         for tensor in range(run.mesh.tensor):
             units = {s: laid[s, tensor] for s in stages}
             flats = [flat for of_stage in units.values() for unit in of_stage for flat in unit.flats]
@@ -76,6 +76,11 @@ def room_of(run: PaperRun, schedule: Schedule, laid: Laid) -> Room:
 def changes(run: PaperRun, schedule: Schedule, laid: Laid, need: int) -> str:
     """The single changes of a run with which its fullest rank has room, with what that rank then needs."""
     tried = {f"--recompute {kind}": room_of(replace(run, recompute=kind), schedule, laid) for kind in RECOMPUTE}
+    if run.mesh.tensor > 1 and not run.sequence and not run.decoder.shared_ffn:
+        cut = replace(run, sequence=True)
+        tried["--sequence-parallel"] = room_of(cut, schedule, cut.laid())
+    if run.mesh.expert > 1:
+        tried["--all-to-all"] = room_of(replace(run, all_to_all=True), schedule, laid)
     mixed = run.strategy.params.dtype
     sharded = replace(run, strategy=TABLE["zero3"].mixed(mixed) if mixed else TABLE["zero3"])
     completed = run.pipeline.completed(run.microbatches, sharded.strategy)
@@ -149,6 +154,7 @@ def _sizes(run: PaperRun) -> DecoderSizes:
         itemsize=run.strategy.params.itemsize(ITEMSIZE[run.dtype]),
         dropout=False,
         ways=run.mesh.tensor,
+        sequence=run.cuts_time,
         context=run.mesh.context,
         head_dim=model.head,
         projections=model.projections() if model.latent else (),

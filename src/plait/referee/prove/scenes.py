@@ -14,7 +14,7 @@ behave the same: see ``symmetry``.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from plait.referee.prove.program import Key, Program, Settled, settle_all, write_program
+from plait.referee.prove.program import AGAIN, Key, Program, Settled, settle_all, write_program
 from plait.referee.prove.sums import Sums, promised
 from plait.schedule.actions import (
     ADDS_GRADIENTS,
@@ -91,7 +91,8 @@ def expected(
         order = tuple(a.microbatch for a in lines[key[0]] if a.kind in ADDS_GRADIENTS and a.stage == key[0])
         count = count_microbatches((lines[key[0]],))
         order = order if sorted(order) == list(range(count)) else tuple(range(count))
-        ways = ("F", "B") if flat.differentiated else ("F",)
+        ways: tuple[str, ...] = ("F", "B") if flat.differentiated else ("F",)
+        ways += tuple(f"{way}{AGAIN}" for way in ways) if flat.again else ()
         reads[key] = frozenset((way, m) for way in ways for m in range(count))
         if flat.trains:
             due[key] = promised(sums, strategy, mesh, order, summed=flat.summed, axes=flat.axes)

@@ -70,6 +70,10 @@ class ProveConfig(SizeFlags):
     """Activations to recompute in the backward; they count for the memory."""
     ring_attention: bool = False
     """Over a context axis keys and values go round, in place of being gathered."""
+    sequence_parallel: bool = False
+    """Cut the activations between tensor-parallel products in time (no effect on one rank)."""
+    all_to_all: bool = False
+    """Over an expert axis each token goes to the ranks of its experts alone; counted with as many for every expert."""
     memory: str | None = None
     """Memory of a rank, as 80GB or 80GiB; the layout is refuted if it needs more. None: not checked."""
     json: str | None = None
@@ -98,6 +102,8 @@ class ProveConfig(SizeFlags):
             length=self.length,
             recompute=self.recompute,
             ring=self.ring_attention,
+            sequence=self.sequence_parallel,
+            all_to_all=self.all_to_all,
             memory=None if self.memory is None else parse_bytes(self.memory),
         )
 
@@ -152,7 +158,7 @@ def table_of(run: PaperRun, proved: Proved) -> Table:
         "owners": "each parameter is on one stage, each element has one owner in each group, and is updated once",
         "reads": "each pass reads the values that were published last, in two steps",
         "messages": f"{proved.traffic.messages:,} in a step ({human(proved.traffic.bytes)} sent): each has its "
-        f"counterpart, none can wait forever",
+        f"counterpart, none can wait forever{'; with as many tokens for every expert' * run.all_to_all}",
         "memory": f"{human(room.total)} on rank {room.rank}{has}: state {human(room.state)}, gathered at most "
         f"{human(room.gathered)}, gradients {human(room.gradients)}, activations about {human(room.activations)}",
         "ranks": f"{proved.ranks:,}, each compared with its model rank ({proved.compared:,} facts)",

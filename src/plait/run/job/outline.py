@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from plait.comm import ThreadWorld
 from plait.predict.chain import Chain, ChainLink
 from plait.run.job.own import UserJob
 from plait.step.step import num_samples
+from plait.table.mesh import Mesh
+from plait.tensor.expert_axis import ExpertAxis, Run, experts_of
 from plait.torch_private import TorchDispatchMode, tree_leaves, tree_map
 from plait.zero.wrap import wrap
 
@@ -47,6 +50,24 @@ class _Counting(TorchDispatchMode):
         return value
 
 
+class _CountedExperts(ExpertAxis):
+    """Counts experts by their matrices: on meta no token can be sorted by its expert."""
+
+    def __init__(self, counting: _Counting, module: nn.Module) -> None:
+        super().__init__(ThreadWorld(Mesh()).comm(0))
+        self.counting, self.module = counting, module
+
+    def experts(self, run: Run, num_experts: int, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """One product with each matrix of its experts for every choice of a token; returns something of that shape."""
+        counting, rows = self.counting, expert_TK.numel()
+        for _, first, second in (p.shape for p in self.module.parameters(recurse=False) if p.dim() == 3):
+            counting.flops[counting.link] += 2 * rows * first * second
+            counting.moved[counting.link] += 2 * rows * (first + second)
+            counting.kept[counting.link] += rows * (first + second)
+            counting.operators[counting.link] += num_experts
+        return x_TD * weight_TK.sum(-1, keepdim=True)
+
+
 def outline(job: UserJob) -> tuple[Chain, int]:
     """The job's model as a chain, and the samples of its batch.  ValueError for a job that cannot run on meta."""
     try:
@@ -60,6 +81,8 @@ def outline(job: UserJob) -> tuple[Chain, int]:
         counting = _Counting()
         given = [*model.parameters(), *[leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]]
         counting.seen = {one.untyped_storage()._cdata for one in given}
+        for module in experts_of(model).values():
+            vars(module)["expert_axis"] = _CountedExperts(counting, module)
         for number, (_, module, _) in enumerate(found):
             _count_in(counting, number, module, outermost=module is model)
         with counting, torch.autograd.graph.saved_tensors_hooks(counting.keep, lambda value: value):

@@ -66,6 +66,15 @@ def test_identical_layers_are_shown_once(capsys: pytest.CaptureFixture[str], mon
     assert shown.count("row by") == 1 and "blocks.*.mlp.down x3" in shown and "…" not in shown
 
 
+def test_experts_that_ranks_share_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["explain", "--model", "moe", "--layers", "2", "--width", "16", "--ffn", "12", "--heads", "2"]
+    assert main([*words, "--mesh", "shard=2 tensor=2 expert=2", "--json", "-"]) == 0
+    modules = {one["name"]: one for one in json.loads(capsys.readouterr().out)["modules"]}
+    experts = modules["blocks.1.mlp.experts"]
+    assert experts["style"] == "expert=2" and experts["parameters"] == [["gate_up", [2, 24, 16]], ["down", [2, 16, 12]]]
+    assert experts["forward"] == ["all_reduce", *["all_gather"] * 3, "reduce_scatter", "all_reduce"]
+
+
 @pytest.mark.parametrize(
     ("row", "held", "sent"),
     [
@@ -90,8 +99,9 @@ def test_a_row_is_shown_with_what_follows_from_it(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--mesh", "shard=2"], "has no tensor axis and no context axis"),
+        (["--mesh", "shard=2"], "has no tensor, context or expert axis"),
         (["--mesh", "shard=2 context=2", "--model", "mlp"], "no module of MLP is known to gather keys and values"),
+        (["--mesh", "shard=2 expert=2"], "no module of GPT that owns parameters has an 'expert_axis'"),
         (["--mesh", "tensor=3"], "cannot be shared by tensor=3"),
         (["--mesh", "tensor=2", "--job", "examples/my_job.py:job"], "(in the build function of a job)"),
     ],

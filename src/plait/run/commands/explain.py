@@ -1,9 +1,10 @@
-"""``plait explain``: shows what each module of a model does under a tensor plan and a context axis, or what a row of
-the table sends.  Nothing runs.
+"""``plait explain``: shows what each module of a model does under a tensor plan, a context and an expert axis, or what
+a row of the table sends.  Nothing runs.
 
 plait explain --strategy zero3 --mesh "replica=2 shard=2"
 plait explain --model gpt --mesh tensor=2 --sequence-parallel
 plait explain --model gpt --mesh "shard=2 context=2"
+plait explain --model moe --mesh "shard=2 expert=2"
 """
 
 import re
@@ -15,8 +16,10 @@ from rich.table import Table
 from torch import nn
 
 from plait.anymodel.context import use_context_axis
+from plait.anymodel.experts import use_expert_axis
 from plait.anymodel.tensor import resolve_carried
 from plait.checkpoint.files.writing import write_json
+from plait.predict.experts import predict_experts
 from plait.run.config.settings import with_job
 from plait.run.job.config import TaskConfig
 from plait.run.job.job import build_model
@@ -24,7 +27,8 @@ from plait.run.report.screen import screen
 from plait.table.cells import Move, Strategy, find_strategy, moves
 from plait.table.collectives import bytes_sent
 from plait.table.mesh import MOST_RANKS, Mesh
-from plait.table.tensor_plan import MESSAGES
+from plait.table.tensor_plan import EXPERT_BACKWARD, EXPERT_FORWARD, MESSAGES
+from plait.tensor.expert_axis import cut_experts, experts_of
 from plait.tensor.plan import Parallel, is_unsplit, site_of
 from plait.tensor.vocabulary import LOSS
 
@@ -33,11 +37,11 @@ from plait.tensor.vocabulary import LOSS
 class ExplainConfig(TaskConfig):
     """Show the style and the parameters of each module under a model's tensor plan, and what it sends.
 
-    Under a context axis, show what each attention sends.
+    Under a context axis, show what each attention sends, and under an expert axis what the experts of each layer send.
     """
 
     mesh: str = "tensor=2"
-    """The axes and their sizes; only the tensor and context axes matter to modules."""
+    """The axes and their sizes; only the tensor, context and expert axes matter to modules."""
     strategy: str | None = None
     """Show this row of the table instead: where each kind of state is, and the messages that follow from it."""
     sequence_parallel: bool = False
@@ -65,18 +69,22 @@ def run(config: ExplainConfig, argv: Sequence[str] = ()) -> int:
     mesh = Mesh.parse(config.mesh)
     if config.strategy is not None:
         return _explain_row(find_strategy(config.strategy), mesh, config.json)
-    if mesh.tensor * mesh.context == 1:
+    if mesh.tensor * mesh.context * mesh.expert == 1:
         raise ValueError(
-            f"mesh {config.mesh!r} has no tensor axis and no context axis, so each module has whole tensors: give "
+            f"mesh {config.mesh!r} has no tensor, context or expert axis, so each module has whole tensors: give "
             f'tensor=2, or "shard=2 context=2"; or name a row, --strategy zero3'
         )
     model = build_model(config.task)
-    modules: list[PlannedModule] = []
+    if mesh.expert > 1 and type(model).__module__.startswith("transformers."):
+        use_expert_axis(model)
+    modules, parallel = list[PlannedModule](), Parallel()
     if mesh.tensor > 1:
         parallel = resolve_carried(model, mesh.tensor, sequence=config.sequence_parallel)
         modules += planned(model, parallel, sequence=config.sequence_parallel)
     if mesh.context > 1:
         modules += attending(model, mesh)
+    if mesh.expert > 1:
+        modules += sharing(model, mesh, parallel, sequence=config.sequence_parallel)
     if config.json:
         write_json(config.json, {"mesh": str(mesh), "modules": [asdict(one) for one in modules]})
     if config.json != "-":
@@ -163,6 +171,17 @@ def attending(model: nn.Module, mesh: Mesh) -> Iterator[PlannedModule]:
         )
     for name in found:
         yield PlannedModule(name, f"context={mesh.context}", (), (), ("all_gather",) * 2, ("reduce_scatter",) * 2)
+
+
+def sharing(model: nn.Module, mesh: Mesh, parallel: Parallel, *, sequence: bool) -> Iterator[PlannedModule]:
+    """The modules with experts, which gather the tokens of all ranks; ValueError if the model has none."""
+    cuts = cut_experts(model, mesh, parallel).cuts
+    for name, module in experts_of(model).items():
+        mine = tuple((short, cuts[id(p)].local_shape(0)) for short, p in module.named_parameters())
+        cut = sequence and not is_unsplit(name, parallel.styles)
+        sent = [(e.kind, e.note.phase) for e in predict_experts({name: (1, 1)}, mesh, [1], 4, sequence=cut)]
+        there, back = (tuple(kind for kind, in_ in sent if in_ == way) for way in (EXPERT_FORWARD, EXPERT_BACKWARD))
+        yield PlannedModule(name, f"expert={mesh.expert}", mine, (), there, back)
 
 
 def _together(modules: Iterable[PlannedModule]) -> list[tuple[PlannedModule, int]]:

@@ -33,6 +33,12 @@ def test_a_causal_model_moves_its_own_and_later_steps(mesh: str) -> None:
         assert not one.leaks and "and nothing else" in str(one)
 
 
+@pytest.mark.parametrize("capacity", [None, 0.8])
+def test_a_router_that_moves_roundings_does_not_leak(capacity: float | None) -> None:
+    sizes: dict[str, Any] = {"model": "moe", "experts": 4, "capacity": capacity, "batch": 8, "dtype": "fp64"}
+    assert all(one.right for one in probed("shard=2 context=2 expert=2", **sizes))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Documents of 3 to 11 bytes, several in a row of 16."""

@@ -95,7 +95,7 @@ class Decoder(Transformer):
         return [*rows, (f"{link}.self_attn.o_proj.weight", (width, query), 1)]
 
     def parameters_in(self, link: str, links: Sequence[str]) -> tuple[Named, ...]:
-        """The same, in a stage with these links, which has a copy of a tied weight that lies on another."""
+        """The same, in a stage with these links, which has a copy of the tied weight of another."""
         copied = link == HEAD and self.tied and EMBEDDING not in links
         return self.parameters(EMBEDDING if copied else link)
 

@@ -7,8 +7,8 @@
 It asks the layout itself, in eval mode: how attention is masked, how time is cut, which rows a rank has.  A model whose
 tokens see later ones, an encoder say, leaks by its nature.
 
-A token that goes to another expert changes how many rows a product has, and so how it rounds for other tokens: in a model
-with experts only what is more than rounding counts as moved.
+A token that goes to another expert changes how many rows a product has, and so how it rounds for other tokens: in a
+model with experts only what is more than rounding counts as moved.
 """
 
 from __future__ import annotations

@@ -67,18 +67,18 @@ class Unit:
 
     def ask(self) -> None:
         """Starts the gather, unless it is on the way or done."""
-        if self.whole:
+        if self.whole:  # @hide
             return
-        self.whole = True
+        self.whole = True  # @hide
         self.log.append(f"gather {self.number}")
         self.flat.untyped_storage().resize_(4 * self.flat.numel())
         self.work = self.comm.all_gather(self.flat, self.piece.detach(), AXIS)
 
     def wait(self) -> None:
         """Returns when the values are there."""
-        if self.work is not None:
+        if self.work is not None:  # @hide
             self.work.wait()
-            self.work = None
+            self.work = None  # @hide
 
     def free(self) -> None:
         """Gives the memory back.  Every view, those that autograd saved too, now has a shape and no values."""
@@ -86,10 +86,10 @@ class Unit:
         self.flat.untyped_storage().resize_(0)
 
     def one_more_gradient(self) -> None:
-        self.arrived += 1
-        if self.arrived < len(self.parameters):
+        self.arrived += 1  # @hide
+        if self.arrived < len(self.parameters):  # @hide
             return
-        self.arrived = 0
+        self.arrived = 0  # @hide
         self.log.append(f"reduce {self.number}")
         whole = torch.zeros(self.piece.numel() * self.comm.world_size)
         gradients = torch.cat([p.grad.flatten() for p in self.parameters])
@@ -111,7 +111,7 @@ def shard(model: nn.Sequential, comm: plait.Comm, prefetch: int, log: list[str])
 
     def gather(first: int, step: int) -> None:
         for i in range(first, first + step * (prefetch + 1), step):
-            if 0 <= i < len(units):
+            if 0 <= i < len(units):  # @hide
                 units[i].ask()
         units[first].wait()
         at_once.append(sum(unit.whole for unit in units))

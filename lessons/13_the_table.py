@@ -79,14 +79,14 @@ def path(start: Cell, end: Cell) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def convert(comm: plait.Comm, x: Tensor, start: Cell, end: Cell) -> Tensor:
-    for kind, axes in path(start, end):
-        n = comm.mesh.count(axes)
-        if kind == "all_reduce":
+    for kind, axes in path(start, end):  # @over
+        n = comm.mesh.count(axes)  # @hide
+        if kind == "all_reduce":  # @hide
             x = x.clone()
             comm.all_reduce(x, axes).wait()
-        elif kind == "slice":
+        elif kind == "slice":  # @hide
             x = x.chunk(n)[comm.mesh.index(comm.rank, axes)]
-        elif kind == "reduce_scatter":
+        elif kind == "reduce_scatter":  # @hide
             piece = torch.empty(x.numel() // n)
             comm.reduce_scatter(piece, x, axes).wait()
             x = piece

@@ -97,6 +97,21 @@ def test_the_tensor_cut_is_the_best_there_is(sizes: list[int], loads: list[int],
     assert fullest(layout.bounds) == min(map(fullest, every))
 
 
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)).map(sorted), max_size=6),
+    owners=st.integers(1, 4),
+)
+def test_pieces_on_other_tensor_ranks_have_the_same_owners(sizes: list[list[int]], owners: int) -> None:
+    first = lay(named([(large,) for _, large in sizes]), 4, owners, "tensor")
+    other = lay(named([(small,) for small, _ in sizes]), 4, owners, "tensor", like=first)
+    for a, b in zip(first.slots, other.slots, strict=True):
+        of = [
+            [k for k in range(owners) if one.bounds[k] <= at < one.bounds[k + 1]]
+            for one, at in ((first, a.offset), (other, b.offset))
+        ]
+        assert of[0] == of[1] or not b.numel
+
+
 # ---- runs as regions -------------------------------------------------------------------------------------
 
 

@@ -301,20 +301,20 @@ class Engine(StaysHere):
         """Finishes the sums, agrees on the step's numbers, clips, and gives the pieces their gradients.
 
         ``optimizer.step()`` does so if the loop has not.  All ranks call it together, once, after the last backward.
+        Returns the step's numbers; ``grad_norm`` is the norm before clipping.
 
         Args:
             clip: the largest global norm of this step, in place of the engine's.
-
-        Returns:
-            The step's numbers; ``grad_norm`` is the norm before clipping.
 
         Raises:
             ValueError: no backward before it, a second call in one step, ranks at different places of the run.
             FloatingPointError: a loss or gradient that is not finite, on any rank (see ``nonfinite``).
         """
         check_limit(clip)
-        now = self._open
-        if now is None or not now.losses:
+        return self._reduce(self.clip if clip is None else clip)
+
+    def _reduce(self, clip: float | None, *, updates: bool = False) -> StepResult:
+        if (now := self._open) is None or not now.losses:
             raise ValueError("engine.reduce() or optimizer.step() without a backward before it: there is no gradient")
         if now.reduced:
             raise ValueError("engine.reduce a second time in one step: call it once, after the last backward")
@@ -322,7 +322,7 @@ class Engine(StaysHere):
         now.reduced = True
         try:
             place = position_of(self.steps, self._discarded, self.optimizers)
-            self.last = self.gradients.reduce(now, self.steps, place, self.clip if clip is None else clip, self._tell)
+            self.last = self.gradients.reduce(now, self.steps, place, clip, self._tell, updates=updates)
         except BaseException:
             self._close()  # the sums are used up
             raise
@@ -355,7 +355,7 @@ class Engine(StaysHere):
         if optimizer in self._stepped:
             self._check_all_stepped()
         if self._open is None or not self._open.reduced:
-            self.reduce()
+            self._reduce(self.clip, updates=True)
         self._tell("stepping")
         self.comm.wait_for_readers()  # a program may have read parameters since the ranks agreed
 

@@ -9,6 +9,7 @@ A step that is not finite is so told late: by the first look at its result, the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,20 +26,23 @@ Finish = Callable[[Iterable[float], int], tuple[Report, StepResult]]
 
 
 def may_be_late(reduce: Reduce) -> bool:
-    """True if the device alone can decide whether a step is made: on one rank, with optimizers that leave an update out
-    on the device, as torch's fused ones do.
+    """True if the device alone can decide whether a step is made: on one rank, with one optimizer that leaves an update
+    out on the device, as torch's fused ones do.
 
-    The first update of SGD with momentum is none of these: left out, it would leave momenta without values.
+    The first update of a parameter by SGD with momentum is not one: left out, it leaves a momentum without values.
     """
     optimizers, comm = reduce.placed.optimizers, reduce.placed.comm
-    plain = comm.mesh.size == 1 and reduce.loss_scale is None and reduce.nonfinite == "raise" and optimizers
-    return bool(plain) and all(
-        type(one) in (Adam, AdamW, SGD)
-        and group.get("fused")
-        and (one.state or not group.get("momentum"))
-        and all(parameter.device.type == comm.device.type for parameter in group["params"])
-        for one in optimizers
-        for group in one.param_groups
+    plain = comm.mesh.size == 1 and reduce.loss_scale is None and reduce.nonfinite == "raise"
+    if not plain or len(optimizers) != 1 or type(optimizers[0]) not in (Adam, AdamW, SGD):
+        return False
+    state = optimizers[0].state
+    return all(
+        group.get("fused")
+        and all(p.device.type == comm.device.type for p in group["params"])
+        and not (
+            group.get("momentum") and any(state.get(p, {}).get("momentum_buffer") is None for p in group["params"])
+        )
+        for group in optimizers[0].param_groups
     )
 
 
@@ -51,23 +55,19 @@ class LateResult(StepResult):
     """
 
     @torch.no_grad()
-    def __init__(
-        self, step: int, count: int, signal: int, row: Tensor, finish: Finish, optimizers: Sequence[Optimizer]
-    ) -> None:
-        found_inf = row.isfinite().all().logical_not().float()
-        for one in optimizers:
-            one.found_inf = found_inf  # type: ignore[attr-defined]
+    def __init__(self, step: int, count: int, signal: int, row: Tensor, finish: Finish, optimizer: Optimizer) -> None:
+        optimizer.found_inf = row.isfinite().all().logical_not().float()  # type: ignore[attr-defined]
         host = torch.empty(row.shape, dtype=row.dtype, pin_memory=row.is_cuda)
         host.copy_(row, non_blocking=True)
         came = torch.Event(row.device)
         came.record()
         vars(self).update(step=step, count=count, stop=(0, signal) if signal else None)
-        vars(self).update(_host=host, _came=came, _finish=finish, _optimizers=optimizers, _seen=False)
+        vars(self).update(_host=host, _came=came, _finish=finish, _optimizer=optimizer, _seen=False)
 
     def settle(self) -> None:
         """Ends the step; raises the error of one that was not finite, unless a look at it has."""
-        for one in self._optimizers:
-            vars(one).pop("found_inf", None)
+        if (optimizer := vars(self).pop("_optimizer", None)) is not None:
+            vars(optimizer).pop("found_inf", None)
         if not self._seen:
             self.__getattr__("loss")
 
@@ -75,10 +75,15 @@ class LateResult(StepResult):
         """Gives what is not there yet."""
         if name not in self.__dataclass_fields__:
             raise AttributeError(name)
-        vars(self)["_seen"] = True
         self._came.synchronize()
+        vars(self)["_seen"] = True
         vars(self).update(vars(self._finish(self._host.tolist(), self.count)[1]))
+        for done in ("_host", "_came", "_finish"):  # which hold the engine
+            del vars(self)[done]
         return vars(self)[name]
+
+    def __reduce__(self) -> tuple[type[StepResult], tuple[Any, ...]]:
+        return StepResult, astuple(self)
 
 
 @torch.no_grad()

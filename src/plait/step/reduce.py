@@ -91,6 +91,8 @@ class Reduce:
         position: Mapping[str, str],
         clip: float | None,
         tell: Callable[[Event], None],
+        *,
+        updates: bool,
     ) -> StepResult:
         """Finishes the sums, agrees, clips, and gives the pieces their gradients.
 
@@ -99,6 +101,7 @@ class Reduce:
             position: fields that must be the same on all ranks (see ``position_of``).
             clip: the largest norm.
             tell: called with ``"reduced"`` and ``"agreed"`` (see ``watcher``).
+            updates: the update follows at once, so no program sees the result before.
 
         Raises:
             ValueError: ranks at different places of the run.
@@ -143,10 +146,10 @@ class Reduce:
             grad_norm = norm_of(report.squares, norm.dtype) if clip is not None and made else None
             return report, StepResult(step, summed / count, count, local, grad_norm, made, told)
 
-        if placed.comm.device.type != "cpu" and may_be_late(self):
+        if placed.comm.device.type != "cpu" and updates and may_be_late(self):
             self.made, self.have_gradient = True, {name: name in touched for name in exchange.names}
             tell("agreed")
-            self.late = LateResult(step, now.count, stop, numbers, finish, placed.optimizers)
+            self.late = LateResult(step, now.count, stop, numbers, finish, placed.optimizers[0])
             if clip is not None:
                 clip_on_device(gradients, blocks, clip, norm.dtype)
             give_gradients(owned, self.have_gradient)

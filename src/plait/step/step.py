@@ -22,7 +22,7 @@ class StepResult:
     """The sums of this data rank's microbatches."""
     grad_norm: float | None
     """The global norm before clipping; None without clipping, or where no step was made."""
-    made: bool = True
+    made: bool = field(default_factory=lambda: True)  # the class has no value that hides a late one
     """False if the step was skipped, on all ranks, because a loss or gradient was not finite."""
     stop: tuple[int, int] | None = None
     """(rank, signal): a rank was asked to end by that signal, so all of them save and end after this step."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -72,12 +73,13 @@ def within_capacity(expert_BTK: Tensor, number: int, capacity: float, axis: Expe
     One of the ``number`` experts takes ceil(capacity * chosen * tokens / number) of a sample's tokens, in the order of
     time.  What is dropped depends on nothing later, and on no other sample, so it is the same under every layout.
     """
-    chosen_BTE = F.one_hot(expert_BTK, number).sum(2)
+    chosen_BTE = F.one_hot(expert_BTK + 1, number + 1)[..., 1:].sum(2)
     place_BTE, whole_BE = chosen_BTE.cumsum(1), chosen_BTE.sum(1)
     if axis is not None and axis.comm.mesh.count(axis.sample_over) > 1:
         place_BTE, whole_BE = axis.in_time(chosen_BTE)
-    room_B = (whole_BE.sum(-1).double() * capacity / number).ceil()
-    full_BTK = place_BTE.gather(2, expert_BTK) > room_B[:, None, None]
+    share = Fraction(str(capacity)) / number
+    room_B = -(-whole_BE.sum(-1) * share.numerator // share.denominator)
+    full_BTK = place_BTE.gather(2, expert_BTK.clamp(min=0)) > room_B[:, None, None]
     return expert_BTK.masked_fill(full_BTK, -1)
 
 

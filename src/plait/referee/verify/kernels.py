@@ -22,9 +22,12 @@ def repeatable(device: str) -> Iterator[None]:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    tf32, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):
+        with sdpa_kernel(SDPBackend.MATH), cudnn.flags(enabled=cudnn.enabled, deterministic=True, allow_tf32=False):
             yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warns)
+        torch.backends.cuda.matmul.allow_tf32 = tf32

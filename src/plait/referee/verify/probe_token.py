@@ -97,7 +97,7 @@ def outputs_of(engine: Engine, batches: Sequence[Any]) -> list[Tensor]:
 
 
 ROUNDINGS = 16
-"""Last places of the largest output that rounding may move."""
+"""Last places of the largest finite output of the same channel that rounding may move."""
 
 
 def moved_positions(engine: Engine, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[ProbedPosition]:
@@ -107,7 +107,8 @@ def moved_positions(engine: Engine, before: Sequence[Tensor], after: Sequence[Te
     moved: list[ProbedPosition] = []
     for m, (a, b) in enumerate(zip(before, after, strict=True)):
         places = torch.arange(a.shape[1]) if axis is None else axis.places(a.shape[1]).cpu()
-        least = ROUNDINGS * torch.finfo(a.dtype).eps * float(a.abs().max()) if experts else 0.0
+        largest = a.abs().where(a.isfinite(), 0.0).amax((0, 1))
+        least = largest * (ROUNDINGS * torch.finfo(a.dtype).eps if experts else 0.0)
         for sample, step in ((a != b) & ~((a - b).abs() <= least)).flatten(2).any(-1).nonzero().tolist():
             moved.append((first + m, sample, int(places[step])))
     return moved

@@ -175,7 +175,10 @@ def in_a_line(box: str) -> str:
     rows = re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()[1:]
     rows = [re.sub(r"^[│|╰+] ?| ?[│|╯+]$", "", row).strip() for row in rows]
     parts = "\n".join(row if row.strip("─-") else "" for row in rows).split("\n\n")
-    wrong, *hints, last = (" ".join(part.split()) for part in parts if part.strip())
+    said = [" ".join(part.split()) for part in parts if part.strip()]
+    if len(said) < 2:
+        return " ".join(box.split())
+    wrong, *hints, last = said
     more = " ".join(hints)
     if value := re.match(r"Error parsing (--\S+): .*'(.*?)'", wrong):
         kind = re.search(rf"{re.escape(value[1])} (\S+)", more)

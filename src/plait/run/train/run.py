@@ -57,6 +57,7 @@ from plait.run.train.report import plan_of, totals, write_report
 from plait.run.train.resume import SETTINGS, SUMMARY, extra_of, layout_of, remove_later, resume, saver_of
 from plait.run.train.timeline import EventLog, record_timeline, show_timeline, write_trace
 from plait.step import Engine
+from plait.step.late import LateResult
 from plait.table.cells import TABLE
 from plait.table.collectives import Entry, Note
 from plait.table.mesh import AXES
@@ -153,7 +154,8 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
                 if config.files.json and comm.rank == 0:
                     lines.append(line)
         except FloatingPointError as error:
-            sinks.write({"step": engine.steps + 1, "stopped": str(error)})
+            late = isinstance(engine.last, LateResult)  # whose step was counted
+            sinks.write({"step": engine.last.step + 1 if late else engine.steps + 1, "stopped": str(error)})
             raise
     if training.stopped:
         return _tell_stop(training)

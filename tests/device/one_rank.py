@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -116,6 +117,23 @@ def looks(look: Callable[[plait.Engine], Any]) -> list[str]:
     return told
 
 
+def reduced_by_the_loop() -> tuple[list[int], bool]:
+    """The steps that raise where a loop looks before its update; True if a result keeps the engine."""
+    engine, told = engine_on(stand_in.NAME, "fused AdamW"), []
+    for number, batch in enumerate(batches()):
+        try:
+            engine.backward(loss_sum(engine.model, batch.to(stand_in.NAME)), count=len(batch))
+            engine.reduce().loss.hex()
+            engine.optimizers[0].step()
+        except FloatingPointError:
+            told.append(number)
+    result, there = engine.step([batches()[0].to(stand_in.NAME)]), weakref.ref(engine)
+    assert result.loss > 0
+    del engine
+    gc.collect()
+    return told, there() is not None
+
+
 def peak(device: Any, make: Callable[[], Step]) -> int:
     """Peak bytes on the device of two steps, after two."""
     gc.collect()  # the engine before
@@ -163,8 +181,10 @@ def main() -> None:
     for name in OPTIMIZERS:
         if name.startswith("fused"):
             print(json.dumps({"case": f"late, {name}"} | late(name)), flush=True)
-    for name, look in {"loss": lambda e: e.last.loss, "save": lambda e: e.check_between_steps("a save")}.items():
+    every: dict[str, Callable[[plait.Engine], Any]] = {"loss": lambda e: e.last.loss, "made": lambda e: e.last.made}
+    for name, look in {**every, "save": lambda e: e.check_between_steps("a save")}.items():
         print(json.dumps({"case": f"looks, {name}", "told": looks(look)}), flush=True)
+    print(json.dumps({"case": "a loop's reduction", "found": reduced_by_the_loop()}), flush=True)
     os._exit(0)  # torch's threads of the device would outlive it
 
 

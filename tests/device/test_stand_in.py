@@ -90,7 +90,11 @@ def test_a_bad_step_changes_nothing_and_is_told_by_the_next(one_rank: dict[str, 
 
 
 def test_a_bad_step_is_told_by_every_look_and_by_one_save(one_rank: dict[str, dict[str, Any]]) -> None:
-    assert [len(one_rank[f"looks, {look}"]["told"]) for look in ("loss", "save")] == [2, 1]
+    assert [len(one_rank[f"looks, {look}"]["told"]) for look in ("loss", "made", "save")] == [2, 2, 1]
+
+
+def test_a_loop_that_reduces_is_told_at_once_and_its_results_keep_nothing(one_rank: dict[str, dict[str, Any]]) -> None:
+    assert one_rank["a loop's reduction"]["found"] == [[3], False]
 
 
 @pytest.mark.parametrize("case", VERIFIED)

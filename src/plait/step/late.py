@@ -78,6 +78,7 @@ class LateResult(StepResult):
         self._came.synchronize()
         vars(self)["_seen"] = True
         vars(self).update(vars(self._finish(self._host.tolist(), self.count)[1]))
+        self.settle()
         for done in ("_host", "_came", "_finish"):  # which hold the engine
             del vars(self)[done]
         return vars(self)[name]

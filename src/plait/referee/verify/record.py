@@ -275,7 +275,8 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
             mine = {n: m.expert_widths for n, m in layers.items() if m.expert_axis and m.expert_axis.sequence == cut}
             tokens = rows if cut else [math.prod(shape) for shape in leading]
             entries += predict_experts(mine, comm.mesh, tokens, itemsize, sequence=cut, twice=stage.blocks)
-        routers = {n: m.counted_experts for n, m in stage.model.named_modules() if hasattr(m, "counted_experts")}
+        modules = stage.model.named_modules() if job.one_stream else ()
+        routers = {n: m.counted_experts for n, m in modules if hasattr(m, "counted_experts")}
         samples = [shape[0] for shape in leading]
         entries += predict_routers(routers, comm.mesh, samples, itemsize, sequence=sequence, twice=stage.blocks)
         if (axis := engine.placed.time_axis) is not None:

@@ -91,7 +91,7 @@ def timed(
 ) -> dict[str, Any]:
     """Seconds of a step in each round, the loss of the first, the most memory, and how often the host waited in one.
 
-    Inside a round nobody waits for the device but a step itself, and nobody looks at a loss.
+    Inside a round only a step itself may wait for the device, and no loss is read.
     """
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     made = [step() for _ in range(UNTIMED)]

@@ -131,7 +131,7 @@ def compared_splits(costs: Sequence[float], arguments: Arguments) -> list[tuple[
 
 
 def split(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
-    """What links cost, and the splits that follow."""
+    """The cost of each link, and the splits that follow."""
     print(f"\n## {arguments.model}, links, one microbatch, one process, one thread", flush=True)
     seconds = measured_links(arguments)
     costs = [sum(one) for one in seconds]

@@ -58,7 +58,7 @@ class Arguments:
     """Judge plait's planner on this machine."""
 
     rounds: int = 3
-    """How often each world is calibrated and each layout is run."""
+    """Rounds; each calibrates every world and runs every layout once."""
     out: Path | None = None
     """Write the clusters and the rows here as JSON."""
     again: Path | None = None

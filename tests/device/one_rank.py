@@ -134,6 +134,16 @@ def reduced_by_the_loop() -> tuple[list[int], bool]:
     return told, there() is not None
 
 
+def on_two_devices() -> str:
+    """The refusal of a collective between a tensor of the device and one of the CPU."""
+    out, piece = torch.zeros(4, device=stand_in.NAME), torch.zeros(4)
+    try:
+        plait.join(device=stand_in.NAME).all_gather(out, piece, ("shard",))
+    except ValueError as error:
+        return str(error)
+    return "taken"
+
+
 def peak(device: Any, make: Callable[[], Step]) -> int:
     """Peak bytes on the device of two steps, after two."""
     gc.collect()  # the engine before
@@ -185,6 +195,7 @@ def main() -> None:
     for name, look in {**every, "save": lambda e: e.check_between_steps("a save")}.items():
         print(json.dumps({"case": f"looks, {name}", "told": looks(look)}), flush=True)
     print(json.dumps({"case": "a loop's reduction", "found": reduced_by_the_loop()}), flush=True)
+    print(json.dumps({"case": "two devices", "told": on_two_devices()}), flush=True)
     os._exit(0)  # torch's threads of the device would outlive it
 
 

@@ -6,7 +6,7 @@
 //   host_waits()      how often a copy or a number made this thread wait for the device, since it was last asked
 //   on_wait(f)        from now on each of these calls f, on the thread that waits; None: no longer
 //   peak_bytes()      the most memory that was in use at once, over all threads, since it was last asked
-//   a copy to the CPU that nobody waits for comes when an event after it is synchronised; NaN is there until then
+//   a copy to the CPU that is not waited for comes when an event after it is synchronised; NaN is there until then
 //
 // Random numbers, convolutions, recurrent layers and running statistics of batch norms are left out.
 #include <ATen/CPUGeneratorImpl.h>

@@ -24,7 +24,7 @@ WAITS = {"step/reduce.py": 1}
 """Waits of the host in a step, by file: losses, norm and the check of the gradients are read together."""
 
 FUSED = ("fused AdamW", "fused Adam", "fused SGD")
-"""On one rank nobody waits for these: they leave a bad step out on the device."""
+"""On one rank the host does not wait for these: they leave a bad step out on the device."""
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,10 @@ def test_a_bad_step_is_told_by_every_look_and_by_one_save(one_rank: dict[str, di
 
 def test_a_loop_that_reduces_is_told_at_once_and_its_results_keep_nothing(one_rank: dict[str, dict[str, Any]]) -> None:
     assert one_rank["a loop's reduction"]["found"] == [[3], False]
+
+
+def test_a_collective_between_two_devices_is_refused(one_rank: dict[str, dict[str, Any]]) -> None:
+    assert "bring both to one device first" in one_rank["two devices"]["told"]
 
 
 @pytest.mark.parametrize("case", VERIFIED)

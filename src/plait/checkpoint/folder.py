@@ -199,7 +199,7 @@ def _check_left(partial: Path) -> None:
     except ValueError:
         raise ValueError(
             f"another run is saving to {str(partial.parent)!r}, {STEP.findall(partial.name)[0]}: give each run, and "
-            f"each island of one, a folder of its own"
+            f"each island of one, a separate folder"
         ) from None
 
 

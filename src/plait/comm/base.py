@@ -50,7 +50,7 @@ from plait.comm.operation import (
     names,
     overlap,
     pair_of,
-    same_dtype,
+    same_kind,
 )
 from plait.comm.process_identity import Peer
 from plait.table.collectives import Entry, Note, bytes_sent
@@ -154,7 +154,7 @@ class Comm:
         group = self._group(axes)
         n = len(group.ranks)
         out, whole = flat(out, "out", "all_to_all", self.device), flat(whole, "whole", "all_to_all", self.device)
-        same_dtype("all_to_all", out, whole)
+        same_kind("all_to_all", out, whole)
         if out.numel() != whole.numel() or whole.numel() % n:
             raise ValueError(
                 f"all_to_all over {names(group)}: whole has {whole.numel()} elements and out {out.numel()}; "

@@ -179,14 +179,17 @@ def flat(tensor: Tensor, name: str, kind: str, device: torch.device) -> Tensor:
     return tensor.detach().view(-1)
 
 
-def same_dtype(kind: str, a: Tensor, b: Tensor) -> None:
+def same_kind(kind: str, a: Tensor, b: Tensor) -> None:
+    """Refuses tensors of two dtypes, or on two devices."""
+    if a.device.type != b.device.type:
+        raise ValueError(f"{kind} between {a.device} and {b.device}: bring both to one device first")
     if a.dtype != b.dtype:
         raise ValueError(f"{kind} between {name_of(a.dtype)} and {name_of(b.dtype)}: convert one to the other first")
 
 
 def check_pieces(kind: str, group: Group, whole: Tensor, whole_name: str, piece: Tensor, piece_name: str) -> None:
     """Refuses a whole that is not ``n`` pieces, and a piece within its memory but not at this rank's slice."""
-    same_dtype(kind, whole, piece)
+    same_kind(kind, whole, piece)
     n, m = len(group.ranks), piece.numel()
     if whole.numel() != n * m:
         raise ValueError(

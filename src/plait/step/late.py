@@ -3,7 +3,7 @@
     on the device   losses, norms, checks ─► the factor of the clip, and ``found_inf``: a bad step changes nothing
     on the host     the same numbers come to pinned memory; the first who asks reads them, or the next step
 
-A step that is not finite is so told late: by the first look at its result, the next reduction, or a save.
+A step that is not finite raises late: at the first look at its result, the next reduction, or a save.
 """
 
 from __future__ import annotations

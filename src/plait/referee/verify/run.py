@@ -6,6 +6,7 @@ one process, one plain full-batch step          ──► rounding ─┘
 the table's predicted messages and bytes        ──► the ledger
 """
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -298,8 +299,9 @@ def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> N
 
 
 def worst_of(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings that are not equal, the largest difference first."""
-    return sorted((f for f in findings if not f.equal), key=lambda f: f.measured, reverse=True)[:WORST]
+    """The findings that are not equal, NaN and the largest difference first."""
+    unequal = (f for f in findings if not f.equal)
+    return sorted(unequal, key=lambda f: (math.isnan(f.measured), f.measured), reverse=True)[:WORST]
 
 
 def line_of(finding: Finding) -> str:

@@ -14,14 +14,15 @@ from plait.tensor.expert_axis import ExpertAxis, within_capacity
 from plait.tensor.time_axis import part_of_time
 
 
+@pytest.mark.parametrize(("capacity", "room"), [(0.2, 3), (0.8, 12)], ids=["full early", "full late"])
 @pytest.mark.parametrize("mesh", ["tensor=3", "shard=3 context=3", "shard=2 context=2 tensor=3"])
-def test_the_first_tokens_of_a_sample_find_room_wherever_they_are(mesh: str) -> None:
+def test_the_first_tokens_of_a_sample_find_room_wherever_they_are(mesh: str, capacity: float, room: int) -> None:
     chosen = torch.rand(3, 36, 5, generator=torch.Generator().manual_seed(0)).topk(2).indices
-    right, taken = within_capacity(chosen, 5, 0.8), torch.zeros(3, 5, dtype=torch.int64)
-    for step in range(36):  # ceil(0.8 * 2 * 36 / 5) = 12 of each sample
+    right, taken = within_capacity(chosen, 5, capacity), torch.zeros(3, 5, dtype=torch.int64)
+    for step in range(36):  # room: ceil(capacity * 2 * 36 / 5) of each sample
         for sample, choice in product(range(3), range(2)):
             expert = int(chosen[sample, step, choice])
-            assert int(right[sample, step, choice]) == (expert if taken[sample, expert] < 12 else -1)
+            assert int(right[sample, step, choice]) == (expert if taken[sample, expert] < room else -1)
             taken[sample, expert] += 1
 
     def body(comm: plait.Comm) -> None:
@@ -30,7 +31,7 @@ def test_the_first_tokens_of_a_sample_find_room_wherever_they_are(mesh: str) -> 
             return of_context.tensor_split(comm.mesh.tensor, 1)[comm.mesh.index(comm.rank, ("tensor",))]
 
         axis = ExpertAxis(comm, sequence=comm.mesh.tensor > 1)
-        assert torch.equal(within_capacity(mine(chosen), 5, 0.8, axis), mine(right))
+        assert torch.equal(within_capacity(mine(chosen), 5, capacity, axis), mine(right))
 
     plait.run_threads(mesh, body)
 

@@ -4,12 +4,14 @@ an engine by hand."""
 # ruff: noqa: E501 (a row is a line)
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from planted import Patch, instead
+from planted import Patch, Put, instead
 from published import Fault, check, found_in
+from test_own_engine import judged
 from torch import Tensor
 from verify_cases import not_sent
 
@@ -103,3 +105,24 @@ def test_a_published_fault_is_named_and_placed(fault: Fault) -> None:
 @pytest.mark.parametrize(("mesh", "microbatches"), [("shard=4 expert=2", 2), ("shard=4 expert=2 context=2", 1)])
 def test_without_a_fault_nothing_is_found(mesh: str, microbatches: int) -> None:
     assert found_in(LAYOUT.with_flags(mesh=mesh, microbatches=microbatches), None) == ("equal", None)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "row", "microbatches"), [("shard=2 expert=2", "ddp", 2), ("shard=4 expert=2", "zero3", 1)]
+)
+def test_a_judge_finds_nothing_either(mesh: str, row: str, microbatches: int, tmp_path: Path) -> None:
+    found = judged(LAYOUT.with_flags(mesh=mesh, strategy=row, microbatches=microbatches), tmp_path)
+    assert found.equal and found.residual < 1e-12, found
+
+
+@pytest.mark.parametrize(
+    ("put", "words"),
+    [
+        (experts_are_not_divided, "it is divided by the 2 ranks that have it, and not by all 4"),
+        (copies_of_experts_keep_their_own, "blocks.1.mlp.experts.down: ranks 2 and 3: off by"),
+        (every_rank_has_the_first_experts, "is another computation than the job's"),
+    ],
+)
+def test_a_judge_names_it(put: Put, words: str, tmp_path: Path) -> None:
+    found = judged(LAYOUT, tmp_path, put)
+    assert (found.step, found.phase) == (0, "gradient") and words in found.text, found

@@ -12,6 +12,7 @@ A sample is identified by a checksum of its row of a call's tensors: two with th
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from plait.step import Engine
 from plait.table.region import Region
 from plait.torch_private import tree_leaves
+from plait.zero.owned import Owned
 
 INSIDE = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What wrappers call the module that they wrap."""
@@ -128,19 +130,31 @@ def of_engine(engine: Engine) -> WitnessSource:
     """The pieces that this rank owns, and the parameters that do not train, whole; all ranks call it together.
 
     Raises:
-        ValueError: a tensor axis, which cuts a parameter before it is sharded.
+        ValueError: a parameter whose piece on this rank is not one run of its flattened whole.
     """
-    if cut := next((owned.name for owned in engine.placed.owned if owned.cut is not None), None):
-        raise ValueError(
-            f"{cut!r} is cut over a tensor or expert axis, whose pieces no witness can place: take plait verify"
-        )
     frozen = {name for name, p in engine.model.named_parameters() if not p.requires_grad}
     parameters = {name: p for name, p in engine.full_state_dict().items() if name in frozen} if frozen else {}
     parameters |= {owned.name: owned.view for owned in engine.placed.owned}
     regions: dict[str, Region] = {name: tuple((0, size) for size in p.shape) for name, p in parameters.items()}
-    parts = {owned.name: ((owned.run.start, owned.run.stop),) for owned in engine.placed.owned if not owned.run.whole}
+    regions |= {owned.name: _in_the_whole(owned) for owned in engine.placed.owned}
     buffers = {name: buffer for part in engine.placed.parts() for name, buffer in named_buffers(part.model)}
-    return WitnessSource(engine.model, parameters, regions | parts, buffers, frozenset(parts))
+    flat = frozenset(owned.name for owned in engine.placed.owned if not owned.run.whole)
+    return WitnessSource(engine.model, parameters, regions, buffers, flat)
+
+
+def _in_the_whole(owned: Owned) -> Region:
+    """Where a rank's run of a parameter lies in the whole, or in the flattened whole where it is a part of a piece."""
+    run, cut = owned.run, owned.cut
+    if cut is not None and (cut.dim or len(cut.parts) > 1):  # experts are cut in their first dim
+        raise ValueError(
+            f"{owned.name!r} is cut over a tensor axis, whose pieces no witness can place: take plait verify"
+        )
+    first, last = cut.ranges(owned.flat.tensor_rank)[0] if cut else (0, 0)
+    if run.whole:
+        region = tuple((0, size) for size in owned.view.shape)
+        return ((first, last), *region[1:]) if cut else region
+    offset = first * math.prod(cut.shape[1:]) if cut else 0
+    return ((offset + run.start, offset + run.stop),)
 
 
 # ---- samples

@@ -39,7 +39,7 @@ def _norm(gradients: Iterator[Tensor]) -> float:
 def made_of_others(observed: Tensor, name: str, true: Mapping[str, Tensor]) -> str:
     """Says which parameters' gradients a wrong one is made of, in words; empty where they do not explain it."""
     alike = [n for n, g in true.items() if g.shape == observed.shape and g.any()]
-    if observed.numel() < SURE * len(alike):
+    if not alike or observed.numel() < SURE * len(alike):
         return ""
     found = contributions([observed], [[true[n]] for n in alike])
     if not found.determined or found.rest > NEAR:

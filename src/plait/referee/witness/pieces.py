@@ -143,7 +143,7 @@ def of_engine(engine: Engine) -> WitnessSource:
 
 
 def _in_the_whole(owned: Owned) -> Region:
-    """Where a rank's run of a parameter lies in the whole, or in the flattened whole where it is a part of a piece."""
+    """The region of a rank's run in the whole parameter, or in the flattened one if the run is part of a piece."""
     run, cut = owned.run, owned.cut
     if cut is not None and (cut.dim or len(cut.parts) > 1):  # experts are cut in their first dim
         raise ValueError(

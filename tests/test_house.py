@@ -107,7 +107,7 @@ BUDGETS = {
     **{"tensor": 2_400, "pipeline": 1_950, "step": 2_500, "predict": 2_600, "checkpoint": 2_250},
     **{"anymodel": 1_750, "sharded": 3_250, "shared_memory": 1_450, "referee": 10_400, "run": 15_500, "": 1_000},
 }
-"""Lines of each part, decision 168.  A change may only lower them; what needs more says in its record what it deletes."""
+"""Lines of each part (decision 168).  A change may only lower them."""
 
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "multiprocessing"}
 MAY_IMPORT_UNPICKLERS = {

@@ -20,6 +20,8 @@
 .DEFAULT_GOAL := setup
 .PHONY: setup demo test test-full test-nightly test-oldest test-newest newest check docs format bench clean
 SHELL := /bin/bash
+# Images often forbid it; each of the tests' processes would then compile torch's sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3)
 TORCH_INDEX ?=

@@ -167,7 +167,7 @@ def read_words(*args: Any, **settings: Any) -> Any:
     except SystemExit as left:
         if not left.code:  # a help text
             raise
-        raise ValueError(in_a_line(box.getvalue())) from None
+        raise ValueError(one_line(in_a_line(box.getvalue()), longest=1000)) from None
 
 
 def in_a_line(box: str) -> str:

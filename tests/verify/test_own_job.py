@@ -55,7 +55,7 @@ def test_a_mean_where_a_sum_is_due_is_seen() -> None:
     hidden = replace(mean, loss_fn=lambda model, b: loss_sum(model, b) / len(b[0]))
     verdict = plait.verify(hidden, microbatches=2)
     assert verdict.word == "different"
-    assert "loss step 1" in str(verdict) and "DIFFERENT" in str(verdict)
+    assert "first wrong: step 1, the loss, on all 2 ranks" in str(verdict) and "DIFFERENT" in str(verdict)
 
 
 FILE = """

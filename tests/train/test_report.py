@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from plait.run.commands.main import main
+from plait.run.job.config import JobConfig
 from plait.run.report.page.saved import saved_reports
+from plait.run.train.report import transformer_of
 
 CLUSTER = """
 memory_gb = 8
@@ -47,6 +49,38 @@ def test_a_run_leaves_its_report(mesh: str, tmp_path: Path) -> None:
     assert passes == [[box[:3] for box in one["compute"]] for one in steps["simulated"]]
     assert {2 * 2} == {sum(box[0] < 2 for box in one["compute"]) for one in steps["measured"]}
     assert "ranks compute" in report["limit"] and report["change"]
+
+
+JOB = """
+import torch, plait
+from torch import nn
+
+def batch(step):
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+
+job = plait.UserJob(
+    lambda: nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)),
+    lambda model, x: (model(x) - x).square().sum(), batch, optimizer=torch.optim.AdamW,
+)
+"""
+
+
+def test_a_job_of_a_user_is_counted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(JOB)
+    Path("cluster.toml").write_text(CLUSTER)
+    words = "train --job mine.py:job --mesh shard=2 --steps 3 --world thread --cluster cluster.toml --out out"
+    assert main(words.split()) == 0
+    (report,) = saved_reports("out")
+    predicted, measured, _ = {name: row for name, *row in report["numbers"]}["MFU"]
+    assert 0 < predicted < 100 and measured > 0
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama", "qwen2", "moe"])
+def test_the_planner_sees_all_parameters_of_a_model(kind: str) -> None:
+    task = JobConfig(model=kind, layers=3, width=32, heads=4, kv_heads=2, ffn=48, length=8)
+    found = transformer_of(task.sizes)
+    assert found is not None and found.num_parameters == task.sizes.num_parameters
 
 
 @pytest.mark.parametrize(

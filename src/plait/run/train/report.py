@@ -13,6 +13,7 @@ import torch
 
 from plait.checkpoint.files.reading import read_text
 from plait.checkpoint.files.writing import write_text
+from plait.predict.chain import Chain
 from plait.predict.cluster import PRESETS, Cluster, parse_cluster
 from plait.predict.model import Transformer, from_hugging_face
 from plait.predict.plan import Plan, implementation
@@ -21,8 +22,11 @@ from plait.run.config.layout import LayoutConfig
 from plait.run.config.machine import MachineConfig, resolve_device
 from plait.run.config.sinks import METRICS
 from plait.run.job.config import JobConfig
+from plait.run.job.outline import outline
+from plait.run.job.own import UserJob, load_job
 from plait.run.models.gpt import GPTConfig
 from plait.run.models.hf import HFConfig
+from plait.run.models.moe import MoEConfig
 from plait.run.models.pretrained import Pretrained
 from plait.run.report.page.saved import REPORT, page
 from plait.run.report.page.trained import FinishedRun, Totals, trained_report
@@ -64,22 +68,26 @@ def plan_of(
         file: describes the cluster.
     """
     mesh, on_gpu = machine.parsed_mesh, resolve_device(machine) == "cuda"
-    cluster, model = cluster_of(file, on_gpu=on_gpu), transformer_of(task.sizes)
-    if cluster is None or model is None or not task.family.reads_text:
+    cluster = cluster_of(file, on_gpu=on_gpu)
+    if cluster is None:
         return None
-    with suppress(ValueError):  # uneven batches, a schedule written by hand, a dtype without a peak
+    with suppress(ValueError):  # uneven batches, a schedule written by hand, a dtype without a peak, a job off meta
+        model, batch, length = counted(task)
+        if model is None:
+            return None
         plan = Plan(
             model,
             replace(cluster, hosts=mesh.hosts, devices=mesh.size // mesh.hosts),
             mesh,
             row,
-            task.samples.batch,
-            task.network.length,
+            batch,
+            length,
             layout.microbatches,
             layout.schedule,
             layout.chunks,
             recompute=layout.recompute,
             sequence_parallel=layout.sequence_parallel,
+            all_to_all=layout.all_to_all,
             dtype=row.params.dtype or task.network.dtype.partition("-")[0],
             states=task.optimizer_row.states,
             **implementation(model, cluster),
@@ -89,9 +97,23 @@ def plan_of(
     return None
 
 
+def counted(task: JobConfig) -> tuple[Transformer | Chain | None, int, int]:
+    """A task's model as the planner sees it, None for one that it does not know; samples; tokens of each.
+
+    A user's job is counted on meta, and each of its samples as one token.  ValueError for one that cannot run there.
+    """
+    if (job := task.network.job) is not None:
+        return *outline(job if isinstance(job, UserJob) else load_job(job)), 1
+    return transformer_of(task.sizes) if task.family.reads_text else None, task.samples.batch, task.network.length
+
+
 def transformer_of(sizes: Any) -> Transformer | None:
     """The sizes of a run's decoder; None for another model."""
     if isinstance(sizes, GPTConfig):
+        experts: dict[str, Any] = {}
+        if isinstance(sizes, MoEConfig):
+            shared = sizes.hidden_width if sizes.shared else 0
+            experts = {"experts": sizes.num_experts, "chosen": sizes.num_chosen, "shared_ffn": shared}
         return Transformer(
             layers=sizes.num_layers,
             hidden=sizes.width,
@@ -102,6 +124,7 @@ def transformer_of(sizes: Any) -> Transformer | None:
             qkv_bias=isinstance(sizes, HFConfig) and sizes.kind == "qwen2",
             tied=sizes.tie if isinstance(sizes, HFConfig) else True,
             dropout=sizes.dropout > 0,
+            **experts,
         )
     if not isinstance(sizes, Pretrained):
         return None

@@ -126,3 +126,15 @@ def test_a_judge_finds_nothing_either(mesh: str, row: str, microbatches: int, tm
 def test_a_judge_names_it(put: Put, words: str, tmp_path: Path) -> None:
     found = judged(LAYOUT, tmp_path, put)
     assert (found.step, found.phase) == (0, "gradient") and words in found.text, found
+
+
+def test_a_judge_refuses_updates_of_the_whole(tmp_path: Path) -> None:
+    def body(comm: plait.Comm) -> None:
+        with plait.empty_parameters():
+            model = MoE(SIZES)
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
+        engine = plait.Engine(model, comm, strategy="ddp", cut="tensor", optimizer=optimizer)
+        plait.witness(engine, optimizer, tmp_path)
+
+    with pytest.raises(ValueError, match="one rank updates all of a parameter that an axis cuts"):
+        plait.run_threads("shard=2 expert=2", body)

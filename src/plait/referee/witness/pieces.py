@@ -130,8 +130,14 @@ def of_engine(engine: Engine) -> WitnessSource:
     """The pieces that this rank owns, and the parameters that do not train, whole; all ranks call it together.
 
     Raises:
-        ValueError: a parameter whose piece on this rank is not one run of its flattened whole.
+        ValueError: a parameter whose piece on this rank is not one run of its flattened whole, or is updated elsewhere.
     """
+    owner = engine.placed.owned_optimizer
+    if owner is not None and any(owner.whole_updates.values()):
+        raise ValueError(
+            "the optimizer looks at whole tensors, so one rank updates all of a parameter that an axis cuts, which no "
+            "witness sees: take plait verify"
+        )
     frozen = {name for name, p in engine.model.named_parameters() if not p.requires_grad}
     parameters = {name: p for name, p in engine.full_state_dict().items() if name in frozen} if frozen else {}
     parameters |= {owned.name: owned.view for owned in engine.placed.owned}

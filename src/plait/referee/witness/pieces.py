@@ -133,11 +133,10 @@ def of_engine(engine: Engine) -> WitnessSource:
         ValueError: a parameter whose piece on this rank is not one run of its flattened whole, or is updated elsewhere.
     """
     owner = engine.placed.owned_optimizer
-    if owner is not None and any(owner.whole_updates.values()):
-        raise ValueError(
-            "the optimizer looks at whole tensors, so one rank updates all of a parameter that an axis cuts, which no "
-            "witness sees: take plait verify"
-        )
+    strange = [one.piece.name for ones in (owner.whole_updates if owner else {}).values() for one in ones]
+    strange += [o.name for o in engine.placed.owned if o.cut is not None and (o.cut.dim or len(o.cut.parts) > 1)]
+    if strange:  # experts are cut in their first dim
+        raise ValueError(f"{strange[0]!r} is cut over a tensor axis, or updated whole on one rank: take plait verify")
     frozen = {name for name, p in engine.model.named_parameters() if not p.requires_grad}
     parameters = {name: p for name, p in engine.full_state_dict().items() if name in frozen} if frozen else {}
     parameters |= {owned.name: owned.view for owned in engine.placed.owned}
@@ -151,14 +150,9 @@ def of_engine(engine: Engine) -> WitnessSource:
 def _in_the_whole(owned: Owned) -> Region:
     """The region of a rank's run in the whole parameter, or in the flattened one if the run is part of a piece."""
     run, cut = owned.run, owned.cut
-    if cut is not None and (cut.dim or len(cut.parts) > 1):  # experts are cut in their first dim
-        raise ValueError(
-            f"{owned.name!r} is cut over a tensor axis, whose pieces no witness can place: take plait verify"
-        )
     first, last = cut.ranges(owned.flat.tensor_rank)[0] if cut else (0, 0)
     if run.whole:
-        region = tuple((0, size) for size in owned.view.shape)
-        return ((first, last), *region[1:]) if cut else region
+        return tuple((first, last) if cut and not dim else (0, size) for dim, size in enumerate(owned.view.shape))
     offset = first * math.prod(cut.shape[1:]) if cut else 0
     return ((offset + run.start, offset + run.stop),)
 

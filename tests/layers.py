@@ -153,6 +153,7 @@ SHARES: dict[str, Share] = {
     "verify/test_compiled.py::test_a_layout_is_the_compiled_process": HELD_BY_THE_MATRIX,
     "verify/test_covering.py": FAST,
     "verify/test_layouts.py": Share("few", "all"),
+    "verify/test_layouts.py::test_so_is_one_of_those_tried_by_night": NIGHTLY,
     "verify/test_matrix.py": FAST,
     "verify/test_matrix.py::test_the_small_matrix": FULL,
     "verify/test_matrix.py::test_the_full_matrix": NIGHTLY,

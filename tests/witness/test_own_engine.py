@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import data_faults as d
 import field_faults as f
@@ -131,6 +131,24 @@ def test_a_loop_of_a_program_with_a_frozen_layer(tmp_path: Path) -> None:
     assert plait.judge(job, tmp_path / "w").equal
 
 
+class Gathered(nn.Module):
+    """Cut in its first dim alone, as experts are."""
+
+    tensor_plan: ClassVar = {"product": "gathered"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(3, 4)
+
+
 def test_a_tensor_axis_is_refused(tmp_path: Path) -> None:
+    def body(comm: Comm) -> None:
+        with plait.empty_parameters():
+            model = Gathered()
+        engine = plait.Engine(model, comm, strategy="ddp", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        plait.witness(engine, list(engine.optimizers), tmp_path)
+
+    with pytest.raises(ValueError, match=r"'product\..*' is cut over a tensor axis"):
+        plait.run_threads("tensor=2", body)
     with pytest.raises(ValueError, match=r"is cut over a tensor axis, or updated whole on one rank"):
         judged(replace(GPT, mesh="tensor=2", heads=2, kv_heads=2, strategy="ddp"), tmp_path / "w")

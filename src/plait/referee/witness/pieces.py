@@ -130,12 +130,12 @@ def of_engine(engine: Engine) -> WitnessSource:
     """The pieces that this rank owns, and the parameters that do not train, whole; all ranks call it together.
 
     Raises:
-        ValueError: a parameter whose piece on this rank is not one run of its flattened whole, or is updated elsewhere.
+        ValueError: a parameter that a tensor axis cuts, or that one rank updates for those that share it.
     """
     owner = engine.placed.owned_optimizer
     strange = [one.piece.name for ones in (owner.whole_updates if owner else {}).values() for one in ones]
-    strange += [o.name for o in engine.placed.owned if o.cut is not None and (o.cut.dim or len(o.cut.parts) > 1)]
-    if strange:  # experts are cut in their first dim
+    strange += [owned.name for owned in engine.placed.owned if owned.cut and engine.comm.mesh.tensor > 1]
+    if strange:
         raise ValueError(f"{strange[0]!r} is cut over a tensor axis, or updated whole on one rank: take plait verify")
     frozen = {name for name, p in engine.model.named_parameters() if not p.requires_grad}
     parameters = {name: p for name, p in engine.full_state_dict().items() if name in frozen} if frozen else {}
@@ -149,7 +149,7 @@ def of_engine(engine: Engine) -> WitnessSource:
 
 def _in_the_whole(owned: Owned) -> Region:
     """The region of a rank's run in the whole parameter, or in the flattened one if the run is part of a piece."""
-    run, cut = owned.run, owned.cut
+    run, cut = owned.run, owned.cut  # of experts alone, in their first dim
     first, last = cut.ranges(owned.flat.tensor_rank)[0] if cut else (0, 0)
     if run.whole:
         return tuple((first, last) if cut and not dim else (0, size) for dim, size in enumerate(owned.view.shape))

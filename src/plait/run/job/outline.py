@@ -87,8 +87,8 @@ def outline(job: UserJob) -> tuple[Chain, int]:
             _count_in(counting, number, module, outermost=module is model)
         with counting, torch.autograd.graph.saved_tensors_hooks(counting.keep, lambda value: value):
             job.loss_fn(model, batch)
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
-        reason = str(error).partition("\n")[0]
+    except Exception as error:  # the job's own code may raise anything where tensors have no values
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(
             f"{job} does not run on meta, where tensors have no values ({reason}): give --params"
         ) from error

@@ -131,7 +131,6 @@ SHARES: dict[str, Share] = {
     "referee/test_faults.py": Share("few", "all"),
     "referee/test_faults.py::test_a_fault_in_its_other_layouts": NIGHTLY,
     "referee/test_faults.py::test_a_wrong_loop_is_named": Share("values", "all"),
-    "schedule/test_simulate.py::test_256_stages_and_1024_microbatches_in_ten_seconds": FULL,
     "sharded/test_op_database.py::test_every_operator": NIGHTLY,
     "measure/test_calibrate.py::test_a_measured_machine_plans_and_trains": PROCESSES,
     "train/test_places.py::test_processes_say_it_once_and_leave_together": PROCESSES,

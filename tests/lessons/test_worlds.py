@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,12 +62,10 @@ def test_a_body_gives_the_same_twice_so_that_worlds_can_be_compared(
 
 @pytest.mark.parametrize("number", WITH_RANKS)
 def test_processes_have_the_bits_of_threads(number: int) -> None:
-    start = time.monotonic()
     command = [sys.executable, "-m", "plait", "lesson", "run", str(number), "--world", "process"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "each rank has what it has as a thread, to the bit" in done.stdout and done.stdout.count("\n") == 1
-    assert time.monotonic() - start < 60  # 5 to 8 s on two cores that are shared
 
 
 def test_torchrun_says_how_many_ranks_there_are() -> None:

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
@@ -198,16 +197,12 @@ def test_the_picture_of_the_docs(tab: Any, tmp_path: Path) -> None:
     assert (out / "report.png").stat().st_size > 20_000
 
 
-def test_32_ranks_and_64_microbatches_open_within_two_seconds(tab: Any, tmp_path: Path) -> None:
+def test_32_ranks_and_64_microbatches_are_one_canvas(tab: Any, tmp_path: Path) -> None:
     one = report("large", plan("pipe=32", 64))
     step = simulate(write_order("1f1b", 32, 64), Costs())
     one["timelines"]["measured"] = measured_lanes(as_log(step))
     place = tmp_path / "large.html"
     place.write_text(page([one]))
-    took = []
-    for _ in range(3):  # the machine may be busy
-        started = time.monotonic()
-        tab.goto(place.as_uri())
-        tab.locator("canvas").wait_for()
-        took.append(time.monotonic() - started)
-    assert min(took) < 2
+    tab.goto(place.as_uri())
+    tab.locator("canvas").wait_for()
+    assert tab.evaluate("document.getElementsByTagName('*').length") < 2000

@@ -15,7 +15,7 @@
 # TORCH_INDEX=URL  a package index to look for torch in as well. On Linux, PyPI's torch brings several GB of
 #                  CUDA packages; TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the CPU build.
 # WORKERS=...      how many processes run tests (one for each core, at most 8)
-# ARGS=...         further arguments for demo, bench and the tests: ARGS=tests/oracle runs one folder's of the layer
+# ARGS=...         further arguments for demo, bench and the tests: ARGS=tests/comm runs one folder's of the layer
 
 .DEFAULT_GOAL := setup
 .PHONY: setup demo test test-full test-nightly test-oldest test-newest newest check docs format bench clean

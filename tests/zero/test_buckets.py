@@ -69,23 +69,3 @@ def test_two_dtypes_in_one_bucket() -> None:
         return len(engine.placed.units), [len(flat.parameters) for flat in engine.placed.units[0].flats]
 
     assert run(Mesh(shard=2), body) == [(1, [4, 2])] * 2
-
-
-def test_a_stage_without_parameters_has_no_unit() -> None:
-    template = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Tanh())
-
-    def body(comm: Comm) -> tuple[int, float]:
-        model = copy.deepcopy(template)
-        engine = Engine(
-            model,
-            comm,
-            strategy="ddp",
-            split=[1, 2],
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            loss_fn=lambda model, x: model(x).sum(),
-            count_fn=len,
-        )
-        return len(engine.placed.units), engine.step([torch.ones(2, 3)]).loss
-
-    (first, loss), (second, again) = run(Mesh(pipe=2), body)
-    assert (first, second) == (1, 0) and loss == again

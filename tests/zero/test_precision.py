@@ -1,6 +1,9 @@
-"""Mixed precision: what is kept in which dtype, what a wider sum saves, and steps that are left out."""
+"""Mixed precision: what is kept in which dtype, and its bytes and messages, as predicted."""
 
 from __future__ import annotations
+
+import copy
+from typing import Any
 
 import pytest
 import torch
@@ -15,60 +18,7 @@ from plait.step import Engine
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
 
-MESH = Mesh(replica=2, shard=2)
-BF16 = torch.bfloat16
-
-
-def loss_sum(model: nn.Module, x_BD: Tensor) -> Tensor:
-    return torch.as_tensor(model(x_BD.to(next(model.parameters()).dtype)).float().square().sum())
-
-
-def net(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net()
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def batches(step: int, data_rank: int, num: int = 2) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + data_rank)
-    return [torch.randn(3, 5, generator=generator) for _ in range(num)]
-
-
-@pytest.mark.parametrize("offload", [False, True], ids=["here", "cpu"])
-@pytest.mark.parametrize("row", ROWS)
-def test_state_lies_in_the_dtypes_of_the_row_and_its_bytes_are_predicted(row: str, offload: bool) -> None:
-    strategy = TABLE[row].mixed("bf16")
-    strategy = strategy.offloaded() if offload else strategy
-    models = [net() for _ in range(MESH.size)]
-
-    def rank_main(comm: Comm) -> None:
-        model = models[comm.rank]
-        engine = Engine(model, comm, strategy=strategy, optimizer=adam(model), loss_fn=loss_sum, count_fn=len, clip=0.1)
-        assert all(p.dtype == BF16 for p in model.parameters())
-        for step in range(2):
-            engine.step(batches(step, comm.rank))
-        for piece in engine.placed.owned:
-            assert piece.view.dtype == piece.gradient.dtype == torch.float32
-        assert engine.optimizer is not None
-        assert all(s["exp_avg"].dtype == torch.float32 for s in engine.optimizer.state.values())
-        ahead, kept = held(engine.placed.layouts(), comm.mesh, strategy, comm.rank, 2), engine.placed.bytes_held()
-        assert (kept["params"], kept["grads"], kept["optimizer"]) == (ahead.params, ahead.grads, ahead.optimizer)
-
-    run(MESH, rank_main, deadline=20)
-
-
-def test_a_row_may_not_narrow_what_it_sums() -> None:
-    row = "x: full | full | full fp32, pending(shard, replica) | full fp32"
-
-    def rank_main(comm: Comm) -> None:
-        model = net().double()
-        Engine(model, comm, strategy=row, optimizer=adam(model), loss_fn=loss_sum, count_fn=len)
-
-    with pytest.raises(ValueError, match="fewer bits"):
-        run(Mesh(), rank_main, deadline=20)
+BF16, KEPT = torch.bfloat16, {"turn": torch.complex64}
 
 
 class Kinds(nn.Module):
@@ -84,28 +34,45 @@ class Kinds(nn.Module):
         return (self.first(x_BC)[:, self.kept].to(self.turn.dtype) @ self.turn).abs()
 
 
-@pytest.mark.parametrize("row", ["ddp", "zero2", "zero3"])
-def test_bytes_of_integers_and_complex_numbers_are_predicted_under_dtypes(row: str) -> None:
-    torch.manual_seed(0)
-    models = [Kinds() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    strategy = TABLE[row].mixed("bf16")
+def engine_on(template: nn.Module, comm: Comm, strategy: Any) -> Engine:
+    model = copy.deepcopy(template)
+    return Engine(
+        model, comm, strategy=strategy, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), clip=0.1,
+        loss_fn=lambda m, x: m(x.to(BF16)).float().square().sum(), count_fn=len,
+    )  # fmt: skip
 
-    def rank_main(comm: Comm) -> None:
-        model = models[comm.rank]
-        engine = Engine(
-            model,
-            comm,
-            strategy=strategy,
-            optimizer=adam(model),
-            loss_fn=lambda m, x: m(x.to(BF16)).square().sum(),
-            count_fn=len,
-        )
+
+CASES = [(Net, row, offload) for row in ROWS for offload in (False, True)]
+CASES += [(Kinds, row, False) for row in ("ddp", "zero2", "zero3")]
+
+
+@pytest.mark.parametrize(("kind", "row", "offload"), CASES)
+def test_state_lies_in_the_dtypes_of_the_row_and_is_predicted(kind: type[nn.Module], row: str, offload: bool) -> None:
+    torch.manual_seed(0)
+    template, strategy = kind(), TABLE[row].mixed("bf16")
+    strategy = strategy.offloaded() if offload else strategy
+
+    def body(comm: Comm) -> None:
+        engine = engine_on(template, comm, strategy)
+        assert all(p.dtype == KEPT.get(n, BF16) for n, p in engine.model.named_parameters() if p.requires_grad)
         comm.ledger.clear()
-        engine.step(batches(0, comm.rank, 1))
-        sent = [e for e in comm.ledger.entries if e.note.phase != "setup"]
-        assert not differences(predict_step(engine.placed.layouts(), comm.mesh, strategy, 1, comm.rank), sent)
+        engine.step(list(torch.linspace(-1, 1, 30).add(comm.rank).view(2, 3, 5)))
+        sent = [entry for entry in comm.ledger.entries if entry.note.phase != "setup"]
+        assert not differences(predict_step(engine.placed.layouts(), comm.mesh, strategy, 2, comm.rank), sent)
+        for piece in engine.placed.owned:
+            due = KEPT.get(piece.name, torch.float32)
+            assert {
+                piece.view.dtype,
+                piece.gradient.dtype,
+                engine.optimizers[0].state[piece.view]["exp_avg"].dtype,
+            } == {due}
         ahead, kept = held(engine.placed.layouts(), comm.mesh, strategy, comm.rank, 2), engine.placed.bytes_held()
         assert (kept["params"], kept["grads"], kept["optimizer"]) == (ahead.params, ahead.grads, ahead.optimizer)
 
-    run(Mesh(shard=2), rank_main, deadline=20)
+    run(Mesh(replica=2, shard=2), body, deadline=20)
+
+
+def test_a_row_may_not_narrow_what_it_sums() -> None:
+    row = "x: full | full | full fp32, pending(shard, replica) | full fp32"
+    with pytest.raises(ValueError, match="fewer bits"):
+        run(Mesh(), lambda comm: engine_on(Net().double(), comm, row), deadline=20)

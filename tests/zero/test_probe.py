@@ -1,14 +1,12 @@
-"""Optimizers that are not torch's: right on whole tensors, refused where a piece of one would be another update."""
+"""Optimizers that are not torch's: refused where a piece of one would be another update."""
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import engine_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -104,49 +102,6 @@ def test_what_a_probe_holds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe.shrunk((3, 5000, 7), 1024) == (3, 40, 7)
     assert "shape (32, 24)" in (why(Factored, (64, 48)) or "")
     assert why(Starts, (64, 48)) is None
-
-
-class Shaped(nn.Module):
-    """A parameter of the shape at which a rule starts."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(math.prod(shape), dtype=torch.float64).sin().view(shape))
-
-    def forward(self, x_B: Tensor) -> Tensor:
-        return (x_B.view(-1, 1) * (self.weight.reshape(-1) * 3).sin()).sum(1)
-
-
-def trained(mesh: str, kind: Any, shape: tuple[int, ...], row: str, **settings: Any) -> list[Tensor]:
-    """Every rank's weight after three steps."""
-
-    def body(comm: Comm) -> Tensor:
-        model = Shaped(shape)
-        engine = plait.Engine(model, comm, strategy=row, optimizer=kind(model.parameters()), **settings)
-        for step in range(3):
-            x = torch.tensor([1.0, 2.0], dtype=torch.float64)[comm.rank :: comm.mesh.size] + step
-            engine.backward(model(x).sum(), len(x))
-            engine.optimizers[0].step()
-        return engine.full_state_dict()["weight"]
-
-    return run(Mesh.parse(mesh), body, deadline=20)
-
-
-@pytest.mark.parametrize("row", ["zero1", "zero3"])
-@pytest.mark.parametrize(("kind", "shape"), [*STARTS, (Starts, (7, 9))])
-def test_other_optimizers_have_whole_tensors_or_are_declared(kind: Any, shape: Any, row: str) -> None:
-    truth = trained("shard=1", kind, shape, "ddp")[0]
-    for weight in trained("shard=2", kind, shape, row, cut="tensor"):
-        assert cases.close(weight, truth)
-    with pytest.raises(ValueError, match=r'(?s)not one of torch.*cut="tensor".*ddp.*plait\.elementwise\(optimizer\)'):
-        trained("shard=2", kind, shape, row)
-    said = lambda parameters: plait.elementwise(kind(parameters))  # noqa: E731
-    if kind is not Starts:
-        with pytest.raises(ValueError, match="though it was declared element-wise: steps on a tensor of shape"):
-            trained("shard=2", said, shape, row)
-    else:
-        for weight in trained("shard=2", said, shape, row):
-            assert cases.close(weight, truth)
 
 
 class Projects(torch.optim.SGD):

@@ -24,19 +24,6 @@ def frozen(module: nn.Module) -> nn.Module:
     return module.requires_grad_(False)
 
 
-class LowRank(nn.Module):
-    """A frozen linear and a trained low-rank correction beside it (LoRA)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = frozen(nn.Linear(WIDTH, WIDTH))
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        out: Tensor = self.base(x_BC) + self.up(self.down(x_BC))
-        return out.tanh()
-
-
 class FrozenFirst(nn.Module):
     """Trained after frozen: all gradients of the unit have come while its frozen weight is still needed."""
 
@@ -117,14 +104,11 @@ def sharing() -> nn.Module:
 
 
 MODELS = {
-    "low rank": lambda: nn.Sequential(LowRank(), LowRank(), LowRank()),
     "frozen before own": lambda: nn.Sequential(FrozenFirst(), FrozenFirst()),
     "shared before own": sharing,
     "frozen, twice": FrozenTwice,
     "frozen, two inputs": BoundaryState,
     "frozen in the model itself": FrozenBetween,
-    "first frozen": lambda: nn.Sequential(frozen(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
-    "last frozen": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), frozen(nn.Linear(WIDTH, WIDTH))),
 }
 
 

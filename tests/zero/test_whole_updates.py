@@ -85,23 +85,6 @@ class Counts(nn.Module):
         return self.product(x) * torch.arange(7)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("mesh", ["tensor=2", "tensor=3", "shard=2 tensor=2"])
-def test_muon_on_equal_gradients_has_the_bits_of_one_process(mesh: str) -> None:
-    def body(comm: Comm) -> Tensor:
-        model = Counts()
-        model.product.weight.data = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
-        optimizer = torch.optim.Muon(model.parameters(), lr=0.05)
-        engine = Engine(model, comm, strategy="zero3", cut="tensor", optimizer=optimizer)
-        for step in range(4):
-            x = ((torch.arange(24).view(4, 6) * (step + 3)) % 5).float().chunk(comm.mesh.shard)
-            engine.backward(model(x[comm.mesh.data_rank(comm.rank)]).sum(), 4 // comm.mesh.shard)
-            optimizer.step()
-        return engine.full_state_dict()["product.weight"]
-
-    (right,) = run("shard=1", body)
-    assert all(torch.equal(weight, right) for weight in plait.run_threads(mesh, body))
-
-
 class Modes(Orthogonal):
     """Changes parameters while the model is evaluated."""
 

@@ -84,30 +84,6 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_is_changed(damage: Any
     run(Mesh(shard=2), body)
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(cases.WIDTH, 4), nn.BatchNorm1d(4)
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        out: Tensor = self.norm(self.first(x_BC))
-        return out
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero3", "hsdp"])
-def test_written_buffers_belong_to_each_data_rank_and_the_first_ones_are_saved(row: str) -> None:
-    template = distinct(Normed())
-
-    def look(engine: Engine) -> Tensor:
-        return engine.model.norm.running_mean.clone()  # type: ignore[union-attr, operator, no-any-return]
-
-    ranks = train(template, "replica=2 shard=2", row, batches(3, samples=16), look=look, microbatches=2)
-    assert len({tuple(record.seen.tolist()) for record in ranks}) == 4
-    for record in ranks:
-        assert torch.equal(record.state["norm.running_mean"], ranks[0].seen)
-        assert record.state["norm.num_batches_tracked"].item() == 6
-
-
 def test_the_state_is_a_copy() -> None:
     def body(comm: Comm) -> None:
         engine = Engine(net(), comm, strategy="ddp")

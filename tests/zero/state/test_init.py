@@ -85,16 +85,6 @@ def test_every_layer_its_own_numbers(single: dict[str, Tensor]) -> None:
     assert not torch.equal(other["blocks.0.up.weight"], single["blocks.0.up.weight"])
 
 
-def test_tied_parameters_are_one_object_still() -> None:
-    def body(comm: Comm) -> None:
-        model = empty()
-        Engine(model, comm, strategy="zero3")
-        assert model.head.weight is model.embed.weight
-        assert not any(p.is_meta for p in model.parameters())
-
-    run(Mesh(shard=2), body)
-
-
 def test_neither_building_nor_initialising_moves_the_global_generator() -> None:
     before = torch.get_rng_state()
     initial("shard=2", "zero3")
@@ -303,25 +293,6 @@ def test_a_tied_weight_that_both_modules_initialise_is_drawn(context: Callable[[
     materialise(model, 0, torch.device("cpu"))
     assert model.head.weight is model.embed.weight
     assert 0 < model.head.weight.abs().max() < 0.2
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_weights_that_come_with_values_are_kept(row: str) -> None:
-    """Also beside others that are still on meta."""
-    template = cases.net()
-
-    def body(comm: Comm) -> dict[str, Tensor]:
-        import copy
-
-        model = copy.deepcopy(template)
-        with empty_parameters():
-            model.head = nn.Linear(WIDTH, 3).double()
-        return Engine(model, comm, strategy=row).full_state_dict()
-
-    first, *others = run(Mesh(replica=2, shard=2), body)
-    for name, value in template.state_dict().items():
-        assert torch.equal(first[name], value) != name.startswith("head"), name
-        assert all(torch.equal(first[name], other[name]) for other in others)
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero3"])

@@ -41,7 +41,7 @@ def test_a_rank_holds_its_share_of_what_is_cut() -> None:
 MIXED = ["blocks.0.mlp.gate.weight", "blocks.1.attention.qkv.bias", "norm.weight", "embed.weight"]
 
 
-@pytest.mark.parametrize("mesh", ["tensor=2", "shard=2 tensor=3"])
+@pytest.mark.parametrize("mesh", ["tensor=2", "shard=2 tensor=3", "replica=2 shard=2"])
 def test_parameters_with_values_keep_them_and_the_others_are_drawn(mesh: str) -> None:
     def half() -> nn.Module:
         with empty_parameters():

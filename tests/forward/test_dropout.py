@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -107,20 +106,6 @@ def test_something_is_dropped_and_anew_in_every_step_and_for_every_seed(kind: st
     assert len({*runs[0].losses, *runs[2].losses}) == 4, "two steps and two seeds, four masks"
 
 
-def test_equal_modules_draw_different_masks() -> None:
-    seen: dict[str, Tensor] = {}
-
-    class Watching(nn.Dropout):
-        def forward(self, x: Tensor) -> Tensor:
-            out = super().forward(torch.ones_like(x))
-            seen[str(len(seen))] = out.detach()
-            return x * out
-
-    train(distinct(Body(nn.Sequential(Watching(), Watching()))), "shard=1", "ddp", batches(1))
-    assert not torch.equal(seen["0"], seen["1"])
-    assert set(seen["0"].unique().tolist()) == {0.0, 2.0}, "kept elements are scaled by 1 / (1 - p)"
-
-
 def test_how_many_elements_are_dropped() -> None:
     from plait.forward.masks import keep_mask
 
@@ -150,21 +135,6 @@ def test_a_training_forward_without_gradient_touches_none_either() -> None:
     before = torch.get_rng_state()
     run(Mesh(), body)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_evaluation_drops_nothing(row: str) -> None:
-    template, x = distinct(Body(nn.Sequential(nn.Dropout(0.4), SelfAttention()))), batches(1)[0]["x"]
-
-    def look(engine: Engine) -> Tensor:
-        engine.model.eval()
-        with torch.no_grad():
-            return engine.model(x)  # type: ignore[no-any-return]
-
-    record = train(template, "shard=2", row, batches(), look=look)[0]
-    reference = copy.deepcopy(template).eval()
-    reference.load_state_dict(record.state)
-    assert cases.close(record.seen, reference(x).detach())
 
 
 RANDOM: dict[str, Callable[[Tensor], Tensor]] = {

@@ -1,4 +1,4 @@
-"""Dropout on cut activations: every rank draws its slice of the single process's mask, bit for bit."""
+"""Dropout on cut activations: places of a slice, and sites of a user's own; test_tensor_parallel.py has all styles."""
 
 from __future__ import annotations
 
@@ -19,72 +19,10 @@ from plait.forward.masks import Slice
 from plait.step import Engine
 from plait.table.region import part
 
-Masks = dict[str, Tensor]
-
-
-def drawn(engine: Engine) -> Masks:
-    """What the engine's streams draw from here on, by module and number of the draw in it."""
-    masks: Masks = {}
-    current, dropout = engine.placed.stages[0].current, engine.placed.stages[0].interceptor.handlers[-1]
-    assert isinstance(dropout, DropoutRNG)
-    draw = dropout.mask
-
-    def mask(shape: Any, p: float, device: torch.device) -> Tensor:
-        name = current.context.module.name
-        found = draw(shape, p, device)
-        masks[f"{name}#{sum(key.startswith(name + '#') for key in masks)}"] = found
-        return found
-
-    dropout.mask = mask  # type: ignore[method-assign]
-    return masks
-
-
-def masks_of(mesh: str, tokens: Tensor, *, sequence: bool = False) -> list[Masks]:
-    def body(comm: Comm) -> Masks:
-        mine = model()
-        engine = Engine(mine, comm, strategy="ddp", sequence_parallel=sequence, loss_fn=_sum, count_fn=len)
-        engine.use(sgd(mine.parameters()))
-        masks = drawn(engine)
-        engine.step([tokens])
-        return masks
-
-    return plait.run_threads(mesh, body)
-
 
 def _sum(net: nn.Module, tokens: Tensor) -> Tensor:
     total: Tensor = net(tokens).square().sum()
     return total
-
-
-SITES = {
-    # site of the model: the dim that is cut without and with sequence parallelism (None: the whole mask)
-    "dropout#0": (None, 1),
-    **{f"blocks.{i}.attention#0": (1, 1) for i in range(2)},
-    **{f"blocks.{i}.attention.mixed_dropout#0": (1, 1) for i in range(2)},
-    **{f"blocks.{i}.dropout#0": (None, 1) for i in range(2)},
-    **{f"blocks.{i}.mlp.inner#0": (2, 2) for i in range(2)},
-    **{f"blocks.{i}.mlp#0": (2, 2) for i in range(2)},
-    "out_dropout#0": (None, None),
-}
-
-
-@pytest.mark.parametrize("samples", [1, 4])
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("ways", [2, 3, 6])
-def test_every_ranks_mask_is_its_slice_of_the_single_process(ways: int, sequence: bool, samples: int) -> None:
-    """Heads of the attention kernel and of a module, hidden features, the stream in time, and whole."""
-    tokens = token_batches(1, samples)[0]["x"]
-    (single,) = masks_of("shard=1", tokens)
-    assert single.keys() == SITES.keys()
-    for index, ours in enumerate(masks_of(f"tensor={ways}", tokens, sequence=sequence)):
-        assert ours.keys() == SITES.keys()
-        for site, dims in SITES.items():
-            dim, wanted = dims[sequence], single[site]
-            if dim is not None:
-                start, stop = part(wanted.size(dim), ways, index)
-                wanted = wanted.narrow(dim, start, stop - start)
-            assert torch.equal(ours[site], wanted), f"{site} on rank {index}"
-            assert samples == 1 or wanted.numel() < 8 or 0 < wanted.float().mean() < 1
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])

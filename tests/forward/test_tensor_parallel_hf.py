@@ -113,38 +113,33 @@ def test_the_models_own_loss_under_sequence_parallelism() -> None:
         agree(steps("llama", "tensor=2", "ddp", loss=with_labels, sequence_parallel=True), single)
 
 
+def logits(sequence: bool, **how: Any) -> list[Tensor]:
+    """Whole, of two ranks that evaluate the model; the last ones are of one process."""
+
+    def body(comm: Comm) -> Tensor:
+        model = build("llama").eval()
+        plan = anymodel.plan_of(model, sequence=sequence)
+        Engine(model, comm, strategy="ddp", sequence_parallel=sequence, tensor_plan=plan)
+        with torch.no_grad():
+            found: Any = model(use_cache=False, **how).logits
+        return found.full()  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        alone: Tensor = build("llama").eval()(use_cache=False, **how).logits
+    return [*plait.run_threads("tensor=2", body), alone]
+
+
 def test_code_that_slices_time_on_a_stream_cut_in_time_is_refused() -> None:
     """The last token's logits alone: each rank would take the last of its own time."""
-
-    def body(comm: Comm, sequence: bool) -> Tensor:
-        model = build("llama").eval()
-        plan = anymodel.plan_of(model, sequence=sequence)
-        Engine(model, comm, strategy="ddp", sequence_parallel=sequence, tensor_plan=plan)
-        with torch.no_grad():
-            logits: Any = model(input_ids=batch()["tokens"], logits_to_keep=1, use_cache=False).logits
-        return logits.full()  # type: ignore[no-any-return]
-
-    alone: Any = build("llama").eval()
-    wanted = alone(input_ids=batch()["tokens"], logits_to_keep=1, use_cache=False).logits.detach()
-    assert all(cases.close(y, wanted, 1e-12) for y in plait.run_threads("tensor=2", lambda comm: body(comm, False)))
+    *found, wanted = logits(False, input_ids=batch()["tokens"], logits_to_keep=1)
+    assert all(cases.close(one, wanted, 1e-12) for one in found)
     with pytest.raises(ValueError, match="time"):
-        plait.run_threads("tensor=2", lambda comm: body(comm, True))
+        logits(True, input_ids=batch()["tokens"], logits_to_keep=1)
 
 
-def test_padding_is_masked_whether_the_stream_is_cut_or_not() -> None:
-    tokens, mask = batch()["tokens"], torch.ones(4, 7, dtype=torch.int64)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_padding_is_masked_whether_the_stream_is_cut_or_not(sequence: bool) -> None:
+    mask = torch.ones(4, 7, dtype=torch.int64)
     mask[0, :3] = mask[2, :1] = 0
-
-    def body(comm: Comm, sequence: bool) -> Tensor:
-        model = build("llama").eval()
-        plan = anymodel.plan_of(model, sequence=sequence)
-        Engine(model, comm, strategy="ddp", sequence_parallel=sequence, tensor_plan=plan)
-        with torch.no_grad():
-            logits: Any = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
-        return logits.full()  # type: ignore[no-any-return]
-
-    alone: Any = build("llama").eval()
-    wanted = alone(input_ids=tokens, attention_mask=mask, use_cache=False).logits.detach()[mask.bool()]
-    for sequence in (False, True):
-        for logits in plait.run_threads("tensor=2", lambda comm, s=sequence: body(comm, s)):  # type: ignore[misc]
-            assert cases.close(logits[mask.bool()], wanted, 1e-12)
+    *found, wanted = logits(sequence, input_ids=batch()["tokens"], attention_mask=mask)
+    assert all(cases.close(one[mask.bool()], wanted[mask.bool()], 1e-12) for one in found)

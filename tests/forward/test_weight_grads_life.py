@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from weight_grads_cases import Deferring, assert_equal, draws, plain, split
+from weight_grads_cases import Deferring, draws, plain, split
 
 
 def test_hooks_fire_once_in_the_weight_part_with_the_whole_gradient() -> None:
@@ -37,30 +37,6 @@ def test_hooks_fire_once_in_the_weight_part_with_the_whole_gradient() -> None:
         assert torch.equal(g, want[when, name])
     assert unused.grad is None
     assert [n for when, n, _ in heard if when == "after"][-1] in ("0.weight", "0.bias")  # those used last come first
-
-
-def test_hooks_may_change_the_gradient_and_free_it() -> None:
-    """As an engine does: the gradient is taken away as soon as it has come, one at a time."""
-    model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 2))
-    taken: list[Tensor] = []
-    held: list[int] = []
-
-    def take(p: Tensor) -> None:
-        assert p.grad is not None
-        held.append(sum(q.grad is not None for q in model.parameters()))
-        taken.append(p.grad)
-        p.grad = None
-
-    for p in model.parameters():
-        p.register_hook(lambda g: g * 2)
-        p.register_post_accumulate_grad_hook(take)
-    x = draws(torch.empty(4, 5), 0)
-    plain(model, [x], "W0")
-    want, held[:] = sorted(taken, key=lambda g: g.shape), []
-    taken.clear()
-    split(model, [x], "F0 I0 W0")
-    assert_equal(sorted(taken, key=lambda g: g.shape), want)
-    assert held == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("keeps_output", [False, True])

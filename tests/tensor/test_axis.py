@@ -19,17 +19,6 @@ WAYS = [1, 2, 3, 4]
 NOTE = Note(FORWARD, "here")
 
 
-@pytest.mark.parametrize("ways", WAYS)
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_a_gather_brings_every_rank_the_whole(dim: int, ways: int) -> None:
-    whole = values(5, 7, 3)
-
-    def body(axis: TensorAxis) -> Tensor:
-        return axis.start_gather(part_of(whole, dim, axis), dim, whole.size(dim), NOTE)()
-
-    assert all(torch.equal(found, whole) for found in on_ranks(ways, body))
-
-
 def test_a_sum_takes_a_tensor_that_is_not_contiguous() -> None:
     shares = [values(5, 2, seed=rank).t() for rank in range(3)]
     for ours in on_ranks(3, lambda axis: axis.start_sum(shares[axis.index], NOTE)()):

@@ -134,39 +134,6 @@ def test_a_linear_of_another_modules_bias_is_refused() -> None:
         on_ranks(lambda comm, model: F.linear(X, model.up.weight, model.gate.bias))
 
 
-class Tied(Net):
-    """One weight in two siblings and in another module, each with its own bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Sequential(nn.Linear(5, 7))
-        self.gate.weight = self.other[0].weight = self.up.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = super().forward(x + self.down(self.other(x)))
-        return out
-
-
-TIED = {**PLAN, "other.0": "column"}
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_a_weight_of_several_modules_has_the_bias_of_each(row: str) -> None:
-    def body(comm: Comm, plan: Any) -> dict[str, Tensor]:
-        model = cases.distinct(Tied())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = Engine(model, comm, strategy=row, optimizer=optimizer, tensor_plan=plan)
-        for _ in range(2):
-            engine.backward(plait.cross_entropy_sum(model(X), torch.tensor([0, 8, 2, 3])), count=4)
-            optimizer.step()
-        return engine.full_state_dict()
-
-    wanted = plait.run_threads("replica=1", lambda comm: body(comm, None))[0]
-    for state in plait.run_threads("tensor=2", lambda comm: body(comm, TIED)):
-        for name, value in wanted.items():
-            is_close(state[name], value, name)
-
-
 def test_a_tensor_that_enters_again_after_its_backward_has_the_same_gradients() -> None:
     def gradients(weight: Tensor) -> list[list[Tensor]]:
         x = X.clone().requires_grad_()
@@ -222,6 +189,19 @@ def test_a_weight_that_is_written_to_before_its_backward_is_refused() -> None:
         on_ranks(body)
 
 
+class Tied(Net):
+    """One weight in two siblings and in another module, each with its own bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Sequential(nn.Linear(5, 7))
+        self.gate.weight = self.other[0].weight = self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x + self.down(self.other(x)))
+        return out
+
+
 class SomeAgain(Net):
     """A checkpoint of the program's around one of two siblings."""
 
@@ -231,12 +211,16 @@ class SomeAgain(Net):
         return out
 
 
+PLANS = {Tied: {**PLAN, "other.0": "column"}, SomeAgain: PLAN}
+
+
 @pytest.mark.parametrize(("mesh", "row"), [("tensor=2", "ddp"), ("tensor=3", "ddp"), ("shard=2 tensor=2", "zero3")])
-def test_a_checkpoint_around_some_siblings(mesh: str, row: str) -> None:
+@pytest.mark.parametrize("kind", [Tied, SomeAgain])
+def test_it_trains_as_one_process_does(kind: type[Net], mesh: str, row: str) -> None:
     targets = torch.tensor([0, 8, 2, 3])
 
     def body(comm: Comm, plan: Any) -> dict[str, Tensor]:
-        model = cases.distinct(SomeAgain())
+        model = cases.distinct(kind())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = Engine(model, comm, strategy=row, optimizer=optimizer, tensor_plan=plan)
         for _ in range(2):
@@ -245,7 +229,7 @@ def test_a_checkpoint_around_some_siblings(mesh: str, row: str) -> None:
         return engine.full_state_dict()
 
     wanted = plait.run_threads(mesh.replace("tensor=", "replica="), lambda comm: body(comm, None))[0]
-    for state in plait.run_threads(mesh, lambda comm: body(comm, PLAN)):
+    for state in plait.run_threads(mesh, lambda comm: body(comm, PLANS[kind])):
         for name, value in wanted.items():
             is_close(state[name], value, name)
 

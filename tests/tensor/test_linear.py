@@ -136,49 +136,6 @@ def test_siblings_may_be_called_in_any_order_any_number_of_times(wants: bool, ca
             assert all(r[1][i] is None for r in ranks), "zero is a gradient, none is not"
 
 
-@pytest.mark.parametrize("frozen", ["weight", "bias"])
-def test_a_weight_or_a_bias_alone_may_be_frozen(frozen: str) -> None:
-    def run(axis: TensorAxis | None) -> tuple[Tensor | None, Tensor | None]:
-        weight, bias = values(HIDDEN, 3, seed=1), values(HIDDEN, seed=2)
-        if axis is not None:
-            weight, bias = part_of(weight, 0, axis), part_of(bias, 0, axis)
-        weight.requires_grad_(frozen != "weight")
-        bias.requires_grad_(frozen != "bias")
-        x = values(2, 7, 3)
-        y = F.linear(x, weight, bias) if axis is None else Entered(x, axis, "up", [(weight, bias)]).column(0)
-        y.square().sum().backward()
-        return weight.grad, bias.grad
-
-    truth, ranks = run(None), on_ranks(3, run)
-    for i, wanted in enumerate(truth):
-        if wanted is None:
-            assert all(r[i] is None for r in ranks)
-        else:
-            is_close(together([r[i] for r in ranks], 0), wanted)
-
-
-@pytest.mark.parametrize("frozen", ["x", "weight"])
-def test_a_row_with_a_frozen_side(frozen: str) -> None:
-    def run(axis: TensorAxis | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        x, weight = values(2, 7, HIDDEN), values(4, HIDDEN, seed=1)
-        if axis is not None:
-            x, weight = part_of(x, 2, axis), part_of(weight, 1, axis)
-        x.requires_grad_(frozen != "x")
-        weight.requires_grad_(frozen != "weight")
-        y = F.linear(x, weight) if axis is None else row(x, weight, axis, "down")
-        y.tanh().sum().backward()
-        return y.detach(), x.grad, weight.grad
-
-    truth, ranks = run(None), on_ranks(3, run)
-    for r in ranks:
-        is_close(r[0], truth[0])
-    for i, dim in ((1, 2), (2, 1)):
-        if truth[i] is None:
-            assert all(r[i] is None for r in ranks)
-        else:
-            is_close(together([r[i] for r in ranks], dim), truth[i])
-
-
 def test_a_tensor_is_entered_anew_when_anything_about_it_changed() -> None:
     def body(axis: TensorAxis) -> None:
         x, pairs = two(axis)

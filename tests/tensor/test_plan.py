@@ -104,35 +104,18 @@ def test_a_plan_is_resolved_without_values() -> None:
     assert len(parallel_plan(model, 3, PLAN).cuts) == len(parallel_plan(Model(), 3, PLAN).cuts)
 
 
-def test_a_shared_weight_is_cut_once() -> None:
-    model = Model()
-    model.head = nn.Linear(3, 7, bias=False)
-    model.head.weight = model.embed.weight
-    parallel = parallel_plan(model, 2, PLAN)
-    assert parallel.cuts[id(model.embed.weight)] == TensorCut((7, 3), 0, 2, (7,))
-
-
-def test_heads_come_from_the_attention_modules_head_dim() -> None:
+def test_heads_come_from_the_attention_modules_head_dim_and_ranks_share_whole_ones() -> None:
+    """Two key/value heads do not go on four ranks; the advice holds for all projections."""
     model = GPT(GPTConfig(vocabulary=11, num_layers=1, width=16, num_heads=4, num_kv_heads=2, dropout=0.0))
     parallel = parallel_plan(model, 2)
     assert str(parallel.styles["blocks.0.attention.key"]) == "column by 4"
     assert str(parallel.styles["blocks.0.attention.output"]) == "row by 4"
     assert str(parallel.styles["blocks.0.mlp.up"]) == "column"
     assert plan_of(model) == model.tensor_plan()
-
-
-def test_heads_that_the_ranks_cannot_share_are_refused_with_the_module() -> None:
-    """Two key/value heads on four ranks."""
-    model = GPT(GPTConfig(vocabulary=11, num_layers=1, width=16, num_heads=4, num_kv_heads=2, dropout=0.0))
-    with pytest.raises(ValueError, match=r"'blocks\.0\.attention\.key': 2 heads of 4 cannot") as e:
+    advice = "use tensor=2, or give all projections a multiple of"
+    with pytest.raises(ValueError, match=rf"'blocks\.0\.attention\.key': 2 heads of 4 .*tensor=4 .*{advice} 4 heads"):
         parallel_plan(model, 4)
-    assert "tensor=4" in str(e.value) and "use tensor=2, or give all projections a multiple of 4 heads" in str(e.value)
-
-
-def test_the_advice_on_heads_holds_for_all_projections() -> None:
-    """Four query heads would go on four ranks, two key/value heads would not."""
-    model = GPT(GPTConfig(vocabulary=11, num_layers=1, width=16, num_heads=4, num_kv_heads=2, dropout=0.0))
-    with pytest.raises(ValueError, match=r"4 heads of 4 cannot be shared by tensor=3 .* use tensor=2, or"):
+    with pytest.raises(ValueError, match=rf"4 heads of 4 cannot be shared by tensor=3 .*{advice}"):
         parallel_plan(model, 3)
 
 
@@ -197,19 +180,14 @@ def test_a_module_named_twice_is_refused() -> None:
     refused({"mlps.*.up": "column", "mlps.1.*": "row"}, "shards 'mlps.1.up' twice")
 
 
-def test_a_shared_weight_cut_in_two_ways_is_refused() -> None:
+def test_a_shared_weight_is_cut_once_and_for_all_its_modules() -> None:
+    """A head that reads the embedding's piece and is not in the plan raises in its first call."""
     model = Model()
     model.head = nn.Linear(3, 7, bias=False)
     model.head.weight = model.embed.weight
+    for plan in (PLAN, {"embed": "vocabulary"}):
+        assert parallel_plan(model, 2, plan).cuts[id(model.head.weight)] == TensorCut((7, 3), 0, 2, (7,))
     refused({"embed": "vocabulary", "head": "row"}, "shards head.weight twice", model)
-
-
-def test_a_shared_weight_is_cut_for_all_its_modules() -> None:
-    """The head reads the embedding's piece and is not in the plan: its first call raises."""
-    model = Model()
-    model.head = nn.Linear(3, 7, bias=False)
-    model.head.weight = model.embed.weight
-    assert id(model.head.weight) in parallel_plan(model, 2, {"embed": "vocabulary"}).cuts
 
 
 def test_sequence_parallelism_needs_to_know_its_stream() -> None:

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from parallel_cases import is_close, lines, on_ranks, part_of, together, values
+from parallel_cases import is_close, on_ranks, part_of, together, values
 from torch import Tensor
 
 import plait
 from plait.sharded import ShardedTensor
 from plait.sharded.layout import Layout
-from plait.table.tensor_plan import BACKWARD, FORWARD
 from plait.tensor import TensorAxis, cross_entropy_sum
 from plait.tensor.vocabulary import embedding
 
@@ -25,31 +24,6 @@ TOKENS_BT = torch.tensor([[0, 10, 3, 3, 5, 6, 2], [9, 4, 8, 7, 1, 10, 3]])
 
 
 # ---- embedding ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("padding", [None, 0, 3, 10])
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("ways", WAYS)
-def test_a_lookup_is_the_whole_tables(ways: int, sequence: bool, padding: int | None) -> None:
-    table, probe = values(ROWS, 3).requires_grad_(), values(2, 7, 3, seed=5)
-    wanted = F.embedding(TOKENS_BT, table, padding)
-    (wanted * probe).sum().backward()
-
-    def body(axis: TensorAxis) -> Any:
-        mine = part_of(table.detach(), 0, axis).requires_grad_()
-        x = embedding(TOKENS_BT, mine, ROWS, padding, axis, "embed")
-        (x * (part_of(probe, 1, axis) if sequence else probe)).sum().backward()
-        return x.detach(), mine.grad, lines(axis)
-
-    ranks = on_ranks(ways, body, sequence=sequence)
-    if sequence:
-        is_close(together([r[0] for r in ranks], 1), wanted.detach())
-    else:
-        assert all(torch.equal(r[0], wanted) for r in ranks), "one rank has the row, zeros are added to it"
-    is_close(together([r[1] for r in ranks], 0), table.grad)
-    if ways > 1:
-        scattered = [("reduce_scatter", FORWARD, "embed"), ("all_gather", BACKWARD, "embed")]
-        assert all(r[2] == (scattered if sequence else [("all_reduce", FORWARD, "embed")]) for r in ranks)
 
 
 @pytest.mark.parametrize("shape", [(14,), (2, 7), (7, 2, 1)])

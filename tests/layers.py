@@ -96,7 +96,7 @@ SHARES: dict[str, Share] = {
     "step/test_equal.py": Share("values", "thrice"),
     "step/test_loop.py": Share("values", "thrice"),
     "step/test_parameters.py": Share("values", "thrice"),
-    "step/test_exceptions.py": Share("values", "thrice"),
+    "step/test_exceptions.py": Share("values", "all"),
     "step/test_nonfinite.py": Share("values", "thrice"),
     "step/test_refusals.py": FAST,
     "step/test_state.py": Share("values", "thrice"),

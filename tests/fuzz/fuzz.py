@@ -210,26 +210,13 @@ def try_seed(seed: int, *, show: bool = False) -> Outcome:
         theirs = alone(seed, model, layout, mesh.data_size * layout.microbatches)
     except Exception as error:
         return Outcome(seed, "invalid", 0, model.parts, layout, repr(error))
-    return judged(seed, model.parts, layout, theirs, lambda: on_ranks(seed, model, layout, mesh), show=show)
-
-
-def judged(
-    seed: int,
-    parts: tuple[str, ...],
-    layout: Layout,
-    theirs: State,
-    on_ranks: Callable[[], list[State]],
-    *,
-    show: bool,
-) -> Outcome:
-    """The ranks' states against those of one process."""
     start = time.monotonic()
 
     def outcome(verdict: Verdict, reason: str = "") -> Outcome:
-        return Outcome(seed, verdict, round(time.monotonic() - start, 2), parts, layout, reason)
+        return Outcome(seed, verdict, round(time.monotonic() - start, 2), model.parts, layout, reason)
 
     try:
-        states = on_ranks()
+        states = on_ranks(seed, model, layout, mesh)
     except Exception as error:
         if show:
             traceback.print_exc()
@@ -242,7 +229,7 @@ def judged(
     return outcome("right")
 
 
-def main(try_seed: Callable[..., Outcome]) -> None:
+def main() -> None:
     """Tries the seeds of the command line."""
     parser = argparse.ArgumentParser(description="fuzz plait with random models")
     parser.add_argument("first", type=int)
@@ -256,4 +243,4 @@ def main(try_seed: Callable[..., Outcome]) -> None:
 
 
 if __name__ == "__main__":
-    main(try_seed)
+    main()

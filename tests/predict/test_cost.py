@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.predict.cost import by_phase, differences, predict_step
+from plait.predict.cost import differences, predict_step
 from plait.table.agreement import num_reported
 from plait.table.cells import TABLE, find_strategy
 from plait.table.collectives import Entry, Note
@@ -22,14 +22,14 @@ from plait.table.mesh import Mesh
 STATE = ("forward", "backward", "microbatch", "step", "publish")
 
 
-def units_for(mesh: Mesh, *, uses: int = 1, trains: bool = True, cut: Cut = "element") -> list[UnitLayout]:
+def units_for(mesh: Mesh, *, trains: bool = True, cut: Cut = "element") -> list[UnitLayout]:
     """Two units whose parameters fill their buffers to the last element under either cut."""
     n = mesh.data_size
     units = []
     for name, num_tensors in (("a", n), ("b", 2 * n)):
         flat = lay([(f"{name}{i}", (4, 16)) for i in range(num_tensors)], 4, n, cut)
         assert flat.numel == 64 * num_tensors
-        units.append(UnitLayout(name, (flat,), (trains,), (True,) * uses))
+        units.append(UnitLayout(name, (flat,), (trains,)))
     return units
 
 
@@ -92,34 +92,7 @@ def test_any_number_of_microbatches_is_one_reduction_across_replicas(row: str, m
     assert gathers == ([("all_gather", Note("publish", name)) for name in m_units] if row == "psdp" else [])
 
 
-# ---- tied, frozen, owned whole ---------------------------------------------------------------------------
-
-
-@settings(max_examples=60, deadline=None)
-@given(row=st.sampled_from(list(TABLE)), p=st.integers(1, 3), replicas=st.integers(1, 3), m=st.integers(1, 3))
-def test_a_unit_used_twice_is_gathered_twice_and_reduced_once(row: str, p: int, replicas: int, m: int) -> None:
-    mesh = Mesh(replica=replicas, shard=p)
-    n = mesh.data_size
-    once, twice = (units_for(mesh, uses=uses) for uses in (1, 2))
-    P = volume(once)
-    again = {  # the second use: forward from what is kept, and backward
-        "zero3": 2 * m * P * (n - 1) // n,
-        "hsdp": 2 * m * P * (p - 1) // p,
-        "psdp": 2 * m * P * (p - 1) // p,
-        "hpz": 2 * m * P * (p - 1) // p,
-    }
-    assert state_sent(twice, mesh, row, m) - state_sent(once, mesh, row, m) == again.get(row, 0)
-
-
-@pytest.mark.parametrize("row", TABLE)
-def test_frozen_units_are_gathered_and_nothing_else(row: str) -> None:
-    mesh = Mesh(replica=2, shard=2)
-    frozen, trained = (
-        by_phase(predict_step(units_for(mesh, trains=trains), mesh, TABLE[row], 3, 1)) for trains in (False, True)
-    )
-    for phase in ("forward", "backward"):
-        assert frozen.get(phase) == trained.get(phase)
-    assert not {"microbatch", "step", "publish"} & frozen.keys()
+# ---- frozen, owned whole ----------------------------------------------------------------------------------
 
 
 def test_no_backward_goes_through_frozen_layers_before_which_nothing_trains() -> None:

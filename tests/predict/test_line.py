@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from plait.predict.cost import StageTraffic, TiedTraffic, by_phase, predict_line, predict_step
+from plait.predict.cost import StageTraffic, TiedTraffic, predict_line
 from plait.schedule.actions import ACTIVATION, GRADIENT, PASSES, TIED, Line
 from plait.schedule.pipeline import Pipeline
 from plait.table.agreement import num_reported
@@ -24,7 +24,7 @@ AXES = ("shard", "replica")
 """Over which a row that splits everything gathers and reduces."""
 HANDED = (40, 32, 32)
 """Bytes of the activation of each microbatch: 5, 4 and 4 samples of two numbers."""
-UNIT_BYTES = {"a": 256, "b": 512, "c": 256, "d": 512}
+UNIT_BYTES = {"a": 256, "b": 512, "c": 256}
 NUMBERS = {"count": 4, "report": num_reported(M, 6)}
 
 
@@ -92,47 +92,6 @@ def test_1f1b_on_two_stages_under_zero3_message_by_message(rank: int) -> None:
     assert Counter(found) == Counter(expected)
 
 
-def test_rows_that_split_less_send_less() -> None:
-    mesh = Mesh(pipe=2, shard=2)
-    of_row = {row: by_phase(predict("1f1b", row, {1: "c"}, 2, mesh)) for row in TABLE}
-    assert of_row["ddp"].keys() == {"step", ACTIVATION, GRADIENT, "count", "report"}
-    assert of_row["ddp"]["step"] == (1, 256)
-    assert of_row["zero1"]["step"] == (1, 128) and of_row["zero1"]["publish"] == (1, 128)
-    assert of_row["zero2"]["microbatch"] == (M, M * 128) and of_row["zero2"]["publish"] == (1, 128)
-    for row in TABLE:
-        assert of_row[row][ACTIVATION] == (M, 0) and of_row[row][GRADIENT] == (M, sum(HANDED)), row
-
-
-def test_without_data_axes_only_hand_overs_and_agreements_remain() -> None:
-    mesh = Mesh(pipe=2)
-    for row in TABLE:
-        found = predict("1f1b", row, {0: "ab"}, 0, mesh)
-        assert Counter(found) == Counter(agreed(mesh) + crossing("send", ACTIVATION, 0) + crossing("recv", GRADIENT, 1))
-
-
-# ---- more stages on a rank ----------------------------------------------------------------------------------------
-
-
-def test_interleaved_has_more_messages_the_more_stages_a_rank_has() -> None:
-    """p stages of one rank each: 2 (p - 1) M messages; with v on a rank p v - 1 borders, each crossed twice."""
-    for chunks, pipe in ((2, 2), (3, 2), (2, 3)):
-        sends = 0
-        for rank in range(pipe):
-            pipeline = Pipeline("interleaved", pipe, chunks)
-            line = pipeline.completed(M, TABLE["ddp"])[rank]
-            own = {s: "a" for s, owner in pipeline.owner.items() if owner == rank}
-            entries = predict_line(line, plans(own, pipe * chunks), Mesh(pipe=pipe), TABLE["ddp"], M, 6, rank)
-            sends += sum(entry.kind == "send" for entry in entries)
-        assert sends == 2 * M * (pipe * chunks - 1)
-
-
-def test_the_tip_of_a_v_needs_no_message() -> None:
-    mesh = Mesh(pipe=2)
-    phases = by_phase(predict("zbv", "ddp", {1: "a", 2: "b"}, 1, mesh))
-    assert phases[ACTIVATION] == (2 * M, sum(HANDED)), "one from stage 0, one to stage 3, none from stage 1 to stage 2"
-    assert phases[GRADIENT] == (2 * M, sum(HANDED))
-
-
 @pytest.mark.parametrize(("hold", "gathers"), [(0, (6, 6)), (1, (4, 3)), (2, (1, 1))])
 def test_hold_decides_how_often_stages_are_gathered(hold: int, gathers: tuple[int, int]) -> None:
     """Stages of interleaved's rank 0, pass by pass: 0 0 2 2 0 2 2 2 0 0 2 0.  hold=1 follows its runs."""
@@ -142,26 +101,6 @@ def test_hold_decides_how_often_stages_are_gathered(hold: int, gathers: tuple[in
     found = Counter(entry.note.unit for entry in entries if entry.note.phase == "unshard")
     assert (found["a"], found["b"]) == gathers
     assert not any(entry.note.phase in ("forward", "backward") for entry in entries)
-
-
-def test_without_hold_units_are_gathered_pass_by_pass() -> None:
-    entries = predict("interleaved", "zero3", {0: "a", 2: "bc"}, 0, Mesh(pipe=2, shard=2), None)
-    found = Counter((e.note.phase, e.note.unit, e.note.microbatch) for e in entries if e.kind == "all_gather")
-    expected = {(phase, name, m): 1 for phase in ("forward", "backward") for name in "abc" for m in range(M)}
-    assert found == expected | {("count", "", -1): 1, ("report", "", -1): 1}
-
-
-def test_hpz_gathers_again_from_what_is_kept() -> None:
-    """A stage that is let go while a microbatch is between its forward and backward comes back from nearby."""
-    mesh = Mesh(pipe=2, replica=2, shard=2)
-    entries = predict("interleaved", "hpz", {0: "a", 2: "b"}, 0, mesh)
-    axes = [entry.axes for entry in entries if entry.note == Note("unshard", "a")]
-    assert axes[0] == AXES and set(axes[1:]) == {("shard",)} and len(axes) > 1
-
-
-def test_a_row_that_keeps_parameters_gathers_once_while_any_microbatch_is_between() -> None:
-    entries = predict("interleaved", "zero3_keep", {0: "a", 2: "b"}, 0, Mesh(pipe=2, shard=2))
-    assert Counter(e.note.unit for e in entries if e.note.phase == "unshard") == {"a": 1, "b": 1}
 
 
 # ---- weights that stages share ------------------------------------------------------------------------------------
@@ -185,16 +124,3 @@ def test_uses_of_a_tied_weight_cross_once(owners: tuple[int, ...], rank: int, se
     tied = [entry for entry in found if entry.note.phase == TIED]
     assert all((e.axes, e.bytes, e.note.unit) == (("pipe",), 72, "w") for e in tied)
     assert Counter((e.kind, e.sent) for e in tied) == Counter({("send", 72): sends, ("recv", 0): receives})
-
-
-# ---- no pipeline --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("row", TABLE)
-def test_one_stage_is_the_plain_step(row: str) -> None:
-    mesh = Mesh(replica=2, shard=2)
-    units = (unit("b"), unit("d"))
-    line = Pipeline(None, 1).completed(M, TABLE[row])[0]
-    numbers = sum(len(f.slots) for u in units for f in u.flats)
-    whole = predict_line(line, {0: StageTraffic(units)}, mesh, TABLE[row], M, numbers, 3)
-    assert whole == predict_step(units, mesh, TABLE[row], M, 3)

@@ -20,9 +20,9 @@ SIZES = GPTConfig(
 WAYS = [2, 4]
 
 
-def entries(ways: int, *, sequence: bool, microbatches: int = 1, itemsize: int = 4) -> tuple[Entry, ...]:
+def entries(ways: int, *, sequence: bool) -> tuple[Entry, ...]:
     sites = parallel_plan(GPT(SIZES), ways, sequence=sequence).sites
-    return predict_tensor(sites, [(BATCH, TIME)] * microbatches, Mesh(tensor=ways), itemsize, sequence=sequence)
+    return predict_tensor(sites, [(BATCH, TIME)], Mesh(tensor=ways), 4, sequence=sequence)
 
 
 def of_layers(found: tuple[Entry, ...]) -> list[Entry]:
@@ -53,13 +53,6 @@ def test_sequence_parallelism_sends_the_same_volume_as_reduce_scatters_and_all_g
         assert sum(e.sent for e in cut if e.note.phase == phase) == sum(e.sent for e in whole if e.note.phase == phase)
 
 
-@pytest.mark.parametrize(("time", "padded"), [(12, 12), (9, 12), (1, 4), (5, 8)])
-def test_time_that_does_not_divide_travels_padded(time: int, padded: int) -> None:
-    found = predict_tensor([Site("enter", "a", 5)], [(3, time)], Mesh(tensor=4), 4, sequence=True)
-    assert [e.bytes for e in found] == [3 * padded * 5 * 4] * 2
-    assert [e.sent for e in found] == [3 * padded * 5 * 4 // 4 * 3] * 2
-
-
 def test_the_ends_cost_one_sum_of_the_embedding_one_of_the_heads_input_and_three_numbers_per_target() -> None:
     found = [e for e in entries(2, sequence=False) if not e.note.unit.startswith("blocks.")]
     stream = BATCH * TIME * WIDTH * 4
@@ -70,36 +63,9 @@ def test_the_ends_cost_one_sum_of_the_embedding_one_of_the_heads_input_and_three
     ]
 
 
-def test_the_loss_is_summed_in_four_bytes_at_least() -> None:
-    def sizes(itemsize: int) -> list[int]:
-        return [e.bytes for e in entries(2, sequence=False, itemsize=itemsize) if e.note.unit == "loss"]
-
-    assert sizes(2) == sizes(4) == [2 * 3 * BATCH * TIME * 4]
-    assert sizes(8) == [2 * 3 * BATCH * TIME * 8]
-
-
 def test_a_gathered_output_travels_in_equal_pieces() -> None:
     """5 features over 4 ranks are 2, 2, 1, 0 and travel as 4 times 2."""
     for sequence in (False, True):
         found = predict_tensor([Site("gather", "out", 5)], [(3, 7)], Mesh(tensor=4), 8, sequence=sequence)
         size = 3 * 7 * 8 * 8
         assert found == (Entry("all_gather", ("tensor",), size, size // 4 * 3, Note(FORWARD, "out", 0)),)
-
-
-def test_every_microbatch_sends_its_own() -> None:
-    sites = (Site("leave", "down", 5),)
-    found = predict_tensor(sites, [(n, 7) for n in (3, 2, 0)], Mesh(tensor=2), 4, sequence=False)
-    assert [(e.bytes, e.note.microbatch) for e in found] == [(3 * 7 * 5 * 4, 0), (2 * 7 * 5 * 4, 1), (0, 2)]
-    assert len(entries(2, sequence=True, microbatches=3)) == 3 * len(entries(2, sequence=True))
-
-
-def test_one_rank_sends_nothing() -> None:
-    assert predict_tensor([Site("enter", "a", 5)], [(3, 7)], Mesh(shard=4), 4, sequence=True) == ()
-
-
-def test_other_axes_change_nothing() -> None:
-    sites = parallel_plan(GPT(SIZES), 2).sites
-    for mesh in (Mesh(replica=2, tensor=2), Mesh(shard=3, tensor=2)):
-        assert predict_tensor(sites, [(3, 7)], mesh, 4, sequence=False) == predict_tensor(
-            sites, [(3, 7)], Mesh(tensor=2), 4, sequence=False
-        )

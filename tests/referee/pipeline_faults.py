@@ -11,7 +11,7 @@ import verify_cases as cases
 from planted import Patch, after, before, instead
 from torch import Tensor
 
-from plait.comm import run, thread
+from plait.comm import run
 from plait.comm.base import DONE
 from plait.comm.thread import ThreadComm
 from plait.forward.context import RNGPosition
@@ -191,11 +191,6 @@ def leave_out_the_reduction_of_a_stage(patch: Patch) -> None:
     instead(Gradients, "reduce")(reduce)(patch)
 
 
-@instead(thread, "ordered_sum")
-def add_ranks_in_reverse(original: Any, parts: list[Tensor], sizes: Any, op: str, out: Tensor) -> None:
-    original(parts[::-1], tuple(sizes)[::-1], op, out)
-
-
 @instead(FlatGradient, "accumulate")
 def add_microbatches_in_reverse(original: Any, self: FlatGradient, piece: Tensor) -> None:
     pieces = self.__dict__.setdefault("pieces", [])
@@ -206,12 +201,6 @@ def add_microbatches_in_reverse(original: Any, self: FlatGradient, piece: Tensor
     for earlier in pieces[-2::-1]:
         total += earlier
     self.accumulated.copy_(total)
-    self.started = True
-
-
-@instead(FlatGradient, "accumulate")
-def keep_only_the_last_microbatch(original: Any, self: FlatGradient, piece: Tensor) -> None:
-    self.accumulated.copy_(piece)
     self.started = True
 
 
@@ -250,11 +239,6 @@ def gather_from_what_lies_at_rest(patch: Patch) -> None:
     patch.setattr(Unit, "keep", lambda self: None)
 
 
-def go_on_from_kept_parameters(patch: Patch) -> None:
-    """hpz begins the next step from what it kept in this one."""
-    patch.setattr(Unit, "forget", lambda self: None)
-
-
 @instead(init, "PrivateGenerator")
 def count_layers_from_0_in_every_stage(original: Any, device: Any, what: str, seed: int, name: str) -> Any:
     """Initial values drawn under a name that a stage might give its first layer."""
@@ -272,20 +256,3 @@ def draw_for_the_next_microbatch(
     if self.number > 0:
         position = replace(position, first_sample=position.first_sample + position.num_samples)
     return original(self, m, loss_fn, batch, position, *rest, **options)
-
-
-@instead(Stage, "_resume")
-def recompute_with_the_latest_draw(original: Any, self: Stage, microbatch: int, **rest: Any) -> Any:
-    """What is recomputed in a backward draws what the last forward drew."""
-    latest, flight = self.current.context.position, original(self, microbatch, **rest)
-    self.current.replace(position=latest)
-    return flight
-
-
-@instead(Stage, "_resume")
-def recompute_for_another_microbatch(original: Any, self: Stage, microbatch: int, **rest: Any) -> Any:
-    flight = original(self, microbatch, **rest)
-    position = flight.context.position
-    assert position is not None
-    self.current.replace(position=replace(position, first_sample=position.first_sample + 1))
-    return flight

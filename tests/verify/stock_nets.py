@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -46,8 +45,8 @@ class Headed(nn.Module):
         return out
 
 
-def encoder(**settings: Any) -> nn.TransformerEncoder:
-    layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.1, batch_first=True, **settings)
+def encoder() -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.1, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
@@ -70,13 +69,14 @@ class BothEnds(Headed):
 
 
 class Attending(Headed):
-    def __init__(self, weights: bool = False, **settings: Any) -> None:
-        super().__init__(nn.MultiheadAttention(WIDTH, 2, 0.1, batch_first=True, **settings))
-        self.weights = weights
+    """With biases of its own, and its weights read too."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.MultiheadAttention(WIDTH, 2, 0.1, batch_first=True, add_bias_kv=True, add_zero_attn=True))
 
     def features(self, x_BTC: Tensor) -> Tensor:
-        out_BTC, weights_BTT = self.body(x_BTC, x_BTC, x_BTC, need_weights=self.weights)
-        return out_BTC if weights_BTT is None else out_BTC * weights_BTT.square().sum(-1, keepdim=True)
+        out_BTC, weights_BTT = self.body(x_BTC, x_BTC, x_BTC, need_weights=True)
+        return out_BTC * weights_BTT.square().sum(-1, keepdim=True)
 
 
 class Recurrent(Headed):
@@ -100,32 +100,15 @@ class Symmetric(nn.Module):
         return w.triu() + w.triu(1).T
 
 
-def changed(change: Callable[..., Any], **settings: Any) -> Callable[[], nn.Module]:
+def changed(change: Callable[[nn.Module], Any]) -> Callable[[], nn.Module]:
     """A perceptron whose middle weight is computed from others."""
 
     def build() -> nn.Module:
         net = nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            change(net[2], **settings)
+        change(net[2])
         return net
 
     return build
-
-
-class Lists(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)}) for _ in range(2))
-        self.matrices = nn.ParameterList([torch.randn(WIDTH, WIDTH) * 0.3 for _ in range(3)])
-        self.head = nn.ParameterDict({"w": torch.randn(WIDTH, 3) * 0.3, "b": torch.randn(3), "unused": torch.ones(2)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block["a"](x)  # type: ignore[index]
-        for matrix in self.matrices:
-            x = torch.tanh(x @ matrix)
-        return x @ self.head["w"] + self.head["b"]
 
 
 class Twice(nn.Module):
@@ -223,22 +206,13 @@ class Borrowing(nn.Module):
 
 NETS: dict[str, tuple[Callable[[], nn.Module], int | None]] = {
     "encoder": (lambda: Headed(encoder()), 4),
-    "encoder, norm first": (lambda: Headed(encoder(norm_first=True, activation="gelu")), 4),
     "encoder, masks": (lambda: Masked(encoder()), 4),
     "transformer": (lambda: BothEnds(nn.Transformer(WIDTH, 2, 1, 2, 8, 0.1, batch_first=True)), 4),
     "attention": (Attending, 4),
-    "attention, weights": (lambda: Attending(weights=True), 4),
-    "attention, biases": (lambda: Attending(add_bias_kv=True, add_zero_attn=True), 4),
     "lstm": (lambda: Recurrent(nn.LSTM(WIDTH, 5, 2, batch_first=True, bidirectional=True), 10), 4),
-    "gru": (lambda: Recurrent(nn.GRU(WIDTH, 5, batch_first=True), 5), 4),
     "cell": (lambda: Stepping(nn.GRUCell(WIDTH, 5), 5), 4),
-    "weight norm": (changed(parametrizations.weight_norm), None),
-    "weight norm by hook": (changed(nn.utils.weight_norm), None),
     "spectral norm": (changed(parametrizations.spectral_norm), None),
-    "spectral norm by hook": (changed(nn.utils.spectral_norm), None),
-    "orthogonal": (changed(parametrizations.orthogonal), None),
     "symmetric": (changed(lambda module: parametrize.register_parametrization(module, "weight", Symmetric())), None),
-    "lists": (Lists, None),
     "twice": (Twice, None),
     "odd": (Odd, None),
     "convolutions": (Convolved, 5),

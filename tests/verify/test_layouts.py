@@ -66,8 +66,8 @@ LAYOUTS = [
     *each(GPT, {"mesh": "pipe=2 replica=2 shard=2 hosts=4", "strategy": "zero3", "microbatches": 3, "schedule": "1f1b", "cut": "tensor"}),
     *each(TINY, {"mesh": "shard=2", "strategy": "zero3", "clip": None}),
     # pipelines
-    *pairs(CHAIN, schedule=tuple(ORDERS), mesh=PIPES[:2], microbatches=(5, 7)),
-    *pairs(replace(CHAIN, layers=13, schedule="interleaved", chunks=3), mesh=PIPES, microbatches=(1, 4, 7)),
+    *each(CHAIN, *({"schedule": order, "mesh": PIPES[i % 2], "microbatches": 5 + i % 3} for i, order in enumerate(ORDERS))),
+    *each(replace(CHAIN, layers=13, schedule="interleaved", chunks=3), *({"mesh": mesh, "microbatches": m} for mesh, m in zip(PIPES, (7, 1, 4), strict=True))),
     *pairs(replace(CHAIN, mesh="pipe=1 shard=2", microbatches=5), schedule=("naive", "1f1b", "zbv")),
     *each(replace(CHAIN, schedule="zbv", mesh="pipe=3 shard=3", strategy="zero3", microbatches=4), {}),
     *(replace(CHAIN, schedule=order, mesh=mesh, split=split, microbatches=3) for order, mesh, split in (
@@ -81,7 +81,6 @@ LAYOUTS = [
     *pairs(replace(DECODER, mesh="pipe=2 replica=2 shard=2", strategy=OWN_ROW, microbatches=3), schedule=("1f1b", "zbv")),
     *pairs(LLAMA, model=("llama", "qwen2"), mesh=("pipe=3", BOTH), schedule=("1f1b", "zb_h1", "interleaved"), microbatches=(3,)),
     # a tensor axis
-    *pairs(HEADS, way=WHOLE_OR_CUT, mesh=("tensor=2", "tensor=3", "shard=2 tensor=2", "replica=2 shard=2 tensor=2"), strategy=("ddp", "zero1", "hpz")),
     *pairs(replace(HEADS, batch=17), way=WHOLE_OR_CUT, layout=(
         {"mesh": "pipe=2 tensor=2", "schedule": "zb_h1", "strategy": "zero1"},
         {"mesh": "pipe=2 tensor=3", "schedule": "dualpipe_v", "strategy": "ddp"},
@@ -97,6 +96,9 @@ LAYOUTS = [
 ]  # fmt: skip
 
 BY_NIGHT = [
+    *pairs(CHAIN, schedule=tuple(ORDERS), mesh=PIPES[:2], microbatches=(5, 7)),
+    *pairs(replace(CHAIN, layers=13, schedule="interleaved", chunks=3), mesh=PIPES, microbatches=(1, 4, 7)),
+    *pairs(HEADS, way=WHOLE_OR_CUT, mesh=("tensor=2", "tensor=3", "shard=2 tensor=2", "replica=2 shard=2 tensor=2"), strategy=("ddp", "zero1", "hpz")),
     *pairs(replace(GPT, mesh=FOUR, microbatches=2, steps=3), numbers=NUMBERS, strategy=("psdp",)),
     *pairs(DECODER, schedule=tuple(ORDERS), mesh=PIPES[::2], microbatches=(6, 8)),
     *pairs(replace(DECODER, layers=1, mesh="pipe=4", microbatches=3), schedule=("gpipe", "1f1b", "zb_h1")),

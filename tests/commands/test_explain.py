@@ -94,18 +94,3 @@ def test_a_row_is_shown_with_what_follows_from_it(
     said = json.loads(capsys.readouterr().out)
     assert list(said["held"].values()) == held and sum(share for *_, share in said["sent"]) == sent
     assert main(words) == 0 and f"{row}: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--mesh", "shard=2"], "has no tensor, context or expert axis"),
-        (["--mesh", "shard=2 context=2", "--model", "mlp"], "no module of MLP is known to gather keys and values"),
-        (["--mesh", "shard=2 expert=2"], "no module of GPT that owns parameters has an 'expert_axis'"),
-        (["--mesh", "tensor=3"], "cannot be shared by tensor=3"),
-        (["--mesh", "tensor=2", "--job", "examples/my_job.py:job"], "(in the build function of a job)"),
-    ],
-)
-def test_what_cannot_be_explained_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", *words]) == 2
-    assert says in capsys.readouterr().err

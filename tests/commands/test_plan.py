@@ -186,29 +186,6 @@ def test_a_sample_longer_than_the_models_positions_is_refused(folder: Path, caps
     said(capsys, 0, *words, "8192")
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["--gpus", "8xh1000"], "gpus '8xh1000': did you mean h100 or"),
-        (["--model", "hf:config.json", "--layers", "3"], "--layers beside --model hf:config.json"),
-        (["--params", "1B", "--write-script", "slurm"], "--write-script slurm without --toml"),
-        (["--params", "1B", "--measure", "1"], "measure beside params: a number of parameters has no layers"),
-        (["--model", "lama"], "model 'lama': give hf:PATH"),
-        (["--layers", "3"], "no width: give --model hf:PATH, --params"),
-        (["--params", "10"], "params '10': give a number and M, B or T"),
-        (["--model", "hf:nowhere/config.json"], "the config"),
-        (["--cluster", "nowhere.toml", "--params", "1B"], "the cluster"),
-        (
-            ["--layers", "2", "--width", "8", "--heads", "1", "--vocab", "8", "--batch", "7", "--length", "16"],
-            "no mesh of 8 devices",
-        ),
-    ],
-)
-def test_mistakes_are_one_line(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = said(capsys, 2, *words)
-    assert error in shown and shown.count("\n") == 1
-
-
 def test_no_value_of_the_list_is_cut_at_the_screens_edge(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--layers", "4", "--width", "512", "--heads", "8", "--vocab", "1000", "--hosts", "2", "--batch", "64")
     out = said(capsys, 0, *words)

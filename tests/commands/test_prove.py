@@ -59,31 +59,6 @@ def test_the_result_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["proved"] and found["ranks"] == 3 and found["order"] == ["shard", "replica", "microbatch"]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--mesh", "shard=2"], "no layers: give --model hf:PATH, or --layers"),
-        (["--mesh", "shard=2", "--all-to-all", *SIZES], "all_to_all goes over the expert axis, and mesh 'shard=2' has"),
-        (["--mesh", "shard=2", "--model", "bert"], "model 'bert'"),
-        (["--mesh", "rows=2", *SIZES], "unknown mesh axis 'rows'"),
-        (["--mesh", "shard=2", "--memory", "80", *SIZES], "memory '80': give a number and a unit"),
-        (["--mesh", "pipe=9", *SIZES], "9 stages, but the model has 8 links"),
-        (["--mesh", "pipe=2", "--split", "3 4 1", *SIZES], "a split for 3 stages, but the pipeline has 2"),
-        (["--mesh", "pipe=2", "--split", "8;0", *SIZES], 'give the links of each stage, as in "5 4"'),
-        (["--mesh", "shard=2", "--layers", "0", *SIZES[2:]], "layers is 0"),
-        (["--mesh", "shard=2", "--batch", "3", *SIZES], "3 samples cannot fill 16 parts"),
-        (
-            ["--mesh", "shard=2 context=2", "--ring-attention", "--recompute", "selective", *SIZES],
-            "beside ring_attention",
-        ),
-    ],
-)
-def test_mistakes_are_told_before_anything_is_proved(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert says in said(capsys, 2, *words)
-
-
 def test_its_flags_mean_what_those_of_train_mean() -> None:
     words = ["--mesh", "shard=2", "--batch", "48", "--dtype", "bf16-mixed", *SIZES]
     run = parse(["prove", *words]).paper()

@@ -98,30 +98,6 @@ def test_of_a_huge_pipeline_the_closed_forms_are_shown(capsys: pytest.CaptureFix
     assert "none here" in say(capsys, "show", "interleaved", "--stages", "4096", "--microbatches", "4097")
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["show", "1f2b"], "unknown order '1f2b': did you mean 1f1b? the orders are naive, gpipe, 1f1b"),
-        (["show", "mine.txt"], "cannot read the schedule 'mine.txt': No such file or directory"),
-        (["show", "interleaved", "--chunks", "0"], "chunks is 0: give a whole number from 1"),
-        (["check", "/no/such.txt"], "cannot read the schedule '/no/such.txt': No such file or directory"),
-        (["show", "1f1b", "--stages", "0"], "stages is 0: give a whole number from 1"),
-        (["show", "1f1b", "--chunks", "2"], "2 chunks: 1f1b decides how many stages a rank has"),
-        (["show", "1f1b", "--forward", "-1"], "forward is -1.0: give a number from 0"),
-        (["show", "1f1b", "--forward", "nan"], "forward is nan: give a number from 0"),
-        (["show", "zbv", "--weight", "inf"], "weight is inf: give a number from 0"),
-        (["draw", "1f1b", "--latency", "nan", "--out", "/no/such/folder/x.svg"], "latency is nan"),
-        (["draw", "1f1b", "--out", "/no/such/folder/x.svg"], "out '/no/such/folder/x.svg': there is no such folder"),
-        (["text", "1f1b", "--strategy", "zero4"], "unknown strategy 'zero4'"),
-    ],
-)
-def test_a_mistake_is_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", *words]) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith("plait: error: ") and shown.err.count("\n") == 1
-    assert says in shown.err
-
-
 def test_a_file_has_its_own_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.txt"
     file.write_text("0F0 0B0\n")
@@ -130,11 +106,3 @@ def test_a_file_has_its_own_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[
     file.write_text("0F0 0Q0\n")
     assert main(["schedule", "check", str(file)]) == 2
     assert "cannot read the action '0Q0'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["--help"], ["show", "--help"], ["check", "--help"], ["draw", "--help"]])
-def test_it_explains_itself(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["schedule", *words])
-    assert left.value.code == 0
-    assert "plait schedule" in capsys.readouterr().out

@@ -12,7 +12,6 @@ from plait.run.commands.main import main
 from plait.run.launch.render import TARGETS
 
 TRAIN = ("train", "--mesh", "replica=2 shard=2")
-LARGE = ("--width", "16384", "--heads", "128", "--layers", "96", "--strategy", "ddp")
 SIZES = ("--hosts", "2", "--ranks-per-host", "2")
 
 
@@ -33,13 +32,6 @@ def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path / "note"
-
-
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script x.py in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.py").write_text("")
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -83,45 +75,9 @@ def test_ray_gets_the_files_beside_the_program(clients: Path, tmp_path: Path, mo
     assert given[:3] == ["job", "submit", "--working-dir"] and given[4:] == ["--", "python", "plait_launch.py"]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("slurm", *SIZES, "--", "train", "--mesh", "shard=3"), "has 3 ranks, and 2 hosts x 2 ranks are 4"),
-        (("slurm", "--", "bench", "comm", "--mesh", "shard=2"), "has 2 ranks, and 1 hosts x 1 ranks are 1"),
-        (("slurm", *SIZES, "--memory", "1", "--", *TRAIN, *LARGE), "2 ranks need at least "),
-        (("slurm", *SIZES, "--gpu", "H100", "--", *TRAIN, *LARGE), "of memory, and one H100 has 74.51 GiB"),
-        (("slurm", "--hosts", "0", "--", *TRAIN), "hosts is 0: give a whole number from 1"),
-        (("slurm",), "no command: give one after --"),
-        (("slurm", "--", "htop"), "'htop' is no command of plait and no script"),
-        (("slurm", "--environment", "NOT_THERE", "--", "x.py"), "NOT_THERE: this variable is not set"),
-        (("slurm", "--environment", "HF_TOKEN=1", "--", "x.py"), "HF_TOKEN: the name looks like a secret"),
-        (("modal", "--image", "i", "--files", "../x", "--", "x.py"), "files '../x': give the relative path"),
-        (("modal", "--image", "i", "--files", "no-such", "--", "x.py"), "files 'no-such': give the relative path"),
-        (("slurm", "--files", "/etc", "--", "x.py"), "files '/etc': give the relative path"),
-        (("kubernetes", "--requeue", "--", "x.py"), "requeue is for slurm"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    words: tuple[str, ...], says: str, script: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(("submit", *words)) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.startswith("plait: error: ") and shown.err.count("\n") == 1
-    assert says in shown.err
-
-
 @pytest.mark.parametrize("words", [("--", *TRAIN, "--stepz", "3"), ("--hostz", "2", "--", "x.py")])
 def test_a_wrong_flag_of_either_command_is_a_usage_error(words: tuple[str, ...]) -> None:
     assert main(("submit", "slurm", "--dry-run", *words)) == 2
-
-
-@pytest.mark.parametrize("target, flag", [("skypilot", "minutes"), ("torchx", "minutes"), ("ray", "image")])
-def test_a_limit_that_the_target_would_not_keep_is_refused(
-    target: str, flag: str, script: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = ("--files", "x.py") if target in ("ray", "skypilot") else ()
-    assert main(("submit", target, "--dry-run", f"--{flag}", "30", *files, "--", "x.py")) == 2
-    assert f"{target} has no place for --{flag}: leave it out" in capsys.readouterr().err
 
 
 def test_files_where_none_are_sent_and_a_client_that_is_not_there(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plait.checkpoint.files.reading import memory
-from plait.run.commands.main import COMMANDS, kind_of, main
+from plait.run.commands.main import COMMANDS, kind_of
 from plait.run.config.bounds import BOUNDS, LONGEST, check_values
 from plait.run.config.check import validate
 from plait.run.config.room import check_room
@@ -57,39 +57,6 @@ def test_texts_that_cannot_be_meant(name: str, text: str) -> None:
     with pytest.raises(ValueError, match=name) as caught:
         validate(replace(TrainConfig(), **{name: text}))
     assert str(caught.value).isprintable() and len(str(caught.value)) < 300
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "train --microbatches 9223372036854775808",
-        "train --mesh shard=9223372036854775808",
-        "train --mesh pipe=2 --schedule interleaved --chunks 9223372036854775808",
-        "train --mesh pipe=1000 --microbatches 1000 --batch 1000",
-        "train --threads 100000",
-        "train --deadline inf",
-        "train --deadline 1e308",
-        "train --config /dev/full",
-        "train --config /dev/zero",
-        "train --data /dev/zero",
-        "train --model mlp --heads -3",
-        "verify --mesh=",
-        "verify --json /dev/full",
-        "verify --json /tmp",
-        "bench comm --json /dev/full",
-        "bench comm --sizes 99999999GB",
-        "bench comm --repeat 9223372036854775808",
-        "schedule show 1f1b --stages 9223372036854775808",
-        "schedule text 1f1b --stages 65536 --microbatches 65536",
-        "schedule draw 1f1b --out /dev/full",
-        "doctor --json /dev/full",
-        "checkpoint show /dev/zero",
-    ],
-)
-def test_what_once_hung_or_crashed_is_a_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words.split()) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.startswith("plait: error: ") and shown.err.count("\n") == 1
 
 
 def test_a_schedule_that_names_giant_numbers_is_not_counted_to() -> None:

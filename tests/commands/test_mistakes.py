@@ -1,0 +1,124 @@
+"""A mistake in any command is one line that says what to do, exit code 2, and nothing on standard output."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from plait.run.commands.main import main
+
+SIZES = "--layers 5 --width 32 --heads 4 --vocab 71"
+TWO_BY_TWO = "--hosts 2 --ranks-per-host 2"
+LARGE = '--mesh "replica=2 shard=2" --width 16384 --heads 128 --layers 96 --strategy ddp'
+
+MISTAKES = {
+    # what several commands refuse
+    "train --mesh shard=x": "mesh axis 'shard=x'",
+    "train --out s3://bucket/run": "out 's3://bucket/run' is a URL: mount the object store",
+    "verify --json s3://bucket/a.json": "json 's3://bucket/a.json' is a URL",
+    "train --config a.toml --steps 3 --config=b.toml": "--config is given 2 times ('a.toml', 'b.toml",
+    "train --length 65536 --mesh shard=16": "plait plan finds layouts that fit",
+    "train --config /no/such.toml": "cannot read the config '/no/such.toml'",
+    "train --steps 9 --epochs 2": "--steps 9 beside epochs 2, which are a number of steps too",
+    "verify --steps=5 --epochs=1": "leave --steps out, or give --epochs None",
+    "bench comm --mesh shard=1": "has 1 rank",
+    "bench comm --kinds allreduce": "unknown collective 'allreduce'",
+    # what once hung or crashed: giant numbers, files without an end
+    "train --microbatches 9223372036854775808": "",
+    "train --mesh shard=9223372036854775808": "",
+    "train --mesh pipe=2 --schedule interleaved --chunks 9223372036854775808": "",
+    "train --mesh pipe=1000 --microbatches 1000 --batch 1000": "",
+    "train --threads 100000": "",
+    "train --deadline inf": "",
+    "train --deadline 1e308": "",
+    "train --config /dev/full": "",
+    "train --config /dev/zero": "",
+    "train --data /dev/zero": "",
+    "train --model mlp --heads -3": "",
+    "verify --mesh=": "",
+    "verify --json /dev/full": "",
+    "verify --json /tmp": "",
+    "bench comm --json /dev/full": "",
+    "bench comm --sizes 99999999GB": "",
+    "bench comm --repeat 9223372036854775808": "",
+    "schedule show 1f1b --stages 9223372036854775808": "",
+    "schedule text 1f1b --stages 65536 --microbatches 65536": "",
+    "schedule draw 1f1b --out /dev/full": "",
+    "doctor --json /dev/full": "",
+    "checkpoint show /dev/zero": "",
+    # explain
+    "explain --mesh shard=2": "has no tensor, context or expert axis",
+    'explain --mesh "shard=2 context=2" --model mlp': "no module of MLP is known to gather keys and values",
+    'explain --mesh "shard=2 expert=2"': "no module of GPT that owns parameters has an 'expert_axis'",
+    "explain --mesh tensor=3": "cannot be shared by tensor=3",
+    "explain --mesh tensor=2 --job examples/my_job.py:job": "(in the build function of a job)",
+    # plan
+    "plan --gpus 8xh1000": "gpus '8xh1000': did you mean h100 or",
+    "plan --model hf:config.json --layers 3": "--layers beside --model hf:config.json",
+    "plan --params 1B --write-script slurm": "--write-script slurm without --toml",
+    "plan --params 1B --measure 1": "measure beside params: a number of parameters has no layers",
+    "plan --model lama": "model 'lama': give hf:PATH",
+    "plan --layers 3": "no width: give --model hf:PATH, --params",
+    "plan --params 10": "params '10': give a number and M, B or T",
+    "plan --model hf:nowhere/config.json": "the config",
+    "plan --cluster nowhere.toml --params 1B": "the cluster",
+    "plan --layers 2 --width 8 --heads 1 --vocab 8 --batch 7 --length 16": "no mesh of 8 devices",
+    # prove
+    "prove --mesh shard=2": "no layers: give --model hf:PATH, or --layers",
+    f"prove --mesh shard=2 --all-to-all {SIZES}": "all_to_all goes over the expert axis, and mesh 'shard=2' has",
+    "prove --mesh shard=2 --model bert": "model 'bert'",
+    f"prove --mesh rows=2 {SIZES}": "unknown mesh axis 'rows'",
+    f"prove --mesh shard=2 --memory 80 {SIZES}": "memory '80': give a number and a unit",
+    f"prove --mesh pipe=9 {SIZES}": "9 stages, but the model has 8 links",
+    f'prove --mesh pipe=2 --split "3 4 1" {SIZES}': "a split for 3 stages, but the pipeline has 2",
+    f'prove --mesh pipe=2 --split "8;0" {SIZES}': 'give the links of each stage, as in "5 4"',
+    f"prove --mesh shard=2 {SIZES.replace('5', '0', 1)}": "layers is 0",
+    f"prove --mesh shard=2 --batch 3 {SIZES}": "3 samples cannot fill 16 parts",
+    f'prove --mesh "shard=2 context=2" --ring-attention --recompute selective {SIZES}': "beside ring_attention",
+    # schedule
+    "schedule show 1f2b": "unknown order '1f2b': did you mean 1f1b? the orders are naive, gpipe, 1f1b",
+    "schedule show mine.txt": "cannot read the schedule 'mine.txt': No such file or directory",
+    "schedule show interleaved --chunks 0": "chunks is 0: give a whole number from 1",
+    "schedule check /no/such.txt": "cannot read the schedule '/no/such.txt': No such file or directory",
+    "schedule show 1f1b --stages 0": "stages is 0: give a whole number from 1",
+    "schedule show 1f1b --chunks 2": "2 chunks: 1f1b decides how many stages a rank has",
+    "schedule show 1f1b --forward -1": "forward is -1.0: give a number from 0",
+    "schedule show 1f1b --forward nan": "forward is nan: give a number from 0",
+    "schedule show zbv --weight inf": "weight is inf: give a number from 0",
+    "schedule draw 1f1b --latency nan --out /no/such/folder/x.svg": "latency is nan",
+    "schedule draw 1f1b --out /no/such/folder/x.svg": "out '/no/such/folder/x.svg': there is no such folder",
+    "schedule text 1f1b --strategy zero4": "unknown strategy 'zero4'",
+    # submit
+    f"submit slurm {TWO_BY_TWO} -- train --mesh shard=3": "has 3 ranks, and 2 hosts x 2 ranks are 4",
+    "submit slurm -- bench comm --mesh shard=2": "has 2 ranks, and 1 hosts x 1 ranks are 1",
+    f"submit slurm {TWO_BY_TWO} --memory 1 -- train {LARGE}": "2 ranks need at least ",
+    f"submit slurm {TWO_BY_TWO} --gpu H100 -- train {LARGE}": "of memory, and one H100 has 74.51 GiB",
+    "submit slurm --hosts 0 -- train --mesh shard=2": "hosts is 0: give a whole number from 1",
+    "submit slurm": "no command: give one after --",
+    "submit slurm -- htop": "'htop' is no command of plait and no script",
+    "submit slurm --environment NOT_THERE -- x.py": "NOT_THERE: this variable is not set",
+    "submit slurm --environment HF_TOKEN=1 -- x.py": "HF_TOKEN: the name looks like a secret",
+    "submit modal --image i --files ../x -- x.py": "files '../x': give the relative path",
+    "submit modal --image i --files no-such -- x.py": "files 'no-such': give the relative path",
+    "submit slurm --files /etc -- x.py": "files '/etc': give the relative path",
+    "submit kubernetes --requeue -- x.py": "requeue is for slurm",
+    "submit skypilot --dry-run --minutes 30 --files x.py -- x.py": "skypilot has no place for --minutes: leave it out",
+    "submit torchx --dry-run --minutes 30 -- x.py": "torchx has no place for --minutes: leave it out",
+    "submit ray --dry-run --image 30 --files x.py -- x.py": "ray has no place for --image: leave it out",
+}
+"""Words of each line; none where whatever refuses it may say so."""
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "x.py" in line:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "x.py").write_text("")
+    assert main(shlex.split(line)) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("plait: error: ") and shown.err.count("\n") == 1
+    assert MISTAKES[line] in shown.err

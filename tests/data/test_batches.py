@@ -38,14 +38,6 @@ def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 # -- the split -----------------------------------------------------------------------------------------------
 
 
-def test_the_split_drawn() -> None:
-    assert split_samples(8, 4) == ((0, 2), (2, 2), (4, 2), (6, 2))
-    assert split_samples(7, 3) == ((0, 3), (3, 2), (5, 2))
-    assert split_samples(5, 4) == ((0, 2), (2, 1), (3, 1), (4, 1))
-    assert split_samples(3, 3) == ((0, 1), (1, 1), (2, 1))
-    assert split_samples(3, 1) == ((0, 3),)
-
-
 @given(num_parts=st.integers(1, 50), more=st.integers(0, 200))
 def test_every_split_is_whole_and_even_to_one(num_parts: int, more: int) -> None:
     parts = split_samples(num_parts + more, num_parts)

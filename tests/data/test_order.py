@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.run.data.order import mix, permute, sample_at, scramble
+from plait.run.data.order import mix, sample_at, scramble
 
 
 def order(seed: int, epoch: int, num_samples: int) -> list[int]:
@@ -19,12 +19,6 @@ def order(seed: int, epoch: int, num_samples: int) -> list[int]:
 @given(seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 10**9), num_samples=st.integers(1, 700))
 def test_any_seed_epoch_and_size_is_a_permutation(seed: int, epoch: int, num_samples: int) -> None:
     assert sorted(order(seed, epoch, num_samples)) == list(range(num_samples))
-
-
-@settings(max_examples=100, deadline=None)
-@given(key=st.integers(0, 2**64 - 1), bits=st.integers(0, 9))
-def test_the_network_alone_is_a_permutation_of_a_power_of_two(key: int, bits: int) -> None:
-    assert sorted(permute(key, word, bits) for word in range(2**bits)) == list(range(2**bits))
 
 
 def test_a_huge_epoch_needs_no_memory_and_no_time() -> None:

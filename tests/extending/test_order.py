@@ -1,6 +1,5 @@
 """An order from outside: proved, simulated, listed, and trained with."""
 
-import pipeline_cases as cases
 import pytest
 from guide import run_section
 
@@ -44,11 +43,6 @@ def test_help_texts_and_the_command_know_it(eager: str, capsys: pytest.CaptureFi
     assert "eager: 1f1b that runs further ahead" in describe_orders()
     assert main(["schedule", "show", eager, "--stages", "3", "--microbatches", "4"]) == 0
     assert "rank 0 | F0 F1 F2 F3" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_training_by_it_is_plain_training(eager: str, row: str) -> None:
-    cases.same(cases.chain(), "pipe=2 shard=2", row, schedule=eager)
 
 
 def test_the_command_line_trains_by_it(eager: str) -> None:

@@ -1,21 +1,16 @@
 """The optimizer and the learning rate of a config are torch's own, whatever the layout does with them."""
 
-import threading
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from plait.comm.base import Comm
-from plait.comm.thread import run
 from plait.run.job.config import JobConfig
 from plait.run.job.job import build_model
 from plait.run.job.optimizer import lr_factor, make_optimizer, make_scheduler
-from plait.step import Engine
-from plait.table.mesh import Mesh
 
 
 def rates(optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> list[float]:
@@ -72,43 +67,3 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert any("embed" in names[id(p)] for p in decays["params"])
     one = make_optimizer(replace(config.update, weight_decay=None), model.parameters())
     assert [group["weight_decay"] for group in one.param_groups] == [0.01]  # torch's default, for all
-
-
-DRAWING = threading.Lock()
-
-
-def trained(before: bool, comm: Comm | None = None) -> dict[str, torch.Tensor]:
-    """Three steps of a small model with groups and a schedule, plain or under zero3."""
-    with DRAWING:  # ranks are threads here, and torch has one generator
-        torch.manual_seed(5)
-        model = nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.LayerNorm(13), nn.Linear(13, 3))
-        x, y = torch.randn(6, 7), torch.randn(6, 3)
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.5, "lr": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    optimizer = AdamW(groups, lr=0.05)
-    config = JobConfig(steps=4, lr_schedule="cosine", warmup=2)
-    scheduler = make_scheduler(config.update, config.samples.steps, optimizer) if before else None
-    engine = None if comm is None else Engine(model, comm, strategy="zero3", optimizer=optimizer)
-    scheduler = scheduler or make_scheduler(config.update, config.samples.steps, optimizer)
-    for _ in range(3):
-        loss = (model(x) - y).square().sum()
-        if engine is None:
-            optimizer.zero_grad()
-            (loss / 6).backward()
-        else:
-            engine.backward(loss, count=6)  # every rank brings the same batch: twice the sum over twice the count
-        optimizer.step()
-        scheduler.step()
-    if engine is not None:
-        return engine.full_state_dict()
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("before", [True, False], ids=["scheduler first", "engine first"])
-def test_groups_and_a_schedule_of_ones_own_are_kept(before: bool) -> None:
-    want = trained(before)
-    for got in run(Mesh(shard=2), lambda comm: trained(before, comm)):
-        for name, value in want.items():
-            torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)

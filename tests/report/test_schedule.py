@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import io
-
-from rich.console import Console
-
-from plait.run.report.schedule import bubble_table, share_line, time_grid
+from plait.run.report.schedule import time_grid
 from plait.schedule.actions import parse_schedule
-from plait.schedule.bubbles import bubbles
-from plait.schedule.check import check
-from plait.schedule.orders import ORDERS, one_f_one_b, zbv
+from plait.schedule.orders import one_f_one_b, zbv
 from plait.schedule.passes import add_messages
 from plait.schedule.simulate import Costs, simulate
-
-
-def test_the_grid_over_time() -> None:
-    assert time_grid(simulate(one_f_one_b(2, 2), Costs()), 80).splitlines() == [
-        "rank 0 | F0 F1 .  .  B0 -- .  B1 --",
-        "rank 1 | .  F0 B0 -- F1 B1 -- .  .",
-    ]
 
 
 def test_stages_are_named_where_a_rank_has_several() -> None:
@@ -41,19 +28,6 @@ def test_a_long_grid_goes_on_below_and_a_huge_one_is_left_out() -> None:
     assert len(blocks) == 3
     huge = simulate(one_f_one_b(64, 256), Costs())
     assert time_grid(huge, 80).startswith("(no grid: 64 ranks x 957 columns")
-
-
-def test_the_table_and_the_line_stand_beside_the_formulas() -> None:
-    schedule = one_f_one_b(2, 2)
-    timeline, formula = simulate(schedule, Costs()), bubbles(ORDERS["1f1b"].formula, 2, 2, 1, 1, 1, 1)
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(bubble_table(timeline, check(schedule), formula))
-    words = [line.split() for line in console.export_text().splitlines()]
-    assert ["0", "0", "6", "3", "3", "0.3333", "2", "2"] in words
-    assert ["1", "1", "6", "0", "0", "0.3333", "1", "1"] in words
-    assert "idle share of rank 0 from its first pass to its last 0.3333 (formula 0.3333)" in share_line(
-        timeline, formula
-    )
 
 
 def test_an_idle_rank_has_a_line() -> None:

@@ -19,9 +19,7 @@ from plait.table.mesh import Mesh
 RANKS = Path(__file__).with_name("fsdp2_ranks.py")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "where", "form"), [(2, "zero3", ""), (3, "pipe", "app"), (3, "tensor", "flat"), (2, "bf16", "")]
-)
+@pytest.mark.parametrize(("ranks", "where", "form"), [(3, "pipe", "app"), (2, "bf16", "flat")])
 def test_what_fsdp2_saves_goes_on_in_any_layout(ranks: int, where: str, form: str, tmp_path: Path) -> None:
     processes(RANKS, ranks, "save", tmp_path / "theirs", tmp_path / "whole", form)
     wanted: dict[str, Any] = torch.load(tmp_path / "whole")
@@ -41,15 +39,14 @@ def test_what_fsdp2_saves_goes_on_in_any_layout(ranks: int, where: str, form: st
         assert not differences(optimizer, wanted["optim"])
 
 
-@pytest.mark.parametrize(("where", "ranks"), [("zero3", 2), ("pipe", 3)])
-def test_what_plait_saves_is_read_by_fsdp2(where: str, ranks: int, tmp_path: Path) -> None:
+def test_what_plait_saves_is_read_by_fsdp2(tmp_path: Path) -> None:
     def body(comm: Comm) -> Any:
-        training = Training.begin(comm, where)
+        training = Training.begin(comm, "pipe")
         training.go(0, 2)
         training.save(tmp_path / "run")
         return {"model": training.engine.full_state_dict(), "optim": training.engine.optimizer_state_dict()}
 
-    whole, *_ = run(Mesh.parse(LAYOUTS[where][0]), body, deadline=60)
+    whole, *_ = run(Mesh.parse(LAYOUTS["pipe"][0]), body, deadline=60)
     torch.save(whole, tmp_path / "whole")
     export_dcp(Checkpoint.find(tmp_path / "run"), tmp_path / "theirs", ties={"head.weight": "embed.weight"})
-    assert "differences: []" in processes(RANKS, ranks, "load", tmp_path / "theirs", tmp_path / "whole")
+    assert "differences: []" in processes(RANKS, 3, "load", tmp_path / "theirs", tmp_path / "whole")

@@ -40,7 +40,7 @@ def command(folder: Path, text: str, *more: str) -> list[str]:
     ],
     ids=lambda value: value if isinstance(value, str) else value[1].replace(" ", ","),
 )
-def test_a_fine_tuning_is_the_run_of_one_process_and_its_export_trains_on(
+def test_a_fine_tuning_is_one_process_and_trains_on(
     tmp_path: Path, text: str, kind: str, layout: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out, report = folders.write(tmp_path / "model", kind, tie=True), tmp_path / "out", tmp_path / "report.json"
@@ -75,13 +75,6 @@ def sorted_letters() -> list[str]:
     from tokenizers import pre_tokenizers
 
     return sorted(pre_tokenizers.ByteLevel.alphabet())
-
-
-def test_verify_takes_a_folder_too(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = folders.write(tmp_path / "model", files=True)
-    sizes = ["--length", "16", "--batch", "6", "--steps", "2", "--mesh", "shard=3"]
-    assert main(["verify", "--model", f"hf:{folder}", "--data", text, *sizes]) == 0
-    assert "verdict: bitwise" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

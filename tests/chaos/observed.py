@@ -178,13 +178,10 @@ def listening(pids: Iterable[int]) -> list[Port]:
     """The TCP ports at which these processes listen."""
     sockets: dict[str, int] = {}
     for pid in pids:
-        try:
-            for link in Path(f"/proc/{pid}/fd").iterdir():
-                target = os.readlink(link)
-                if target.startswith("socket:["):
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            with suppress(OSError):  # it has been closed
+                if (target := os.readlink(link)).startswith("socket:["):
                     sockets[target[8:-1]] = pid
-        except OSError:
-            continue
     found = []
     for name in ("tcp", "tcp6"):
         file = Path("/proc/net") / name

@@ -10,7 +10,7 @@ from plait.comm.base import Comm
 from plait.run.launch.failure import guarded
 from plait.run.launch.local import launch
 from plait.run.measure.comm import BenchConfig
-from plait.table.mesh import AXES, Mesh
+from plait.table.mesh import AXES
 
 HOW, REST = sys.argv[1], sys.argv[2:]
 
@@ -39,11 +39,6 @@ def body(comm: Comm) -> int:
     if comm.rank == 1:
         if HOW == "raise":
             raise RuntimeError("the matter is here")
-        if HOW == "mistake":
-            Mesh.parse("depth=2")
-        if HOW == "kill":
-            time.sleep(1)  # so that rank 0 is waiting for this one
-            os.kill(os.getpid(), signal.SIGKILL)
         if HOW == "stop":
             time.sleep(1)
             os.kill(os.getpid(), signal.SIGSTOP)

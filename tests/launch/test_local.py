@@ -3,16 +3,15 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from observed import listening
 from ports import free_port
-from sockets import children, listening
-from waiting import alive, wait_for
+from waiting import alive, children, wait_for
 
 import plait
 from plait.comm.base import Comm
@@ -64,22 +63,8 @@ def test_the_original_traceback_comes_first_and_once(finish: Any) -> None:
     assert "\nplait: rank 1 failed: RuntimeError: the matter is here\n  on host " in err
 
 
-def test_a_mistake_found_by_one_rank_is_one_line_and_exit_code_2(finish: Any) -> None:
-    code, out, err = finish("mistake")
-    assert (code, out) == (2, "")
-    assert err.startswith("plait: error: unknown mesh axis 'depth'")
-    assert err.count("\n") == 1
-
-
 def test_the_ranks_own_exit_code_is_passed_on_after_rank_0_has_spoken(finish: Any) -> None:
     assert finish("code") == (7, "rank 0 had to the end\n", "")
-
-
-def test_a_killed_rank_is_named(finish: Any) -> None:
-    code, out, err = finish("kill")
-    assert (code, out) == (128 + signal.SIGKILL, "")
-    assert err.startswith("plait: rank 1 was killed by SIGKILL\n  on host ")
-    assert "rank 0: waits for rank 1 before its first step, in barrier over " in err
 
 
 def test_a_stopped_rank_is_named_and_ended_at_the_deadline(finish: Any) -> None:
@@ -108,8 +93,7 @@ def test_a_stop_of_the_whole_group_for_longer_than_the_deadline_is_no_fault(rank
 
 
 @LINUX
-@pytest.mark.parametrize("words", [(), ("over gloo",)], ids=["shared memory", "gloo"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(("number", "words"), [(signal.SIGINT, ("over gloo",)), (signal.SIGKILL, ())])
 def test_nothing_listens_and_no_rank_outlives_the_launcher(
     number: signal.Signals, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Any
 ) -> None:
@@ -121,8 +105,9 @@ def test_nothing_listens_and_no_rank_outlives_the_launcher(
     ids = [int(file.read_text()) for file in files]
     (server,) = children(process.pid)
     assert sorted(children(server)) == sorted(ids)
-    assert listening([process.pid, server]) == set()
-    assert listening(ids) == ({"0100007F"} if words else set()), "gloo connects on 127.0.0.1, shared memory not at all"
+    assert not listening([process.pid, server])
+    open_at = {port.address for port in listening(ids)}
+    assert open_at == ({"0100007F"} if words else set()), "gloo connects on 127.0.0.1, shared memory not at all"
     (folder,) = Path(tmp_path / "tmp").glob("plait-*")  # torch leaves one of its compiler
     assert folder.stat().st_mode & 0o777 == 0o700
     if number == signal.SIGKILL:
@@ -136,35 +121,10 @@ def test_nothing_listens_and_no_rank_outlives_the_launcher(
         assert not folder.exists()
 
 
-def test_the_same_command_runs_under_torchrun(tmp_path: Path) -> None:
-    words = [
-        "bench",
-        "comm",
-        "--sizes",
-        "4KB",
-        "--kinds",
-        "all_reduce",
-        "--repeat",
-        "2",
-        "--json",
-        str(tmp_path / "comm.json"),
-    ]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, "-m", "plait", *words], capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("all_reduce") == 1
-    assert (tmp_path / "comm.json").exists()
-
-
 def test_another_number_of_processes_than_ranks_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in (
-        ("RANK", "0"),
-        ("WORLD_SIZE", "3"),
-        ("MASTER_ADDR", "localhost"),
-        ("MASTER_PORT", "1"),
-    ):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     assert main(["bench", "comm", "--mesh", "replica=2 shard=2"]) == 2
@@ -180,14 +140,8 @@ def test_another_number_of_processes_than_ranks_is_refused(
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT not set: start this program with torchrun"),
         ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_PROCID is 1, and SLURM_STEP_NUM_TASKS, SLURM_GTIDS"),
-        (
-            {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"},
-            "SLURM_STEP_NUM_TASKS is 2, and SLURM_GTIDS",
-        ),
-        (
-            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
-            "OMPI_COMM_WORLD_SIZE is 2: this program",
-        ),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS is 2, and SLURM_GTIDS"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is 2: this program"),
         ({"WORLD_SIZE": "2", "SLURM_PROCID": "1"}, "RANK, MASTER_ADDR, MASTER_PORT not set"),
         ({"RANK": "", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "1"}, ""),
     ],

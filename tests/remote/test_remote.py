@@ -1,4 +1,4 @@
-"""Remote calls between real processes: each scene of ``remote_ranks.py`` is played once."""
+"""Remote calls between real processes: scenes of ``remote_ranks.py``, most of them played by the same two."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ RANKS = Path(__file__).with_name("remote_ranks.py")
 def play(start: Any, folder: Path, *words: str, ranks: int = 2) -> list[tuple[int, str, str]]:
     """Exit status, output and errors of each rank; a rank that is stopped is killed when rank 0 has ended."""
     env = os.environ | {"WORLD_SIZE": str(ranks), "PLAIT_STORE": str(folder / "store"), "OMP_NUM_THREADS": "1"}
-    env |= {"TORCH_CPP_LOG_LEVEL": "FATAL"}
+    env |= {"TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-W", "ignore", *words]
     started = [start(*command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
     found = []
@@ -31,10 +31,10 @@ def play(start: Any, folder: Path, *words: str, ranks: int = 2) -> list[tuple[in
     return found
 
 
-@pytest.mark.parametrize("scene", ["values", "errors", "devices", "counted", "listens"])
-def test_a_scene(scene: str, start: Any, tmp_path: Path) -> None:
-    for status, out, err in play(start, tmp_path, str(RANKS), scene):
-        assert (status, out) == (0, "done\n"), err
+def test_scenes_one_after_the_other(start: Any, tmp_path: Path) -> None:
+    scenes = ("listens", "values", "errors", "devices", "counted")  # ports stay open, and the last one counts wrong
+    for status, out, err in play(start, tmp_path, str(RANKS), *scenes):
+        assert (status, out) == (0, "done\n" * len(scenes)), err
 
 
 @pytest.mark.parametrize("scene", ["killed", "stopped"])

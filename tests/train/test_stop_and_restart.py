@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sockets import children
-from waiting import wait_for
+from waiting import children, wait_for
 
 from plait.checkpoint.folder import checkpoints
 from plait.run.commands.main import main, parse

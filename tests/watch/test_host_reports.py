@@ -206,9 +206,7 @@ class Silent:
         return getattr(self._store, name)
 
 
-def test_two_hosts_tell_each_other_and_each_notices_the_other_ones_silence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_hosts_tell_each_other_and_each_notices_the_other_ones_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_reports, "EVERY", 0.01)
     monkeypatch.setattr(host_reports, "SILENT", 0.5)
     monkeypatch.setattr(host_reports, "LEAVE_SECONDS", 0.1)

@@ -10,15 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.run.watch.processes import (
-    ProcessState,
-    born,
-    exit_code,
-    launcher,
-    look,
-    out_of_memory_kills,
-    started,
-)
+from plait.run.watch.processes import ProcessState, born, exit_code, launcher, look, out_of_memory_kills, started
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 

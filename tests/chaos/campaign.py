@@ -63,50 +63,27 @@ class CampaignRow:
 
 ROWS = (
     CampaignRow(
-        "kill",
-        "kill -9 of a rank within a step",
+        "kill", "kill -9 of a rank within a step",
         "rank, step and operation named; goes on from the last checkpoint, to the bit",
-        trials.killed,
-        {"told": 1.0, "restarted": 5.0},
-        times=50,
-        short=2,
+        trials.killed, {"told": 1.0, "restarted": 5.0}, times=50, short=2,
     ),
     CampaignRow("launcher", "kill -9 of the launcher", "no process is left", trials.launcher_killed, {"gone": 2.0}),
     CampaignRow(
-        "signal",
-        "SIGTERM, SIGUSR1, SIGHUP to the launcher or a rank",
-        "a last checkpoint; 0 steps lost",
-        trials.asked_to_end,
-        {"ended": 10.0},
-        times=12,
-        short=2,
+        "signal", "SIGTERM, SIGUSR1, SIGHUP to the launcher or a rank", "a last checkpoint; 0 steps lost",
+        trials.asked_to_end, {"ended": 10.0}, times=12, short=2,
     ),
     CampaignRow(
-        "stop",
-        "SIGSTOP of a rank",
-        "the stopped rank is named; the run goes on, to the bit",
-        trials.stopped,
-        {"told": 5.0},
-        times=50,
-        short=1,
+        "stop", "SIGSTOP of a rank", "the stopped rank is named; the run goes on, to the bit",
+        trials.stopped, {"told": 5.0}, times=50,
     ),
     CampaignRow(
-        "hosts",
-        "SIGKILL or SIGSTOP of a rank of another host",
-        "named on its host and on that of rank 0",
-        between_hosts.ended_or_stopped,
-        {"told": 5.0},
-        short=2,
-        needs=two_hosts.missing,
+        "hosts", "SIGKILL or SIGSTOP of a rank of another host", "named on its host and on that of rank 0",
+        between_hosts.ended_or_stopped, {"told": 5.0}, short=2, needs=two_hosts.missing,
     ),
     CampaignRow(
-        "link",
-        "the link between two hosts is cut, or cut and mended",
+        "link", "the link between two hosts is cut, or cut and mended",
         "each host names the other; all end, or go on, to the bit",
-        between_hosts.link_cut,
-        {"told": 10.0},
-        short=2,
-        needs=two_hosts.missing,
+        between_hosts.link_cut, {"told": 10.0}, short=2, needs=two_hosts.missing,
     ),
     CampaignRow(
         "slow", "a rank that is twice as slow, in steps of 0.1 s", "told, and not ended", trials.slow, {"steps": 20}
@@ -114,7 +91,7 @@ ROWS = (
     CampaignRow("even", "no rank is slow", "nobody is told to be", trials.even, {"share": 0.01}),
     CampaignRow("disk", "a rank whose disk is full", "all end; the checkpoint before loads", refusals.full_disk),
     CampaignRow("stranger", "garbage at every port", "loopback only; the run to the bit", refusals.strangers),
-)
+)  # fmt: skip
 """All of the campaign."""
 
 

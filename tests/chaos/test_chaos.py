@@ -51,18 +51,28 @@ def test_a_trial_that_breaks_is_wrong_and_the_campaign_goes_on(tmp_path: Path) -
     assert last.wrong == ["OSError: no such process"] and not last.late() and not last.met
 
 
-ONCE = dict.fromkeys(["kill", "launcher", "stop", "disk", "stranger"], 1)
-SHORT = {**ONCE, "signal": 4, "hosts": 2, "link": 2}
-"""How often: the fourth signal is one to a rank."""
+ALONE = {"signal": 4, **dict.fromkeys(["kill", "launcher", "stop", "disk"], 1)}
+"""How often; all that they show, a test with fewer processes shows too. The fourth signal is one to a rank."""
 
 
-@pytest.mark.parametrize("name", SHORT)
+@LINUX
+@pytest.mark.parametrize("name", ["hosts", "link", "stranger"])
 def test_a_short_campaign(name: str, tmp_path: Path) -> None:
+    tried(name, tmp_path, 1 if name == "stranger" else 2)
+
+
+@LINUX
+@pytest.mark.parametrize("name", ALONE)
+def test_a_campaign_of_one_host(name: str, tmp_path: Path) -> None:
+    tried(name, tmp_path, ALONE[name])
+
+
+def tried(name: str, folder: Path, times: int) -> None:
     """Whether it is right; how fast, a loaded machine cannot tell."""
     (found,) = (row for row in ROWS if row.name == name)
     if why := found.needs():
         pytest.skip(why)
-    *_, last = run_campaign([found], tmp_path, times=SHORT[name], seed=7)
+    *_, last = run_campaign([found], folder, times=times, seed=7)
     assert isinstance(last, RowResult) and not last.wrong, last.wrong
 
 

@@ -24,14 +24,7 @@ def test_warnings_name_the_cause_and_the_fix() -> None:
     bad["limits"]["open_files"] = 256
     bad["processor"].update(usable_cores=8, cgroup_cores=1.5)
     text = "\n".join(doctor.warnings(bad))
-    for words in (
-        "'nowhere' resolves to nothing",
-        "eth7",
-        "64 MB",
-        "--shm-size",
-        "256 open files",
-        "1.5 of 8",
-    ):
+    for words in ("'nowhere' resolves to nothing", "eth7", "64 MB", "--shm-size", "256 open files", "1.5 of 8"):
         assert words in text
     bad["network"]["hostname_resolves_to"] = ["127.0.1.1"]
     assert "resolves to loopback (127.0.1.1)" in "\n".join(doctor.warnings(bad))

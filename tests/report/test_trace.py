@@ -64,7 +64,7 @@ def test_the_simulated_step_is_a_second_set_of_processes() -> None:
     step = simulate(schedule, Costs())
     slices, names = read(trace_json(as_log(step), step))
     assert [name for (_, thread), name in names.items() if thread is None] == [
-        *("rank 0", "rank 1", "rank 0, simulated", "rank 1, simulated"),
+        *("rank 0", "rank 1", "rank 0, simulated", "rank 1, simulated")
     ]
     computed = defaultdict(list)
     for e in slices:

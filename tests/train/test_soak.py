@@ -36,8 +36,7 @@ def test_a_step_leaves_no_object_behind() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    ["--mesh shard=2 --strategy zero3", "--mesh replica=2 --strategy ddp", "--mesh pipe=2 --microbatches 2"],
+    "layout", ["--mesh shard=2 --strategy zero3", "--mesh replica=2 --strategy ddp", "--mesh pipe=2 --microbatches 2"]
 )
 @pytest.mark.parametrize("world", ["process", "thread"])
 def test_five_thousand_steps(world: str, layout: str) -> None:

@@ -53,22 +53,6 @@ def train(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 SCHEDULED = ["--lr-schedule", "cosine", "--warmup", "2", "--min-lr", "0.2", "--weight-decay", "0.3"]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--mesh shard=2 --strategy zero3",
-        "--mesh shard=3 --strategy zero1 --cut tensor --optimizer sgd",
-        "--mesh pipe=2 --strategy ddp --microbatches 2",
-    ],
-)
-def test_a_schedule_and_decay_groups_are_the_one_process_run(train: Any, layout: str) -> None:
-    summary, metrics, shown = train(*layout.split(), "--steps", "5", "--lr", "0.01", *SCHEDULED, "--verify")
-    assert summary["equal_to_one_process"] is True
-    assert "verdict: bitwise" in shown
-    assert [line["lr"] for line in metrics[:3]] == [0.005, 0.01, 0.01]
-    assert 0.002 < metrics[4]["lr"] < metrics[3]["lr"] < 0.01
-
-
 def test_all_of_a_loop_at_once_is_the_one_process_run(train: Any) -> None:
     """Epochs whose last step is smaller, workers, evaluation between steps, a schedule, microbatches."""
     layout = "--mesh shard=3 --strategy zero2 --microbatches 2"
@@ -76,16 +60,9 @@ def test_all_of_a_loop_at_once_is_the_one_process_run(train: Any) -> None:
     summary, metrics, shown = train(*layout.split(), *data.split(), "--lr", "0.01", *SCHEDULED, "--verify")
     assert summary["equal_to_one_process"] is True and "verdict: bitwise" in shown
     steps = len(metrics)
+    assert [line["lr"] for line in metrics[:3]] == [0.005, 0.01, 0.01] and 0.002 <= metrics[-1]["lr"] < 0.005
     assert steps % 2 == 0 and metrics[steps // 2 - 1]["tokens"] < metrics[0]["tokens"]
     assert [line["step"] for line in metrics if "eval_loss" in line] == [*range(10, steps, 10), steps]
-
-
-def test_the_schedule_and_the_decay_change_the_run(train: Any) -> None:
-    plain = train("--mesh", "shard=2", "--steps", "4", "--lr", "0.01")[1]
-    for more in (["--lr-schedule", "linear", "--min-lr", "0"], ["--weight-decay", "3"]):
-        changed = train("--mesh", "shard=2", "--steps", "4", "--lr", "0.01", *more)[1]
-        assert changed[0]["loss"] == plain[0]["loss"]
-        assert changed[3]["loss"] != plain[3]["loss"]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_a_last_line(
@@ -245,9 +222,7 @@ def test_sinks_are_closed_when_a_step_raises(text: str, tmp_path: Path, monkeypa
     assert closed == [1]
 
 
-@pytest.mark.parametrize(
-    ("world", "number"), [("thread", signal.SIGINT), ("thread", signal.SIGTERM), ("process", signal.SIGTERM)]
-)
+@pytest.mark.parametrize(("world", "number"), [("thread", signal.SIGINT), ("process", signal.SIGTERM)])
 def test_a_run_that_is_stopped_keeps_its_metrics(
     world: str, number: signal.Signals, text: str, tmp_path: Path, start: Any
 ) -> None:

@@ -65,18 +65,18 @@ class Masked(Tower):
 
 
 class Tuples(Tower):
-    """Blocks return tuples, with None and a number."""
+    """Blocks return tuples, with None, a number and a NaN."""
 
     class Block(Biased):
         def forward(self, x: Tensor, seen: Tensor) -> Any:  # type: ignore[override]
-            return super().forward(x), (None, 2), seen + 1
+            return super().forward(x), (None, 2, float("nan")), seen + 1
 
     block = Block
 
     def forward(self, x: Tensor) -> Tensor:
         x, seen = self.embed(x), torch.zeros(len(x), dtype=torch.int64)
         for block in self.blocks:
-            x, (nothing, two), seen = block(x, seen)
+            x, (nothing, two, _), seen = block(x, seen)
             assert nothing is None
             x = x * two + seen[:, None]
         out: Tensor = self.head(self.norm(x))

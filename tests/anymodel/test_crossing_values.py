@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import engine_cases as cases
@@ -63,37 +62,6 @@ def test_what_crosses_does_so_under_no_grad_too(kind: type[nn.Module]) -> None:
         assert found == pytest.approx((wanted, wanted), abs=1e-12)
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """Works on what it is given."""
-
-    hidden: Tensor
-    scale: float = 1.5
-    twice: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "scale", self.scale * 2)
-        object.__setattr__(self, "twice", self.hidden * 2)
-
-
-class Made(Tower):
-    """Blocks return a data class that was worked on when it was made, and a NaN."""
-
-    class Block(Biased):
-        def forward(self, x: Any) -> Any:  # type: ignore[override]
-            return Finished(super().forward(x)), float("nan")
-
-    block = Block
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            made, _ = block(x)
-            x = made.hidden * made.scale - made.twice
-        out: Tensor = self.head(self.norm(x))
-        return out
-
-
 class Measured(Tower):
     """What the embedding counts, and how large it finds the microbatch, is read at both ends: as tensors."""
 
@@ -147,11 +115,6 @@ def test_a_module_that_returns_another_number_in_each_of_its_calls(
     mesh: str, row: str, settings: dict[str, Any]
 ) -> None:
     same(distinct(Gated()), mesh, row, **settings)
-
-
-@pytest.mark.parametrize("mesh, order", [("pipe=2", "gpipe"), ("pipe=3", "1f1b"), ("pipe=2", "zbv")])
-def test_a_data_class_is_not_made_again(mesh: str, order: str) -> None:
-    same(distinct(Made()), mesh, schedule=order)
 
 
 @pytest.mark.parametrize("mesh, order", [("pipe=2", "gpipe"), ("pipe=3", "1f1b"), ("pipe=2", "zbv")])

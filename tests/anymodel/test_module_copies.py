@@ -165,36 +165,6 @@ def test_a_hook_that_is_added_to_a_link_later(split: tuple[int, int]) -> None:
     as_alone(chain(*(linear() for _ in range(4))), "pipe=2", add, split=split)
 
 
-class Lists(nn.Module):
-    """Lists and dicts of modules and parameters before the blocks, and a second list of blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.summed = nn.ModuleList([linear(), linear()])
-        self.named = nn.ModuleDict({"up": linear(), "down": linear()})
-        self.scales = nn.ParameterList([nn.Parameter(torch.ones(WIDTH))])
-        self.encoder = nn.ModuleList([cases.Block() for _ in range(2)])
-        self.decoder = nn.ModuleList([cases.Block() for _ in range(4)])
-        self.head = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = sum(layer(x) for layer in self.summed) * self.scales[0]  # type: ignore[assignment]
-        x = memory = self.named["up"](x) + self.named["down"](x)
-        for block in self.encoder:
-            memory = block(memory)
-        for block in self.decoder:
-            x = block(x + memory)
-        return self.head(x)  # type: ignore[no-any-return]
-
-    def pipeline_links(self) -> list[str]:
-        return [f"decoder.{number}" for number in range(4)]
-
-
-@pytest.mark.parametrize(("mesh", "order"), [("pipe=2", "zbv"), ("pipe=3", "1f1b")])
-def test_lists_and_dicts_of_modules_beside_the_links(mesh: str, order: str) -> None:
-    as_alone(distinct(Lists()), mesh, lambda model, number: None, schedule=order)
-
-
 class WritesBeside(Chain):
     """Its links add to a tensor that they are all given."""
 

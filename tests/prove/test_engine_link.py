@@ -7,9 +7,10 @@ other ranks are threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -138,6 +139,19 @@ def entries(program: Program, paper: PaperRun, rank: int) -> Iterator[Entry]:
             yield Entry("all_gather", AXES, size, bytes_sent("all_gather", size, mesh.size), Note(op.kind))
 
 
+def counted(paper: PaperRun, ledgers: Iterable[Sequence[Entry]]) -> None:
+    """The proof counts the messages and the bytes of all ranks."""
+    total, entries = prove(paper).traffic, [entry for ledger in ledgers for entry in ledger]
+    assert (total.messages, total.bytes) == (len(entries), sum(entry.sent for entry in entries))
+
+
+def laid(paper: PaperRun, layouts: Sequence[Any]) -> None:
+    """Each rank has the buffers that are proved, by name."""
+    for rank, here in enumerate(layouts):
+        both = [{s: {u.name: u for u in units} for s, units in one.items()} for one in (here, proved(paper, rank)[0])]
+        assert both[0] == both[1], rank
+
+
 def paper_run(mesh: Mesh, row: Strategy, order: str | None, cut: Cut = "element", hold: int | None = 1) -> PaperRun:
     pipeline = Pipeline(order, mesh.pipe, hold=hold)
     return PaperRun(DECODER, mesh, row, pipeline, MICROBATCHES, cut=cut, batch=BATCH, length=LENGTH)
@@ -193,15 +207,11 @@ def test_ranks_of_a_pipeline_send_what_was_proved(row: str, mesh: str, order: st
     on = Mesh.parse(mesh)
     paper = paper_run(on, TABLE[row], order, hold=hold)
     found = run(on, lambda comm: measured(comm, row, order, "element", hold))
-    sent = messages = 0
     for rank, (layouts, ledger) in enumerate(found):
         stages, program = proved(paper, rank)
         assert layouts == stages, rank
         assert differences(program, ledger) == [], rank
-        sent += sum(entry.sent for entry in ledger)
-        messages += len(ledger)
-    total = prove(paper).traffic
-    assert (total.messages, total.bytes) == (messages, sent)
+    counted(paper, [ledger for _, ledger in found])
 
 
 DEEPSEEK = Decoder(
@@ -255,15 +265,10 @@ def test_ranks_that_share_experts_send_what_was_proved(row: str, mesh: str, orde
     decoder, build = (DEEPSEEK, deepseek) if other else (MIXTRAL, mixtral)
     paper = replace(paper_run(on, TABLE[row], order, cut), decoder=decoder)
     found = run(on, lambda comm: measured(comm, row, order, cut, 1, build=build))
-    for rank, (layouts, ledger) in enumerate(found):
-        stages, program = proved(paper, rank)
-        assert {s: {u.name: u for u in units} for s, units in layouts.items()} == {
-            s: {u.name: u for u in units} for s, units in stages.items()
-        }, rank
-        assert differences(program, ledger) == [], rank
-    total = prove(paper).traffic
-    entries = [entry for _, ledger in found for entry in ledger]
-    assert (total.messages, total.bytes) == (len(entries), sum(entry.sent for entry in entries))
+    laid(paper, [layouts for layouts, _ in found])
+    for rank, (_, ledger) in enumerate(found):
+        assert differences(proved(paper, rank)[1], ledger) == [], rank
+    counted(paper, [ledger for _, ledger in found])
 
 
 @pytest.mark.parametrize(
@@ -279,9 +284,7 @@ def test_ranks_that_share_experts_send_what_was_proved(row: str, mesh: str, orde
 def test_forwards_that_run_again_are_counted_again(mesh: str, ring: bool, recompute: Recompute) -> None:
     on = Mesh.parse(mesh)
     found = run(on, lambda comm: measured(comm, "zero3", None, "element", 1, recompute, ring)[1])
-    total = prove(replace(paper_run(on, TABLE["zero3"], None), recompute=recompute, ring=ring)).traffic
-    entries = [entry for of_rank in found for entry in of_rank]
-    assert (total.messages, total.bytes) == (len(entries), sum(entry.sent for entry in entries))
+    counted(replace(paper_run(on, TABLE["zero3"], None), recompute=recompute, ring=ring), found)
 
 
 def tied() -> nn.Module:
@@ -324,11 +327,5 @@ def test_streams_in_parts_tokens_that_travel_and_tied_weights_are_counted(case: 
         decoder, build = replace(DECODER, tied=True), tied
     paper = replace(paper_run(on, TABLE[row], order), decoder=decoder, **how)
     found = run(on, lambda comm: measured(comm, row, order, "element", 1, build=build, **how))
-    for rank, (layouts, _) in enumerate(found):
-        stages, _ = proved(paper, rank)
-        assert {s: {u.name: u for u in units} for s, units in layouts.items()} == {
-            s: {u.name: u for u in units} for s, units in stages.items()
-        }, rank
-    total = prove(paper).traffic
-    entries = [entry for _, ledger in found for entry in ledger]
-    assert (total.messages, total.bytes) == (len(entries), sum(entry.sent for entry in entries))
+    laid(paper, [layouts for layouts, _ in found])
+    counted(paper, [ledger for _, ledger in found])

@@ -63,8 +63,7 @@ def test_a_regulariser_that_begins_later_is_refused_when_it_does(start: int, row
             step(engine, batch, 3)
 
     with pytest.raises(
-        ValueError,
-        match=r"loss_fn reads a parameter by '.*' outside of the model's call|is used by|belongs",
+        ValueError, match=r"loss_fn reads a parameter by '.*' outside of the model's call|is used by|belongs"
     ):
         on(mesh, body)
 

@@ -53,6 +53,7 @@ MESHES += [
     "shard=2 shard=2",
     "shard=²",
 ]
+MESHES += ["shard=²"]
 MEANT: dict[str, list[str]] = {
     "mesh": MESHES,
     "strategy": ["ddp", "zero1", "zero3", "hsdp", "mine: full | full | full | full", "mine: |||", "zero4"],
@@ -84,18 +85,8 @@ TINY = {
     "doctor": {"measure": False},
 }
 """What a command is given unless an odd value takes its place."""
-SMALL = {
-    "layers": 4,
-    "width": 16,
-    "batch": 8,
-    "steps": 2,
-    "length": 128,
-    "repeat": 3,
-    "warmup": 3,
-    "workers": 0,
-    "eval_steps": 20,
-}
-SMALL |= {"microbatches": 4, "threads": 2, "epochs": 0}
+SMALL = {"layers": 4, "width": 16, "batch": 8, "steps": 2, "length": 128, "repeat": 3, "warmup": 3, "workers": 0}
+SMALL |= {"eval_steps": 20, "microbatches": 4, "threads": 2, "epochs": 0}
 """Up to which numbers a run is carried out; with larger ones it ends where ranks would be started."""
 
 
@@ -200,22 +191,8 @@ def spelled(name: str, value: Any, *, positional: bool) -> list[str]:
 @st.composite
 def tables(draw: st.DrawFn, values: dict[str, Any]) -> str:
     """TOML of these values, each as a text or in a type of its own; now and then something that is no table of them."""
-    odd: list[Any] = [
-        2**63 - 1,
-        -1,
-        0,
-        1.5,
-        float("inf"),
-        float("nan"),
-        True,
-        [],
-        [[1]],
-        {},
-        {"a": {"b": 1}},
-        "a\0b",
-        "",
-        1e308,
-    ]
+    odd: list[Any] = [2**63 - 1, -1, 0, 1.5, float("inf"), float("nan"), True, [], [[1]], {}, {"a": {"b": 1}}]
+    odd += ["a\0b", "", 1e308]
     drawn = {}
     for name, value in values.items():
         drawn[name] = draw(st.sampled_from([_typed(value), *odd]))

@@ -210,10 +210,7 @@ def test_dropout_is_on_in_training_and_off_in_evaluation() -> None:
     assert torch.equal(model(tokens_BT), model(tokens_BT))
     torch.testing.assert_close(model(tokens_BT), small()(tokens_BT))
     places = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout)]
-    assert places == [
-        "embed.dropout",
-        *(f"blocks.{i}.{m}_dropout" for i in (0, 1) for m in ("attention", "mlp")),
-    ]
+    assert places == ["embed.dropout", *(f"blocks.{i}.{m}_dropout" for i in (0, 1) for m in ("attention", "mlp"))]
 
 
 def test_attention_drops_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,27 +17,13 @@ GPT2 = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 17, "vocab_size"
 
 EXPERTS = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
-    "qwen2_moe": {
-        "num_experts": 6,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 40,
-    },
-    "deepseek_v3": {
-        "n_routed_experts": 6,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 10,
-        "kv_lora_rank": 12,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 6,
-    },
+    "qwen2_moe": {"num_experts": 6, "num_experts_per_tok": 4, "moe_intermediate_size": 24,
+                  "shared_expert_intermediate_size": 40},
+    "deepseek_v3": {"n_routed_experts": 6, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+                    "first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 10, "kv_lora_rank": 12,
+                    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", HF_FAMILIES)

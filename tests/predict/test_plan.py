@@ -65,10 +65,7 @@ def test_bytes_of_the_first_stage_are_those_of_korthikanti(name: str, *, lean: b
     assert found == pytest.approx(saved if lean else plain, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("row", "held"),
-    [("ddp", 120), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.88)],
-)
+@pytest.mark.parametrize(("row", "held"), [("ddp", 120), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.88)])
 def test_states_are_those_of_zero(row: str, held: float) -> None:
     """7.5 billion parameters on 64 devices, 16 bytes each (ZeRO, table 1), as a row with 16-bit gradients."""
     model = Transformer(layers=36, hidden=4096, ffn=16384, heads=32, kv_heads=32, vocab=51200, gated=False)
@@ -202,13 +199,7 @@ def test_a_pipeline_waits_as_its_formula_says() -> None:
 @pytest.mark.parametrize("order", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(
     "ranks",  # forward and backward of each
-    [
-        ((3, 6), (1, 2)),
-        ((1, 2), (3, 6)),
-        ((4, 4), (4, 2)),
-        ((1, 2), (3, 6), (1, 2), (1, 2)),
-        ((2, 4),) * 3 + ((1, 2),),
-    ],
+    [((3, 6), (1, 2)), ((1, 2), (3, 6)), ((4, 4), (4, 2)), ((1, 2), (3, 6), (1, 2), (1, 2)), ((2, 4),) * 3 + ((1, 2),)],
 )
 def test_unequal_stages_wait_as_the_simulator_says(order: str, ranks: tuple[tuple[float, float], ...]) -> None:
     p = len(ranks)

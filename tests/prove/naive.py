@@ -57,11 +57,7 @@ class Person:
 
 
 def simulate(
-    programs: Mapping[int, Program],
-    flats: Mapping[int, Mapping[Key, Settled]],
-    mesh: Mesh,
-    add: Add,
-    steps: int = 2,
+    programs: Mapping[int, Program], flats: Mapping[int, Mapping[Key, Settled]], mesh: Mesh, add: Add, steps: int = 2
 ) -> object:
     """All that a run does that could be seen: parameters, reads, updates.  A text where it cannot go on."""
     people = {}

@@ -115,13 +115,7 @@ def test_a_fault_that_layout_and_replay_share_is_placed(name: str | None, monkey
 
 @pytest.mark.parametrize(("fault", "settings", "step", "phase", "factor", "cause"), LOOPS)
 def test_a_wrong_loop_is_named(
-    tmp_path: Path,
-    fault: str,
-    settings: dict[str, Any],
-    step: int,
-    phase: str,
-    factor: float | None,
-    cause: str,
+    tmp_path: Path, fault: str, settings: dict[str, Any], step: int, phase: str, factor: float | None, cause: str
 ) -> None:
     settings = dict(settings)
     judged = settings.pop("judged", settings.get("clip"))

@@ -79,23 +79,11 @@ OPERATORS = table(
     index=(((5, 6, 2),), lambda a: a[:, 1, None]),
     new_zeros=(((5, 2),), lambda a: a.sum(0) + a.new_zeros(2)),
     iterate=(((3, 5),), lambda a: a.unbind()[0] + next(iter(a))),
-    rotary=(
-        ((2, 4, 5, 6),),
-        lambda a: torch.cat((-a[..., 3:], a[..., :3]), -1) * values((5, 6), 4, False) + a,
-    ),
-    shared_heads=(
-        ((2, 4, 5, 2),),
-        lambda a: a[:, :, None].expand(2, 4, 3, 5, 2).reshape(2, 12, 5, 2).tanh(),
-    ),
-    rms_by_hand=(
-        ((5, 6), (6,)),
-        lambda a, w: a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + 1e-5) * w,
-    ),
+    rotary=(((2, 4, 5, 6),), lambda a: torch.cat((-a[..., 3:], a[..., :3]), -1) * values((5, 6), 4, False) + a),
+    shared_heads=(((2, 4, 5, 2),), lambda a: a[:, :, None].expand(2, 4, 3, 5, 2).reshape(2, 12, 5, 2).tanh()),
+    rms_by_hand=(((5, 6), (6,)), lambda a, w: a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + 1e-5) * w),
     head=(((2, 4, 6), (12, 6)), lambda x, w: F.linear(x, w).unflatten(-1, (3, 2, 2)).transpose(1, 3).tanh()),
-    mlp=(
-        ((3, 5), (7, 5), (4, 7)),
-        lambda x, a, b: F.linear(F.linear(x, a).relu(), b),
-    ),
+    mlp=(((3, 5), (7, 5), (4, 7)), lambda x, a, b: F.linear(F.linear(x, a).relu(), b)),
 )
 """Operators and short programs beside those of torch's own database (``op_database``)."""
 

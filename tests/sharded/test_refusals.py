@@ -63,11 +63,7 @@ REFUSED: list[tuple[list[tuple[tuple[int, ...], str]], Callable[..., Any], str]]
         lambda x: F.cross_entropy(x, torch.zeros(5, dtype=torch.int64)),
         r"the classes are cut; plait\.cross_entropy_sum computes on cut classes",
     ),
-    (
-        [((2, 4, 5, 3), "b h t/tensor w")] * 3,
-        F.scaled_dot_product_attention,
-        "attention needs time and width whole",
-    ),
+    ([((2, 4, 5, 3), "b h t/tensor w")] * 3, F.scaled_dot_product_attention, "attention needs time and width whole"),
     (
         [((2, 6, 5, 2), "b h/tensor t w"), ((2, 3, 5, 2), "b h/tensor t w"), ((2, 3, 5, 2), "b h/tensor t w")],
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),

@@ -7,16 +7,7 @@ from itertools import permutations, product
 
 import pytest
 
-from plait.table.cells import (
-    FULL,
-    TABLE,
-    UNREDUCED,
-    Cell,
-    Strategy,
-    find_strategy,
-    moves,
-    parse_strategy,
-)
+from plait.table.cells import FULL, TABLE, UNREDUCED, Cell, Strategy, find_strategy, moves, parse_strategy
 
 AXES = ("shard", "replica")
 CELLS = [

@@ -34,8 +34,7 @@ def test_a_style_is_read(text: str, style: Style) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [*KINDS, "column by 16", "column 8|2|2 by 16", "column 5|3", "row by 8", "column in 2"],
+    "text", [*KINDS, "column by 16", "column 8|2|2 by 16", "column 5|3", "row by 8", "column in 2"]
 )
 def test_what_is_written_is_read_back(text: str) -> None:
     assert str(Style.parse(text)) == text

@@ -201,14 +201,7 @@ class Pieces(nn.Module):
         return x
 
 
-def run_cut(
-    folder: Path,
-    *,
-    local_norm: bool,
-    ranks: int = 2,
-    steps: int = 2,
-    clip: float = 0.05,
-) -> None:
+def run_cut(folder: Path, *, local_norm: bool, ranks: int = 2, steps: int = 2, clip: float = 0.05) -> None:
     """A loop whose ranks have rows of each parameter, and clip by the norm of the whole or of their own rows."""
     torch.manual_seed(0)
     whole = Net()

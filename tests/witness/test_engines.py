@@ -43,10 +43,7 @@ def test_the_engine_of_the_guide_is_the_example() -> None:
     [
         (["ddp"], "drops with p=0.1, and every engine draws other masks"),
         (["dpd", "--dropout", "0"], "unknown engine 'dpd': choose one of plait, ddp, fsdp2"),
-        (
-            ["ddp", "--dropout", "0", "--mesh", "tensor=2"],
-            "engine ddp has no tensor axis: give --mesh",
-        ),
+        (["ddp", "--dropout", "0", "--mesh", "tensor=2"], "engine ddp has no tensor axis: give --mesh"),
         (["ddp", "--dropout", "0", "--strategy", "zero1"], "strategy 'zero1' beside engine"),
         (["ddp", "--dropout", "0", "--recompute", "full"], "recompute 'full' beside engine"),
         (["ddp", "--dropout", "0", "--spread", "3"], "spread 3 beside engine"),

@@ -131,10 +131,7 @@ def test_no_folder_and_another_job(
 ) -> None:
     for words, says in (
         ([str(tmp_path / "none"), "--job", job], "there is no such folder"),
-        (
-            [str(tmp_path / ("n" * 300)), "--job", job],
-            "File name too long; give the one that",
-        ),
+        ([str(tmp_path / ("n" * 300)), "--job", job], "File name too long; give the one that"),
         ([str(tmp_path / "jobs.py"), "--job", job], "Not a directory; give the one that"),
         ([str(tmp_path), "--job", job], "has no rank-00000"),
         (

@@ -58,7 +58,6 @@ SHARES: dict[str, Share] = {
     "": FAST,
     "anymodel": TRAINING,
     "anymodel/test_module_copies.py": Share("values", "all"),
-    "benchmarks/test_results.py::test_the_command_refuses_a_damaged_file_and_a_suite_that_is_not_there": PROCESSES,
     "benchmarks/test_results.py::test_a_suite_that_hangs_is_stopped_with_its_children_and_keeps_its_rows": PROCESSES,
     "benchmarks/test_gpu.py::test_every_contestant_runs_and_agrees": NIGHTLY,
     "benchmarks/test_planner.py::test_a_folder_without_the_data_is_refused": PROCESSES,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
@@ -59,6 +58,17 @@ def test_the_page_and_the_readme_are_made_of_the_results() -> None:
 
 
 # ---- files --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``benchmarks/main.py``."""
+    spec = importlib.util.spec_from_file_location("every_benchmark", ROOT / "benchmarks" / "main.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "every_benchmark", module)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -118,12 +128,16 @@ def test_a_damaged_file_is_refused_in_one_message(tmp_path: Path, text: str, say
     assert len(message) < 400
 
 
-def test_the_command_refuses_a_damaged_file_and_a_suite_that_is_not_there(tmp_path: Path) -> None:
+def test_the_command_refuses_a_damaged_file_and_a_suite_that_is_not_there(
+    command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "bad.json").write_text("{}")
-    start = [sys.executable, str(ROOT / "benchmarks" / "main.py"), "--results", str(tmp_path)]
-    for words, says in ((["--page-only"], "bad.json"), (["--only", "speed"], "no suite is called speed; there are:")):
-        done = subprocess.run([*start, *words], capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
+    for asked, says in (
+        ({"page_only": True}, "bad.json"),
+        ({"only": ("speed",)}, "no suite is called speed; there are:"),
+    ):
+        assert command.main(command.Arguments(results=tmp_path, **asked)) == 2
+        assert says in capsys.readouterr().err
 
 
 # ---- suites -------------------------------------------------------------------------------------------------------
@@ -175,13 +189,8 @@ def test_a_suite_that_hangs_is_stopped_with_its_children_and_keeps_its_rows(tmp_
 
 
 def test_a_suite_that_fails_is_named_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = importlib.util.spec_from_file_location("every_benchmark", ROOT / "benchmarks" / "main.py")
-    assert spec is not None and spec.loader is not None
-    command = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "every_benchmark", command)
-    spec.loader.exec_module(command)
     for name, body in (("loading", "sys.exit(3)"), ("tensor", GIVE)):
         (tmp_path / name).mkdir()
         suite_of(tmp_path / name, body)

@@ -25,17 +25,13 @@ from plait.zero.state.init import materialise
 pytest.importorskip("transformers")
 
 LAYOUTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("shard=1", {"strategy": "ddp"}),
     ("shard=4", {"strategy": "zero3"}),
     ("shard=3", {"strategy": "zero1"}),
     ("shard=3", {"strategy": "zero3", "cut": "tensor"}),
     ("replica=2 shard=2", {"strategy": "psdp"}),
-    ("replica=2 shard=2", {"strategy": "hpz"}),
 )
 PIPES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("tensor=2", {"strategy": "ddp"}),
     ("shard=3 tensor=2", {"strategy": "zero3"}),
-    ("pipe=2 shard=2", {"strategy": "zero3"}),
     ("pipe=2 shard=2 tensor=2", {"strategy": "zero2"}),
     ("pipe=2 shard=2", {"strategy": "zero3", "schedule": "zbv"}),
 )

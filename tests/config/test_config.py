@@ -14,17 +14,12 @@ from plait.run.config.check import validate
 from plait.run.config.file import FileConfig, from_toml
 from plait.run.config.layout import LayoutConfig
 from plait.run.config.machine import MachineConfig, idle_devices, resolve_device
-from plait.run.config.settings import ComparisonConfig, CourseConfig, OutputConfig, RunConfig, TrainConfig, VerifyConfig
+from plait.run.config.settings import ComparisonConfig, CourseConfig, OutputConfig, TrainConfig, VerifyConfig
 from plait.run.job.config import DataConfig, JobConfig
 from plait.run.job.families import ModelConfig
 from plait.run.job.optimizer import OptimizerConfig
 from plait.run.job.sections import is_section
 from plait.run.measure.comm import BenchConfig
-
-
-@pytest.mark.parametrize("config", [TrainConfig(), VerifyConfig(), VerifyConfig(model="mlp", layers=3)])
-def test_the_defaults_are_valid(config: RunConfig) -> None:
-    validate(config)
 
 
 def test_the_smallest_batch_that_fills_all_parts_is_valid() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from plait.run.config.sinks import Sinks, check_sinks, open_sinks
+from plait.run.config.sinks import check_sinks, open_sinks
 
 LINES: list[dict[str, Any]] = [
     {"step": 1, "loss": 5.25, "grad_norm": None, "tokens": 64, "seconds": 0.5},
@@ -88,14 +88,3 @@ def test_sinks_that_have_nowhere_to_write_are_refused() -> None:
     with pytest.raises(ValueError, match="give --out DIR"):
         check_sinks(None, tensorboard=True, wandb=None)
     check_sinks(None, tensorboard=False, wandb=None)
-
-
-def test_several_sinks_get_the_same(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in "ab"]
-    for folder in folders:
-        folder.mkdir()
-    with Sinks() as sinks:
-        for folder in folders:
-            sinks.add_json_lines(folder, 0)
-        sinks.write(LINES[1])
-    assert len({(folder / "metrics.jsonl").read_text() for folder in folders}) == 1

@@ -144,6 +144,8 @@ def test_the_list_has_titles_and_files(capfd: pytest.CaptureFixture[str]) -> Non
     assert main(["lesson", "list"]) == 0
     out = capfd.readouterr().out
     assert "   1  one process " in out and str(folder()) in out and find(5).path.name in out
+    listed = ("One process, then several\n", "Find the fault: ", "Puzzles: ", "puzzles/13_weights_wait.py")
+    assert all(out.count(words) == 1 for words in listed)
 
 
 def test_the_page_of_the_course_has_every_lesson() -> None:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from inspect import signature
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -96,15 +95,3 @@ def test_another_number_of_ranks_changes_one_axis() -> None:
     assert str(mesh_of(14, "replica=2 shard=2 tensor=2", 4)) == "replica=2 tensor=2"
     with pytest.raises(ValueError, match="lesson 13: 3 ranks do not make its mesh"):
         mesh_of(13, "replica=2 shard=2", 3)
-
-
-def test_every_folder_of_the_course_is_listed(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["lesson", "list"]) == 0
-    out = capfd.readouterr().out
-    for words in (
-        "One process, then several\n",
-        "Find the fault: ",
-        "Puzzles: ",
-        str(Path("puzzles/13_weights_wait.py")),
-    ):
-        assert out.count(words) == 1

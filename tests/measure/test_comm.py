@@ -22,7 +22,7 @@ def test_every_collective_is_right_and_measured_alike_on_all_ranks(mesh: Mesh) -
     assert all(results == ranks[0] for results in ranks)
     assert {r.kind for r in ranks[0]} == {"ping_pong", *COLLECTIVES}
     for r in ranks[0]:
-        assert 0 < r.seconds_min <= r.seconds <= r.seconds_max < 10
+        assert 0 < r.seconds_min <= r.seconds <= r.seconds_max
         assert r.ranks == (2 if r.kind == "ping_pong" else mesh.size)
         # S is the size of the whole array, rounded up to equal pieces, never a piece's size
         assert any(size <= r.bytes < size + 4 * mesh.size for size in (8, 1024, 65536))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.run.report.idle import Idle, idle_times, mean_idle
+from plait.run.report.idle import Idle, idle_times
 from plait.run.report.measured import as_log, measured_timeline
 from plait.schedule.actions import Event, Log, Span, parse_action
 from plait.schedule.orders import ORDERS, gpipe, one_f_one_b, write_order
@@ -85,13 +85,6 @@ def test_messages_in_flight_are_knock_on() -> None:
     zero, one = idle_times(as_log(simulate(one_f_one_b(2, 1), Costs(latency=0.25))))
     assert nonzero(zero) == {"busy": 3, "bubble": 3, "knock_on": 0.5}
     assert nonzero(one) == {"busy": 3, "warm_up": 1, "cool_down": 2, "knock_on": 0.5}
-
-
-def test_the_mean_over_ranks() -> None:
-    ranks = idle_times(as_log(simulate(one_f_one_b(2, 2), Costs())))
-    assert mean_idle(ranks) == Idle(6, 0.5, 1.5, 1, 0, 0, 0, 0, 0)
-    assert mean_idle(ranks).idle == 3
-    assert mean_idle(ranks).shares["bubble"] == pytest.approx(1 / 6)
 
 
 def test_a_log_of_half_a_step_is_refused() -> None:

@@ -279,10 +279,7 @@ def test_killed_at_any_step_it_is_the_uninterrupted_run_over_fifty_steps(
 ) -> None:
     """A process with all ranks is ended by SIGKILL five times in a row, at steps that are drawn."""
     flags = ["train", "--world", "thread", *SIZES, *RATES, "--data", text, "--steps", "50", "--save-every", "4"]
-    given = [*flags, *LAYOUTS[layout].replace(",", " ").split()]
-    mesh = given.index("--mesh")
-    axes = [word for word in given[mesh + 1 : mesh + 4] if "=" in word]
-    given[mesh + 1 : mesh + 1 + len(axes)] = [" ".join(axes)]
+    given = [*flags, *(word.replace(",", " ") for word in LAYOUTS[layout].split())]
     drawn = random.Random(layout)
     kills = sorted(drawn.sample(range(1, 49), 5))
     script = Path(__file__).with_name("killed_runs.py")

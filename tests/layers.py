@@ -52,6 +52,7 @@ NIGHTLY = Share("none", "none")
 PROCESSES = ORACLES = DOCUMENTATION = FULL
 TRAINING = Share("few", "pairs")
 PROGRAMS = Share("few", "thrice")
+VALUES = Share("values", "thrice")
 HELD_BY_THE_MATRIX = Share("none", "values")
 
 SHARES: dict[str, Share] = {
@@ -93,15 +94,19 @@ SHARES: dict[str, Share] = {
     "device": PROCESSES,
     "docs": DOCUMENTATION,
     "docs/test_coming_from.py::test_a_converted_script_is_the_plain_one": Share("none", "few"),
+    "forward": VALUES,
+    "pipeline": VALUES,
+    "tensor": VALUES,
+    "zero": VALUES,
     "step": PROGRAMS,
-    "step/test_equal.py": Share("values", "thrice"),
-    "step/test_loop.py": Share("values", "thrice"),
-    "step/test_parameters.py": Share("values", "thrice"),
+    "step/test_equal.py": VALUES,
+    "step/test_loop.py": VALUES,
+    "step/test_parameters.py": VALUES,
     "step/test_exceptions.py": Share("values", "all"),
-    "step/test_nonfinite.py": Share("values", "thrice"),
+    "step/test_nonfinite.py": VALUES,
     "step/test_refusals.py": FAST,
-    "step/test_state.py": Share("values", "thrice"),
-    "step/test_together.py": Share("values", "thrice"),
+    "step/test_state.py": VALUES,
+    "step/test_together.py": VALUES,
     "zero/test_probe.py::test_the_table_of_torchs_classes_is_right": Share("values", "all"),
     "zero/test_whole_updates.py": Share("values", "all"),
     "zero/test_foreign_optimizers.py": Share("few", "all"),

@@ -9,26 +9,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from engine_cases import batches, count, distinct, loss_sum
-from programs import ALONE, COPIES, EVERY, SPLIT, STAGES, WHOLE, Claims, World, chain, net, step, update
+from programs import ALONE, COPIES, EVERY, SPLIT, WHOLE, Claims, World, net, step, update
 from torch import Tensor, nn
-
-import plait
 
 claim = Claims()
 WRITABLE = [where for where in WHOLE if where not in COPIES]
 
 
 # ---- loops ----------------------------------------------------------------------------------------------------------
-
-
-@claim(EVERY, 1, 3)
-def script(num: int, world: World) -> Any:
-    engine = world.engine(net())
-    losses = []
-    for batch in batches(3):
-        losses.append(step(engine, *world.parts(batch, num)))
-        engine.optimizers[0].zero_grad()
-    return losses, engine.full_state_dict()
 
 
 @claim(EVERY)
@@ -77,16 +65,6 @@ def means_of_ragged_microbatches(none_here: bool, world: World) -> Any:
         update(engine)
         losses.append(engine.last.loss)
     return losses, engine.full_state_dict()
-
-
-@claim(STAGES)
-def a_loss_function_that_is_a_mean(world: World) -> Any:
-    def mean(model: nn.Module, batch: Any) -> Any:
-        return (model(batch["x"]) - 0.5).square().sum(1).mean()
-
-    engine = world.engine(chain(), loss_fn=plait.sum_of_mean(mean, count))
-    data = [batch | {"mask": torch.ones_like(batch["mask"])} for batch in batches(2)]
-    return [engine.step(world.parts(batch, 2)).loss for batch in data], engine.full_state_dict()
 
 
 # ---- parameters that are read and written ---------------------------------------------------------------------------
@@ -357,11 +335,6 @@ def test_under_every_row(name: str, where: str) -> None:
 
 @claim.under(ALONE)
 def test_in_full_precision(name: str, where: str) -> None:
-    claim.check(name, where)
-
-
-@claim.under(STAGES)
-def test_under_pipelines_too(name: str, where: str) -> None:
     claim.check(name, where)
 
 

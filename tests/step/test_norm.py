@@ -13,7 +13,6 @@ from programs import World, assert_same, check, on_ranks, step
 from torch import Tensor, nn
 
 from plait.step import Engine
-from plait.step.norm import clip_factor
 
 
 @pytest.mark.parametrize("where", ["ddp", "zero2", "hsdp"])
@@ -57,14 +56,6 @@ def test_what_a_listener_changes_is_in_the_norm(where: str) -> None:
         return step(engine, world.part(batches(1)[0])), engine.last.grad_norm, engine.full_state_dict()
 
     check(program, where)
-
-
-def test_the_factor_is_torchs() -> None:
-    for norm in (0.0, 1e-9, 0.3, 1.0, 7.0):
-        parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        parameter.grad = torch.tensor([norm], dtype=torch.float64)
-        nn.utils.clip_grad_norm_([parameter], 0.5)
-        assert math.isclose(parameter.grad.item(), norm * clip_factor(norm, 0.5), rel_tol=1e-15)
 
 
 def test_the_norm_is_summed_in_fp64_and_rounded_once() -> None:

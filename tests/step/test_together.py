@@ -11,7 +11,7 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import batches, count, distinct, loss_sum
-from programs import ALONE, STAGES, Claims, World, chain, check, net, step, update
+from programs import ALONE, STAGES, Claims, World, chain, check, net, update
 from tensor_models import model as tensor_model
 from tensor_models import token_batches
 from torch import Tensor, nn
@@ -42,16 +42,6 @@ def frozen_for_two_steps(pattern: str, world: World) -> Any:
     for number, batch in enumerate(batches(5)):
         set_frozen(engine.model, PATTERNS[pattern], number)
         losses.append(engine.step(world.parts(batch, 2)).loss)
-    return losses, engine.full_state_dict()
-
-
-@claim(ALONE, *PATTERNS)
-def frozen_in_a_loop(pattern: str, world: World) -> Any:
-    """In eval mode, as one fine-tunes."""
-    engine, losses = world.engine(chain().eval()), []
-    for number, batch in enumerate(batches(5)):
-        set_frozen(engine.model, PATTERNS[pattern], number)
-        losses.append(step(engine, *world.parts(batch, 2)))
     return losses, engine.full_state_dict()
 
 

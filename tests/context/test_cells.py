@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from context_runs import CONFIG, LENGTH, STEPS, batches
 from torch import Tensor
 
 import plait
-from plait.anymodel.context import use_context_axis
 from plait.run.models.gpt import GPT, GPTConfig, loss_sum, token_count
-from plait.run.models.hf import BUILDING
 
 
 def train(
@@ -44,26 +41,24 @@ def train(
 DRY = {"dropout": 0.0}
 RING = {"dropout": 0.0, "ring_attention": True}
 CELLS: list[tuple[str, dict[str, Any]]] = [
-    *(
-        (f"shard=2 context=2{more}", {"strategy": row})
-        for row, more in (("ddp", ""), ("zero1", ""), ("zero3_keep", ""))
-    ),
+    *(("shard=2 context=2", {"strategy": row}) for row in ("ddp", "zero3_keep")),
     ("shard=3 context=3", {"strategy": "zero1", "microbatches": 1}),
     ("shard=4 context=4", {"strategy": "zero2"}),
     ("shard=4 context=2", {"strategy": "zero3"}),
     ("shard=4 context=2", {"strategy": "zero3", "microbatches": 1, "cut": "tensor"}),
-    *(("replica=2 shard=2 context=2", {"strategy": row}) for row in ("ddp", "zero2", "hsdp", "psdp", "hpz")),
+    *(("replica=2 shard=2 context=2", {"strategy": row}) for row in ("hsdp", "psdp", "hpz")),
     ("shard=2 context=2", {"packed": True}),
     ("shard=3 context=3", {"packed": True, "strategy": "ddp"}),
     ("shard=4 context=2", {"packed": True, "strategy": "zero1", "microbatches": 3}),
-    *(("shard=2 context=2", {"recompute": how, **wet}) for how in ("full", "selective") for wet in ({}, DRY)),
+    ("shard=2 context=2", {"recompute": "full"}),
+    ("shard=2 context=2", {"recompute": "selective", **DRY}),
     ("shard=2 context=2", {"ragged": True, "microbatches": 3}),
     ("shard=2 context=2", {"ragged": True, "strategy": "zero1", **DRY}),
     ("shard=2 context=2", {"ragged": True, "strategy": "zero2", "recompute": "full", **RING}),
     ("shard=2 context=2", {"num_kv_heads": 6, **DRY}),
     ("shard=2 context=2", {"num_kv_heads": 1}),
     ("shard=3 context=3", {"num_kv_heads": 1, **RING}),
-    *(("pipe=2 shard=2 context=2", {"schedule": one}) for one in ("gpipe", "1f1b", "zb_h1", "zb_h2", "dualpipe_v")),
+    *(("pipe=2 shard=2 context=2", {"schedule": one}) for one in ("1f1b", "zb_h1", "dualpipe_v")),
     ("pipe=2 shard=2 context=2", {"schedule": "interleaved", "chunks": 2, "strategy": "zero1"}),
     ("pipe=2 shard=2 context=2", {"schedule": "1f1b", "recompute": "full", "microbatches": 3, **DRY}),
     ("pipe=2 shard=3 context=3", {"schedule": "zbv"}),
@@ -71,7 +66,7 @@ CELLS: list[tuple[str, dict[str, Any]]] = [
     ("shard=4 context=4", {"recompute": "full", **RING}),
     ("pipe=2 shard=3 context=3", {"schedule": "1f1b", **RING}),
     ("replica=2 shard=2 context=2", {"strategy": "hsdp", **RING}),
-    *(("shard=2 tensor=2 context=2", {"strategy": row, **DRY}) for row in ("ddp", "zero3")),
+    ("shard=2 tensor=2 context=2", {"strategy": "zero3", **DRY}),
     ("shard=2 tensor=2 context=2", {"strategy": "zero2", "recompute": "full", **RING}),
     ("shard=2 tensor=2 context=2", {"strategy": "zero1", "sequence_parallel": True, **DRY}),
     ("shard=2 tensor=2 context=2", {"sequence_parallel": True, "recompute": "selective", **DRY}),
@@ -97,45 +92,3 @@ def test_it_is_the_run_of_one_process(mesh: str, settings: dict[str, Any]) -> No
     for numbers, mine in plait.run_threads(mesh, lambda c: train(c, **settings), sanitize=False):
         assert numbers == pytest.approx(found, rel=1e-12)
         assert all(torch.allclose(mine[name], value, rtol=1e-12, atol=1e-12) for name, value in state.items())
-
-
-def hf_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    logits = model(input_ids=batch["tokens"], use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum", ignore_index=-100)
-
-
-def train_hf(comm: plait.Comm, microbatches: int, dropout: float, **settings: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=CONFIG.vocabulary, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=LENGTH, attention_dropout=dropout,
-    )  # fmt: skip
-    with BUILDING, plait.empty_parameters():
-        model: Any = LlamaForCausalLM(config).double()
-    use_context_axis(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    engine = plait.Engine(model, comm, optimizer=optimizer, loss_fn=hf_loss, count_fn=token_count, clip=0.5, **settings)
-    mesh = comm.mesh
-    for step in range(STEPS):
-        engine.step(batches(step, mesh.data_rank(comm.rank), mesh.data_size, microbatches, packed=False))
-    return engine.full_state_dict()
-
-
-HF_CELLS: list[tuple[str, dict[str, Any]]] = [
-    ("shard=2 context=2", {"dropout": 0.1}),
-    ("shard=6 context=3", {"dropout": 0.1, "strategy": "zero2"}),
-    ("shard=4 context=4", {"strategy": "zero1", "recompute": "full"}),
-    ("shard=2 context=2", {"recompute": "selective"}),
-    ("shard=2 tensor=2 context=2", {"strategy": "ddp"}),
-    ("pipe=2 shard=2 context=2", {"schedule": "1f1b", "dropout": 0.1}),
-    ("pipe=2 shard=2 context=2", {"schedule": "zbv", "ring_attention": True}),
-]
-
-
-@pytest.mark.parametrize(("mesh", "settings"), HF_CELLS, ids=cell_id)
-def test_a_hugging_face_decoder_is_the_run_of_one_process(mesh: str, settings: dict[str, Any]) -> None:
-    parts, settings = plait.Mesh.parse(mesh).data_size, {"dropout": 0.0, **settings}
-    right = plait.run_threads("shard=1", lambda c: train_hf(c, 2 * parts, settings["dropout"]), sanitize=False)[0]
-    for mine in plait.run_threads(mesh, lambda c: train_hf(c, 2, **settings), sanitize=False):
-        assert all(torch.allclose(mine[name], value, rtol=1e-12, atol=1e-12) for name, value in right.items())

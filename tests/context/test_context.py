@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shlex
 from collections import UserDict
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -250,12 +251,21 @@ def test_messages_of_a_strangers_model_are_not_compared() -> None:
 
 
 PREDICTED = ["", "--pack", "--recompute full", "--ring-attention", "--ring-attention --recompute full"]
-PREDICTED += ["--model llama --kv-heads 1", "--dtype bf16-mixed", "--dtype bf16-mixed --ring-attention"]
+PREDICTED += ["--dtype bf16-mixed", "--dtype bf16-mixed --ring-attention"]
+PREDICTED += [
+    "--model llama --kv-heads 1",
+    "--model llama --dtype fp64 --dropout 0.1 --strategy zero2 --mesh 'shard=6 context=3'",
+    "--model llama --dtype fp64 --recompute full --strategy zero1 --mesh 'shard=4 context=4'",
+    "--model llama --dtype fp64 --recompute selective --mesh 'shard=2 context=2'",
+    "--model llama --dtype fp64 --strategy ddp --mesh 'shard=2 tensor=2 context=2'",
+    "--model llama --dtype fp64 --dropout 0.1 --schedule 1f1b --mesh 'pipe=2 shard=2 context=2'",
+    "--model llama --dtype fp64 --ring-attention --schedule zbv --mesh 'pipe=2 shard=2 context=2'",
+]
 
 
 @pytest.mark.parametrize("flags", PREDICTED)
 def test_messages_are_predicted_byte_for_byte(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--mesh", "shard=3 context=3", "--length", "12", "--layers", "2", "--width", "24", "--heads", "2"]
-    words += ["--steps", "1", "--batch", "4", "--world", "thread", "--dropout", "0", *flags.split()]
+    words = ["--mesh", "shard=3 context=3", "--length", "24", "--layers", "2", "--width", "24", "--heads", "2"]
+    words += ["--steps", "1", "--batch", "4", "--world", "thread", "--dropout", "0", *shlex.split(flags)]
     assert main(["verify", *words]) == 0
     assert "ledger: every message as predicted, byte for byte" in capsys.readouterr().out

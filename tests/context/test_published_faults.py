@@ -11,13 +11,11 @@ from typing import Any
 import field_faults
 import pytest
 import torch
-import verify_cases as cases
 from planted import Patch, Put, instead
 from published import Fault, check, found_in
 from torch import Tensor
 
 import plait
-from plait.referee.verify.probe_token import probe_tokens
 from plait.run.config.settings import VerifyConfig
 from plait.run.models.gpt import GPT, IGNORED, GPTConfig, loss_sum, token_count
 from plait.step import Engine
@@ -185,11 +183,3 @@ def test_a_published_fault_is_named_and_placed(fault: Fault) -> None:
 @pytest.mark.parametrize("config", [PACKED, RING], ids=["packed", "ring"])
 def test_without_a_fault_nothing_is_found(config: VerifyConfig) -> None:
     assert found_in(config, None) == ("equal", None)
-
-
-def test_a_probe_of_tokens_names_documents_that_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    documents_see_each_other(monkeypatch)
-    job = cases.job_of(PACKED)
-    body = lambda comm: probe_tokens(job, comm, PACKED.parallelism, 1)  # noqa: E731
-    probed = plait.run_threads(PACKED.machine.mesh, body, sanitize=False)[0]
-    assert any("LEAKS" in str(one) and "another document" in str(one) for one in probed)

@@ -64,13 +64,11 @@ TIGHT: dict[str, Any] = {"sizes": {"capacity": 0.8, "dropout": 0.0}}
 UNEVEN: dict[str, Any] = {"sizes": {"num_experts": 7, "num_chosen": 1, "shared": False}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("shard=2 expert=2", {"strategy": "ddp"}),
-    "ddp of 3": ("shard=3 expert=3", {"strategy": "ddp"}),
     "ddp, two copies": ("shard=4 expert=2", {"strategy": "ddp"}),
     "zero1": ("shard=4 expert=2", {"strategy": "zero1"}),
     "zero1, whole tensors": ("shard=4 expert=2", {"strategy": "zero1", "cut": "tensor"}),
     "zero2": ("shard=4 expert=4", {"strategy": "zero2"}),
     "zero3": ("shard=4 expert=2", {"strategy": "zero3"}),
-    "zero3 of 6": ("shard=6 expert=3", {"strategy": "zero3", "microbatches": 1}),
     "zero3_keep": ("shard=4 expert=2", {"strategy": "zero3_keep"}),
     "hsdp": ("replica=2 shard=2 expert=2", {"strategy": "hsdp"}),
     "psdp": ("replica=2 shard=4 expert=2", {"strategy": "psdp", "microbatches": 1}),
@@ -78,13 +76,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hosts": ("replica=2 shard=4 expert=2 hosts=2", {"strategy": "zero3", "microbatches": 1}),
     "uneven tokens": ("shard=4 expert=2", {"strategy": "zero3", "ragged": True}),
     "uneven tokens to their experts": ("shard=4 expert=4", {"strategy": "zero3", "ragged": True, "all_to_all": True}),
-    "uneven experts": ("shard=3 expert=3", {"strategy": "zero3", **UNEVEN}),
     "uneven experts, all_to_all": ("shard=4 expert=4", {"strategy": "zero2", "all_to_all": True, **UNEVEN}),
     "all_to_all": ("shard=4 expert=2", {"strategy": "zero3", "all_to_all": True}),
     "recomputed": ("shard=2 expert=2", {"strategy": "zero3", "recompute": "full"}),
     "recomputed, all_to_all": ("shard=2 expert=2", {"recompute": "full", "all_to_all": True}),
     "1f1b": ("pipe=2 shard=2 expert=2", {"strategy": "zero3", "schedule": "1f1b"}),
-    "interleaved": ("pipe=2 shard=2 expert=2", {"schedule": "interleaved", "chunks": 2}),
     "zero bubble": ("pipe=2 shard=2 expert=2", {"schedule": "zb_h1", "all_to_all": True}),
     "tensor alone": ("tensor=2", {"strategy": "ddp"}),
     "tensor of 4": ("shard=2 tensor=2 expert=2", {"strategy": "zero3"}),
@@ -93,7 +89,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sequence, all_to_all": ("shard=2 tensor=2 expert=2", {"sequence_parallel": True, "all_to_all": True}),
     "context": ("shard=2 context=2 expert=2", {"strategy": "zero3"}),
     "context beside": ("shard=4 context=2 expert=4", {"strategy": "zero2", "all_to_all": True}),
-    "context of 3": ("shard=3 context=3", {"strategy": "zero3"}),
     "capacity": ("shard=4 expert=2", {"strategy": "zero3", **TIGHT}),
     "capacity of 3, uneven": ("shard=3 expert=3", {"strategy": "zero1", "ragged": True, "all_to_all": True, **TIGHT}),
     "capacity, sequence": ("shard=2 tensor=2 expert=2", {"sequence_parallel": True, "ragged": True, **TIGHT}),
@@ -356,7 +351,6 @@ STOCK: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "zero3": ("shard=2 expert=2", {"strategy": "zero3"}),
     "zero1, all_to_all": ("shard=4 expert=2", {"strategy": "zero1", "all_to_all": True}),
     "tensor": ("shard=2 tensor=2 expert=2", {"strategy": "ddp"}),
     "sequence": ("shard=2 tensor=2 expert=2", {"strategy": "zero3", "sequence_parallel": True}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import engine_cases as cases
@@ -13,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.forward.context import CurrentForward
-from plait.forward.sites import Sites
 from plait.pipeline.blocks import SkippedBlock, blocks_of, cut, declared_blocks
-from plait.pipeline.build_stages import parallel_of, split_of, stages_using
+from plait.pipeline.build_stages import split_of, stages_using
 from plait.pipeline.cutting import release
 from plait.pipeline.message import Handed, MessageForm, shape_of
 from plait.pipeline.program import Blocks, StagePart, whole
@@ -23,7 +21,6 @@ from plait.run.models.gpt import GPT, GPTConfig
 from plait.run.models.hf import HFConfig
 from plait.run.models.hf import build as build_hf
 from plait.schedule.partition import even
-from plait.tensor import parallel_plan
 
 SMALL = GPTConfig(num_layers=3, width=24, num_heads=2, num_kv_heads=1, max_length=8)
 LLAMA = {"num_layers": 2, "width": 16, "num_heads": 2, "num_kv_heads": 1, "max_length": 8}
@@ -306,15 +303,6 @@ def test_stages_that_use_a_parameter() -> None:
     assert uses(GPT(SMALL), 1)["embed.weight"] == (0,)
 
 
-def test_a_weight_on_every_stage() -> None:
-    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
-    for layer in model[1:]:
-        layer.weight = model[0].weight
-    found = uses(model, 4)
-    assert found["0.weight"] == (0, 1, 2, 3)
-    assert [found[f"{i}.bias"] for i in range(4)] == [(0,), (1,), (2,), (3,)]
-
-
 def test_none_in_a_list_uses_nothing() -> None:
     model = cases.Net()
     model.options = nn.ModuleList([None, None])  # type: ignore[list-item]
@@ -323,30 +311,7 @@ def test_none_in_a_list_uses_nothing() -> None:
     assert found["blocks.0.up.weight"] == (0,) and found["blocks.3.up.weight"] == (1,)
 
 
-# ---- a tensor plan on a part, and the model that is left ----------------------------------------------------------
-
-
-def test_a_tensor_plan_reads_on_a_part_as_on_the_whole() -> None:
-    model = GPT(replace(SMALL, num_kv_heads=2))
-    parallel = parallel_plan(model, 2)
-    whole = {
-        name: parallel.cuts[id(p)]
-        for name, p in model.named_parameters(remove_duplicate=False)
-        if id(p) in parallel.cuts
-    }
-    seen: dict[str, Any] = {}
-    sites = []
-    for number, links in enumerate(even(6, 3)):
-        part = part_of(model, links)
-        here = parallel_of(parallel, part, Sites(model), last=number == 2)
-        names = dict(part.model.named_parameters(remove_duplicate=False))
-        cuts = {name: here.cuts[id(p)] for name, p in names.items() if id(p) in here.cuts}
-        assert cuts == {name: cut for name, cut in whole.items() if name in names}
-        assert len(here.cuts) == len({id(names[name]) for name in cuts})
-        seen |= cuts
-        sites += here.sites
-    assert seen == whole
-    assert sorted(map(repr, sites)) == sorted(map(repr, parallel.sites)), "every site is on one stage"
+# ---- the model that is left ----------------------------------------------------------
 
 
 def test_a_model_without_values_keeps_names_and_shapes_and_refuses_to_run() -> None:

@@ -1,4 +1,4 @@
-"""A stage that raises, in threads and in processes: its own traceback first, and nobody waits for the deadline."""
+"""A stage that raises: its own traceback first, and the others end at once; messages that processes have under way."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 import engine_cases as cases
 import pytest
-import torch
-from engine_cases import Batch, batches, count, loss_sum
+from engine_cases import Batch, batches, loss_sum
 from pipeline_cases import build, chain, linear, on, step
 from torch import Tensor, nn
 
@@ -89,45 +88,13 @@ def test_a_step_after_one_that_failed_in_a_pipeline_is_refused_at_once(order: st
     assert on("pipe=2", body, deadline=2) == [0, 0], "nothing is sent, and nothing waited for"
 
 
-def test_a_step_that_is_refused_before_it_began_can_be_made_again() -> None:
-    data = batches(1)[0]
-
-    def body(comm: Comm) -> float:
-        engine = build(chain(), comm)
-        with pytest.raises(ValueError, match="different numbers"):
-            step(engine, data, 3 + comm.rank)
-        with pytest.raises(ValueError, match="no target"):
-            step(engine, data | {"mask": torch.zeros_like(data["mask"])})
-        return step(engine, data).loss
-
-    wanted = (loss_sum(chain(), data) / count(data)).item()
-    assert on("pipe=2", body) == pytest.approx([wanted] * 2, abs=1e-12)
-
-
 # ---- processes ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def play(start: Any) -> Any:
-    paths = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # the cases that the ranks import
-    return lambda how, rank: start(sys.executable, "-W", "ignore", str(RANKS), how, str(rank), env=paths)
-
-
-def test_a_process_fails_with_its_traceback_alone_and_the_others_end(play: Any) -> None:
-    process = play("backward", 1)
-    out, err = process.communicate()  # the test would end before a wait for the deadline of 3,600 s does
-    assert (process.returncode, out) == (1, "")
-    assert err.startswith("Traceback") and err.count("Traceback") == 1
-    lines = err.splitlines()
-    told = lines[lines.index("ArithmeticError: of the user's own") + 1]
-    assert told.startswith("plait: rank 1 failed: ArithmeticError") or told.startswith(
-        "plait: rank 1 of mesh pipe=3 failed"
-    )
-
-
-def test_processes_keep_few_messages_and_train_as_one(play: Any) -> None:
+def test_processes_keep_few_messages_and_train_as_one(start: Any) -> None:
     """Microbatches without samples among them, so also messages without content."""
-    out, err = play("memory", 0).communicate(timeout=90)
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # the cases that the ranks import
+    out, err = start(sys.executable, "-W", "ignore", str(RANKS), env=paths).communicate(timeout=90)
     assert not err
     losses, messages = (line.split() for line in out.splitlines())
     truth = cases.plain(chain(*(linear() for _ in range(3))), batches(2, samples=10), clip=1.0)

@@ -124,22 +124,6 @@ def test_receives_are_posted_in_order_as_far_as_shapes_are_known() -> None:
         assert torch.equal(got[m], torch.full((size, 7), float(m), dtype=torch.float64))
 
 
-def test_a_receive_of_a_known_shape_is_posted_at_once() -> None:
-    def body(comm: Comm, p2p: PipelineP2P) -> int:
-        for m in range(2):
-            if comm.rank == 0:
-                p2p.put("F", 0, m, handed(torch.ones(2, 7)))
-                p2p.start(parse_action(f"0SEND_F{m}"))
-            else:
-                p2p.start(parse_action(f"1RECV_F{m}"))
-                if m == 1:
-                    return len(p2p._coming)
-                p2p.get("F", 1, m)
-        return 0
-
-    assert both_ends(body, 2, [2, 2]) == [0, 1]
-
-
 @pytest.mark.parametrize("way", ["F", "B"])
 @pytest.mark.parametrize("other", [torch.ones(2, 8), torch.ones(2, 7).double()], ids=["shape", "dtype"])
 def test_another_shape_than_before_is_refused_by_the_sender(way: str, other: Tensor) -> None:

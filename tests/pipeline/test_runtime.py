@@ -81,12 +81,6 @@ def test_a_weight_on_three_stages(order: str, mesh: str, row: str, cut: str) -> 
     same(tied(3), mesh, row, schedule=order, cut=cut, clip=0.2)
 
 
-@pytest.mark.parametrize("mesh, row", [("pipe=2", "ddp"), ("pipe=2 shard=2", "zero3")])
-@pytest.mark.parametrize("order", ["interleaved", "zbv"])
-def test_a_weight_on_two_stages_of_each_rank(order: str, mesh: str, row: str) -> None:
-    same(tied(4), mesh, row, schedule=order, clip=0.2)
-
-
 class Turned(nn.Module):
     """x @ weight, of a weight that another link multiplies from the other side."""
 
@@ -105,18 +99,6 @@ def test_a_weight_used_in_two_ways(frozen: bool, order: str) -> None:
     model = chain(first, nn.Tanh(), linear(), Turned(first.weight))
     first.weight.requires_grad_(not frozen)
     same(model, schedule=order, clip=0.2)
-
-
-def test_copies_of_a_tied_weight_stay_equal_to_the_bit() -> None:
-    def body(comm: Comm) -> dict[int, Tensor]:
-        engine = build(tied(3), comm, clip=0.1)
-        for batch in batches(3):
-            step(engine, batch)
-        return {number: dict(s.model.named_parameters())["l0.weight" if number == 0 else f"l{number}.weight"].clone()
-                for number, s in engine.placed.stages.items()}  # fmt: skip
-
-    copies = [weight for found in on("pipe=3", body) for weight in found.values()]
-    assert len(copies) == 3 and all(torch.equal(weight, copies[0]) for weight in copies)
 
 
 # ---- norms and state ----------------------------------------------------------------------------------------

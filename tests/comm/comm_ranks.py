@@ -16,7 +16,7 @@ import torch.distributed as dist
 from plait_lessons.script import init
 
 import plait
-from plait.comm import MismatchError, ProcessComm
+from plait.comm import ProcessComm
 from plait.comm.gloo import GlooTransport
 from plait.comm.nccl import NcclTransport
 from plait.comm.transport import Wires
@@ -110,17 +110,6 @@ def line(comm: None) -> None:
             time.sleep(1.0)  # the receiver is gone by then
     else:
         assert torch.equal(x, torch.full((4, 2), float(world.world_size)))
-    if world.rank == 1:
-        world.send_tensor(torch.ones(3, 4), 0)
-    if world.rank == 0:
-        try:
-            world.recv_tensor((4, 3), 1)
-        except MismatchError as error:
-            assert "float32 (4, 3)" in str(error) and "float32 (3, 4)" in str(error)
-            world.comm.barrier(("pipe",))
-            world.close()
-            return
-        raise AssertionError("taken in")
     world.comm.barrier(("pipe",))
     if world.rank == 1:
         world.send_tensor(torch.full((3,), 5.0), 2)  # taken late: close() waits for it

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from engine_cases import SPLIT_ROWS, Run, adamw, batches, count, deal, distinct, loss_sum, net
+from engine_cases import SPLIT_ROWS, adamw, batches, count, deal, distinct, loss_sum, net
 from shared_worlds import play
+from test_common_memory_order import comes_to_the_same
 from torch import Tensor, nn
 
 from plait.comm import ProcessComm
@@ -213,47 +215,24 @@ def test_the_files_that_a_container_has_read_are_no_memory_in_use(
 @pytest.mark.parametrize("row", SPLIT_ROWS)
 @pytest.mark.parametrize("mesh", ["shard=3", "replica=2 shard=2"])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_parameters_that_exist_once_train_as_in_one_process(row: str, mesh: str, num_microbatches: int) -> None:
+def test_parameters_that_exist_once_train_as_copies_do(row: str, mesh: str, num_microbatches: int) -> None:
     """With a whole state that somebody keeps, and a write between steps, which every rank does."""
-    data, shape, kept = batches(4), Mesh.parse(mesh), {}
 
-    def body(comm: ProcessComm) -> Run:
-        model, record = copy.deepcopy(net()), Run()
-        engine = Engine(
-            model, comm, strategy=row, optimizer=adamw(model.parameters()), loss_fn=loss_sum, count_fn=count
-        )
-        assert any(flat.common is not None for unit in engine.placed.units for flat in unit.flats)
-        for number, batch in enumerate(data):
-            record.losses.append(engine.step(deal(batch, shape, comm.rank, num_microbatches)).loss)
+    def body(comm: Any) -> Any:
+        model, losses = copy.deepcopy(net()), []
+        optimizer = adamw(model.parameters())
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer, loss_fn=loss_sum, count_fn=count)
+        common = any(flat.common is not None for unit in engine.placed.units for flat in unit.flats)
+        assert common == isinstance(comm, ProcessComm)
+        for number, batch in enumerate(batches(4)):
+            losses.append(engine.step(deal(batch, comm.mesh, comm.rank, num_microbatches)).loss)
             if number == 1:
                 with engine.gathered():
-                    kept[comm.rank] = dict(model.state_dict()), copy.deepcopy(model.state_dict())
+                    kept, copies = dict(model.state_dict()), copy.deepcopy(model.state_dict())
                 with engine.gathered(modify=True), torch.no_grad():
                     for parameter in model.parameters():
                         parameter.mul_(0.5)
-        record.state = engine.full_state_dict()
-        return record
+        assert all(torch.equal(kept[name], value) for name, value in copies.items()), "what was kept has changed"
+        return losses, engine.full_state_dict()
 
-    model = copy.deepcopy(net())
-    optimizer, truth = adamw(model.parameters()), Run()
-    for number, batch in enumerate(data):
-        optimizer.zero_grad()
-        loss = loss_sum(model, batch) / count(batch)
-        torch.autograd.backward(loss)
-        optimizer.step()
-        truth.losses.append(loss.item())
-        if number == 1:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(0.5)
-    truth.state = model.state_dict()
-
-    ranks = play(mesh, body)
-    for record in ranks:
-        assert isinstance(record, Run), record
-        assert record.losses == pytest.approx(truth.losses, rel=1e-11)
-        for name, value in truth.state.items():
-            assert torch.allclose(record.state[name], value, rtol=1e-11, atol=1e-11), name
-    for views, copies in kept.values():
-        for name, view in views.items():
-            assert torch.equal(view, copies[name]), f"{name}, which was kept, has changed"
+    comes_to_the_same(mesh, body)

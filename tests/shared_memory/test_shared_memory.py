@@ -7,7 +7,6 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import comm_checks
@@ -30,18 +29,12 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="an
 AXES = ("pipe", "replica", "shard", "tensor")
 
 
-@pytest.fixture
-def world() -> Callable[..., list[object]]:
-    return play
-
-
 def test_a_semaphore_counts_wakes_and_gives_up() -> None:
     segment = Segment.make(SIZE)
     one, other = Semaphore(segment.address), Semaphore(segment.address)
     one.begin(1)
     assert one.value == 1 and one.take() and not one.take()
-    start = time.monotonic()
-    assert not one.wait(0.05) and 0.04 < time.monotonic() - start < 10
+    assert not one.wait(0.05)
     thread = threading.Timer(0.05, other.post)
     thread.start()
     assert one.wait(30) and one.value == 0
@@ -70,19 +63,17 @@ def test_blocks_are_rounded_up_to_four_sizes_in_a_power_of_two(nbytes: int) -> N
 
 
 @pytest.mark.parametrize("mesh", ["shard=3", "shard=2 replica=2"])
-def test_does_what_every_world_does(world: Callable[..., list[object]], mesh: str) -> None:
+def test_does_what_every_world_does(mesh: str) -> None:
     def body(comm: ProcessComm) -> None:
         for check in comm_checks.EVERYTHING:
             check(comm)
             comm.barrier(AXES)
 
-    assert world(mesh, body) == [None] * Mesh.parse(mesh).size
+    assert play(mesh, body) == [None] * Mesh.parse(mesh).size
 
 
 @pytest.mark.parametrize("mesh", ["shard=2", "shard=3", "shard=4"])
-def test_collectives_of_many_chunks_go_through_a_narrow_window(
-    world: Callable[..., list[object]], monkeypatch: pytest.MonkeyPatch, mesh: str
-) -> None:
+def test_collectives_of_many_chunks_go_through_a_narrow_window(monkeypatch: pytest.MonkeyPatch, mesh: str) -> None:
     """Ragged ends; several under way at once; what was waited for may be written over."""
     monkeypatch.setattr(outgoing, "CHUNK_BYTES", 256)
     monkeypatch.setattr(outgoing, "WINDOW", 2)
@@ -110,26 +101,22 @@ def test_collectives_of_many_chunks_go_through_a_narrow_window(
             assert torch.equal(piece, total.tensor_split(n)[comm.rank])
             assert torch.equal(gathered, total)
 
-    assert world(mesh, body) == [None] * Mesh.parse(mesh).size
+    assert play(mesh, body) == [None] * Mesh.parse(mesh).size
 
 
-def test_a_rank_that_leaves_is_named_at_once(world: Callable[..., list[object]]) -> None:
-    def body(comm: ProcessComm) -> float:
+def test_a_rank_that_leaves_is_named_at_once() -> None:
+    def body(comm: ProcessComm) -> None:
         comm.barrier(AXES)
-        start = time.monotonic()
         if comm.rank != 1:
             comm.all_reduce(torch.ones(3), AXES).wait()
-        return start
 
-    zero, one, two = world("shard=3", body, deadline=60.0)
-    assert isinstance(one, float)
+    zero, one, two = play("shard=3", body, deadline=60.0)
+    assert one is None
     for error in (zero, two):
         assert isinstance(error, ConnectionError) and "rank 1 has left" in str(error), error
 
 
-def test_a_message_may_be_written_over_and_arrives_after_its_sender_has_left(
-    world: Callable[..., list[object]],
-) -> None:
+def test_a_message_may_be_written_over_and_arrives_after_its_sender_has_left() -> None:
     def body(comm: ProcessComm) -> object:
         x = torch.arange(5.0)
         if comm.rank == 0:
@@ -140,12 +127,10 @@ def test_a_message_may_be_written_over_and_arrives_after_its_sender_has_left(
         comm.recv(y := torch.empty(5), 0).wait()
         return y.tolist()
 
-    assert world("pipe=2", body) == [None, [0.0, 1.0, 2.0, 3.0, 4.0]]
+    assert play("pipe=2", body) == [None, [0.0, 1.0, 2.0, 3.0, 4.0]]
 
 
-def test_a_reader_that_is_slow_to_open_has_what_its_owner_sent(
-    world: Callable[..., list[object]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_is_slow_to_open_has_what_its_owner_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner leaves and makes other files, with the same descriptors."""
     opened = Segment.open
 
@@ -167,7 +152,7 @@ def test_a_reader_that_is_slow_to_open_has_what_its_owner_sent(
         comm.recv(y := torch.empty(5), 0).wait()
         return y.tolist()
 
-    assert world("pipe=2", body) == [None, [1.0] * 5]
+    assert play("pipe=2", body) == [None, [1.0] * 5]
     for other in others:
         other.close()
 
@@ -181,7 +166,7 @@ def test_a_descriptor_that_is_another_file_by_now_is_not_opened() -> None:
     segment.close()
 
 
-def test_it_may_be_used_first_in_inference_mode_and_with_parameters(world: Callable[..., list[object]]) -> None:
+def test_it_may_be_used_first_in_inference_mode_and_with_parameters() -> None:
     def body(comm: ProcessComm) -> object:
         with torch.inference_mode():
             comm.all_reduce(x := torch.ones(70), ("pipe",)).wait()
@@ -194,10 +179,10 @@ def test_it_may_be_used_first_in_inference_mode_and_with_parameters(world: Calla
         comm.broadcast(weight, ("pipe",), 1).wait()
         return [x.sum().item(), y.sum().item(), weight.sum().item()]
 
-    assert world("pipe=2", body) == [[140.0, 140.0, 12.0]] * 2
+    assert play("pipe=2", body) == [[140.0, 140.0, 12.0]] * 2
 
 
-def test_groups_may_be_waited_for_in_different_orders(world: Callable[..., list[object]]) -> None:
+def test_groups_may_be_waited_for_in_different_orders() -> None:
     """Ranks 0 and 3 wait for one axis first, ranks 1 and 2 for the other; each moves more than a window."""
 
     def body(comm: ProcessComm) -> list[float]:
@@ -207,10 +192,10 @@ def test_groups_may_be_waited_for_in_different_orders(world: Callable[..., list[
             work.wait()
         return [tensor.unique().item() for tensor in tensors]
 
-    assert world("shard=2 replica=2", body) == [[3.0, 5.0], [3.0, 10.0], [12.0, 5.0], [12.0, 10.0]]
+    assert play("shard=2 replica=2", body) == [[3.0, 5.0], [3.0, 10.0], [12.0, 5.0], [12.0, 10.0]]
 
 
-def test_who_has_sent_all_leaves_while_others_compute(world: Callable[..., list[object]]) -> None:
+def test_who_has_sent_all_leaves_while_others_compute() -> None:
     left = threading.Barrier(3)  # rank 0 goes on when the others have left
 
     def body(comm: ProcessComm) -> None:
@@ -219,12 +204,10 @@ def test_who_has_sent_all_leaves_while_others_compute(world: Callable[..., list[
             comm.close()
         left.wait(30)
 
-    assert world("shard=3", body, deadline=90.0) == [None] * 3
+    assert play("shard=3", body, deadline=90.0) == [None] * 3
 
 
-def test_memory_that_cannot_be_had_breaks_the_world_and_the_others_hear_of_it(
-    world: Callable[..., list[object]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_cannot_be_had_breaks_the_world_and_the_others_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     make = Segment.make
 
     def full(size: int, name: str) -> Segment:
@@ -240,11 +223,11 @@ def test_memory_that_cannot_be_had_breaks_the_world_and_the_others_hear_of_it(
         finally:
             comm.close()
 
-    errors = world("shard=3", body)
+    errors = play("shard=3", body)
     assert sorted(type(error).__name__ for error in errors) == ["ConnectionError", "ConnectionError", "MemoryError"]
 
 
-def test_more_messages_than_a_mailbox_holds(world: Callable[..., list[object]]) -> None:
+def test_more_messages_than_a_mailbox_holds() -> None:
     """Both sides send them all before they take any: each takes in what comes while it waits for room."""
 
     def body(comm: ProcessComm) -> bool:
@@ -257,10 +240,10 @@ def test_more_messages_than_a_mailbox_holds(world: Callable[..., list[object]]) 
             assert got.item() == i
         return True
 
-    assert world("pipe=2", body) == [True, True]
+    assert play("pipe=2", body) == [True, True]
 
 
-def test_bytes_of_another_dtype_are_not_taken_for_ones_own(world: Callable[..., list[object]]) -> None:
+def test_bytes_of_another_dtype_are_not_taken_for_ones_own() -> None:
     """plait's tags have the dtype in them; those of other programs may not."""
 
     def body(comm: ProcessComm) -> None:
@@ -269,14 +252,14 @@ def test_bytes_of_another_dtype_are_not_taken_for_ones_own(world: Callable[..., 
         move = comm.transport.send if comm.rank == 0 else comm.transport.recv
         comm.transport.wait(operation, move(operation, x, 1 - comm.rank, 7))
 
-    sent, error = world("pipe=2", body)
+    sent, error = play("pipe=2", body)
     assert sent is None
     assert isinstance(error, ConnectionError)
     assert "rank 0 sent 16 bytes of float32 where 16 of int32 were meant" in str(error)
 
 
-def test_two_hosts_need_sockets_too(world: Callable[..., list[object]]) -> None:
-    for error in world("shard=3", lambda comm: None, hosts="aab"):
+def test_two_hosts_need_sockets_too() -> None:
+    for error in play("shard=3", lambda comm: None, hosts="aab"):
         assert isinstance(error, ValueError)
         assert "messages over sockets need torch's default process group" in str(error)
 
@@ -301,7 +284,7 @@ def test_gpus_are_refused() -> None:
         ProcessComm(Mesh(shard=1), 0, dist.HashStore(), device="meta", shared_memory=True)
 
 
-def test_what_is_no_mailbox_is_refused(world: Callable[..., list[object]]) -> None:
+def test_what_is_no_mailbox_is_refused() -> None:
     store = dist.HashStore()
     peers = [Peer(rank, "a", os.getpid()) for rank in range(2)]
     for said, error in (

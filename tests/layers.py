@@ -102,7 +102,7 @@ SHARES: dict[str, Share] = {
     "step/test_equal.py": VALUES,
     "step/test_loop.py": VALUES,
     "step/test_parameters.py": VALUES,
-    "step/test_exceptions.py": Share("values", "all"),
+    "step/test_exceptions.py": VALUES,
     "step/test_nonfinite.py": VALUES,
     "step/test_refusals.py": FAST,
     "step/test_state.py": VALUES,

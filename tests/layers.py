@@ -96,6 +96,7 @@ SHARES: dict[str, Share] = {
     "docs/test_coming_from.py::test_a_converted_script_is_the_plain_one": Share("none", "few"),
     "forward": VALUES,
     "pipeline": VALUES,
+    "shared_memory/test_common_memory.py": VALUES,
     "tensor": VALUES,
     "zero": VALUES,
     "step": PROGRAMS,

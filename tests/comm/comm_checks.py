@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 
 import torch
-from plait_lessons import ring, tree
 from plait_lessons.script import init
 from torch import Tensor
 
@@ -326,41 +325,6 @@ def check_check_together(comm: Comm) -> None:
         raise AssertionError("no one heard")
 
 
-def check_algorithms(comm: Comm) -> None:
-    """Ring and tree give what the library gives; whole numbers, so that the order does not matter."""
-    for axes, m, op in itertools.product(axes_of(comm)[-2:], (1, 5, 64), COMBINE):
-        n, index = comm.mesh.count(axes), comm.mesh.index(comm.rank, axes)
-        whole = value(comm.rank, n * m).round()
-        summed = whole.clone()
-        comm.all_reduce(summed, axes, op).wait()
-
-        piece, gathered = torch.empty(m), torch.empty(n * m)  # all_reduce == reduce_scatter + all_gather
-        comm.reduce_scatter(piece, whole, axes, op).wait()
-        comm.all_gather(gathered, piece, axes).wait()
-        same(gathered, summed)
-
-        for algorithm in (ring, tree):
-            tensor = whole.clone()
-            algorithm.all_reduce(comm, tensor, axes, op)
-            same(tensor, summed)
-            tensor = whole[: n * m - 1].clone()  # shorter than n pieces, or not a multiple
-            algorithm.all_reduce(comm, tensor, axes, op)
-            same(tensor, summed[: n * m - 1])
-            piece = torch.empty(m)
-            algorithm.reduce_scatter(comm, piece, whole, axes, op)
-            same(piece, summed[index * m : (index + 1) * m])
-            gathered = torch.empty(n * m)
-            algorithm.all_gather(comm, gathered, piece, axes)
-            same(gathered, summed)
-        same(whole, value(comm.rank, n * m).round())
-        for root in range(n):
-            tensor = whole.clone()
-            tree.reduce(comm, tensor, axes, root, op)
-            same(tensor, summed if index == root else whole)
-            tree.broadcast(comm, tensor, axes, root)
-            same(tensor, summed)
-
-
 EVERYTHING = (
     check_collectives,
     check_dtypes_and_long,
@@ -376,5 +340,4 @@ EVERYTHING = (
     check_waits_are_told,
     check_refused_messages,
     check_check_together,
-    check_algorithms,
 )

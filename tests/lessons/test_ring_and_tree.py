@@ -1,6 +1,8 @@
-"""Ring and tree in themselves; that they equal the library's collectives is among the shared checks."""
+"""Ring and tree: the library's collectives, and what they send."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import pytest
 import torch
@@ -12,11 +14,25 @@ from plait.table.mesh import Mesh
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 7, 8])
 def test_any_number_of_ranks(n: int) -> None:
+    """What the library gives, of whole numbers, so that the order does not matter."""
+
     def sums(comm: Comm) -> None:
-        for algorithm in (ring, tree):
-            x = torch.arange(11.0) * (comm.rank + 1)
-            algorithm.all_reduce(comm, x, ("shard",))
-            assert torch.equal(x, torch.arange(11.0) * (n * (n + 1) / 2))
+        for algorithm, op in product((ring, tree), ("sum", "min", "max")):
+            x = ((torch.arange(11.0) + comm.rank) * 7 % 5).round()
+            wanted = x.clone()
+            comm.all_reduce(wanted, ("shard",), op).wait()
+            algorithm.all_reduce(comm, y := x.clone(), ("shard",), op)
+            assert torch.equal(y, wanted)
+            whole, piece, gathered = x.repeat(n), torch.empty(11), torch.empty(11 * n)
+            algorithm.reduce_scatter(comm, piece, whole, ("shard",), op)
+            algorithm.all_gather(comm, gathered, piece + comm.rank, ("shard",))
+            assert torch.equal(piece, wanted) and torch.equal(whole, x.repeat(n))
+            assert torch.equal(gathered.view(n, 11), wanted + torch.arange(n)[:, None])
+            for root in range(n):
+                tree.reduce(comm, y := x.clone(), ("shard",), root, op)
+                assert torch.equal(y, wanted if comm.rank == root else x)
+                tree.broadcast(comm, y, ("shard",), root)
+                assert torch.equal(y, wanted)
 
     run(Mesh(shard=n), sums)
 

@@ -17,6 +17,7 @@ from plait.step import Engine
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
 from plait.table.parallelism import Parallelism
+from plait.table.precision import LossScale
 from plait.table.tensor_plan import Style
 from plait.zero.state.checks import check_settings
 
@@ -86,15 +87,19 @@ def test_a_keyword_that_there_is_not_is_refused_with_the_nearest() -> None:
         Parallelism.of(zzz=1)
 
 
-@pytest.mark.parametrize("name", [n for n in OTHER if n not in ("chunks", "sequence_parallel", "tensor_plan", "split")])
+UNCUT = {"chunks", "sequence_parallel", "tensor_plan", "split"}
+RUNNING: dict[str, Any] = {"clip": 1.0, "seed": 7, "nonfinite": "skip", "loss_scale": LossScale(8.0)}
+
+
+@pytest.mark.parametrize("name", sorted({*OTHER, *RUNNING} - UNCUT))
 def test_ranks_with_different_values_are_refused(name: str) -> None:
-    """Before anything is built that would wait for the other rank."""
+    """Before anything is built that would wait for the other ranks."""
 
     def body(comm: Comm) -> None:
-        Engine(cases.net(), comm, **{name: OTHER[name]} if comm.rank else {})
+        Engine(cases.net(), comm, **{name: (OTHER | RUNNING)[name]} if comm.rank == 1 else {})
 
-    with pytest.raises(ValueError, match=f"different settings: {name} is "):
-        run(Mesh(shard=2), body, deadline=20)
+    with pytest.raises(ValueError, match=rf"different settings: {name} is .* on ranks 0, 2, .* on rank 1\. Give"):
+        run(Mesh(shard=3), body, deadline=20)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from plait import run_threads as run
 from plait.comm import Comm
 from plait.step import Engine
 from plait.table.mesh import Mesh
-from plait.table.precision import LossScale
 from plait.zero.state.identity import code_of
 
 
@@ -200,23 +199,6 @@ def test_the_same_parameters_in_other_groups_are_told() -> None:
 
     with pytest.raises(ValueError, match=r"optimizer group 0 params is \['bias'\] on rank 0, \['weight'\] on rank 1"):
         run(Mesh(shard=2), body, deadline=20)
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("clip", (0.5, 1.0, 0.5)),
-        ("seed", (0, 7, 0)),
-        ("nonfinite", ("raise", "skip", "raise")),
-        ("loss_scale", (None, LossScale(8.0), None)),
-    ],
-)
-def test_different_settings_are_shown_with_their_ranks(name: str, values: tuple[Any, Any, Any]) -> None:
-    def body(comm: Comm) -> None:
-        Engine(cases.net(), comm, **{name: values[comm.rank]})
-
-    with pytest.raises(ValueError, match=rf"different settings: {name} is .* on ranks 0, 2, .* on rank 1\. Give"):
-        run(Mesh(shard=3), body, deadline=20)
 
 
 def test_different_loss_functions_are_told() -> None:

@@ -124,7 +124,7 @@ SHARES: dict[str, Share] = {
     "lessons/test_notebooks.py": DOCUMENTATION,
     "lessons/test_course.py::test_the_capstone_holds": NIGHTLY,
     "lessons/test_worlds.py::test_processes_have_the_bits_of_threads": Share("none", "few"),
-    "lessons/test_worlds.py::test_torchrun_says_how_many_ranks_there_are": PROCESSES,
+    "lessons/test_worlds.py::test_torchrun_says_how_many_ranks_there_are": NIGHTLY,
     "lessons/test_viewer.py::test_processes_write_a_file_each_and_are_one_page": PROCESSES,
     "models/test_hf.py::test_plait_comes_without_transformers": PROCESSES,
     "prove/test_engine_link.py": Share("few", "all"),

@@ -9,47 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from run_cases import differences
-from torch import nn
+from run_cases import Training, differences
 
 import plait
 from plait.checkpoint.manifest import signed
 from plait.comm import ThreadWorld
 from plait.table.mesh import Mesh
-from plait.table.precision import LossScale
 
 
-class Training:
-    """Two optimizers with several groups, a schedule, a loss scale, an average, buffers, a frozen weight."""
-
-    def __init__(self, change: float = 0.0) -> None:
-        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3), nn.Linear(3, 2))
-        self.model[2].weight.requires_grad_(False)
-        with torch.no_grad():
-            for number, parameter in enumerate(self.model.parameters()):
-                parameter.copy_(torch.linspace(-1, number / 9, parameter.numel()).view(parameter.shape) + change)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        first = torch.optim.AdamW([{"params": trained[:3]}, {"params": trained[3:4], "weight_decay": 0.2}], lr=0.01)
-        second = torch.optim.SGD(trained[4:], lr=0.1, momentum=0.9)
-        world = ThreadWorld(Mesh()).comm(0)
-        self.schedule = [torch.optim.lr_scheduler.StepLR(one, 2, gamma=0.5) for one in (first, second)]
-        scale = LossScale(8.0, interval=2)
-        self.engine = plait.Engine(self.model, world, optimizer=[first, second], loss_scale=scale)
-        self.ema = plait.EMA(self.engine, 0.9)
-
-    def step(self) -> None:
-        loss = self.model(torch.arange(15.0).view(5, 3).sin()).square().sum()
-        self.engine.backward(loss, 5)
-        for optimizer in self.engine.optimizers:
-            optimizer.step()
-        for schedule in self.schedule:
-            schedule.step()
-        self.ema.update()
-
-    def state(self) -> Any:
-        engine = self.engine
-        whole = engine.full_state_dict(), engine.optimizer_state_dict(), engine.step_state(), self.ema.full_state_dict()
-        return copy.deepcopy(whole)
+def begun(change: int = 0) -> Training:
+    """On one rank: two optimizers with groups, a schedule, a loss scale, an average, buffers, what is frozen."""
+    return Training.begin(ThreadWorld(Mesh()).comm(0), "fp16", change)
 
 
 def keys_within(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -72,7 +42,7 @@ def at(value: Any, path: tuple[Any, ...]) -> Any:
 
 def changes(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for name in data["tensors"]:
-        for new in (None, "model/new", f"{name}.new"):
+        for new in (None, f"{name}.new"):
             changed = copy.deepcopy(data)
             tensor = changed["tensors"].pop(name)
             if new:
@@ -93,12 +63,11 @@ def changes(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def test_any_one_thing_that_is_lost_or_renamed_is_refused(tmp_path: Path) -> None:
-    training = Training()
-    for _ in range(3):
-        training.step()
+    training = begun()
+    training.go(0, 3)
     folder = plait.save(tmp_path, training.engine, ema=training.ema, extra=torch.arange(3))
-    other = Training(0.5)
-    before, manifest = other.state(), folder / "manifest.json"
+    other = begun(1)
+    before, manifest = other.state()[:4], folder / "manifest.json"
     text = manifest.read_text()
     found, silent = 0, []
     for what, data in changes(json.loads(text)):
@@ -112,10 +81,10 @@ def test_any_one_thing_that_is_lost_or_renamed_is_refused(tmp_path: Path) -> Non
         except Exception as error:
             what += f": {type(error).__name__}: {error}"
         silent.append(what)
-        other = Training(0.5)
+        other = begun(1)
     assert not silent, "\n".join(silent)
     assert found > 200
     manifest.write_text(text)
-    assert not differences(other.state(), before), "nothing was changed"
+    assert not differences(other.state()[:4], before), "nothing was changed"
     plait.load(folder, other.engine, ema=other.ema)
-    assert not differences(other.state(), training.state())
+    assert not differences(other.state()[:4], training.state()[:4])

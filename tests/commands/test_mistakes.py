@@ -1,4 +1,4 @@
-"""A mistake in any command is one line that says what to do, exit code 2, and nothing on standard output."""
+"""A mistake in any command is one line that says what to do, and exit code 2; nothing is begun."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from plait.run.commands.main import main
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = "--layers 5 --width 32 --heads 4 --vocab 71"
 TWO_BY_TWO = "--hosts 2 --ranks-per-host 2"
 LARGE = '--mesh "replica=2 shard=2" --width 16384 --heads 128 --layers 96 --strategy ddp'
@@ -48,12 +49,19 @@ MISTAKES = {
     "schedule draw 1f1b --out /dev/full": "",
     "doctor --json /dev/full": "",
     "checkpoint show /dev/zero": "",
+    "train --world thread --save-every 2": "save_every without out",
+    "train --world thread --keep 2": "keep without out",
+    "train --world thread --resume auto": "resume without out",
+    "train --world thread --change lr": "change lr without resume",
+    "train --world thread --keep 2 --out run": "keep 2 without save_every",
+    "train --world thread --restarts 2": "restarts 2 without save_every",
+    "train --world thread --restarts 2 --save-every 2 --out run": "with world thread",
     # explain
     "explain --mesh shard=2": "has no tensor, context or expert axis",
     'explain --mesh "shard=2 context=2" --model mlp': "no module of MLP is known to gather keys and values",
     'explain --mesh "shard=2 expert=2"': "no module of GPT that owns parameters has an 'expert_axis'",
     "explain --mesh tensor=3": "cannot be shared by tensor=3",
-    "explain --mesh tensor=2 --job examples/my_job.py:job": "(in the build function of a job)",
+    f"explain --mesh tensor=2 --job {EXAMPLES}/my_job.py:job": "(in the build function of a job)",
     # plan
     "plan --gpus 8xh1000": "gpus '8xh1000': did you mean h100 or",
     "plan --model hf:config.json --layers 3": "--layers beside --model hf:config.json",
@@ -115,10 +123,10 @@ MISTAKES = {
 def test_a_mistake_is_one_line_and_exit_code_2(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if "x.py" in line:
-        monkeypatch.chdir(tmp_path)
-        (tmp_path / "x.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    Path("x.py").write_text("")
     assert main(shlex.split(line)) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith("plait: error: ") and shown.err.count("\n") == 1
     assert MISTAKES[line] in shown.err
+    assert [file.name for file in tmp_path.iterdir()] == ["x.py"], "nothing is begun"

@@ -162,21 +162,6 @@ def test_another_run_is_refused_field_by_field(
     assert {path: path.read_bytes() for path in sorted(stopped.rglob("*")) if path.is_file()} == files
 
 
-def test_places_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, message in (
-        ("--save-every 2", "save_every without out"),
-        ("--keep 2", "keep without out"),
-        ("--resume auto", "resume without out"),
-        ("--change lr", "change lr without resume"),
-        (f"--keep 2 --out {tmp_path / 'x'}", "keep 2 without save_every"),
-        ("--restarts 2", "restarts 2 without save_every"),
-        (f"--restarts 2 --save-every 2 --out {tmp_path / 'x'}", "with world thread"),
-    ):
-        assert main(["train", "--world", "thread", *SIZES, *words.split()]) == 2
-        assert message in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()
-
-
 def test_another_text_is_another_run(
     stopped: Path, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

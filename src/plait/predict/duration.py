@@ -140,19 +140,23 @@ def expert_seconds(s: DecoderSizes, cluster: Cluster, peak: float) -> float:
 def traffic_of_block(s: DecoderSizes) -> float:
     """Bytes that the element-wise operators of a block read and write in a forward."""
     e, stream = s.itemsize, s.stream * s.width
-    mask = 2 * stream * s.dropout
-    norms_and_sums = 10 * stream * e + mask
     inner = (3 if s.gated else 2) * (s.tokens * s.hidden / s.ways + s.passing * s.expert_hidden) * e
     heads = 2 * s.tokens * (s.heads + s.kv_heads) * s.head / s.ways * e
     if s.kernels.eager:
-        # A norm: to fp32, its square, its mean, times 1/rms, back, times the weight: 36 bytes of 16-bit elements, not
-        # 4; silu writes its result, which the product reads; a rotation: to fp32, the product, back: 20 and not 4.
-        norms_and_sums += 2 * stream * (4 * e + 24)
+        # silu writes its result, which the product reads; a rotation: to fp32, the product, back: 20 and not 4.
         inner += 2 * s.tokens * s.hidden / s.ways * e * s.gated
         heads += s.tokens * (s.heads + s.kv_heads) * s.head / s.ways * (e + 14) * s.gated
     scores = 0.0 if s.kernels.flash else 7 * s.tokens * s.length * s.heads / s.ways * e
     sorted_tokens = 4 * s.chosen * stream * e  # to their experts, and back
-    return norms_and_sums + inner + heads + scores + sorted_tokens
+    return stream_traffic(s) + inner + heads + scores + sorted_tokens
+
+
+def stream_traffic(s: DecoderSizes) -> float:
+    """Bytes of a block's norms, sums and masks: the part that every tensor rank has whole."""
+    stream = s.stream * s.width
+    # An eager norm: to fp32, its square, its mean, times 1/rms, back, times the weight: 36 bytes of 16-bit elements.
+    eager = 2 * stream * (4 * s.itemsize + 24) * s.kernels.eager
+    return 10 * stream * s.itemsize + 2 * stream * s.dropout + eager
 
 
 def tensor_seconds(plan: Plan) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from plait.comm.base import Comm
 from plait.predict.activations import ON_CPU, DecoderSizes
 from plait.predict.cluster import MICRO, PRESETS, Cluster, Link
-from plait.predict.duration import block_passes
+from plait.predict.duration import block_passes, stream_traffic
 from plait.run.config.machine import MachineConfig
 from plait.run.measure.comm import BenchConfig, measure
 from plait.run.measure.machine import copy_rate, synchronise
@@ -57,6 +57,7 @@ def calibrate(config: MachineConfig, comm: Comm, memory: float, units: int) -> C
         q = torch.randn(shape, device=comm.device).to(dtype)
         works[f"attention {name}"] = partial(nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
     works |= {"tiny": _block(comm, TINY, 1), "block": block, "block alone": block if comm.rank == 0 else None}
+    works["stream"] = _stream(comm, large, samples)
     ddp, _ = _step(comm, "ddp")
     cut, n_units = _step(comm, "zero3")
     works |= {
@@ -89,11 +90,17 @@ def calibrate(config: MachineConfig, comm: Comm, memory: float, units: int) -> C
     ranks = comm.mesh.size
     turns = min(max(1.0, took["block"] / took["block alone"]), float(ranks))
     found = Cluster("this machine", device, inside, inside, 1, ranks, reached, comm.device.type, config.world, turns)
-    there, back = block_passes(_sizes(large, samples), _reaching(found, passes=1.0), "fp32", 0.0)
-    passes = 1 + (took["block"] - there.total - back.total) / (there.traffic + back.traffic)
+    # Products of a block are so many more than its other operators that what these leave of it says nothing of them.
+    sizes = _sizes(large, samples)
+    passes = took["stream"] / (3 * stream_traffic(sizes) / device.bandwidth)  # forward, and backward twice as much
+    found = _reaching(found, passes=max(0.1, passes))
+    there, back = block_passes(sizes, found, "fp32", 0.0)
+    products = there.products + back.products
+    left = took["block"] - (there.total + back.total - products)
+    found = _reaching(found, product=min(max(0.1, products / left), 2.0) if left > 0 else 1.0)
     microbatch = max(1e-9, took["ddp twice"] - took["ddp"] - took["tiny"])
     fixed = max(1e-9, took["ddp"] - took["tiny"] - microbatch)
-    found = _reaching(found, passes=max(0.1, passes), microbatch=microbatch, fixed=fixed)
+    found = _reaching(found, microbatch=microbatch, fixed=fixed)
     if on_gpu or ranks == 1:
         return found
     cuts = took["cut twice"] - took["cut"] - (took["ddp twice"] - took["ddp"])
@@ -189,6 +196,18 @@ def _block(comm: Comm, config: GPTConfig, samples: int) -> Work:
     block = GPT(config).blocks[0].to(comm.device)
     x = torch.randn(samples, config.max_length, config.width, device=comm.device, requires_grad=True)
     return lambda: block(x).sum().backward()
+
+
+def _stream(comm: Comm, config: GPTConfig, samples: int) -> Work:
+    """The forward and backward of what a block does on the stream alone: its norms, and its two sums."""
+    first, second = (nn.RMSNorm(config.width, eps=config.norm_eps, device=comm.device) for _ in range(2))
+    x = torch.randn(samples, config.max_length, config.width, device=comm.device, requires_grad=True)
+
+    def both() -> None:
+        y = x + first(x)
+        (y + second(y)).backward(x)
+
+    return both
 
 
 def _step(comm: Comm, strategy: str) -> tuple[Callable[[int], Any], int]:

@@ -51,21 +51,18 @@ def calibrate(config: MachineConfig, comm: Comm, memory: float, units: int) -> C
     shape = (samples, 8, length, width // 8)
     large = GPTConfig(width=width // 2, num_layers=1, num_heads=8, num_kv_heads=8, max_length=length, dropout=0.0)
     block = _block(comm, large, samples)
-    works: dict[str, Work] = {"narrow": _product(comm, width, width // 16, torch.float32), "launch": _launches(comm)}
+    works: dict[str, Work] = {"narrow": _product(comm, width, width // 16, torch.float32)}
+    one = torch.ones(1, device=comm.device)
+    works["launch"] = lambda: [one.add_(1) for _ in range(LAUNCHES)]
     for name, dtype in DTYPES.items():
         works[f"product {name}"] = _product(comm, width, width, dtype)
         q = torch.randn(shape, device=comm.device).to(dtype)
         works[f"attention {name}"] = partial(nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
     works |= {"tiny": _block(comm, TINY, 1), "block": block, "block alone": block if comm.rank == 0 else None}
     works["stream"] = _stream(comm, large, samples)
-    ddp, _ = _step(comm, "ddp")
-    cut, n_units = _step(comm, "zero3")
-    works |= {
-        "ddp": partial(ddp, 1),
-        "ddp twice": partial(ddp, 2),
-        "cut": partial(cut, 1),
-        "cut twice": partial(cut, 2),
-    }
+    (ddp, _), (cut, n_units) = _step(comm, "ddp"), _step(comm, "zero3")
+    for name, step in (("ddp", ddp), ("cut", cut)):
+        works |= {name: partial(step, 1), f"{name} twice": partial(step, 2)}
     took = _seconds(comm, works)
     inside = _link(config, comm)
     # 2. The device
@@ -89,18 +86,17 @@ def calibrate(config: MachineConfig, comm: Comm, memory: float, units: int) -> C
     reached = reached if on_gpu else replace(reached, calls=1.0, starts=1.0)
     ranks = comm.mesh.size
     turns = min(max(1.0, took["block"] / took["block alone"]), float(ranks))
-    found = Cluster("this machine", device, inside, inside, 1, ranks, reached, comm.device.type, config.world, turns)
-    # Products of a block are so many more than its other operators that what these leave of it says nothing of them.
+    # Most of a block is products: what they leave of it says little of its other operators.
     sizes = _sizes(large, samples)
-    passes = took["stream"] / (3 * stream_traffic(sizes) / device.bandwidth)  # forward, and backward twice as much
-    found = _reaching(found, passes=max(0.1, passes))
+    passes = took["stream"] * device.bandwidth / (3 * stream_traffic(sizes))  # a forward, and a backward of two
+    reached = replace(reached, passes=max(0.1, passes))
+    found = Cluster("this machine", device, inside, inside, 1, ranks, reached, comm.device.type, config.world, turns)
     there, back = block_passes(sizes, found, "fp32", 0.0)
     products = there.products + back.products
-    left = took["block"] - (there.total + back.total - products)
-    found = _reaching(found, product=min(max(0.1, products / left), 2.0) if left > 0 else 1.0)
+    left = max(products / 2, took["block"] - (there.total + back.total - products))
     microbatch = max(1e-9, took["ddp twice"] - took["ddp"] - took["tiny"])
     fixed = max(1e-9, took["ddp"] - took["tiny"] - microbatch)
-    found = _reaching(found, microbatch=microbatch, fixed=fixed)
+    found = _reaching(found, product=products / left, microbatch=microbatch, fixed=fixed)
     if on_gpu or ranks == 1:
         return found
     cuts = took["cut twice"] - took["cut"] - (took["ddp twice"] - took["ddp"])
@@ -165,16 +161,6 @@ def _product(comm: Comm, width: int, inner: int, dtype: torch.dtype) -> Work:
     a = torch.ones(width, inner, device=comm.device, dtype=dtype)
     b = torch.ones(inner, width, device=comm.device, dtype=dtype)
     return lambda: a @ b
-
-
-def _launches(comm: Comm) -> Work:
-    one = torch.ones(1, device=comm.device)
-
-    def calls() -> None:
-        for _ in range(LAUNCHES):
-            one.add_(1)
-
-    return calls
 
 
 def _sizes(config: GPTConfig, samples: int) -> DecoderSizes:

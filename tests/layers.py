@@ -145,7 +145,6 @@ SHARES: dict[str, Share] = {
     "train/test_soak.py::test_five_thousand_steps": NIGHTLY,
     "train/test_train.py::test_a_run_that_is_stopped_keeps_its_metrics": PROCESSES,
     "train/test_train.py::test_all_of_a_loop_at_once_is_the_one_process_run": PROCESSES,
-    "twins": NIGHTLY,
     "verify": Share("none", "pairs"),
     "verify/test_spread.py": Share("few", "all"),
     "verify/test_spread.py::test_no_honest_run_is_called_a_bug": FULL,

@@ -58,7 +58,8 @@ HELD_BY_THE_MATRIX = Share("none", "values")
 SHARES: dict[str, Share] = {
     "": FAST,
     "anymodel": TRAINING,
-    "anymodel/test_module_copies.py": Share("values", "all"),
+    "anymodel/test_models.py::test_links_of_every_kind": Share("few", "values"),
+    "anymodel/test_module_copies.py": Share("values", "pairs"),
     "benchmarks/test_results.py::test_a_suite_that_hangs_is_stopped_with_its_children_and_keeps_its_rows": PROCESSES,
     "benchmarks/test_gpu.py::test_every_contestant_runs_and_agrees": NIGHTLY,
     "benchmarks/test_planner.py::test_a_folder_without_the_data_is_refused": PROCESSES,

@@ -83,19 +83,6 @@ def test_a_mean_over_ragged_counts_is_the_mean_of_the_whole_batch(
             torch.testing.assert_close(weights[name], value, rtol=1e-6, atol=1e-9)
 
 
-def test_a_mean_of_means_would_be_another_number() -> None:
-    model = net()
-    parts = [
-        dict(zip(("x", "y"), p, strict=True))
-        for p in zip(*(t.split([3, 10]) for t in labelled().values()), strict=True)
-    ]
-    means = [mean_loss(model, part).item() for part in parts]
-    sums = [plait.sum_of_mean(mean_loss, count)(model, part).item() for part in parts]
-    whole = mean_loss(model, labelled()).item()
-    assert sum(sums) / count(labelled()) == pytest.approx(whole, rel=1e-12)
-    assert sum(means) / 2 != pytest.approx(whole, rel=1e-3)
-
-
 def test_nothing_to_count_is_a_loss_of_zero_with_gradients_of_zero() -> None:
     model, batch = net(), labelled()
     batch["y"][:] = -100

@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 
 from plait.run.commands.main import main
-from plait.schedule.actions import Action, Kind, Schedule, format_schedule, owners, parse_schedule
+from plait.schedule.actions import Action, Schedule, format_schedule, owners, parse_schedule
 from plait.schedule.check import check, peaks
 from plait.schedule.orders import (
     ORDERS,
@@ -18,7 +18,6 @@ from plait.schedule.orders import (
     describe_orders,
     interleaved,
     one_f_one_b,
-    one_stage,
     stages_per_rank,
     write_order,
     zb_h1,
@@ -124,13 +123,6 @@ def test_every_order_is_valid_when_completed(name: str) -> None:
 )
 def test_placements(schedule: Schedule, ranks: str) -> None:
     assert " ".join(map(str, owners(schedule).values())) == ranks
-
-
-def test_one_stage_is_one_line_of_the_pipeline_that_is_none() -> None:
-    passes = tuple(a for a in one_stage(5)[0] if a.kind in (Kind.FORWARD, Kind.BACKWARD))
-    for name in ("naive", "1f1b"):
-        assert write_order(name, 1, 5) == (passes,)
-    check(one_stage(5))
 
 
 def test_weights_wait_so_that_every_rank_holds_as_much_as_the_first() -> None:

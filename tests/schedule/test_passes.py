@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from plait.schedule.actions import MESSAGES, PASSES, Action, Kind, format_schedule, owners, parse_schedule
-from plait.schedule.check import check
 from plait.schedule.orders import ORDERS, interleaved, one_f_one_b, one_stage, write_order, zbv
 from plait.schedule.passes import add_messages, add_sharding, add_step, complete, join_backward, split_backward
 from plait.schedule.pipeline import Pipeline
@@ -101,18 +100,6 @@ def test_of_two_stages_on_a_rank_zero3_frees_the_one_that_is_not_next() -> None:
         for row in ("ddp", "zero3_keep", "zero3")
     }
     assert gathers == {"ddp": 0, "zero3_keep": 2, "zero3": 5}
-
-
-def test_a_rank_may_hold_several_stages() -> None:
-    order = zbv(4, 4)
-    gathers = []
-    for hold in (0, 1, 2):
-        sharded = add_sharding(order, TABLE["zero3"], hold=hold)
-        check(sharded)
-        gathers.append(sum(a.kind is Kind.UNSHARD for line in sharded for a in line))
-    assert gathers == [2 * 2 * 4 * 2, 7 + 11, 4]  # each pass that reads parameters; each change of stage; each stage
-    with pytest.raises(ValueError, match="hold is -1"):
-        add_sharding(order, TABLE["zero3"], hold=-1)
 
 
 @pytest.mark.parametrize(

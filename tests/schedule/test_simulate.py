@@ -157,14 +157,6 @@ def test_a_lane_never_makes_a_step_longer(name: str) -> None:
         assert (free.starts, free.ends) == (simulate(full, Costs()).starts, simulate(full, Costs()).ends)
 
 
-@pytest.mark.parametrize("name", ORDERS)
-def test_messages_that_take_no_time_change_nothing(name: str) -> None:
-    for stages, m in ((1, 3), (4, 2), (6, 7)):
-        order = write_order(name, stages, m)
-        sent = simulate(add_messages(order), Costs(2, 3, 1))
-        assert waits(sent) == waits(simulate(order, Costs(2, 3, 1)))
-
-
 def test_the_memory_curve() -> None:
     timeline = simulate(parse_schedule("0F0 1F0 1I0 0B0 1W0"), Costs(activation_bytes=(10, 100)))
     assert timeline.memory(0, Costs(activation_bytes=(10, 100))) == ((0, 0), (0, 10), (1, 110), (5, 100), (6, 0))

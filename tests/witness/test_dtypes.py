@@ -47,10 +47,6 @@ def test_a_right_loop_of_complex_weights_is_equal(tmp_path: Path, dtype: torch.d
     ("harm", "said"),
     [
         (lambda g: g.imag.zero_(), "only the imaginary part: zero"),
-        (lambda g: g.imag.neg_(), "only the imaginary part: -1 times"),
-        (lambda g: g.imag.mul_(5), "only the imaginary part: 5 times"),
-        (lambda g: g.real.zero_(), "only the real part: zero"),
-        (lambda g: g.mul_(2), "2 times what it should be"),
         (lambda g: g.mul_(1j), "off by up to"),
         (lambda g: g.imag[0, 0].fill_(torch.nan), "not finite in 1 of"),
     ],

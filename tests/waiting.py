@@ -1,4 +1,4 @@
-"""What other processes and threads do, waited for with an end; work is counted, as a clock depends on the machine."""
+"""Waits for other processes and threads, with a deadline.  Counts work, as a clock depends on the machine."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ def wait_for(what: Callable[[], object], seconds: float = 120.0, shown: Callable
 
 
 def calls_of(work: Callable[[], object]) -> int:
-    """How many Python functions it calls: the same number on a busy machine."""
+    """Returns the number of Python functions that it calls, which a busy machine does not change."""
     count, before = 0, sys.getprofile()
 
     def entered(frame: object, event: str, argument: object) -> None:

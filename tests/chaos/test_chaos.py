@@ -52,7 +52,7 @@ def test_a_trial_that_breaks_is_wrong_and_the_campaign_goes_on(tmp_path: Path) -
 
 
 ALONE = {"signal": 4, **dict.fromkeys(["kill", "launcher", "stop", "disk"], 1)}
-"""How often; all that they show, a test with fewer processes shows too. The fourth signal is one to a rank."""
+"""Times that each is tried.  A cheaper test holds each claim by day; the fourth signal goes to one rank."""
 
 
 @LINUX

@@ -192,7 +192,7 @@ WRONG: dict[str, Callable[[Any], Any] | tuple[str, str]] = {
     "no number": ('"step": 2', '"step": NaN'),
     "no end": ('"step": 2', '"step": "2'),
 }
-"""What is done to the values of a manifest, or put into its text."""
+"""Damage to the values of a manifest, or to its text."""
 
 
 @pytest.mark.parametrize("wrong", WRONG)

@@ -130,7 +130,7 @@ def logits(sequence: bool, **how: Any) -> list[Tensor]:
 
 
 def test_code_that_slices_time_on_a_stream_cut_in_time_is_refused() -> None:
-    """The last token's logits alone: each rank would take the last of its own time."""
+    """The last token's logits alone: each rank would take the last token of its part."""
     *found, wanted = logits(False, input_ids=batch()["tokens"], logits_to_keep=1)
     assert all(cases.close(one, wanted, 1e-12) for one in found)
     with pytest.raises(ValueError, match="time"):

@@ -14,7 +14,7 @@ from plait.table.mesh import Mesh
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 7, 8])
 def test_any_number_of_ranks(n: int) -> None:
-    """What the library gives, of whole numbers, so that the order does not matter."""
+    """Sums of whole numbers do not depend on the order, so the library has the same."""
 
     def sums(comm: Comm) -> None:
         for algorithm, op in product((ring, tree), ("sum", "min", "max")):

@@ -6,14 +6,21 @@ import json
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
 
+from plait.comm import Comm, run
 from plait.predict.cluster import PRESETS, Cluster, parse_cluster
+from plait.predict.duration import block_passes, stream_traffic
 from plait.run.commands.main import main
+from plait.run.config.machine import MachineConfig
+from plait.run.measure import calibrate
 from plait.run.measure.calibrate import to_toml
 from plait.run.measure.layouts import measure_layout
+from plait.run.models.gpt import GPTConfig
+from plait.table.mesh import Mesh
 
 SIZES = "--model gpt --layers 2 --width 32 --heads 2 --vocab 256 --batch 8 --length 16 --dtype fp32"
 
@@ -41,6 +48,31 @@ def test_a_cluster_is_read_back_as_it_was_written(name: str) -> None:
     assert replace(found, device=asked.device, inside=asked.inside, between=asked.between) == asked
 
 
+@pytest.mark.parametrize("sizes", [{"passes": 2.5, "product": 0.8}, {"passes": 0.4, "product": 1.3}], ids=str)
+def test_a_machine_of_known_figures_is_found_again(sizes: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seconds of each work are those that the planner says, of a machine that reaches these shares."""
+    flop, rate, launch = 1e-9, 4e9, 1e-5
+    known = replace(PRESETS["h100"].reached, depth=1.0, memory=1.0, kernels=100.0, calls=1.0, starts=1.0, **sizes)
+    device = replace(PRESETS["h100"].device, bandwidth=2 * rate, units=1, launch=launch)
+    device = replace(device, peak={"fp32": (1 + 1 / 512) / flop}, attention={"fp32": 1e9})
+    machine = replace(PRESETS["h100"], device=device, reached=known)
+
+    def seconds(comm: Comm, works: dict[str, Any]) -> dict[str, float]:
+        block = calibrate._sizes(GPTConfig(width=256, num_layers=1, num_heads=8, num_kv_heads=8, max_length=256), 8)
+        whole = sum(one.total for one in block_passes(block, machine, "fp32", 0.0))
+        took = dict.fromkeys(works, 0.0) | {"launch": 200 * launch, "tiny": 300 * launch, "block": whole}
+        took |= {name: 2 * 512**3 * flop for name in works if name.startswith("product")}
+        took |= {name: 4 * 8 * 8 * 256**2 * 64 / 1e9 for name in works if name.startswith("attention")}
+        took |= {"narrow": took["product fp32"] / 16 * (1 + 1 / 32) / (1 + 1 / 512), "block alone": whole}
+        return took | {"stream": 3 * stream_traffic(block) * sizes["passes"] / device.bandwidth}
+
+    monkeypatch.setattr(calibrate, "_seconds", seconds)
+    monkeypatch.setattr(calibrate, "copy_rate", lambda *_, **more: rate)
+    (found,) = run(Mesh(), lambda comm: calibrate.calibrate(MachineConfig(), comm, 1e9, 1).reached)
+    assert {name: getattr(found, name) for name in sizes} == pytest.approx(sizes, rel=1e-6)
+    assert (found.depth, found.kernels) == pytest.approx((1.0, 100.0), rel=1e-6)
+
+
 def test_a_layout_that_cannot_run_says_why() -> None:
     with pytest.raises(ValueError, match=r"ended with code 2: .*no such row"):
         measure_layout('strategy = "no such row"\n')
@@ -58,8 +90,8 @@ def test_a_measured_machine_plans_and_trains(tmp_path: Path, capfd: pytest.Captu
     assert main(["plan", *SIZES.split(), "--cluster", str(file), "--measure", "2", "--json", str(result)]) == 0
     runs = json.loads(result.read_text())["measured"]
     assert len(runs) == 2 and "mean error" in capfd.readouterr().out
-    for run in runs:
-        assert run["seconds"][0] > 0 and run["seconds"][1] > 0
-        assert run["state"][1] == pytest.approx(run["state"][0], rel=0.01)
-        assert run["sent"][1] == pytest.approx(run["sent"][0], rel=0.05)
+    for one in runs:
+        assert one["seconds"][0] > 0 and one["seconds"][1] > 0
+        assert one["state"][1] == pytest.approx(one["state"][0], rel=0.01)
+        assert one["sent"][1] == pytest.approx(one["sent"][0], rel=0.05)
     assert main(["doctor", "--calibrate", str(tmp_path / "no" / "here.toml")]) == 2

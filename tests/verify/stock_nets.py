@@ -69,7 +69,7 @@ class BothEnds(Headed):
 
 
 class Attending(Headed):
-    """With biases of its own, and its weights read too."""
+    """Adds biases to keys and values, and returns its weights."""
 
     def __init__(self) -> None:
         super().__init__(nn.MultiheadAttention(WIDTH, 2, 0.1, batch_first=True, add_bias_kv=True, add_zero_attn=True))

@@ -41,6 +41,7 @@ class AtRestCheck(Handler):
     def __init__(self, current: CurrentForward, split: Mapping[int, nn.Parameter], staged: set[int]) -> None:
         self.current, self.split, self.staged = current, split, staged
         self.parameters = split.keys() | staged
+        self.rests = not split  # else it gathers what is read
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
         context, arguments = self.current.context, (*args, *kwargs.values())
@@ -82,12 +83,14 @@ class Derivatives(Handler):
 
     A unit that runs is open, as it is in the backward of what it returns; what leaves it in another way opens it too.
     In a pipeline both ends are in one of the ``links``, by name; else one may be on another stage, which is refused.
+    ``opens``: there are split units.
     """
 
     in_silent = False
 
-    def __init__(self, current: CurrentForward, links: Collection[str]) -> None:
+    def __init__(self, current: CurrentForward, links: Collection[str], *, opens: bool) -> None:
         self.current, self.links = current, frozenset(links)
+        self.rests = not opens
 
     def sees(self, func: Function) -> bool:
         return func is torch.autograd.grad

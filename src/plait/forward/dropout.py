@@ -9,18 +9,21 @@ It sees every function that draws: it serves ``F.dropout`` and the attention ker
 functions (multi-head attention) under a dispatch mode that serves their Bernoulli draws, and refuses every other random
 operator.
 It leaves alone what is given a generator, unless that runs twice, and everything in eval mode.
+
+A model that draws does so from its first steps on: one that has drawn nothing by then runs without this handler.  A
+layer of torch's with p = 0 may get another p at any time; code that calls ``F.dropout`` may as well, from p = 0 on.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.forward.context import CurrentForward, RNGPosition
-from plait.forward.interceptor import Function, Handler
+from plait.forward.interceptor import EVERY, FIRST, Function, Handler
 from plait.forward.masks import keep_mask, stream_key
 from plait.forward.random_ops import draws_nothing, is_random, no_stream, seeded
 from plait.forward.random_streams import STREAMS
@@ -34,12 +37,37 @@ class DropoutRNG(Handler):
     are cut; if the engine ``recomputes``, parts of the model draw the same masks twice."""
 
     def __init__(
-        self, seed: int, current: CurrentForward, *, slice_of: SliceOf | None = None, recomputes: bool = False
+        self,
+        seed: int,
+        current: CurrentForward,
+        *,
+        slice_of: SliceOf | None = None,
+        recomputes: bool = False,
+        layers: Mapping[str, nn.Module] | None = None,
     ) -> None:
         self.seed, self.current, self.slice_of = seed, current, slice_of
+        self.layers = layers or {}
+        """Torch's own dropout layers of the model, by name."""
+        self.drawn = False
+        """True once a forward has drawn something, or might have."""
         self.attends = False
         """True while a mask is drawn for weights of attention, [..., queries, keys]."""
         self.in_eval = self.in_silent = recomputes
+
+    @property
+    def rests(self) -> bool:  # type: ignore[override]
+        return not self.drawn and not any(layer.p for layer in self.layers.values())
+
+    def _draws(self) -> None:
+        """A forward draws."""
+        if self.rested:
+            raise ValueError(
+                f"module {self.current.context.module.name!r} draws random numbers now, and drew none in its first "
+                f"{FIRST} steps: from then on plait looks in every {EVERY}th step only, and forwards in between may "
+                f"have drawn from the rank's own generator. Call F.dropout from the first step on, with p=0 where "
+                f"nothing is to be dropped yet"
+            )
+        self.drawn = True
 
     def sees(self, func: Function) -> bool:
         return func in _SERVED or func in _COMPOSITE or is_random(func)
@@ -99,6 +127,8 @@ class DropoutRNG(Handler):
         """``F.dropout``, with the next mask of the running module."""
         if not 0 <= p <= 1:
             raise ValueError(f"dropout probability {p}: it must be from 0 to 1")
+        if p or self.current.context.module.name not in self.layers:
+            self._draws()
         if not training or p == 0:
             return input
         scale = 1 / (1 - p) if p < 1 else 0.0
@@ -158,6 +188,8 @@ class DropoutRNG(Handler):
             return call_next(*args, **kwargs)
         if func in _SERVED:
             return _SERVED[func](self, *args, **kwargs)
+        if not _drops_nothing(func, args):
+            self._draws()
         if func in _COMPOSITE:
             with _Bernoulli(self):
                 return func(*args, **kwargs)

@@ -12,6 +12,8 @@ recomputation does again all that the others do; dropout is drawn last.  A handl
 Which functions a handler sees, and of which parameters every read, is looked up once: a function that no handler sees
 costs a dictionary lookup and a glance at its arguments.  Where all are idle (dropout in eval mode) no mode is active,
 nor inside of a model of torch's own layers that draw nothing: there an operator costs nothing.
+
+Handlers that had no work in the first ``FIRST`` steps rest: the mode is on again in every ``EVERY``-th step only.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +40,14 @@ from plait.torch_private import (
 
 Function = Callable[..., Any]
 
+FIRST, EVERY = 3, 100
+"""What a program may do wrong is looked for in an engine's first ``FIRST`` steps, and then once in ``EVERY`` steps."""
+
+
+def looks(step: int) -> bool:
+    """True if a step is one of these; steps count from 0."""
+    return step < FIRST or step % EVERY == 0
+
 
 class Handler:
     """What one part of the engine does to the functions of a forward."""
@@ -48,6 +58,10 @@ class Handler:
     """False if it leaves everything alone in a forward that draws no random numbers."""
     in_silent = True
     """False if it leaves the insides of torch's own layers alone that draw nothing."""
+    rests = False
+    """True if it had no work so far but to look for what a program may not do."""
+    rested = False
+    """True if it had no work in the first steps, so that forwards have run without it."""
 
     def sees(self, func: Function) -> bool:
         """Whether it sees a function whatever the arguments are."""
@@ -100,6 +114,9 @@ class Interceptor(EngineMode, StaysHere):
         self._routes: dict[Function, tuple[Function, Function | None]] = {}
         """How each function is called, and how if it reads a parameter, where that is another way."""
         self._in_eval = any(handler.in_eval for handler in self.handlers)
+        self._resting = False
+        """The mode stays off in this step."""
+        self._steps = 0
         self._every = False
         """Layers that draw nothing are followed, too."""
         self._silent: list[Any] = []
@@ -134,10 +151,18 @@ class Interceptor(EngineMode, StaysHere):
 
     # ---- on and off ---------------------------------------------------------------------------------------------
 
+    def begin_step(self, *, training: bool) -> None:
+        """Before the first forward of a step: decides whether the handlers rest; in eval mode they show nothing."""
+        rest = all(handler.rests for handler in self.handlers)
+        for handler in self.handlers:
+            handler.rested = rest and self._steps >= FIRST
+        self._resting = rest and not looks(self._steps)
+        self._steps += training
+
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Inside, functions are seen, unless every handler is idle, or it is on already."""
-        if self._idle() or self in _active_modes():
+        """Inside, functions are seen, unless every handler is idle or rests, or it is on already."""
+        if self._resting or self._idle() or self in _active_modes():
             yield
             return
         self.__enter__()  # type: ignore[no-untyped-call]
@@ -212,7 +237,7 @@ class Interceptor(EngineMode, StaysHere):
             if module is model and self._is_silent():
                 switches = modes[-1:] == [self]  # it is on for the rest of loss_fn
             else:
-                switches = self not in modes
+                switches = self not in modes and not self._resting
             if switches:
                 self._switch()
         current.enter_module(name, switches=switches, is_model=module is model)

@@ -51,6 +51,11 @@ class OwnLayer(nn.Module):
     """A module that the engine has put into the model: nothing of the user's runs in its call, and it draws nothing."""
 
 
+def dropout_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Torch's own dropout layers, by name."""
+    return {name: module for name, module in model.named_modules() if _file_of(type(module)) == "dropout"}
+
+
 def silent(module: nn.Module) -> bool:
     """Whether it certainly draws nothing: one of torch's own quiet layers, or its ``Sequential`` around others."""
     if type(module) is nn.Sequential:

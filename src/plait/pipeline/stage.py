@@ -29,7 +29,7 @@ from plait.forward.context import CurrentForward, ForwardContext, RNGPosition
 from plait.forward.dropout import DropoutRNG, SliceOf
 from plait.forward.interceptor import Handler, Interceptor
 from plait.forward.products import Products
-from plait.forward.random_ops import all_silent
+from plait.forward.random_ops import all_silent, dropout_layers
 from plait.forward.recompute import AttentionRecompute, blocks_of, run_twice
 from plait.forward.sites import Sites
 from plait.forward.tensor_parallel import StageAxis, StageTensor
@@ -137,7 +137,7 @@ class Stage:
         staged = {id(p) for _, p, _, _ in parameters} if self.last and self.count > 1 else set()
         if staged or (split and not all_silent(self.model)):  # torch's own layers read their own parameters alone
             handlers.append(AtRestCheck(current, split, staged))
-            handlers.append(Derivatives(current, links if self.count > 1 else ()))
+            handlers.append(Derivatives(current, links if self.count > 1 else (), opens=bool(split)))
         if settings.split_backward:
             self.products = Products(current, [p for _, p, flat, _ in parameters if flat.trainable])
             handlers.append(self.products)
@@ -145,7 +145,13 @@ class Stage:
         slice_of = outside_experts(self.parallel.experts, slice_of)
         if self.time_axis is not None:
             slice_of = partial(self._steps_of, self.time_axis, slice_of)
-        self.dropout = DropoutRNG(settings.seed, current, slice_of=slice_of, recomputes=recompute is not None)
+        self.dropout = DropoutRNG(
+            settings.seed,
+            current,
+            slice_of=slice_of,
+            recomputes=recompute is not None,
+            layers=dropout_layers(self.model),
+        )
         handlers.append(self.dropout)
         return handlers
 
@@ -175,6 +181,7 @@ class Stage:
 
     def begin_sums(self) -> None:
         """Before the first gradient of a step."""
+        self.interceptor.begin_step(training=self.model.training)
         self.gradients.begin_step()
 
     def look_at_model(self) -> None:

@@ -1,6 +1,6 @@
 """Finds the rank whose loss or gradient is not finite: all ranks agree on it in the step's report, before the update.
 
-a unit's gradient of a microbatch ──► one number, before it is reduced (``zero.gradient_watch``)
+a unit's gradient                 ──► one number, before it is reduced (``zero.gradient_watch``)
 the report                        ──► each rank's first that is inf or NaN, with its losses
 every rank                        ──► raises, or skips the step; both name the rank
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from plait.step.exchange import Exchange, Report
+from plait.zero.gradient_watch import SUM
 
 NonFinite = Literal["raise", "skip"]
 """The engine's choice for a step with a loss or gradient that is not finite."""
@@ -20,7 +21,7 @@ NAMED = 4
 
 def encoded(place: tuple[int, str], names: Sequence[str]) -> int:
     """A place as one number of the report, where 0 is none."""
-    return 1 + place[0] * len(names) + names.index(place[1])
+    return 1 + (place[0] - SUM) * len(names) + names.index(place[1])
 
 
 def described(losses: Sequence[tuple[int, Sequence[float]]], places: Sequence[float], names: Sequence[str]) -> str:
@@ -38,8 +39,9 @@ def described(losses: Sequence[tuple[int, Sequence[float]]], places: Sequence[fl
     ]
     for rank, place in enumerate(places):
         if place:
-            microbatch, index = divmod(int(place) - 1, len(names))
-            reasons.append(f"a gradient in the unit of {names[index]!r} in microbatch {microbatch} on rank {rank}")
+            number, index = divmod(int(place) - 1, len(names))
+            where = f"in microbatch {number + SUM}" if number + SUM != SUM else "summed over the microbatches"
+            reasons.append(f"a gradient in the unit of {names[index]!r} {where} on rank {rank}")
     more = f", and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
     return "; ".join(reasons[:NAMED]) + more
 

@@ -33,21 +33,18 @@ def gradient_of(flat: Flat, moves: Moves, comm: Comm, buffers: Buffers) -> FlatG
 
 
 class AdoptedGradient(FlatGradient):
-    """The gradient of one flat buffer, as autograd's tensors by parameter while ``adopting``."""
+    """The gradient of one flat buffer, as autograd's tensors by parameter until the accumulator has memory."""
 
     def prepare(self) -> None:
         """Leaves the accumulator without memory."""
         self.adopted: dict[str, Tensor] = {}
-
-    @property
-    def adopting(self) -> bool:
-        """True until the accumulator has memory."""
-        return "accumulated" not in vars(self)
+        self.adopting = True
 
     @cached_property
     def accumulated(self) -> Tensor:  # type: ignore[override]
         """The accumulator.  Its first reader gives it memory and the adopted gradients; no later ones are adopted."""
         super().prepare()
+        self.adopting = False
         for view, slot in zip(self.views, self.flat.layout.slots, strict=True):
             if (gradient := self.adopted.pop(slot.name, None)) is not None:
                 view.copy_(gradient)
@@ -66,7 +63,9 @@ class AdoptedGradient(FlatGradient):
 
     def take(self, index: int, gradient: Tensor) -> None:
         """Adopts one parameter's gradient, or moves it into the accumulator, with those that were adopted."""
-        if self.adopting and index not in self.touched and self._is_alone(gradient):
+        if not self.adopting:
+            super().take(index, gradient)
+        elif index not in self.touched and self._is_alone(gradient):
             self.adopted[self.name(index)] = gradient
             self.touched.add(index)
             self.touched_now.add(index)

@@ -93,6 +93,9 @@ def view_of(run: Run, memory: Tensor) -> Tensor:
 class FlatGradient:
     """The gradient of one flat buffer; ``accumulated`` is this rank's piece."""
 
+    adopting = False
+    """True while autograd's own tensors are the sums (see ``adopted``)."""
+
     def __init__(self, flat: Flat, moves: Moves, comm: Comm, buffers: Buffers) -> None:
         self.flat, self.buffers = flat, buffers
         self.numel = flat.layout.numel

@@ -1,7 +1,11 @@
 """Finds gradients that are not finite before they are reduced: a sum no longer shows which rank they came from.
 
-Each unit's gradient becomes one number, its square, while it is still in the cache; no rank waits for it before the
-step's report.  A gradient of more than 1e19 (fp32) counts as not finite, since its square is not.
+Each unit's gradient becomes one number, its square; no rank waits for it before the step's report.  A gradient of more
+than 1e19 (fp32) counts as not finite, since its square is not.
+
+    reduced in every microbatch      looked at before each reduction, while it is still in the cache
+    summed over the microbatches     the sum, before the step's reduction; in a microbatch only the unit whose gradient
+                                     comes last, for what is not finite spreads towards the input
 """
 
 import math
@@ -11,6 +15,9 @@ import torch
 from torch import Tensor
 
 from plait.torch_private import foreach_norm
+
+SUM = -1
+"""The number of the sum of all microbatches."""
 
 _DOT = (torch.float32, torch.float64)
 
@@ -27,7 +34,8 @@ class GradientWatch:
         self._places: list[tuple[int, str]] = []
 
     def look(self, gradients: list[Tensor], microbatch: int, name: str) -> None:
-        """Takes a unit's whole gradient, flat or by parameter; ``name`` is that of its first parameter."""
+        """Takes a unit's whole gradient, flat or by parameter; ``name`` is that of its first parameter, ``microbatch``
+        is ``SUM`` for the sum of all."""
         wide = all(gradient.dtype in _DOT for gradient in gradients)
         if len(gradients) > 1:
             norms = foreach_norm(gradients, 2, dtype=None if wide else torch.float32)

@@ -26,7 +26,7 @@ from plait.table.collectives import Note
 from plait.torch_private import DisableTorchFunctionSubclass, will_engine_execute_node
 from plait.zero.adopted import gradient_of
 from plait.zero.flat_gradient import Buffers, FlatGradient
-from plait.zero.gradient_watch import GradientWatch
+from plait.zero.gradient_watch import SUM, GradientWatch
 from plait.zero.transfers import messages_of, send
 from plait.zero.unit import State, Unit
 from plait.zero.unshard import Unsharding
@@ -134,7 +134,9 @@ class Gradients:
 
     def take(self, parameter: Tensor, unit: UnitGradients, gradient: FlatGradient, index: int) -> None:
         """Moves one parameter's gradient into the buffer."""
-        value = None if parameter.grad is None else parameter.grad.detach()  # a hook may keep the tensor itself
+        value = parameter.grad
+        if value is not None and gradient.adopting:
+            value = value.detach()  # a hook may keep the tensor itself
         parameter.grad = None
         if not self._active:
             if self.unsharding.in_pass:
@@ -176,16 +178,21 @@ class Gradients:
 
     def _unit_complete(self, unit: UnitGradients) -> None:
         unit.complete = True
-        if self.watch is not None:
-            for gradient in unit.flats:
-                whole = gradient.sums() if gradient.direct else [gradient.transient]
-                if come := [part for part in whole if part is not None]:
-                    self.watch.look(come, self.unsharding.current.context.microbatch, gradient.name(0))
+        if unit is self.order[-1] or not unit.direct:
+            self._look(unit, self.unsharding.current.context.microbatch)
         self.unsharding.has_gradients(unit.unit)
         if unit.unit.split:
             self._reduce_microbatch(unit)
         else:
             self._reduce_in_fixed_order()
+
+    def _look(self, unit: UnitGradients, microbatch: int) -> None:
+        if self.watch is None:
+            return
+        for gradient in unit.flats:
+            whole = gradient.sums() if gradient.direct else [gradient.transient]
+            if come := [part for part in whole if part is not None]:
+                self.watch.look(come, microbatch, gradient.name(0))
 
     def end_microbatch(self) -> None:
         """Ends a microbatch's backward: units that did not run here, but may have elsewhere, take part with zeros."""
@@ -252,6 +259,8 @@ class Gradients:
             self._next_step += 1
             for gradient in unit.flats:
                 gradient.complete()
+            if unit.direct:
+                self._look(unit, SUM)
             if unit.step_messages:
                 self._start(self._step_flow(unit))
 

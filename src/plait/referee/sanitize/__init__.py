@@ -17,6 +17,7 @@ train`` and ``plait verify`` put them on; ``sanitize=False`` leaves them off.
 from collections.abc import Callable
 
 from plait.comm import Comm
+from plait.forward.interceptor import looks
 from plait.referee.sanitize.changed import ChangedModel
 from plait.referee.sanitize.host_random import HostRandomness
 from plait.referee.sanitize.probe import check_optimizers
@@ -24,9 +25,6 @@ from plait.referee.sanitize.unreduced import UnreducedGradients
 from plait.referee.sanitize.whole_gradients import WholeGradients
 from plait.referee.sanitize.written import HookWrites, OptimizerWrites, WrittenParameters
 from plait.step.engine import Engine
-
-FIRST, EVERY = 3, 100
-"""The sanitizers work in an engine's first ``FIRST`` steps, and then once in ``EVERY`` steps."""
 
 
 def sanitized(comm: Comm) -> Comm:
@@ -57,7 +55,7 @@ class Sanitizers:
         """Passes an event to all of them, in the steps in which they work."""
         self._whole_gradients(event, engine)
         if event == "begun":
-            before, self._on = self._on, self._seen < FIRST or self._seen % EVERY == 0
+            before, self._on = self._on, looks(self._seen)
             self._seen += 1
             if before and not self._on:
                 for one in self._all:

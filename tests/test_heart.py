@@ -14,17 +14,18 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm import Comm
+from plait.forward.interceptor import FIRST
 from plait.table.mesh import AXES
 
 SOURCE = Path(plait.__file__).parent
-MOST = 5_840
+MOST = 5_815
 """Lines of these files.  The goal is 4,500; a change may only lower this number."""
 
 
 @cache
 def calls() -> tuple[tuple[Path, str], ...]:
     """The functions that a step of zero3 calls on the first of two threads, in their order, each once: file and name.
-    The first step of the engine is left out."""
+    The first steps of the engine are left out."""
     seen: dict[tuple[str, str], None] = {}
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
@@ -41,7 +42,8 @@ def calls() -> tuple[tuple[Path, str], ...]:
         optimizer = torch.optim.AdamW(model.parameters())
         engine = plait.Engine(model, comm, strategy="zero3", optimizer=optimizer, loss_fn=loss, count_fn=len, clip=1.0)
         microbatches = [torch.ones(4, 8), torch.ones(3, 8)]
-        engine.step(microbatches)
+        for _ in range(FIRST):
+            engine.step(microbatches)
         comm.barrier(AXES)
         before = sys.getprofile()
         if comm.rank == 0:

@@ -36,8 +36,6 @@ class AtRestCheck(Handler):
     """Watches who reads parameters, by ``id``: those of ``split`` units, and in ``loss_fn`` those that are ``staged``,
     for it runs on one stage of several."""
 
-    in_silent = False  # torch's own layers read their own parameters, and hand out nothing else
-
     def __init__(self, current: CurrentForward, split: Mapping[int, nn.Parameter], staged: set[int]) -> None:
         self.current, self.split, self.staged = current, split, staged
         self.parameters = split.keys() | staged
@@ -85,8 +83,6 @@ class Derivatives(Handler):
     In a pipeline both ends are in one of the ``links``, by name; else one may be on another stage, which is refused.
     ``opens``: there are split units.
     """
-
-    in_silent = False
 
     def __init__(self, current: CurrentForward, links: Collection[str], *, opens: bool) -> None:
         self.current, self.links = current, frozenset(links)

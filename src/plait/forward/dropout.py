@@ -47,16 +47,10 @@ class DropoutRNG(Handler):
     ) -> None:
         self.seed, self.current, self.slice_of = seed, current, slice_of
         self.layers = layers or {}
-        """Torch's own dropout layers of the model, by name."""
-        self.drawn = False
-        """True once a forward has drawn something, or might have."""
+        self.rests = True  # until a forward draws
         self.attends = False
         """True while a mask is drawn for weights of attention, [..., queries, keys]."""
-        self.in_eval = self.in_silent = recomputes
-
-    @property
-    def rests(self) -> bool:  # type: ignore[override]
-        return not self.drawn and not any(layer.p for layer in self.layers.values())
+        self.in_eval = recomputes
 
     def _draws(self) -> None:
         """A forward draws."""
@@ -67,7 +61,7 @@ class DropoutRNG(Handler):
                 f"have drawn from the rank's own generator. Call F.dropout from the first step on, with p=0 where "
                 f"nothing is to be dropped yet"
             )
-        self.drawn = True
+        self.rests = False
 
     def sees(self, func: Function) -> bool:
         return func in _SERVED or func in _COMPOSITE or is_random(func)

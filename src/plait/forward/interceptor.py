@@ -11,9 +11,8 @@ recomputation does again all that the others do; dropout is drawn last.  A handl
 
 Which functions a handler sees, and of which parameters every read, is looked up once: a function that no handler sees
 costs a dictionary lookup and a glance at its arguments.  Where all are idle (dropout in eval mode) no mode is active,
-nor inside of a model of torch's own layers that draw nothing: there an operator costs nothing.
-
-Handlers that had no work in the first ``FIRST`` steps rest: the mode is on again in every ``EVERY``-th step only.
+and an operator costs nothing.  Handlers that had no work in the first ``FIRST`` steps rest: the mode is on in every
+``EVERY``-th step only.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -25,14 +24,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from plait.forward.context import CurrentForward
-from plait.forward.random_ops import all_silent, quiet
+from plait.forward.random_ops import quiet
 from plait.forward.sites import Sites
 from plait.forward.stays import StaysHere
 from plait.tensor.metadata import only_metadata
 from plait.torch_private import (
     get_function_stack_at,
-    global_forward_hooks,
-    global_forward_pre_hooks,
     len_torch_function_stack,
     pop_torch_function_stack,
     push_on_torch_function_stack,
@@ -56,10 +53,10 @@ class Handler:
     """By ``id``: it sees every function that reads one of these."""
     in_eval = True
     """False if it leaves everything alone in a forward that draws no random numbers."""
-    in_silent = True
-    """False if it leaves the insides of torch's own layers alone that draw nothing."""
     rests = False
     """True if it had no work so far but to look for what a program may not do."""
+    layers: Mapping[str, nn.Module] = {}
+    """Torch's own dropout layers, by name: it has work once the p of one is above 0."""
     rested = False
     """True if it had no work in the first steps, so that forwards have run without it."""
 
@@ -119,12 +116,6 @@ class Interceptor(EngineMode, StaysHere):
         self._steps = 0
         self._every = False
         """Layers that draw nothing are followed, too."""
-        self._silent: list[Any] = []
-        """Hooks and attributes of a model in which no handler has work; ``_sizes``: their numbers before a program's
-        additions, which may draw."""
-        self._sizes: list[int] = []
-        self._parts: list[tuple[dict[str, nn.Module | None], list[nn.Module | None]]] = []
-        """The children of its modules, now and before."""
 
     def __torch_function__(
         self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -153,7 +144,7 @@ class Interceptor(EngineMode, StaysHere):
 
     def begin_step(self, *, training: bool) -> None:
         """Before the first forward of a step: decides whether the handlers rest; in eval mode they show nothing."""
-        rest = all(handler.rests for handler in self.handlers)
+        rest = all(one.rests and not any(layer.p for layer in one.layers.values()) for one in self.handlers)
         for handler in self.handlers:
             handler.rested = rest and self._steps >= FIRST
         self._resting = rest and not looks(self._steps)
@@ -165,12 +156,8 @@ class Interceptor(EngineMode, StaysHere):
         if self._resting or self._idle() or self in _active_modes():
             yield
             return
-        self.__enter__()  # type: ignore[no-untyped-call]
-        try:
+        with self:
             yield
-        finally:
-            if self in _active_modes():  # Ctrl-C in a silent model leaves it off
-                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _idle(self) -> bool:
         return not self.current.context.draws and not self._in_eval
@@ -191,29 +178,9 @@ class Interceptor(EngineMode, StaysHere):
             closed: modules whose insides are left to the compiler (see ``compiled``).
         """
         self._every, self.current.sites = every, sites or Sites(model)
-        watched: list[Any] = [global_forward_pre_hooks, global_forward_hooks]
-        if all_silent(model) and not any(watched) and not any(handler.in_silent for handler in self.handlers):
-            for module in model.modules():
-                watched += [module._forward_pre_hooks, module._forward_hooks, module._modules, vars(module)]
-                if module._modules:
-                    self._parts.append((module._modules, []))
-            self._silent = watched
         for name, module in model.named_modules():
             if not any(_inside(name, one) for one in closed):
                 self._track(model, name, module)
-
-    def remember(self) -> None:
-        """Ends the engine's own additions to the model."""
-        self._sizes = list(map(len, self._silent))
-        self._parts = [(parts, list(parts.values())) for parts, _ in self._parts]
-
-    def _is_silent(self) -> bool:
-        """True if no handler has work in the model, to which no program has added anything."""
-        return (
-            bool(self._sizes)
-            and self._sizes == list(map(len, self._silent))
-            and all(list(parts.values()) == before for parts, before in self._parts)
-        )
 
     def open(self, model: nn.Module, name: str) -> None:
         """Follow the insides of a module that was closed."""
@@ -233,20 +200,9 @@ class Interceptor(EngineMode, StaysHere):
                 current.replace(draws=model.training)
             if self._idle() or self._runs_elsewhere():
                 return
-            modes = _active_modes()
-            if module is model and self._is_silent():
-                switches = modes[-1:] == [self]  # it is on for the rest of loss_fn
-            else:
-                switches = self not in modes and not self._resting
-            if switches:
-                self._switch()
+            if switches := self not in _active_modes() and not self._resting:
+                self.__enter__()  # type: ignore[no-untyped-call]
         current.enter_module(name, switches=switches, is_model=module is model)
-
-    def _switch(self) -> None:
-        if self in _active_modes():
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        else:
-            self.__enter__()  # type: ignore[no-untyped-call]
 
     def _runs_elsewhere(self) -> bool:
         """Whether a stage of the same model runs that has this module in its own parts, or by a reference alone."""
@@ -256,7 +212,7 @@ class Interceptor(EngineMode, StaysHere):
 
     def _leave(self, *call: Any) -> None:
         if self.current.leave_module().switches:
-            self._switch()
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def _inside(name: str, outer: str) -> bool:

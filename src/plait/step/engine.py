@@ -132,8 +132,6 @@ class Engine(StaysHere):
             model.register_forward_hook(self._after_forward)
         self.listener = listener
         self._watchers: list[Watcher] = [*(make(self) for make in comm.engine_watchers), *filter(None, [listener])]
-        for stage in self.placed.stages.values():
-            stage.interceptor.remember()  # hooks that are added from now on may draw
 
     def __repr__(self) -> str:
         where = f"{self.placed.strategy.name} on {self.comm.mesh}, rank {self.comm.rank}"

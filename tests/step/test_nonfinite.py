@@ -82,6 +82,30 @@ def test_nothing_has_changed_and_every_rank_can_say_whose_it_is(kind: int, how: 
             assert f"in microbatch 1 on rank {len(ranks) - 1}" in raised and "a gradient in the unit of '" in raised
 
 
+class SpoiledWeight(nn.Linear):
+    """The gradient of its weight is not finite where its input is large; what it hands back is."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, Spoil.apply(self.weight, math.inf if input.max() > 5 else 1.0))
+
+
+@pytest.mark.parametrize("where", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_gradient_that_does_not_spread_is_named_too(where: str) -> None:
+    def program(world: World) -> str:
+        model = cases.distinct(nn.Sequential(nn.Linear(5, 5), SpoiledWeight(5, 5), nn.Linear(5, 5)))
+        engine = world.engine(model, loss_fn=lambda m, x: m(x).sum(), count_fn=len, units=list("012"))
+        with torch.no_grad(), engine.gathered(modify=True):
+            engine.model[0].weight.copy_(torch.eye(5)), engine.model[0].bias.zero_()
+        x = torch.ones(2, 5, dtype=torch.float64)
+        with pytest.raises(FloatingPointError) as raised:
+            engine.step([x, x * 9, x])
+        return str(raised.value)
+
+    place = "in microbatch 1" if where in ("zero2", "zero3") else "summed over the microbatches"
+    for error in on_ranks(program, where):
+        assert f"a gradient in the unit of '1.weight' {place} on rank 0" in error
+
+
 class Either(nn.Module):
     def __init__(self) -> None:
         super().__init__()

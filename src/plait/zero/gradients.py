@@ -259,7 +259,7 @@ class Gradients:
             self._next_step += 1
             for gradient in unit.flats:
                 gradient.complete()
-            if unit.direct:
+            if unit.direct and unit is not self.order[-1]:  # which has been looked at
                 self._look(unit, SUM)
             if unit.step_messages:
                 self._start(self._step_flow(unit))

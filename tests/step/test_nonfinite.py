@@ -93,7 +93,7 @@ class SpoiledWeight(nn.Linear):
 def test_a_gradient_that_does_not_spread_is_named_too(where: str) -> None:
     def program(world: World) -> str:
         model = cases.distinct(nn.Sequential(nn.Linear(5, 5), SpoiledWeight(5, 5), nn.Linear(5, 5)))
-        engine = world.engine(model, loss_fn=lambda m, x: m(x).sum(), count_fn=len, units=list("012"))
+        engine = world.engine(model, loss_fn=lambda m, x: m(x).sum(), count_fn=len, bucket=0)
         with torch.no_grad(), engine.gathered(modify=True):
             engine.model[0].weight.copy_(torch.eye(5)), engine.model[0].bias.zero_()
         x = torch.ones(2, 5, dtype=torch.float64)

@@ -47,21 +47,10 @@ class DropoutRNG(Handler):
     ) -> None:
         self.seed, self.current, self.slice_of = seed, current, slice_of
         self.layers = layers or {}
-        self.rests = True  # until a forward draws
+        self.rests = True  # until a forward may have drawn
         self.attends = False
         """True while a mask is drawn for weights of attention, [..., queries, keys]."""
         self.in_eval = recomputes
-
-    def _draws(self) -> None:
-        """A forward draws."""
-        if self.rested:
-            raise ValueError(
-                f"module {self.current.context.module.name!r} draws random numbers now, and drew none in its first "
-                f"{FIRST} steps: from then on plait looks in every {EVERY}th step only, and forwards in between may "
-                f"have drawn from the rank's own generator. Call F.dropout from the first step on, with p=0 where "
-                f"nothing is to be dropped yet"
-            )
-        self.rests = False
 
     def sees(self, func: Function) -> bool:
         return func in _SERVED or func in _COMPOSITE or is_random(func)
@@ -96,6 +85,12 @@ class DropoutRNG(Handler):
         """Where the running module's next draw is: the forward's place, the module, and the number of the draw."""
         context = self.current.context
         position, counts, module, site = context.position, context.counts, context.module.name, context.module.site
+        if self.rested:
+            raise ValueError(
+                f"module {module!r} draws random numbers now, and nothing did in the first {FIRST} steps: from then on "
+                f"plait looks in every {EVERY}th step only, and forwards in between may have drawn from the rank's own "
+                f"generator. Call F.dropout from the first step on, with p=0 where nothing is to be dropped yet"
+            )
         if position is None:
             raise ValueError(
                 f"{f'module {module!r}' if module else 'the program'} draws random numbers before the model itself was "
@@ -121,8 +116,8 @@ class DropoutRNG(Handler):
         """``F.dropout``, with the next mask of the running module."""
         if not 0 <= p <= 1:
             raise ValueError(f"dropout probability {p}: it must be from 0 to 1")
-        if p or self.current.context.module.name not in self.layers:
-            self._draws()
+        if self.current.context.module.name not in self.layers:
+            self.rests = False
         if not training or p == 0:
             return input
         scale = 1 / (1 - p) if p < 1 else 0.0
@@ -182,8 +177,7 @@ class DropoutRNG(Handler):
             return call_next(*args, **kwargs)
         if func in _SERVED:
             return _SERVED[func](self, *args, **kwargs)
-        if not _drops_nothing(func, args):
-            self._draws()
+        self.rests = self.rests and _drops_nothing(func, args)
         if func in _COMPOSITE:
             with _Bernoulli(self):
                 return func(*args, **kwargs)

@@ -78,5 +78,5 @@ def test_a_model_that_draws_nothing_runs_without_a_mode(kind: str, where: str, m
 
 def test_draws_that_begin_late_are_refused_when_plait_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.forward.interceptor.EVERY", 6)
-    with pytest.raises(ValueError, match=r"module '0' draws random numbers now, and drew none in its first 3 steps"):
+    with pytest.raises(ValueError, match=r"module '0' draws random numbers now, and nothing did in the first 3 steps"):
         trained("ddp", late("sudden"), batches(8), before=drops_from_4)

@@ -116,7 +116,8 @@ class DropoutRNG(Handler):
         """``F.dropout``, with the next mask of the running module."""
         if not 0 <= p <= 1:
             raise ValueError(f"dropout probability {p}: it must be from 0 to 1")
-        if self.current.context.module.name not in self.layers:
+        layer = self.layers.get(self.current.context.module.name)
+        if layer is None or layer.p != p:  # a hook of the layer may call it with another p
             self.rests = False
         if not training or p == 0:
             return input

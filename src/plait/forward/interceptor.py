@@ -38,7 +38,7 @@ from plait.torch_private import (
 Function = Callable[..., Any]
 
 FIRST, EVERY = 3, 100
-"""What a program may do wrong is looked for in an engine's first ``FIRST`` steps, and then once in ``EVERY`` steps."""
+"""plait looks for mistakes of a program in an engine's first ``FIRST`` steps, and then once in ``EVERY`` steps."""
 
 
 def looks(step: int) -> bool:
@@ -54,7 +54,7 @@ class Handler:
     in_eval = True
     """False if it leaves everything alone in a forward that draws no random numbers."""
     rests = False
-    """True if it had no work so far but to look for what a program may not do."""
+    """True while it has only looked for mistakes of a program, and had no other work."""
     layers: Mapping[str, nn.Module] = {}
     """Torch's own dropout layers, by name: it has work once the p of one is above 0."""
     rested = False

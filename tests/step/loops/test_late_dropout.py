@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import engine_cases as cases
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from plait.torch_private import len_torch_function_stack
 
+RECOMPUTED: tuple[str, dict[str, Any]] = "ddp", {"recompute": "full"}
+
 
 class Late(nn.Module):
     """Drops once ``drop`` is above 0: in a layer whose p changes, in a function, or in one that is called only then."""
@@ -22,7 +25,9 @@ class Late(nn.Module):
         super().__init__()
         self.linear, self.layer, self.kind, self.drop = nn.Linear(5, 5), nn.Dropout(0.0), kind, 0.0
         self.seen: set[int] = set()
-        """How many function modes were on in the step's forwards."""
+        """The numbers of function modes that were on in the step's forwards."""
+        if kind == "hooked":
+            self.layer.register_forward_hook(lambda layer, args, out: F.dropout(out, 0.3))
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.add(len_torch_function_stack())
@@ -45,32 +50,33 @@ def drops_from_4(model: nn.Module, step: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["layer", "function"])
-@pytest.mark.parametrize("where", STAGES)
+@pytest.mark.parametrize("where", [*STAGES, "recomputed"])
 def test_dropout_that_begins_late_is_the_single_process(where: str, kind: str) -> None:
     template, data = late(kind), batches(6)
     wanted, state = one_process(template, data, drops_from_4)
     assert one_process(template, data)[0] != wanted, "it drops"
-    for losses, found in trained(where, template, data, before=drops_from_4):
+    row, settings = RECOMPUTED if where == "recomputed" else (where, {})
+    for losses, found in trained(row, template, data, before=drops_from_4, **settings):
         assert losses == pytest.approx(wanted, rel=1e-11)
         assert all(cases.close(found[name], value) for name, value in state.items())
 
 
 @pytest.mark.parametrize("where", ["ddp", "pipe", "zero3", "recomputed"])
-@pytest.mark.parametrize("kind", ["layer", "function"])
+@pytest.mark.parametrize("kind", ["layer", "function", "hooked"])
 def test_a_model_that_draws_nothing_runs_without_a_mode(kind: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.forward.interceptor.EVERY", 5)
     steps: dict[int, list[set[int]]] = {}
 
     def note(model: nn.Module, step: int) -> None:
-        """Of the step before."""
+        """Notes the modes of the step before."""
         parts = [module for module in model.modules() if isinstance(module, Late)]
         steps.setdefault(threading.get_ident(), []).append(set().union(*(part.seen for part in parts)))
         for part in parts:
             part.seen.clear()
 
-    row, settings = ("ddp", {"recompute": "full"}) if where == "recomputed" else (where, {})
+    row, settings = RECOMPUTED if where == "recomputed" else (where, {})
     trained(row, late(kind), batches(7), before=note, **settings)
-    on = int(kind == "function" or where == "zero3")  # where the mode looks at who reads parameters at rest
+    on = int(kind != "layer" or where == "zero3")  # where the mode looks at who reads parameters at rest
     assert len(steps) > 1
     for seen in steps.values():
         assert seen[1:] == [{1}, {1}, {1}, {on}, {on}, {1}]

@@ -66,7 +66,6 @@ SHARES: dict[str, Share] = {
     "chaos/test_chaos.py::test_a_campaign_of_one_host": NIGHTLY,
     "chaos/test_chaos.py::test_a_short_campaign": PROCESSES,
     "checkpoint/test_dcp_oracle.py": ORACLES,
-    "checkpoint/test_dropped_keys.py": FULL,
     "checkpoint/test_huggingface_command.py::test_a_fine_tuning_is_one_process_and_trains_on": Share("few", "all"),
     "checkpoint/test_huggingface_read.py::test_every_layout_has_the_values_of_the_folder": Share("few", "all"),
     "checkpoint/test_huggingface_write.py::test_transformers_reads_what_was_trained": Share("few", "values"),

@@ -197,7 +197,7 @@ WRONG: dict[str, Callable[[Any], Any] | tuple[str, str]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_manifest_that_says_something_else_is_refused(wrong: str, copied: Path) -> None:
-    """Its SHA-256 is right: it was not damaged, it was made.  Dropped and renamed keys: ``test_dropped_keys.py``."""
+    """Its SHA-256 is right: it was not damaged, it was made."""
     path = copied / "step-000002" / "manifest.json"
     text, change = path.read_text(), WRONG[wrong]
     if isinstance(change, tuple):

@@ -2,10 +2,9 @@
 
 save.py          ``plait.save``, ``plait.Saver``: a checkpoint, of which each rank writes its pieces     start here
 snapshot.py      a rank's pieces, and copies of them, so that weights may change at once
-writing.py       a rank's thread: its file, a note about it; the manifest of all notes
-retention.py     removal of old checkpoints
+writing.py       a rank's thread: its file, a note about it; the manifest of all notes; removal of old checkpoints
 load.py          ``plait.load``: into any layout, each rank reads its regions
-fits.py          a checkpoint against an engine: nothing is lost, nothing is left over
+fits.py          a checkpoint against an engine: names, shapes, groups, classes of optimizers
 folder.py        checkpoints in a folder, each complete or absent: found, begun, published, removed
 same_folder.py   a check that all hosts see the same folder
 hashing.py       digests of files, by any number of threads

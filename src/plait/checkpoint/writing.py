@@ -6,6 +6,11 @@
 
 The threads send no messages, which would meet those of the training.  The ranks exchange the outcome when their own
 programs wait for it (``save``).
+
+Rank 0 removes old checkpoints, once the newest one has been read back and has the right hashes:
+
+    step-000100   step-000200   step-000300   step-000400      keep=2, step 400 has just been saved
+    removed       pinned        kept          verified         (step-000500 of another run, or `best`: left alone)
 """
 
 import errno
@@ -18,16 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from plait.checkpoint.files.writing import told
-from plait.checkpoint.folder import contents, names, publish, put, rank_file
+from plait.checkpoint.folder import checkpoints, contents, discard, names, publish, put, rank_file
 from plait.checkpoint.manifest import LARGEST, NAME, entries_of, manifest_text
-from plait.checkpoint.retention import remove_older
 from plait.checkpoint.snapshot import OPTIMIZER, RankPiece
+from plait.checkpoint.stored import Checkpoint
 from plait.checkpoint.tensor_file import write_tensor_file
 from plait.comm.deadline import clock
 from plait.comm.texts import named
 
 FILE, NOTE = "safetensors", "json"
 RUNNING, DONE, FAILED = range(3)
+PINNED = "pinned"
+"""A checkpoint whose folder has a file of this name is never removed."""
 PAUSE = 0.02
 """Longest pause between two looks for other ranks' files, in seconds."""
 
@@ -136,3 +143,27 @@ def write_part(partial: Path, rank: int, pieces: Sequence[RankPiece]) -> None:
         size, digest = write_tensor_file(file, tensors)
         rows = [(one.name, one.tensor.dtype, one.shape, one.region) for one in pieces]
         put(rank_file(partial, rank, NOTE), json.dumps(entries_of(file.name, size, digest, rows)).encode())
+
+
+def remove_older(newest: Path, keep: int) -> None:
+    """Removes checkpoints of fewer steps until ``keep`` are left, the newest included.  ValueError, and nothing
+    removed, if the newest one is damaged."""
+    newest = newest.resolve()
+    folders = checkpoints(newest.parent)
+    older = [folder for folder in folders[: folders.index(newest)] if _may_go(folder)]
+    going = older[: max(0, len(older) - (keep - 1))]
+    if not going:
+        return
+    try:
+        read = Checkpoint.find(newest)
+        for file in read.manifest.files:
+            read.check_file(file)
+    except ValueError as error:
+        raise ValueError(f"{str(newest)!r} has been saved, but {error}; no older checkpoint was removed") from error
+    for folder in going:
+        discard(folder)
+
+
+def _may_go(folder: Path) -> bool:
+    there = names(folder)
+    return not folder.is_symlink() and NAME in there and PINNED not in there

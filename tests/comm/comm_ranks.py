@@ -19,7 +19,6 @@ import plait
 from plait.comm import ProcessComm
 from plait.comm.gloo import GlooTransport
 from plait.comm.nccl import NcclTransport
-from plait.comm.transport import Wires
 from plait.referee.sanitize import sanitized
 from plait.referee.sanitize.collectives import check_collectives
 from plait.referee.sanitize.drift import DriftCheck
@@ -146,10 +145,9 @@ class GpuTransportOnGloo(NcclTransport):
 def as_on_gpus(comm: ProcessComm) -> None:
     """The same checks, over the GPUs' transport; with ``deterministic=False`` sums of numbers that round nowhere."""
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
-    transport, axes = comm.transport, ("shard",)
-    for deterministic in (True, False):
-        wires = Wires(transport.rank, comm.deadline, transport._reports, comm.waiting)
-        comm.transport = GpuTransportOnGloo(comm.mesh, comm.device, deterministic, wires)
+    axes = ("shard",)
+    for comm.deterministic in (True, False):
+        comm.transport = GpuTransportOnGloo(comm)
         works, whole = [], torch.arange(4.0 * comm.mesh.shard)
         works.append(comm.all_gather(gathered := torch.empty(2 * comm.mesh.shard), whole[:2] + comm.rank, axes))
         works.append(comm.reduce_scatter(piece := torch.empty(4), whole.clone(), axes))
@@ -161,7 +159,8 @@ def as_on_gpus(comm: ProcessComm) -> None:
         index = comm.mesh.index(comm.rank, axes)
         assert torch.equal(piece, whole[4 * index : 4 * index + 4] * len(ranks)), piece
         assert largest.item() == max(ranks)
-    comm.transport = GpuTransportOnGloo(comm.mesh, comm.device, True, wires)
+    comm.deterministic = True
+    comm.transport = GpuTransportOnGloo(comm)
     for check in (
         comm_checks.check_collectives,
         comm_checks.check_under_way,
@@ -178,8 +177,7 @@ def as_on_gpus(comm: ProcessComm) -> None:
 def training_on_gpus(comm: ProcessComm) -> None:
     """Steps of a mixture of experts, all checks on: every group that is asked for is there."""
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
-    wires = Wires(comm.rank, comm.deadline, comm.transport._reports, comm.waiting)
-    comm.transport = GpuTransportOnGloo(comm.mesh, comm.device, True, wires)
+    comm.transport = GpuTransportOnGloo(comm)
     with plait.empty_parameters():
         sizes = moe.MoEConfig(17, num_layers=2, width=8, num_kv_heads=4, hidden=8, max_length=8, dropout=0.0)
         model = moe.MoE(sizes)

@@ -99,7 +99,7 @@ def test_ledger() -> None:
     assert ledger.sent_by_phase() == {"a": 5, "b": 2}
     ledger.clear()
     assert len(ledger) == 0
-    with pytest.raises(ValueError, match="mark 2 on a ledger of 0 lines"):
+    with pytest.raises(ValueError, match="mark 2 on a ledger that keeps the lines from 0 to 0"):
         ledger.since(mark)
     ledger.add(lines[0])
     assert ledger.entries == (lines[0],)
@@ -118,7 +118,7 @@ def test_a_ledger_keeps_its_newest_lines_and_counts_all(monkeypatch: pytest.Monk
     assert len(ledger) == 5 and ledger.entries == tuple(lines[2:])
     assert ledger.sent == 10 and ledger.sent_by_phase() == {"a": 6, "b": 4}
     assert ledger.since(3) == tuple(lines[3:]) and ledger.since(2) == tuple(lines[2:]) and ledger.since(5) == ()
-    with pytest.raises(ValueError, match="mark 1 on a ledger that keeps its newest 3 lines of 5: ask sooner"):
+    with pytest.raises(ValueError, match="mark 1 on a ledger that keeps the lines from 2 to 5: ask sooner"):
         ledger.since(1)
 
 

@@ -237,13 +237,6 @@ def test_what_a_launcher_says_of_one_host_is_no_reason_to_refuse(local: dict[str
     assert WorldVariables.read(TORCHRUN | local).rank == 1
 
 
-@pytest.mark.parametrize(("given", "hints"), [({}, True), ({"LOCAL_WORLD_SIZE": "2"}, False)])
-def test_loopback_on_several_hosts_is_a_hint_for_who_does_not_find_all(given: dict[str, str], hints: bool) -> None:
-    hint = WorldVariables.read(TORCHRUN | given).hint
-    assert ("MASTER_ADDR=127.0.0.1 means each host itself" in hint) == hints
-    assert not WorldVariables.read(TORCHRUN | given | {"MASTER_ADDR": "10.0.0.1"}).hint
-
-
 def test_a_file_needs_no_address() -> None:
     place = WorldVariables.read({"RANK": "0", "WORLD_SIZE": "1", "PLAIT_STORE": "/a/b"})
     assert (place.file, place.where) == ("/a/b", "/a/b")

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from plait.comm.failures import FailureReports
 from plait.comm.operation import NO_NOTE, Group, Operation
 from plait.comm.process_identity import Peer
-from plait.comm.transport import Wires
 from plait.shared_memory import mailbox, outgoing, transport
 from plait.shared_memory.mailbox import MailRecord
 from plait.shared_memory.mailbox_registry import MailboxRegistry
@@ -88,9 +87,9 @@ class PlayedRank:
 
     def __init__(self, turns: Turns, rank: int, store: Any, peers: list[Peer]) -> None:
         self.rank, self.size, self._turns = rank, len(peers), turns
-        wires = Wires(rank, 60.0, Unreported(store, rank), lambda operation: nullcontext())
-        self.transport = SharedMemoryTransport(MailboxRegistry(rank, store, peers, float("inf")), wires)
-        self.transport._spin = 0.0
+        comm: Any = SimpleNamespace(rank=rank, deadline=60.0, store=store, peers=(), waiting=lambda _: nullcontext())
+        self.transport = SharedMemoryTransport(MailboxRegistry(rank, store, peers, float("inf")), comm)
+        self.transport._spin, self.transport._reports = 0.0, Unreported(store, rank)
         group = Group(("shard",), tuple(range(self.size)), rank, (self.size,))
         self.operation = Operation("any", group, NO_NOTE, self.size, torch.float64, "sum")
         self.common = self.transport.common(self.operation)

@@ -34,7 +34,6 @@ STORE = "PLAIT_STORE"
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NVIDIA = "/proc/driver/nvidia/gpus"
 """The kernel has this folder where it drives NVIDIA GPUs."""
-LOCAL_NAMES = ("localhost", "::1", "0.0.0.0", "::")
 
 
 def variables(given: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -280,8 +279,6 @@ class WorldVariables:
     """Restarts by this host's launcher; another host's launcher may count differently."""
     job: str
     """torchrun's name of the run: agents of several may share a store."""
-    hint: str
-    """A hint for a rank that does not find all others."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ, ranks: int | None = None) -> Self:
@@ -300,13 +297,10 @@ class WorldVariables:
         address = "" if file else environment["MASTER_ADDR"].strip()
         restarts = _number(environment, "TORCHELASTIC_RESTART_COUNT", 0, 2**31, default=0)
         _number(environment, "LOCAL_RANK", 0, MOST_RANKS, default=0)
-        all_here = _number(environment, "LOCAL_WORLD_SIZE", 1, MOST_RANKS, default=1) >= size
-        told = f"MASTER_ADDR={one_line(address, 100)} means each host itself: with ranks on several hosts, set it to"
-        local = address in LOCAL_NAMES or address.startswith("127.")
-        hint = f". {told} the name or address of the host of rank 0" if local and not all_here else ""
+        _number(environment, "LOCAL_WORLD_SIZE", 1, MOST_RANKS, default=1)
         agents_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         job = environment.get("TORCHELASTIC_RUN_ID", "")
-        return cls(rank, size, address, port, agents_store, file, restarts, job, hint)
+        return cls(rank, size, address, port, agents_store, file, restarts, job)
 
     def check(self, mesh: Mesh) -> None:
         """Refuses a number of processes other than that of the mesh's ranks."""

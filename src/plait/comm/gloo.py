@@ -6,10 +6,12 @@
 Messages with different tags never meet.  ``nccl.py`` adds what GPUs need.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,10 @@ from torch import Tensor
 
 from plait.comm.operation import Operation
 from plait.comm.ordered_reduce import ordered_sum
-from plait.comm.transport import Started, Transport, Wires
+from plait.comm.transport import Started, Transport
+
+if TYPE_CHECKING:
+    from plait.comm.base import Comm
 
 CHUNK_BYTES = 8 * 2**20
 """Longer messages are sent in chunks of this size (256 MB: 5 to 15 % faster than in one piece)."""
@@ -28,8 +33,8 @@ class GlooTransport(Transport):
 
     over_sockets = True
 
-    def __init__(self, wires: Wires) -> None:
-        super().__init__(wires)
+    def __init__(self, comm: Comm) -> None:
+        super().__init__(comm)
         group = dist.group.WORLD if dist.is_initialized() else None
         if group is None:
             raise ValueError(

@@ -63,7 +63,7 @@ def init_process(
     mine = Peer(rank, socket.gethostname(), os.getpid(), same, place.restarts)
     store = _prefix_store(f"job {place.job}", open_store(place, deadline))
     lost = f"rank {rank} lost the store at {place.where}"
-    with _told(f"{lost}: its host is gone, stopped, or no store of torch", deadline, place.hint):
+    with _told(f"{lost}: its host is gone, stopped, or no store of torch", deadline):
         left = max(0.0, end - clock())
         met = within(left + LATE_SECONDS, lambda: meet(store, mine, place.size, end))
     chosen = backend(met.peers)

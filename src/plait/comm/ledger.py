@@ -65,13 +65,10 @@ class Ledger:
     def since(self, mark: int) -> tuple[Entry, ...]:
         """The lines written after ``mark = len(ledger)`` was taken; a ValueError if the ledger was cleared since then,
         or more lines have been written than are kept."""
-        if not 0 <= mark <= self._written:
-            fix = "take the mark with len(ledger), and take it anew after clear()"
-            raise ValueError(f"mark {mark} on a ledger of {self._written} lines: {fix}")
         gone = self._written - len(self._kept)
-        if mark < gone:
-            kept = f"its newest {MOST_KEPT} lines of {self._written}"
-            raise ValueError(f"mark {mark} on a ledger that keeps {kept}: ask sooner")
+        if not gone <= mark <= self._written:
+            fix = "ask sooner, and take the mark anew after clear()"
+            raise ValueError(f"mark {mark} on a ledger that keeps the lines from {gone} to {self._written}: {fix}")
         return tuple(islice(self._kept, mark - gone, None))
 
     @property

@@ -6,11 +6,13 @@ nccl's own collectives are used where they give our bits; where ``deterministic`
 UNTESTED: nothing here has run on a GPU yet.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import permutations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +20,11 @@ from torch import Tensor
 
 from plait.comm.gloo import GlooTransport
 from plait.comm.operation import Operation
-from plait.comm.transport import Started, Wires
-from plait.table.mesh import AXES, BORROWED, Mesh
+from plait.comm.transport import Started
+from plait.table.mesh import AXES, BORROWED
+
+if TYPE_CHECKING:
+    from plait.comm.base import Comm
 
 # Names that differ between releases of torch, chosen here and nowhere else.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,9 +50,10 @@ class NcclTransport(GlooTransport):
         """True if a tensor goes by nccl."""
         return tensor.is_cuda
 
-    def __init__(self, mesh: Mesh, device: torch.device, deterministic: bool, wires: Wires) -> None:
-        super().__init__(wires)
-        self._mesh, self._deterministic, rank = mesh, deterministic, self.rank
+    def __init__(self, comm: Comm) -> None:
+        super().__init__(comm)
+        mesh, device, rank = comm.mesh, comm.device, comm.rank
+        self._mesh, self._deterministic = mesh, comm.deterministic
         torch.cuda.set_device(device)
         make: dict[str, Any] = {"backend": self.BACKEND, "timeout": timedelta(seconds=self.deadline)}
         everyone = list(range(mesh.size))

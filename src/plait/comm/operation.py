@@ -8,7 +8,7 @@ errors name it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -122,16 +122,6 @@ class Alone:
 
     start: Callable[[], Work] = lambda: DONE
     """Copies the piece if it has to be elsewhere."""
-
-
-def advice(meant: Iterable[tuple[object, object]]) -> str:
-    """The end of a message about ranks that meant different things, from the phase and unit of each."""
-    if not all(unit and phase in ("forward", "backward") for phase, unit in meant):
-        return ""
-    return (
-        "; where data decide which layers run (experts, an early exit), run every layer on every rank, on an empty "
-        "input if need be, or choose a row that keeps parameters whole (zero2)"
-    )
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -31,11 +31,9 @@ def ordered_sum(stack: Sequence[Tensor], sizes: Sequence[int], op: str, out: Ten
     Args:
         stack: one 1-D tensor per member, in group order (first axis outermost).
         sizes: the size of each axis; a ValueError if they do not multiply to ``len(stack)``.
-        op: ``sum``, ``min`` or ``max``; else a ValueError.
+        op: ``sum``, ``min`` or ``max``.
         out: 1-D, as long as each member; it may *be* one of the members.
     """
-    if op not in OPS:
-        raise ValueError(f"unknown reduction {op!r}: the reductions are {', '.join(OPS)}")
     if math.prod(sizes) != len(stack):
         raise ValueError(f"axes of sizes {tuple(sizes)} make {math.prod(sizes)} members, not {len(stack)}")
     combine = OPS[op]

@@ -21,6 +21,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,14 +30,13 @@ from torch import Tensor
 
 from plait.comm.base import Comm, Operation, Work
 from plait.comm.environment import WorldVariables, own_device
-from plait.comm.failures import FailureReports
 from plait.comm.gloo import GlooTransport
 from plait.comm.init_process import code_facts, init_process
 from plait.comm.nccl import NcclTransport
 from plait.comm.operation import DONE, NO_NOTE, Group, copied, label
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.process_identity import Peer, on_hosts
-from plait.comm.transport import Started, Transport, Wires, shared_memory_transport
+from plait.comm.transport import SHARED_MEMORY, Started, Transport
 from plait.table.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -105,16 +105,15 @@ class ProcessComm(Comm):
     ) -> None:
         super().__init__(mesh, rank, device=device, deadline=deadline, deterministic=deterministic)
         self.peers, self.store = tuple(peers), store
-        wires = Wires(rank, deadline, FailureReports(store, rank, self.peers), self.waiting)
         self.transport: Transport
         if shared_memory and self.device.type != "cpu":
             raise ValueError(f"shared memory moves tensors of CPUs, and this world is on {self.device}: leave it out")
         if shared_memory:
-            self.transport = shared_memory_transport(store, self.peers, wires)
+            self.transport = import_module(SHARED_MEMORY).transport(self)
         elif self.device.type == "cuda":
-            self.transport = NcclTransport(mesh, self.device, deterministic, wires)
+            self.transport = NcclTransport(self)
         else:
-            self.transport = GlooTransport(wires)
+            self.transport = GlooTransport(self)
         self._under_way: dict[int, P2PWork] = {}
         self._tags: dict[tuple[object, ...], int] = {}
         """Checksums of the meanings of operations; a repr of one costs more than a small message."""

@@ -13,14 +13,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from plait.comm.base import MismatchError, Operation
-from plait.comm.operation import advice
+from plait.comm.texts import named
 
 Address = tuple[int, int, str, int]
 """A message's sender, receiver, purpose, and number among those."""
@@ -87,9 +87,7 @@ class Rendezvous:
             barrier = self._barriers.setdefault(key, _Barrier(operation, threading.Condition(self._lock)))
             if barrier.operation.meaning != operation.meaning:
                 both = f"rank {barrier.operation.group.rank} is in {barrier.operation}, rank {rank} in {operation}"
-                notes = barrier.operation.note, operation.note
                 order = "members of a group must call the same, in one order"
-                order += advice((note.phase, note.unit) for note in notes)
                 self._fail(barrier, MismatchError, f"{both}: {order}")
             barrier.brought[rank] = mine
             if len(barrier.brought) == len(ranks):
@@ -136,7 +134,6 @@ class Rendezvous:
             missing = members - brought.keys()
             return not missing or missing & self._ended or barrier.failure or self._aborted
 
-        computed = time.process_time()
         in_time = self._wait(barrier.changed, settled)
         self._raise(barrier)
         missing = [r for r in operation.group.ranks if r not in brought]
@@ -144,11 +141,11 @@ class Rendezvous:
             return
         self._raise_if_aborted(operation)
         if in_time:
-            gone = _list(r for r in missing if r in self._ended)
+            gone = named([r for r in missing if r in self._ended])
             self._fail(barrier, RuntimeError, f"rank {rank} is in {operation}, but {gone} returned without it")
         else:
-            text = f"rank {rank} waited {self.deadline:g} s in {operation}: {_list(missing)} did not come"
-            self._fail(barrier, TimeoutError, text + self._elsewhere(brought, computed))
+            text = f"rank {rank} waited {self.deadline:g} s in {operation}: {named(missing)} did not come"
+            self._fail(barrier, TimeoutError, text + self._elsewhere(brought))
         self._raise(barrier)
 
     def _fail(self, barrier: _Barrier, kind: type[Exception], text: str) -> None:
@@ -177,7 +174,6 @@ class Rendezvous:
         src, dst = key[:2]
         with self._lock:
             settled = lambda: key in self._mail or self._aborted or src in self._ended  # noqa: E731
-            computed = time.process_time()
             in_time = self._wait(self._posted[dst], settled)
             message = self._mail.pop(key, None)
             if message is None:
@@ -185,21 +181,15 @@ class Rendezvous:
                 if in_time:
                     raise RuntimeError(f"rank {dst} is in {operation}, but rank {src} returned without sending")
                 waited = f"rank {dst} waited {self.deadline:g} s in {operation}"
-                raise TimeoutError(f"{waited}: rank {src} did not send{self._elsewhere((dst,), computed)}")
+                raise TimeoutError(f"{waited}: rank {src} did not send{self._elsewhere((dst,))}")
         return message
 
-    def _elsewhere(self, here: Container[int], computed: float) -> str:
-        """The time that the process computed since then, and the stacks of the ranks that are not ``here``."""
-        text = f" (this process computed {time.process_time() - computed:.2f} s meanwhile)"
-        frames = sys._current_frames()
+    def _elsewhere(self, here: Container[int]) -> str:
+        """The stacks of the ranks that are not ``here``."""
+        text, frames = "", sys._current_frames()
         for rank, thread in sorted(self._threads.items()):
             if rank not in here and thread in frames:
                 inside = "".join(f" in {m.operation}," for m in self._barriers.values() if rank in m.brought)
                 stack = traceback.format_list(traceback.extract_stack(frames[thread], FRAMES))
                 text += f"\nrank {rank} stands{inside} at\n{''.join(stack).rstrip()}"
         return text
-
-
-def _list(ranks: Iterable[int]) -> str:
-    numbers = [str(rank) for rank in ranks]
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,36 +17,24 @@ from torch import Tensor
 
 from plait.comm.failures import FailureReports
 from plait.comm.operation import Operation
-from plait.comm.process_identity import Peer
 
 if TYPE_CHECKING:
-    from plait.torch_private import Store
+    from plait.comm.base import Comm
 
 SHARED_MEMORY = "plait.shared_memory.several_hosts"
-"""The module whose ``transport(store, peers, wires)`` makes the transport over shared memory."""
+"""The module whose ``transport(comm)`` makes the transport over shared memory."""
 
 Started = tuple[Any, Tensor]
 """A handle and the memory it works on, which must live as long."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wires:
-    """The parts that every transport of a rank needs."""
-
-    rank: int
-    deadline: float
-    """Seconds that a wait may take."""
-    reports: FailureReports
-    waiting: Callable[[Operation], AbstractContextManager[None]]
-    """Entered around every wait (``Comm.waiting``)."""
-
-
 class Transport(ABC):
-    """Messages of one process."""
+    """Messages of one process, for its ``comm``."""
 
-    def __init__(self, wires: Wires) -> None:
-        self.rank, self.deadline = wires.rank, wires.deadline
-        self._reports, self._waiting = wires.reports, wires.waiting
+    def __init__(self, comm: Comm) -> None:
+        assert comm.store is not None
+        self.rank, self.deadline, self._waiting = comm.rank, comm.deadline, comm.waiting
+        self._reports = FailureReports(comm.store, comm.rank, comm.peers)
         self.broken = ""  # else the reason why nothing can be started any more
 
     progresses = True
@@ -127,9 +112,3 @@ class Transport(ABC):
         self.broken = f"this world broke down earlier, in {operation}"
         others = [r for r in operation.group.ranks if r != self.rank]
         return self._reports.error(str(operation), error, self.deadline, others)
-
-
-def shared_memory_transport(store: Store, peers: Sequence[Peer], wires: Wires) -> Transport:
-    """Makes the transport of a rank that moves CPU tensors through memory that the ranks of a host share."""
-    made: Transport = import_module(SHARED_MEMORY).transport(store, peers, wires)
-    return made

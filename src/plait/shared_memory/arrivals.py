@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -22,18 +22,8 @@ from plait.shared_memory.common import CommonMemory
 from plait.shared_memory.mailbox import MailRecord
 from plait.shared_memory.outgoing import Outgoing
 
-
-class Mail(Protocol):
-    """The part of the transport that arrivals need."""
-
-    def take(self, src: int, tag: int, like: Tensor) -> MailRecord | None:
-        """The next message of a rank with a tag, if it has come; a ConnectionError if it is not as long as ``like``."""
-
-    def view(self, src: int, record: MailRecord, like: Tensor) -> Tensor:
-        """Returns a message as a tensor over the sender's memory."""
-
-    def read(self, src: int, record: MailRecord) -> None:
-        """Returns the message's block, which is no longer needed."""
+if TYPE_CHECKING:
+    from plait.shared_memory.transport import SharedMemoryTransport
 
 
 class Arrival(Protocol):
@@ -51,7 +41,7 @@ class Copying:
 
     def __init__(
         self,
-        mail: Mail,
+        mail: SharedMemoryTransport,
         slots: Mapping[int, Sequence[Tensor]],
         outgoing: Sequence[Outgoing],
         tag: int,
@@ -81,7 +71,7 @@ class Adding:
 
     def __init__(
         self,
-        mail: Mail,
+        mail: SharedMemoryTransport,
         operation: Operation,
         parts: Sequence[Tensor],
         into: Sequence[Tensor],

@@ -13,32 +13,31 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from plait.comm import Comm
 from plait.comm.deadline import clock
 from plait.comm.gloo import GlooTransport
 from plait.comm.operation import Operation
 from plait.comm.process_identity import Peer
-from plait.comm.transport import Started, Transport, Wires
+from plait.comm.transport import Started, Transport
 from plait.shared_memory.mailbox_registry import MailboxRegistry
 from plait.shared_memory.transport import SharedMemoryTransport
-
-if TYPE_CHECKING:
-    from plait.torch_private import Store
 
 NAP_SECONDS = 0.0005
 """Seconds between two advances of its own host's messages, while this rank waits for another host."""
 
 
-def transport(store: Store, peers: Sequence[Peer], wires: Wires) -> Transport:
-    """Makes the transport of one rank; ``comm/transport.py`` imports this by name."""
-    here = [peer for peer in peers if peer.host == peers[wires.rank].host]
-    across = GlooTransport(wires) if len(here) < len(peers) else None
-    inside = SharedMemoryTransport(MailboxRegistry(wires.rank, store, here, clock() + wires.deadline), wires)
-    return inside if across is None else HostsTransport(here, inside, across, wires)
+def transport(comm: Comm) -> Transport:
+    """Makes the transport of one rank; ``comm/process.py`` imports this by name."""
+    assert comm.store is not None
+    here = [peer for peer in comm.peers if peer.host == comm.peers[comm.rank].host]
+    across = GlooTransport(comm) if len(here) < len(comm.peers) else None
+    inside = SharedMemoryTransport(MailboxRegistry(comm.rank, comm.store, here, clock() + comm.deadline), comm)
+    return inside if across is None else HostsTransport(here, inside, across, comm)
 
 
 def _by_group(name: str) -> Callable[..., Any]:
@@ -59,11 +58,9 @@ class HostsTransport(Transport):
 
     over_sockets = True
 
-    def __init__(
-        self, here: Sequence[Peer], inside: SharedMemoryTransport, across: GlooTransport, wires: Wires
-    ) -> None:
+    def __init__(self, here: Sequence[Peer], inside: SharedMemoryTransport, across: GlooTransport, comm: Comm) -> None:
         self._here, self.inside, self.across = {peer.rank for peer in here}, inside, across
-        super().__init__(wires)
+        super().__init__(comm)
 
     @property
     def broken(self) -> str:

@@ -29,10 +29,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from plait.comm import Comm
 from plait.comm.deadline import clock
 from plait.comm.header import DTYPES
 from plait.comm.operation import NO_NOTE, Operation, copied, name_of
-from plait.comm.transport import Started, Transport, Wires
+from plait.comm.transport import Started, Transport
 from plait.shared_memory.arena import Arena
 from plait.shared_memory.arrivals import Adding, Arrival, Copying, Hearing
 from plait.shared_memory.common import CommonMemory, share_segment
@@ -64,8 +65,8 @@ class SharedMemoryTransport(Transport):
 
     progresses = False
 
-    def __init__(self, registry: MailboxRegistry, wires: Wires) -> None:
-        super().__init__(wires)
+    def __init__(self, registry: MailboxRegistry, comm: Comm) -> None:
+        super().__init__(comm)
         self._registry, self._arena, self._process = registry, Arena(registry.name), os.getpid()
         self._unsent: dict[int, Outgoing] = {}
         """Tensors whose last chunk is not sent yet."""

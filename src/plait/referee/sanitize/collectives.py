@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.base import Comm
-from plait.comm.operation import MismatchError, Operation, advice, name_of
+from plait.comm.operation import MismatchError, Operation, name_of
 
 PLAIT: Final = str(Path(__file__).parents[2]) + "/"
 COMM: Final = f"{PLAIT}comm/"
@@ -127,7 +127,6 @@ class CollectiveCheck:
     def _fail(self, operation: Operation, found: Mapping[int, Description], problem: str) -> MismatchError:
         """Makes the error of this rank, and informs all others of it."""
         lines = [f"  rank {rank}: {found[rank].text}" for rank in sorted(found)]
-        problem += advice((one.fields.get("phase"), one.fields.get("unit")) for one in found.values())
         return self._told("\n".join([problem, *lines]), operation)
 
     def _told(self, text: str, operation: Operation) -> MismatchError:

@@ -146,7 +146,8 @@ def as_on_gpus(comm: ProcessComm) -> None:
     """The same checks, over the GPUs' transport; with ``deterministic=False`` sums of numbers that round nowhere."""
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
     axes = ("shard",)
-    for comm.deterministic in (True, False):
+    for deterministic in (True, False):
+        comm.deterministic = deterministic
         comm.transport = GpuTransportOnGloo(comm)
         works, whole = [], torch.arange(4.0 * comm.mesh.shard)
         works.append(comm.all_gather(gathered := torch.empty(2 * comm.mesh.shard), whole[:2] + comm.rank, axes))

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,7 +16,7 @@ import plait
 from plait import run_threads as run
 from plait.comm import Comm
 from plait.referee.sanitize import probe
-from plait.referee.sanitize.probe import probe_apart, probe_elementwise
+from plait.referee.sanitize.probe import probe_elementwise
 from plait.table.flat import lay
 from plait.table.mesh import Mesh
 from plait.zero.elementwise import ELEMENTWISE
@@ -102,72 +101,6 @@ def test_what_a_probe_holds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe.shrunk((3, 5000, 7), 1024) == (3, 40, 7)
     assert "shape (32, 24)" in (why(Factored, (64, 48)) or "")
     assert why(Starts, (64, 48)) is None
-
-
-class Projects(torch.optim.SGD):
-    """As AdamP and SGDP do: of a gradient orthogonal to the weights, what the buffer has along them is left out."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                buffer = self.state[p].setdefault("buffer", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
-                rows = p.view(p.shape[0], -1)
-                along = F.cosine_similarity(rows, p.grad.view_as(rows), dim=1).abs().max()
-                if p.dim() > 1 and along < 0.1 / rows.shape[1] ** 0.5:
-                    unit = rows / rows.norm(dim=1, keepdim=True)
-                    buffer = buffer - (unit * (unit * buffer.view_as(rows)).sum(1, keepdim=True)).view_as(p)
-                p.add_(buffer, alpha=-group["lr"])
-
-
-def apart(kind: Any, dtype: torch.dtype = torch.float32) -> str | None:
-    optimizer = kind([nn.Parameter(torch.ones(8, 12, dtype=dtype)), nn.Parameter(torch.ones(5, dtype=dtype))])
-    shapes = [tuple(p.shape) for p in optimizer.param_groups[0]["params"]]
-    return probe_apart(optimizer, optimizer.param_groups[0], shapes, None)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_what_looks_at_rows_for_some_gradients_only_is_refused(dtype: torch.dtype) -> None:
-    assert "differ" in (why(partial(Projects, lr=0.01), dtype=dtype) or "")
-    assert apart(partial(Projects, lr=0.01), dtype) is None
-
-
-class Late(torch.optim.SGD):
-    """As AdaShift and AdaNorm do: gradients are given out ten steps later, or larger where their norm falls."""
-
-    delay = True
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                gradients, norm = self.state[p].setdefault("seen", []), p.grad.norm()
-                mean = torch.stack([gradient.norm() for gradient in gradients[-3:]] or [norm]).mean()
-                gradients.append(p.grad.clone())
-                if self.delay and len(gradients) > 10:
-                    p.add_(gradients[-11] / gradients[-1].abs().max(), alpha=-group["lr"])
-                if not self.delay:
-                    p.add_(p.grad * (mean / norm if mean > 1.3 * norm else 1), alpha=-group["lr"])
-
-
-@pytest.mark.parametrize("delay", [True, False])
-def test_what_acts_in_late_or_in_some_steps_only_is_refused(monkeypatch: pytest.MonkeyPatch, delay: bool) -> None:
-    monkeypatch.setattr(Late, "delay", delay)
-    assert "differ" in (why(partial(Late, lr=0.01)) or "") and apart(partial(Late, lr=0.01)) is None
-
-
-class Nearly(Projects):
-    """As SGDP without a momentum: what the gradient itself has along the weights is left out, where it is little."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["buffer"] = torch.zeros_like(p)
-        super().step()
-
-
-def test_what_projects_a_small_part_of_the_gradient_is_refused() -> None:
-    assert "differ" in (why(partial(Nearly, lr=0.01)) or "")
 
 
 @pytest.mark.parametrize("kind", [Starts, Factored])

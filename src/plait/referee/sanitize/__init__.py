@@ -43,7 +43,7 @@ class Sanitizers:
         check_optimizers(engine.placed)
         self._all: list[Callable[[str, Engine], None]] = [  # each gets "off" when it stops to work
             ChangedModel(engine),
-            HostRandomness(engine.model, engine.loss_fn),
+            HostRandomness(engine),
             UnreducedGradients(),
             WrittenParameters(engine),
             OptimizerWrites(engine),

@@ -107,21 +107,15 @@ class DriftCheck:
         self.kinds = [kind for kind in self.kinds if kind]
 
     def __call__(self, event: str, engine: Engine) -> None:
-        """Looks before an update, when the ranks have agreed on its step."""
-        if event == "agreed":
-            self.after(engine.steps, {"the seed": engine.seed, "the loss scale": engine.gradients.scale})
-
-    def after(self, step: int, numbers: Mapping[str, object]) -> None:
-        """Runs the check that is due at step ``step`` (from 0), before its update; all ranks call it together.
-
-        Args:
-            numbers: other values that are the same on all ranks, by name.
+        """Runs the check that is due, when the ranks have agreed on a step and before its update.
 
         Raises:
             DriftError: on all ranks, with the tensors and ranks that differ.
         """
-        if not self.every or not self.kinds or (step + 1) % self.every:
+        step = engine.steps
+        if event != "agreed" or not self.every or not self.kinds or (step + 1) % self.every:
             return
+        numbers = {"the seed": engine.seed, "the loss scale": engine.gradients.scale}
         comm, sums = self.placed.comm, dict[str, int]()
         of_kind = dict.fromkeys(self.kinds, 0)
         for held in self.held():

@@ -1,70 +1,47 @@
 """Notices numbers from the generators of Python and numpy in a training forward, and refuses them.
 
 They belong to the process: their values depend on everything drawn before, on the rank, in the thread.  torch's random
-functions are seen as they are called; these cannot be, so the generators' states are compared around the passes of a
-step.  A state is some kilobytes.
+functions are seen as they are called; these cannot be, so the generators' states are compared before and after the
+first forward of a step (of a pipeline, all its passes).  A state is some kilobytes.
 
-Another thread may have drawn in the meantime (a loader, another rank), or the loop itself.  Where there are any, the
-code of the model decides: a function of its classes, or one that these call, must mention the generator.
+Another thread of the program, as a loader's or another rank's, may have drawn in the meantime.  Where there is one,
+nothing is said.
 """
 
-import functools
-import inspect
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
-from typing import Any
-
-from torch import nn
 
 from plait.step.engine import Engine
 
-DEEPEST = 3
-"""Most levels of calls that are followed from a function of the model."""
-
 
 class HostRandomness:
-    """Compares the generators of the process around the passes of a step.
+    """Compares the generators of the process around the passes of a step."""
 
-    Args:
-        loss_fn: the program's loss, which belongs to the forward.
-    """
-
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
-        self.model, self.loss_fn = model, loss_fn
+    def __init__(self, engine: Engine) -> None:
         self._before: dict[str, object] = {}
+        if engine.placed.num_stages == 1:  # else a program calls no forward
+            engine.model.register_forward_hook(lambda *_: self._check())
 
     def __call__(self, event: str, engine: Engine) -> None:
         """Follows a step."""
-        if event == "begun":
-            self._before = _states()
+        if event in ("begun", "off"):
+            self._before = _states() if event == "begun" else {}
         elif event == "backward":
-            self.check(alone=not engine.in_own_loop)
+            self._check()
 
-    def check(self, *, alone: bool) -> None:
-        """Looks after the last backward of ``engine.step``, or the first one of a program's own loop.
-
-        Args:
-            alone: nothing but the passes has run in this thread since ``begin``.
-
-        Raises:
-            ValueError: the model or the loss has drawn.
-        """
+    def _check(self) -> None:
+        """Raises ValueError where the first forward of the step has drawn."""
         before, self._before = self._before, {}
-        if not before:
+        if not before or _others():
             return
         after = _states()
         for name in (name for name, state in before.items() if after[name] != state):
-            who = next(_who_draws(name, self.model, self.loss_fn), None)
-            if who is None and (not alone or threading.active_count() > 1):
-                continue
             raise ValueError(
-                f"{who or 'the model, or loss_fn,'} draws from the generator of {name} in a training forward, which "
-                f"belongs to the process: its values would depend on the rank and on how the batch is cut. Use torch's "
-                f"(torch.rand of [samples, ...], or of [] for one number a step), which plait serves by position, or "
-                f"draw in the data pipeline"
+                f"the model draws from the generator of {name} in a training forward, which belongs to the process: "
+                f"its values would depend on the rank and on how the batch is cut. Use torch's (torch.rand of "
+                f"[samples, ...], or of [] for one number a step), which plait serves by position, or draw in the data "
+                f"pipeline"
             )
 
 
@@ -77,57 +54,7 @@ def _states() -> dict[str, object]:
     return states
 
 
-def _who_draws(generator: str, model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[str]:
-    """The functions of the model's classes, and the loss, that mention a generator."""
-    seen: set[CodeType] = set()
-    for name, module in model.named_modules():
-        where = f"module {name!r}" if name else "the model"
-        kinds = [k for k in type(module).__mro__ if k is not object and not k.__module__.startswith("torch.")]
-        functions = [(kind.__name__, key, value) for kind in kinds for key, value in vars(kind).items()]
-        functions += [(type(module).__name__, key, value) for key, value in vars(module).items()]
-        for kind, key, value in functions:
-            if key != "__init__" and _mentions(value, generator, seen):
-                yield f"{where} ({kind}.{key})"
-    if loss_fn is not None and _mentions(loss_fn, generator, seen):
-        yield "loss_fn"
-
-
-def _mentions(function: Any, generator: str, seen: set[CodeType], depth: int = 0) -> bool:
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = getattr(function, "__func__", function)
-    function = inspect.unwrap(function) if isinstance(function, FunctionType) else function
-    if not isinstance(function, FunctionType) or function.__code__ in seen:
-        return False
-    seen.add(function.__code__)
-    known = function.__globals__
-    inside = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
-    for code in _codes(function.__code__):
-        for word in (*code.co_names, *code.co_freevars):
-            value = known.get(word)
-            if word in inside:
-                try:
-                    value = inside[word].cell_contents
-                except ValueError:  # not bound yet
-                    continue
-            if _is_generator(value, generator, code):
-                return True
-            if depth < DEEPEST and isinstance(value, FunctionType) and _mentions(value, generator, seen, depth + 1):
-                return True
-    return False
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
-def _is_generator(value: Any, generator: str, code: CodeType) -> bool:
-    """True if a global of this value leads to the generator: a module, or one of its functions."""
-    if generator == "random":
-        return value is random or isinstance(getattr(value, "__self__", None), random.Random)
-    numpy = sys.modules["numpy"]
-    through = value is numpy and "random" in code.co_names
-    return through or value is numpy.random or getattr(value, "__self__", None) is numpy.random.mtrand._rand
+def _others() -> list[threading.Thread]:
+    """The threads of the program beside this one; the main thread waits for ranks that are threads."""
+    known = threading.current_thread(), threading.main_thread()
+    return [one for one in threading.enumerate() if one not in known and not one.name.startswith("plait")]

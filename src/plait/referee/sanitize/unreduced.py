@@ -68,15 +68,12 @@ class UnreducedGradients:
             self.show(chain(touched, pieces))
         elif event == "reducing":
             self.check()
-        elif event == "stepping" and self:
+        elif event == "stepping" and self._now:
             groups = () if engine.placed.owned_optimizer is None else engine.placed.owned_optimizer.groups.values()
             known = {name for of_one in groups for group in of_one for name in group}
             self.hide(but=set(engine.placed.exchange.names) - known)
         elif event in ("begun", "discarded", "off"):
             self.hide()
-
-    def __bool__(self) -> bool:
-        return bool(self._now)
 
     def show(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Gives these parameters stand-ins: their gradients are elsewhere."""

@@ -60,16 +60,3 @@ def test_many_dimensions_need_few_rows() -> None:
 
 def test_a_dimension_alone_and_none_at_all() -> None:
     assert covering({"a": (1, 2)}) == covering({}) == []
-
-
-@pytest.mark.parametrize(
-    ("dimensions", "rules", "says"),
-    [
-        ({"a": (1,), "b": ()}, [], "dimension 'b' has no values"),
-        ({"a": (1,)}, [Rule(("z",), bool)], "a rule is over 'z', but the dimensions are a"),
-        ({"a": (1, 2)}, [Rule(("a",), lambda a: a > 2)], "the rules allow no row"),
-    ],
-)
-def test_what_cannot_be_is_refused(dimensions: dict[str, tuple[int, ...]], rules: list[Rule], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        covering(dimensions, rules)

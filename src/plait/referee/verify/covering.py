@@ -36,15 +36,9 @@ class Rule:
 def covering(dimensions: Mapping[str, Sequence[Hashable]], rules: Sequence[Rule] = ()) -> list[Row]:
     """Rows that obey the rules and have every pair of values that a row can have; the same rows for the same input.
 
-    Where several values cover equally much, the one in fewest rows is taken, then the first.  Raises ValueError for a
-    dimension without values, a rule over an unknown dimension, or rules that allow no row.
+    Where several values cover equally much, the one in fewest rows is taken, then the first.  Raises ValueError for
+    rules that allow no row.
     """
-    for name, values in dimensions.items():
-        if not values:
-            raise ValueError(f"dimension {name!r} has no values: give one, or leave it out")
-    for rule in rules:
-        if unknown := [name for name in rule.over if name not in dimensions]:
-            raise ValueError(f"a rule is over {unknown[0]!r}, but the dimensions are {', '.join(dimensions)}")
     place = {name: place for place, name in enumerate(dimensions)}
     left: dict[Pair, None] = {}
     used: Counter[tuple[str, Hashable]] = Counter()

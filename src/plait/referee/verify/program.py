@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MemberDescriptorType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -182,7 +182,7 @@ def _parts(value: Any, path: str, seen: set[int], *, quiet: bool = False) -> Ite
 
 
 def _is_library(kind: type) -> bool:
-    return _top(kind) in LIBRARIES
+    return (kind.__module__ or "").partition(".")[0] in LIBRARIES
 
 
 def _is_installed(kind: type) -> bool:
@@ -192,17 +192,10 @@ def _is_installed(kind: type) -> bool:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """All that an object keeps, by name: in its ``__dict__`` and in the slots of a user's classes."""
-    found = dict(getattr(value, "__dict__", {}))
-    for kind in type(value).__mro__:
-        for name, member in vars(kind).items():
-            if isinstance(member, MemberDescriptorType) and hasattr(value, name):
-                found.setdefault(name, member.__get__(value))
-    return found
-
-
-def _top(kind: type) -> str:
-    return (kind.__module__ or "").partition(".")[0]
+    """All that an object keeps, by name: in its ``__dict__`` and in its slots."""
+    state = object.__getstate__(value)
+    plain, slots = state if isinstance(state, tuple) else (state, None)
+    return {**(plain or {}), **(slots or {})}
 
 
 def _without_owned(parts: list[_Part]) -> list[_Part]:
@@ -286,12 +279,7 @@ def _shared_random() -> Fields:
     if numpy := sys.modules.get("numpy.random"):
         _, keys, position, *_ = numpy.get_state()
         found["numpy's random numbers"] = (keys.tolist(), position)
-    return {Field("random", f"the state of {name}"): _digested(value) for name, value in found.items()}
-
-
-def _digested(value: Any) -> Any:
-    """A long state as one number."""
-    return value.clone() if isinstance(value, Tensor) else hash(repr(value))
+    return {Field("random", f"the state of {name}"): value for name, value in found.items()}
 
 
 def _random_state(value: Any) -> Any:

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from plait.comm import Comm, ThreadWorld
 from plait.comm.texts import broadcast_text, gather_texts
 from plait.comm.thread import ThreadComm
 from plait.referee.values import gap
+from plait.referee.values import same as same_tensor
 from plait.referee.verify.program import Field, Fields, fields_of, random_kept, samples_seen, spoil
 from plait.table.collectives import Note
 from plait.table.mesh import Mesh
@@ -37,22 +37,17 @@ KINDS = ("loss", "parameter", "buffer", "average", "optimizer", "group", "state"
 
 @dataclass(frozen=True)
 class ResumeReport:
-    """What was compared, and what was found wrong first."""
+    """What was compared, and is the same."""
 
     compared: Mapping[str, int]
     """How many values, by kind."""
-    faults: tuple[str, ...]
-    """In plain words; empty if the run that was stopped is the one that was not."""
-
-    @property
-    def equal(self) -> bool:
-        return not self.faults
 
     def __str__(self) -> str:
-        more = [f"and {len(self.faults) - SHOWN} more"] if len(self.faults) > SHOWN else []
-        lines = [*self.faults[:SHOWN], *more] or ["the run that was stopped is the run that was not, to the bit"]
-        counts = ", ".join(f"{kind} {count}" for kind, count in self.compared.items())
-        return "\n".join([*lines, f"compared, by kind: {counts}"])
+        return f"the run that was stopped is the run that was not, to the bit\n{_counts(self.compared)}"
+
+
+def _counts(compared: Mapping[str, int]) -> str:
+    return "compared, by kind: " + ", ".join(f"{kind} {count}" for kind, count in compared.items())
 
 
 def verify_resume(
@@ -104,7 +99,7 @@ def verify_resume(
     threads = isinstance(comm, ThreadComm) and comm.world_size > 1  # they share the generators of the process
     world = comm or ThreadWorld(Mesh()).comm(0)
     runs = _Runs(begin, step, state or (lambda program: program), world, not threads)
-    with nullcontext(_nothing) if threads else random_kept() as seed, _folders(world) as new_folder:
+    with nullcontext(lambda number: None) if threads else random_kept() as seed, _folders(world) as new_folder:
         seed(0)
         runs.uninterrupted(steps)
         seed(0)
@@ -122,11 +117,7 @@ def verify_resume(
                 load(program, own)
                 runs.compare_state(program, made, f"after the load of step {made}, ")
             runs.compare_step(program, made, resumed=made >= at[0])
-    return ResumeReport(runs.compared, ())
-
-
-def _nothing(number: int) -> None:
-    pass
+    return ResumeReport(runs.compared)
 
 
 @contextmanager
@@ -251,16 +242,14 @@ class _Runs(Generic[Program]):
                 f"that it draws from, and take nothing from the run before"
             )
         if found:
-            raise AssertionError(str(ResumeReport(self.compared, tuple(found))))
+            more = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
+            raise AssertionError("\n".join([*found[:SHOWN], *more, _counts(self.compared)]))
 
 
 def same(ours: Any, theirs: Any) -> bool:
     """Whether two values are the same, to the bit and to the type."""
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
-        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-            return False
-        a, b = (one.contiguous().reshape(-1).view(torch.uint8) for one in (ours, theirs))
-        return torch.equal(a, b)
+        return same_tensor(ours, theirs)
     if isinstance(ours, Tensor) or isinstance(theirs, Tensor) or type(ours) is not type(theirs):
         return False
     if isinstance(ours, list | tuple):

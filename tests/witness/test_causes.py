@@ -70,20 +70,6 @@ def test_a_dtype_that_is_none_is_refused(tmp_path: Path) -> None:
         plait.judge(job, tmp_path / "w", dtype="float32")  # type: ignore[arg-type]
 
 
-def test_an_optimizer_that_runs_no_hooks_is_refused(tmp_path: Path) -> None:
-    class Around(torch.optim.Optimizer):
-        """As torch's PostLocalSGDOptimizer: it calls no constructor of its base."""
-
-        def __init__(self, optim: torch.optim.Optimizer) -> None:
-            self.optim, self.param_groups, self.state = optim, optim.param_groups, optim.state
-
-    model = nn.Linear(2, 2)
-    around: Any = Around(torch.optim.SGD(model.parameters(), lr=0.1))
-    refused = pytest.raises(ValueError, match=r"Around does not run the hooks of torch's Optimizer\.step")
-    with refused, plait.witness(model, around, tmp_path / "w"):
-        pass
-
-
 @pytest.mark.parametrize("made", [None, (nn.Linear(2, 2), "sgd", len), (nn.Linear(2, 2), None)])
 def test_an_adapter_that_returns_something_else_is_refused(made: Any) -> None:
     with pytest.raises(ValueError, match=r"--engine mine\.py:engine returned .*: return the model, its optimizer and"):

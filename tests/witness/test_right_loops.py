@@ -160,9 +160,3 @@ def test_what_cannot_be_judged_is_refused(tmp_path: Path) -> None:
     for clip in (float("nan"), -1.0, 0.0, "1.0"):
         with pytest.raises(ValueError, match=r"clip is .*: give the norm that the loop clips to, a number above 0"):
             judged(tmp_path / f"clip {clip}", clip=clip)
-
-    def shared(model: nn.Module) -> list[Any]:
-        return [adamw(model.parameters()), adamw(model[1].parameters())]  # type: ignore[index]
-
-    with pytest.raises(ValueError, match=r"'1.weight' is in two groups of the optimizers, and is updated twice a step"):
-        judged(tmp_path / "shared", optimizers=shared)

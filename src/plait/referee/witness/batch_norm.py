@@ -47,7 +47,7 @@ def _explains(
 ) -> bool:  # fmt: skip
     def gradient(parts: Iterable[Sequence[int]]) -> tuple[Gradients, float, float]:
         total = added(replay, setting.step, parts, setting.count)
-        return clipped({name: g for name, g in total.items() if name in setting.true}, setting.clip)
+        return clipped(total, setting.clip, setting.true)
 
     right, norm, scaled = gradient(parts)
     others = zip(*map(other_orders, parts), strict=False)

@@ -75,7 +75,7 @@ def in_rounding(
             own = {name: rounded(g, rounding) for name, g in made.items()} if in_16 else made
             sums = add(sums, own)
             sums = {name: rounded(g, rounding) for name, g in sums.items()} if in_16 else sums
-        yield clipped({name: g for name, g in sums.items() if name in true}, clip)[0]
+        yield clipped(sums, clip, true)[0]
 
 
 def judge_common_factor(

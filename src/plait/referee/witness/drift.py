@@ -44,7 +44,7 @@ def in_parts(replay: Replay, step: int, true: Gradients, clip: float | None, par
     """The clipped gradients ``true`` of a step once more, from parts of the batch that are added."""
     samples = num_samples(replay.batch(step))
     ranges = (range(first, first + number) for first, number in split_samples(samples, min(parts, samples)))
-    return _clipped(added(replay, step, ranges, replay.count(step)), true, clip)
+    return clipped(added(replay, step, ranges, replay.count(step)), clip, true)[0]
 
 
 def other_orders(samples: Sequence[int]) -> list[list[int]]:
@@ -57,11 +57,7 @@ def other_orders(samples: Sequence[int]) -> list[list[int]]:
 def in_other_orders(replay: Replay, step: int, true: Gradients, clip: float | None) -> Iterator[Gradients]:
     """The clipped gradients ``true`` of a step once more, from its samples in other orders."""
     for samples in other_orders(range(num_samples(replay.batch(step)))):
-        yield _clipped(added(replay, step, [samples], replay.count(step)), true, clip)
-
-
-def _clipped(gradients: Gradients, true: Gradients, clip: float | None) -> Gradients:
-    return clipped({name: g for name, g in gradients.items() if name in true}, clip)[0]
+        yield clipped(added(replay, step, [samples], replay.count(step)), clip, true)[0]
 
 
 class _Dtypes(TorchDispatchMode):

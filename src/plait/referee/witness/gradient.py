@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from plait.referee.contributions import NEAR, Contributions, add, contributions, explain
+from plait.referee.contributions import NEAR, add, contributions, explain
 from plait.referee.difference import Discrepancy, describe, factor_text
 from plait.referee.values import finite, largest, tolerance, wide
 from plait.referee.values import gap as apart
@@ -70,11 +70,6 @@ class Seen:
     @property
     def rank(self) -> int:
         return self.run.rank
-
-    @property
-    def norm(self) -> float:
-        """Of all that was observed."""
-        return float(self.flat(self.observed).norm())
 
     def flat(self, which: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([which[name].reshape(-1) for name in self.true])
@@ -165,7 +160,7 @@ def _as_a_sum(
             return again, "the optimizer is given the gradient of the step before, and this step's is lost", what
         if max(c) - min(c) <= NEAR * max(c):
             return again, "zero_grad is left out", what
-        text = explain(_whole(c), [part.count for _, part in parts], names)
+        text = explain(c, [part.count for _, part in parts], names)
         return again, "the gradient of the step before and a part of this step's are added", f"{what}, and {text}"
     if all(abs(x - 1) <= NEAR for f in told for x in f.coefficients[: len(parts)]):
         return None  # each forward is in it once: what is wrong is smaller than what a sum explains
@@ -182,15 +177,11 @@ def _as_a_sum(
         what = f"only the last forward of each rank is in it, {factor_text(rest[0])} times"
         return rest[0], "gradients are overwritten where they have to be added up", what
     if cause := _mean_of_means(c, parts):
-        return _odd(c), cause, explain(_whole(c), None, names)
+        return _odd(c), cause, explain(c, None, names)
     if cause := _clipped_before(c, parts):
-        return _odd(c), cause, explain(_whole(c), None, names)
-    text = explain(_whole(c), [part.count for _, part in parts], names)
+        return _odd(c), cause, explain(c, None, names)
+    text = explain(c, [part.count for _, part in parts], names)
     return (_odd(c), "samples do not count once each", text) if text else None
-
-
-def _whole(c: Sequence[float]) -> Contributions:
-    return Contributions(tuple(c), 0.0, True)
 
 
 def _odd(c: Sequence[float]) -> float:
@@ -227,7 +218,7 @@ def _clipped_before(c: Sequence[float], parts: Parts) -> str:
 
 def _clipped_alone(faulty: Sequence[Seen], setting: Setting) -> str:
     """The cause, where each rank's pieces have been brought to one norm."""
-    norms = [one.norm for one in faulty]
+    norms = [float(one.flat(one.observed).norm()) for one in faulty]
     if setting.clip is not None and not all(abs(n - setting.clip) <= EXPLAINED * setting.clip for n in norms):
         return ""
     return (

@@ -104,10 +104,6 @@ class _Trial:
         """Each rank's parameters."""
         self.last: list[Mapping[str, Tensor]] | None = None
         """The same before the last update."""
-        self.start: Gradients = {}
-        """The whole parameters before the step."""
-        self.last_start: Gradients = {}
-        """The same before the last update."""
         self.previous: Gradients | None = None
         """The gradients of the step before, as they were seen."""
         most = max(run.steps for run in witnessed.runs)
@@ -148,10 +144,9 @@ class _Trial:
         ):
             return wrong
         self.pieces = [{**own, **new} for own, new in zip(self.pieces, changed, strict=True)]
-        if not number and (wrong := judge_replicas(0, self.witnessed, self.pieces)):
-            return wrong
         start = self.witnessed.whole(self.pieces, replay.shapes)
-        self.last_start, self.start = self.start, start
+        if not number and (wrong := judge_replicas(0, self.witnessed, self.pieces, start)):
+            return wrong
         replay.set(start)
         names = {id(p): name for name, p in replay.parameters.items()}
         if wrong := judge_options(number, self.witnessed, steps, names, replay.optimizer):
@@ -210,7 +205,7 @@ class _Trial:
             if len(groups) <= MOST_PARTS and (wrong := judge_batch_norm(setting, seen, steps, groups, replay)):
                 return wrong
             parts = self._parts(number, groups, count, scaled)
-            if self.last is not None and (wrong := self._stale(setting, steps)):
+            if self.last is not None and (wrong := self._stale(setting, steps, self.last, start)):
                 return wrong
             if wrong := judge_gradient(setting, seen, parts, self.previous):
                 return wrong
@@ -236,16 +231,16 @@ class _Trial:
                 f"{again:.1%} apart, and every engine draws others still: judge the job without them"
             )
 
-    def _stale(self, setting: Setting, steps: Sequence[RankStep]) -> Judgement | None:
-        """Whether the gradients are right at the parameters before the last update."""
+    def _stale(
+        self, setting: Setting, steps: Sequence[RankStep], last: Sequence[Mapping[str, Tensor]], start: Gradients
+    ) -> Judgement | None:
+        """Whether the gradients are right at the parameters before the last update: ``last``, in place of ``start``."""
         number, replay = setting.step, self.replay
-        replay.set(self.last_start)
-        right, norm, scaled = clipped(
-            {n: g for n, g in replay.part(number, None, setting.count).gradients.items() if n in setting.true},
-            self.clip,
-        )
+        replay.set(self.witnessed.whole(last, replay.shapes))
+        gradients = replay.part(number, None, setting.count).gradients
+        right, norm, scaled = clipped(gradients, self.clip, setting.true)
         seen, _ = compare(replace(setting, true=right, norm=norm, scaled=scaled), steps)
-        replay.set(self.start)
+        replay.set(start)
         if any(one.wrong for one in seen):
             return None
         cause = "the forward reads the values from before the last update: they are not gathered anew"

@@ -11,10 +11,9 @@ not finite         not finite         the judge has to end there
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from plait.referee.values import finite, gap, largest, last_bits, scale_of, tolerance, wide
+from plait.referee.values import finite, gap, largest, scale_of, tolerance
 from plait.referee.witness.judgement import Judgement, accuse
 from plait.referee.witness.replay import Gradients
 from plait.referee.witness.stored import RankRun, RankStep, Witnessed
@@ -85,14 +84,3 @@ def judge_not_finite(
             what = "it is finite where the job's own gradient is not"
             return accuse(number, "gradient", what, cause, tuple(ranks), len(witnessed.runs), name=name)
     return None
-
-
-def hidden_updates(due: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> list[str]:
-    """Parameters whose whole update lies in their last bits: one that is left out would pass."""
-    found = []
-    for name, value in due.items():
-        bits = last_bits(value.dtype, 1.0) * torch.maximum(wide(value).abs(), wide(start[name]).abs())
-        moved = (wide(value) - wide(start[name])).abs()
-        if moved.any() and bool((moved <= bits).all()):
-            found.append(name)
-    return found

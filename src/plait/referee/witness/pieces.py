@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.step import Engine
-from plait.table.region import Region
+from plait.table.region import Region, extent
 from plait.torch_private import tree_leaves
 from plait.zero.owned import Owned
 
@@ -90,7 +90,7 @@ def region_of(name: str, tensor: Any, pieces: Mapping[str, Region]) -> Region:
     """
     if name in pieces:
         given = tuple((int(start), int(stop)) for start, stop in pieces[name])
-        if tuple(stop - start for start, stop in given) != tuple(tensor.shape):
+        if extent(given) != tuple(tensor.shape):
             raise ValueError(f"pieces has {given} for {name!r}, which has the shape {tuple(tensor.shape)} on this rank")
         return given
     if hasattr(tensor, "placements"):

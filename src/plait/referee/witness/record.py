@@ -107,12 +107,6 @@ class Witness:
         groups = [(i, j, group) for i, o in enumerate(optimizers) for j, group in enumerate(o.param_groups)]
         owner = {id(p): (i, j) for i, j, group in groups for p in group["params"]}
         self._names = {id(p): name for name, p in self._parameters.items()}
-        held = Counter(id(p) for _, _, group in groups for p in group["params"])
-        if twice := [i for i, times in held.items() if times > 1]:
-            raise ValueError(
-                f"{self._names.get(twice[0], 'a parameter')!r} is in two groups of the optimizers, and is updated "
-                f"twice a step: give it to one of them"
-            )
         if strange := [i for i in owner if i not in self._names]:
             raise ValueError(
                 f"{len(strange)} of the optimizer's tensors are no parameters of the model: make the optimizer of "
@@ -144,17 +138,11 @@ class Witness:
     # ---- what the loop does --------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        for optimizer in self._optimizers:
-            if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-                raise ValueError(
-                    f"{type(optimizer).__name__} does not run the hooks of torch's Optimizer.step, by which a step is "
-                    f"seen: give the optimizer inside of it, as in optimizer.optim"
-                )
         with told(self._place, 0):
             self._place.mkdir(parents=True, exist_ok=True)
         if any(self._place.iterdir()):
             raise ValueError(f"{str(self._place)!r} is not empty: give a new folder")
-        about = {"format": FORMAT, "rank": self._rank, "ranks": self._ranks, "inputs": self._inputs}
+        about = {"format": FORMAT, "rank": self._rank, "ranks": self._ranks}
         about["pieces"] = [asdict(piece) for piece in self.pieces]
         self._last = kept("after", self._parameters)
         buffers = {f"{BUFFER}{name}": local(buffer) for name, buffer in self._buffers.items()}
@@ -177,7 +165,6 @@ class Witness:
         if self._stepped:
             self._close()
         about = {
-            "steps": self.step,
             "all": self.step < self._steps,
             "calls": self._calls[:MOST_CALLS],
             "late": self._late,

@@ -5,7 +5,7 @@ count, and the job's own optimizer is given the gradient that was witnessed.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +41,7 @@ class Replay:
     """One process, whose parameters are set to what was witnessed; it begins with its ``buffers``, by name."""
 
     def __init__(self, job: Job, buffers: Mapping[str, Tensor] = MappingProxyType({})) -> None:
-        self.job, self.model, self.buffers = job, job.build(), buffers
+        self.job, self.model = job, job.build()
         materialise(self.model, job.seed, torch.device("cpu"), job.weights)
         known = dict(self.model.named_buffers())
         self._set_buffers({n: b.clone() for n, b in buffers.items() if n in known and _alike(b, known[n])})
@@ -131,8 +131,11 @@ class Replay:
         return {name: p.detach().clone() for name, p in self.parameters.items()}
 
 
-def clipped(gradients: Mapping[str, Tensor], clip: float | None) -> tuple[Gradients, float, float]:
-    """Gradients clipped to a global norm; the norm before, and the factor."""
+def clipped(
+    gradients: Mapping[str, Tensor], clip: float | None, of: Collection[str] | None = None
+) -> tuple[Gradients, float, float]:
+    """Gradients (those of some names) clipped to their global norm; the norm before, and the factor."""
+    gradients = gradients if of is None else {name: g for name, g in gradients.items() if name in of}
     norm = torch.stack([wide(g).norm() for g in gradients.values()]).norm().item() if gradients else 0.0
     factor = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
     return {name: g * factor for name, g in gradients.items()}, norm, factor

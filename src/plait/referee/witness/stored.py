@@ -19,7 +19,7 @@ from plait.checkpoint.files.reading import memory, read_file, shown
 from plait.referee.values import ROUNDING, unpacked
 from plait.referee.witness.pieces import Piece
 from plait.referee.witness.record import BUFFER, FORMAT, rank_folder, step_file
-from plait.table.region import Region
+from plait.table.region import Region, extent
 
 STEP = {"step", "calls", "losses", "late", "stepped", "options"}
 """Fields of a step's JSON."""
@@ -56,7 +56,6 @@ class RankRun:
 
     rank: int
     ranks: int
-    inputs: bool
     place: Path
     pieces: tuple[Piece, ...]
     start: Mapping[str, Tensor]
@@ -75,7 +74,7 @@ class RankRun:
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """The rank's piece of a whole parameter, or gradient: a view, where the whole is contiguous."""
-        return (whole.reshape(-1) if name in self.flat else whole)[slices(self.regions[name])]
+        return (whole.reshape(-1) if name in self.flat else whole)[tuple(slice(*ends) for ends in self.regions[name])]
 
     @cached_property
     def steps(self) -> int:
@@ -127,11 +126,6 @@ class Witnessed:
         return found
 
 
-def slices(region: Region) -> tuple[slice, ...]:
-    """To index the whole with."""
-    return tuple(slice(start, stop) for start, stop in region)
-
-
 def read_witnessed(folder: str | Path) -> Witnessed:
     """What ranks have left in a folder.
 
@@ -173,12 +167,12 @@ def _run(place: Path, rank: int) -> RankRun:
         raise _damaged(path, f"it is not what {FORMAT!r} writes for rank {rank}")
     try:
         pieces = tuple(_pieces(about["pieces"], tensors))
-        ranks, inputs = int(about["ranks"]), bool(about["inputs"])
+        ranks = int(about["ranks"])
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, f"its pieces are not told ({error})") from error
     buffers = {key.removeprefix(BUFFER): value for key, value in tensors.items() if key.startswith(BUFFER)}
     start = {piece.name: tensors[piece.name] for piece in pieces}
-    run = RankRun(rank, ranks, inputs, path.parent, pieces, start, buffers, None)
+    run = RankRun(rank, ranks, path.parent, pieces, start, buffers, None)
     last = path.with_name("end.safetensors")
     if not last.exists():
         return run
@@ -193,7 +187,7 @@ def _kept(path: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor], r
     for key, tensor in tensors.items():
         kind, _, name = key.partition("/")
         own = run.regions.get(name)
-        fits = own is not None and tuple(tensor.shape) == tuple(stop - start for start, stop in own)
+        fits = own is not None and tuple(tensor.shape) == extent(own)
         if not fits or not _is_of(tensor, kind, run.start[name].dtype):
             raise _damaged(path, f"its {key[:80]!r} is no piece that this rank has")
     return RankStep(about, tensors)
@@ -209,7 +203,7 @@ def _is_of(tensor: Tensor, kind: str, dtype: torch.dtype) -> bool:
 def _pieces(told: Any, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
     for one in told:
         region = tuple((int(start), int(stop)) for start, stop in one["region"])
-        if tuple(stop - start for start, stop in region) != tuple(tensors[one["name"]].shape):
+        if extent(region) != tuple(tensors[one["name"]].shape):
             raise ValueError(f"{one['name'][:80]!r} has another size")
         group = None if one["group"] is None else (int(one["group"][0]), int(one["group"][1]))
         yield Piece(str(one["name"]), region, bool(one["trained"]), group, bool(one["flat"]))

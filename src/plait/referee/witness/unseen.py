@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from plait.referee.values import largest, tolerance, wide
+from plait.referee.values import largest, last_bits, tolerance, wide
 from plait.referee.witness.drift import Slack
 from plait.referee.witness.judgement import Judgement, accuse
-from plait.referee.witness.one_sided import hidden_updates
 from plait.referee.witness.replay import Gradients
 from plait.referee.witness.stored import RankStep, Witnessed
 
@@ -51,8 +51,12 @@ class Unseen:
                 self._spread[name] = None
 
     def see_updates(self, due: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
-        """The updates of a step, as they should be."""
-        self._hidden |= dict.fromkeys(hidden_updates(due, start))
+        """The updates of a step, as they should be.  Where all of one lies in last bits, none at all would pass."""
+        for name, value in due.items():
+            bits = last_bits(value.dtype, 1.0) * torch.maximum(wide(value).abs(), wide(start[name]).abs())
+            moved = (wide(value) - wide(start[name])).abs()
+            if moved.any() and bool((moved <= bits).all()):
+                self._hidden[name] = None
 
     def see_step(self, number: int, steps: Sequence[RankStep]) -> None:
         """A step that was right."""

@@ -15,8 +15,9 @@ from plait.referee.values import gap as apart
 from plait.referee.values import gaps, largest, last_bits, scale_of, tolerance, wide
 from plait.referee.witness.judgement import Judgement, Phase, accuse, ranks_text
 from plait.referee.witness.record import options_of
-from plait.referee.witness.stored import RankStep, Witnessed, slices
+from plait.referee.witness.stored import RankStep, Witnessed
 from plait.referee.wrong import cause_of_update
+from plait.table.region import overlap
 
 ALIKE = 1e-6
 """Options that are this near to each other are the same."""
@@ -40,7 +41,7 @@ def judge_options(
             if piece.group is None:
                 ranks = tuple(r.rank for r in witnessed.runs if any(p == piece for p in r.pieces))
                 cause = "no optimizer has it: it was left out, or made after the optimizer"
-                what = f"{piece.name} is in no optimizer on {_on(ranks, witnessed)}"
+                what = f"{piece.name} is in no optimizer on {ranks_text(ranks, len(witnessed.runs))}"
                 return accuse(number, "options", what, cause, ranks, name=piece.name, where="optimizer", factor=0.0)
             if piece.group[0] not in step.about["stepped"]:
                 continue
@@ -147,28 +148,20 @@ def judge_between(
     return None
 
 
-def judge_replicas(number: int, witnessed: Witnessed, pieces: Sequence[Mapping[str, Tensor]]) -> Judgement | None:
-    """An initial parameter that ranks hold alike, and that is not alike."""
-    first: dict[str, Tensor] = {}
-    owner: dict[str, Tensor] = {}
-    dtypes = {name: value.dtype for own in pieces for name, value in own.items()}
-    regions = [region for run in witnessed.runs for region in run.regions.items()]
-    for name in dict.fromkeys(name for name, _ in regions):
-        dims = zip(*(region for n, region in regions if n == name), strict=True)
-        owner[name] = torch.full([max(stop for _, stop in dim) for dim in dims], -1)
-        first[name] = torch.zeros(owner[name].shape, dtype=dtypes[name])
+def judge_replicas(
+    number: int, witnessed: Witnessed, pieces: Sequence[Mapping[str, Tensor]], whole: Mapping[str, Tensor]
+) -> Judgement | None:
+    """An initial parameter that ranks hold alike, and that is not alike; the first of them counts in the ``whole``."""
     for run, own in zip(witnessed.runs, pieces, strict=True):
         for name, value in own.items():
-            place = slices(run.regions[name])
-            both = owner[name][place] >= 0
-            gap = apart(value[both], first[name][place][both])
+            gap, here = apart(value, run.part(name, whole[name])), run.regions[name]
             if gap > last_bits(value.dtype, scale_of(value)):
-                other = int(owner[name][place][both].min())
+                holders = (r for r in witnessed.runs if name in r.regions)
+                other = next(r.rank for r in holders if overlap(r.regions[name], here) is not None)
                 cause = "each rank made its own weights: seed them alike, or send rank 0's"
                 ranks, where = (other, run.rank), "initial parameters"
                 what = f"{name} differs by up to {gap:.3g} between ranks {other} and {run.rank}"
                 return accuse(number, "initial", what, cause, ranks, name=name, where=where, residual=gap)
-            first[name][place], owner[name][place] = value, run.rank
     return None
 
 
@@ -188,7 +181,3 @@ def _near(one: object, other: object) -> bool:
 
 def _number(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _on(ranks: tuple[int, ...], witnessed: Witnessed) -> str:
-    return ranks_text(ranks, len(witnessed.runs))

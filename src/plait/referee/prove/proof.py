@@ -31,7 +31,7 @@ from plait.schedule.actions import ADDS_GRADIENTS, SENDS, Schedule, owners, plac
 from plait.schedule.check import check
 from plait.table.additions import additions
 from plait.table.agreement import COUNTS, IN_STAGE, NUMBER_BYTES, num_reported
-from plait.table.cells import ITEMSIZE, Cell
+from plait.table.cells import ITEMSIZE
 from plait.table.collectives import bytes_sent
 from plait.table.mesh import DATA_AXES, Mesh
 
@@ -189,6 +189,8 @@ def _tied(run: PaperRun, schedule: Schedule, laid: Laid) -> Traffic:
 def _prove_buffers(run: PaperRun, schedule: Schedule, laid: Laid) -> tuple[int, int, Traffic]:
     """Returns the number of kinds of buffers, the number of operations carried out, and the traffic of all buffers."""
     mesh, strategy, owner = run.mesh, run.strategy, owners(schedule)
+    cells = dict.fromkeys(("forward", "backward", "unshard", "publish"), strategy.params)
+    cells |= dict.fromkeys(("microbatch", "step"), strategy.grads)
     known: dict[object, Traffic] = {}
     settled: dict[object, dict[int, Settled]] = {}
     written: dict[object, object] = {}
@@ -222,16 +224,9 @@ def _prove_buffers(run: PaperRun, schedule: Schedule, laid: Laid) -> tuple[int, 
                 scene, programs = of_flat(line, here, mesh, strategy, sums)
                 Machine(scene, programs, sums).run()
                 operations += sum(map(len, programs.values()))
-                known[kind] = _traffic(programs, mesh, {p: flat.itemsize_in(c) for p, c in _cells(run)})
+                known[kind] = _traffic(programs, mesh, {phase: flat.itemsize_in(cell) for phase, cell in cells.items()})
             traffic = traffic.plus(known[kind].messages, known[kind].bytes)
     return len(known), operations, traffic
-
-
-def _cells(run: PaperRun) -> list[tuple[str, Cell]]:
-    """For each phase, the cell whose dtype its messages have."""
-    row = run.strategy
-    named = dict.fromkeys(("forward", "backward", "unshard", "publish"), row.params)
-    return [*named.items(), ("microbatch", row.grads), ("step", row.grads)]
 
 
 def _traffic(programs: Mapping[int, Program], mesh: Mesh, itemsize: Mapping[str, int]) -> Traffic:

@@ -12,9 +12,9 @@ behave the same: see ``symmetry``.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from plait.referee.prove.program import AGAIN, Key, Program, Settled, settle_all, write_program
+from plait.referee.prove.program import AGAIN, Key, Program, Settled, settle, write_program
 from plait.referee.prove.sums import Sums, promised
 from plait.schedule.actions import (
     ADDS_GRADIENTS,
@@ -99,18 +99,12 @@ def expected(
     return due, reads
 
 
-def alone(unit: UnitLayout, index: int) -> UnitLayout:
-    """A unit with one of its buffers."""
-    only = slice(index, index + 1)
-    return replace(unit, flats=unit.flats[only], trainable=unit.trainable[only], summed=unit.summed[only])
-
-
 def of_ranks(
     stage: int, unit: UnitLayout, index: int, mesh: Mesh, strategy: Strategy, ranks: Sequence[int]
 ) -> dict[int, Settled]:
     """One buffer of a unit, on each of some ranks."""
-    path, stages = moves(strategy, mesh, unit.axes), {stage: (alone(unit, index),)}
-    return {rank: settle_all(stages, mesh, strategy, rank, path)[stage][0] for rank in ranks}
+    path = moves(strategy, mesh, unit.axes)
+    return {rank: settle(stage, unit, index, mesh, strategy, path, rank) for rank in ranks}
 
 
 def program_of(line: Line, flat: Settled, mesh: Mesh) -> Program:

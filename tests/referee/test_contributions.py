@@ -40,7 +40,7 @@ def test_the_fault_of_a_sum_is_told(coefficients: tuple[float, ...], said: str) 
     found = contributions(held(*coefficients), parts())
     assert found.determined and found.rest < 1e-5
     assert found.coefficients == pytest.approx(coefficients, abs=1e-4)
-    assert explain(found, COUNTS) == said
+    assert explain(found.coefficients, COUNTS) == said
 
 
 def test_what_is_no_sum_of_the_parts_leaves_a_rest() -> None:

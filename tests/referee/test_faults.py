@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import plait
 from plait import UserJob
 from plait.referee.verify.cases import due
-from plait.referee.verify.compare import LINKS
+from plait.referee.verify.compare import KINDS
 from plait.referee.verify.locate import first_step, locate_in_plain, search, window_of
 from plait.referee.verify.record import trace_layout
 from plait.referee.verify.run import judge, placed, references
@@ -110,7 +110,7 @@ def test_a_fault_that_layout_and_replay_share_is_placed(name: str | None, monkey
     assert ([found.step, found.phase] if found else []) == place, found
     if found and found.phase in ("clip", "update"):
         alone = {finding.kind for finding in verdict.plain if not finding.equal}
-        assert alone == {LINKS[found.phase]}, "what comes after it begins with the replay's own values"
+        assert alone == {KINDS[found.phase]}, "what comes after it begins with the replay's own values"
 
 
 @pytest.mark.parametrize(("fault", "settings", "step", "phase", "factor", "cause"), LOOPS)

@@ -42,10 +42,10 @@ def same(ours: Verified, theirs: Verified) -> bool:
     """The same losses and parameters, bit for bit, on every rank; norms are sums over other runs."""
     every = [*ours.ranks, *theirs.ranks]
     first = every[0]
-    locals_ = {record.data_rank: record.local_losses for record in every}
+    locals_ = {record.data_rank: [step.losses for step in record.steps] for record in every}
     return all(
         record.losses == first.losses
-        and record.local_losses == locals_[record.data_rank]
+        and [step.losses for step in record.steps] == locals_[record.data_rank]
         and record.parameters.keys() == first.parameters.keys()
         and all(torch.equal(record.parameters[name], first.parameters[name]) for name in first.parameters)
         for record in every

@@ -60,13 +60,13 @@ def as_rank(run: Record) -> RankRecord:
     """A single process as a rank that has everything."""
     pieces = [{(n, 0, g.numel()): g.reshape(-1) for n, g in step.summed.items()} for step in run.steps]
     steps = [replace(step, summed=own) for step, own in zip(run.steps, pieces, strict=True)]
-    return RankRecord(0, 0, steps, parameters=run.parameters)
+    return RankRecord(steps, run.parameters, rank=0)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_no_honest_run_is_called_a_bug(dtype: str) -> None:
     config = replace(TINY, mesh="shard=2 tensor=2", strategy="hsdp", microbatches=3, dtype=dtype, steps=3)
-    job, nothing = cases.job_of(config), [RankRecord(0, 0)]
+    job, nothing = cases.job_of(config), [RankRecord(rank=0)]
     honest = honest_runs(job, config, nothing, 108)
     eight = replace(honest, runs=honest.runs[:8])
     worst = max(spread_of([as_rank(run)], eight).worst.times for run in honest.runs[8:])
@@ -75,7 +75,7 @@ def test_no_honest_run_is_called_a_bug(dtype: str) -> None:
 
 def test_a_loss_that_is_no_number_is_no_honest_run() -> None:
     config = replace(TINY, steps=3)
-    job, nothing = cases.job_of(config), [RankRecord(0, 0)]
+    job, nothing = cases.job_of(config), [RankRecord(rank=0)]
     honest = honest_runs(job, config, nothing, 2)
     rank = as_rank(honest.runs[0])
     assert spread_of([rank], honest).benign

@@ -74,15 +74,14 @@ def contributions(observed: Sequence[Tensor], parts: Sequence[Sequence[Tensor]])
     return Contributions(tuple(c.tolist()), rest, alike and numel >= count)
 
 
-def explain(found: Contributions, counts: Sequence[float] | None = None, names: Sequence[str] | None = None) -> str:
+def explain(c: Sequence[float], counts: Sequence[float] | None = None, names: Sequence[str] | None = None) -> str:
     """The fault of a sum in words; empty where every part counts once.
 
     Args:
-        found: the coefficients.
+        c: how often each part is in it.
         counts: how many terms each part is the sum of, to recognise a mean of means.
         names: what to call the parts ("microbatch 0 of rank 1"); otherwise "part 0", "part 1", ...
     """
-    c = found.coefficients
     called = list(names) if names is not None else [f"part {i}" for i in range(len(c))]
     if not c or all(_near(x, 1.0) for x in c):
         return ""
@@ -160,9 +159,9 @@ def cause_of_sum(
             continue
         if before is not None and abs(found.coefficients[-1]) > NEAR:
             return "it goes on from the sum of the step before"
-        groups = Contributions(found.coefficients[: len(grouped)], found.rest, True)
         terms = [sum(counts[i] for i in of) for of in grouping.members]
-        return explain(groups, terms, grouping.names) or "the right terms, added in another order"
+        told = explain(found.coefficients[: len(grouped)], terms, grouping.names)
+        return told or "the right terms, added in another order"
     return ""
 
 

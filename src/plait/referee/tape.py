@@ -1,31 +1,30 @@
 """What happens in a model while it trains: every value that a module reads or hands on, in the order of happening.
 
     parameter     as a module reads it, before its forward
-    output        of a module
-    gradient      of a module's output, in the backward
+    forward       the output of a module
+    backward      the gradient of a module's output
     contribution  what one microbatch adds to the gradient of a parameter
 
 A tape listens by hooks and changes nothing.  Two tapes of the same microbatch, one of a layout and one of a single
 process, have the same marks, so the first that differs is the first wrong tensor.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from plait.referee.wrong import Phase
 from plait.torch_private import DisableTorchFunction, current_graph_task_id, tree_leaves
-
-Event = Literal["parameter", "output", "gradient", "contribution"]
 
 
 class Mark(NamedTuple):
     """Where on a tape: which microbatch, what, of which module or parameter, in which of its calls."""
 
     microbatch: int
-    event: Event
+    phase: Phase
     name: str
     call: int = 0
 
@@ -46,22 +45,22 @@ class Tape:
         """Forget what has been recorded: a step begins."""
         self.marks, self._calls = {}, {}
 
-    def follow(self, model: nn.Module, foreign: Collection[type[nn.Module]] = ()) -> None:
+    def follow(self, model: nn.Module, foreign: tuple[type[nn.Module], ...] = ()) -> None:
         """Listen to a model from now on.
 
         Args:
             foreign: kinds of modules that only stand for what is elsewhere; the output of what is around them is not
                 what it would be otherwise.
         """
-        elsewhere = tuple(foreign)
-        for name, module in _modules(model, "", elsewhere):
+        for name, module in model.named_modules():
+            if isinstance(module, foreign):
+                continue
             module.register_forward_pre_hook(partial(self._reads, name))
             for short, parameter in module._parameters.items():
                 if parameter is not None and parameter.requires_grad:
                     parameter.register_hook(partial(self._contributes, _join(name, short)))
-            if _has(module, elsewhere):
-                continue
-            module.register_forward_hook(partial(self._made, name), prepend=True)  # before it is handed on
+            if not any(isinstance(inside, foreign) for inside in module.modules()):
+                module.register_forward_hook(partial(self._made, name), prepend=True)  # before it is handed on
 
     def _reads(self, name: str, module: nn.Module, args: Any) -> None:
         microbatch = self._now()
@@ -85,9 +84,9 @@ class Tape:
         ]
         for index, leaf in enumerate(leaves):
             part = name if len(leaves) == 1 else f"{name}[{index}]"
-            self.marks[Mark(microbatch, "output", part, call)] = _copy(leaf)
+            self.marks[Mark(microbatch, "forward", part, call)] = _copy(leaf)
             if leaf.requires_grad:
-                leaf.register_hook(partial(self._came_back, Mark(microbatch, "gradient", part, call)))
+                leaf.register_hook(partial(self._came_back, Mark(microbatch, "backward", part, call)))
 
     def _came_back(self, mark: Mark, gradient: Tensor) -> None:
         self.marks[mark] = _copy(gradient)
@@ -101,28 +100,6 @@ class Tape:
         """The microbatch whose forward runs; None in a recomputation, which only makes the same again."""
         again = current_graph_task_id() != -1
         return None if again or not torch.is_grad_enabled() else self.microbatch()
-
-
-def _modules(module: nn.Module, name: str, foreign: tuple[type[nn.Module], ...]) -> list[tuple[str, nn.Module]]:
-    """A module and those inside of it, by name, each once."""
-    found, seen = list[tuple[str, nn.Module]](), set[int]()
-
-    def walk(one: nn.Module, called: str) -> None:
-        if isinstance(one, foreign) or id(one) in seen:
-            return
-        seen.add(id(one))
-        found.append((called, one))
-        for short, child in one._modules.items():
-            if child is not None:
-                walk(child, _join(called, short))
-
-    walk(module, name)
-    return found
-
-
-def _has(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    children = [child for child in module._modules.values() if child is not None]
-    return any(isinstance(child, kinds) or _has(child, kinds) for child in children)
 
 
 def _join(module: str, short: str) -> str:

@@ -109,8 +109,10 @@ def cause_of_parameter(pattern: str, *, stale: bool, at_rest: bool) -> str:
         return "it is read while its values are elsewhere: not gathered yet, or given away already"
     if stale:
         return "it is the value from before the last update: the new one was not gathered, or not published"
-    if pattern in ("permutation", "region"):
-        return "pieces of it were gathered into the wrong places, or one rank's piece is wrong"
+    if pattern in ("permutation", "region", "noise"):
+        return (
+            "pieces of it were gathered into the wrong places, one rank's piece is wrong, or it began with other values"
+        )
     return ""
 
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from plait.referee.contributions import Contributions, cause_of_sum, contributions, explain, groupings
+from plait.referee.contributions import cause_of_sum, contributions, explain, groupings
 from plait.referee.difference import describe, factor_text
 from plait.referee.tape import Mark
 from plait.referee.values import wide
-from plait.referee.verify.observed import PHASES, OneStep, Piece, RankRecord
+from plait.referee.verify.observed import OneStep, Piece, RankRecord
 from plait.referee.verify.traces import Traces, Wrong
 from plait.referee.wrong import Phase, cause_of_norm, cause_of_parameter, cause_of_update
 
@@ -23,11 +23,8 @@ def cause_of(traces: Traces, wrong: Sequence[Wrong], *, after_loss: bool = False
     """
     if after_loss and (scaled := _scaled(traces, [w for w in wrong if w.order == wrong[0].order])):
         return f"the loss is scaled wrongly: {scaled}"
-    return CAUSES.get(wrong[0].pair.where.phase, _of_nothing)(traces, wrong)
-
-
-def _of_nothing(traces: Traces, wrong: Sequence[Wrong]) -> str:
-    return ""
+    of_phase = CAUSES.get(wrong[0].pair.where.phase)
+    return of_phase(traces, wrong) if of_phase else ""
 
 
 # ---- forwards and backwards ---------------------------------------------------------------------------------------
@@ -37,8 +34,7 @@ def _of_read(traces: Traces, wrong: Sequence[Wrong]) -> str:
     first = wrong[0]
     step = first.pair.where.step
     stale = step > 0 and _is_another(traces, first, traces.one.steps[step - 1], same=True) is not None
-    pattern = "permutation" if _known_values(traces, first) else first.discrepancy.pattern
-    return cause_of_parameter(pattern, stale=stale, at_rest=False)
+    return cause_of_parameter(first.discrepancy.pattern, stale=stale, at_rest=False)
 
 
 def _of_pass(traces: Traces, wrong: Sequence[Wrong]) -> str:
@@ -72,8 +68,7 @@ def _scaled(traces: Traces, same: Sequence[Wrong]) -> str:
     factors = {w.pair.where.microbatch: w.discrepancy.factor or 0.0 for w in same}
     grouping = groupings(traces.mesh.data_size, traces.microbatches)[-1]
     names = grouping.names if len(grouping.names) == len(one.counts) else None
-    found = Contributions(tuple(factors.get(m, 1.0) for m in one.counts), 0.0, True)
-    return explain(found, list(one.counts.values()), names)
+    return explain([factors.get(m, 1.0) for m in one.counts], list(one.counts.values()), names)
 
 
 def _is_another(traces: Traces, wrong: Wrong, step: OneStep, *, same: bool = False) -> int | None:
@@ -83,22 +78,11 @@ def _is_another(traces: Traces, wrong: Wrong, step: OneStep, *, same: bool = Fal
     if where.phase == "loss":
         return next((m for m, loss in step.losses.items() if loss == ours.item() and m != where.microbatch), None)
     for mark, theirs in step.marks.items() if ours.any() else ():
-        if (PHASES[mark.event], mark.name, mark.call) == (where.phase, where.name, where.call):
+        if (mark.phase, mark.name, mark.call) == (where.phase, where.name, where.call):
             found = traces.compared(traces.of(wrong.pair.rank), where, ours, theirs)
             if found is not None and found.pattern == "equal" and (same or mark.microbatch != where.microbatch):
                 return mark.microbatch
     return None
-
-
-def _known_values(traces: Traces, wrong: Wrong) -> bool:
-    """True where most wrong elements of a parameter are right values of other places."""
-    where, whole = wrong.pair.where, wrong.pair.whole
-    assert wrong.pair.ours is not None and whole is not None
-    ours, marks = wrong.pair.ours.reshape(-1), traces.one.steps[where.step].marks
-    right = torch.cat([wide(v).reshape(-1) for mark, v in marks.items() if mark.event == "parameter"])
-    theirs = traces.of(wrong.pair.rank).take(whole, (where.name, 0, len(ours)))
-    odd = wide(ours[(ours != theirs) & (ours != 0)]).reshape(-1)
-    return len(odd) > 0 and bool(torch.isin(odd, right).float().mean() > 0.5)
 
 
 # ---- sums, norm, updates ------------------------------------------------------------------------------------------
@@ -133,7 +117,8 @@ def _of_tied_sum(trace: RankRecord, right: OneStep, wrong: Wrong, keys: Sequence
     found = contributions([ours], uses)  # type: ignore[arg-type]
     if not found.determined or found.rest > 1e-4:
         return ""
-    return explain(found, names=[f"its use as {key!r}" for key in keys]) or "the right terms, added in another order"
+    told = explain(found.coefficients, names=[f"its use as {key!r}" for key in keys])
+    return told or "the right terms, added in another order"
 
 
 def _contribution(trace: RankRecord, right: OneStep, microbatch: int, key: str, piece: Piece) -> Tensor:

@@ -181,20 +181,18 @@ def incomparable(kind: str, name: str, step: int = -1, tensor: str = "") -> Find
 
 KINDS: Mapping[Phase, str] = {
     "loss": "loss",
-    "norm": "norm",
-    "sum": "gradient",
-    "publish": "parameter",
-    "state": "optimizer",
-}
-"""The names of phases in findings against the replay; the other phases are of traces alone."""
-LINKS: Mapping[Phase, str] = {
-    "loss": "loss",
     "sum": "gradient",
     "norm": "norm",
     "clip": "clipped",
     "update": "update",
+    "publish": "parameter",
+    "state": "optimizer",
 }
-"""The kinds of findings against plain PyTorch, in causal order."""
+"""The names of phases in findings; the other phases are of traces alone."""
+OF_TREE = ("loss", "norm", "sum", "publish", "state")
+"""The phases of findings against the replay."""
+LINKS = ("loss", "sum", "norm", "clip", "update")
+"""Those of findings against plain PyTorch, in causal order."""
 HEARD = ("parameter", "forward", "backward", "contribution")
 IN_PIECES = ("sum", "clip", "update", "state")
 
@@ -213,7 +211,7 @@ class Pair(NamedTuple):
     piece: Piece | None = None
 
 
-def pairs(ranks: Sequence[RankRecord] | Sequence[Record], reference: Record) -> Iterator[Pair]:
+def pairs(ranks: Sequence[Record], reference: Record) -> Iterator[Pair]:
     """Everything that the ranks have, beside the single process."""
     expected = {one.where: one.value for one in observed(reference)}
     for record in ranks:
@@ -221,7 +219,7 @@ def pairs(ranks: Sequence[RankRecord] | Sequence[Record], reference: Record) -> 
             whole = expected.get(where)
             if whole is None and where.phase in (*HEARD, "publish"):
                 continue
-            if whole is None or piece is None or isinstance(record, Record):
+            if whole is None or piece is None or not isinstance(record, RankRecord):
                 yield Pair(where, record.rank, ours, whole, whole, piece)
             elif where.phase == "state" and whole.numel() != reference.parameters[where.name].numel():
                 yield Pair(where, record.rank, ours, whole.reshape(-1), whole, piece)
@@ -273,7 +271,7 @@ def against_tree(
     for pair in (*pairs(ranks, reference), *missing(ranks, reference)):
         where = pair.where
         drifted = where.phase == "sum" and where.step > reference.first and asked != BITWISE
-        if where.phase in KINDS and not drifted:  # later gradients belong to parameters that differ
+        if where.phase in OF_TREE and not drifted:  # later gradients belong to parameters that differ
             excusing = honest if where.phase in ("sum", "publish", "state") else None
             found.append(finding(pair, asked, excusing, first=reference.first))
     return found
@@ -282,11 +280,11 @@ def against_tree(
 def links(replay: Record, plain: Record) -> list[Pair]:
     """Every link of every step of the replay, beside plain PyTorch, in causal order; but for the gradients of steps in
     which those of plain PyTorch are too large for their scale, as a whole batch's are before those of microbatches."""
-    order, names = list(LINKS), list(reversed(replay.initial))
+    names = list(reversed(replay.initial))
 
     def place(pair: Pair) -> tuple[int, int, int]:
         where = pair.where
-        return where.step, order.index(where.phase), names.index(where.name) if where.name else 0
+        return where.step, LINKS.index(where.phase), names.index(where.name) if where.name else 0
 
     found = (pair for pair in pairs([replay], plain) if pair.where.phase in LINKS and pair.where.microbatch is None)
     return sorted((p for p in found if p.where.phase != "sum" or plain.steps[p.where.step].summed), key=place)
@@ -320,12 +318,12 @@ def _link(pair: Pair, replay: Record, plain: Record, dtype: torch.dtype, honest:
         allowed, beside = allowed + last_bits(ours.dtype, beside) / 4 / moved, moved
     spread = honest.spread(where) if honest else 0.0
     at = allowed, beside, None, spread, where.step, where.name
-    return find(LINKS[where.phase], label_of(pair), ours, theirs, *at)
+    return find(KINDS[where.phase], label_of(pair), ours, theirs, *at)
 
 
 def finding(pair: Pair, asked: Measures, honest: HonestRuns | None = None, *, first: int = 0) -> Finding:
     """Measures a pair."""
-    where, kind, label = pair.where, {**KINDS, **LINKS}[pair.where.phase], label_of(pair)
+    where, kind, label = pair.where, KINDS[pair.where.phase], label_of(pair)
     if pair.ours is None or pair.theirs is None:
         label += " is missing" if pair.ours is None else " (none expected)"
         return incomparable(kind, label, where.step, where.name)

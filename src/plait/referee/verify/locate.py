@@ -20,7 +20,6 @@ from plait.referee.values import rounding
 from plait.referee.verify.causes import cause_of, cause_of_moved, squares_of
 from plait.referee.verify.compare import (
     BITWISE,
-    HEARD,
     Finding,
     Measures,
     Pair,
@@ -29,7 +28,7 @@ from plait.referee.verify.compare import (
     missing,
     pairs,
 )
-from plait.referee.verify.observed import PHASES, OneStep, RankRecord, Record
+from plait.referee.verify.observed import OneStep, RankRecord, Record
 from plait.referee.verify.plain import loss_in_parts
 from plait.referee.verify.record import trace_layout
 from plait.referee.verify.reference import run_reference
@@ -132,10 +131,10 @@ Places = Mapping[tuple[str, str, int], int]
 def places(step: OneStep) -> Places:
     """Places in causal order: those of a microbatch, the loss between its forward and its backward; sums and what is
     made of them in the order of the backward."""
-    heard = {phase: [(phase, m.name, m.call) for m in step.marks if PHASES[m.event] == phase] for phase in HEARD}
-    forward = [(PHASES[m.event], m.name, m.call) for m in step.marks if m.event in ("parameter", "output")]
-    backward = [(PHASES[m.event], m.name, m.call) for m in step.marks if m.event in ("gradient", "contribution")]
-    names = dict.fromkeys([*(name for _, name, _ in heard["contribution"]), *step.summed, *step.updated])
+    forward = [(m.phase, m.name, m.call) for m in step.marks if m.phase in ("parameter", "forward")]
+    backward = [(m.phase, m.name, m.call) for m in step.marks if m.phase in ("backward", "contribution")]
+    contributed = [name for phase, name, _ in backward if phase == "contribution"]
+    names = dict.fromkeys([*contributed, *step.summed, *step.updated])
     ends = [(phase, name, 0) for phase in ("sum", "clip", "update") for name in names]
     return {place: i for i, place in enumerate(dict.fromkeys([*forward, ("loss", "", 0), *backward, *ends]))}
 

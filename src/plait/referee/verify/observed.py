@@ -25,14 +25,6 @@ Piece = tuple[str, int, int]
 """A parameter's name, start and stop: these of its elements, flat."""
 TiedWeights = Mapping[str, Sequence[Sequence[str]]]
 
-PHASES: Mapping[str, Phase] = {
-    "parameter": "parameter",
-    "output": "forward",
-    "gradient": "backward",
-    "contribution": "contribution",
-}
-"""Phases of the events of a tape."""
-
 
 class Where(NamedTuple):
     """A place in a run.  A loss without a microbatch is the step's; ``key`` names a part of an optimizer's state."""
@@ -73,10 +65,19 @@ class OneStep:
     """Number of terms in the loss of each global microbatch."""
 
 
-class Steps:
-    """A run, step by step, as lists."""
+@dataclass
+class Record:
+    """A run of a single process; ``first`` is the step, from 0, with which it begins."""
 
-    steps: list[OneStep]
+    steps: list[OneStep] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[Any, dict[str, Tensor]] = field(default_factory=dict)
+    first: int = 0
+    rank: int = -1
+    """-1: it is none."""
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    """The values that the optimizer updates, before the first step."""
 
     @property
     def losses(self) -> list[float]:
@@ -90,21 +91,6 @@ class Steps:
     def gradients(self) -> list[dict[Any, Tensor]]:
         return [step.summed for step in self.steps]
 
-
-@dataclass
-class Record(Steps):
-    """A run of a single process; ``first`` is the step, from 0, with which it begins."""
-
-    steps: list[OneStep] = field(default_factory=list)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    first: int = 0
-    rank: int = -1
-    """It is none."""
-    initial: dict[str, Tensor] = field(default_factory=dict)
-    """The values that the optimizer updates, before the first step."""
-
     def since(self, step: int) -> "Record":
         """The same run from a step on: what a run that is resumed there records."""
         return replace(self, steps=self.steps[step:], first=step)
@@ -116,17 +102,15 @@ class Record(Steps):
 
 
 @dataclass
-class RankRecord(Steps):
-    """One rank's view of a run."""
+class RankRecord(Record):
+    """One rank's view of a run.
 
-    rank: int
-    data_rank: int
-    steps: list[OneStep] = field(default_factory=list)
+    ``parameters`` are whole, and buffers with them, as the rank gathers them in the end.  ``state`` is by piece, by the
+    name alone where a cut parameter is updated whole.
+    """
+
+    data_rank: int = 0
     norm_pieces: list[Piece] = field(default_factory=list)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-    """Whole, and buffers with them, as the rank gathers them in the end."""
-    state: dict[Piece | str, dict[str, Tensor]] = field(default_factory=dict)
-    """By the name alone where a cut parameter is updated whole."""
     ledger_differences: list[str] = field(default_factory=list)
     irregular: dict[str, float] = field(default_factory=dict)
     """The units whose gathers are not predicted: how often they run in a forward."""
@@ -135,12 +119,6 @@ class RankRecord(Steps):
     """The fields of the ``TensorCut`` of each parameter that has one, and the index of this rank's piece."""
     ties: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     """The weights that several stages use: under which names, stage by stage."""
-    first: int = 0
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def local_losses(self) -> list[tuple[float, ...]]:
-        return [tuple(step.losses.values()) for step in self.steps]
 
     @property
     def made(self) -> list[bool]:
@@ -161,12 +139,11 @@ class RankRecord(Steps):
         return whole.reshape(-1)[start:stop]
 
 
-def observed(run: Record | RankRecord) -> Iterator[Observation]:
+def observed(run: Record) -> Iterator[Observation]:
     """All that was seen of a run, step by step."""
     for number, step in enumerate(run.steps, run.first):
         for mark, value in step.marks.items():
-            where = Where(number, PHASES[mark.event], mark.name, mark.microbatch, mark.call)
-            yield Observation(where, value)
+            yield Observation(Where(number, mark.phase, mark.name, mark.microbatch, mark.call), value)
         yield Observation(Where(number, "loss"), as_tensor(step.loss))
         for microbatch, loss in step.losses.items():
             yield Observation(Where(number, "loss", "", microbatch), as_tensor(loss))

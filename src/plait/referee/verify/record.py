@@ -30,7 +30,7 @@ from plait.referee.sanitize import sanitized
 from plait.referee.tape import Tape
 from plait.referee.values import packed, unpacked
 from plait.referee.verify.observed import OneStep, Piece, RankRecord
-from plait.referee.verify.reference import uncached
+from plait.referee.verify.reference import microbatch_in, uncached
 from plait.run.config.machine import resolve_device
 from plait.run.config.settings import RunConfig
 from plait.run.job.job import Job
@@ -62,7 +62,7 @@ class Recorder:
 
     def __init__(self, comm: Comm, *, gradients: bool = True, window: Collection[int] = ()) -> None:
         place = comm.mesh.data_rank(comm.rank)
-        self.record = RankRecord(comm.rank, place, tensor_rank=comm.mesh.index(comm.rank, ("tensor",)))
+        self.record = RankRecord(rank=comm.rank, data_rank=place, tensor_rank=comm.mesh.index(comm.rank, ("tensor",)))
         self._gradients, self._window, self._tapes, self._step = gradients, window, list[Tape](), OneStep()
 
     def attach(self, engine: Engine) -> None:
@@ -70,12 +70,8 @@ class Recorder:
         if not self._window:
             return
         for stage in engine.placed.stages.values():
-            self._tapes.append(Tape(partial(self._microbatch, stage)))
+            self._tapes.append(Tape(partial(microbatch_in, stage.current, self._window)))
             self._tapes[-1].follow(stage.model, (OwnLayer,))
-
-    def _microbatch(self, stage: Stage) -> int | None:
-        position = stage.current.context.position
-        return position.microbatch if position is not None and position.step in self._window else None
 
     @property
     def _traced(self) -> bool:

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -116,11 +117,6 @@ class SingleProcess:
     def scale(self) -> float:
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
-    def microbatch_in(self, window: Collection[int]) -> int | None:
-        """The microbatch that is under way, in a step of the window."""
-        position = self.current.context.position
-        return position.microbatch if position is not None and position.step in window else None
-
     def _use(self, name: str) -> nn.Parameter:
         """A second parameter over the memory of the first."""
         return nn.Parameter(self.parameters[name].detach(), self.parameters[name].requires_grad)
@@ -181,6 +177,12 @@ class SingleProcess:
             self.scheduler.step()
 
 
+def microbatch_in(current: CurrentForward, window: Collection[int]) -> int | None:
+    """The microbatch that is under way, in a step of the window."""
+    position = current.context.position
+    return position.microbatch if position is not None and position.step in window else None
+
+
 @contextmanager
 def uncached() -> Iterator[None]:
     """Inside, autocast keeps no casts of weights, as in ranks that are threads: two forwards cast twice."""
@@ -209,7 +211,7 @@ def run_reference(
     one = SingleProcess(job, mesh.data_size, num_microbatches, ties or {}, device)
     if built is not None:
         built(one)
-    tape = Tape(lambda: one.microbatch_in(window))
+    tape = Tape(partial(microbatch_in, one.current, window))
     if window:
         tape.follow(one.model)
     sizes = {"replica": mesh.replica, "shard": mesh.shard, MICROBATCH: num_microbatches}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from plait.referee.difference import Discrepancy, describe
-from plait.referee.tape import Event, Mark
+from plait.referee.tape import Mark
 from plait.referee.verify.compare import BITWISE, HEARD, Measures, Pair
 from plait.referee.verify.observed import RankRecord, Record, TiedWeights, Where, observed
 from plait.table.cells import EXPERTS
@@ -43,11 +43,6 @@ class Traces:
     ties: TiedWeights
     excused: Collection[str] = ()
     """Parameters whose gradients are made of rounding alone: honest runs differ in them as the layout does."""
-
-    @property
-    def tensor(self) -> int:
-        """The size of the tensor axis."""
-        return self.mesh.tensor
 
     def of(self, rank: int) -> RankRecord:
         """A rank's trace."""
@@ -90,14 +85,14 @@ class Traces:
             return min((describe(ours, piece, within) for piece in found or [theirs]), key=lambda d: d.max_rel)
         if where.phase in ("parameter", "contribution") and (cut := trace.cut(where.name)) is not None:
             theirs = piece_of(theirs.view(cut[0].shape), *cut)
-        elif self.tensor > 1:
+        elif self.mesh.tensor > 1:
             tried = (describe(ours, piece, within) for piece in self._pieces(trace, theirs, ours))
             return min(tried, key=lambda d: d.max_rel, default=None)
         return describe(ours, theirs, within)
 
     def _pieces(self, trace: RankRecord, whole: Tensor, ours: Tensor) -> Iterator[Tensor]:
         ranges = [cut.ranges(index) for cut, index in filter(None, map(trace.cut, trace.cuts))]
-        return pieces_of(whole, ours, ranges, (self.tensor, trace.tensor_rank))
+        return pieces_of(whole, ours, ranges, (self.mesh.tensor, trace.tensor_rank))
 
     def _parts_of_time(self, trace: RankRecord, whole: Tensor, ours: Tensor) -> Iterator[Tensor]:
         """The parts of an activation that a rank of a context axis may hold: its blocks of a dim that is shorter."""
@@ -112,8 +107,7 @@ class Traces:
         a_sum = where.phase == "contribution" or (where.phase == "forward" and ours.dim() == 0)
         if self.mesh.context == 1 or not a_sum:
             return ours
-        event: Event = "contribution" if where.phase == "contribution" else "output"
-        mark = Mark(where.microbatch or 0, event, where.name, where.call)
+        mark = Mark(where.microbatch or 0, where.phase, where.name, where.call)
         place = trace.tensor_rank, trace.cut(where.name)
         group = [other for other in self.ranks if (other.tensor_rank, other.cut(where.name)) == place]
         steps = [other.steps[where.step - other.first] for other in group]
@@ -133,7 +127,7 @@ class Traces:
 
     def _equal_in_sum(self, where: Where, theirs: Tensor) -> bool:
         """True where a gradient is pending over the tensor ranks: each has a term of the right sum."""
-        if self.tensor == 1 or where.phase not in ("backward", "contribution"):
+        if self.mesh.tensor == 1 or where.phase not in ("backward", "contribution"):
             return False
         terms = [one.value for trace in self.ranks for one in observed(trace) if one.where == where]
         if any(term.shape != theirs.shape for term in terms):

@@ -24,7 +24,6 @@ from torch.utils._pytree import treespec_loads as treespec_loads
 disabled_torch_function_impl = torch._C._disabled_torch_function_impl  # marks a class of operators alone
 DisableTorchFunction = torch._C.DisableTorchFunction  # reads a tensor past every class and mode
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # reads a tensor past its class only
-is_torch_function_mode_enabled = torch._C._is_torch_function_mode_enabled  # a mode may be what called a class
 
 # Modes.
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode  # sees operators below autograd

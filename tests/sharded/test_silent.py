@@ -150,17 +150,6 @@ def test_torch_func_of_a_sharded_tensor_is_refused(transform: str) -> None:
     run_threads("tensor=2", body)
 
 
-def test_a_traced_function_would_hold_a_piece() -> None:
-    def body(comm: Comm) -> None:
-        x = shard(values((5, 5), 1, False), "a/tensor b", comm)
-        x.relu()
-        with pytest.raises(LayoutError, match=r"torch\.jit\.trace of relu"):
-            torch.jit.trace(lambda x: x.relu(), x, check_trace=False)
-
-    with pytest.warns((DeprecationWarning, FutureWarning)):
-        run_threads("tensor=1", body)
-
-
 UNTOLD: list[Callable[[Any], Any]] = [
     lambda x: x.apply_(abs),
     lambda x: x.map_(x, max),

@@ -6,7 +6,6 @@ After it every parameter is a ShardedTensor, those without a line replicated, an
 shards: ``F.linear(x, weight, bias)`` meets the rule of ``linear``.  Inputs and buffers may stay plain tensors.
 """
 
-import difflib
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from plait.comm import Comm
+from plait.messages.wording import did_you_mean
 from plait.sharded.layout import Layout
 from plait.sharded.sharded_tensor import ShardedTensor
 
@@ -35,8 +35,7 @@ def annotate(module: Module, layouts: Mapping[str, Layout | str], comm: Comm) ->
     wanted: dict[int, tuple[str, Layout]] = {}
     for name, text in layouts.items():
         if name not in parameters:
-            near = difflib.get_close_matches(name, parameters, n=2)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(parameters) or 'none'}"
+            hint = did_you_mean(name, parameters, f"there are {', '.join(parameters) or 'none'}")
             raise ValueError(f"no parameter is called {name!r}: {hint}")
         layout = Layout.parse(text) if isinstance(text, str) else text
         shape = tuple(parameters[name].shape)

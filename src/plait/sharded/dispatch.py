@@ -17,9 +17,9 @@ from torch import Tensor
 
 from plait.sharded.elementwise import elementwise
 from plait.sharded.layout import Layout
-from plait.sharded.rules import RULES, OpOverload, OpOverloadPacket, Rule, name_of, named, on_plain, specs_in
+from plait.sharded.rules import RULES, OpOverload, OpOverloadPacket, Rule, name_of, named, specs_in
 from plait.sharded.spec import OpPlan, Refusal, Spec, SpecCache
-from plait.torch_private import DisableTorchFunctionSubclass, is_functorch_wrapped_tensor
+from plait.torch_private import DisableTorchFunctionSubclass, is_functorch_wrapped_tensor, tree_leaves, tree_map
 
 ATOMS = {
     int, float, bool, str, type(None), complex, type(...), torch.dtype, torch.device, torch.memory_format, torch.layout
@@ -68,26 +68,12 @@ def spec_of(value: Any) -> Spec | None:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yields the tensors of an argument, also those inside lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for v in value:
-            yield from tensors_in(v)
-    elif isinstance(value, dict):
-        for v in value.values():
-            yield from tensors_in(v)
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def mapped(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
     """A value with its tensors changed, also those inside lists, tuples of any kind and dicts."""
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, dict):
-        return {k: mapped(change, v, kind) for k, v in value.items()}
-    if not isinstance(value, list | tuple) or isinstance(value, torch.Size):
-        return value
-    items = [mapped(change, v, kind) for v in value]
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return tree_map(lambda v: change(v) if isinstance(v, kind) else v, value, is_leaf=lambda v: isinstance(v, kind))
 
 
 def cache_of(func: Any, args: Any, kwargs: Any) -> SpecCache:
@@ -180,8 +166,6 @@ def decision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     except Refusal as refusal:
         raise refused(func, operands, refusal) from None
     run = plan.run or func
-    if cache.comm.device.type == "meta":  # meta kernels are written in Python, and would read the global shape
-        run = on_plain(run)
     if writes(func, args, kwargs):
         run = no_copy_written(func, run)
     plan = OpPlan(plan.out, run)

@@ -9,7 +9,6 @@
 Operands are aligned like the letters of a product: a replicated one is sliced to the cut of the other.
 """
 
-import cmath
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from plait.sharded.layout import Layout
-from plait.sharded.rules import Rule, combine, finite, lossless, on_slices, rule, specs_in, unsummed
+from plait.sharded.rules import Rule, combine, lossless, on_slices, rule, specs_in, unsummed
 from plait.sharded.spec import OpPlan, Refusal, Spec
 
 LINEAR = (
@@ -98,7 +97,6 @@ def new(func: Any, x: Spec, *sizes: Any, **options: Any) -> Spec:
 def additive(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
     """Sums of tensors: all pending over the same axes, or none."""
     operands = _tensors(args, options)
-    finite(options.values(), operands)
     due = {a for s in operands for a in s.pending}
     given = (*args, options.get("other")) if not func.__name__.startswith("copy") else ()
     numbers = [a for a in given if isinstance(a, int | float | complex) and a != 0]
@@ -118,23 +116,20 @@ def additive(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
 
 @rule(PRODUCT)
 def product(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
-    """One factor may be pending over an axis, the other is then replicated over it, and finite if it is a number."""
+    """One factor may be pending over an axis, the other is then replicated over it."""
     operands = _tensors(args, options)
     due = [a for s in operands for a in s.pending]
     if len(set(due)) < len(due):
         unsummed(*operands, why="the product of two sums is not the sum of products")
-    finite(args, operands)
     return _combined(func, operands, due)
 
 
 @rule(QUOTIENT)
 def quotient(func: Any, x: Any, y: Any, **options: Any) -> Spec | OpPlan:
-    """Linear in the dividend if the divisor is a number other than 0, and nothing is rounded."""
+    """Linear in the dividend if the divisor is a number, and nothing is rounded."""
     operands = specs_in((x, y))
     if isinstance(y, Spec):
         unsummed(*operands, why="a share divided by 0 is infinite, and of infinities the sum is not a number")
-    elif y == 0 or not cmath.isfinite(y):
-        unsummed(*operands, why=f"of shares divided by {y} the sum is not that of the whole")
     if options.get("rounding_mode"):
         unsummed(*operands, why="rounding is not linear")
     return product(func, x, y)

@@ -18,7 +18,6 @@ replicated operand may meet a cut one: it is sliced, which sends nothing, and it
 again its share.
 """
 
-import cmath
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -86,12 +85,6 @@ def unsummed(*specs: Spec | None, why: str = "only a linear operator may act on 
     due = [s for s in specs if s is not None and s.pending]
     if due:
         raise Refusal(why, [(s, Layout(s.dims)) for s in due])
-
-
-def finite(numbers: Iterable[Any], operands: Iterable[Spec]) -> None:
-    """Refuses to multiply a pending sum by infinity or NaN."""
-    if not all(cmath.isfinite(n) for n in numbers if isinstance(n, int | float | complex)):
-        unsummed(*operands, why="of shares times infinity the sum is not a number")
 
 
 def lossless(operands: Iterable[Spec], out: Spec) -> None:

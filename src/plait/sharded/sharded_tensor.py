@@ -20,15 +20,13 @@ be equal on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function
 
 from plait.comm import Comm
 from plait.sharded.dispatch import DIRECT, LayoutError, decision, mapped, refused, spec_of, tensors_in
@@ -40,13 +38,7 @@ from plait.sharded.spec import Refusal, Spec, SpecCache, spec_cache
 from plait.sharded.spec_tensor import SpecTensor
 from plait.table.collectives import Note
 from plait.tensor.vocabulary import CutClasses
-from plait.torch_private import (
-    DisableTorchFunctionSubclass,
-    disabled_torch_function_impl,
-    is_torch_function_mode_enabled,
-)
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from plait.torch_private import DisableTorchFunctionSubclass, disabled_torch_function_impl
 
 _AUTO: ContextVar[bool] = ContextVar("auto_redistribute", default=False)
 
@@ -54,21 +46,7 @@ _run_local: Any = disabled_torch_function_impl
 _local = DisableTorchFunctionSubclass
 _grad: Any = Tensor.grad
 _PLAIN: Any = Tensor
-_tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
 _NONE: dict[str, Any] = {}
-
-
-def seen_by_modes(function: Function) -> Function:
-    """A function of a tensor that torch function modes see, as they see torch's own."""
-
-    @wraps(function)
-    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if is_torch_function_mode_enabled():
-            return handle_torch_function(call, (x,), x, *args, **kwargs)
-        return function(x, *args, **kwargs)
-
-    DIRECT[call] = function
-    return cast(Function, call)
 
 
 class ShardedTensor(SpecTensor):
@@ -110,7 +88,6 @@ class ShardedTensor(SpecTensor):
         out = wrap(piece.clone(memory_format=torch.contiguous_format), end)
         return cast(ShardedTensor, out.requires_grad_(full.requires_grad))
 
-    @seen_by_modes
     def cut_classes(self) -> CutClasses:
         """The local logits, for ``plait.cross_entropy_sum``; ValueError where more than the last dim is cut."""
         layout = self.sharding
@@ -190,10 +167,6 @@ class ShardedTensor(SpecTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if _tracing():
-            raise LayoutError(
-                f"torch.jit.trace of {name_of(func)} would record this rank's piece: trace on whole tensors"
-            )
         try:
             first = args[0]._spec
             if kwargs:
@@ -361,7 +334,6 @@ def _memory(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
 
 
-@seen_by_modes
 def redistribute(x: Tensor, layout: Layout | str, note: Note = NOTE) -> ShardedTensor:
     """``x`` in another layout; differentiable, and the way back is the dual redistribution in reverse."""
     if not isinstance(x, ShardedTensor):

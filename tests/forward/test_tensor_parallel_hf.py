@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait import anymodel
 from plait.comm import Comm
 from plait.run.models import hf
 from plait.step import Engine, empty_parameters
@@ -55,8 +54,6 @@ def steps(kind: str, mesh: str, row: str, tie: bool = False, loss: Any = hf.loss
     def body(comm: Comm) -> tuple[list[float], dict[str, Tensor], list[str]]:
         model = build(kind, tie)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if settings.get("sequence_parallel"):
-            settings["tensor_plan"] = anymodel.plan_of(model, sequence=True)
         engine = Engine(
             model, comm, strategy=row, optimizer=optimizer, loss_fn=loss, count_fn=hf.token_count, **settings
         )
@@ -91,11 +88,6 @@ def test_its_plan_is_read_as_it_is_and_the_ends_are_cut_by_vocabulary(kind: str)
     assert len(styles) == 2 + 2 * 7
 
 
-def test_sequence_parallelism_needs_the_plan_of_the_wing() -> None:
-    with pytest.raises(ValueError, match=r"tensor_plan=plait\.anymodel\.plan_of\(model, sequence=True\)"):
-        plan_of(build("llama"), sequence=True)
-
-
 def test_the_models_own_loss_gathers_the_logits_and_warns() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -118,8 +110,7 @@ def logits(sequence: bool, **how: Any) -> list[Tensor]:
 
     def body(comm: Comm) -> Tensor:
         model = build("llama").eval()
-        plan = anymodel.plan_of(model, sequence=sequence)
-        Engine(model, comm, strategy="ddp", sequence_parallel=sequence, tensor_plan=plan)
+        Engine(model, comm, strategy="ddp", sequence_parallel=sequence)
         with torch.no_grad():
             found: Any = model(use_cache=False, **how).logits
         return found.full()  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ import torch
 from parallel_cases import is_close, lines, on_ranks, part_of, values
 from torch import Tensor
 
-from plait.anymodel.tensor.functions import Share, Split, Unsplit
+from plait.anymodel.tensor.functions import Share, split, unsplit
 from plait.table.collectives import Note
 from plait.table.tensor_plan import BACKWARD, FORWARD
 from plait.tensor.axis import Divide, Gather, Leave, TensorAxis
@@ -56,10 +56,10 @@ TRAVELS = {
         [("reduce_scatter", FORWARD), ("all_gather", BACKWARD)],
         sequence=True,
     ),
-    "gather": Travel(lambda x, a: Gather.apply(x, a, 5, "here"), 2, "whole", [("all_gather", FORWARD)]),
-    "divide": Travel(lambda x, a: Divide.apply(x, a, "here"), "whole", 2, [("all_gather", BACKWARD)]),
-    "split": Travel(lambda x, a: Split.apply(x, a, "here"), "whole", 1, [("all_gather", BACKWARD)], sequence=True),
-    "unsplit": Travel(lambda x, a: Unsplit.apply(x, a, "here"), 1, "whole", [("all_gather", FORWARD)], sequence=True),
+    "gather": Travel(lambda x, a: Gather.apply(x, a, 2, 5, "here"), 2, "whole", [("all_gather", FORWARD)]),
+    "divide": Travel(lambda x, a: Divide.apply(x, a, 2, "here"), "whole", 2, [("all_gather", BACKWARD)]),
+    "split": Travel(lambda x, a: split(x, a, "here"), "whole", 1, [("all_gather", BACKWARD)], sequence=True),
+    "unsplit": Travel(lambda x, a: unsplit(x, a, "here"), 1, "whole", [("all_gather", FORWARD)], sequence=True),
 }
 
 
@@ -116,4 +116,4 @@ def test_what_cut_computation_reads_sums_its_gradient(ways: int, last: int | Non
 def test_only_a_stream_is_cut_in_time(given: object) -> None:
     """Position ids, say, that a module gets as its first argument."""
     with pytest.raises(ValueError, match=r"'pos', whose stream .* not \[batch, time, width\]: say 'split'"):
-        on_ranks(2, lambda axis: Split.apply(given, axis, "pos"), sequence=True)
+        on_ranks(2, lambda axis: split(given, axis, "pos"), sequence=True)

@@ -32,11 +32,11 @@ def cut(model: nn.Module) -> ModelCut:
     blocks = split_points(model)
 
     def part(here: range, taken: set[int], device: torch.device) -> StagePart:
-        one = part_of(model, blocks, here, taken, torch.device(device))
+        cutting = part_of(model, blocks, here, taken, torch.device(device))
 
         def program(number: int, current: CurrentForward) -> UnmodifiedProgram:
-            return UnmodifiedProgram(one, blocks, number, current)
+            return UnmodifiedProgram(cutting, blocks, here, number, current)
 
-        return StagePart(one.cutting.model, one.cutting.origin, blocks, here, program)
+        return StagePart(cutting.model, cutting.origin, blocks, here, program)
 
     return ModelCut(blocks, part, partial(release, model))

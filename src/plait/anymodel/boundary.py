@@ -33,9 +33,10 @@ from torch import Tensor, nn
 
 from plait.anymodel.boundary_state import NOTHING, BoundaryState
 from plait.anymodel.stage_io import HandOver, HandOverForm, Key, tree_of, value_of
-from plait.anymodel.stage_model import CHILDREN, ForeignLayer, UnmodifiedPart, empty, kind_of
+from plait.anymodel.stage_model import CHILDREN, ForeignLayer, empty, kind_of
 from plait.forward.context import CurrentForward, in_backward
 from plait.pipeline.blocks import CutProgram
+from plait.pipeline.cutting import Cutting
 from plait.pipeline.message import Handed, MessageForm, shape_of
 from plait.pipeline.not_here import NotHere
 from plait.pipeline.p2p import Signature, signature_of
@@ -55,8 +56,8 @@ class UnmodifiedProgram(CutProgram):
 
     word = "link"
 
-    def __init__(self, part: UnmodifiedPart, blocks: Blocks, number: int, current: CurrentForward) -> None:
-        super().__init__(part.cutting, blocks.names, part.here, number, current)
+    def __init__(self, cutting: Cutting, blocks: Blocks, here: range, number: int, current: CurrentForward) -> None:
+        super().__init__(cutting, blocks.names, here, number, current)
         self._forms: dict[tuple[Signature, bool], HandOverForm] = {}
         """Of the messages to the next stage, for the shapes of a batch that it has seen, and the mode (training or
         not)."""
@@ -64,7 +65,7 @@ class UnmodifiedProgram(CutProgram):
         """The forms of messages received."""
         self._kinds = list(map(kind_of, self.modules))
         self._name_of: dict[int, str] = {}
-        outside = part.cutting.outside
+        outside = cutting.outside
         self.own = {name: module for name, module in outside.items() if not isinstance(module, ForeignLayer)}
         """Modules outside of the links that this stage has; another one may have a copy, and run it."""
         for link in dict.fromkeys(self.modules):
@@ -134,7 +135,7 @@ class UnmodifiedProgram(CutProgram):
 
     def _reached(self, module: nn.Module) -> BoundaryState:
         """The boundary of the forward that has come to a link, which must be the next one (else ValueError)."""
-        boundary: BoundaryState | None = self.current.context.boundary
+        boundary = self.state
         self.check_next(module, None if boundary is None else boundary.next_link)
         assert boundary is not None
         boundary.next_link += 1
@@ -221,7 +222,7 @@ class UnmodifiedProgram(CutProgram):
         output = call(*args, **kwargs)
         if in_backward():
             return output
-        boundary: BoundaryState | None = self.current.context.boundary
+        boundary = self.state
         assert boundary is not None
         name = self.names[boundary.next_link - 1]
         if boundary.shared and any(_inside(one) != before for one, before in boundary.shared):

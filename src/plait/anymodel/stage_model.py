@@ -7,7 +7,7 @@ stage 1 is   ·  ─►   ·    ─► blocks.1 ─► norm ─► ·       the 
 from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,15 +124,7 @@ def translated(value: Any, known: Mapping[int, nn.Module]) -> Any:
     return value
 
 
-class UnmodifiedPart(NamedTuple):
-    """The part of a model that one stage has."""
-
-    cutting: Cutting
-    here: range
-    """Its blocks."""
-
-
-def part_of(model: nn.Module, blocks: Blocks, here: range, taken: set[int], device: torch.device) -> UnmodifiedPart:
+def part_of(model: nn.Module, blocks: Blocks, here: range, taken: set[int], device: torch.device) -> Cutting:
     """Takes a part out of a model (see ``cut_out``), in which attributes that hold modules hold those of the part."""
     cutting = cut_out(
         model, blocks, here, taken, lambda m: ForeignLayer(m, device), lambda p: placed_elsewhere(p, device)
@@ -141,4 +133,4 @@ def part_of(model: nn.Module, blocks: Blocks, here: range, taken: set[int], devi
     for module, container in cutting.containers:
         new = {key: translated(value, known) for key, value in attributes_of(module).items()}
         vars(container).update({key: value for key, value in new.items() if key in vars(container)})
-    return UnmodifiedPart(cutting, here)
+    return cutting

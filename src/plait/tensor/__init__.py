@@ -5,7 +5,6 @@
     vocabulary.py          embedding and cross-entropy over a cut vocabulary, logits cut in classes
     cut_weight.py          the parameter class that carries out F.linear and F.embedding
     plan.py                from a model and a tensor plan to cuts, sites and siblings
-    transformers.py        the tensor plan that a Hugging Face model carries, in our words
     expert_axis.py         the expert axis: experts on neighbours of shard, and the tokens that travel to them
     time_axis.py           the context axis: steps of time on neighbours of shard, attention to all of them
     ring_attention.py      attention to keys and values that go round

@@ -127,32 +127,31 @@ class Leave(torch.autograd.Function):
 
 
 class Divide(torch.autograd.Function):
-    """A whole activation is cut in its last dim; backward gathers it."""
+    """A whole activation is cut in a dim; backward gathers it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str) -> Tensor:
-        ctx.axis, ctx.site, ctx.size = axis, site, x.size(-1)
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, dim: int, site: str) -> Tensor:
+        ctx.axis, ctx.dim, ctx.site, ctx.size = axis, dim, site, x.size(dim)
         start, stop = axis.part(ctx.size)
-        return x[..., start:stop]
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        axis: TensorAxis = ctx.axis
-        note = axis.note(BACKWARD, ctx.site)
-        return axis.start_gather(gradient, gradient.dim() - 1, ctx.size, note)(), None, None
-
-
-class Gather(torch.autograd.Function):
-    """Pieces of the last dim become the whole; backward keeps this rank's piece."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis, size: int, site: str) -> Tensor:
-        ctx.axis, ctx.size = axis, size
-        return axis.start_gather(x, x.dim() - 1, size, axis.note(FORWARD, site))()
+        return x.narrow(dim, start, stop - start)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        axis: TensorAxis = ctx.axis
+        return axis.start_gather(gradient, ctx.dim, ctx.size, axis.note(BACKWARD, ctx.site))(), None, None, None
+
+
+class Gather(torch.autograd.Function):
+    """Pieces of a dim become the whole; backward keeps this rank's piece."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, dim: int, size: int, site: str) -> Tensor:
+        ctx.axis, ctx.dim, ctx.size = axis, dim, size
+        return axis.start_gather(x, dim, size, axis.note(FORWARD, site))()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         start, stop = ctx.axis.part(ctx.size)
-        return gradient[..., start:stop], None, None, None
+        return gradient.narrow(ctx.dim, start, stop - start), None, None, None, None

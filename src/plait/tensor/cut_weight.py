@@ -32,7 +32,7 @@ from plait.tensor.metadata import name_of, only_metadata
 from plait.tensor.pieces import assemble, piece_of
 from plait.tensor.plan import Parallel, site_of
 from plait.tensor.vocabulary import CutLogits, embedding
-from plait.torch_private import DisableTorchFunction, DisableTorchFunctionSubclass
+from plait.torch_private import DisableTorchFunction, DisableTorchFunctionSubclass, tree_leaves
 
 Function = Callable[..., Any]
 
@@ -112,7 +112,7 @@ class CutWeight(nn.Parameter):
         if func in PASSED or only_metadata(func, args, kwargs):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        weight = next(_weights((*args, *kwargs.values())))
+        weight = _weight_in((args, kwargs))
         inside = hasattr(weight, "home") and weight.home.axis.running
         if inside or (torch.is_grad_enabled() and func is not Tensor.detach and name_of(func) != "data"):
             raise _refusal(func, weight)
@@ -129,14 +129,8 @@ class CutWeight(nn.Parameter):
         )
 
 
-def _weights(arguments: Sequence[Any]) -> Any:
-    for value in arguments:
-        if isinstance(value, CutWeight):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _weights(value)
-        elif isinstance(value, dict):
-            yield from _weights(list(value.values()))
+def _weight_in(arguments: Any) -> Any:
+    return next(value for value in tree_leaves(arguments) if isinstance(value, CutWeight))
 
 
 def _refusal(func: Function, weight: Tensor) -> ValueError:
@@ -243,7 +237,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if isinstance(weight, CutWeight) and not isinstance(input, CutWeight):
         site = weight.sites.get((F.linear, id(bias) if isinstance(bias, CutWeight) else None))
     if site is None or (site.siblings is not None and bias is not None and not isinstance(bias, CutWeight)):
-        raise _refusal(F.linear, next(_weights((input, weight, bias))))
+        raise _refusal(F.linear, _weight_in((input, weight, bias)))
     if input.size(-1) != (site.cut.shape[1] if site.style.kind == "divided" else weight.shape[1]):
         raise ValueError(
             f"{site.name!r}, {str(site.style)!r} in the tensor plan, reads {input.size(-1)} features where its weight "
@@ -310,12 +304,14 @@ def _row(site: CutSite, input: Tensor, weight: Tensor, bias: Tensor | None) -> T
 
 def _gathered(site: CutSite, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A whole activation in, a whole one out."""
-    return cast(Tensor, Gather.apply(_multiply(site, input, bias), site.axis, site.cut.shape[0], site.name))
+    y = _multiply(site, input, bias)
+    return cast(Tensor, Gather.apply(y, site.axis, y.dim() - 1, site.cut.shape[0], site.name))
 
 
 def _divided(site: CutSite, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A whole activation in, a whole one out, of which each rank multiplies its part."""
-    return _row(site, cast(Tensor, Divide.apply(input, site.axis, site.name)), weight, bias)
+    part = cast(Tensor, Divide.apply(input, site.axis, input.dim() - 1, site.name))
+    return _row(site, part, weight, bias)
 
 
 def _head(site: CutSite, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

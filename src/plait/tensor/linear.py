@@ -70,26 +70,6 @@ def values(weight: Tensor) -> Tensor:
         return weight.detach()
 
 
-class Reread:
-    """A weight whose values are read in the forward, and again in the backward."""
-
-    def __init__(self, weight: Tensor) -> None:
-        with DisableTorchFunctionSubclass():
-            self.weight, self.kind, self.version = weight, type(weight), _version(weight)
-
-    def values(self) -> Tensor:
-        """Raises RuntimeError where the weight was written to since, or is at rest."""
-        with DisableTorchFunctionSubclass():
-            if _version(self.weight) != self.version:
-                raise RuntimeError(
-                    f"a weight {list(self.weight.shape)} that the backward reads has been modified by an inplace "
-                    f"operation since its forward"
-                )
-            if type(self.weight) is not self.kind:
-                raise RuntimeError(f"a weight {list(self.weight.shape)} is at rest when its backward reads it")
-            return self.weight.detach()
-
-
 def _version(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
@@ -220,7 +200,6 @@ class Column(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, hold: Tensor | None, entry: SharedInput, index: int, with_bias: bool) -> Tensor:
         weight, bias = entry.pairs[index]
         ctx.entry, ctx.index, ctx.with_bias = entry, index, with_bias
-        ctx.weight = Reread(weight) if entry.wants_input else None
         ctx.save_for_backward(None if hold is None else x)
         b = None if bias is None or not with_bias else values(bias)
         y = F.linear(x, values(weight), b)
@@ -239,7 +218,7 @@ class Column(torch.autograd.Function):
                 entry.waiting.setdefault(ctx.index, []).append((gradient, x))
             elif bias is not None and ctx.with_bias:
                 put_off(entry.axis, bias, partial(bias_sum, gradient))
-        dx = input_product(gradient, ctx.weight.values()) if ctx.weight else None
+        dx = input_product(gradient, values(entry.pairs[ctx.index][0])) if entry.wants_input else None
         return dx, None, None, None, None
 
 
@@ -263,7 +242,7 @@ class Row(torch.autograd.Function):
         if axis.sequence:
             axis.check_stream(x, site, whole=True)
         ctx.axis, ctx.site, ctx.length = axis, site, axis.length if axis.sequence else 0
-        ctx.weight = Reread(weight[0])
+        ctx.weight = weight[0]
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         start = axis.start_scatter if axis.sequence else axis.start_sum
         return start(F.linear(x, values(weight[0]), None), axis.note(FORWARD, site))()
@@ -271,11 +250,11 @@ class Row(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        axis, weight = ctx.axis, ctx.weight.weight
+        axis, weight = ctx.axis, ctx.weight
         (x,) = ctx.saved_tensors
         if ctx.length:
             gradient = axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))()
-        dx = input_product(gradient, ctx.weight.values()) if ctx.needs_input_grad[0] else None
+        dx = input_product(gradient, values(weight)) if ctx.needs_input_grad[0] else None
         dw = None
         if x is not None and not put_off(axis, weight, partial(weight_product, gradient, x)):
             dw = weight_product(gradient, x)

@@ -1,22 +1,26 @@
 """From a model and a plan to cuts of parameters, siblings, and sites.
 
 A plan comes from the user, from the model (``tensor_plan``, a dict or a method that returns one), or from a Hugging
-Face model's config (see ``transformers``).  It is resolved, or refused, on a model whose parameters may be on meta.
+Face model's config, which a wing reads.  It is resolved, or refused, on a model whose parameters may be on meta.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, ClassVar
 
 from torch import nn
 
 from plait.table.tensor_cut import TensorCut
 from plait.table.tensor_plan import KINDS, Site, Style, StyleKind, match_styles
-from plait.tensor.transformers import plan_from_transformers
 from plait.tensor.vocabulary import LOSS
 
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Containers of modules that are called one by one, each with an input of its own."""
+
+
+WING = "plait.anymodel.tensor.plan"
+"""The module whose ``translated(model, sequence=...)`` reads the plan that a Hugging Face model carries."""
 
 
 class TensorPlan(dict[str, str | Style]):
@@ -58,23 +62,22 @@ class Parallel:
 
 
 def plan_of(model: nn.Module, *, sequence: bool = False) -> TensorPlan:
-    """The plan that a model carries; raises ValueError where it has none, or one with a style unknown to plait."""
+    """The plan that a model carries; raises ValueError where it has none, or one with a style unknown to plait.
+
+    Args:
+        sequence: the stream is cut in time, of which a Hugging Face plan knows nothing.
+    """
     own = getattr(model, "tensor_plan", None)
     if own is not None:
         return as_plan(own() if callable(own) else own)
-    carried = getattr(model, "tp_plan", None) if hasattr(model, "get_input_embeddings") else None
-    if not carried:
-        raise ValueError(
-            f"{type(model).__name__} carries no tensor plan: set model.tensor_plan = {{'blocks.*.up': 'column', "
-            f"'blocks.*.down': 'row', ...}} where it is built (in the build function of a job), give Engine the same "
-            f"as tensor_plan=, or leave the tensor axis out of the mesh"
-        )
-    if sequence:
-        raise ValueError(
-            f"{type(model).__name__} under sequence parallelism: the plan that it carries knows nothing of it; give "
-            f"tensor_plan=plait.anymodel.plan_of(model, sequence=True), or leave sequence parallelism out"
-        )
-    return TensorPlan(plan_from_transformers(model, carried))
+    if hasattr(model, "get_input_embeddings") and getattr(model, "tp_plan", None):
+        plan: TensorPlan = import_module(WING).translated(model, sequence=sequence)
+        return plan
+    raise ValueError(
+        f"{type(model).__name__} carries no tensor plan: set model.tensor_plan = {{'blocks.*.up': 'column', "
+        f"'blocks.*.down': 'row', ...}} where it is built (in the build function of a job), give Engine the same as "
+        f"tensor_plan=, or leave the tensor axis out of the mesh"
+    )
 
 
 def as_plan(plan: Mapping[str, str | Style]) -> TensorPlan:
@@ -103,7 +106,6 @@ def parallel_plan(
         _check_stream(styles, modules)
     streams = {"summed", "sequence"} if sequence else {"summed"}
     summed = {id(p) for n, p in parameters.items() if n in named and named[n].kind in streams}
-    _check_heads(styles, modules, ways)
     cuts = {id(parameters[n]): _own_cut(n, parameters[n], s, styles, plan.kinds, ways) for n, s in own.items()}
     pieces = frozenset(cuts)
     for name, style in styles.items():
@@ -150,27 +152,6 @@ def _check_stream(styles: Mapping[str, Style], modules: Mapping[str, nn.Module])
             "sequence parallelism begins at an embedding that is cut by vocabulary, which scatters its sum in time: "
             "say 'vocabulary' for it (or 'split' for the first module that gets the stream cut), or leave sequence "
             "parallelism out"
-        )
-
-
-def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], ways: int) -> None:
-    """Raises ValueError where a module's heads cannot be shared; names the axes that all modules allow."""
-    heads: dict[str, tuple[int, int]] = {}
-    for name, style in styles.items():
-        weight = getattr(modules[name], "weight", None)
-        if style.cut_dim is not None and style.grain > 1 and isinstance(weight, nn.Parameter):
-            size, rest = divmod(weight.shape[style.cut_dim], style.grain)
-            if not rest:
-                heads[name] = min(style.parts or (size,)), style.grain
-    if bad := next((name for name, (n, _) in heads.items() if n % ways), None):
-        counts = [n for n, _ in heads.values()]
-        fits = [n for n in range(2, max(counts) + 1) if not any(count % n for count in counts)]
-        fewest = min(heads, key=lambda name: heads[name][0])
-        axes = f"use tensor={' or '.join(map(str, fits))}" if fits else "leave the tensor axis out"
-        n, grain = heads[bad]
-        raise ValueError(
-            f"{bad!r}: {n} heads of {grain} cannot be shared by tensor={ways} ranks, and a head cannot be parted: "
-            f"{axes}, or give all projections a multiple of {ways} heads (the fewest: {heads[fewest][0]} in {fewest!r})"
         )
 
 

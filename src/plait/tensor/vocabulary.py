@@ -96,7 +96,8 @@ class CutLogits(Tensor):
 
     def full(self) -> Tensor:
         """The logits of all classes, plain: an all_gather."""
-        return cast(Tensor, Gather.apply(self.local, self.axis, self.classes, self.site))
+        local = self.local
+        return cast(Tensor, Gather.apply(local, self.axis, local.dim() - 1, self.classes, self.site))
 
     def cut_classes(self) -> CutClasses:
         return self.local, self.classes, self.axis.comm, AXES
@@ -247,14 +248,14 @@ class CutCrossEntropy(torch.autograd.Function):
         here = targets - start
         mine = counts & (here >= 0) & (here < classes)
         rows, columns = mine.nonzero().squeeze(1), here[mine]
-        ctx.shares = logits.softmax(1)
+        shares = logits.softmax(1)
         numbers = logits.new_zeros(3, num_tokens)  # my largest, log Σ exp(logit - largest), my target's logit
         if classes:
             largest, place = logits.max(1, keepdim=True)
             numbers[0] = largest.squeeze(1)
-            torch.neg(ctx.shares.gather(1, place).squeeze(1).log(), out=numbers[1])
+            torch.neg(shares.gather(1, place).squeeze(1).log(), out=numbers[1])
             none = numbers[0].isneginf()  # all my classes are at minus infinity
-            ctx.shares[none], numbers[1, none] = 0, 0
+            shares[none], numbers[1, none] = 0, 0
         else:
             numbers[0] = float("-inf")
         numbers[2, rows] = logits[rows, columns]
@@ -264,19 +265,13 @@ class CutCrossEntropy(torch.autograd.Function):
         log_sums = of_ranks[:, 0] - top + of_ranks[:, 1]  # relative to the largest of all, where they are exact
         whole = log_sums.logsumexp(0)
         of_whole = (numbers[0] - top + numbers[1] - whole).exp()
-        ctx.save_for_backward(counts, rows, columns, of_whole)
+        ctx.save_for_backward(counts, rows, columns, of_whole, shares)
         return ((whole - (of_ranks[:, 2].sum(0) - top)) * counts).sum()
 
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        counts, rows, columns, of_whole = ctx.saved_tensors
-        shares, ctx.shares = ctx.shares, None  # it becomes the gradient
-        if shares is None:
-            raise RuntimeError(
-                "backward a second time through cross_entropy_sum, which keeps nothing for it: add the losses and call "
-                "backward once"
-            )
+        counts, rows, columns, of_whole, shares = ctx.saved_tensors  # torch refuses to read them twice after a write
         shares.mul_((of_whole * counts * gradient)[:, None])
         shares[rows, columns] -= gradient
         return shares, None, None, None, None, None

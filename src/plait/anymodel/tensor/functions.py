@@ -5,36 +5,13 @@ unsplit    a stream that is cut becomes whole      backward: this rank's part of
 share      cut code reads a whole activation       backward: the sum of the ranks' shares
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from plait.table.tensor_plan import BACKWARD, FORWARD
-from plait.tensor.axis import TensorAxis, first_order
-
-
-class Split(torch.autograd.Function):
-    """A whole stream is cut in time; backward gathers it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str) -> Tensor:
-        if not isinstance(x, Tensor) or x.dim() < 3:
-            given = list(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
-            raise ValueError(
-                f"{site!r}, whose stream the tensor plan cuts in time, has {given} for it, not [batch, time, width]: "
-                f"say 'split' for the first module that gets the stream as its first argument, such as a block"
-            )
-        ctx.axis, ctx.site, ctx.length = axis, site, x.size(1)
-        axis.length = ctx.length
-        start, stop = axis.part(ctx.length)
-        return x[:, start:stop].contiguous()
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        axis: TensorAxis = ctx.axis
-        return axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))(), None, None
+from plait.table.tensor_plan import BACKWARD
+from plait.tensor.axis import Divide, Gather, TensorAxis, first_order
 
 
 class Share(torch.autograd.Function):
@@ -63,17 +40,19 @@ class Share(torch.autograd.Function):
         return (None, None, None, *map(whole.get, range(len(gradients))))
 
 
-class Unsplit(torch.autograd.Function):
-    """A stream that is cut in time becomes whole; backward keeps this rank's part of a gradient that is whole."""
+def split(x: Tensor, axis: TensorAxis, site: str) -> Tensor:
+    """A whole stream is cut in time."""
+    if not isinstance(x, Tensor) or x.dim() < 3:
+        given = list(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise ValueError(
+            f"{site!r}, whose stream the tensor plan cuts in time, has {given} for it, not [batch, time, width]: "
+            f"say 'split' for the first module that gets the stream as its first argument, such as a block"
+        )
+    axis.length = x.size(1)
+    return cast(Tensor, cast(Any, Divide).apply(x, axis, 1, site)).contiguous()
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str) -> Tensor:
-        axis.check_stream(x, site, whole=False)
-        ctx.part = axis.part(axis.length)
-        return axis.start_gather(x, 1, axis.length, axis.note(FORWARD, site))()
 
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        start, stop = ctx.part
-        return gradient[:, start:stop].contiguous(), None, None
+def unsplit(x: Tensor, axis: TensorAxis, site: str) -> Tensor:
+    """A stream that is cut in time becomes whole, and so is its gradient."""
+    axis.check_stream(x, site, whole=False)
+    return cast(Tensor, cast(Any, Gather).apply(x, axis, 1, axis.length, site))

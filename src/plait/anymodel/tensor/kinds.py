@@ -28,7 +28,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from plait.anymodel.tensor.functions import Share, Split, Unsplit
+from plait.anymodel.tensor.functions import Share, split, unsplit
 from plait.table.tensor_plan import KINDS, Site, Style, StyleKind
 from plait.tensor import Parallel, TensorAxis
 from plait.tensor.axis import Leave
@@ -77,7 +77,7 @@ def _once(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module) ->
 def _split(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module) -> None:
     """Its stream is cut in time."""
     if axis.sequence:
-        changes_stream(module, name, "split", axis, lambda x: cast(Any, Split).apply(x, axis, name))
+        changes_stream(module, name, "split", axis, lambda x: split(x, axis, name))
 
 
 def _unsplit(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module) -> None:
@@ -86,7 +86,7 @@ def _unsplit(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module)
         return
 
     def stream(x: Tensor) -> Tensor:
-        whole = cast(Tensor, cast(Any, Unsplit).apply(x, axis, name))
+        whole = unsplit(x, axis, name)
         axis.unsplit = True
         return whole
 
@@ -101,7 +101,7 @@ def _unsplit(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module)
                 f"[batch, {length}, width] to cut in time: leave sequence parallelism out"
             )
         with DisableTorchFunction():
-            y = cast(Any, Split).apply(y, axis, name)
+            y = split(y, axis, name)
         return (y, *output[1:]) if isinstance(output, tuple) else y
 
     changes_stream(module, name, "unsplit", axis, stream)

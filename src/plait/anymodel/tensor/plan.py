@@ -1,15 +1,18 @@
-"""Tensor plans of models as they come: more styles, and the plans of Hugging Face models.
+"""Tensor plans of models as they come: more styles, and the plans that Hugging Face models carry (``model.tp_plan``).
 
-    plait.Engine(model, comm, tensor_plan=plait.anymodel.plan_of(model))         the plan that a model carries
-    plait.Engine(model, comm, tensor_plan=plait.anymodel.ModelPlan({...}))      a plan of the program
+    its plan                                        plait
+    model.layers.*.self_attn.q_proj   colwise       model.layers.*.self_attn.q_proj   column
+    model.layers.*.self_attn.o_proj   rowwise       model.layers.*.self_attn.o_proj   row
+                                                    model.embed_tokens, lm_head       vocabulary
 
-A Hugging Face plan knows nothing of sequence parallelism.  Under it the first block cuts the stream in time, attention
+It knows nothing of sequence parallelism.  Under it the first block cuts the stream in time, attention
 enters as a whole (its code shapes the heads by the length of its input), and norms work on the cut stream.  A child of
 a block that has anything else in it (a router, a convolution, a product that the plan leaves whole) gets the stream
 whole.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from inspect import signature
 from typing import Any
 
@@ -20,7 +23,6 @@ from plait.anymodel.experts import without_experts
 from plait.anymodel.tensor.kinds import MORE_KINDS
 from plait.table.tensor_plan import Style, match_styles
 from plait.tensor import Parallel
-from plait.tensor.transformers import WORDS, ends_of, names_in, plan_from_transformers
 
 
 class ModelPlan(tensor.TensorPlan):
@@ -29,15 +31,29 @@ class ModelPlan(tensor.TensorPlan):
     kinds = MORE_KINDS
 
 
-MORE_WORDS = {
-    **WORDS,
+WORDS = {
+    "colwise": "column",
+    "rowwise": "row",
+    "packed_colwise": "column in 2",
+    "packed_rowwise": "row in 2",
+    "colwise_gather_output": "gathered",
+    "colwise_rep": "gathered",
+    "rowwise_split_input": "divided",
+    "rowwise_rep": "divided",
+    "embedding_rowwise": "vocabulary",
+    "replicated_with_grad_allreduce": "summed",
+    "replicate": "",
+    "embedding_colwise": "",
     "moe_tp_experts": "experts",
     "all_reduce": "experts",
     "moe_identity_expert": "once",
     "mla_kv_a_proj": "shared",
     "local_params": "local",
 }
-"""Styles of transformers' plans, in our words; an empty one leaves a module whole, which it may be."""
+"""Styles of its plans, in our words; an empty one leaves a module whole, which it may be."""
+
+MISTAKEN = {"Gemma3nTextMLP": ("activation_sparsity", "takes the mean of the features that the plan cuts")}
+"""Classes of transformers whose plan is wrong if an attribute is set, and why."""
 
 CLOSED = {"column", "row", "gathered", "divided", "summed", "local"}
 """A module that has only these inside reads a stream that is cut in time, and leaves one."""
@@ -48,10 +64,7 @@ ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k
 
 def plan_of(model: nn.Module, *, sequence: bool = False) -> ModelPlan:
     """The plan that a model carries, its own or a Hugging Face plan; ValueError where it has none that can be read."""
-    carried = getattr(model, "tp_plan", None) if hasattr(model, "get_input_embeddings") else None
-    if getattr(model, "tensor_plan", None) is not None or not carried:
-        return ModelPlan(tensor.plan_of(model))
-    return ModelPlan(without_experts(model, dict(_translated(model, carried, sequence=sequence))))
+    return ModelPlan(tensor.plan_of(model, sequence=sequence))
 
 
 def resolve_carried(model: nn.Module, ways: int, *, sequence: bool = False) -> Parallel:
@@ -59,14 +72,47 @@ def resolve_carried(model: nn.Module, ways: int, *, sequence: bool = False) -> P
     return tensor.parallel_plan(model, ways, plan_of(model, sequence=sequence), sequence=sequence)
 
 
-def _translated(model: Any, carried: Mapping[str, str], *, sequence: bool) -> dict[str, str]:
-    plan = plan_from_transformers(model, carried, MORE_WORDS)
+def translated(model: Any, *, sequence: bool) -> ModelPlan:
+    """A Hugging Face model's plan in our words.
+
+    Raises:
+        ValueError: a style without a word, or a plan that is known to be wrong.
+    """
     modules: dict[str, nn.Module] = dict(model.named_modules())
-    parameters, ends = dict(model.named_parameters(remove_duplicate=False)), ends_of(model)
-    for pattern in [one for one, word in plan.items() if word in ("experts", "shared", "local")]:
-        word = plan.pop(pattern)
-        plan |= {name: _counted(model, name, word) for name in names_in(model, pattern, ends)}
-    return plan | _in_time(model, modules, match_styles(plan, modules, parameters, MORE_KINDS)) if sequence else plan
+    for name, module in modules.items():
+        attribute, why = MISTAKEN.get(type(module).__name__, ("", ""))
+        if attribute and getattr(module, attribute):
+            raise ValueError(
+                f"{type(model).__name__}'s tensor plan is wrong for {name!r}, a {type(module).__name__}, which {why}: "
+                f"give tensor_plan=... of your own that leaves it whole, or leave the tensor axis out"
+            )
+    both = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = [name for name, module in modules.items() if any(module is end for end in both)]
+    plan: dict[str, str | Style] = {}
+    for pattern, style in model.tp_plan.items():
+        if not (names := _names_in(model, pattern, ends)):
+            continue
+        if style not in WORDS:
+            raise ValueError(
+                f"{type(model).__name__}'s tensor plan has the style {style!r}, which plait has no word for (it knows "
+                f"{', '.join(WORDS)}): give tensor_plan=... of your own"
+            )
+        counted = WORDS[style] in ("experts", "shared", "local")
+        plan |= {name: _counted(model, name, WORDS[style]) for name in names} if counted else {pattern: WORDS[style]}
+    plan = {name: style for name, style in plan.items() if style} | dict.fromkeys(ends, "vocabulary")
+    if sequence:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        plan |= _in_time(model, modules, match_styles(plan, modules, parameters, MORE_KINDS))
+    return ModelPlan(without_experts(model, plan))
+
+
+def _names_in(model: nn.Module, pattern: str, ends: Iterable[str]) -> list[str]:
+    """The modules and parameters that a pattern names, apart from the ends.
+
+    A pattern that finds nothing is left out: one plan serves all variants of an architecture.
+    """
+    names = (*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False)))
+    return [name for name in names if fnmatchcase(name, pattern) and name not in ends]
 
 
 def _in_time(model: Any, modules: Mapping[str, nn.Module], named: Mapping[str, Style]) -> dict[str, str]:

@@ -15,7 +15,12 @@ from plait.schedule.actions import check_sizes
 
 def even(num_links: int, num_stages: int) -> tuple[range, ...]:
     """Stages of equally many links, or one more in the first ones; a ValueError for more stages than links."""
-    _check(num_links, num_stages)
+    check_sizes(num_stages, num_microbatches=1)
+    if num_stages > num_links:
+        raise ValueError(
+            f"{num_stages} stages, but the model has {num_links} links to give them: use at most {num_links} stages, "
+            f"or a model of more layers"
+        )
     each, more = divmod(num_links, num_stages)
     return by_sizes([each + (stage < more) for stage in range(num_stages)], num_links)
 
@@ -29,12 +34,3 @@ def by_sizes(sizes: Sequence[int], num_links: int) -> tuple[range, ...]:
         )
     ends = list(accumulate(sizes))
     return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
-
-
-def _check(num_links: int, num_stages: int) -> None:
-    check_sizes(num_stages, num_microbatches=1)
-    if num_stages > num_links:
-        raise ValueError(
-            f"{num_stages} stages, but the model has {num_links} links to give them: use at most {num_links} stages, "
-            f"or a model of more layers"
-        )

@@ -25,7 +25,7 @@ from plait.referee.sanitize.drift import DriftCheck
 from plait.run.config.settings import TrainConfig
 from plait.run.job.job import make_job
 from plait.run.launch.local import launch
-from plait.run.watch.rank import RankObserver
+from plait.run.watch.rank import RankSide
 from plait.table.collectives import Note
 from plait.table.mesh import AXES
 
@@ -39,7 +39,7 @@ def measure(comm: Comm, config: TrainConfig, steps: int, rounds: int) -> int:
     engine, _ = job.engine(comm, config.parallelism)
     batches = job.microbatches(0, comm.mesh.data_rank(comm.rank), comm.mesh.data_size, config.layout.microbatches)
     check, observers = CollectiveCheck(comm), comm.observers
-    watched = observers + tuple(one for one in observers if isinstance(one, RankObserver)) * TIMES
+    watched = observers + tuple(one for one in observers if isinstance(one, RankSide)) * TIMES
     beat = next(thread for thread in threading.enumerate() if thread.name == "plait heartbeat")
     clock = time.pthread_getcpuclockid(beat.ident or 0)
     began, beats = time.perf_counter(), time.clock_gettime(clock)

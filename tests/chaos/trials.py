@@ -144,7 +144,7 @@ def asked_to_end(ground: Ground, number: int) -> Result:
     made = int(str(lines_of(out / "metrics.jsonl")[-1]["step"]))
     if not (out / CHECKPOINTS / f"step-{made:06}").is_dir():
         return Result(f"{made} steps were made, and no checkpoint has them", seen)
-    if to_rank and not re.search(rf"rank {number % RANKS}\b.*{name.name}", child.text()):
+    if to_rank and f"{name.name} (on rank {number % RANKS})" not in child.text():
         return Result(f"that rank {number % RANKS} got {name.name} was not told: {child.text()[-500:]}", seen)
     again = ground.start(ground.words(out, "--resume", "auto"))
     result = outcome(again, "", seen)

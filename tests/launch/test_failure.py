@@ -113,7 +113,7 @@ def test_the_first_failure_is_told_and_a_killed_rank_before_all() -> None:
     text, code = explain(killed, "shard=4")
     assert text == "plait: rank 3 of mesh shard=4 was killed by SIGSEGV; the others were stopped\n"
     assert code == 128 + signal.SIGSEGV
-    assert "rank 1 of mesh shard=4 ended with exit code 3 and left no word" in explain(Failure(1, 3), "shard=4")[0]
+    assert "rank 1 of mesh shard=4 ended with exit code 3 before it was done" in explain(Failure(1, 3), "shard=4")[0]
     assert explain(Failure(0, 2, "plait: error: no\n", 1, final=True), "shard=4") == ("plait: error: no\n", 2)
     assert explain(left := Failure(1, 0, None, 30), "shard=4")[1] == 1 and first_of([echo, left, cause]) is left
     assert explain(Failure(0, 7, "", final=True), "shard=4") == ("", 7)

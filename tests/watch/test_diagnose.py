@@ -59,7 +59,7 @@ def test_memory_ran_out_only_where_the_kernel_says_so() -> None:
 
 def test_a_rank_that_nobody_saw_die_is_gone_without_a_word() -> None:
     assert found(THREE, [RUNS, is_("gone"), RUNS])[0][2] == "is gone without a word: killed, or ended by os._exit"
-    heeded = [rank(0), rank(1), rank(2, signal=-signal.SIGTERM)]
+    heeded = [rank(0), rank(1), rank(2, signal=signal.SIGTERM)]
     assert [f[1] for f in found(heeded, [RUNS, is_("gone"), is_("gone")])] == [1]
     assert found(heeded, [RUNS, RUNS, is_("gone")]) == [("killed", 2, "was ended by SIGTERM")]
 

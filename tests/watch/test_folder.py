@@ -1,4 +1,4 @@
-"""The private folder of a host's ranks: whose it must be, and when it goes."""
+"""The private folder of a host's ranks: whose it must be."""
 
 import os
 import tempfile
@@ -8,29 +8,18 @@ from typing import Any
 import pytest
 
 from plait.comm import ThreadWorld
-from plait.run.watch.folder import PREFIX, WATCH, private_folder, shared_folder
-from plait.run.watch.joined import watch_joined
-from plait.run.watch.page import Page
+from plait.run.watch.joined import shared_folder, watch_joined
+from plait.run.watch.page import WATCH, Page
 from plait.table.mesh import Mesh
 
 
 @pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
 
 
 def place_of(name: str) -> Path:
-    return Path(tempfile.gettempdir()) / f"{PREFIX}-{os.getuid()}-{name}"
-
-
-def test_it_is_this_users_alone_and_gone_with_its_launcher(own_place: Path) -> None:
-    with private_folder() as folder:
-        assert Path(folder).stat().st_mode & 0o777 == 0o700
-        (Path(folder) / "store").write_text("x")
-        with private_folder() as another:
-            assert another != folder
-    assert list(own_place.iterdir()) == []
+    return Path(tempfile.gettempdir()) / f"plait-ranks-{os.getuid()}-{name}"
 
 
 @pytest.mark.parametrize("what", ["open to others", "a link", "a file"])

@@ -59,7 +59,8 @@ def test_a_killed_rank_is_named_before_the_agent_ends_the_others(torchrun: Start
     run = torchrun("wait")
     send(tmp_path, 1, signal.SIGKILL)
     assert run.finish(120)
-    assert headlines(run) == ["plait: rank 1 was killed by SIGKILL"], run.text()
+    what = {"was killed by SIGKILL", "is gone without a word: killed, or ended by os._exit"}  # if the agent asked first
+    assert headlines(run)[0].removeprefix("plait: rank 1 ") in what and not headlines(run)[1:], run.text()
     assert "rank 0: waits for rank" in run.text() and litter(tmp_path) == []
 
 

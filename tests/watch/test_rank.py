@@ -140,7 +140,6 @@ def test_a_signal_asks_to_stop_and_the_users_handler_runs_too(number: signal.Sig
             os.kill(os.getpid(), number)  # before the first step: the user's handler decides what becomes of it
             wait_for(lambda: comm.stop_signal == number)
             wait_for(lambda: heard == [number])
-            assert page.read(0).signal == number
         assert signal.getsignal(number) is mine
         assert signal.set_wakeup_fd(-1) == -1
     finally:
@@ -201,7 +200,7 @@ def test_a_signal_that_nobody_heeds_ends_the_process_as_always(
         time.sleep(30)
 
     assert run_in_fork(body) == -signal.SIGTERM
-    assert page.read(0).signal == -signal.SIGTERM
+    assert page.read(0).signal == signal.SIGTERM
 
 
 def test_a_forked_worker_has_its_own_signals(comm: Comm, page: Page) -> None:

@@ -3,10 +3,12 @@
 did_you_mean("ZeRO-3", TABLE)    did you mean zero3?
 human(1572864)                   1.50 MiB
 seconds_text(0.0123)             12.3 ms
+signal_name(9)                   SIGKILL
 """
 
 import difflib
 import re
+import signal
 from collections.abc import Iterable, Mapping
 
 
@@ -33,6 +35,11 @@ def seconds_text(seconds: float) -> str:
         if seconds >= 0.9995 * factor:
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} µs"
+
+
+def signal_name(number: int) -> str:
+    """Names a signal: ``SIGKILL`` for 9."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def fitting(needs: Mapping[str, float], need: float, have: float) -> str:

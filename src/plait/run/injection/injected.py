@@ -28,8 +28,6 @@ LARGEST_FILE = 4096
 
 SKIPPED = ("all_gather", "reduce_scatter", "all_reduce")
 
-NOTHING = "could not be injected: there is nothing to take hold of on this rank"
-
 OF_OTHERS = ("skip-collective", "nan")
 """Faults of a collective or of the loss, which happen where those are made."""
 
@@ -53,23 +51,20 @@ def inject(engine: Engine, faults: Sequence[str | Fault]) -> None:
 
 
 class Injected(Observer):
-    """A fault that happens once."""
+    """A fault that happens once; ``now`` is true in its step, until it has happened."""
 
     def __init__(self, fault: Fault, engine: Engine) -> None:
         self.fault, self.engine = fault, engine
-        self._now, self._asked, self._over = False, 0, False
+        self.now, self._asked, self._over = False, 0, False
         if fault.kind == "skip-collective":
             _leave_out(engine.comm, self)
         if fault.kind == "nan":
             _poison(engine, self)
 
     def begin_step(self, number: int) -> None:
-        if self._now and self.fault.kind in OF_OTHERS:
-            self._over = True
-            say(f"plait: {self.fault} {NOTHING}\n")
-        elif self._now:
+        if self.now and self.fault.kind not in OF_OTHERS:
             self._act(None)  # the step had fewer operations
-        self._now, self._asked = number + 1 == self.fault.step and not self._over, 0
+        self.now, self._asked = number + 1 == self.fault.step and not self._over, 0
 
     def asked(self, operation: Operation) -> None:
         if self.fault.kind not in OF_OTHERS and self.due():
@@ -77,24 +72,19 @@ class Injected(Observer):
 
     def closed(self) -> None:
         if not self._over:
-            self._now, self._over = False, True
+            self.now, self._over = False, True
             say(f"plait: {self.fault} was not injected: the run came to no such place\n")
-
-    @property
-    def now(self) -> bool:
-        """True in the fault's step, until the fault has happened."""
-        return self._now
 
     def due(self) -> bool:
         """True if the fault happens at the operation that is asked for."""
-        if not self._now:
+        if not self.now:
             return False
         self._asked += 1
         return self._asked >= self.fault.operation
 
     def say(self, operation: Operation | None) -> None:
         """Prints that the fault happens now, and marks it as done."""
-        self._now, self._over = False, True
+        self.now, self._over = False, True
         where = f", in {operation}" if operation else ""
         say(f"plait: injected {self.fault} (process {os.getpid()}){where}\n")
         sys.stderr.flush()
@@ -181,7 +171,7 @@ def _flip(engine: Engine) -> None:
     """Flips a high bit in the mantissa of this rank's first number."""
     views = [owned.view.detach() for owned in engine.placed.owned if owned.view.numel()]
     if not views:
-        say(f"plait: the bit {NOTHING}\n")
+        say("plait: the bit could not be injected: this rank has no parameter\n")
         return
     view = views[0]
     octets = view.view(-1)[:1].view(torch.uint8)

@@ -17,12 +17,11 @@ from plait.checkpoint.files.writing import told
 from plait.comm.environment import STORE
 from plait.messages.escape import say
 from plait.run.launch.failure import explain, first_of, recorded
-from plait.run.launch.fork_server import ForkServer, LostError
-from plait.run.launch.limits import Limits, Restarts
+from plait.run.launch.fork_server import ForkServer
+from plait.run.launch.limits import Limits
 from plait.run.launch.rank_monitor import RankMonitor
 from plait.run.launch.signals import Asked, announced
-from plait.run.watch.folder import WATCH
-from plait.run.watch.processes import look
+from plait.run.watch.page import WATCH
 from plait.table.mesh import Mesh
 
 LOOK_SECONDS = 0.05
@@ -42,7 +41,9 @@ class RankAgent:
 
     def __init__(self, mesh: Mesh, folder: Path, server: ForkServer, limits: Limits, deadline: float) -> None:
         self._mesh, self._folder, self._server, self._deadline = mesh, folder, server, deadline
-        self._limits, self._restarts, self._attempt = limits, Restarts(limits), -1
+        self._limits, self._attempt = limits, -1
+        self._faults: list[tuple[int, int, str]] = []
+        """Of each fault the rank, the step that was reached, and the state that had been kept."""
         self.asked = Asked(self._tell, grace=limits.grace)
         """The handler of signals to the launcher."""
         self._monitor: RankMonitor | None = None
@@ -56,7 +57,7 @@ class RankAgent:
 
         Raises:
             SystemExit: a signal asked for the end before the first step, or its time is over.
-            ConnectionError: the ranks were killed, and the server does not say that they have ended.
+            ConnectionError: the server is gone, or does not say that ranks that were killed have ended.
         """
         try:
             goes_on = True
@@ -104,11 +105,7 @@ class RankAgent:
     def _look(self) -> bool | None:
         """Looks at the ranks once: None while they go on; else True if another attempt follows."""
         assert self._monitor is not None
-        try:
-            ended = self._ended()
-        except LostError as lost:
-            return self._lose_server(lost)
-        self._monitor.tell_signals()
+        ended = self._ended()
         failures = [
             recorded(rank, code, note_of(self._here, rank))
             for rank, code in ended.items()
@@ -140,15 +137,6 @@ class RankAgent:
         if self._monitor is not None:
             self._monitor.page.ask_to_stop(number)
 
-    def _lose_server(self, lost: LostError) -> bool:
-        """Handles the loss of the server: once its ranks are gone too, the next attempt has another."""
-        ranks, self._ranks = self._ranks.values(), {}
-        end = time.monotonic() + BURY_SECONDS
-        while any(look(pid).state != "gone" for pid in ranks) and time.monotonic() < end:
-            time.sleep(LOOK_SECONDS)
-        self.code = 128 - lost.code if lost.code < 0 else 1
-        return self._end(0, f"plait: {lost}\n")
-
     def _end(self, rank: int, text: str, *, final: bool = False) -> bool:
         """Reports why the attempt has ended, by ``rank``, and kills the ranks that are left; True if another attempt
         follows."""
@@ -162,12 +150,13 @@ class RankAgent:
             return False
         try:
             kept = self._limits.kept()
-            refusal = self._restarts.refusal(rank, reached, kept)
+            self._faults.append((rank, reached, kept))
+            refusal = self._limits.refusal(self._faults)
         except ValueError as error:
             refusal = f"not started again: {error}"
         if not refusal:
             start = kept or "the beginning"
-            say(f"plait: restart {len(self._restarts.faults)} of {self._limits.restarts}, from {start}\n")
+            say(f"plait: restart {len(self._faults)} of {self._limits.restarts}, from {start}\n")
             return True
         say(f"plait: {refusal}\n")
         return False

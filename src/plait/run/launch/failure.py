@@ -32,6 +32,7 @@ from typing import NoReturn
 from plait.checkpoint.files.writing import DiskError
 from plait.messages.ended import EndedError, OtherRankError
 from plait.messages.escape import UnheardError, heard, printable, say
+from plait.messages.wording import signal_name
 
 MISTAKE = 2
 """The exit code of bad input, the same as argparse's."""
@@ -142,13 +143,9 @@ def explain(failure: Failure, mesh: str, found: str = "") -> tuple[str, int]:
     """
     who = f"plait: rank {failure.rank} of mesh {mesh}"
     code = failure.exit_code
-    if code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        return found or f"{who} was killed by {name}; the others were stopped\n", 128 - code
-    if code == 0:
-        return found or f"{who} ended with exit code 0 before its part was done; the others were stopped\n", 1
-    if failure.text is None:
-        return found or f"{who} ended with exit code {code} and left no word; the others were stopped\n", code
+    if code <= 0 or failure.text is None:
+        ended = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code} before it was done"
+        return found or f"{who} {ended}; the others were stopped\n", 128 - code if code < 0 else code or 1
     if failure.final:
         where = "" if code == MISTAKE else f" (raised on rank {failure.rank}, mesh {mesh})"
         return f"{failure.text.rstrip()}{where}\n" if failure.text else "", code

@@ -10,6 +10,7 @@ The launcher itself cannot be copied: it may have threads and devices, and glibc
 starts.
 """
 
+import ctypes
 import importlib
 import json
 import math
@@ -28,10 +29,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from plait.messages.escape import say
+from plait.messages.wording import signal_name
 from plait.run.launch.failure import leave, open_closed
 from plait.run.launch.signals import ASKING
-from plait.run.watch.diagnose import signal_name
-from plait.run.watch.processes import hear_of_parents_death, look, out_of_memory_kills, readable
+from plait.run.watch.processes import look, readable
 
 LARGEST = 1 << 20
 """Most bytes of a message."""
@@ -56,21 +57,12 @@ PYTHON = (sys.executable, "-P")
 
 SERVER = "import sys; from plait.run.launch.fork_server import serve; serve(*map(int, sys.argv[1:3]), sys.argv[3:])"
 
-
-class LostError(ConnectionError):
-    """Raised when the server is gone, and its ranks with it: the kernel ends them.
-
-    Args:
-        code: its exit code; minus the signal that killed it.
-    """
-
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
-        self.code = code
+PR_SET_PDEATHSIG = 1
+"""From <sys/prctl.h>."""
 
 
 class ForkServer:
-    """The launcher's side.  A lost server is replaced by another as soon as a rank is to be started.
+    """The launcher's side.
 
     Args:
         command: the words after ``python`` on the command line of a rank: ``-m module words...`` or ``script words...``
@@ -79,18 +71,15 @@ class ForkServer:
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], deadline: float = 60.0) -> None:
-        self._command, self._environment, self._deadline = command, environment, deadline
-        self._start()
-
-    def _start(self) -> None:
+        self._deadline = deadline
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         shared = [name for name in sys.modules if name.startswith("plait.") and name != "plait.__main__"]
         self._line.send(json.dumps(shared).encode())  # without the program, which each rank runs for itself
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)  # in the server too, until it ignores them
         try:
-            words = [*PYTHON, "-c", SERVER, str(theirs.fileno()), str(os.getpid()), *self._command]
+            words = [*PYTHON, "-c", SERVER, str(theirs.fileno()), str(os.getpid()), *command]
             self._process = subprocess.Popen(
-                words, env=self._environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                words, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )
         except OSError as error:
             self._line.close()
@@ -99,18 +88,15 @@ class ForkServer:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
         self._ended: dict[int, int] = {}
-        self._runs, self._kills, self._lost = time.monotonic(), out_of_memory_kills(), False
+        self._runs = time.monotonic()
 
     def fork(self, variables: Mapping[str, str]) -> int:
         """Starts a rank with these variables as well; returns its process id.
 
         Raises:
-            LostError: the server is gone, or does not answer.
+            ConnectionError: the server is gone, and its ranks with it: the kernel ends them; or it does not answer.
             ValueError: this system starts no more processes.
         """
-        if self._lost:
-            self.close()
-            self._start()
         with self._in_one_line():
             self._line.send(json.dumps(variables).encode())
             end = time.monotonic() + max(ANSWER_SECONDS, self._deadline)
@@ -125,7 +111,7 @@ class ForkServer:
 
     def ended(self) -> Mapping[int, int]:
         """Returns the exit codes of the ranks that have ended, by process id; below 0, the signal that killed one.
-        LostError if the server is gone, or has been stopped for the deadline."""
+        ConnectionError if the server is gone, or has been stopped for the deadline."""
         with self._in_one_line():
             while readable([self._line.fileno()], 0):
                 self._receive()  # also the answer that an interrupted ``fork`` has not taken
@@ -164,20 +150,17 @@ class ForkServer:
         try:
             yield
         except ConnectionError:
-            self._lost, code = True, self._process.wait()
-            memory = code == -signal.SIGKILL and out_of_memory_kills() > self._kills
+            code = self._process.wait()
             ended = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
-            what = f"{ended}{': the kernel says that memory ran out' if memory else ''}"
-            raise LostError(f"{who} {what}; its ranks ended too", code) from None
+            raise ConnectionError(f"{who} {ended}; its ranks ended too") from None
         except TimeoutError:
-            self._lost = True
             self._process.kill()
-            raise LostError(f"{who} is stopped, or does not answer: it is ended, with its ranks", 1) from None
+            raise ConnectionError(f"{who} is stopped, or does not answer: it is ended, with its ranks") from None
 
 
 def die_with(parent: int) -> None:
     """Makes the kernel kill this process as soon as ``parent`` is gone."""
-    hear_of_parents_death(signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # it was gone before
         os._exit(1)
 

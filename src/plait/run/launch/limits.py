@@ -4,7 +4,7 @@ the same step for the third time, and no new checkpoint     ──►  it would 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 LOOPS = 3
 """Number of faults of one rank in one step, without a new checkpoint, that make a loop."""
@@ -24,21 +24,16 @@ class Limits:
     hint: Callable[[], str] = str
     """Called after a fault without a restart: returns how a user may go on."""
 
+    def refusal(self, faults: list[tuple[int, int, str]]) -> str | None:
+        """Returns why the run is not started again after these faults; None where it is.
 
-@dataclass
-class Restarts:
-    """The faults of a run so far."""
-
-    limits: Limits
-    faults: list[tuple[int, int, str]] = field(default_factory=list)
-    """(rank, step that was reached, state that had been kept) of each fault."""
-
-    def refusal(self, rank: int, step: int, kept: str) -> str | None:
-        """Notes a fault of ``rank`` in ``step``; returns why the run is not started again, None where it is."""
-        self.faults.append((rank, step, kept))
-        if len(self.faults) > self.limits.restarts:
-            return f"not started again: {self.limits.restarts} restarts were allowed, and made"
-        if self.faults.count((rank, step, kept)) >= LOOPS:
+        Args:
+            faults: the rank of each, the step that was reached, and the state that had been kept.
+        """
+        if len(faults) > self.restarts:
+            return f"not started again: {self.restarts} restarts were allowed, and made"
+        if faults.count(faults[-1]) >= LOOPS:
+            rank, step, _ = faults[-1]
             where = f"step {step}" if step >= 0 else "front of the first step"
             return f"not started again: rank {rank} failed in {where} {LOOPS} times, without a new checkpoint"
         return None

@@ -12,8 +12,8 @@ import contextlib
 import hashlib
 import os
 import signal
-import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +35,6 @@ from plait.run.launch.failure import LAUNCHER, leave_note
 from plait.run.launch.fork_server import ForkServer
 from plait.run.launch.limits import Limits
 from plait.run.launch.signals import Asked, announced, heard
-from plait.run.watch.folder import private_folder
 
 Body = Callable[[Comm], int]
 
@@ -187,7 +186,8 @@ def _start_ranks(config: MachineConfig, command: Sequence[str], limits: Limits) 
     environment = {**os.environ, **rank_environment(config)}
     with contextlib.ExitStack() as stack:
         with told(os.environ.get("TMPDIR", "/tmp"), 0):
-            folder = Path(stack.enter_context(private_folder()))
+            private = tempfile.TemporaryDirectory(prefix="plait-ranks-", ignore_cleanup_errors=True)
+            folder = Path(stack.enter_context(private))
         server = ForkServer(command, environment, config.deadline)
         stack.callback(server.close)
         agent = RankAgent(config.parsed_mesh, folder, server, limits, config.deadline)
@@ -216,8 +216,6 @@ def rank_environment(config: MachineConfig, given: Mapping[str, str] = os.enviro
         "OMP_NUM_THREADS": str(config.threads),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 42),
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "GLOO_SOCKET_IFNAME": "lo",
     }
-    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if loopback:
-        wanted["GLOO_SOCKET_IFNAME"] = loopback[0]
     return {LAUNCHER: str(os.getpid()), **{k: v for k, v in wanted.items() if k not in given}}

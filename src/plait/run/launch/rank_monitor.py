@@ -11,7 +11,7 @@ from pathlib import Path
 from plait.checkpoint.files.writing import told
 from plait.comm.deadline import awake_since, clock
 from plait.messages.escape import say
-from plait.run.watch.diagnose import ENDED, LONG, Diagnosis, block, diagnose, signal_name
+from plait.run.watch.diagnose import ENDED, LONG, Diagnosis, Kind, block, diagnose
 from plait.run.watch.page import SLOT, Page
 from plait.run.watch.processes import ProcessState, look, out_of_memory_kills
 from plait.run.watch.stacks import with_stacks
@@ -37,7 +37,7 @@ class RankMonitor:
         with told(folder, SLOT * (1 + 2 * mesh.size)):
             self.page = Page(folder, mesh.size)
         self._long, self._next = min(LONG, deadline / 2), 0.0
-        self._told: dict[tuple[str, int], float] = {}
+        self._told: dict[tuple[Kind, int], float] = {}
         self._memory = out_of_memory_kills()
 
     @property
@@ -54,12 +54,6 @@ class RankMonitor:
         time.sleep(SETTLE_SECONDS)
         return block([one for one in self._found(ended) if one.kind in ENDED])
 
-    def tell_signals(self) -> None:
-        """Reports the ranks that were asked to end.  All may have ended after their step within a moment."""
-        for status in [] if self.page.stop else self.page.read_all():
-            if status.signal > 0 and self._is_new("signal", status.rank, time.monotonic()):
-                say(f"plait: rank {status.rank} got {signal_name(status.signal)}: all ranks end after their step\n")
-
     def tell(self, ended: Mapping[int, int], ranks: Mapping[int, int]) -> Diagnosis | None:
         """Reports new findings; returns the finding that has lasted for the deadline, if there is one.
 
@@ -73,15 +67,12 @@ class RankMonitor:
             return None
         self._next = now + BETWEEN_SECONDS
         found = [one for one in self._found(ended) if one.kind not in ENDED]
-        lasting = {(one.kind, one.rank) for one in found} | {("signal", rank) for rank in ranks}
+        lasting = {(one.kind, one.rank) for one in found}
         lasting |= {key for key in self._told if key[0] == "straggler"}
         self._told = {key: since for key, since in self._told.items() if key in lasting}
-        fresh = [one for one in found if self._is_new(one.kind, one.rank, now)]
+        fresh = [one for one in found if self._told.setdefault((one.kind, one.rank), now) == now]
         say(block(with_stacks(fresh, self._folder, ranks)))
         return next((one for one in found if self._too_long(one, now)), None)
-
-    def _is_new(self, kind: str, rank: int, now: float) -> bool:
-        return self._told.setdefault((kind, rank), now) == now
 
     def _too_long(self, one: Diagnosis, now: float) -> bool:
         if one.kind == "straggler":

@@ -6,7 +6,6 @@ stacks.py      the stacks of a rank's threads, requested from outside
 processes.py   the kernel's facts about a process
 diagnose.py    finds the cause from both; as text for the screen
 straggler.py   finds ranks that compute longer than their peers
-folder.py      the private folder in which a host's ranks meet; it goes with the last of them
 joined.py      under torchrun: ranks that monitor each other
 host_reports.py   ranks of other hosts, and hosts that have gone silent
 """

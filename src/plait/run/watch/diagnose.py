@@ -22,17 +22,16 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from plait.messages.escape import one_line
+from plait.messages.wording import signal_name
 from plait.run.watch.page import Status
 from plait.run.watch.processes import ProcessState
 from plait.run.watch.straggler import stragglers
 from plait.table.mesh import Mesh
 
 Kind: TypeAlias = Literal["killed", "failed", "left", "stopped", "stands still", "crossed", "straggler"]
-
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 ENDED: frozenset[Kind] = frozenset({"killed", "failed", "left"})
 """Diagnoses after which no step follows."""
@@ -103,8 +102,8 @@ def diagnose(
     found = found or _standing(alive, now, long) or first
     if mesh is not None and not found:
         return [
-            Diagnosis("straggler", slow.rank, slow.text, _in(ranks[slow.rank][0]), step=ranks[slow.rank][0].step)
-            for slow in stragglers(list(alive.values()), mesh)
+            Diagnosis("straggler", rank, text, _in(ranks[rank][0]), step=ranks[rank][0].step)
+            for rank, text in stragglers(list(alive.values()), mesh)
         ]
     others = {rank: f"rank {rank}: {_does(*ranks[rank], now)}" for rank in sorted(ranks)}
     return [
@@ -145,8 +144,8 @@ def _end(s: Status, p: ProcessState, wanted: bool) -> tuple[int, float, Kind, in
         what = "left before the others, with exit code 0" if code == 0 else "left before the others"
         return (_LEFT, s.since, "left", s.rank, what) if wanted else None
     if code is None:
-        if s.signal < 0:
-            return _ECHO, s.since, "killed", s.rank, f"was ended by {signal_name(-s.signal)}"
+        if s.signal:
+            return _ECHO, s.since, "killed", s.rank, f"was ended by {signal_name(s.signal)}"
         return _GONE, s.since, "killed", s.rank, "is gone without a word: killed, or ended by os._exit"
     memory = ": the kernel says that memory ran out" if p.out_of_memory else ""
     return (
@@ -207,8 +206,3 @@ def _does(s: Status, p: ProcessState, now: float) -> str:
 
 def _code(code: int) -> str:
     return signal_name(-code) if code < 0 else f"exit code {code}"
-
-
-def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9."""
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

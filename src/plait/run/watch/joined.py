@@ -20,7 +20,9 @@ import contextlib
 import hashlib
 import os
 import shutil
+import stat
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -32,9 +34,8 @@ from plait.comm.process_identity import hosts_of
 from plait.messages.escape import one_line, say
 from plait.run.watch import processes
 from plait.run.watch.diagnose import ENDED, LONG, STANDING, Diagnosis, block, diagnose
-from plait.run.watch.folder import WATCH, shared_folder
 from plait.run.watch.host_reports import HostReports, Seen
-from plait.run.watch.page import Page, Status
+from plait.run.watch.page import WATCH, Page, Status
 from plait.run.watch.processes import ProcessState, out_of_memory_kills, readable
 from plait.run.watch.rank import BEAT, RankSide
 from plait.run.watch.stacks import with_stacks
@@ -71,6 +72,27 @@ def _name(comm: Comm) -> str:
     return hashlib.sha256(repr((agent, given, [peer.token for peer in comm.peers[:1]])).encode()).hexdigest()[:16]
 
 
+def shared_folder(name: str) -> Path:
+    """Opens or makes the folder of this name, which only this user may enter.  If all its users are killed at once it
+    stays in the temporary folder.
+
+    Raises:
+        ValueError: something else has its name, or another user owns or may enter it.
+        OSError: the temporary folder is not there, full or not writable.
+    """
+    user = os.getuid()
+    folder = Path(tempfile.gettempdir()) / f"plait-ranks-{user}-{name}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == user and stat.S_IMODE(found.st_mode) == 0o700:
+        return folder
+    raise ValueError(
+        f"{one_line(str(folder))} is not a folder of user {user} with mode 700: "
+        f"somebody else made it; set TMPDIR to a folder of your own"
+    )
+
+
 def _ended_badly(s: Status, p: ProcessState) -> bool:
     without_word = p.state == "gone" and p.exit_code is None and s.state != "done"
     return s.state == "failed" or bool(p.exit_code) or without_word
@@ -89,15 +111,18 @@ class Neighbours:
         self.hosts: HostReports | None = None
 
     def descriptors(self) -> list[int]:
+        """Returns descriptors that become readable when something happens."""
         return list(self._open.values())
 
     def somebody_died(self) -> bool:
         return bool(self._ended)
 
     def all_came(self) -> None:
+        """Called when the first step begins: all ranks have written on the page, and the next look meets them."""
         self._at_once = True
 
     def look(self) -> None:
+        """Called at every heartbeat, and when a descriptor is readable."""
         if self.hosts is not None:
             self.hosts.look()
         now = time.monotonic()
@@ -135,15 +160,13 @@ class Neighbours:
     def _met(self, s: Status) -> ProcessState:
         """Opens a descriptor of a process that lives, which shows its end; buries one that has ended."""
         if s.rank not in self._open and s.rank != self.comm.rank:
-            with contextlib.suppress(OSError, AttributeError):  # gone, or a kernel or system that has no such thing
+            with contextlib.suppress(OSError):  # gone
                 self._open[s.rank] = os.pidfd_open(s.pid)
         state = processes.look(s.pid, s.born)
         if state.state != "gone":
             return state
         descriptor = self._open.pop(s.rank, None)
         if descriptor is not None:
-            if state.exit_code is None:  # the agent was the first to ask
-                state = replace(state, exit_code=processes.exit_code(descriptor))
             os.close(descriptor)
         memory = state.exit_code == -9 and out_of_memory_kills() > self._memory
         self._ended[s.rank] = replace(state, out_of_memory=memory)

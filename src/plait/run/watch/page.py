@@ -32,6 +32,9 @@ STEP_BYTES = 8
 """Bytes of a rank's step, ahead of its records."""
 _HEAD = struct.Struct("<IQ")
 
+WATCH = "PLAIT_WATCH"
+"""The variable that names the folder of a launcher's page, which the launcher reads."""
+
 State = Literal["starting", "running", "waiting", "failed", "done"]
 
 
@@ -60,7 +63,7 @@ class Status:
     born: int = 0
     """The start of the process, in ticks of the kernel: with ``pid`` it identifies the process."""
     signal: int = 0
-    """The last signal that asked it to end; its negative once it ends because of it."""
+    """The signal because of which it ends."""
     error: str = ""
     """The error with which it failed, in one line."""
 

@@ -2,23 +2,16 @@
 
     /proc/<pid>/stat                4711 (python) T 4242 ...  ... the exit code of one that is not buried yet
     <cgroup>/memory.events          oom_kill 1
-    a pidfd                         the exit code of one that is buried, from Linux 6.15 on
 
-A process is identified by its id and its start time, because ids are used again.  Without ``/proc`` it is only known
-whether a process of that id exists.
+A process is identified by its id and its start time, because ids are used again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import os
 import re
 import select
-import signal
-import struct
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,53 +33,23 @@ class ProcessState:
     """The kernel says that it killed this process for its memory."""
 
 
-_PR_SET_PDEATHSIG = 1
-"""From <sys/prctl.h>."""
-
-_PIDFD_INFO = struct.Struct("Q52xi")
-"""From <linux/pidfd.h>: a mask of known fields, and at the end of the structure's first version the status."""
-
-_PIDFD_INFO_EXIT, _PIDFD_GET_INFO = 1 << 3, 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
-
-
 def look(pid: int, born: int = 0, root: Path = Path("/proc")) -> ProcessState:
     """Returns the state of the process ``pid`` that was started at ``born`` (0: at any time)."""
-    if not (root / "self").exists():
-        return ProcessState(pid, "running" if _exists(pid) else "gone")
     fields = _stat(pid, root)
     if fields is None:
-        return ProcessState(pid, "running" if _exists(pid) else "gone")
+        return ProcessState(pid, "running")
     if not fields or (born and int(fields[19]) != born):
         return ProcessState(pid, "gone")
     letter = fields[0]
     if letter in "ZX":
-        return ProcessState(pid, "gone", _exit_code(int(fields[49]) if len(fields) > 49 else 0))
+        status = int(fields[49])
+        return ProcessState(pid, "gone", -(status & 0x7F) or status >> 8)
     return ProcessState(pid, "stopped" if letter in "Tt" else "running")
 
 
-def exit_code(descriptor: int) -> int | None:
-    """Returns the exit code of a process whose parent has already asked, by a pidfd opened before; from Linux 6.15 on.
-
-    None where the kernel does not say: it is older, or the process lives or has not been asked for yet.
-    """
-    answer = bytearray(_PIDFD_INFO.size)
-    _PIDFD_INFO.pack_into(answer, 0, _PIDFD_INFO_EXIT, 0)
-    try:
-        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, answer)
-    except OSError:
-        return None
-    known, code = _PIDFD_INFO.unpack_from(answer)
-    return _exit_code(code) if known & _PIDFD_INFO_EXIT else None
-
-
-def _exit_code(status: int) -> int:
-    """Returns the exit code in a status from wait; minus the signal, if one killed it."""
-    return -(status & 0x7F) or status >> 8
-
-
-def born(pid: int, root: Path = Path("/proc")) -> int:
+def born(pid: int) -> int:
     """Returns the start of a process, in ticks of the kernel; 0 where it is not known."""
-    fields = _stat(pid, root)
+    fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
 
@@ -96,7 +59,7 @@ def started(pid: int) -> float:
     return ticks and time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _stat(pid: int, root: Path) -> list[str] | None:
+def _stat(pid: int, root: Path = Path("/proc")) -> list[str] | None:
     """Returns the fields after the name, which may itself hold spaces and parentheses; empty where the process is gone,
     None where they cannot be read: this process may have no descriptor left for it."""
     try:
@@ -107,22 +70,6 @@ def _stat(pid: int, root: Path) -> list[str] | None:
         return None
 
 
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def hear_of_parents_death(number: signal.Signals) -> None:
-    """Makes the kernel send this process this signal as soon as its parent is gone; on Linux."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-
-
 def launcher() -> tuple[int, int] | None:
     """Returns the process that this rank must not outlive, as (pid, born): plait's launcher, or torchrun's agent, which
     is the nearest ancestor without the variables that it gives its ranks.  None where neither started it, or where it
@@ -131,7 +78,7 @@ def launcher() -> tuple[int, int] | None:
         if name in os.environ:
             pid = os.getppid()
             while pid > 1 and _has(pid, name):  # a shell or another wrapper around the rank
-                fields = _stat(pid, Path("/proc"))
+                fields = _stat(pid)
                 pid = int(fields[1]) if fields else 0
             pid = pid if pid > 1 else os.getppid()
             began = born(pid)

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from plait.comm.base import Comm
 from plait.comm.deadline import clock
@@ -38,6 +38,9 @@ from plait.run.watch import processes, stacks
 from plait.run.watch.page import Page, State, Status
 from plait.run.watch.processes import readable
 
+if TYPE_CHECKING:
+    from plait.run.watch.joined import Neighbours
+
 BEAT = 0.25
 """Seconds between two heartbeats."""
 
@@ -47,34 +50,15 @@ RECENT = 256
 """The number of steps whose times are kept."""
 
 
-class Reporter(Protocol):
-    """Reports faults where no launcher does: the ranks themselves (``joined.py``)."""
-
-    def descriptors(self) -> list[int]:
-        """Descriptors that become readable when something happened."""
-
-    def look(self) -> None:
-        """Called at every heartbeat, and when a descriptor is readable."""
-
-    def all_came(self) -> None:
-        """Called when the first step begins: all ranks have written on the page, and the next look meets them."""
-
-    def last_look(self, *, failed: bool) -> None:
-        """Called when this rank leaves."""
-
-    def somebody_died(self) -> bool:
-        """True if other ranks are gone."""
-
-
 class RankSide(Observer):
     """Observes one rank for the page of its host, from construction to ``close``.
 
     Args:
-        reporter: looks after the others, where no launcher does.
+        neighbours: looks after the others, where no launcher does.
     """
 
-    def __init__(self, comm: Comm, page: Page, reporter: Reporter | None = None) -> None:
-        self.comm, self.page, self.reporter = comm, page, reporter
+    def __init__(self, comm: Comm, page: Page, neighbours: Neighbours | None = None) -> None:
+        self.comm, self.page, self.neighbours = comm, page, neighbours
         self._pid, self._launcher = os.getpid(), processes.launcher()
         self._born, self._signal, self._error = processes.born(self._pid), 0, ""
         self._now: tuple[State, Operation | None, float] = "starting", None, time.monotonic()
@@ -84,7 +68,6 @@ class RankSide(Observer):
         self._signals = _Signals()
         self._stop_at: tuple[int, int] | None = None  # a signal that would have ended us, and the step it came in
         self._stacks = stacks.listen(page.folder, comm.rank)
-        _wake_when_parent_dies(self._launcher)
         self._closing = False
         self._write()
         comm.observers += (self,)
@@ -101,8 +84,8 @@ class RankSide(Observer):
             self._began, self._waited, self.step = now, 0.0, number
             self._now = "running", self._now[1], time.monotonic()
             self.page.begins(self.comm.rank, number)
-        if self.reporter is not None and first:
-            self.reporter.all_came()
+        if self.neighbours is not None and first:
+            self.neighbours.all_came()
             self._signals.wake()
         if self._stop_at is not None and number > self._stop_at[1] + 1:  # it was to stop, and goes on
             self._obey(self._stop_at[0])
@@ -131,11 +114,11 @@ class RankSide(Observer):
             about = {"operation": text, "peers": peers, "steps": steps, "finished": finished}
             self.page.write(Status(**who, **now, **about, signal=self._signal, error=self._error))  # type: ignore[arg-type]
 
-    def close(self, error: BaseException | None = None) -> None:
+    def close(self) -> None:
         """Ends all of it; the record says how this rank left.  A second call, or one in a fork, does nothing."""
         if self._closing or os.getpid() != self._pid:
             return
-        error = error or sys.exc_info()[1] or getattr(sys, "last_value", None)
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
         self._error = _line(error) if failed else ""
         self._now = "failed" if failed else "done", self._now[1], time.monotonic()
@@ -143,8 +126,8 @@ class RankSide(Observer):
         self._closing = True
         self._signals.wake()
         self._thread.join(10)
-        if self.reporter is not None:
-            self.reporter.last_look(failed=failed)
+        if self.neighbours is not None:
+            self.neighbours.last_look(failed=failed)
         atexit.unregister(self.close)
         self.comm.observers = tuple(o for o in self.comm.observers if o is not self)
         self._signals.close()
@@ -152,35 +135,34 @@ class RankSide(Observer):
 
     def _beat(self) -> None:
         while not self._closing:
-            readable([self._signals.descriptor, *(self.reporter.descriptors() if self.reporter else [])], BEAT)
+            readable([self._signals.descriptor, *(self.neighbours.descriptors() if self.neighbours else [])], BEAT)
             self._write()
             clock()
             if self._launcher is not None and processes.look(*self._launcher).state == "gone":
                 self._end_all()
             if self.page.stop and not self.comm.stop_signal:
                 self.comm.stop_signal = self.page.stop
-            if self.reporter is not None:
-                self.reporter.look()
+            if self.neighbours is not None:
+                self.neighbours.look()
             for number in self._signals.take():
                 self._hear(number)
 
     def _hear(self, number: int) -> None:
         again = self.comm.stop_signal == number
-        self._signal = self.comm.stop_signal = number
-        self._write()
+        self.comm.stop_signal = number
         if number in self._signals.ending:
-            died = self.reporter is not None and self.reporter.somebody_died()
+            died = self.neighbours is not None and self.neighbours.somebody_died()
             if again or died or self.step < 0:
                 self._obey(number)
             self._stop_at = number, self.step
 
     def _obey(self, number: int) -> None:
         """Ends as the signal does by default."""
-        self._signal = -number
+        self._signal = number
         self._write()
-        if self.reporter is not None:
+        if self.neighbours is not None:
             with contextlib.suppress(OSError):  # the other thread may be looking
-                self.reporter.last_look(failed=False)
+                self.neighbours.last_look(failed=False)
         self._signals.obey(number)
 
     def _end_all(self) -> None:
@@ -265,13 +247,6 @@ class _Signals:
     def _forked(self) -> None:
         """Gives a forked process, such as a worker of a data loader, its own signals."""
         self.close()
-
-
-def _wake_when_parent_dies(launcher: tuple[int, int] | None) -> None:
-    """Makes a stopped rank go on when its parent dies, so that its heartbeat thread can end it.  The kernel ends the
-    ranks of plait's own launcher by itself."""
-    if "PLAIT_LAUNCHER" not in os.environ and launcher is not None:
-        processes.hear_of_parents_death(signal.SIGCONT)
 
 
 def _line(error: BaseException | None) -> str:

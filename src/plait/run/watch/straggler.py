@@ -14,7 +14,6 @@ together: a rank that had to share its core for a moment is not slow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from plait.run.watch.page import Status
@@ -26,29 +25,13 @@ SLOW, ABOVE, MOST_BELOW = 1.5, 1.35, 1 / 8
 """The median ratio of a straggler; the ratio that all but this share of its ratios exceed."""
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """A slow rank, with seconds per step: its own, and the median of its peers."""
+def stragglers(statuses: Sequence[Status], mesh: Mesh) -> list[tuple[int, str]]:
+    """Finds the slow ranks, each with a text: ``computes 2.0 times as long ...``.
 
-    rank: int
-    seconds: float
-    peers: float
-    steps: int
-    """The number of steps over which they are the median."""
-
-    @property
-    def text(self) -> str:
-        """``computes 2.0 times as long ...``"""
-        return (
-            f"computes {self.seconds / max(1e-9, self.peers):.1f} times as long as its peers: {self.seconds:.3g} s "
-            f"a step against {self.peers:.3g} s, over {self.steps} steps"
-        )
-
-
-def stragglers(statuses: Sequence[Status], mesh: Mesh) -> list[Straggler]:
-    """Finds the slow ranks; a rank is checked once it and its peers have finished ``WINDOW`` steps, and more of them
-    where these do not span ``SPAN`` seconds."""
-    found = []
+    A rank is checked once it and its peers have finished ``WINDOW`` steps, and more of them where these do not span
+    ``SPAN`` seconds.
+    """
+    found = list[tuple[int, str]]()
     for peers in mesh.groups(("replica", "shard", "tensor")):
         group = [s for s in statuses if s.rank in peers and s.finished]
         computed = _aligned(group) if len(group) > 1 else []
@@ -56,7 +39,9 @@ def stragglers(statuses: Sequence[Status], mesh: Mesh) -> list[Straggler]:
             others = [median(step[:mine] + step[mine + 1 :]) for step in computed]
             own = [step[mine] for step in computed]
             if is_slow([a / max(1e-9, b) for a, b in zip(own, others, strict=True)]):
-                found.append(Straggler(status.rank, median(own), median(others), len(own)))
+                seconds, theirs = median(own), median(others)
+                text = f"computes {seconds / max(1e-9, theirs):.1f} times as long as its peers: {seconds:.3g} s a step "
+                found.append((status.rank, f"{text}against {theirs:.3g} s, over {len(own)} steps"))
     return found
 
 

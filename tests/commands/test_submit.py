@@ -86,7 +86,7 @@ def test_files_where_none_are_sent_and_a_client_that_is_not_there(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").write_text("")
     assert main(("submit", "kubernetes", "--files", "x.py", "--", "x.py")) == 2
-    assert "kubernetes copies no files: put them into the image" in capsys.readouterr().err
+    assert "kubernetes has no place for --files: put them into the image" in capsys.readouterr().err
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(("submit", "kubernetes", "--", "x.py")) == 2
     assert "kubectl is not installed here" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from plait.run.launch.render import TARGETS, shell, yaml
-from plait.run.launch.spec import JobLimits, LaunchSpec, variables
+from plait.run.launch.spec import LaunchSpec, with_values
 from plait.table.mesh import Mesh
 
 HOSTILE = (
@@ -23,7 +23,8 @@ HOSTILE = (
 )  # fmt: skip
 COMMAND = ("train.py", *HOSTILE)
 ENVIRONMENT = {f"V{number}": word for number, word in enumerate(HOSTILE)}
-SPEC = LaunchSpec(2, 4, COMMAND, ENVIRONMENT, JobLimits(90, 3, 64, "H100"), image="me/plait:1")
+WORDS = tuple(f"{name}={word}" for name, word in ENVIRONMENT.items())
+SPEC = LaunchSpec(2, 4, COMMAND, WORDS, 90, 3, 64, "H100", image="me/plait:1")
 SHOW = "import json, os, sys; print(json.dumps([sys.argv[1:], {k: v for k, v in os.environ.items() if k[0] == 'V'}]))"
 TORCHRUN = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "4"]
 
@@ -200,28 +201,27 @@ def test_a_component_of_torchx_has_each_word_and_no_dollar(monkeypatch: pytest.M
     ("more", "says"),
     [
         ({"command": ()}, "no command: give one after --"),
-        ({"command": ("a", "b\0c")}, "which no program can be given"),
-        ({"command": ("a", "\udcff")}, "which no program can be given"),
         ({"name": "My Job"}, "name 'My Job': give a small letter"),
-        ({"environment": {"A B": "1"}}, "'A B': give the name of a variable"),
+        ({"environment": ("A B=1",)}, "'A B': give the name of a variable"),
         *(
-            ({"environment": {name: "x"}}, f"{name}: the name looks like a secret")
+            ({"environment": (f"{name}=x",)}, f"{name}: the name looks like a secret")
             for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "github_token", "KEY")
         ),
     ],
 )
 def test_what_cannot_be_a_job_is_refused(more: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
-        LaunchSpec(**{"hosts": 1, "ranks_per_host": 1, "command": ("x.py",), **more})
+        LaunchSpec(**{"command": ("x.py",), **more}).check()
 
 
 def test_only_variables_that_are_named_are_taken() -> None:
     given = {"A": "1", "HF_TOKEN": "secret", "B": "2"}
-    assert variables(["A", "C=x=y"], given) == {"A": "1", "C": "x=y"}
+    words = with_values(["A", "C=x=y"], given)
+    assert LaunchSpec(environment=words).variables == {"A": "1", "C": "x=y"}
     with pytest.raises(ValueError, match="environment D: this variable is not set"):
-        variables(["D"], given)
-    assert not re.search("secret|KEYBOARD_", text("slurm", LaunchSpec(1, 1, ("x.py",), variables(["A"], given))))
-    assert LaunchSpec(1, 1, ("x.py",), {"KEYBOARD": "de", "MONKEY": "1"}).environment
+        with_values(["D"], given)
+    assert not re.search("secret|KEYBOARD_", text("slurm", LaunchSpec(1, 1, ("x.py",), words)))
+    LaunchSpec(1, 1, ("x.py",), ("KEYBOARD=de", "MONKEY=1")).check()
 
 
 def test_the_mesh_has_the_ranks_of_all_hosts() -> None:

@@ -23,7 +23,7 @@ from plait.predict.model import Transformer, from_hugging_face
 from plait.predict.plan import Plan, implementation
 from plait.predict.search import Question, candidates, ranked, rows_in
 from plait.run.launch.render import TARGETS
-from plait.run.launch.spec import JobLimits, LaunchSpec
+from plait.run.launch.spec import LaunchSpec
 from plait.run.measure.layouts import MeasuredPlan, errors_text, measure_layout, measured_table
 from plait.run.report.page.explorer import explorer
 from plait.run.report.page.planned import plan_report
@@ -385,7 +385,7 @@ def script_of(target: str, toml: str, cluster: Cluster) -> tuple[Path, str]:
         hosts=cluster.hosts,
         ranks_per_host=cluster.devices,
         command=("-m", "plait", "train", "--config", toml),
-        limits=JobLimits(gpu=None if cluster.kind == "cpu" else cluster.name),
+        gpu=None if cluster.kind == "cpu" else cluster.name,
     )
     row = TARGETS[target]
     return Path(toml).with_suffix(Path(row.file).suffix), row.render(spec)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,13 +24,11 @@ from plait.run.commands.main import COMMANDS, parse
 from plait.run.config.room import GPUS, check_job
 from plait.run.config.settings import RunConfig
 from plait.run.launch.render import TARGETS, shell
-from plait.run.launch.spec import JobLimits, LaunchSpec, variables
-
-Words = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+from plait.run.launch.spec import LaunchSpec, Words, with_values
 
 
-@dataclass(frozen=True)
-class SubmitConfig:
+@dataclass(frozen=True, kw_only=True)
+class SubmitConfig(LaunchSpec):
     """Write a job for Slurm, Kubernetes, SkyPilot, Modal, Ray or TorchX, and hand it to that program's own client.
 
     The command follows after --: one of plait's, or a script of Python. Exit code: the client's.
@@ -40,29 +38,6 @@ class SubmitConfig:
     """The scheduler."""
     dry_run: bool = False
     """Only show the job, and on standard error the client's command."""
-    hosts: int = 1
-    """Number of hosts."""
-    ranks_per_host: int = 1
-    """Ranks on each host."""
-    minutes: int | None = None
-    """Longest duration of the job; None leaves it to the scheduler."""
-    cpus: int = 1
-    """Cores of each rank."""
-    memory: int | None = None
-    """GiB of memory of each host; None leaves it to the scheduler."""
-    gpu: str | None = None
-    """Kind of GPU, as in H100: each rank has one."""
-    image: str | None = None
-    """The container's image, which has torch and plait; None is the target's default,
-    and Modal needs one."""
-    name: str = "plait"
-    """The name of the job."""
-    requeue: bool = False
-    """Slurm: warn the job two minutes before its time is over, and queue it again; the command has --resume auto."""
-    environment: Annotated[Words, tyro.conf.arg(metavar="NAME[=VALUE]")] = ()
-    """A variable that the ranks get; no other is written. May be repeated. Names of secrets are refused."""
-    files: Annotated[Words, tyro.conf.arg(metavar="PATH")] = ()
-    """A file or folder below this one that is copied to each host. May be repeated."""
     option: Annotated[Words, tyro.conf.arg(metavar="WORD")] = ()
     """A word for the client, as in --option=--partition=gpu. May be repeated."""
 
@@ -102,8 +77,8 @@ def command_of(argv: Sequence[str]) -> tuple[str, ...]:
     return ("-m", "plait", *words) if words[:1] and words[0] in COMMANDS else words
 
 
-def spec_of(config: SubmitConfig, command: tuple[str, ...]) -> LaunchSpec:
-    """Makes the job's value, checked.
+def spec_of(config: SubmitConfig, command: tuple[str, ...]) -> SubmitConfig:
+    """Adds the command and the values of variables, and checks the job.
 
     Raises:
         ValueError: the mesh has another number of ranks than the job, or the target cannot do what is asked.
@@ -114,17 +89,8 @@ def spec_of(config: SubmitConfig, command: tuple[str, ...]) -> LaunchSpec:
             f"gpu {one_line(config.gpu, 60)!r}: {hint}{' ' * bool(hint)}the names are {', '.join(GPUS)}; "
             f"another name of your cluster goes to its client by --option"
         )
-    spec = LaunchSpec(
-        hosts=config.hosts,
-        ranks_per_host=config.ranks_per_host,
-        command=command,
-        environment=variables(config.environment, os.environ),
-        limits=JobLimits(config.minutes, config.cpus, config.memory, config.gpu),
-        files=config.files,
-        name=config.name,
-        image=config.image,
-        requeue=config.requeue,
-    )
+    spec = replace(config, command=command, environment=with_values(config.environment, os.environ))
+    spec.check()
     if command[:2] == ("-m", "plait"):
         asked = parse(command[2:])
         own = asked if hasattr(asked, "parsed_mesh") and getattr(asked, "calibrate", "") is not None else None
@@ -144,13 +110,11 @@ def spec_of(config: SubmitConfig, command: tuple[str, ...]) -> LaunchSpec:
     for one in config.files:
         if os.path.isabs(one) or ".." in Path(one).parts or not os.path.exists(one):
             raise ValueError(f"files {one_line(one, 200)!r}: give the relative path of a file that is there")
-    if config.files and config.target in NO_FILES:
-        raise ValueError(f"{config.target} copies no files: {NO_FILES[config.target]}")
     if config.requeue and config.target != "slurm":
         raise ValueError(f"requeue is for slurm: leave it out for {config.target}")
-    for flag in UNUSED.get(config.target, ()):
-        if getattr(config, flag) is not None:
-            raise ValueError(f"{config.target} has no place for --{flag}: leave it out")
+    for flag, instead in UNUSED.get(config.target, {}).items():
+        if getattr(config, flag):
+            raise ValueError(f"{config.target} has no place for --{flag}: {instead}")
     return spec
 
 
@@ -158,16 +122,11 @@ def _sent(script: str, files: Sequence[str]) -> bool:
     return os.path.isabs(script) or any(Path(script).is_relative_to(Path(one)) for one in files)
 
 
-NO_FILES = {
-    "slurm": "use a folder that all hosts share",
-    "kubernetes": "put them into the image, or use a volume of the runtime",
-    "torchx": "it sends its own workspace",
-}
-"""Targets that send no files, with another way."""
 UNUSED = {
-    "slurm": ("image",),
-    "skypilot": ("minutes",),
-    "ray": ("minutes", "image"),
-    "torchx": ("minutes",),
+    "slurm": {"image": "leave it out", "files": "use a folder that all hosts share"},
+    "kubernetes": {"files": "put them into the image, or use a volume of the runtime"},
+    "skypilot": {"minutes": "leave it out"},
+    "ray": {"minutes": "leave it out", "image": "leave it out"},
+    "torchx": {"minutes": "leave it out", "files": "it sends its own workspace"},
 }
-"""Flags that a target's job would not have: refused, since a limit that is not kept would cost money."""
+"""Flags that a target's job would not have, with what to do: refused, since a limit that is not kept costs money."""

@@ -1,8 +1,8 @@
 """Writes a ``LaunchSpec`` in the language of a scheduler.  Pure functions from a spec to text.
 
     slurm         an sbatch script whose srun starts each rank
-    kubernetes    a TrainJob of Kubeflow Trainer, runtime torch-distributed
-    skypilot      a task
+    kubernetes    a TrainJob of Kubeflow Trainer, runtime torch-distributed, in JSON
+    skypilot      a task, in JSON
     modal         a program of Modal, with a cluster where there are several hosts
     ray           a program for ``ray job submit``, with a placement group
     torchx        a component
@@ -12,16 +12,14 @@ All but Slurm's start one torchrun on each host.  Each argument is quoted once, 
 
 import json
 import os
-import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from plait.run.launch.spec import LaunchSpec
 
 LAUNCHER = "plait_launch.py"
-YAML_WORDS = {"on", "off", "yes", "no", "y", "n", "true", "false", "null"}
 PORT = 29500
 """The port of the store on the first host."""
 
@@ -62,56 +60,33 @@ def torchrun(spec: LaunchSpec) -> list[str]:
     return ["-m", "torch.distributed.run", "--nnodes", str(spec.hosts), "--nproc-per-node", str(spec.ranks_per_host)]
 
 
-def yaml(value: Any, indent: str = "") -> str:
-    """Writes mappings, lists, numbers and texts as YAML; a text of whole lines becomes a block."""
-    if isinstance(value, Mapping):
-        return "".join(f"{indent}{_key(key)}:{_below(one, indent)}" for key, one in value.items())
-    return "".join(f"{indent}-{_beside(one, indent)}" for one in value)
+def yaml(value: Any) -> str:
+    """Writes mappings, lists, numbers and texts as JSON, which YAML includes; what is not printable is escaped, since
+    YAML takes U+2028 for the end of a line."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    return "".join(c if c == "\n" or c.isprintable() or ord(c) > 0xFFFF else f"\\u{ord(c):04x}" for c in text) + "\n"
 
 
-def _key(name: str) -> str:
-    """Quotes what YAML could read as something else than this name: ``a: b``, and ``ON``, a truth value of YAML 1.1."""
-    plain = re.fullmatch(r"[A-Za-z_]\w*", name) and name.lower() not in YAML_WORDS
-    return name if plain else text_of(name)
-
-
-def _beside(value: Any, indent: str) -> str:
-    return f" {yaml(value, indent + '  ').lstrip()}" if isinstance(value, Mapping) else _below(value, indent)
-
-
-def _below(value: Any, indent: str) -> str:
-    if isinstance(value, Mapping | list):
-        return "\n" + yaml(value, indent + "  ")
-    if not isinstance(value, str):
-        return f" {value}\n"
-    *lines, rest = value.split("\n")
-    if lines and not rest and all(line.isprintable() and line[:1].strip() for line in lines):
-        return " |\n" + "".join(f"{indent}  {line}\n" for line in lines)
-    return f" {text_of(value)}\n"
-
-
-def text_of(text: str) -> str:
-    """Quotes a text for YAML."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
+def _given(asked: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out what is None or empty."""
+    return {name: value for name, value in asked.items() if value}
 
 
 def slurm(spec: LaunchSpec) -> str:
     """An sbatch script: ``srun`` starts each rank, and plait reads Slurm's variables."""
-    limits = spec.limits
     asked = {
         "job-name": spec.name,
         "nodes": spec.hosts,
         "ntasks-per-node": spec.ranks_per_host,
-        "cpus-per-task": limits.cpus,
-        "time": limits.minutes,
-        "mem": f"{limits.memory}G" if limits.memory else None,
-        "gpus-per-node": f"{limits.gpu}:{spec.ranks_per_host}" if limits.gpu else None,
+        "cpus-per-task": spec.cpus,
+        "time": spec.minutes,
+        "mem": spec.memory and f"{spec.memory}G",
+        "gpus-per-node": spec.gpu and f"{spec.gpu}:{spec.ranks_per_host}",
     }
-    lines = [f"#SBATCH --{name}={value}" for name, value in asked.items() if value is not None]
+    lines = [f"#SBATCH --{name}={value}" for name, value in _given(asked).items()]
     if spec.requeue:
         lines += ["#SBATCH --signal=USR1@120", "#SBATCH --requeue", "#SBATCH --open-mode=append"]
-    lines += [f"export {name}={shell_word(value)}" for name, value in spec.environment.items()]
+    lines += [f"export {name}={shell_word(value)}" for name, value in spec.variables.items()]
     lines += [f"srun {shell(['python', *spec.command])}"]
     if spec.requeue:
         lines += ["code=$?", '[ "$code" -eq 138 ] && scontrol requeue "$SLURM_JOB_ID"', 'exit "$code"']
@@ -120,64 +95,72 @@ def slurm(spec: LaunchSpec) -> str:
 
 def kubernetes(spec: LaunchSpec) -> str:
     """A TrainJob.  The runtime gives torchrun the hosts by its own variables (``PET_NNODES`` and others)."""
-    limits = spec.limits
-    asked: dict[str, Any] = {"cpu": limits.cpus * spec.ranks_per_host}
-    asked |= {"memory": f"{limits.memory}Gi"} if limits.memory else {}
-    asked |= {"nvidia.com/gpu": spec.ranks_per_host} if limits.gpu else {}
+    gpus = spec.gpu and spec.ranks_per_host
+    memory = spec.memory and f"{spec.memory}Gi"
+    asked = _given({"cpu": spec.cpus * spec.ranks_per_host, "memory": memory, "nvidia.com/gpu": gpus})
     words = ["-m", "torch.distributed.run", *spec.command]
     trainer = {
-        **({"image": spec.image} if spec.image else {}),
+        "image": spec.image,
         "numNodes": spec.hosts,
         "numProcPerNode": spec.ranks_per_host,
         "command": ["python"],
         "args": [word.replace("$", "$$") for word in words],  # Kubernetes expands $(NAME), and takes $$ for $
         "resourcesPerNode": {"requests": asked, "limits": asked},
+        "env": [{"name": name, "value": value.replace("$", "$$")} for name, value in spec.variables.items()],
     }
-    if spec.environment:
-        pairs = spec.environment.items()
-        trainer["env"] = [{"name": name, "value": value.replace("$", "$$")} for name, value in pairs]
-    body: dict[str, Any] = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
-    if limits.minutes:
-        body["activeDeadlineSeconds"] = 60 * limits.minutes
+    body = {
+        "runtimeRef": {"name": "torch-distributed"},
+        "trainer": _given(trainer),
+        "activeDeadlineSeconds": spec.minutes and 60 * spec.minutes,
+    }
     head = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
-    return yaml({**head, "metadata": {"generateName": f"{spec.name}-"}, "spec": body})
+    return yaml({**head, "metadata": {"generateName": f"{spec.name}-"}, "spec": _given(body)})
 
 
 def skypilot(spec: LaunchSpec) -> str:
     """A task of SkyPilot, which runs its script on every host."""
-    limits, files = spec.limits, {f"~/plait-job/{one}": os.path.abspath(one) for one in spec.files}
+    files = {f"~/plait-job/{one}": os.path.abspath(one) for one in spec.files}
     if any("$" in word for word in files.values()):
         raise ValueError("SkyPilot expands $ in the names of files: rename those files")
-    resources: dict[str, Any] = {"cpus": f"{limits.cpus * spec.ranks_per_host}+"}
-    resources |= {"memory": f"{limits.memory}+"} if limits.memory else {}
-    resources |= {"accelerators": f"{limits.gpu}:{spec.ranks_per_host}"} if limits.gpu else {}
-    resources |= {"image_id": f"docker:{spec.image}"} if spec.image else {}
+    resources = {
+        "cpus": f"{spec.cpus * spec.ranks_per_host}+",
+        "memory": spec.memory and f"{spec.memory}+",
+        "accelerators": spec.gpu and f"{spec.gpu}:{spec.ranks_per_host}",
+        "image_id": spec.image and f"docker:{spec.image}",
+    }
     place = (
         f'--node-rank "$SKYPILOT_NODE_RANK" --master-addr "$(head -n1 <<< "$SKYPILOT_NODE_IPS")" --master-port {PORT}'
     )
     start = f"exec python {shell(torchrun(spec))} {place} {shell(spec.command)}"
-    task: dict[str, Any] = {"name": spec.name, "num_nodes": spec.hosts, "resources": resources}
-    task |= {"envs": dict(spec.environment)} if spec.environment else {}
-    task |= {"file_mounts": files} if files else {}
-    return yaml({**task, "run": f"mkdir -p ~/plait-job && cd ~/plait-job\n{start}\n"})
+    task = {
+        "name": spec.name,
+        "num_nodes": spec.hosts,
+        "resources": _given(resources),
+        "envs": spec.variables,
+        "file_mounts": files,
+        "run": f"mkdir -p ~/plait-job && cd ~/plait-job\n{start}\n",
+    }
+    return yaml(_given(task))
 
 
 def modal(spec: LaunchSpec) -> str:
     """A program for ``modal run``."""
-    limits = spec.limits
-    if spec.hosts > 1 and not limits.gpu:
+    if spec.hosts > 1 and not spec.gpu:
         raise ValueError(f"Modal has no clusters without GPUs, and --hosts is {spec.hosts}: give --gpu, or one host")
     if not spec.image:
         raise ValueError("Modal starts from an image with torch and plait: give --image")
     image = f"modal.Image.from_registry({spec.image!r})"
-    image += f".env({dict(spec.environment)!r})" if spec.environment else ""
+    image += f".env({spec.variables!r})" if spec.environment else ""
     for one in spec.files:
         kind = "dir" if os.path.isdir(one) else "file"
         image += f".add_local_{kind}({os.path.abspath(one)!r}, {f'/root/{one}'!r})"
-    asked: dict[str, Any] = {"cpu": float(limits.cpus * spec.ranks_per_host)}
-    asked |= {"memory": 1024 * limits.memory} if limits.memory else {}
-    asked |= {"gpu": f"{limits.gpu}:{spec.ranks_per_host}"} if limits.gpu else {}
-    asked |= {"timeout": 60 * limits.minutes} if limits.minutes else {}
+    asked = {
+        "cpu": float(spec.cpus * spec.ranks_per_host),
+        "memory": spec.memory and 1024 * spec.memory,
+        "gpu": spec.gpu and f"{spec.gpu}:{spec.ranks_per_host}",
+        "timeout": spec.minutes and 60 * spec.minutes,
+    }
+    wanted = ", ".join(f"{name}={value!r}" for name, value in _given(asked).items())
     several = spec.hosts > 1
     cluster = f"@modal.clustered(size={spec.hosts})\n" if several else ""
     where = (
@@ -189,7 +172,7 @@ def modal(spec: LaunchSpec) -> str:
     return (
         f"import subprocess\nimport sys\n\nimport modal\n\n{_constants(spec)}\n"
         f"app = modal.App({spec.name!r})\nimage = {image}\n\n\n"
-        f"@app.function(image=image, {', '.join(f'{name}={value!r}' for name, value in asked.items())})\n"
+        f"@app.function(image=image, {wanted})\n"
         f"{cluster}def job():\n{where}"
         f"    place = ['--node-rank', str(rank), '--master-addr', hosts[0], '--master-port', '{PORT}']\n"
         f"    subprocess.run([sys.executable, *TORCHRUN, *place, *COMMAND], check=True)\n"
@@ -198,9 +181,8 @@ def modal(spec: LaunchSpec) -> str:
 
 def ray(spec: LaunchSpec) -> str:
     """A program for ``ray job submit``: one actor on each host starts its torchrun."""
-    limits = spec.limits
-    bundle = {"CPU": limits.cpus * spec.ranks_per_host} | ({"GPU": spec.ranks_per_host} if limits.gpu else {})
-    bundle |= {"memory": limits.memory << 30} if limits.memory else {}
+    gpus, memory = spec.gpu and spec.ranks_per_host, spec.memory and spec.memory << 30
+    bundle = _given({"CPU": spec.cpus * spec.ranks_per_host, "GPU": gpus, "memory": memory})
     return f'''import os
 import subprocess
 import sys
@@ -210,7 +192,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 {_constants(spec)}
-ENVIRONMENT = {dict(spec.environment)!r}
+ENVIRONMENT = {spec.variables!r}
 BUNDLE = {bundle!r}
 HOSTS = {spec.hosts}
 
@@ -245,10 +227,9 @@ def torchx(spec: LaunchSpec) -> str:
 
     The command is one argument of JSON without ``$``, which TorchX expands, and Kubernetes again.
     """
-    limits = spec.limits
-    words = json.dumps([torchrun(spec), list(spec.command), dict(spec.environment)]).replace("$", r"\u0024")
-    asked = {"cpu": limits.cpus * spec.ranks_per_host, "gpu": spec.ranks_per_host if limits.gpu else 0}
-    asked["memMB"] = 1024 * limits.memory if limits.memory else -1
+    words = json.dumps([torchrun(spec), list(spec.command), spec.variables]).replace("$", r"\u0024")
+    asked = {"cpu": spec.cpus * spec.ranks_per_host, "gpu": spec.ranks_per_host if spec.gpu else 0}
+    asked["memMB"] = 1024 * spec.memory if spec.memory else -1
     return f'''import torchx.specs as specs
 
 START = """

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import time
 import traceback
 import warnings
@@ -26,8 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.comm.agree import gather_ints
-from plait.comm.base import NO_NOTE, Comm
+from plait.comm.base import Comm
 from plait.comm.process_identity import hosts_of
 from plait.comm.texts import check_together
 from plait.messages.escape import one_line
@@ -207,7 +205,7 @@ def connect(
         deadline: seconds in which a call is answered; None: that of ``comm``.
 
     Raises:
-        ValueError: the ranks are no processes, are connected already, or a device of the map is not there.
+        ValueError: the ranks are no processes, are connected already, or (of torch) a device of the map is not there.
         ConnectionError: torch's agents do not reach each other.
     """
     from torch.distributed import rpc
@@ -218,16 +216,20 @@ def connect(
         raise ValueError(
             "remote calls go between processes: start several, by torchrun or plait.join's other launchers"
         )
-    counts = [count for (count,) in gather_ints(comm, [torch.cuda.device_count()], AXES, NO_NOTE)]
-    wrong = _wrong(devices, comm.rank, counts)
-    if not rpc.is_available():
-        wrong = "this torch was built without torch.distributed.rpc, which carries remote calls"
-    elif _stores:
-        wrong = "remote calls are connected here already: close them first"
-    check_together(comm, ValueError(wrong) if wrong else None, AXES)
-    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=threads, rpc_timeout=seconds, init_method="plait://")
-    for rank, there in devices.items():
-        options.set_device_map(_worker(rank), dict(there))  # type: ignore[arg-type]
+    wrong: Exception | None = None
+    try:
+        if not rpc.is_available():
+            raise ValueError("this torch was built without torch.distributed.rpc, which carries remote calls")
+        if _stores:
+            raise ValueError("remote calls are connected here already: close them first")
+        options = rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=threads, rpc_timeout=seconds, init_method="plait://"
+        )
+        for rank, there in devices.items():
+            options.set_device_map(_worker(rank), dict(there))  # type: ignore[arg-type]
+    except (ValueError, RuntimeError) as error:
+        wrong = error
+    check_together(comm, wrong, AXES)
     _served.update(functions)
     before: Any = store.timeout  # type: ignore[attr-defined]
     _stores.append(dist.PrefixStore("remote calls", store))  # type: ignore[attr-defined]
@@ -310,23 +312,6 @@ def _lost(error: RuntimeError, rank: int, name: str, seconds: float) -> OSError:
     return ConnectionError(f"rank {rank} is gone, or the link to it, during '{name}' ({text})")
 
 
-def _wrong(devices: Devices, rank: int, counts: list[int]) -> str:
-    """The first fault of a device map; empty where it has none."""
-    for other, there in devices.items():
-        if not 0 <= other < len(counts):
-            return f"the device map of rank {rank} names rank {other}: the ranks are 0 to {len(counts) - 1}"
-        if len({*there.values()}) < len(there):
-            return f"the device map of rank {rank} sends two devices to one of rank {other}: results could not go back"
-        for whose, names in ((rank, there.keys()), (other, there.values())):
-            for name in names:
-                if name not in (known := [f"cuda:{n}" for n in range(counts[whose])]):
-                    return (
-                        f"the device map of rank {rank} for rank {other} names {one_line(name, 60)}, and rank {whose} "
-                        f"has {', '.join(known) or 'no GPU'}"
-                    )
-    return ""
-
-
 def _worker(rank: int) -> str:
     return f"rank-{rank}"
 
@@ -338,9 +323,7 @@ def _closes(rank: int) -> str:
 @contextmanager
 def _own_interface(peers: Any) -> Iterator[None]:
     """Makes torch's agent listen where gloo does: on the job's interface, or on loopback if all ranks share a host."""
-    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    alone = len(set(hosts_of(peers))) == 1
-    name = os.environ.get("GLOO_SOCKET_IFNAME") or (loopback[0] if alone and loopback else "")
+    name = os.environ.get("GLOO_SOCKET_IFNAME") or ("lo" if len(hosts_of(peers)) == 1 else "")
     names = [one for one in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if name and one not in os.environ]
     os.environ.update(dict.fromkeys(names, name))
     try:

@@ -4,10 +4,7 @@ import sys
 
 
 def program() -> None:
-    """The program ``plait``: Ctrl-C ends it in one line before anything else is imported."""
-    from plait.run.commands.interrupt import leave_at_once
-
-    leave_at_once()
+    """The program ``plait``."""
     from plait.run.commands import main
 
     main.program()

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 import plait
-from plait.run.commands.bench import BenchCommand
 from plait.run.commands.main import main, parse
 from plait.run.config.file import to_toml
 from plait.run.config.settings import TrainConfig, VerifyConfig, with_job
+from plait.run.measure.comm import BenchConfig
 
 
 @pytest.mark.parametrize("line", ["X", "train X", "train --nonfinite X", "checkpoint X", "schedule draw 1f1b --X"])
 def test_nothing_that_a_terminal_obeys_is_in_a_usage_error(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.replace("X", "\x1b[2Jx").split(" ")) == 2
     shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.startswith("plait: error: a word is '") and "\\x1b[2Jx'" in shown.err
+    assert shown.out == "" and shown.err.startswith("plait: error: ") and "\x1b" not in shown.err
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_steps_beside_the_epochs_of_a_file_are_refused_unless_a_flag_takes_them_
 def test_flags_reach_the_config() -> None:
     config = parse(["verify", "--mesh", "replica=2 shard=2", "--no-ragged", "--clip", "None", "--json", "-"])
     assert config == VerifyConfig(mesh="replica=2 shard=2", ragged=False, clip=None, json="-")
-    assert parse(["bench", "comm", "--sizes", "1KB", "1MB"]) == BenchCommand(sizes=("1KB", "1MB"))
+    assert parse(["bench", "comm", "--sizes", "1KB", "1MB"]) == BenchConfig(sizes=("1KB", "1MB"))
 
 
 def test_a_fault_of_ours_or_the_users_code_keeps_its_traceback(

@@ -25,7 +25,7 @@ MISTAKES = {
     "train --steps 9 --epochs 2": "--steps 9 beside epochs 2, which are a number of steps too",
     "verify --steps=5 --epochs=1": "leave --steps out, or give --epochs None",
     "bench comm --mesh shard=1": "has 1 rank",
-    "bench comm --kinds allreduce": "unknown collective 'allreduce'",
+    "bench comm --kinds allreduce": "'allreduce'",
     # what once hung or crashed: giant numbers, files without an end
     "train --microbatches 9223372036854775808": "",
     "train --mesh shard=9223372036854775808": "",

@@ -15,6 +15,5 @@ lesson.py      ``plait lesson``: lists, runs and opens the lessons of the course
 lesson_world.py  runs a lesson on ranks that are processes, and compares them with threads
 report.py      ``plait report``: puts two reports on one page
 trace.py       ``plait trace``: writes a page that steps through a file on every rank
-interrupt.py   handles Ctrl-C while a command still imports its modules
 bench.py       ``plait bench comm``: shows the measurements as a table and as JSON
 """

@@ -3,12 +3,10 @@
 import datetime
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from typing import Literal
 
 import torch
-import tyro
 from rich.bar import Bar
 from rich.table import Table
 
@@ -21,15 +19,7 @@ from plait.run.measure.comm import BenchConfig, Measurement, measure, validate
 from plait.run.report.screen import screen
 
 
-@dataclass(frozen=True)
-class BenchCommand(BenchConfig):
-    """Time messages between ranks: ping-pong, and every collective by size."""
-
-    what: tyro.conf.Positional[Literal["comm"]] = "comm"
-    """The thing to time."""
-
-
-def run(config: BenchCommand, argv: Sequence[str]) -> int:
+def run(config: BenchConfig, argv: Sequence[str]) -> int:
     """Measures on the ranks of the mesh and returns the exit code."""
     validate(config)
     return launch(config, partial(run_bench, config), ["-m", "plait", *argv])
@@ -56,15 +46,11 @@ def run_bench(config: BenchConfig, comm: Comm) -> int:
     return 0
 
 
-def title(config: BenchConfig) -> str:
-    """One line that describes the measurement."""
-    return f"mesh {config.mesh}, {resolve_world(config)} world, {resolve_device(config)}, torch {torch.__version__}"
-
-
 def table(config: BenchConfig, results: Sequence[Measurement]) -> Table:
     """A table with one row per measurement; the last column plots busbw."""
     fastest = max(row.busbw for row in results)
-    table = Table(title=title(config), caption="time: median of the slowest rank's; algbw, busbw: 10^9 bytes/s")
+    title = f"mesh {config.mesh}, {resolve_world(config)} world, {resolve_device(config)}, torch {torch.__version__}"
+    table = Table(title=title, caption="time: median of the slowest rank's; algbw, busbw: 10^9 bytes/s")
     for column in ("operation", "bytes", "time", "min", "max", "algbw", "busbw"):
         table.add_column(column, justify="left" if column == "operation" else "right", no_wrap=True)
     table.add_column("plot", width=8)

@@ -56,8 +56,6 @@ def run(config: DoctorConfig, argv: Sequence[str] = ()) -> int:
     """Examines the machine and shows the facts.  Returns exit code 0, because a warning is not a failure."""
     if config.calibrate is not None:
         check_file("calibrate", config.calibrate)
-        if config.json not in (None, "-"):
-            check_file("json", config.json)
         if config.parsed_mesh.hosts > 1:
             raise ValueError(f"mesh '{config.mesh}': calibrate measures one host; leave hosts out")
         check_machine(config)
@@ -124,7 +122,7 @@ def processor() -> Facts:
     return {
         "model": models[0] if models else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)),
         "cgroup_cores": int(quota[0]) / int(quota[1]) if len(quota) == 2 and quota[0] != "max" else None,
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
     }

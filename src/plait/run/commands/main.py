@@ -25,7 +25,6 @@ from plait.checkpoint.files.reading import shown
 from plait.checkpoint.files.writing import check_file
 from plait.messages.ended import to_its_end
 from plait.messages.escape import heard, one_line, say
-from plait.run.commands.interrupt import leave_at_once, raise_again
 from plait.run.config.bounds import check_values
 from plait.run.job.sections import flag_hints
 from plait.run.job.sections import flags as flags_of
@@ -77,7 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def program() -> NoReturn:
     """Entry point of the program ``plait``."""
     open_closed()
-    leave_at_once()
     os.environ["PYTHONSAFEPATH"] = "1"  # for every child Python, also those of torch and multiprocessing
     leave(main(sys.argv[1:]))
 
@@ -90,7 +88,6 @@ def run(argv: list[str]) -> int:
     command = parse(argv)
     for file in flags_of(command).get("plugin", ()):  # a settings file may name plugins
         load_plugin(file)
-    raise_again()
     with to_its_end():
         check_values(command)
         part = getattr(command, "what", command)
@@ -123,9 +120,6 @@ def parse(argv: Sequence[str]) -> Any:
     for file in plugins:  # the help texts list its rows too
         load_plugin(file)
     name, *words = argv or [""]
-    odd = [word for word in argv if one_line(word) != word and name != "judge"]  # judge passes words to its program
-    if odd:
-        raise ValueError(f"a word is '{one_line(odd[0], 80)}', which a terminal would obey: give plain text")
     of_a_run = name in ("train", "verify")
     if name in COMMANDS:  # a separate parser, so that errors refer to the command's help
         kind, prog = kind_of(name), f"plait {name}"

@@ -18,7 +18,7 @@ from plait.checkpoint.files.writing import write_json
 from plait.messages.wording import human
 from plait.referee.prove import Decoder, PaperRun, Proved, Refuted, prove
 from plait.run.commands.plan import SizeFlags, read_model
-from plait.run.config.layout import names_a_file, read_schedule
+from plait.run.config.layout import LayoutConfig, names_a_file, read_schedule
 from plait.run.report.screen import screen, working
 from plait.schedule.orders import describe_chunks, describe_orders
 from plait.schedule.pipeline import Pipeline
@@ -94,7 +94,7 @@ class ProveConfig(SizeFlags):
             strategy=strategy.mixed(dtype) if mixed else strategy,
             pipeline=Pipeline(order, mesh.pipe, self.chunks, self.hold),
             microbatches=self.microbatches,
-            split=None if self.split is None else parse_sizes(self.split),
+            split=LayoutConfig(split=self.split).sizes_of_stages,
             cut=self.cut,
             bucket=self.bucket,
             dtype="fp32" if mixed else dtype,
@@ -116,14 +116,6 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """Parses ``5 4`` into numbers.  Raises ValueError for anything else."""
-    words = text.replace(",", " ").split()
-    if not words or not all(word.isascii() and word.isdecimal() and len(word) < 9 for word in words):
-        raise ValueError(f'split {text!r}: give the links of each stage, as in "5 4"')
-    return tuple(map(int, words))
-
-
 def run(config: ProveConfig, argv: Sequence[str] = ()) -> int:
     """Shows the proof and its table, and returns the exit code."""
     run = config.paper()
@@ -138,7 +130,7 @@ def run(config: ProveConfig, argv: Sequence[str] = ()) -> int:
         return 1
     console.print(table_of(run, proved))
     if config.json is not None:
-        write_json(config.json, {"proved": True, **as_json(proved)})
+        write_json(config.json, {"proved": True, **asdict(proved)})
     return 0
 
 
@@ -169,8 +161,3 @@ def table_of(run: PaperRun, proved: Proved) -> Table:
     for name, text in rows.items():
         table.add_row(name, text)
     return table
-
-
-def as_json(proved: Proved) -> dict[str, object]:
-    """Describes the proof for a program."""
-    return asdict(proved) | {"order": list(proved.order)}

@@ -7,6 +7,7 @@ plait trace FILE.py:body --mesh shard=4 --world process     each rank writes a f
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import isfunction
 from pathlib import Path
 from typing import Literal
 
@@ -41,9 +42,9 @@ class TraceConfig:
 def run(config: TraceConfig, argv: Sequence[str] = ()) -> int:
     """Traces and writes the page."""
     body = load_name(config.function, "function")
-    if not callable(body):
+    if not isfunction(body):
         raise ValueError(f"function {config.function!r} is a {type(body).__name__}: name a function of the rank's comm")
-    file = _file_of(body)
+    file = body.__code__.co_filename
     source = Path(file).read_text(encoding="utf-8")
     if config.world == "thread":
         write(config.out, lambda: page(config.function, source, trace(file, body, Mesh.parse(config.mesh))))
@@ -60,14 +61,6 @@ def run(config: TraceConfig, argv: Sequence[str] = ()) -> int:
         return 0
 
     return launch(MachineConfig(mesh=config.mesh, world="process"), rank, ["-m", "plait", *argv])
-
-
-def _file_of(body: Callable[..., object]) -> str:
-    """The file of a function, as Python names it while it runs."""
-    code = getattr(body, "__code__", None)
-    if code is None:
-        raise ValueError(f"{body!r} is no function of a file: name one, as in FILE.py:body")
-    return str(code.co_filename)
 
 
 def write(place: str, make: Callable[[], str]) -> None:

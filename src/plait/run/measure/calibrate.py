@@ -22,7 +22,7 @@ from plait.predict.duration import block_passes, stream_traffic
 from plait.run.config.machine import MachineConfig
 from plait.run.measure.comm import BenchConfig, measure
 from plait.run.measure.machine import copy_rate, synchronise
-from plait.run.measure.operations import NOTE
+from plait.run.measure.operations import NOTE, Collective
 from plait.run.models.gpt import GPT, GPTConfig
 from plait.step import Engine
 from plait.table.collectives import bus_factor
@@ -218,7 +218,7 @@ def _link(config: MachineConfig, comm: Comm) -> Link:
     n = comm.mesh.size
     if n == 1:
         return Link(1e12, 1e-9)
-    kinds = ("all_gather", "reduce_scatter")
+    kinds: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
     asked = BenchConfig(mesh=config.mesh, sizes=(str(SMALL), str(LARGE)), kinds=kinds, repeat=20)
     found = {(one.kind, one.bytes > SMALL): one for one in measure(asked, comm) if one.kind in kinds}
     small = median(found[kind, False].seconds for kind in kinds)

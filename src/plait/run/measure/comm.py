@@ -15,17 +15,17 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+import tyro
 
 from plait.checkpoint.files.reading import memory
-from plait.checkpoint.files.writing import check_file
 from plait.comm.base import Comm
 from plait.messages.wording import human
-from plait.run.config.bounds import check_values
 from plait.run.config.machine import MachineConfig, check_machine, resolve_device
 from plait.run.measure.machine import synchronise
-from plait.run.measure.operations import COLLECTIVES, NOTE, build
+from plait.run.measure.operations import COLLECTIVES, NOTE, Collective, build
 from plait.table.collectives import bus_factor
 from plait.table.mesh import AXES
 
@@ -37,11 +37,13 @@ _SIZE = re.compile(r"([0-9]{1,12})\s*(|K|M|G)(?:I?B)?", re.IGNORECASE)
 class BenchConfig(MachineConfig):
     """Time messages between ranks: ping-pong, and every collective by size."""
 
+    what: tyro.conf.Positional[Literal["comm"]] = "comm"
+    """The thing to time."""
     mesh: str = "shard=2"
     """Ranks on named axes; the collectives run over all of them."""
     sizes: tuple[str, ...] = ("4KB", "64KB", "1MB", "16MB")
     """Sizes of the whole array, in units of 1024."""
-    kinds: tuple[str, ...] = COLLECTIVES
+    kinds: tuple[Collective, ...] = COLLECTIVES
     """The collectives to time."""
     repeat: int = 20
     """Timed repetitions; the median is reported."""
@@ -85,7 +87,6 @@ def parse_size(text: str) -> int:
 
 def validate(config: BenchConfig) -> None:
     """Raises ValueError, with the numbers and the fix, for a benchmark that is known to be impossible."""
-    check_values(config)
     check_machine(config)
     mesh = config.parsed_mesh
     if mesh.size < 2:
@@ -93,11 +94,6 @@ def validate(config: BenchConfig) -> None:
     need, have = mesh.size * max(map(parse_size, config.sizes), default=0), memory(mesh.size)
     if need > have and resolve_device(config) == "cpu":
         raise ValueError(f"{mesh.size} ranks need {human(need)} for one array each, have {human(have)}: smaller sizes")
-    unknown = [kind for kind in config.kinds if kind not in COLLECTIVES]
-    if unknown:
-        raise ValueError(f"unknown collective {unknown[0]!r}: the kinds are {', '.join(COLLECTIVES)}")
-    if config.json not in (None, "-"):
-        check_file("json", config.json)
 
 
 def measure(config: BenchConfig, comm: Comm) -> list[Measurement]:

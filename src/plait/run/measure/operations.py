@@ -7,6 +7,7 @@ is exact, and the check is equality of whole tensors.  Sizes are those of the wh
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +18,10 @@ from plait.table.mesh import AXES
 
 NOTE = Note(phase="bench")
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "scatter", "gather", "all_to_all")
+Collective: TypeAlias = Literal[
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "scatter", "gather", "all_to_all"
+]
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 
 @dataclass(frozen=True)

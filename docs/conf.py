@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -12,11 +13,13 @@ from docutils import nodes
 from sphinx.ext.napoleon import GoogleDocstring
 from sphinx.util.docutils import SphinxDirective
 
-from plait.run.course.figures import figures
 from plait.run.course.lessons import numbered
 from plait.run.course.page import write_lesson
 
 HERE = Path(__file__).parent.resolve()
+sys.path.insert(0, str(HERE))
+
+from figures import figures  # beside this file
 
 project = "plait"
 html_title = "plait"
@@ -70,7 +73,7 @@ def write_links(app: object, docname: str, source: list[str]) -> None:
 
 
 class Drawn(SphinxDirective):
-    """A figure of ``plait.run.course.figures``, by its name: ``{drawn} row zero3``."""
+    """A figure of ``figures.py``, by its name: ``{drawn} row zero3``."""
 
     required_arguments = 1
     final_argument_whitespace = True

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
-from plait.run.course.figures import PIECES, carried, collective, figures, flat_unit, kept, mesh_for, nested, row, sent
+PAGES = Path(__file__).parents[2] / "docs"
+sys.path.insert(0, str(PAGES))
+
+from figures import PIECES, carried, collective, figures, flat_unit, kept, mesh_for, nested, row, sent
+
 from plait.sharded.layout import Layout, region
 from plait.table.cells import TABLE
 
-PAGE = Path(__file__).parents[2] / "docs" / "guide" / "pictures.md"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -20,7 +24,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_each_is_a_picture_with_a_name_and_is_on_the_page(name: str) -> None:
     root = ET.fromstring(figures()[name]())
     assert root.get("role") == "img" and root.get("viewBox") and root.findtext(f"{SVG}title")
-    pages = PAGE.read_text() + (PAGE.parents[1] / "index.md").read_text()
+    pages = (PAGES / "guide" / "pictures.md").read_text() + (PAGES / "index.md").read_text()
     assert f"{{drawn}} {name}\n" in pages
 
 

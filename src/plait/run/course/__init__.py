@@ -7,6 +7,5 @@ memory.py   bytes of the tensors that a rank has made and keeps
 markers.py  comments that say what to show
 claims.py   labels of a lesson's numbers: verified, given, reported, derived, measured
 merge.py    the records of all ranks as frames, aligned at collectives
-figures.py  draws collectives, rows, flat units, meshes and pipelines for the site
 page.py     the frames as one HTML file; viewer.js and viewer.css are in it
 """

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.predict.memory import Held, formula, held, padding
+from plait.predict.memory import Held, formula, held
 from plait.table.cells import TABLE, Strategy
 from plait.table.flat import Cut, UnitLayout, lay
 from plait.table.mesh import Mesh
@@ -76,6 +76,11 @@ def count(units: list[UnitLayout]) -> tuple[int, int]:
     """Parameters, and those that train."""
     flats = [(sum(s.numel for s in f.slots), t) for u in units for f, t in zip(u.flats, u.trainable, strict=True)]
     return sum(n for n, _ in flats), sum(n for n, t in flats if t)
+
+
+def padding(units: list[UnitLayout]) -> int:
+    """Bytes of the flat buffers that hold no parameter."""
+    return sum((f.numel - sum(s.numel for s in f.slots)) * f.itemsize for unit in units for f in unit.flats)
 
 
 @settings(max_examples=100, deadline=None)

@@ -36,8 +36,6 @@ class Kernels:
     """Element-wise operators run one by one, norms and rotations in fp32 (a Llama without ``torch.compile``)."""
     fused_sums: bool = False
     """The product that makes a weight's gradient adds it to the sum of the microbatches before, at no further cost."""
-    fused_gate: bool = False
-    """``silu(gate) * up`` is one operator, which keeps its two inputs."""
 
 
 ON_CPU = Kernels()
@@ -152,8 +150,8 @@ def block(s: DecoderSizes, recompute: str | None = None) -> tuple[Kept, ...]:
     y = x if s.kernels.gathers_again else s.tokens * s.width
     mask = [_mask("dropout: factor", x, s)] * s.dropout
     if s.gated:
-        silu = () if s.kernels.fused_gate else (Kept("product: silu(gate)", hidden, e),)
-        inside = (Kept("silu: gate", hidden, e), *silu, Kept("product: up", hidden, e))
+        kinds = ("silu: gate", "product: silu(gate)", "product: up")
+        inside = tuple(Kept(kind, hidden, e) for kind in kinds)
     else:
         inside = (Kept("activation: up", hidden, e),)
     return (

@@ -72,8 +72,3 @@ def formula(
     """
     sizes = ((strategy.params, param_bytes), (strategy.grads, grad_bytes), (strategy.optim, optimizer_bytes))
     return Held(*(round(num_parameters * size / mesh.count(axes.of(cell.split))) for cell, size in sizes))
-
-
-def padding(units: Sequence[UnitLayout]) -> int:
-    """Bytes of the flat buffers that hold no parameter."""
-    return sum((f.numel - sum(s.numel for s in f.slots)) * f.itemsize for unit in units for f in unit.flats)

@@ -81,11 +81,6 @@ class PackedBatches(Corpus):
     def num_samples(self) -> int:
         return len(self._rows) - 1
 
-    @property
-    def num_targets(self) -> int:
-        """The number of targets in one epoch.  The rest of ``num_samples * length`` is padding."""
-        return int(self._pieces[:, 1].sum())
-
     def blank(self) -> Batch:
         tokens_T = torch.zeros(self.length, dtype=torch.int64)
         return {"tokens": tokens_T, "targets": torch.full_like(tokens_T, IGNORED), "documents": tokens_T.clone()}

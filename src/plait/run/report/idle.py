@@ -70,7 +70,7 @@ def idle_times(log: Log) -> tuple[Idle, ...]:
     if the log is not of a whole step."""
     timeline = measured_timeline(log)
     owner, stages = owners(timeline.schedule), count_stages(timeline.schedule)
-    even, uneven = map(_waits_of_passes, (even_passes(timeline), measured_passes(timeline)))
+    even, uneven = (_waits_of_passes(measured_passes(timeline, even=one)) for one in (True, False))
     ranks = []
     for rank, line in enumerate(log):
         seconds, waited = _own_time(line, rank, owner, stages, timeline.makespan)
@@ -93,7 +93,11 @@ def mean_idle(ranks: Sequence[Idle]) -> Idle:
 
 def measured_passes(timeline: Timeline, *, even: bool = False) -> Timeline:
     """A step's passes in their order and with their times, as if nothing else took time.  Raises ValueError if one
-    waits for an action that the timeline lacks."""
+    waits for an action that the timeline lacks.
+
+    Args:
+        even: each takes the mean of its kind, so the total work stays the same.
+    """
     passes = tuple(tuple(action for action in line if action.kind in PASSES) for line in timeline.schedule)
     lines = map(timeline.line, range(len(passes)))
     seconds = {action: end - start for line in lines for action, start, end in line if action.kind in PASSES}
@@ -107,11 +111,6 @@ def measured_passes(timeline: Timeline, *, even: bool = False) -> Timeline:
     if stuck:
         raise ValueError(f"the log is not of a whole step: {stuck} waits for what no rank has made")
     return alone
-
-
-def even_passes(timeline: Timeline) -> Timeline:
-    """A step's passes with equal times: each takes the mean of its kind, so the total work stays the same."""
-    return measured_passes(timeline, even=True)
 
 
 def _waits_of_passes(timeline: Timeline) -> list[Waits]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 
@@ -35,14 +36,7 @@ def layout_facts(mesh: Mesh, row: Strategy) -> dict[str, Any]:
 def shown_ranks(mesh: Mesh) -> list[int]:
     """The first ranks along each axis, at most ``MOST_SHOWN`` together: the longest axis is halved until they are."""
     sizes = {axis: mesh.axis(axis) for axis in AXES}
-    while (longest := max(sizes, key=lambda axis: sizes[axis])) and _count(sizes) > MOST_SHOWN:
+    while (longest := max(sizes, key=lambda axis: sizes[axis])) and math.prod(sizes.values()) > MOST_SHOWN:
         sizes[longest] = -(-sizes[longest] // 2)
     places = product(*(range(sizes[axis]) for axis in AXES))
     return [mesh.rank(**dict(zip(AXES, place, strict=True))) for place in places]
-
-
-def _count(sizes: dict[str, int]) -> int:
-    number = 1
-    for size in sizes.values():
-        number *= size
-    return number

@@ -181,7 +181,7 @@ def pieces_of(rank: int, ranks: int) -> dict[str, tuple[tuple[int, int], ...]]:
     """Rows of each parameter, as a loop that cuts them by hand has them."""
     found: dict[str, tuple[tuple[int, int], ...]] = {}
     for name, p in Net().named_parameters():
-        first, count = split_samples(len(p), ranks, empty=True)[rank]
+        first, count = split_samples(len(p), ranks)[rank]
         found[name] = ((first, first + count), *((0, size) for size in p.shape[1:]))
     return found
 

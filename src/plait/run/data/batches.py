@@ -23,13 +23,8 @@ IGNORED = -100  # the target of a position without a loss (the default of ``torc
 Batch = dict[str, Tensor]
 
 
-def split_samples(global_batch: int, num_parts: int, *, empty: bool = False) -> tuple[tuple[int, int], ...]:
-    """(first, count) of each part: contiguous, in order, sizes differing by at most one, larger ones first.
-
-    Raises ValueError for fewer samples than parts, unless parts may be ``empty``.
-    """
-    if global_batch < num_parts and not empty:
-        raise ValueError(f"{global_batch} samples cannot fill {num_parts} parts: give {num_parts}, or fewer parts")
+def split_samples(global_batch: int, num_parts: int) -> tuple[tuple[int, int], ...]:
+    """(first, count) of each part: contiguous, in order, sizes differing by at most one, larger ones first."""
     size, larger = divmod(global_batch, num_parts)
     return tuple((part * size + min(part, larger), size + (part < larger)) for part in range(num_parts))
 
@@ -63,6 +58,6 @@ class Batches(ABC):
                 f"a global batch of {global_batch} samples cannot fill {num_data_ranks} data ranks "
                 f"x {num_microbatches} microbatches: raise global_batch to {num_parts} or use fewer"
             )
-        parts = split_samples(self.size(step, global_batch), num_parts, empty=True)
+        parts = split_samples(self.size(step, global_batch), num_parts)
         mine = parts[data_rank * num_microbatches :][:num_microbatches]
         return [self.samples(step, first, count, global_batch) for first, count in mine]

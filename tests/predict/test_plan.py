@@ -10,7 +10,7 @@ from waiting import calls_of
 
 from plait.predict.activations import MEGATRON
 from plait.predict.cluster import Link, Reached, preset
-from plait.predict.duration import duration, pipe_seconds, rank_passes, speed
+from plait.predict.duration import duration, pipe_seconds, rank_passes
 from plait.predict.footprint import footprints, fullest
 from plait.predict.model import Transformer
 from plait.predict.plan import Plan
@@ -223,7 +223,8 @@ def test_recomputation_costs_time_and_saves_bytes() -> None:
     kept = [fullest(plan(recompute=mode)).total for mode in (None, "selective", "full")]
     took = [duration(plan(recompute=mode)).total for mode in (None, "selective", "full")]
     assert kept[0] >= kept[1] > kept[2] and took[0] < took[1] < took[2]
-    assert speed(plan(), 1.0).mfu == pytest.approx(LLAMA.flops(4096) * 64 * 4096 / (16 * 989.4e12))
+    whole = LLAMA.flops(4096) * 64 * 4096 / (16 * 989.4e12)
+    assert Candidate.of(plan()).mfu == pytest.approx(whole / duration(plan()).total)
 
 
 def test_a_context_axis_is_proposed_where_samples_are_long() -> None:

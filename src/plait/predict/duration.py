@@ -23,7 +23,7 @@ from plait.predict.cluster import Cluster, Reached
 from plait.predict.plan import Plan, RankLinks
 from plait.predict.sent import elements_on, expert_messages, gathered_bytes, handed_bytes, message_seconds, messages
 from plait.predict.waits import share_of_turns, slowest_path
-from plait.table.cells import DENSE, EXPERTS, ITEMSIZE
+from plait.table.cells import DENSE, EXPERTS
 from plait.table.mesh import DATA_AXES
 from plait.table.tensor_plan import EXPERT_BACKWARD, EXPERT_FORWARD
 
@@ -310,22 +310,3 @@ def update_seconds(plan: Plan, share: RankLinks) -> float:
         crossing = owned * (plan.itemsize(row.grads) + own) / HOST_LINK
         return crossing + owned * moved * plan.cluster.devices / HOST_MEMORY
     return owned * moved / (device.bandwidth * plan.cluster.reached.memory)
-
-
-@dataclass(frozen=True)
-class Speed:
-    """A step's rates."""
-
-    seconds: float
-    tokens: float
-    """Tokens per second, over all devices."""
-    mfu: float
-    """Model FLOPs utilisation: the share of the peak that the model's own FLOPs take."""
-
-
-def speed(plan: Plan, seconds: float) -> Speed:
-    """The rates of a step that takes so long."""
-    tokens = plan.batch * plan.length
-    flops = plan.model.flops(plan.length) * tokens
-    dtype = plan.dtype if plan.dtype in ITEMSIZE else "bf16"
-    return Speed(seconds, tokens / seconds, flops / (seconds * plan.cluster.size * plan.cluster.peak(dtype)))

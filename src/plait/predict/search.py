@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import combinations, product
 from typing import Any
 
 from plait.predict.chain import Chain
 from plait.predict.cluster import Cluster
-from plait.predict.duration import Duration, Speed, duration, speed
+from plait.predict.duration import Duration, duration
 from plait.predict.footprint import Footprint, fullest
 from plait.predict.model import Transformer
 from plait.predict.plan import Plan, implementation
@@ -45,9 +44,16 @@ class Candidate:
     def fits(self) -> bool:
         return self.spare >= 0
 
-    @cached_property
-    def speed(self) -> Speed:
-        return speed(self.plan, self.duration.total)
+    @property
+    def tokens(self) -> float:
+        """Tokens per second, over all devices."""
+        return self.plan.batch * self.plan.length / self.duration.total
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: the share of the peak that the model's own FLOPs take."""
+        plan = self.plan
+        return plan.model.flops(plan.length) * self.tokens / (plan.cluster.size * plan.cluster.peak(plan.dtype))
 
 
 def room(plan: Plan) -> float:

@@ -55,7 +55,7 @@ def _layouts(found: Sequence[Candidate], left_out: Sequence[str]) -> Table:
 
 
 def _row(place: int, one: Candidate, best: Candidate) -> dict[str, str]:
-    plan, speed = one.plan, one.speed
+    plan = one.plan
     return {
         "": str(place),
         "mesh": str(plan.mesh),
@@ -65,9 +65,9 @@ def _row(place: int, one: Candidate, best: Candidate) -> dict[str, str]:
         "stream": "cut in time" * (plan.sequence_parallel and plan.mesh.tensor > 1),
         "recompute": plan.recompute or "",
         "tokens go by": ("all_to_all" if plan.all_to_all else "gather") * (plan.mesh.expert > 1),
-        "s/step": f"{speed.seconds:.3g}",
-        "tokens/s": f"{speed.tokens:,.0f}",
-        "MFU": f"{100 * speed.mfu:.1f} %",
+        "s/step": f"{one.duration.total:.3g}",
+        "tokens/s": f"{one.tokens:,.0f}",
+        "MFU": f"{100 * one.mfu:.1f} %",
         "memory": gb(one.fullest.total) if one.fits else f"{gb(-one.spare)} too many",
         "bound by": one.duration.bound,
         "loses": loses(one, best),
@@ -114,7 +114,7 @@ def what_would_fit(best: Candidate, rows: Sequence[Strategy]) -> str:
     if found is None:
         return f"no layout fits: the nearest needs {need} of {have}, and no two changes of it help: use more devices"
     words, other = found
-    return f"it does not fit: {need} of {have}; {words}: {gb(other.fullest.total)}, {other.speed.seconds:.3g} s a step"
+    return f"it does not fit: {need} of {have}; {words}: {gb(other.fullest.total)}, {other.duration.total:.3g} s a step"
 
 
 def states_table(
@@ -156,8 +156,8 @@ def as_json(one: Candidate) -> Mapping[str, object]:
         "fits": one.fits,
         "bytes": {"rank": plan.mesh.rank(pipe=one.fullest.pipe), **one.fullest.kinds, "total": one.fullest.total},
         "seconds": {**vars(part), "total": part.total},
-        "tokens_per_second": one.speed.tokens,
-        "mfu": one.speed.mfu,
+        "tokens_per_second": one.tokens,
+        "mfu": one.mfu,
         "bound": part.bound,
         "messages": [asdict(row) for row in messages(plan, plan.shares[one.fullest.pipe])],
     }

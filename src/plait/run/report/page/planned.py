@@ -72,12 +72,12 @@ def settings_text(plan: Plan) -> str:
 
 def numbers(best: Candidate) -> list[list[Any]]:
     """The figures by which reports are compared: name, predicted, measured, unit."""
-    plan, speed = best.plan, best.speed
+    plan = best.plan
     sent = sum(one.bytes for one in messages(plan, plan.shares[best.fullest.pipe]))
     return [
-        ["seconds a step", speed.seconds, None, "s"],
-        ["tokens per second", speed.tokens, None, "1/s"],
-        ["MFU", 100 * speed.mfu, None, "%"],
+        ["seconds a step", best.duration.total, None, "s"],
+        ["tokens per second", best.tokens, None, "1/s"],
+        ["MFU", 100 * best.mfu, None, "%"],
         ["bytes of the fullest rank", best.fullest.total, None, "B"],
         ["bytes it sends in a step", sent, None, "B"],
         ["bubble", 100 * best.duration.bubble / best.duration.total, None, "%"],
@@ -135,7 +135,7 @@ def other(one: Candidate, best: Candidate) -> dict[str, Any]:
         "microbatches": plan.microbatches,
         "recompute": plan.recompute or "",
         "seconds": one.duration.total,
-        "mfu": 100 * one.speed.mfu,
+        "mfu": 100 * one.mfu,
         "bytes": one.fullest.total,
         "fits": one.fits,
         "loses": loses(one, best),

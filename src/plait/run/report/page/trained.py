@@ -84,8 +84,8 @@ def _numbers(run: FinishedRun, best: Candidate | None) -> list[list[Any]]:
     rank, losses = run.ranks[0], [line["loss"] for line in run.lines if line.get("loss") is not None]
     found: list[list[Any]] = [
         ["last loss", None, losses[-1] if losses else None, ""],
-        ["seconds a step", best.speed.seconds if best else None, took, "s"],
-        [f"{run.unit} per second", best.speed.tokens if best else None, rate, "1/s"],
+        ["seconds a step", best.duration.total if best else None, took, "s"],
+        [f"{run.unit} per second", best.tokens if best else None, rate, "1/s"],
         ["bytes held between steps", rank.predicted.total, rank.measured.total, "B"],
         ["bytes sent in a step", rank.sent_predicted, rank.sent_measured, "B"],
         ["peak memory", None, max(line["peak_memory"] for line in run.lines), "B"],
@@ -93,7 +93,7 @@ def _numbers(run: FinishedRun, best: Candidate | None) -> list[list[Any]]:
     if rank.crossing_predicted or rank.crossing_measured:
         found.append(["of that between hosts", rank.crossing_predicted, rank.crossing_measured, "B"])
     if best is not None:
-        found.insert(3, ["MFU", 100 * best.speed.mfu, 100 * best.speed.mfu * best.speed.seconds / took, "%"])
+        found.insert(3, ["MFU", 100 * best.mfu, 100 * best.mfu * best.duration.total / took, "%"])
     return found
 
 

@@ -21,7 +21,7 @@ from plait.predict.activations import DecoderSizes
 from plait.predict.chain import Chain
 from plait.predict.cluster import Cluster, Reached
 from plait.predict.plan import Plan, RankLinks
-from plait.predict.sent import elements_on, expert_messages, gathered_bytes, handed_bytes, message_seconds, messages
+from plait.predict.sent import elements_on, expert_messages, gathered_bytes, handed_bytes, message_seconds, row_seconds
 from plait.predict.waits import share_of_turns, slowest_path
 from plait.table.cells import DENSE, EXPERTS
 from plait.table.mesh import DATA_AXES
@@ -288,10 +288,7 @@ def data_seconds(plan: Plan, share: RankLinks, there: Pass, back: Pass) -> float
     """Seconds of the row's messages on a rank that its computation does not hide."""
     if plan.mesh.count(DATA_AXES) == 1:
         return 0.0
-    took = dict.fromkeys(("forward", "backward", "microbatch", "step", "publish"), 0.0)
-    for sent in messages(plan, share):
-        if not {"tensor", "context", "expert", "pipe"}.intersection(sent.axes):
-            took[sent.phase] += sent.seconds
+    took = row_seconds(plan, share)
     if not plan.overlap:
         return sum(took.values())
     m, first = plan.microbatches, 1 / max(share.units - share.norm, 1)

@@ -162,3 +162,12 @@ def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
         edges = share.embed + share.head + (0 in share.others) + (len(plan.model.links) - 1 in share.others)
         add("pipe", "send", ("pipe",), handed_bytes(plan), 1, m * (2 * stages - edges))
     return tuple(found)
+
+
+def row_seconds(plan: Plan, share: RankLinks) -> dict[str, float]:
+    """Seconds of the row's own messages of a rank in a step, by phase."""
+    took = dict.fromkeys(("forward", "backward", "microbatch", "step", "publish"), 0.0)
+    for sent in messages(plan, share):
+        if not {"tensor", "context", "expert", "pipe"}.intersection(sent.axes):
+            took[sent.phase] += sent.seconds
+    return took

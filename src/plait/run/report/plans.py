@@ -83,6 +83,12 @@ def loses(one: Candidate, best: Candidate) -> str:
     return f"{name} +{parts[name] - getattr(best.duration, name):.2g} s"
 
 
+def link_of(mesh: Mesh, over: Sequence[str]) -> tuple[list[str], str]:
+    """The axes that a message really goes over, and the slowest link that it crosses, in words."""
+    axes = [axis for axis in over if mesh.axis(axis) > 1]
+    return axes, "between hosts" if any(map(mesh.crosses, axes)) else "inside a host"
+
+
 def details(one: Candidate) -> list[Table]:
     """Bytes of the fullest rank by kind, seconds by part, and messages by axis."""
     plan, fullest = one.plan, one.fullest
@@ -98,8 +104,7 @@ def details(one: Candidate) -> list[Table]:
             seconds.add_row(name, f"{part:.3g}", f"{100 * part / one.duration.total:.0f} %")
     sent = Table(title="messages of that rank in a step", **LOOK)
     for row in messages(plan, plan.shares[fullest.pipe]):
-        axes = [axis for axis in row.axes if plan.mesh.axis(axis) > 1]
-        link = "between hosts" if any(map(plan.mesh.crosses, axes)) else "inside a host"
+        axes, link = link_of(plan.mesh, row.axes)
         sent.add_row(row.phase, f"{row.times:,} {row.kind}", ", ".join(axes), gb(row.bytes), link)
     return [memory, seconds, sent] if sent.row_count else [memory, seconds]
 

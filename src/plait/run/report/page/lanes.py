@@ -10,7 +10,7 @@ from typing import Any
 
 from plait.predict.duration import pipe_seconds, rank_passes, update_seconds
 from plait.predict.plan import Plan
-from plait.predict.sent import messages
+from plait.predict.sent import row_seconds
 from plait.run.report.measured import measured_timeline
 from plait.schedule.actions import MESSAGES, PASSES, Kind, Log
 from plait.schedule.passes import add_step
@@ -86,17 +86,13 @@ def planned_lanes(plan: Plan) -> list[dict[str, Any]] | None:
     pipeline = Pipeline(plan.order, plan.mesh.pipe, plan.chunks)
     shares = [plan.shares[pipeline.owner[stage]] for stage in range(pipeline.num_stages)]
     costs: dict[str, list[float]] = {name: [] for name in ("forward", "half", "reduce", "update")}
+    once = plan.mesh.pipe > 1 and per_rank == 1  # a stage that is alone on its rank is gathered once
     beside = []
     for share in shares:
         there, back = (one.total / per_rank for one in rank_passes(plan, share))
-        took = dict.fromkeys(("forward", "backward", "microbatch", "step", "publish"), 0.0)
-        once = False
-        for sent in messages(plan, share):
-            if not {"tensor", "context", "expert", "pipe"}.intersection(sent.axes):
-                took[sent.phase] += sent.seconds / per_rank
-                once = once or (sent.phase == "forward" and plan.mesh.pipe > 1 and per_rank == 1)
+        took = {phase: seconds / per_rank for phase, seconds in row_seconds(plan, share).items()}
         gather, reduction = took["forward"] / (1 if once else m), (took["backward"] + took["microbatch"]) / m
-        beside.append((gather, reduction, once))
+        beside.append((gather, reduction))
         costs["forward"].append(max(there, 0.0 if once else gather) if plan.overlap else there + gather)
         costs["half"].append((max(back, reduction) if plan.overlap else back + reduction) / 2)
         costs["reduce"].append(max(took["step"] - back, 0.0) if plan.overlap else took["step"])
@@ -108,15 +104,15 @@ def planned_lanes(plan: Plan) -> list[dict[str, Any]] | None:
     )
     lanes = timeline_lanes(timeline)
     for rank, one in enumerate(lanes):
-        one["messages"] += _beside(timeline, rank, beside)
+        one["messages"] += _beside(timeline, rank, beside, once=once)
     return lanes
 
 
-def _beside(timeline: Timeline, rank: int, beside: list[tuple[float, float, bool]]) -> list[Box]:
+def _beside(timeline: Timeline, rank: int, beside: list[tuple[float, float]], *, once: bool) -> list[Box]:
     """The gathers and reductions that run beside a rank's passes, each from the start of its pass."""
     found, gathered = [], set()
     for action, start, _ in timeline.line(rank):
-        gather, reduction, once = beside[action.stage]
+        gather, reduction = beside[action.stage]
         if action.kind is Kind.FORWARD and gather and not (once and action.stage in gathered):
             gathered.add(action.stage)
             found.append(box(GATHER, action.stage, action.microbatch, start, start + gather))

@@ -18,7 +18,7 @@ from plait.predict.search import Candidate, faster_change, room, smallest_change
 from plait.predict.sent import SentMessages, messages
 from plait.run.report.page.lanes import planned_lanes
 from plait.run.report.page.layout import layout_facts
-from plait.run.report.plans import described, loses
+from plait.run.report.plans import described, link_of, loses
 from plait.table.cells import Strategy
 
 MOST_RANKS = 32
@@ -98,8 +98,7 @@ def memory_facts(plan: Plan) -> dict[str, Any]:
 
 def message_facts(plan: Plan, sent: SentMessages) -> dict[str, Any]:
     """One line of the messages of a rank."""
-    axes = [axis for axis in sent.axes if plan.mesh.axis(axis) > 1]
-    link = "between hosts" if any(map(plan.mesh.crosses, axes)) else "inside a host"
+    axes, link = link_of(plan.mesh, sent.axes)
     line = {"phase": sent.phase, "kind": sent.kind, "axes": axes, "link": link, "times": sent.times}
     return line | {"predicted": sent.bytes, "measured": None, "seconds": sent.seconds}
 

@@ -15,6 +15,7 @@ from plait.run.report.idle import idle_times, mean_idle
 from plait.run.report.page.lanes import measured_lanes, timeline_lanes
 from plait.run.report.page.layout import layout_facts
 from plait.run.report.page.planned import NOTES, change_text
+from plait.run.report.plans import link_of
 from plait.run.report.timeline import CAUSES
 from plait.run.report.training import RankBytes
 from plait.schedule.actions import Log
@@ -134,8 +135,7 @@ def _messages(run: FinishedRun) -> list[dict[str, Any]]:
     found = []
     for key in dict.fromkeys((*run.predicted, *run.measured)):
         phase, kind, over = key
-        axes = [axis for axis in over if run.mesh.axis(axis) > 1]
-        link = "between hosts" if any(map(run.mesh.crosses, axes)) else "inside a host"
+        axes, link = link_of(run.mesh, over)
         times, size = run.predicted.get(key, (0, 0))
         line = {"phase": phase, "kind": kind, "axes": axes, "link": link, "times": times or run.measured[key][0]}
         measured = run.measured.get(key, (0, 0))[1] if run.measured else None

@@ -100,19 +100,6 @@ def test_what_a_log_does_not_say_is_as_in_costs() -> None:
         assert getattr(costs, field) == getattr(default, field)
 
 
-def test_costs_are_refused_where_the_logs_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="no log to measure"):
-        measured_costs([])
-    with pytest.raises(ValueError, match="2 ranks holds no event"):
-        measured_costs([((), ())])
-    with pytest.raises(ValueError, match="logs 0 and 1 are of different schedules"):
-        measured_costs([BY_HAND, BY_HAND[:1]])
-    with pytest.raises(ValueError, match="no backward of stage 0"):
-        measured_costs([((event("0F0", 0, 1), event("0I0", 1, 2)),)])
-    with pytest.raises(ValueError, match="no forward of stage 0"):
-        measured_costs([BY_HAND[1:]])
-
-
 def test_a_simulated_step_as_a_log() -> None:
     log = as_log(simulate(add_step(one_f_one_b(2, 1)), Costs(latency=0.5, update=2)))
     assert log[0][1] == Event(parse_action("0B0"), 1, 7, (Span(1, 5, "what 0B0 needs"),))

@@ -6,7 +6,6 @@ optimizer.param_groups[0].lr    value: 0.001 and 0.0005
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -16,18 +15,12 @@ from plait.checkpoint.stored import Checkpoint, Stored
 from plait.messages.progress import counted
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True)
-class _Named:
-    """A tensor among the values."""
-
-    name: str
-    tensor: Stored
-
+_MISSING = object()
 
 Difference: TypeAlias = tuple[str, str]
 """A tensor's name or the path to a value, and what differs."""
+Place: TypeAlias = tuple[Any, ...]
+"""The keys that lead to a value, or the name of a tensor."""
 
 
 def differences(one: Checkpoint, other: Checkpoint) -> Iterator[Difference]:
@@ -35,28 +28,50 @@ def differences(one: Checkpoint, other: Checkpoint) -> Iterator[Difference]:
     ValueError if one is damaged."""
     one.check()
     other.check()
-    if one.manifest.step != other.manifest.step:
-        yield "step", f"value: {one.manifest.step} and {other.manifest.step}"
-    mine, theirs = one.tensors, other.tensors
-    for name in counted("tensors", list(mine | theirs)):
-        if not name.startswith("value/"):  # compared among the values
-            yield from _tensors(name, mine.get(name), theirs.get(name))
-    named = ({name: _Named(name, tensor) for name, tensor in found.items()} for found in (mine, theirs))
-    yield from _values("", one.values(next(named)), other.values(next(named)))
+    mine, theirs = _places(one), _places(other)
+    for path in counted("places", list(mine | theirs)):
+        a, b = mine.get(path, _MISSING), theirs.get(path, _MISSING)
+        kinds = f"{_text(a)} and {_text(b)}"
+        difference = ""
+        if a is _MISSING or b is _MISSING:
+            difference = f"missing: {kinds}"
+        elif isinstance(a, Stored) and isinstance(b, Stored):
+            difference = _of_tensors(a, b)
+        elif type(a) is not type(b) or _text(a) != _text(b):
+            difference = f"value: {kinds}"
+        if difference:
+            yield "".join(map(str, path)).removeprefix("."), difference
 
 
-def _tensors(name: str, one: Stored | None, other: Stored | None) -> Iterator[Difference]:
-    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
-        what = "missing" if one is None or other is None else "shape" if one.shape != other.shape else "dtype"
-        yield name, f"{what}: {_kind(one)} and {_kind(other)}"
-        return
+def _places(saved: Checkpoint) -> dict[Place, Any]:
+    """The tensors by their names, and all values by their paths."""
+    found: dict[Place, Any] = {(name,): one for name, one in saved.tensors.items() if not name.startswith("value/")}
+    named = {id(tensor) for tensor in found.values()}
+
+    def add(path: Place, value: Any) -> None:
+        if isinstance(value, dict) and value:
+            for key, inside in value.items():
+                add((*path, ".", key), inside)
+        elif isinstance(value, list | tuple) and value:
+            for number, inside in enumerate(value):
+                add((*path, f"[{number}]" if isinstance(value, list) else f"({number})"), inside)
+        elif id(value) not in named:
+            found[path] = value
+
+    add((), saved.values())
+    return found
+
+
+def _of_tensors(one: Stored, other: Stored) -> str:
+    """What differs in two tensors, in words; empty if nothing does."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f"{'shape' if one.shape != other.shape else 'dtype'}: {_text(one)} and {_text(other)}"
     elements, largest = 0, 0.0
     for region, block in one.blocks(one.region):
         count, difference = _compared(block, other.read(region))
         elements += count
         largest = difference if math.isnan(difference) else max(largest, difference)
-    if elements:
-        yield name, f"{elements:,} elements of {_kind(one)}, by at most {largest:.3g}"
+    return f"{elements:,} elements of {_text(one)}, by at most {largest:.3g}" if elements else ""
 
 
 def _compared(one: Tensor, other: Tensor) -> tuple[int, float]:
@@ -71,33 +86,12 @@ def _compared(one: Tensor, other: Tensor) -> tuple[int, float]:
     return int(apart.sum()), float((a[apart].double() - b[apart].double()).abs().max())
 
 
-def _kind(one: Stored | None) -> str:
-    return "missing" if one is None else f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}"
-
-
-def _values(path: str, one: Any, other: Any) -> Iterator[Difference]:
-    if isinstance(one, _Named) and isinstance(other, _Named):
-        if one.name != other.name or one.name.startswith("value/"):
-            yield from _tensors(path, one.tensor, other.tensor)
-    elif isinstance(one, dict) and isinstance(other, dict):
-        for key in one | other:
-            where = f"{path}.{key}" if path else str(key)
-            if key in one and key in other:
-                yield from _values(where, one[key], other[key])
-            else:
-                mine, theirs = (_text(own[key]) if key in own else "missing" for own in (one, other))
-                yield where, f"missing: {mine} and {theirs}"
-    elif isinstance(one, list | tuple) and type(one) is type(other) and len(one) == len(other):
-        for number, pair in enumerate(zip(one, other, strict=True)):
-            yield from _values(f"{path}[{number}]", *pair)
-    elif type(one) is not type(other) or _text(one) != _text(other):
-        yield path, f"value: {_text(one)} and {_text(other)}"
-
-
 def _text(value: Any) -> str:
-    """A value with every bit of its numbers."""
-    if isinstance(value, _Named):
-        return _kind(value.tensor)
+    """A value with every bit of its numbers, or the kind of a tensor in a file."""
+    if value is _MISSING:
+        return "missing"
+    if isinstance(value, Stored):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, Tensor):
         return f"{value.item()!r} ({str(value.dtype).removeprefix('torch.')})"
     return repr(value)

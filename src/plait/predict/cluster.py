@@ -26,7 +26,7 @@ product = 0.8
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -170,15 +170,21 @@ PRESETS: dict[str, Cluster] = {
 }
 """Clusters of one host, by the name of their accelerator."""
 
-KEYS: dict[str, tuple[str, float]] = {
-    "memory_gb": ("memory", GIGA),
-    "memory_gbs": ("bandwidth", GIGA),
-    "units": ("units", 1),
-    "launch_us": ("launch", MICRO),
+_RATES = {dtype: (dtype, TERA) for dtype in ("bf16", "fp16", "fp32")}
+_LINK = {"gbs": ("bandwidth", GIGA), "latency_us": ("latency", MICRO)}
+_DEVICE = {"memory_gb": ("memory", GIGA), "memory_gbs": ("bandwidth", GIGA), "units": ("units", 1)}
+_DEVICE |= {"launch_us": ("launch", MICRO)}
+TOP: dict[str, tuple[str, float]] = {**_DEVICE, **{name: (name, 1) for name in ("hosts", "devices", "turns")}}
+"""Keys with a number: the field that it fills, and its unit."""
+TABLES: dict[str, dict[str, tuple[str, float]]] = {
+    **{"tflops": _RATES, "attention_tflops": _RATES, "inside": _LINK, "between": _LINK},
+    "reached": {one.name: (one.name, 1) for one in fields(Reached)},
 }
-NAMES = {"kind": ("cuda", "cpu"), "world": ("process", "shared_memory", "thread", "auto")}
+"""Tables of such keys."""
+NAMES = {"preset": tuple(PRESETS), "kind": ("cuda", "cpu"), "world": ("process", "shared_memory", "thread", "auto")}
 """Keys with a name, and the names that there are."""
-LINK_KEYS = {"gbs": ("bandwidth", GIGA), "latency_us": ("latency", MICRO)}
+NEEDED = ("memory_gb", "memory_gbs", "units", "tflops", "inside", "between")
+"""What a file without a preset has to have."""
 
 
 def preset(text: str, hosts: int = 1) -> Cluster:
@@ -204,66 +210,44 @@ def parse_cluster(text: str, place: str) -> Cluster:
         found: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{place}: no TOML: {error}") from None
-    known = (
-        "preset",
-        "name",
-        "hosts",
-        "devices",
-        "turns",
-        *NAMES,
-        *KEYS,
-        "tflops",
-        "attention_tflops",
-        "inside",
-        "between",
-        "reached",
-    )
-    for key in found:
-        if key not in known:
-            hint = did_you_mean(key, known, f"the keys are {', '.join(known)}")
-            raise ValueError(f"{where(place, text, key)}: unknown: {hint}")
 
-    def number(values: Mapping[str, Any], key: str, table: str = "", *, whole: bool = False) -> float:
-        value = values[key]
-        if type(value) not in (int, float) or not 0 < value < 1e18 or (whole and type(value) is not int):
-            raise ValueError(f"{where(place, text, key, table)}: {value!r}: give a {'whole ' * whole}number above 0")
-        return float(value)
+    def numbers(values: Any, known: Mapping[str, tuple[str, float]], table: str = "") -> dict[str, Any]:
+        """The numbers of a table by the fields that they fill; of the whole file, those outside of its tables."""
+        others = () if table else ("name", *NAMES, *TABLES)
+        for key in values if isinstance(values, dict) else (table,):
+            if key not in known and key not in others:
+                hint = did_you_mean(key, [*known, *others], f"the keys are {', '.join([*known, *others])}")
+                raise ValueError(f"{where(place, text, key, table)}: unknown: {hint}")
+        filled: dict[str, Any] = {}
+        for key, value in ((key, value) for key, value in values.items() if key not in others):
+            whole = key in ("hosts", "devices")
+            if type(value) not in (int, float) or not 0 < value < 1e18 or (whole and type(value) is not int):
+                raise ValueError(f"{where(place, text, key, table)}: {value!r}: give a {'whole ' * whole}number above 0")
+            filled[known[key][0]] = value * known[key][1]
+        return filled
 
-    def table(name: str, allowed: Collection[str]) -> Mapping[str, Any]:
-        values: Mapping[str, Any] = found.get(name, {})
-        for key in values if isinstance(values, dict) else ("",):
-            if key not in allowed:
-                spot = where(place, text, key, name) if key else where(place, text, name)
-                raise ValueError(f"{spot}: unknown: in the table [{name}] are {', '.join(allowed)}")
-        return values
-
-    base = found.get("preset")
-    if base is None:
-        needed = ("memory_gb", "memory_gbs", "units", "tflops", "inside", "between")
-        if missing := [key for key in needed if key not in found]:
-            raise ValueError(f"{place}, {missing[0]}: missing: give it, or preset = one of {', '.join(PRESETS)}")
-        base = "h100"
-    elif base not in PRESETS:
-        raise ValueError(f"{where(place, text, 'preset')}: {base!r}: choose one of {', '.join(PRESETS)}")
-    cluster = PRESETS[base]
-    given: dict[str, Any] = {name: number(found, key) * unit for key, (name, unit) in KEYS.items() if key in found}
-    for name, key in (("peak", "tflops"), ("attention", "attention_tflops")):
-        rates = table(key, ("bf16", "fp16", "fp32"))
-        rates = {dtype: number(rates, dtype, key) * TERA for dtype in rates}
-        given[name] = {**getattr(cluster.device, name), **rates}
-    changed: dict[str, Any] = {"device": replace(cluster.device, **given), "name": str(found.get("name", base))}
-    for name in ("inside", "between"):
-        values = table(name, LINK_KEYS)
-        link = {LINK_KEYS[key][0]: number(values, key, name) * LINK_KEYS[key][1] for key in values}
-        if "preset" not in found and len(link) < len(LINK_KEYS):
-            raise ValueError(f"{where(place, text, name)}: give {' and '.join(LINK_KEYS)}")
-        changed[name] = replace(getattr(cluster, name), **link)
-    shares = table("reached", [one.name for one in fields(Reached)])
-    changed["reached"] = replace(cluster.reached, **{key: number(shares, key, "reached") for key in shares})
     for key, names in NAMES.items():
         if key in found and found[key] not in names:
             raise ValueError(f"{where(place, text, key)}: {found[key]!r}: choose one of {', '.join(names)}")
-        changed |= {key: found[key]} if key in found else {}
-    changed |= {key: int(number(found, key, whole=True)) for key in ("hosts", "devices") if key in found}
-    changed |= {"turns": number(found, "turns")} if "turns" in found else {}
-    return replace(cluster, **changed)
+    top = numbers(found, TOP)
+    tables = {name: numbers(found.get(name, {}), known, name) for name, known in TABLES.items()}
+    if "preset" not in found:
+        if missing := [key for key in NEEDED if key not in found]:
+            raise ValueError(f"{place}, {missing[0]}: missing: give it, or preset = one of {', '.join(PRESETS)}")
+        for name in ("inside", "between"):
+            if len(tables[name]) < len(_LINK):
+                raise ValueError(f"{where(place, text, name)}: give {' and '.join(_LINK)}")
+    cluster = PRESETS[found.get("preset", "h100")]
+    own = {name: top.pop(name) for name, _ in _DEVICE.values() if name in top}
+    own["peak"] = {**cluster.device.peak, **tables["tflops"]}
+    own["attention"] = {**cluster.device.attention, **tables["attention_tflops"]}
+    changed = top | {key: found[key] for key in ("kind", "world") if key in found}
+    return replace(
+        cluster,
+        name=str(found.get("name", found.get("preset", "h100"))),
+        device=replace(cluster.device, **own),
+        inside=replace(cluster.inside, **tables["inside"]),
+        between=replace(cluster.between, **tables["between"]),
+        reached=replace(cluster.reached, **tables["reached"]),
+        **changed,
+    )

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from plait.predict.activations import DecoderSizes, block, decoder, expert_bytes
 from plait.predict.chain import Chain
-from plait.predict.memory import Held, formula
+from plait.predict.memory import Held, formula, state_bytes
 from plait.predict.plan import Plan, RankLinks
 from plait.predict.sent import handed_bytes
 from plait.table.cells import DENSE, EXPERTS
@@ -84,17 +84,14 @@ def fullest(plan: Plan) -> Footprint:
 
 def _footprint(plan: Plan, pipe: int, share: RankLinks, in_flight: int) -> Footprint:
     row, mesh, model = plan.strategy, plan.mesh, plan.model
-    own = plan.itemsize(row.params)
-    wide = plan.itemsize(row.optim)
+    bytes_of = state_bytes(row, plan.dtype, plan.states)
+    own, wide = bytes_of["param_bytes"], bytes_of["grad_bytes"]
     # A tied weight is on the first stage and on the last.
     kinds = {DENSE: _units(plan, share), EXPERTS: _expert_units(plan, share)}
-    master = wide if wide > own else 0
-    optimizer = 0 if row.optim.device else plan.states * wide + master
-    wide_sum, held = plan.itemsize(row.grads), Held(0, 0, 0)
+    held = Held(0, 0, 0)
     gathered = reduced = 0.0
     for axes, units in kinds.items():
         elements, params = sum(units), mesh.count(axes.of(row.params.split))
-        bytes_of = {"param_bytes": own, "grad_bytes": wide_sum, "optimizer_bytes": optimizer}
         held = held.plus(formula(elements, mesh, row, axes, **bytes_of))
         most = sum(sorted(units)[-2 if axes == DENSE else -1 :])  # experts are opened one layer at a time
         if params > 1:
@@ -104,7 +101,7 @@ def _footprint(plan: Plan, pipe: int, share: RankLinks, in_flight: int) -> Footp
             keeps = elements / kept if kept < params else 0
             gathered += own * (max(opened, keeps) if kept == 1 else keeps + opened)
         if mesh.count(axes.of(row.grads.split)) > 1:
-            reduced += wide_sum * most
+            reduced += wide * most
     per_stage = in_flight / plan.stages_per_rank
     if isinstance(model, Chain):
         alive = per_stage * plan.samples * own * sum(model.links[link].kept for link in share.others)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.table.cells import DENSE, Cell, StateAxes, Strategy
+from plait.table.cells import DENSE, ITEMSIZE, Cell, StateAxes, Strategy
 from plait.table.flat import FlatLayout, UnitLayout
 from plait.table.mesh import Mesh
 
@@ -72,3 +72,11 @@ def formula(
     """
     sizes = ((strategy.params, param_bytes), (strategy.grads, grad_bytes), (strategy.optim, optimizer_bytes))
     return Held(*(round(num_parameters * size / mesh.count(axes.of(cell.split))) for cell, size in sizes))
+
+
+def state_bytes(row: Strategy, dtype: str, states: int = 2) -> dict[str, int]:
+    """Bytes of a parameter, its gradient, and the optimizer's state with the master weight, if there is one, on the
+    device; ``dtype`` is that of the computation."""
+    own, wide = row.params.itemsize(ITEMSIZE[dtype]), row.optim.itemsize(ITEMSIZE[dtype])
+    optimizer = 0 if row.optim.device else states * wide + (wide if wide > own else 0)
+    return {"param_bytes": own, "grad_bytes": row.grads.itemsize(ITEMSIZE[dtype]), "optimizer_bytes": optimizer}

@@ -18,7 +18,7 @@ from plait.checkpoint.files.reading import read_text
 from plait.checkpoint.files.writing import check_file, check_folder, write_json, write_text
 from plait.predict.chain import Chain
 from plait.predict.cluster import Cluster, parse_cluster, preset
-from plait.predict.memory import formula
+from plait.predict.memory import formula, state_bytes
 from plait.predict.model import Transformer, from_hugging_face
 from plait.predict.plan import Plan, implementation
 from plait.predict.search import Question, candidates, ranked, rows_in
@@ -28,7 +28,7 @@ from plait.run.measure.layouts import MeasuredPlan, errors_text, measure_layout,
 from plait.run.report.page.explorer import explorer
 from plait.run.report.page.planned import plan_report
 from plait.run.report.page.saved import REPORT, page
-from plait.run.report.plans import as_json, described, details, gb, state_bytes, states_table, table_of, what_would_fit
+from plait.run.report.plans import as_json, described, details, gb, states_table, table_of, what_would_fit
 from plait.run.report.screen import screen
 from plait.table.cells import Strategy, find_strategy
 from plait.table.mesh import Mesh

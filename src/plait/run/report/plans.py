@@ -10,10 +10,10 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from plait.predict.cluster import Cluster
-from plait.predict.memory import formula
+from plait.predict.memory import formula, state_bytes
 from plait.predict.search import Candidate, room, smallest_change
 from plait.predict.sent import messages
-from plait.table.cells import ITEMSIZE, Strategy
+from plait.table.cells import Strategy
 from plait.table.mesh import Mesh
 
 
@@ -136,13 +136,6 @@ def states_table(
         table.add_row(row.name, gb(held.params), gb(held.grads), gb(held.optimizer), gb(held.total), state)
         found.append({"row": row.name, **asdict(held), "fits": spare >= 0})
     return found, table
-
-
-def state_bytes(row: Strategy, dtype: str) -> dict[str, float]:
-    """Bytes of a parameter, its gradient, and Adam's state with the master weight, if there is one."""
-    own, wide = row.params.itemsize(ITEMSIZE[dtype]), row.optim.itemsize(ITEMSIZE[dtype])
-    optimizer = 0 if row.optim.device else 2 * wide + (wide if wide > own else 0)
-    return {"param_bytes": own, "grad_bytes": row.grads.itemsize(ITEMSIZE[dtype]), "optimizer_bytes": optimizer}
 
 
 def as_json(one: Candidate) -> Mapping[str, object]:

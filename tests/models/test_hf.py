@@ -17,6 +17,7 @@ from plait.referee.verify.reference import run_reference
 from plait.run.commands.main import main
 from plait.run.config.settings import VerifyConfig
 from plait.run.job.job import make_job
+from plait.run.job.outline import transformer_of
 from plait.run.models import hf
 from plait.step import Engine, empty_parameters
 from plait.table.additions import additions
@@ -135,7 +136,8 @@ def test_units(kind: str) -> None:
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_parameter_count_is_the_formula(kind: str, tie: bool) -> None:
-    assert sum(p.numel() for p in empty(kind, tie=tie).parameters()) == sizes(kind, tie=tie).num_parameters
+    counted = transformer_of(sizes(kind, tie=tie))
+    assert counted is not None and sum(p.numel() for p in empty(kind, tie=tie).parameters()) == counted.num_parameters
 
 
 def test_ranks_in_threads_build_at_the_same_time_and_leave_torch_as_it_was() -> None:

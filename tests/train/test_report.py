@@ -10,8 +10,9 @@ import pytest
 
 from plait.run.commands.main import main
 from plait.run.job.config import JobConfig
+from plait.run.job.job import build_model
+from plait.run.job.outline import transformer_of
 from plait.run.report.page.saved import saved_reports
-from plait.run.train.report import transformer_of
 
 CLUSTER = """
 memory_gb = 8
@@ -84,7 +85,7 @@ def test_a_job_of_a_user_is_counted_too_if_it_runs_on_meta(
 def test_the_planner_sees_all_parameters_of_a_model(kind: str) -> None:
     task = JobConfig(model=kind, layers=3, width=32, heads=4, kv_heads=2, ffn=48, length=8)
     found = transformer_of(task.sizes)
-    assert found is not None and found.num_parameters == task.sizes.num_parameters
+    assert found is not None and found.num_parameters == sum(p.numel() for p in build_model(task).parameters())
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,17 @@
 A run that needs less than this may still be too large; one that needs more is refused before it starts.
 """
 
-import os
+from collections.abc import Sequence
 
 from plait.checkpoint.files.reading import memory
-from plait.comm.environment import started
+from plait.comm.environment import ranks_here
 from plait.messages.wording import human
 from plait.predict.activations import DecoderSizes, decoder
-from plait.predict.memory import formula
+from plait.predict.memory import formula, state_bytes
 from plait.run.config.machine import resolve_device
 from plait.run.config.settings import RunConfig, TrainConfig
 from plait.run.job.families import FOLDER
+from plait.run.job.outline import transformer_of
 
 GPUS = {
     **dict.fromkeys(("T4", "V100"), 16),
@@ -34,12 +35,8 @@ def check_room(config: RunConfig) -> None:
     """Raises ValueError, with need and have, for a run on CPUs that cannot fit into this machine's memory."""
     if resolve_device(config.machine) != "cpu" or config.task.network.job is not None:
         return
-    given = os.environ.get("LOCAL_WORLD_SIZE", "")
     size = config.machine.parsed_mesh.size
-    if given.isdecimal() and len(given) < 9:
-        ranks = min(int(given), size)
-    else:  # started by hand, perhaps one on each host, or by plait
-        ranks = 1 if started() else size
+    ranks = min(ranks_here(size), size)
     check_fits(config, ranks, memory(1 if config.machine.world == "thread" else ranks), "this machine")
 
 
@@ -61,7 +58,7 @@ def check_job(config: RunConfig, ranks_per_host: int, gpu: str | None, memory: i
 
 def check_fits(config: RunConfig, ranks: int, have: int, where: str) -> None:
     """Raises ValueError, with need and have, if ranks need more memory than there is."""
-    kinds = _kinds(config)
+    kinds = {"state": _state(config), "a step's samples": _samples(config), "activations": _activations(config)}
     need = ranks * sum(kinds.values())
     if need > have:
         parts = ", ".join(f"{human(one)} of {what}" for what, one in kinds.items())
@@ -71,20 +68,20 @@ def check_fits(config: RunConfig, ranks: int, have: int, where: str) -> None:
         )
 
 
-def _kinds(config: RunConfig) -> dict[str, int]:
-    """Bytes that one rank needs, by purpose."""
-    return {"state": _state(config), "a step's samples": _samples(config), "activations": _activations(config)}
-
-
 def checkpoint_bytes(config: TrainConfig) -> int:
     """Least number of bytes of one checkpoint: each parameter, with the optimizer's numbers for it."""
     return (1 + config.task.optimizer_row.states) * _parameters(config) * config.dtypes.computed.itemsize
 
 
-def decoder_sizes(config: RunConfig) -> DecoderSizes:
-    """Sizes of a microbatch in plait's decoder, on one rank."""
+def predictable(config: RunConfig) -> bool:
+    """True if the activations of a run are predicted: it trains plait's decoder, on rows of one document."""
+    return config.task.family.predicted and not config.task.samples.pack
+
+
+def activation_bytes(config: RunConfig, links: Sequence[str] = ()) -> int:
+    """Bytes that links of plait's decoder, or all of it, keep of a microbatch from its forward to its backward."""
     mesh, model = config.machine.parsed_mesh, config.task.sizes
-    return DecoderSizes(
+    sizes = DecoderSizes(
         batch=-(-config.task.samples.batch // (mesh.data_size * config.layout.microbatches)),
         length=config.task.network.length,
         width=model.width,
@@ -97,18 +94,20 @@ def decoder_sizes(config: RunConfig) -> DecoderSizes:
         ways=mesh.tensor,
         sequence=config.layout.sequence_parallel and mesh.tensor > 1,
     )
+    every = ("embed", *(f"blocks.{i}" for i in range(model.num_layers)), "norm", "head")
+    return decoder(sizes, links or every, config.layout.recompute)
 
 
 def _parameters(config: RunConfig) -> int:
     """Number of the model's parameters.  0 if only its files know it."""
-    return int(getattr(config.task.sizes, "num_parameters", 0))
+    sizes = config.task.sizes
+    return int(getattr(transformer_of(sizes) or sizes, "num_parameters", 0))
 
 
 def _state(config: RunConfig) -> int:
-    mesh, own = config.machine.parsed_mesh, config.dtypes.computed.itemsize
-    numbers = _parameters(config) / (mesh.pipe * mesh.tensor)
-    sizes = {"param_bytes": own, "grad_bytes": own, "optimizer_bytes": own * config.task.optimizer_row.states}
-    return formula(numbers, mesh, config.row, **sizes).total
+    mesh, dtype = config.machine.parsed_mesh, config.task.network.dtype.partition("-")[0]
+    sizes = state_bytes(config.row, dtype, config.task.optimizer_row.states)
+    return formula(_parameters(config) / (mesh.pipe * mesh.tensor), mesh, config.row, **sizes).total
 
 
 def _samples(config: RunConfig) -> int:
@@ -120,9 +119,8 @@ def _samples(config: RunConfig) -> int:
 
 def _activations(config: RunConfig) -> int:
     task, mesh = config.task, config.machine.parsed_mesh
-    if not task.family.predicted or task.samples.pack:
-        tokens = task.network.length if task.family.reads_text else 1
-        samples = task.samples.batch // (mesh.data_size * config.layout.microbatches)
-        return samples * tokens * int(task.sizes.width) * config.dtypes.computed.itemsize // mesh.tensor
-    links = ("embed", *(f"blocks.{i}" for i in range(task.sizes.num_layers)), "norm", "head")
-    return decoder(decoder_sizes(config), links, config.layout.recompute) // mesh.pipe
+    if predictable(config):
+        return activation_bytes(config) // mesh.pipe
+    tokens = task.network.length if task.family.reads_text else 1
+    samples = task.samples.batch // (mesh.data_size * config.layout.microbatches)
+    return samples * tokens * int(task.sizes.width) * config.dtypes.computed.itemsize // mesh.tensor

@@ -1,18 +1,27 @@
-"""A user's job as the planner reads it: one forward and loss of its model and batch on meta, where nothing is
-computed or allocated."""
+"""A model as the planner reads it: a decoder by its sizes, a user's job by one forward and loss of its model and batch
+on meta, where nothing is computed or allocated."""
 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from plait.checkpoint.files.reading import read_text
 from plait.comm import ThreadWorld
 from plait.predict.chain import Chain, ChainLink
-from plait.run.job.own import UserJob
+from plait.predict.model import Transformer, from_hugging_face
+from plait.run.job.config import JobConfig
+from plait.run.job.own import UserJob, load_job
+from plait.run.models.gpt import GPTConfig
+from plait.run.models.hf import HFConfig
+from plait.run.models.moe import MoEConfig
+from plait.run.models.pretrained import Pretrained
 from plait.step.step import num_samples
 from plait.table.mesh import Mesh
 from plait.tensor.expert_axis import ExpertAxis, Run, experts_of
@@ -98,6 +107,43 @@ def outline(job: UserJob) -> tuple[Chain, int]:
         flops, moved, kept = counting.flops[k] / n, counting.moved[k] / n, counting.kept[k] / n
         links.append(ChainLink(name, parameters, flops, moved, kept, counting.handed[k] / n, counting.operators[k]))
     return Chain(tuple(links), sequential), n
+
+
+def counted(task: JobConfig) -> tuple[Transformer | Chain | None, int, int]:
+    """A task's model as the planner sees it, None for one that it does not know; samples; tokens of each.
+
+    A user's job is counted on meta, and each of its samples as one token.  ValueError for one that cannot run there.
+    """
+    if (job := task.network.job) is not None:
+        return *outline(job if isinstance(job, UserJob) else load_job(job)), 1
+    return transformer_of(task.sizes) if task.family.reads_text else None, task.samples.batch, task.network.length
+
+
+def transformer_of(sizes: Any) -> Transformer | None:
+    """The sizes of a run's decoder; None for another model."""
+    if isinstance(sizes, GPTConfig):
+        experts: dict[str, Any] = {}
+        if isinstance(sizes, MoEConfig):
+            shared = sizes.hidden_width if sizes.shared else 0
+            experts = {"experts": sizes.num_experts, "chosen": sizes.num_chosen, "shared_ffn": shared}
+        return Transformer(
+            layers=sizes.num_layers,
+            hidden=sizes.width,
+            ffn=sizes.hidden_width,
+            heads=sizes.num_heads,
+            kv_heads=sizes.num_kv_heads,
+            vocab=sizes.vocabulary,
+            qkv_bias=isinstance(sizes, HFConfig) and sizes.kind == "qwen2",
+            tied=sizes.tie if isinstance(sizes, HFConfig) else True,
+            dropout=sizes.dropout > 0,
+            **experts,
+        )
+    if not isinstance(sizes, Pretrained):
+        return None
+    with suppress(ValueError):
+        file = Path(sizes.path) / "config.json"
+        return from_hugging_face(read_text(file, "the config"), str(file))
+    return None
 
 
 def _links(model: nn.Module, *, sequential: bool) -> list[tuple[str, nn.Module, int]]:

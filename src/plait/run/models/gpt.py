@@ -73,13 +73,6 @@ class GPTConfig:
         """Width inside SwiGLU, in elements, with the default filled in."""
         return self.hidden if self.hidden is not None else -(-8 * self.width // 96) * 32
 
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all parameters, the tied weight counted once."""
-        attention = 2 * self.width * self.width + 2 * self.width * self.num_kv_heads * self.head_dim
-        block = attention + 3 * self.width * self.hidden_width + 2 * self.width
-        return self.vocabulary * self.width + self.num_layers * block + self.width
-
 
 class Projection(nn.Linear):
     """A linear map without bias; weight [fan_out, fan_in] starts normal with deviation ``std``."""

@@ -36,12 +36,6 @@ class HFConfig(GPTConfig):
     tie: bool = False
     """True if the head's weight is the embedding's."""
 
-    @property
-    def num_parameters(self) -> int:
-        head = 0 if self.tie else self.vocabulary * self.width
-        bias = self.width + 2 * self.num_kv_heads * self.head_dim if self.kind == "qwen2" else 0
-        return super().num_parameters + head + self.num_layers * bias
-
 
 def check_installed() -> None:
     """Raises ValueError, with the command that installs it, if transformers is missing."""

@@ -48,13 +48,6 @@ class MoEConfig(GPTConfig):
         if not 1 <= self.num_chosen <= self.num_experts:
             raise ValueError(f"{self.num_chosen} of {self.num_experts} experts for each token: choose from 1 to all")
 
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all parameters, the tied weight counted once."""
-        more = self.num_experts + self.shared - 1
-        router = self.num_experts * self.width
-        return super().num_parameters + self.num_layers * (more * 3 * self.width * self.hidden_width + router)
-
 
 class Experts(nn.Module):
     """SwiGLU for each token by its experts: gate and up as one, [experts, 2 * hidden, width], and down."""

@@ -13,21 +13,14 @@ import torch
 
 from plait.checkpoint.files.reading import read_text
 from plait.checkpoint.files.writing import write_text
-from plait.predict.chain import Chain
 from plait.predict.cluster import PRESETS, Cluster, parse_cluster
-from plait.predict.model import Transformer, from_hugging_face
 from plait.predict.plan import Plan, implementation
 from plait.predict.search import Candidate
 from plait.run.config.layout import LayoutConfig
 from plait.run.config.machine import MachineConfig, resolve_device
 from plait.run.config.sinks import METRICS
 from plait.run.job.config import JobConfig
-from plait.run.job.outline import outline
-from plait.run.job.own import UserJob, load_job
-from plait.run.models.gpt import GPTConfig
-from plait.run.models.hf import HFConfig
-from plait.run.models.moe import MoEConfig
-from plait.run.models.pretrained import Pretrained
+from plait.run.job.outline import counted
 from plait.run.report.page.saved import REPORT, page
 from plait.run.report.page.trained import FinishedRun, Totals, trained_report
 from plait.table.cells import Strategy
@@ -94,43 +87,6 @@ def plan_of(
         )
         Candidate.of(plan)  # raises for what it cannot count
         return plan
-    return None
-
-
-def counted(task: JobConfig) -> tuple[Transformer | Chain | None, int, int]:
-    """A task's model as the planner sees it, None for one that it does not know; samples; tokens of each.
-
-    A user's job is counted on meta, and each of its samples as one token.  ValueError for one that cannot run there.
-    """
-    if (job := task.network.job) is not None:
-        return *outline(job if isinstance(job, UserJob) else load_job(job)), 1
-    return transformer_of(task.sizes) if task.family.reads_text else None, task.samples.batch, task.network.length
-
-
-def transformer_of(sizes: Any) -> Transformer | None:
-    """The sizes of a run's decoder; None for another model."""
-    if isinstance(sizes, GPTConfig):
-        experts: dict[str, Any] = {}
-        if isinstance(sizes, MoEConfig):
-            shared = sizes.hidden_width if sizes.shared else 0
-            experts = {"experts": sizes.num_experts, "chosen": sizes.num_chosen, "shared_ffn": shared}
-        return Transformer(
-            layers=sizes.num_layers,
-            hidden=sizes.width,
-            ffn=sizes.hidden_width,
-            heads=sizes.num_heads,
-            kv_heads=sizes.num_kv_heads,
-            vocab=sizes.vocabulary,
-            qkv_bias=isinstance(sizes, HFConfig) and sizes.kind == "qwen2",
-            tied=sizes.tie if isinstance(sizes, HFConfig) else True,
-            dropout=sizes.dropout > 0,
-            **experts,
-        )
-    if not isinstance(sizes, Pretrained):
-        return None
-    with suppress(ValueError):
-        file = Path(sizes.path) / "config.json"
-        return from_hugging_face(read_text(file, "the config"), str(file))
     return None
 
 

@@ -14,7 +14,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from plait.comm import Comm
 from plait.comm.agree import gather_ints
 from plait.messages.escape import say
 from plait.messages.wording import human
-from plait.predict.activations import decoder
 from plait.predict.memory import Held, held
 from plait.referee.sanitize import sanitized
 from plait.referee.sanitize.drift import DriftCheck
@@ -41,7 +40,7 @@ from plait.referee.verify.record import ON_TENSOR, Recorder, collect_records, ir
 from plait.referee.verify.run import findings_table
 from plait.run.config.file import to_toml
 from plait.run.config.machine import resolve_world
-from plait.run.config.room import decoder_sizes
+from plait.run.config.room import activation_bytes, predictable
 from plait.run.config.settings import TrainConfig
 from plait.run.config.sinks import Sinks, open_sinks
 from plait.run.data.workers import StepStream
@@ -98,6 +97,13 @@ class Training:
         """The batches that this rank reads: its data rank, the number of data ranks, and the microbatches of each."""
         mesh = self.comm.mesh
         return mesh.data_rank(self.comm.rank), mesh.data_size, self.config.layout.microbatches
+
+    @property
+    def activations(self) -> int | None:
+        """Bytes that this rank's stages keep of a microbatch from its forward to its backward; None: not predicted."""
+        placed = self.engine.placed
+        links = [name for stage in placed.stages for name in placed.links_of(stage)]
+        return activation_bytes(self.config, links) if predictable(self.config) else None
 
 
 def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
@@ -206,7 +212,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
             row=config.row,
             unit=config.task.family.unit,
             ranks=ranks,
-            activations=_activation_bytes(training) if predictable(config) else None,
+            activations=training.activations,
             predicted=totals(entries),
             measured=training.messages,
             log=recorded.typical,
@@ -222,7 +228,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
 
 def _show_header(training: Training, console: Console) -> None:
     """Shows the model and its layout on the ranks."""
-    config, engine, mesh = training.config, training.engine, training.comm.mesh
+    config, engine = training.config, training.engine
     first, *others = header(training)
     console.print(first)
     if getattr(config.task.sizes, "from_scratch", False):
@@ -230,16 +236,13 @@ def _show_header(training: Training, console: Console) -> None:
         console.print(f"initial values are drawn: the folder has no weights{as_bytes}")
     for line in others:
         console.print(line)
-    if mesh.replica == 1 and "shard" in mesh.crossing and mesh.shard % mesh.hosts == 0 and mesh.shard > mesh.hosts:
-        better = replace(mesh, replica=mesh.hosts, shard=mesh.shard // mesh.hosts, hosts=1)
-        console.print(f'shard crosses hosts: with --mesh "{better}" less does, for what is on one host is summed first')
     if engine.placed.pipeline.num_stages > 1:
         for stage, rank in sorted(engine.placed.pipeline.owner.items()):
             names = engine.placed.links_of(stage)
             console.print(f"stage {stage} on pipe rank {rank}: {names[0]} .. {names[-1]} ({len(names)} links)")
-    if predictable(config):
-        kept, recompute = human(_activation_bytes(training)), config.layout.recompute or "none"
-        console.print(f"activations of a microbatch on rank 0: {kept} predicted (recompute: {recompute})")
+    if (kept := training.activations) is not None:
+        recompute = config.layout.recompute or "none"
+        console.print(f"activations of a microbatch on rank 0: {human(kept)} predicted (recompute: {recompute})")
 
 
 def header(training: Training) -> list[str]:
@@ -252,19 +255,6 @@ def header(training: Training) -> list[str]:
         f"{engine.placed.strategy}",
         f"mesh {mesh}: {mesh.size} ranks ({resolve_world(config.machine)} world)",
     ]
-
-
-def predictable(config: TrainConfig) -> bool:
-    """True if the activations of the run are predicted."""
-    return config.task.family.predicted and not config.task.samples.pack
-
-
-def _activation_bytes(training: Training) -> int:
-    """Bytes that this rank's stages of the project's decoder keep of a microbatch from its forward to its backward."""
-    config, engine = training.config, training.engine
-    whole = ("embed", *(f"blocks.{i}" for i in range(config.task.sizes.num_layers)), "norm", "head")
-    links = [name for stage in engine.placed.stages for name in engine.placed.links_of(stage)] or whole
-    return decoder(decoder_sizes(config), links, config.layout.recompute)
 
 
 def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:

@@ -52,8 +52,8 @@ def test_the_smallest_batch_that_fills_all_parts_is_valid() -> None:
         ({"out": __file__}, [f"{__file__}' is no folder", "give another place"]),
         ({"eval_every": 2, "model": "mlp"}, ["has a held-out part; mlp reads none"]),
         ({"warmup": 9, "steps": 8}, ["a warmup of 9 steps in a run of 8"]),
-        ({"tensorboard": True}, ["give --out DIR"]),
-        ({"eval_steps": 5}, ["eval_steps 5 without eval_every", "--eval-every"]),
+        ({"tensorboard": True}, ["tensorboard without out: give --out"]),
+        ({"eval_steps": 5}, ["eval_steps without eval_every: give --eval-every"]),
     ],
 )
 def test_a_mistake_is_refused_with_its_numbers(changes: dict[str, Any], says: list[str]) -> None:

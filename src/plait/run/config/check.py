@@ -14,7 +14,7 @@ from plait.predict.cluster import parse_cluster
 from plait.run.config.bounds import check_values
 from plait.run.config.machine import check_machine, resolve_device
 from plait.run.config.room import check_room, checkpoint_bytes
-from plait.run.config.settings import CourseConfig, RunConfig, TrainConfig, VerifyConfig
+from plait.run.config.settings import RunConfig, TrainConfig, VerifyConfig
 from plait.run.config.sinks import METRICS, check_sinks
 from plait.run.data.text import size_of
 from plait.run.data.tokens import token_files
@@ -33,6 +33,12 @@ WRITTEN = (METRICS, "config.toml", "summary.json", REPORT, "trace.json")
 
 LOOKED_INTO = 1 << 24
 """Largest text, in bytes, that is read before the ranks start."""
+
+NEEDS = {
+    **{"keep": "save_every", "restarts": "save_every", "change": "resume", "eval_steps": "eval_every"},
+    **dict.fromkeys(("save_every", "cluster", "tensorboard"), "out"),
+}
+"""Settings that have no effect without another one."""
 
 FOR_TEXT = {
     "sequence_parallel": "can be cut in time",
@@ -127,11 +133,11 @@ def _check_data(config: RunConfig) -> None:
 def _check_training(config: TrainConfig) -> None:
     """Refuses paths that a run could not write to, and settings without an effect."""
     output, course = config.output, config.course
-    if course.eval_every is None and course.eval_steps != CourseConfig().eval_steps:
-        raise ValueError(f"eval_steps {course.eval_steps} without eval_every: give --eval-every too, or leave it out")
+    given, unsaid = flags(config), flags(TrainConfig())
+    for name, needed in NEEDS.items():
+        if given[name] != unsaid[name] and given[needed] is None:
+            raise ValueError(f"{name} without {needed}: give --{needed.replace('_', '-')} too, or leave it out")
     if output.cluster is not None:
-        if output.out is None:
-            raise ValueError("cluster without out: it is for the report in the folder out; give --out DIR")
         parse_cluster(read_text(output.cluster, "the cluster"), output.cluster)
     if output.out is not None:
         files = [name for name in WRITTEN if os.path.lexists(os.path.join(output.out, name))]
@@ -158,7 +164,7 @@ def _check_training(config: TrainConfig) -> None:
             raise ValueError(f"there is something at export {output.export!r} already: give a new folder")
         check_folder("export", output.export)
         copied_files(getattr(config.task.sizes, "path", None))
-    check_sinks(output.out, tensorboard=output.tensorboard, wandb=output.wandb)
+    check_sinks(tensorboard=output.tensorboard, wandb=output.wandb)
 
 
 def _check_model(config: RunConfig) -> None:

@@ -82,10 +82,8 @@ def _numbers(line: Line) -> dict[str, float]:
     return speed | {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
 
 
-def check_sinks(out: str | None, *, tensorboard: bool, wandb: str | None) -> None:
-    """Raises ValueError for sinks that have nowhere to write, or whose package is not installed."""
-    if tensorboard and out is None:
-        raise ValueError("tensorboard writes its event files into the folder out: give --out DIR")
+def check_sinks(*, tensorboard: bool, wandb: str | None) -> None:
+    """Raises ValueError for sinks whose package is not installed."""
     for asked, name in ((tensorboard, "tensorboard"), (wandb is not None, "wandb")):
         spec = importlib.util.find_spec(name) if asked else None
         if asked and (spec is None or spec.origin is None):  # without origin: only a folder of this name, here

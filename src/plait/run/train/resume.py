@@ -68,7 +68,8 @@ class Difference:
 
 def folder_of(config: TrainConfig) -> Path:
     """Where a run's checkpoints are."""
-    assert config.output.out is not None
+    if config.output.out is None:
+        raise ValueError("resume auto without out, where checkpoints are kept: give --out DIR")
     return Path(config.output.out) / CHECKPOINTS
 
 
@@ -92,17 +93,8 @@ def check_places(config: TrainConfig) -> str | None:
         ValueError: with the settings, each with both values, and the fix; or the run was ended after its last step.
     """
     output, course = config.output, config.course
-    here = {"save_every": output.save_every, "keep": output.keep, "resume": output.resume == AUTO or None}
-    for name in (name for name, value in here.items() if value is not None and output.out is None):
-        raise ValueError(f"{name} without out: checkpoints are kept in a run's own folder; give --out DIR")
-    if course.restarts and output.save_every is None:
-        raise ValueError(f"restarts {course.restarts} without save_every, so with nothing to go on from: give it too")
     if course.restarts and config.machine.world == "thread":
         raise ValueError(f"restarts {course.restarts} with world thread, which ends with its process: leave it out")
-    if output.keep is not None and output.save_every is None:
-        raise ValueError(f"keep {output.keep} without save_every: give --save-every as well")
-    if output.change and output.resume is None:
-        raise ValueError(f"change {' '.join(output.change)} without resume: leave it out, and give the settings alone")
     if course.verify and output.change:
         raise ValueError("verify beside change: no single process makes such a run; leave one of them out")
     if unknown := [name for name in output.change if name not in (*DECIDING, "data")]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -163,15 +163,6 @@ def find_family(model: str) -> Family:
     raise ValueError(f"unknown model {model!r}: {hint}")
 
 
-class Seeded(NamedTuple):
-    """A user's job, with the seed of its model."""
-
-    job: UserJob
-    seed: int
-    width: int = 0
-    """Width of the tensors between stages: not known in advance."""
-
-
 def own_family(job: UserJob, seed: int) -> Family:
     """Makes a row from a user's job.  ValueError for a model or an optimizer of the wrong type, or a value that differs
     from call to call."""
@@ -185,15 +176,16 @@ def own_family(job: UserJob, seed: int) -> Family:
         rate = max(float(group["lr"]) for group in made.param_groups)
     return Family(
         "a job of the user's",
-        lambda config: Seeded(job, seed),
-        lambda seeded: seeded.job.model(seeded.seed),
+        lambda config: job,
+        lambda job: job.model(seed),
         job.loss_fn,
         layers=None,
         count_fn=job.count_fn,
         leading=leading_dims,
-        batches=lambda seeded, seed, ragged, dtype: GivenBatches(seeded.job, dtype),
+        batches=lambda job, seed, ragged, dtype: GivenBatches(job, dtype),
         valued=True,
         one_stream=False,
+        one_tensor=False,
         samples=num_samples(job.batch(0)),
         optimizer=row,
         rate=rate,

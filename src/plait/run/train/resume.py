@@ -22,7 +22,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from plait.checkpoint.folder import CHECKPOINTS, checkpoints, discard, find, step_of
 from plait.checkpoint.load import load, read_values
-from plait.checkpoint.save import Saver
 from plait.checkpoint.stored import Checkpoint
 from plait.comm import Comm
 from plait.comm.texts import broadcast_text
@@ -335,11 +334,6 @@ def layout_of(config: TrainConfig) -> str:
     more = f", cut by {config.layout.cut}" if config.layout.cut != "element" else ""
     ranks = f"{config.machine.parsed_mesh}, {config.layout.microbatches} microbatches{more}"
     return f"{config.row} on {ranks}, threads {config.machine.threads}, torch {torch.__version__}"
-
-
-def saver_of(config: TrainConfig, engine: Engine) -> Saver | None:
-    """Returns the saver of a run; None if nothing is to be saved."""
-    return None if config.output.save_every is None else Saver(folder_of(config), engine, keep=config.output.keep)
 
 
 def extra_of(config: TrainConfig, job: Job, scheduler: LRScheduler | None, layouts: list[str]) -> dict[str, Any]:

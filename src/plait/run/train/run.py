@@ -51,10 +51,11 @@ from plait.run.job.sections import flags
 from plait.run.measure.machine import peak_memory
 from plait.run.report.page.trained import FinishedRun, Totals
 from plait.run.report.screen import screen, working
+from plait.run.report.trace import trace_json
 from plait.run.report.training import ProgressView, RankBytes, bytes_table, spark
 from plait.run.train.report import plan_of, totals, write_report
-from plait.run.train.resume import SETTINGS, SUMMARY, extra_of, layout_of, remove_later, resume, saver_of
-from plait.run.train.timeline import EventLog, record_timeline, show_timeline, write_trace
+from plait.run.train.resume import SETTINGS, SUMMARY, extra_of, folder_of, layout_of, remove_later, resume
+from plait.run.train.timeline import EventLog, record_timeline, show_timeline
 from plait.step import Engine
 from plait.step.late import LateResult
 from plait.table.cells import TABLE
@@ -145,9 +146,9 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
             remove_later(config, engine.steps)
             (Path(config.output.out) / SUMMARY).unlink(missing_ok=True)
             write_text(Path(config.output.out) / SETTINGS, to_toml(config))
-    training.saver = saver_of(config, engine)
-    if config.output.out and training.saver is not None:
-        check_same_folder(Path(config.output.out), comm)
+    if config.output.save_every is not None:
+        training.saver = Saver(folder_of(config), engine, keep=config.output.keep)
+        check_same_folder(folder_of(config).parent, comm)
     inject(engine, config.course.inject)
     with sinks, view, stream, training.saver or nullcontext():
         try:
@@ -204,7 +205,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     if config.files.json:
         write_json(config.files.json, summary | {"metrics": lines})
     if config.output.out:
-        write_trace(recorded, Path(config.output.out))
+        write_text(Path(config.output.out) / "trace.json", trace_json(recorded.typical, recorded.simulated))
         report = FinishedRun(
             name=f"{config.task.title}, {config.row.name} on {comm.mesh}",
             notes=header(training),

@@ -11,11 +11,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 
-from plait.checkpoint.files.writing import write_text
 from plait.comm import Comm
 from plait.comm.observer import Observer
 from plait.comm.operation import Operation
@@ -24,7 +22,6 @@ from plait.pipeline.runtime import Handlers
 from plait.run.report.idle import idle_times, mean_idle
 from plait.run.report.measured import busy_shares, measured_costs, measured_timeline, schedule_of
 from plait.run.report.timeline import timeline_table
-from plait.run.report.trace import trace_json
 from plait.schedule.actions import Action, Event, Line, Log, Span, parse_action
 from plait.schedule.simulate import Timeline, simulate
 from plait.step import Engine
@@ -123,11 +120,6 @@ def shown(comm: Comm) -> list[int]:
     along = ("pipe",) if mesh.pipe > 1 else ("replica", "shard")
     others = [axis for axis in mesh.coordinates(0) if axis not in along]
     return [rank for rank in range(mesh.size) if not any(mesh.coordinates(rank)[axis] for axis in others)]
-
-
-def write_trace(recorded: Recorded, folder: Path) -> None:
-    """Writes ``trace.json`` (for Perfetto) of the typical step, beside the predicted one."""
-    write_text(folder / "trace.json", trace_json(recorded.typical, recorded.simulated))
 
 
 def show_timeline(recorded: Recorded, console: Console, split: Sequence[int]) -> None:

@@ -45,12 +45,12 @@ def test_pythons_modules() -> None:
 @pytest.mark.parametrize(
     "content, words",
     [
-        (b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is not JSON"),
-        (b'{"text": "a"}\n' + b"[" * 100_000, r"a\.jsonl, line 2 is not JSON"),
-        (b'{"text": "\\ud800"}', r"a\.jsonl, line 1 has half a character"),
-        (b'{"text": "a"}\n\n["text"]\n', r'a\.jsonl, line 3 has no "text"'),
-        (b'{"texts": "a"}\n', r'line 1 has no "text": give one object per line'),
-        (b'{"text": 3}\n', r'line 1 has no "text"'),
+        (b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 has no text \(JSONDecodeError"),
+        (b'{"text": "a"}\n' + b"[" * 100_000, r"a\.jsonl, line 2 has no text \(RecursionError"),
+        (b'{"text": "\\ud800"}', r"a\.jsonl, line 1 has no text \(UnicodeEncodeError"),
+        (b'{"text": "a"}\n\n["text"]\n', r"a\.jsonl, line 3 has no text"),
+        (b'{"texts": "a"}\n', r"line 1 has no text .*: give a JSON object a line"),
+        (b'{"text": 3}\n', r"line 1 has no text"),
         (b'{"text": ""}\n', r"holds no text"),
     ],
 )

@@ -164,15 +164,10 @@ def _texts(name: str, content: bytes) -> list[bytes]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name}, line {number} is not JSON ({error}): give one object per line") from error
-        if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-            raise ValueError(f'{name}, line {number} has no "text": give one object per line, with a string under it')
-        try:
-            texts.append(value["text"].encode())
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{name}, line {number} has half a character (a lone surrogate): {error}") from error
+            texts.append(json.loads(line)["text"].encode())
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            fix = "give a JSON object a line, with a string under 'text'"
+            raise ValueError(f"{name}, line {number} has no text ({error!r:.200}): {fix}") from error
     if not any(texts):
         raise ValueError(f'{name} holds no text: give one object with a "text" per line')
     return texts

@@ -94,7 +94,7 @@ def sorted_letters() -> list[str]:
         ),
         (lambda f: folders.change_config(f, quantization_config={"quant_method": "gptq", "bits": 4}), "are quantised"),
         (lambda f: folders.change_config(f, num_attention_heads=5), "(24) is not a multiple of the number"),
-        (lambda f: folders.change_config(f, num_hidden_layers=4), "missing 9 tensors ('model.layers.3.self_attn"),
+        (lambda f: folders.change_config(f, num_hidden_layers=4), "9 missing ['model.layers.3.self_attn"),
         (lambda f: folders.write_tokenizer(f, 300), "tokens up to 299, but the model's vocabulary ends at 258"),
         (lambda f: [(f / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")], "no tokenizer in it"),
     ],

@@ -122,7 +122,7 @@ HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a header of lists": (header(lambda told: told.update({"0.weight": [1, 2]})), "not a dtype, a shape"),
     "a surplus tensor": (
         header(lambda told: told.update({"\x1b[31m": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}})),
-        "surplus 1 tensor",
+        "1 surplus [",
     ),
 }
 

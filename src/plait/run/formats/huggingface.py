@@ -121,8 +121,8 @@ def open_folder(path: str | Path, model: nn.Module) -> FolderWeights:
     surplus = [at.key for key, at in stored.items() if key not in state and not any(re.search(p, key) for p in ignored)]
     if missing or surplus:
         raise ValueError(
-            f"the weights in {str(path)!r} are not those of its config.json: missing {_some(missing)}; "
-            f"surplus {_some(surplus)}; take both from one model"
+            f"the weights in {str(path)!r} are not those of its config.json: {len(missing)} missing {missing[:4]}, "
+            f"{len(surplus)} surplus {[name[:80] for name in surplus[:4]]}; take both from one model"
         )
     for name, copies in places.items():
         for at in copies:
@@ -138,16 +138,6 @@ def open_folder(path: str | Path, model: nn.Module) -> FolderWeights:
                 f"{str(path)!r} have different values for them: set tie_word_embeddings to false, or drop one"
             )
     return FolderWeights({name: copies[0] for name, copies in places.items() if copies})
-
-
-def _some(names: Sequence[str]) -> str:
-    """``3 tensors ('a', 'b', ...)``, or ``nothing``."""
-    if not names:
-        return "nothing"
-    more = ", ..." if len(names) > 4 else ""
-    return (
-        f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(repr(name[:80]) for name in names[:4])}{more})"
-    )
 
 
 def _stored(folder: Path) -> dict[str, InFolder]:

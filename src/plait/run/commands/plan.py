@@ -26,9 +26,9 @@ from plait.run.launch.render import TARGETS
 from plait.run.launch.spec import LaunchSpec
 from plait.run.measure.layouts import MeasuredPlan, errors_text, measure_layout, measured_table
 from plait.run.report.page.explorer import explorer
-from plait.run.report.page.planned import plan_report
+from plait.run.report.page.planned import change_text, plan_report
 from plait.run.report.page.saved import REPORT, page
-from plait.run.report.plans import as_json, described, details, gb, states_table, table_of, what_would_fit
+from plait.run.report.plans import as_json, described, details, gb, states_table, table_of
 from plait.run.report.screen import screen
 from plait.table.cells import Strategy, find_strategy
 from plait.table.mesh import Mesh
@@ -173,7 +173,7 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
         console.print(line)
     every_row = rows_in(dtype, mixed=bool(mixed), offload=config.offload)
     if not best.fits:
-        console.print(what_would_fit(best, every_row))
+        console.print(f"it does not fit: {change_text(best, every_row)}")
     if best.fits:
         console.print("\nplait train --config FILE, with this in it:\n")
         console.print(toml := to_config(config, best.plan))

@@ -1,4 +1,4 @@
-"""Shows plans: the ranked list, the bytes, seconds and messages of one, and the change with which one would fit."""
+"""Shows plans: the ranked list, and the bytes, seconds and messages of one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from plait.predict.cluster import Cluster
 from plait.predict.memory import formula, state_bytes
-from plait.predict.search import Candidate, room, smallest_change
+from plait.predict.search import Candidate, room
 from plait.predict.sent import messages
 from plait.table.cells import Strategy
 from plait.table.mesh import Mesh
@@ -110,16 +110,6 @@ def details(one: Candidate) -> list[Table]:
 
 
 LOOK: dict[str, Any] = {"box": None, "show_header": False, "title_justify": "left", "padding": (0, 2)}
-
-
-def what_would_fit(best: Candidate, rows: Sequence[Strategy]) -> str:
-    """The smallest change with which the layout that is nearest would fit, in words."""
-    found = smallest_change(best.plan, rows)
-    need, have = gb(best.fullest.total), gb(room(best.plan))
-    if found is None:
-        return f"no layout fits: the nearest needs {need} of {have}, and no two changes of it help: use more devices"
-    words, other = found
-    return f"it does not fit: {need} of {have}; {words}: {gb(other.fullest.total)}, {other.duration.total:.3g} s a step"
 
 
 def states_table(

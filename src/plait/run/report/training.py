@@ -118,13 +118,12 @@ def bytes_table(ranks: Sequence[RankBytes]) -> Table:
     return table
 
 
-LEVELS = ("▁▂▃▄▅▆▇█", "_.-~=+*#")
-"""Characters from low to high.  The second is for an encoding that lacks the first."""
+LEVELS = "▁▂▃▄▅▆▇█"
+"""Characters from low to high."""
 
 
-def spark(values: Sequence[float], width: int = 60, encoding: str = "utf-8") -> str:
+def spark(values: Sequence[float], width: int = 60) -> str:
     """Draws a curve in one line of characters, low to high.  Each column is the mean of its finite values."""
-    levels = next(one for one in LEVELS if one.encode(encoding, "ignore").decode(encoding) == one)
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
@@ -132,4 +131,4 @@ def spark(values: Sequence[float], width: int = 60, encoding: str = "utf-8") -> 
     edges = [i * len(values) // columns for i in range(columns + 1)]
     means = [fmean(values[start:stop]) for start, stop in pairwise(edges)]
     low, high = min(means), max(means)
-    return "".join(levels[round((mean - low) / ((high - low) or 1) * 7)] for mean in means)
+    return "".join(LEVELS[round((mean - low) / ((high - low) or 1) * 7)] for mean in means)

@@ -169,7 +169,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     batches = job.microbatches(training.first, *training.place)  # of the step whose messages were counted
     entries = predict(engine, job, batches)
     ranks, recorded, rate = _bytes_per_rank(training, entries), record_timeline(engine, log), statistics.median(rates)
-    console.print(f"loss {first['loss']:.4f} -> {last['loss']:.4f}  {spark(losses, encoding=console.encoding)}")
+    console.print(f"loss {first['loss']:.4f} -> {last['loss']:.4f}  {spark(losses)}")
     console.print(f"{rate:,.0f} {config.task.family.unit}/s (median over steps, all ranks)")
     console.print(bytes_table(ranks))
     if runs := irregular(engine, config.layout.microbatches):

@@ -56,7 +56,7 @@ def plan_report(found: Sequence[Candidate], rows: Sequence[Strategy], name: str,
         "messages": [message_facts(plan, sent) for sent in messages(plan, plan.shares[best.fullest.pipe])],
         "seconds": [[name, seconds, None] for name, seconds in vars(part).items()],
         "timelines": {"simulated": planned_lanes(plan)},
-        "limit": f"{part.bound}: {part_text(best)}",
+        "limit": f"{part.bound}: {getattr(part, part.bound):.3g} s of {part.total:.3g} s a step",
         "change": change_text(best, rows),
         "others": [other(one, best) for one in found[:top]],
     }
@@ -101,12 +101,6 @@ def message_facts(plan: Plan, sent: SentMessages) -> dict[str, Any]:
     axes, link = link_of(plan.mesh, sent.axes)
     line = {"phase": sent.phase, "kind": sent.kind, "axes": axes, "link": link, "times": sent.times}
     return line | {"predicted": sent.bytes, "measured": None, "seconds": sent.seconds}
-
-
-def part_text(best: Candidate) -> str:
-    """The share of the longest part."""
-    part = best.duration
-    return f"{getattr(part, part.bound):.3g} s of {part.total:.3g} s a step"
 
 
 def change_text(best: Candidate, rows: Sequence[Strategy]) -> str:

@@ -9,12 +9,13 @@ import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.run.data.batches import Batches
-from plait.run.data.corpus import Corpus, Epochs
+from plait.run.data.corpus import Epochs
 from plait.run.data.packing import PackedBatches
 from plait.run.data.text import load_documents, load_text, split_documents, split_text
 from plait.run.data.tokens import load_tokens, token_files
@@ -65,26 +66,21 @@ def make_data(config: JobConfig, dtype: torch.dtype = torch.float32) -> JobData:
             batches, None, config.samples.steps, first_batch if config.network.job is not None else lambda: None
         )
     samples, length, vocabulary = config.samples, config.network.length, getattr(config.sizes, "vocabulary", None)
-    corpus: Corpus
-    rest: Corpus
+    halves: Any
+    hashed: Iterable[Any]
     if shards := token_files(samples.data):
         if samples.pack:
             raise ValueError("pack is for text, which has documents; files of tokens have none: leave it out")
-        row, row_end = split_text(load_tokens(shards, vocabulary or 1), length)
-        corpus = TextBatches(row, length, samples.seed, ragged=samples.ragged)
-        rest = TextBatches(row_end, length, samples.seed)
-        digest = cache(lambda: digest_of(part for half in (row, row_end) for part in half.sampled()))
+        halves = split_text(load_tokens(shards, vocabulary or 1), length)
+        hashed = (part for half in halves for part in half.sampled())
     elif samples.pack:
         encode = config.family.encoder(config.sizes)
-        documents, last = parts = split_documents([encode(document) for document in load_documents(samples.data)])
-        corpus = PackedBatches(documents, length, samples.seed, ragged=samples.ragged)
-        rest = PackedBatches(last, length, samples.seed)
-        digest = cache(partial(digest_of, [document for part in parts for document in part]))
+        halves = split_documents([encode(document) for document in load_documents(samples.data)])
+        hashed = (document for half in halves for document in half)
     else:
-        text, end = split_text(config.family.encoder(config.sizes)(load_text(samples.data)), length)
-        corpus = TextBatches(text, length, samples.seed, ragged=samples.ragged)
-        rest = TextBatches(end, length, samples.seed)
-        digest = cache(partial(digest_of, (text, end)))
+        hashed = halves = split_text(config.family.encoder(config.sizes)(load_text(samples.data)), length)
+    digest, kind = cache(partial(digest_of, hashed)), PackedBatches if samples.pack else TextBatches
+    corpus, rest = kind(halves[0], length, samples.seed, samples.ragged), kind(halves[1], length, samples.seed)
     for part in (corpus, rest):
         part.vocabulary = vocabulary
         part.check_tokens(LOOKED_AT)

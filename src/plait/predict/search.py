@@ -205,14 +205,11 @@ def _changes(plan: Plan, rows: Sequence[Strategy]) -> list[Change]:
 
 
 def _fastest(plan: Plan, changes: Iterable[Change]) -> tuple[str, Candidate] | None:
-    found = [(one.duration.total, words, one) for words, one in _judged(plan, changes) if one.fits]
-    return min(found, key=lambda each: each[0])[1:] if found else None
-
-
-def _judged(plan: Plan, changes: Iterable[Change]) -> Iterator[tuple[str, Candidate]]:
+    found = []
     for words, changed in changes:
         with suppress(ValueError):  # a change that does not go with the rest
-            yield words, Candidate.of(replace(plan, **changed))
+            found.append((words, Candidate.of(replace(plan, **changed))))
+    return min((each for each in found if each[1].fits), key=lambda each: each[1].duration.total, default=None)
 
 
 def rows_in(dtype: str, *, mixed: bool, offload: bool = False) -> list[Strategy]:

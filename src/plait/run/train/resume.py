@@ -11,7 +11,7 @@ A batch is a function of its step, so the step is the whole data cursor, whateve
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,18 +51,6 @@ FIXED = ("optimizer", "seed", "loss_scale")
 FREE = ("lr", "foreach", "fused", "capturable")
 """Options of an optimizer that its schedule sets, or that say how it computes."""
 MISSING = "nothing"
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A setting that differs from the one saved."""
-
-    name: str
-    was: Any
-    now: Any
-
-    def __str__(self) -> str:
-        return f"{self.name} was {self.was!r} and is {self.now!r}"
 
 
 def folder_of(config: TrainConfig) -> Path:
@@ -237,8 +225,8 @@ def kept_of(values: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     raise ValueError(f"{str(path)!r} was not written by plait train: load it in a loop of your own, with plait.load")
 
 
-def differences(config: TrainConfig, kept: Mapping[str, Any], data: str | None = None) -> list[Difference]:
-    """Lists the deciding settings that have changed; ``change`` may also name settings that have not.
+def differences(config: TrainConfig, kept: Mapping[str, Any], data: str | None = None) -> dict[str, str]:
+    """The deciding settings that have changed, each in words; ``change`` may also name settings that have not.
 
     Args:
         data: a digest of the text, once it has been read.
@@ -253,18 +241,20 @@ def differences(config: TrainConfig, kept: Mapping[str, Any], data: str | None =
         pairs = [pair for pair in pairs if pair[0] not in ("steps", "epochs")]
     elif config.task.samples.epochs is not None:  # steps follow from them, and are known when the text has been read
         pairs = [pair for pair in pairs if pair[0] != "steps"]
-    found = [Difference(*pair) for pair in pairs if pair[1] != pair[2]]
+    found = [pair for pair in pairs if pair[1] != pair[2]]
     if data is not None and data != kept["data"]:
         both = ((was.get("data"), kept["data"]), (config.task.samples.data, data))
-        found.append(Difference("data", *(" ".join(filter(None, (path, f"digest {own}"))) for path, own in both)))
-    if fixed := [one for one in found if one.name in FIXED]:
+        first, second = (" ".join(filter(None, (path, f"digest {own}"))) for path, own in both)
+        found.append(("data", first, second))
+    changed = {name: f"{name} was {was!r} and is {now!r}" for name, was, now in found}
+    if fixed := [changed[name] for name in FIXED if name in changed]:
         raise ValueError(f"{fixed[0]}, which cannot change within a run: begin a new one")
-    if refused := [one for one in found if one.name not in config.output.change]:
+    if refused := {name: one for name, one in changed.items() if name not in config.output.change}:
         raise ValueError(
-            f"this is another run than the one to go on with: {'; '.join(map(str, refused))}. Give the settings of "
-            f"that run, or --change {' '.join(one.name for one in refused)}"
+            f"this is another run than the one to go on with: {'; '.join(refused.values())}. Give the settings of "
+            f"that run, or --change {' '.join(refused)}"
         )
-    return found
+    return changed
 
 
 def _plain(value: Any) -> Any:
@@ -288,7 +278,7 @@ def resume(
     kept = kept_of({"extra": loaded.extra}, loaded.path)
     changed = differences(config, kept, job.digest())
     check_left(loaded.path, engine.steps, config.task.samples.steps)
-    if any(one.name in ("steps", "epochs", *RATES) for one in changed):
+    if changed.keys() & {"steps", "epochs", *RATES}:
         _set_rates(engine, scheduler, options)
     else:
         _check_options(engine, options)
@@ -296,7 +286,7 @@ def resume(
             scheduler.load_state_dict(kept["schedule"])
     say = partial(console.print, markup=False)
     say(f"resumed at step {engine.steps} from {loaded.path}")
-    for one in changed:
+    for one in changed.values():
         say(f"  changed: {one}")
     layouts = [str(layout) for layout in kept["layouts"]]
     if layouts[-1] != (now := layout_of(config)):

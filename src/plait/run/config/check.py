@@ -142,10 +142,6 @@ def _check_training(config: TrainConfig) -> None:
     if output.out is not None:
         files = [name for name in WRITTEN if os.path.lexists(os.path.join(output.out, name))]
         if files and not (output.overwrite or output.resume):
-            if files == [REPORT]:
-                raise ValueError(
-                    f"out {output.out!r} has a {REPORT}, of plait plan: give another folder, or --overwrite"
-                )
             raise ValueError(
                 f"out {output.out!r} has the {', '.join(files)} of an earlier run: give another folder, "
                 f"--resume auto to go on with that run, or --overwrite"

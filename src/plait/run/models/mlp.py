@@ -87,14 +87,11 @@ def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     ``batch`` has ``x`` [batch, in], ``y`` [batch, out] and ``mask`` [batch] of 0 and 1.  The sum is in fp32, or in fp64
     if the prediction is.
     """
-    return squared_error_sum(model(batch["x"]), batch)
-
-
-def squared_error_sum(prediction_BD: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """The part of ``loss_sum`` after the model, for a last stage that already has the prediction."""
+    prediction_BD = model(batch["x"])
     dtype = torch.float64 if prediction_BD.dtype == torch.float64 else torch.float32
     error_BD = prediction_BD.to(dtype) - batch["y"].to(dtype)
-    return (error_BD.square() * batch["mask"].to(dtype)[:, None]).sum()
+    loss: Tensor = (error_BD.square() * batch["mask"].to(dtype)[:, None]).sum()
+    return loss
 
 
 def sample_count(batch: Mapping[str, Tensor]) -> int:

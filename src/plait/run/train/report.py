@@ -9,15 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from plait.checkpoint.files.reading import read_text
 from plait.checkpoint.files.writing import write_text
-from plait.predict.cluster import PRESETS, Cluster, parse_cluster
+from plait.predict.cluster import parse_cluster
 from plait.predict.plan import Plan, implementation
 from plait.predict.search import Candidate
 from plait.run.config.layout import LayoutConfig
-from plait.run.config.machine import MachineConfig, resolve_device
+from plait.run.config.machine import MachineConfig
 from plait.run.config.sinks import METRICS
 from plait.run.job.config import JobConfig
 from plait.run.job.outline import counted
@@ -60,10 +58,9 @@ def plan_of(
     Args:
         file: describes the cluster.
     """
-    mesh, on_gpu = machine.parsed_mesh, resolve_device(machine) == "cuda"
-    cluster = cluster_of(file, on_gpu=on_gpu)
-    if cluster is None:
+    if file is None:
         return None
+    mesh, cluster = machine.parsed_mesh, parse_cluster(read_text(file, "the cluster"), file)
     with suppress(ValueError):  # uneven batches, a schedule written by hand, a dtype without a peak, a job off meta
         model, batch, length = counted(task)
         if model is None:
@@ -88,15 +85,3 @@ def plan_of(
         Candidate.of(plan)  # raises for what it cannot count
         return plan
     return None
-
-
-def cluster_of(file: str | None, *, on_gpu: bool) -> Cluster | None:
-    """The cluster that a file describes, or that of a known GPU; None for others."""
-    if file is not None:
-        return parse_cluster(read_text(file, "the cluster"), file)
-    if not on_gpu:
-        return None
-    name = torch.cuda.get_device_name().lower().replace(" ", "")
-    memory = round(torch.cuda.get_device_properties(0).total_memory / 1e9)
-    found = [key for key in PRESETS if key.partition("-")[0] in name]
-    return min((PRESETS[key] for key in found), key=lambda one: abs(one.device.memory / 1e9 - memory), default=None)

@@ -10,13 +10,12 @@ from waiting import calls_of
 
 from plait.predict.activations import MEGATRON
 from plait.predict.cluster import Link, Reached, preset
-from plait.predict.duration import duration, pipe_seconds, rank_passes
+from plait.predict.duration import duration, pipe_seconds, rank_passes, share_of_turns, slowest_path
 from plait.predict.footprint import footprints, fullest
 from plait.predict.model import Transformer
 from plait.predict.plan import Plan
 from plait.predict.search import Candidate, Question, candidates, ranked, rows_in, smallest_change
 from plait.predict.sent import members_on_host, message_seconds, messages
-from plait.predict.waits import share_of_turns, slowest_path
 from plait.referee.prove import Decoder, PaperRun, prove
 from plait.schedule.pipeline import Pipeline
 from plait.schedule.simulate import Costs, simulate

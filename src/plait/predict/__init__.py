@@ -12,7 +12,6 @@ cluster.py      accelerators, links and hosts, from a table or a TOML file
 plan.py         a layout of a model on a cluster
 footprint.py    bytes of each rank of a plan during a step, by kind
 sent.py         messages of a planned step, and their seconds
-waits.py        seconds in which stages wait for each other, and ranks that share cores
-duration.py     seconds of a plan's step, by what bounds each part
+duration.py     seconds of a plan's step, by what bounds each part, and the waits of its ranks
 search.py       candidates for a cluster, judged and ranked
 """

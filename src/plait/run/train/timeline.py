@@ -19,9 +19,8 @@ from plait.comm.observer import Observer
 from plait.comm.operation import Operation
 from plait.comm.texts import gather_bytes
 from plait.pipeline.runtime import Handlers
-from plait.run.report.idle import idle_times, mean_idle
+from plait.run.report.idle import idle_times, mean_idle, timeline_table
 from plait.run.report.measured import busy_shares, measured_costs, measured_timeline, schedule_of
-from plait.run.report.timeline import timeline_table
 from plait.schedule.actions import Action, Event, Line, Log, Span, parse_action
 from plait.schedule.simulate import Timeline, simulate
 from plait.step import Engine

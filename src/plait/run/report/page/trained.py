@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 from plait.predict.plan import Plan
 from plait.predict.search import Candidate
-from plait.run.report.idle import idle_times, mean_idle
+from plait.run.report.idle import CAUSES, idle_times, mean_idle
 from plait.run.report.page.lanes import measured_lanes, timeline_lanes
 from plait.run.report.page.layout import layout_facts
 from plait.run.report.page.planned import NOTES, change_text
 from plait.run.report.plans import link_of
-from plait.run.report.timeline import CAUSES
 from plait.run.report.training import RankBytes
 from plait.schedule.actions import Log
 from plait.schedule.simulate import Timeline

@@ -213,17 +213,18 @@ def parse_cluster(text: str, place: str) -> Cluster:
 
     def numbers(values: Any, known: Mapping[str, tuple[str, float]], table: str = "") -> dict[str, Any]:
         """The numbers of a table by the fields that they fill; of the whole file, those outside of its tables."""
-        others = () if table else ("name", *NAMES, *TABLES)
-        for key in values if isinstance(values, dict) else (table,):
-            if key not in known and key not in others:
+        others, filled = () if table else ("name", *NAMES, *TABLES), dict[str, Any]()
+        for key, value in values.items() if isinstance(values, dict) else ((table, values),):
+            spot, whole = where(place, text, key, table), key in ("hosts", "devices")
+            if key in others:
+                continue
+            if key not in known:
                 hint = did_you_mean(key, [*known, *others], f"the keys are {', '.join([*known, *others])}")
-                raise ValueError(f"{where(place, text, key, table)}: unknown: {hint}")
-        filled: dict[str, Any] = {}
-        for key, value in ((key, value) for key, value in values.items() if key not in others):
-            whole = key in ("hosts", "devices")
+                raise ValueError(f"{spot}: unknown: {hint}")
             if type(value) not in (int, float) or not 0 < value < 1e18 or (whole and type(value) is not int):
-                raise ValueError(f"{where(place, text, key, table)}: {value!r}: give a {'whole ' * whole}number above 0")
-            filled[known[key][0]] = value * known[key][1]
+                raise ValueError(f"{spot}: {value!r}: give a {'whole ' * whole}number above 0")
+            name, unit = known[key]
+            filled[name] = value * unit
         return filled
 
     for key, names in NAMES.items():

@@ -29,7 +29,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 WORKERS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) : 8)))
 READY := .venv/.ready
 BIN := .venv/bin
-CODE := $(wildcard src tests lessons benchmarks docs)
+CODE := $(wildcard src tests lessons benchmarks docs/*.py)
 SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 
 setup: $(READY)

@@ -16,10 +16,11 @@ from sphinx.util.docutils import SphinxDirective
 from plait.run.course.lessons import numbered
 from plait.run.course.page import write_lesson
 
-HERE = Path(__file__).parent.resolve()
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).parent))
 
-from figures import figures  # beside this file
+from figures import figures
+
+HERE = Path(__file__).parent.resolve()
 
 project = "plait"
 html_title = "plait"

@@ -95,7 +95,7 @@ def test_a_killed_worker_is_named() -> None:
         next(stream)
         (worker,) = multiprocessing.active_children()
         worker.kill()
-        with pytest.raises(WorkerError, match="^a data worker of this rank has ended.*--workers 0"):
+        with pytest.raises(WorkerError, match=r"^a data worker of this rank has ended.*--workers 0"):
             list(stream)
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-PAGES = Path(__file__).parents[2] / "docs"
-sys.path.insert(0, str(PAGES))
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 
 from figures import PIECES, carried, collective, figures, flat_unit, kept, mesh_for, nested, row, sent
 
 from plait.sharded.layout import Layout, region
 from plait.table.cells import TABLE
 
+PAGES = Path(__file__).parents[2] / "docs"
 SVG = "{http://www.w3.org/2000/svg}"
 
 

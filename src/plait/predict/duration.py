@@ -322,7 +322,6 @@ def share_of_turns(cluster: Cluster, mean: float, own: float, path: float) -> fl
     return sum(one * max(1 / turns, (1 + k) / n) for k, one in enumerate(likely))
 
 
-
 def pipe_seconds(plan: Plan) -> float:
     """Seconds of one activation between stages."""
     if plan.mesh.pipe == 1:

@@ -19,7 +19,7 @@ from plait.predict.model import Transformer
 from plait.schedule.partition import by_sizes, even
 from plait.schedule.pipeline import Pipeline
 from plait.table.cells import EXPERTS, ITEMSIZE, Strategy
-from plait.table.flat import BUCKET_BYTES, Cut, FlatLayout, UnitLayout, buckets, lay
+from plait.table.flat import BUCKET_BYTES, Cut, UnitLayout, buckets, lay
 from plait.table.mesh import DATA_AXES, Mesh
 from plait.table.parallelism import check_recompute
 from plait.table.tensor_cut import TensorCut
@@ -159,37 +159,27 @@ class Decoder(Transformer):
         return {f"{link}.self_attn": (width, width) for link in links if link.startswith("model.layers.")}
 
 
-def lay_stage(
-    decoder: Decoder,
-    links: Sequence[str],
-    mesh: Mesh,
-    strategy: Strategy,
-    tensor: int,
-    cut: Cut,
-    bucket: int,
-    dtype: str,
-    *,
-    sequence: bool = False,
-) -> tuple[UnitLayout, ...]:
+def lay_stage(run: "PaperRun", links: Sequence[str], tensor: int) -> tuple[UnitLayout, ...]:
     """The units of a stage with these links on one tensor rank, in the engine's order: the root, then by link."""
-    itemsize = strategy.params.itemsize(ITEMSIZE[dtype])
+    decoder, mesh, cut, params = run.decoder, run.mesh, run.cut, run.strategy.params
+    itemsize = params.itemsize(ITEMSIZE[run.dtype])
     loads = [0] * mesh.count(DATA_AXES)
     names, units = sorted(links, key=lambda link: link != "model.norm"), []
     names = [link for link in names if decoder.parameters_in(link, links)]
     of_links = [decoder.parameters_in(link, links) for link in names]
-    sizes_of = [[(math.prod(shape), ITEMSIZE[dtype]) for _, shape, _ in parameters] for parameters in of_links]
-    gathers, shared = mesh.count(strategy.params.split) > 1, decoder.ties(links)
-    for numbers in buckets(sizes_of, 0 if gathers else bucket):
+    sizes_of = [[(math.prod(shape), ITEMSIZE[run.dtype]) for _, shape, _ in parameters] for parameters in of_links]
+    gathers, shared = mesh.count(params.split) > 1, decoder.ties(links)
+    for numbers in buckets(sizes_of, 0 if gathers else run.bucket):
         groups: dict[tuple[bool, bool], list[Named]] = {}
         for parameter in (one for number in numbers for one in of_links[number]):
-            kind = sequence and parameter[0].endswith("norm.weight"), shared and parameter[0] == TIED
+            kind = run.cuts_time and parameter[0].endswith("norm.weight"), shared and parameter[0] == TIED
             groups.setdefault(kind, []).append(parameter)
         flats = []
         for (_, alone), parameters in groups.items():
             before = tuple([0] * len(loads) if alone else loads) if cut == "tensor" else None
             shapes = [tuple((one[0], _local(decoder, one, mesh.tensor, t)) for one in parameters) for t in (tensor, 0)]
             first = _lay(shapes[1], itemsize, len(loads), cut, before)
-            own = _lay(shapes[0], itemsize, len(loads), cut, None, first)
+            own = _lay(shapes[0], itemsize, len(loads), cut, None, like=first)
             if cut == "tensor":
                 sizes = [(b - a) * itemsize for a, b in pairwise(first.bounds)]
                 loads = [load + size for load, size in zip(loads, sizes, strict=True)]
@@ -220,16 +210,7 @@ def _local(decoder: Decoder, parameter: Named, ways: int, tensor: int) -> tuple[
     return parameter[1] if cut is None else cut.local_shape(tensor)
 
 
-@lru_cache(maxsize=64)
-def _lay(
-    shapes: tuple[tuple[str, tuple[int, ...]], ...],
-    itemsize: int,
-    pieces: int,
-    cut: Cut,
-    loads: tuple[int, ...] | None,
-    like: FlatLayout | None = None,
-) -> FlatLayout:
-    return lay(shapes, itemsize, pieces, cut, loads, like=like)
+_lay = lru_cache(maxsize=64)(lay)
 
 
 @dataclass(frozen=True)
@@ -296,17 +277,5 @@ class PaperRun:
     def laid(self) -> dict[tuple[int, int], tuple[UnitLayout, ...]]:
         """The units of every stage on every tensor rank."""
         return {
-            (s, t): lay_stage(
-                self.decoder,
-                links,
-                self.mesh,
-                self.strategy,
-                t,
-                self.cut,
-                self.bucket,
-                self.dtype,
-                sequence=self.cuts_time,
-            )
-            for s, links in enumerate(self.links())
-            for t in range(self.mesh.tensor)
+            (s, t): lay_stage(self, links, t) for s, links in enumerate(self.links()) for t in range(self.mesh.tensor)
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from plait.referee.prove import Decoder, PaperRun
@@ -47,3 +49,9 @@ def test_each_stage_reduces_in_buffers_of_its_own() -> None:
     units = {stage: laid[stage, 0] for stage in owner if owner[stage] == 0}
     alone = [_reduced(run, {stage: own}) for stage, own in units.items()]
     assert len(alone) == 2 and _reduced(run, units) == sum(alone)
+
+
+def test_an_mlp_of_two_matrices_keeps_less_than_one_of_three() -> None:
+    run = paper("ddp", "1f1b")
+    two = replace(run, decoder=replace(DECODER, gated=False))
+    assert _activations(two, DECODER.links[1:2]) < _activations(run, DECODER.links[1:2])

@@ -157,6 +157,7 @@ def _sizes(run: PaperRun) -> DecoderSizes:
         sequence=run.cuts_time,
         context=run.mesh.context,
         head_dim=model.head,
+        gated=model.gated,
         projections=model.projections() if model.latent else (),
         ring=run.ring,
     )

@@ -177,7 +177,6 @@ SHARES: dict[str, Share] = {
     "witness/test_silent_bugs.py": FULL,
     "witness/test_curves.py": NIGHTLY,
     "witness/test_trainer.py": FULL,
-    "witness/test_typed_bugs.py": FULL,
     "witness/test_verdicts.py": NIGHTLY,
     "witness/test_judge.py::test_a_right_loop_is_the_run_of_a_single_process": Share("values", "all"),
     "zoo/test_zoo.py::test_a_few_architectures_are_the_run_of_plain_pytorch": FULL,

@@ -118,7 +118,7 @@ class DriftCheck:
         numbers = {"the seed": engine.seed, "the loss scale": engine.gradients.scale}
         comm, sums = self.placed.comm, dict[str, int]()
         of_kind = dict.fromkeys(self.kinds, 0)
-        for held in self.held():
+        for held in (one for one in self.held() if one.axes):
             sums[held.what] = checksum = _checksum(held.tensor)
             of_kind[held.axes] = zlib.crc32(f"{held.what} {checksum}".encode(), of_kind[held.axes])
         sums |= {what: zlib.crc32(repr(value).encode()) for what, value in numbers.items()}
@@ -145,10 +145,7 @@ class DriftCheck:
         )
 
     def held(self) -> Iterator[Replica]:
-        """Yields the tensors that this rank holds together with others."""
-        return (replica for replica in self._all() if replica.axes)
-
-    def _all(self) -> Iterator[Replica]:
+        """Yields the tensors of this rank, with the axes over which others hold them too."""
         placed, row, mesh = self.placed, self.placed.strategy, self.placed.comm.mesh
         tied = {edge.name for edge in placed.ties.edges}
 

@@ -73,20 +73,17 @@ class Recorder:
             self._tapes.append(Tape(partial(microbatch_in, stage.current, self._window)))
             self._tapes[-1].follow(stage.model, (OwnLayer,))
 
-    @property
-    def _traced(self) -> bool:
-        return len(self.record.steps) in self._window
-
     def __call__(self, event: str, engine: Engine) -> None:
+        traced = len(self.record.steps) in self._window
         if event == "agreed" and self._gradients:
             trained = [
                 o for o in engine.placed.owned if engine.gradients.made and engine.gradients.have_gradient[o.name]
             ]
             self._step.summed = {piece_run(o): _copy(o.gradient) for o in trained}
-        if event == "stepping" and self._traced:
+        if event == "stepping" and traced:
             given = ((o, o.view.grad) for o in engine.placed.owned)
             self._step.clipped = {piece_run(o): _copy(gradient) for o, gradient in given if gradient is not None}
-        if event == "updated" and self._traced:
+        if event == "updated" and traced:
             self._step.updated = {piece_run(o): _copy(o.view) for o in engine.placed.owned}
 
     def step(self, result: StepResult) -> None:

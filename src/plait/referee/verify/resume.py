@@ -217,9 +217,9 @@ class _Runs(Generic[Program]):
         hint = " (as it was before the load)" if unloaded else ""
         if not hint and len(moments) == 1 and moments[0]:
             hint = f" (as it is after step {moments[0]})"
-        if not isinstance(mine, Tensor) or not isinstance(was, Tensor) or one.kind in ("random", "generator"):
-            if one.kind in ("random", "generator"):
-                return f"is another{hint}"
+        if one.kind in ("random", "generator"):
+            return f"is another{hint}"
+        if not isinstance(mine, Tensor) or not isinstance(was, Tensor):
             return f"is {_shortened(mine)} and was {_shortened(was)}{hint}"
         if (mine.shape, mine.dtype) != (was.shape, was.dtype):
             return f"is {tuple(mine.shape)} {mine.dtype} and was {tuple(was.shape)} {was.dtype}"

@@ -17,7 +17,7 @@ from itertools import permutations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plait.messages.progress import counted
 from plait.referee.values import MARGIN, wide
@@ -65,13 +65,10 @@ class Jitter:
         """Perturb a process from now on."""
         for module in one.model.modules():
             if not module._modules:
-                module.register_forward_hook(self._output, prepend=True)
+                module.register_forward_hook(lambda _, args, out: tree_map(self._activation, out), prepend=True)
         for parameter in one.parameters.values():
             if parameter.requires_grad:
                 parameter.register_hook(self.off)
-
-    def _output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return tree_map(self._activation, output)
 
     def _activation(self, value: Any) -> Any:
         numbers = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

@@ -91,8 +91,20 @@ class Traces:
         return describe(ours, theirs, within)
 
     def _pieces(self, trace: RankRecord, whole: Tensor, ours: Tensor) -> Iterator[Tensor]:
-        ranges = [cut.ranges(index) for cut, index in filter(None, map(trace.cut, trace.cuts))]
-        return pieces_of(whole, ours, ranges, (self.mesh.tensor, trace.tensor_rank))
+        """The parts of a whole activation that a tensor rank may hold: all of it, or a part of one dim."""
+        if whole.shape == ours.shape:
+            yield whole
+            return
+        if whole.dim() != ours.dim():
+            return
+        ranges = [cut.ranges(index) for cut, index in filter(None, map(trace.cut, trace.cuts))]  # as parameters are cut
+        dims = [d for d in range(whole.dim()) if whole.shape[d] != ours.shape[d]]
+        for dim in dims if len(dims) == 1 else ():
+            even = part(whole.shape[dim], self.mesh.tensor, trace.tensor_rank)
+            for runs in dict.fromkeys([(even,), *ranges]):
+                size = sum(stop - start for start, stop in runs)
+                if size == ours.shape[dim] and max(stop for _, stop in runs) <= whole.shape[dim]:
+                    yield torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim)
 
     def _parts_of_time(self, trace: RankRecord, whole: Tensor, ours: Tensor) -> Iterator[Tensor]:
         """The parts of an activation that a rank of a context axis may hold: its blocks of a dim that is shorter."""
@@ -133,25 +145,3 @@ class Traces:
         if any(term.shape != theirs.shape for term in terms):
             return False
         return describe(torch.stack(terms).sum(0), theirs, self.within(where)).pattern == "equal"
-
-
-def pieces_of(
-    whole: Tensor, ours: Tensor, ranges: Sequence[tuple[tuple[int, int], ...]], of: tuple[int, int]
-) -> Iterator[Tensor]:
-    """The parts of a whole activation that a tensor rank may hold: all of it, or a part of one dim.
-
-    Args:
-        ranges: how the parameters of the model are cut, on this rank.
-        of: how many tensor ranks there are, and which this is.
-    """
-    if whole.shape == ours.shape:
-        yield whole
-        return
-    if whole.dim() != ours.dim():
-        return
-    dims = [d for d in range(whole.dim()) if whole.shape[d] != ours.shape[d]]
-    for dim in dims if len(dims) == 1 else ():
-        for runs in dict.fromkeys([(part(whole.shape[dim], *of),), *ranges]):
-            size = sum(stop - start for start, stop in runs)
-            if size == ours.shape[dim] and max(stop for _, stop in runs) <= whole.shape[dim]:
-                yield torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim)

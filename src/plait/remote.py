@@ -188,8 +188,8 @@ class Remote:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
-        elif not self._closed:
-            self._end(together=False)
+        else:
+            self.leave()
 
 
 def connect(

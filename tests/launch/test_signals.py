@@ -50,7 +50,7 @@ def test_when_the_time_is_over_it_ends_at_once() -> None:
     with pytest.raises(SystemExit) as left, heard(asked):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)
-    assert (left.value.code, asked.when) == (128 + signal.SIGTERM, ", 0.1 s ago (--grace)")
+    assert left.value.code == 128 + signal.SIGTERM and asked.late
 
 
 def test_a_process_that_cannot_hear_ends_all_the_same() -> None:

@@ -80,9 +80,6 @@ def test_a_long_record_is_cut_and_read(tmp_path: Path) -> None:
 def test_without_its_folder_nothing_is_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Page(tmp_path / "gone", 1)
-    (tmp_path / "page").write_bytes(bytes(99))
-    with pytest.raises(ValueError, match="of 99 bytes is no status page of 1 ranks"):
-        Page(tmp_path, 1)
     (folder := tmp_path / "folder").mkdir()
     page = Page(folder, 1)
     assert os.listdir(folder) == ["page"]

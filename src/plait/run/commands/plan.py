@@ -140,10 +140,9 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
         if (Path(config.out) / REPORT).exists():
             raise ValueError(f"out {config.out!r} has a {REPORT}, which would be lost: give another folder")
     if config.params is not None:
-        unread = ("job", "measure", "out", "toml", "mesh", *(one.name for one in fields(SizeFlags)))
-        if beside := [name for name in unread if getattr(config, name) != getattr(PlanConfig, name)]:
+        if beside := first_given(config, "job", "measure", "out", "toml", "mesh"):
             raise ValueError(
-                f"{beside[0]} beside params: a number of parameters has no layers to lay out; give --model, or "
+                f"{beside} beside params: a number of parameters has no layers to lay out; give --model, or "
                 f"--layers --width --heads --vocab"
             )
         return _show_states(config, cluster, console)
@@ -216,19 +215,20 @@ def read_cluster(config: PlanConfig) -> Cluster:
     return found if config.hosts is None else replace(found, hosts=config.hosts)
 
 
+def first_given(config: PlanConfig, *names: str) -> str | None:
+    """The first of these flags, and of those of sizes, that is given."""
+    every = (*names, *(one.name for one in fields(SizeFlags)))
+    return next((name for name in every if getattr(config, name) != getattr(PlanConfig, name)), None)
+
+
 def read_job(place: str, config: PlanConfig) -> tuple[Chain, PlanConfig]:
     """A user's job as a chain, and the settings with its samples; such a sample counts as one token."""
     from plait.run.job.outline import outline  # only a job needs torch
     from plait.run.job.own import load_job
 
-    given = [
-        name
-        for name in ("batch", "length", "out", *[one.name for one in fields(SizeFlags)])
-        if getattr(config, name) != getattr(PlanConfig, name)
-    ]
-    if given:
-        why = "whose page is not drawn" if given[0] == "out" else "which has its own model and batch"
-        raise ValueError(f"{given[0]} beside job, {why}: leave it out")
+    if given := first_given(config, "batch", "length", "out"):
+        why = "whose page is not drawn" if given == "out" else "which has its own model and batch"
+        raise ValueError(f"{given} beside job, {why}: leave it out")
     model, samples = outline(load_job(place))
     return model, replace(config, batch=samples, length=1)
 

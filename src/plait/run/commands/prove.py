@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import tyro
 from rich.table import Table
@@ -20,10 +20,8 @@ from plait.referee.prove import Decoder, PaperRun, Proved, Refuted, prove
 from plait.run.commands.plan import SizeFlags, read_model
 from plait.run.config.layout import LayoutConfig, names_a_file, read_schedule
 from plait.run.report.screen import screen, working
-from plait.schedule.orders import describe_chunks, describe_orders
 from plait.schedule.pipeline import Pipeline
 from plait.table.cells import find_strategy
-from plait.table.flat import BUCKET_BYTES, Cut
 from plait.table.mesh import Mesh
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -31,7 +29,7 @@ UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProveConfig(SizeFlags):
+class ProveConfig(SizeFlags, LayoutConfig):
     """Prove that a layout is the run of a single process, for every rank, without running it.
 
     Exit code 0: proved, 1: refuted, with a counterexample, 2: bad input.
@@ -41,43 +39,21 @@ class ProveConfig(SizeFlags):
     """Sizes of the axes, as in "replica=16 shard=64 tensor=8 pipe=16"."""
     gated: bool = True
     """Three matrices in the MLP (SwiGLU), or two."""
-    strategy: str = "zero3"
-    """A row of the table (ddp, zero1, ... hpz), or your own: "name: params | kept | grads | state"."""
     microbatches: int = 8
     """Microbatches of one step on each data rank."""
-    schedule: Annotated[
-        str | None,
-        tyro.conf.arg(
-            help=f"An order ({describe_orders()}), or a file with a schedule. None: 1f1b, if there is a pipe."
-        ),
-    ] = None
-    chunks: Annotated[int | None, tyro.conf.arg(help=describe_chunks())] = None
-    hold: int | None = 1
-    """Stages that a rank keeps unsharded; None: units are gathered one by one in every pass."""
-    split: str | None = None
-    """Links of each stage, as in "5 4", where embedding, layers, norm and head count one each. None: equally many."""
-    cut: Cut = "element"
-    """Where the data axes may cut: anywhere in a parameter, or only between parameters."""
-    bucket: int = BUCKET_BYTES
-    """Bytes up to which small neighbouring units are laid out as one where parameters are whole at rest."""
     dtype: Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"] = "fp32"
     """Type of parameters and activations; mixed: sums of gradients and the optimizer are in fp32."""
     batch: int | None = None
     """Samples of one step, over all ranks and microbatches. None: one for each microbatch of each data rank."""
     length: int = 1024
     """Tokens of a sample."""
-    recompute: Literal["full", "selective"] | None = None
-    """Activations to recompute in the backward; they count for the memory."""
-    ring_attention: bool = False
-    """Over a context axis keys and values go round, in place of being gathered."""
-    sequence_parallel: bool = False
-    """Cut the activations between tensor-parallel products in time (no effect on one rank)."""
-    all_to_all: bool = False
-    """Over an expert axis each token goes to the ranks of its experts alone; counted with as many for every expert."""
     memory: str | None = None
     """Memory of a rank, as 80GB or 80GiB; the layout is refuted if it needs more. None: not checked."""
     json: str | None = None
     """Write the result here as JSON; "-" is the standard output."""
+    prefetch: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 1
+    offload: tyro.conf.Suppress[tyro.conf.Fixed[bool]] = False
+    """Of the layout these two alone change nothing that is proved."""
 
     def paper(self) -> PaperRun:
         """The run that these settings describe.  Raises ValueError for settings that do not fit together."""
@@ -94,7 +70,7 @@ class ProveConfig(SizeFlags):
             strategy=strategy.mixed(dtype) if mixed else strategy,
             pipeline=Pipeline(order, mesh.pipe, self.chunks, self.hold),
             microbatches=self.microbatches,
-            split=LayoutConfig(split=self.split).sizes_of_stages,
+            split=self.sizes_of_stages,
             cut=self.cut,
             bucket=self.bucket,
             dtype="fp32" if mixed else dtype,

@@ -176,7 +176,7 @@ def _left_at_once(asked: Asked) -> Iterator[None]:
         except SystemExit as left:
             if threading.current_thread() is not threading.main_thread() or asked.number is None:
                 raise
-            say(f"plait: stopped by {signal.Signals(asked.number).name}{asked.when}\n")
+            say(f"plait: stopped by {asked.number.name}{', --grace is over' * asked.late}\n")
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(int(str(left.code)))

@@ -64,11 +64,6 @@ class Asked:
             _thread.start_new_thread(self._limit, (number,))  # of ``threading`` the main thread may hold a lock
             self._tell(number)
 
-    @property
-    def when(self) -> str:
-        """The reason why this process ends at once, if the time is over."""
-        return f", {self._grace:g} s ago (--grace)" if self.late else ""
-
     def _limit(self, number: signal.Signals) -> None:
         """Sends the signal again when the time is over; the main thread may be where it cannot hear it."""
         time.sleep(self._grace)

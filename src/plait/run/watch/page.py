@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Literal
 
 from plait.comm.process_identity import from_json
-from plait.messages.escape import one_line
 
 SLOT = 2**14
 """Bytes of a record at most, and of the header."""
@@ -83,8 +82,6 @@ class Page:
                 draft.unlink(missing_ok=True)
         with open(path, "r+b") as file:
             self._memory, self._lock, self._slot = mmap.mmap(file.fileno(), 0), threading.Lock(), 0
-        if len(self._memory) != SLOT * (1 + 2 * ranks):
-            raise ValueError(f"{one_line(str(path))} of {len(self._memory)} bytes is no status page of {ranks} ranks")
         self._words = memoryview(self._memory).cast("q")
 
     def write(self, status: Status) -> None:

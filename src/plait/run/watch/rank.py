@@ -193,7 +193,7 @@ class _Signals:
         for number in ASK_TO_END:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 self._before[number] = signal.signal(number, self._handle)
-        os.register_at_fork(after_in_child=self._forked)
+        os.register_at_fork(after_in_child=self.close)  # a worker of a data loader has its own
 
     @property
     def ending(self) -> set[int]:
@@ -243,10 +243,6 @@ class _Signals:
         before = self._before.get(number)
         if callable(before):
             before(number, frame)
-
-    def _forked(self) -> None:
-        """Gives a forked process, such as a worker of a data loader, its own signals."""
-        self.close()
 
 
 def _line(error: BaseException | None) -> str:

@@ -30,12 +30,6 @@ def test_the_standard_library_is_cut_at_the_byte() -> None:
         assert b"".join(source for _, source in text_module.standard_library(max_bytes)) == text[:max_bytes]
 
 
-def test_a_python_without_sources_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(ValueError, match=r"no source files in .* give a path"):
-        load_text()
-
-
 def test_a_file_is_its_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("grün\r\n".encode())
     assert load_text(str(tmp_path / "a.txt")) == "grün\r\n".encode()

@@ -187,14 +187,6 @@ def test_wrong_sizes_are_named_with_the_fix(changes: dict[str, float], words: li
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_wrong_inputs_are_named() -> None:
-    model = small()
-    with pytest.raises(ValueError, match="13 tokens are longer than max_length 12"):
-        model(tokens_of(SMALL, length=13))
-    with pytest.raises(ValueError, match=r"\(5,\): give \[batch, time\]"):
-        model(tokens_of(SMALL)[0, :5])
-
-
 def test_dropout_is_on_in_training_and_off_in_evaluation() -> None:
     model = small(dropout=0.5)
     tokens_BT = tokens_of(SMALL)

@@ -55,15 +55,11 @@ class PackedBatches(Corpus):
     ``documents`` numbers the documents of a row from 0; a model's attention must not cross them, and positions start
     again in each (see ``models.documents``).  Documents are bytes, each a token, or rows of whole numbers.  Those with
     fewer than 2 tokens have nothing to predict, and are left out.  ``ragged`` is the same as in ``TextBatches``.
-
-    Raises ValueError if no document has 2 tokens, or one is not a row of whole numbers.
     """
 
     def __init__(self, documents: Iterable[bytes | Tensor], length: int, seed: int, ragged: bool = False) -> None:
         rows = [as_tokens(document) for document in documents]
         kept = [row for row in rows if len(row) > 1]
-        if not kept:
-            raise ValueError(f"{len(rows)} documents, none with 2 tokens, so nothing to predict: give more text")
         self._tokens = torch.cat(kept)
         starts, sizes, place = [], [], 0
         for row in kept:

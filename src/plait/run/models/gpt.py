@@ -92,21 +92,12 @@ class TokenEmbedding(nn.Embedding):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config.vocabulary, config.width)
-        self.max_length = config.max_length
         self.dropout = nn.Dropout(config.dropout)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=INIT_STD)
 
     def forward(self, input: Tensor) -> Tensor:
-        """tokens_BT int64 -> x_BTD.  Raises ValueError for sequences longer than ``max_length``, or another shape."""
-        if input.dim() != 2:
-            raise ValueError(f"tokens have shape {tuple(input.shape)}: give [batch, time]")
-        if input.shape[1] > self.max_length:
-            raise ValueError(
-                f"sequences of {input.shape[1]} tokens are longer than max_length {self.max_length}: cut them, or "
-                f"raise max_length"
-            )
         x_BTD: Tensor = self.dropout(super().forward(input))
         return x_BTD
 

@@ -87,11 +87,6 @@ def test_messages_in_flight_are_knock_on() -> None:
     assert nonzero(one) == {"busy": 3, "warm_up": 1, "cool_down": 2, "knock_on": 0.5}
 
 
-def test_a_log_of_half_a_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="not of a whole step: rank 0 at 0B0 waits for what no rank has made"):
-        idle_times(((event("0F0", 0, 1), event("0B0", 1, 2)), (event("1F0", 1, 2),)))
-
-
 names = st.sampled_from(sorted(ORDERS))
 few = st.integers(1, 6)
 times = st.integers(0, 40).map(lambda n: n / 8)

@@ -7,7 +7,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.resources import files
 from pathlib import Path
 
 NUMBERED = re.compile(r"(\d\d)_\w+\.py")
@@ -42,15 +42,8 @@ class Lesson:
 
 
 def folder() -> Path:
-    """The folder of the course.
-
-    Raises:
-        ValueError: the package ``plait_lessons`` is not installed.
-    """
-    spec = find_spec("plait_lessons")
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError("the lessons are not installed: they come with plait, so install it again")
-    package = Path(spec.submodule_search_locations[0])
+    """The folder of the course."""
+    package = Path(str(files("plait_lessons")))
     return package / "course" if (package / "course").is_dir() else package.parent
 
 

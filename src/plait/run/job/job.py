@@ -129,12 +129,8 @@ class Job:
 
         Over all ranks they are the held-out samples, each once, ``global_batch`` a step.  Some microbatches of the
         last step may be one sample without a loss.
-
-        Raises:
-            ValueError: the job has no held-out data.
         """
-        if self.held_out is None:
-            raise ValueError("an evaluation needs held-out data, which this model does not have: choose one of text")
+        assert self.held_out is not None
         dataset = StepDataset(self.held_out, data_rank, num_data_ranks, num_microbatches, self.global_batch)
         return list(StepStream(dataset, range(self.held_out.num_steps(self.global_batch)), device=device))
 

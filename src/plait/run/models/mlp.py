@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class MLPConfig:
-    """The sizes of an MLP.  Raises ValueError if they don't fit together."""
+    """The sizes of an MLP.  Raises ValueError for a dropout that is no probability."""
 
     num_layers: int = 16
     width: int = 64
@@ -32,11 +32,6 @@ class MLPConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.widths is not None and len(self.widths) != self.num_layers + 1:
-            raise ValueError(
-                f"{len(self.widths)} widths for {self.num_layers} layers: give {self.num_layers + 1}, the "
-                f"input's and one per layer, or set num_layers={len(self.widths) - 1}"
-            )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}: give a probability from 0 up to, not including, 1")
 

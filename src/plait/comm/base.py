@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.ledger import Ledger
-from plait.comm.observer import NOBODY, Observer, OperationCheck, Waiting
+from plait.comm.observer import NOBODY, Observer, Waiting
 from plait.comm.operation import (
     DONE,
     NO_NOTE,
@@ -89,8 +89,6 @@ class Comm:
         """The ranks as processes, by rank, and the store in which they met; empty and None where they are threads."""
         self.attempt = 0  # number of earlier starts of these ranks, the same on all of them
         self.stop_signal = 0  # the number of a signal that asks this rank to end; the ranks agree on it at a step's end
-        self.check: OperationCheck | None = None
-        """Compares operations with the other ranks before they run."""
         self._groups: dict[tuple[str, ...], Group] = {}
         self._numbers: dict[tuple[object, ...], int] = {}
 
@@ -318,8 +316,6 @@ class Comm:
         self.ledger.add(prepared.entry)
         for observer in self.observers:
             observer.asked(operation)
-        if self.check is not None:
-            operation = self.check.begin(operation)
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return prepared.method(operation, *what)

@@ -4,15 +4,14 @@
 
     begin_step(7)  ──►  asked(all_gather ...)  ──►  waits(all_gather ...)  ──►  waited(all_gather ..., from, to)
 
-The status page of a run, the log of a pipeline's step and injected faults are observers.  Without any, a step costs
-what it did.  ``comm.check`` is more: it may refuse an operation, and replaces its work.
+The status page of a run, the log of a pipeline's step, injected faults and the comparison of collectives are observers.
+Without any, a step costs what it did.
 """
 
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import TracebackType
-from typing import Protocol
 
 from plait.comm.operation import Operation
 
@@ -37,13 +36,6 @@ class Observer:
 
     def closed(self) -> None:
         """The world is left; nothing follows."""
-
-
-class OperationCheck(Protocol):
-    """A comparison of operations with the other ranks."""
-
-    def begin(self, operation: Operation) -> Operation:
-        """Compares an operation before it runs; returns it with the place where it was asked for."""
 
 
 class Waiting:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.base import Comm
+from plait.comm.observer import Observer
 from plait.comm.operation import MismatchError, Operation, name_of
 
 PLAIT: Final = str(Path(__file__).parents[2]) + "/"
@@ -74,27 +75,22 @@ class Description:
         return torch.tensor([len(data)]), torch.frombuffer(data, dtype=torch.uint8)
 
 
-class CollectiveCheck:
+class CollectiveCheck(Observer):
     """Compares what one rank asks for with what the others do."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm, self.failure = comm, ""
         self._asked: Counter[tuple[int, ...]] = Counter()
 
-    def begin(self, operation: Operation) -> Operation:
-        """Before an operation runs: returns it with the place where it was asked for.
-
-        Raises:
-            MismatchError: on every member, of a collective that they do not all mean.
-        """
+    def asked(self, operation: Operation) -> None:
+        """Raises MismatchError on every member, of a collective that they do not all mean."""
         if self.failure:
             raise MismatchError(f"rank {self.comm.rank} in {operation}: {self.failure}")
-        operation = replace(operation, site=call_site())
         if operation.kind not in ("send", "recv"):
+            operation = replace(operation, site=call_site())
             members = tuple(sorted(operation.group.ranks))
             self._asked[members] += 1
             self._compare(operation, Description.of(operation, self._asked[members]))
-        return operation
 
     def _compare(self, operation: Operation, mine: Description) -> None:
         others = [rank for rank in operation.group.ranks if rank != self.comm.rank]
@@ -141,7 +137,7 @@ class CollectiveCheck:
 
 def check_collectives(comm: Comm) -> Comm:
     """From here on ``comm`` compares every operation with the other ranks, all of which do the same."""
-    comm.check = CollectiveCheck(comm)
+    comm.observers += (CollectiveCheck(comm),)
     return comm
 
 

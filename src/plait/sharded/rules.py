@@ -27,6 +27,7 @@ from torch import Tensor
 
 from plait.sharded.layout import Layout
 from plait.sharded.spec import OpPlan, Refusal, Spec
+from plait.tensor.metadata import name_of as name_of_function
 from plait.torch_private import tree_map
 
 Axes = tuple[str, ...]
@@ -70,11 +71,7 @@ def rule(*functions: Any) -> Callable[[SomeRule], SomeRule]:
 
 def name_of(func: Any) -> str:
     """The name of a function in messages: ``matmul``, ``softmax``, ``T``."""
-    if hasattr(func, "_schema"):
-        return str(func._schema.name.partition("::")[2])
-    name = str(getattr(func, "__name__", func))
-    owner = str(getattr(getattr(func, "__self__", None), "__name__", ""))
-    return owner if name in ("__get__", "__set__") and owner else name
+    return str(func._schema.name.partition("::")[2]) if hasattr(func, "_schema") else name_of_function(func)
 
 
 # ---- what a rule refuses ------------------------------------------------------------------------------------

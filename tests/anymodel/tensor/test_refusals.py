@@ -134,14 +134,3 @@ def test_a_plan_of_transformers_that_is_known_to_be_wrong_is_refused() -> None:
     model[0].activation_sparsity = 0.95
     with pytest.raises(ValueError, match="tensor plan is wrong for '0', a Gemma3nTextMLP, which takes the mean"):
         plait.anymodel.plan_of(model)
-
-
-def test_a_second_backward_through_the_cut_loss_has_words_for_it() -> None:
-    def body(comm: plait.Comm) -> None:
-        logits = plait.ShardedTensor.from_full(torch.rand(7, 6).requires_grad_(), "rows classes/tensor", comm)
-        loss = plait.cross_entropy_sum(logits, torch.zeros(7, dtype=torch.int64))
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        plait.run_threads("tensor=2", body)

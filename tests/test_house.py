@@ -105,7 +105,7 @@ MAY_BE_LONGER = {"src/plait/step/engine.py": 660}
 BUDGETS = {
     **{"table": 1_650, "schedule": 1_650, "messages": 250, "comm": 3_400, "zero": 3_800, "forward": 2_245},
     **{"tensor": 2_260, "pipeline": 1_950, "step": 2_500, "predict": 2_600, "checkpoint": 2_250},
-    **{"anymodel": 1_765, "sharded": 3_250, "shared_memory": 1_450, "referee": 10_400, "run": 15_500, "": 1_000},
+    **{"anymodel": 1_765, "sharded": 3_250, "shared_memory": 1_450, "referee": 10_100, "run": 15_500, "": 1_000},
 }
 """Lines of each part (decision 168).  A change may only lower them."""
 TEST_LINES = 57_000

@@ -35,11 +35,24 @@ def judge_batch_norm(
     for group in groups:
         calls.setdefault(group.call, []).extend(group.samples)
     alone, joined = [list(group.samples) for group in groups], list(calls.values())
-    ranks = len({group.rank for group in groups})
-    for parts, who in ((joined, "one forward on all ranks" if ranks > 1 else "each forward"), (alone, "each forward")):
-        if len(parts) > 1 and _explains(parts, setting, steps, replay):
-            return _judgement(setting, seen, names, parts, who, by_rank=ranks > 1 and parts is alone)
-    return None
+    several = len({group.rank for group in groups}) > 1
+    ways = ((joined, "one forward on all ranks" if several else "each forward"), (alone, "each forward"))
+    found = next((way for way in ways if len(way[0]) > 1 and _explains(way[0], setting, steps, replay)), None)
+    if found is None:
+        return None
+    parts, who = found
+    ranks = tuple(one.rank for one in seen if one.wrong)
+    worst = max(gap for one in seen for gap in one.wrong.values())
+    sizes = sorted({len(samples) for samples in parts})
+    many = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    what = f"BatchNorm ({names[0]}{others}) normalises over the samples of {who}, {many} of the step's"
+    what += f" {setting.samples}, and nothing else is wrong"
+    cause = "that is another function than over all of them: "
+    cause += (
+        f"{'synchronise it (nn.SyncBatchNorm), ' if several and parts is alone else ''}freeze it, or take GroupNorm"
+    )
+    return accuse(setting.step, "gradient", "", f"{what}: {cause}", ranks, setting.ranks, residual=worst)
 
 
 def _explains(
@@ -55,24 +68,3 @@ def _explains(
     slack = slack_of(min(share, BLIND), right)
     seen, _ = compare(replace(setting, true=right, norm=norm, scaled=scaled, slack=slack), steps)
     return not any(one.wrong for one in seen)
-
-
-def _judgement(
-    setting: Setting,
-    seen: Sequence[Seen],
-    names: Sequence[str],
-    parts: Sequence[Sequence[int]],
-    who: str,
-    *,
-    by_rank: bool,
-) -> Judgement:
-    ranks = tuple(one.rank for one in seen if one.wrong)
-    worst = max(gap for one in seen for gap in one.wrong.values())
-    sizes = sorted({len(samples) for samples in parts})
-    many = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    what = f"BatchNorm ({names[0]}{others}) normalises over the samples of {who}, {many} of the step's"
-    what += f" {setting.samples}, and nothing else is wrong"
-    cause = "that is another function than over all of them: "
-    cause += f"{'synchronise it (nn.SyncBatchNorm), ' if by_rank else ''}freeze it, or take GroupNorm"
-    return accuse(setting.step, "gradient", "", f"{what}: {cause}", ranks, setting.ranks, residual=worst)

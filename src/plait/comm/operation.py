@@ -9,7 +9,7 @@ errors name it:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
@@ -76,8 +76,6 @@ class Operation:
     op: str = ""
     root: int = -1
     """The root's index within the group (broadcast, reduce, scatter, gather)."""
-    site: str = field(default="", compare=False)
-    """The line that requested it; known where collectives are checked."""
 
     @property
     def meaning(self) -> tuple[object, ...]:
@@ -92,7 +90,7 @@ class Operation:
         about = f"{self.numel} x {name_of(self.dtype)}"
         about += f", phase {note.phase!r}" if note.phase else ""
         about += f", microbatch {note.microbatch}" if note.microbatch >= 0 else ""
-        return f"{text} ({about})" + (f" at {self.site}" if self.site else "")
+        return f"{text} ({about})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -50,8 +50,8 @@ class Description:
     """The facts that members must agree on, by name."""
 
     @classmethod
-    def of(cls, operation: Operation, number: int) -> Description:
-        """The ``number``-th operation of some ranks."""
+    def of(cls, operation: Operation, number: int, site: str) -> Description:
+        """The ``number``-th operation of some ranks, and the line that asks for it."""
         note, group = operation.note, operation.group
         meant: dict[str, str | int] = {
             "operation": operation.kind,
@@ -66,8 +66,8 @@ class Description:
             "number": number,
         }
         if operation.root < 0:  # a root may have a line of its own
-            meant["line"] = operation.site
-        return cls(str(operation), meant)
+            meant["line"] = site
+        return cls(f"{operation} at {site}", meant)
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """The description as two messages: the size of the second, and all of it as JSON."""
@@ -87,10 +87,9 @@ class CollectiveCheck(Observer):
         if self.failure:
             raise MismatchError(f"rank {self.comm.rank} in {operation}: {self.failure}")
         if operation.kind not in ("send", "recv"):
-            operation = replace(operation, site=call_site())
             members = tuple(sorted(operation.group.ranks))
             self._asked[members] += 1
-            self._compare(operation, Description.of(operation, self._asked[members]))
+            self._compare(operation, Description.of(operation, self._asked[members], call_site()))
 
     def _compare(self, operation: Operation, mine: Description) -> None:
         others = [rank for rank in operation.group.ranks if rank != self.comm.rank]

@@ -292,7 +292,7 @@ def test_what_is_no_mailbox_is_refused() -> None:
         ("x" * 1000, ConnectionError),
         ("[0, 7]", ConnectionError),
         ('[0, 7, "x"]', ConnectionError),
-        ('{"process_id": 0, "descriptor": 7, "name": "x"}', ValueError),
+        ('{"descriptor": 7, "name": "x"}', ValueError),
     ):
         store.set("shared_memory/1", said)
         with pytest.raises(error, match=r"not written by plait|cannot reach the memory of rank 1"):

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 class Published:
     """A rank's entry in the store: the segment of its mailboxes."""
 
-    process_id: int
     descriptor: int
     name: str
 
@@ -67,7 +66,7 @@ class MailboxRegistry:
         self._segments: dict[tuple[int, int], Segment] = {}
         self._ends = select.poll()
         self._holds: dict[int, int] = {}
-        store.set(f"shared_memory/{rank}", json.dumps(asdict(Published(os.getpid(), self._mine.descriptor, self.name))))
+        store.set(f"shared_memory/{rank}", json.dumps(asdict(Published(self._mine.descriptor, self.name))))
         for peer in others:
             if not wait_for_keys(store, [key := f"shared_memory/{peer.rank}"], end):
                 raise TimeoutError(f"rank {rank} waited for {peer}, which published no mailboxes")
@@ -75,9 +74,9 @@ class MailboxRegistry:
 
     def _reach(self, peer: Peer, theirs: Published, place: Mapping[int, int]) -> None:
         """Opens a rank's mailboxes, and a descriptor of its process, which is readable once that has ended."""
-        self.process_ids[peer.rank], self._names[peer.rank] = theirs.process_id, theirs.name
+        self._names[peer.rank] = theirs.name
         try:
-            hold = os.pidfd_open(theirs.process_id)
+            hold = os.pidfd_open(peer.pid)
             segment = self.segment(peer.rank, theirs.descriptor)
         except OSError as error:
             text = f"rank {self.rank} cannot reach the memory of {peer} on {socket.gethostname()} ({error.strerror})"

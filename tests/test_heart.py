@@ -18,7 +18,7 @@ from plait.forward.interceptor import FIRST
 from plait.table.mesh import AXES
 
 SOURCE = Path(plait.__file__).parent
-MOST = 5_781
+MOST = 5_775
 """Lines of these files.  The goal is 4,500; a change may only lower this number."""
 
 

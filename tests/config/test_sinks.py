@@ -74,11 +74,3 @@ def test_a_missing_package_is_named_with_the_command(
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=rf"{name} is not installed: pip install 'plait\[{name}\]'"):
         check_sinks(**asked)
-
-
-@pytest.mark.skipif(not missing("wandb"), reason="wandb is installed")
-def test_a_folder_of_that_name_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "wandb").mkdir()  # where wandb keeps its files
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ValueError, match="wandb is not installed"):
-        check_sinks(tensorboard=False, wandb="p")

@@ -24,12 +24,6 @@ def test_without_a_path_it_is_pythons_own_source() -> None:
     assert text.count(b"\ndef ") > 500 and b"\0" not in text
 
 
-def test_the_standard_library_is_cut_at_the_byte() -> None:
-    text = load_text()
-    for max_bytes in (1, 1000, 100_000):
-        assert b"".join(source for _, source in text_module.standard_library(max_bytes)) == text[:max_bytes]
-
-
 def test_a_file_is_its_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("grün\r\n".encode())
     assert load_text(str(tmp_path / "a.txt")) == "grün\r\n".encode()

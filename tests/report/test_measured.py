@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.run.report.measured import as_log, busy_shares, measured_costs, measured_timeline
+from plait.run.report.measured import as_log, measured_costs, measured_timeline
 from plait.schedule.actions import Event, Kind, Log, Schedule, Span, parse_action, parse_schedule
 from plait.schedule.orders import ORDERS, one_f_one_b, write_order
 from plait.schedule.passes import add_messages, add_sharding, add_step, split_backward
@@ -41,13 +41,7 @@ def test_a_pass_starts_when_its_waiting_is_over() -> None:
     assert timeline.starts == ((0, 2, 6, 9), (3, 4.5, 6))  # 1B0 waited for half a second in its midst
     assert timeline.ends == ((2, 2.25, 9, 10), (4, 6, 10))
     assert (timeline.work(0), timeline.work(1)) == (5, 2.5)
-    assert timeline.makespan == 10
-
-
-def test_busy_shares() -> None:
-    assert busy_shares(BY_HAND) == pytest.approx((0.5, 0.25))
-    assert measured_timeline(BY_HAND).idle_share() == pytest.approx(1 - 0.375)
-    assert busy_shares((*BY_HAND, ())) == pytest.approx((0.5, 0.25, 0))
+    assert timeline.makespan == 10 and timeline.idle_share() == pytest.approx(1 - 0.375)
 
 
 def test_costs_are_without_waits_but_collectives_are_whole() -> None:

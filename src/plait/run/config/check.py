@@ -55,7 +55,9 @@ def validate(config: RunConfig) -> None:
     check_machine(config.machine)
     _ = config.row, config.task.optimizer_row  # raise if they are wrong
     _check_family(config)
-    _check_rates(config.task)
+    warmup, samples = config.task.update.warmup, config.task.samples
+    if samples.epochs is None and warmup > samples.steps:
+        raise ValueError(f"a warmup of {warmup} steps in a run of {samples.steps}: give at most {samples.steps}")
     _check_pipeline(config)
     ranks, microbatches = config.machine.parsed_mesh.data_size, config.layout.microbatches
     if (batch := config.task.samples.batch) < (parts := ranks * microbatches):
@@ -98,13 +100,6 @@ def _check_family(config: RunConfig) -> None:
         raise ValueError(
             f"recompute selective is for attention, which {config.task.title} lacks: choose full, or leave it out"
         )
-
-
-def _check_rates(task: JobConfig) -> None:
-    """Refuses a schedule of the learning rate that does not fit the run."""
-    warmup, steps = task.update.warmup, task.samples.steps
-    if task.samples.epochs is None and warmup > steps:
-        raise ValueError(f"a warmup of {warmup} steps in a run of {steps}: give at most {steps}")
 
 
 def _check_pipeline(config: RunConfig) -> None:

@@ -85,8 +85,7 @@ def _numbers(line: Line) -> dict[str, float]:
 def check_sinks(*, tensorboard: bool, wandb: str | None) -> None:
     """Raises ValueError for sinks whose package is not installed."""
     for asked, name in ((tensorboard, "tensorboard"), (wandb is not None, "wandb")):
-        spec = importlib.util.find_spec(name) if asked else None
-        if asked and (spec is None or spec.origin is None):  # without origin: only a folder of this name, here
+        if asked and importlib.util.find_spec(name) is None:
             raise ValueError(f"{name} is not installed: pip install 'plait[{name}]', or leave --{name} out")
 
 

@@ -103,15 +103,15 @@ def _files(path: str | None) -> list[tuple[str, bytes]]:
     return [(path, text)]
 
 
-def standard_library(max_bytes: int = STANDARD_LIBRARY_BYTES) -> list[tuple[str, bytes]]:
-    """(name, source) of the top-level modules in Python's standard library, by name, cut after ``max_bytes`` bytes.
+def standard_library() -> list[tuple[str, bytes]]:
+    """(name, source) of the top-level modules in Python's standard library, by name, up to a size.
 
     Names with a leading underscore are skipped, since some are generated for one machine, and so are subfolders (tests,
     site-packages, idlelib).
     """
     folder = Path(sysconfig.get_path("stdlib"))
     parts: list[tuple[str, bytes]] = []
-    left = max_bytes
+    left = STANDARD_LIBRARY_BYTES
     for file in sorted(folder.glob("[!_]*.py"), key=lambda file: file.name):
         if left <= 0:
             break

@@ -37,12 +37,6 @@ def measured_timeline(log: Log) -> Timeline:
     )
 
 
-def busy_shares(log: Log) -> tuple[float, ...]:
-    """The share of the step in which each rank computed."""
-    timeline = measured_timeline(log)
-    return tuple(1 - timeline.idle_share(rank) for rank in range(len(log)))
-
-
 def measured_costs(logs: Sequence[Log]) -> Costs:
     """The costs of each stage's actions in these steps: medians over microbatches and steps, in seconds.
 

@@ -20,7 +20,7 @@ from plait.comm.operation import Operation
 from plait.comm.texts import gather_bytes
 from plait.pipeline.runtime import Handlers
 from plait.run.report.idle import idle_times, mean_idle, timeline_table
-from plait.run.report.measured import busy_shares, measured_costs, measured_timeline, schedule_of
+from plait.run.report.measured import measured_costs, measured_timeline, schedule_of
 from plait.schedule.actions import Action, Event, Line, Log, Span, parse_action
 from plait.schedule.simulate import Timeline, simulate
 from plait.step import Engine
@@ -44,7 +44,8 @@ class Recorded:
     @property
     def busy(self) -> tuple[float, ...]:
         """The share of the typical step in which each rank computed."""
-        return busy_shares(self.typical)
+        timeline = measured_timeline(self.typical)
+        return tuple(1 - timeline.idle_share(rank) for rank in range(len(timeline.schedule)))
 
     @property
     def idle(self) -> tuple[float, float]:

@@ -3,6 +3,9 @@
 Autograd delivers a parameter's gradient once per backward.  A hook moves it into the unit's flat gradient buffer (see
 ``flat_gradient``).  After the last gradient of a unit the row's ``microbatch`` moves start.
 
+A parameter that has a gradient already, and sends no message now, needs no hook: ``p.grad`` is a view of its sum during
+the backward, and autograd adds to it.  So does plain PyTorch, and a call of Python costs more than many a sum.
+
 The *step's* moves (none under zero3) start as soon as a unit's last backward is over, if messages travel during
 computation.  On a CPU with no core to spare the two would only take turns, so all start together after the backward.
 
@@ -14,7 +17,8 @@ first; a unit that did not run on this rank still takes part, with zeros.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -62,6 +66,11 @@ class UnitGradients:
         result of the one before."""
         self.microbatch_travels = [travels(move, comm) for move in unit.moves.microbatch]
         """The same of each move of a microbatch."""
+        plain = self.direct and all(gradient.flat.sum_dtype == gradient.flat.dtype for gradient in self.flats)
+        self.can_rest = plain and not unit.split
+        """True if autograd can add to the sums by itself."""
+        with DisableTorchFunctionSubclass():  # they may be at rest
+            self.hooks = [GradientHook(self, g, index) for g in self.flats for index in range(len(g.flat.parameters))]
 
 
 class GradientHook:
@@ -73,6 +82,10 @@ class GradientHook:
 
     def __init__(self, unit: UnitGradients, gradient: FlatGradient, index: int) -> None:
         self._unit, self._gradient, self._index = ref(unit), ref(gradient), index
+        # on a parameter of the user: see docs/guide/your-own-loop.md
+        handle = gradient.flat.parameters[index].register_post_accumulate_grad_hook(self)
+        self._all: Callable[[], Any] = handle.hooks_dict_ref
+        self._key, self._lent = handle.id, cast(Tensor | None, None)
 
     def __call__(self, parameter: Tensor) -> None:
         unit, gradient = self._unit(), self._gradient()
@@ -83,6 +96,24 @@ class GradientHook:
     def alive(self) -> bool:
         """True if its engine is alive."""
         return self._unit() is not None
+
+    def rest(self) -> None:
+        """Lets autograd add to a sum that has begun: ``p.grad`` is a view of it, and no hook is called.
+
+        Not where the user has a hook as well, which looks at the gradient of each microbatch.
+        """
+        gradient, hooks = self._gradient(), self._all()
+        if gradient is not None and self._index in gradient.touched and len(hooks) == 1:
+            hooks.clear()
+            gradient.accumulated  # noqa: B018 (has memory from now on)
+            self._lent = gradient.flat.parameters[self._index]
+            self._lent.grad = gradient.views[self._index]
+
+    def wake(self) -> None:
+        """Takes the sum back."""
+        if (lent := self._lent) is not None:
+            self._all()[self._key] = self
+            lent.grad = self._lent = None
 
 
 class Gradients:
@@ -103,17 +134,14 @@ class Gradients:
         self._last = False
         self._active = False
         self._flying: deque[Flow] = deque()
-        with DisableTorchFunctionSubclass():  # they may be at rest
-            for unit in self.order:  # a hook on each parameter of the user: see docs/guide/your-own-loop.md
-                for gradient in unit.flats:
-                    for index, parameter in enumerate(gradient.flat.parameters):
-                        parameter.register_post_accumulate_grad_hook(GradientHook(unit, gradient, index))
+        self._resting: list[GradientHook] = []
 
     # ---- one microbatch -----------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Forgets the last step's sums (the buffers stay), after any reduction of it that would still write to them."""
         self.finish()
+        self._wake()
         for unit in self.order:
             unit.summed = False
         for gradient in self.flats:
@@ -129,6 +157,10 @@ class Gradients:
         self._next_reduced = 0
         for unit in self.order:
             unit.due, unit.complete = None, False
+            if unit.can_rest and unit is not self.order[-1] and not (self._last and unit.step_messages):
+                self._resting += unit.hooks
+        for hook in self._resting:
+            hook.rest()
         for gradient in self.flats:
             gradient.touched_now.clear()
 
@@ -196,12 +228,18 @@ class Gradients:
 
     def end_microbatch(self) -> None:
         """Ends a microbatch's backward: units that did not run here, but may have elsewhere, take part with zeros."""
+        self._wake()
         for unit in self.order:
             unit.unit.gets_gradients = unit.due is not None
         for unit in self._in_fixed_order:
             unit.complete = True
         self._reduce_in_fixed_order()
         self._active = False
+
+    def _wake(self) -> None:
+        for hook in self._resting:
+            hook.wake()
+        self._resting.clear()
 
     def _reduce_in_fixed_order(self) -> None:
         """Starts the reductions of units that are not split, up to the first incomplete one."""

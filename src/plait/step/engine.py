@@ -203,8 +203,6 @@ class Engine(StaysHere):
         comm.begin_step(self.steps)
         given, (microbatches, whole) = microbatches, placed.cut_in_time(microbatches, count_fn)
         counts = [whole_count(count_fn(batch)) for batch in microbatches]
-        if min(counts) < 0:  # the sum goes to the others, and they refuse it too
-            counts = [min(counts)]
         samples = [num_samples(batch) for batch in microbatches]
         first, total = placed.exchange.counts(num, sum(counts), sum(samples), placed.frozen(), given, whole)
         # Phase 2: every microbatch gets its place in the run.

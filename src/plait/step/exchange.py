@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.comm import Comm
 from plait.comm.agree import gather_floats, gather_ints
-from plait.comm.texts import differences, named
+from plait.comm.texts import differences
 from plait.forward.batch import batch_tensors
 from plait.table.agreement import AGREEING, BITS, IN_STAGE, counted
 from plait.table.collectives import Note
@@ -101,11 +101,6 @@ class Exchange:
             raise ValueError(
                 f"count_fn counts {whole} in the whole microbatches and {left} in what context={context} has cut "
                 f"them into: count the targets of the batch, not its samples"
-            )
-        if negative := [rank for rank, row in enumerate(table) if row[1] < 0]:
-            raise ValueError(
-                f"{named(negative)} counts {table[negative[0]][1]} targets: a count is the number of terms of a loss, "
-                f"which is 0 or more"
             )
         total = sum(row[1] for row in data)
         if total == 0:

@@ -63,8 +63,6 @@ def terms_of(loss: Tensor, count: int | None, retain_graph: bool | None) -> int:
         )
     if loss.dim() != 0:
         raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
-    if count < 0:
-        raise ValueError(f"a count of {count}: it is the number of terms of the loss, 0 or more")
     return whole_count(count)
 
 

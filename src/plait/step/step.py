@@ -43,9 +43,9 @@ class OpenStep:
 
 
 def whole_count(count: Any) -> int:
-    """A number of terms, as an int; ValueError for a fraction of one."""
-    if (number := int(count)) != count:
-        raise ValueError(f"a count of {count}: it is how many terms the loss has, a whole number")
+    """A number of terms, as an int; ValueError for a fraction of one, or a number below 0."""
+    if (number := int(count)) != count or number < 0:
+        raise ValueError(f"a count of {count}: it is how many terms the loss has, a whole number of 0 or more")
     return number
 
 

@@ -22,17 +22,24 @@ import shutil
 import sysconfig
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.forward.interceptor import EngineMode, Interceptor, hidden_modes
+from plait.forward.interceptor import EngineMode, Interceptor, active_modes
 from plait.forward.products import Products
 from plait.forward.random_ops import draws_nothing, seeded
 from plait.table.parallelism import Parallelism
-from plait.torch_private import global_forward_hooks, global_forward_pre_hooks, tree_leaves
+from plait.torch_private import (
+    global_forward_hooks,
+    global_forward_pre_hooks,
+    pop_torch_function_stack,
+    push_on_torch_function_stack,
+    tree_leaves,
+)
 
 MOST = 512
 """Classes of units, times shapes of their inputs, times modes (training, evaluation): each is compiled."""
@@ -166,7 +173,7 @@ class CompiledUnits:
         from torch._dynamo import convert_frame, exc
 
         try:
-            with hidden_modes() as self._modes, convert_frame.compile_lock:  # torch compiles in one thread at a time
+            with _hidden_modes() as self._modes, convert_frame.compile_lock:  # torch compiles in one thread at a time
                 try:
                     return self._code(name, module, args, kwargs)(once, args, kwargs)
                 except exc.FailOnRecompileLimitHit:  # too many blocks that differ
@@ -218,6 +225,24 @@ def _changes(modules: Iterable[nn.Module]) -> tuple[int, ...]:
         if "forward" in vars(module):
             found.append(id(module.forward))
     return tuple(found)
+
+
+@contextmanager
+def _hidden_modes() -> Iterator[list[EngineMode]]:
+    """Inside, none of the engine's modes sees a function; yields them, outermost first."""
+    modes = active_modes()
+    for _ in modes:
+        pop_torch_function_stack()
+    users = [mode for mode in modes if not isinstance(mode, EngineMode)]
+    try:
+        for mode in users:
+            push_on_torch_function_stack(mode)
+        yield [mode for mode in modes if isinstance(mode, EngineMode)]
+    finally:
+        for _ in users:
+            pop_torch_function_stack()
+        for mode in modes:
+            push_on_torch_function_stack(mode)
 
 
 def _as_seen_by(function: Callable[..., Any], mode: EngineMode) -> Callable[..., Any]:

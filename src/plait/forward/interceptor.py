@@ -31,8 +31,6 @@ from plait.tensor.metadata import only_metadata
 from plait.torch_private import (
     get_function_stack_at,
     len_torch_function_stack,
-    pop_torch_function_stack,
-    push_on_torch_function_stack,
 )
 
 Function = Callable[..., Any]
@@ -81,24 +79,6 @@ def read_among(values: Iterable[Any], known: Container[int]) -> list[int]:
 
 class EngineMode(TorchFunctionMode):
     """A function mode of the engine's; to it a compiled unit is one function."""
-
-
-@contextmanager
-def hidden_modes() -> Iterator[list[EngineMode]]:
-    """Inside, none of the engine's modes sees a function; yields them, outermost first."""
-    modes = _active_modes()
-    for _ in modes:
-        pop_torch_function_stack()
-    users = [mode for mode in modes if not isinstance(mode, EngineMode)]
-    try:
-        for mode in users:
-            push_on_torch_function_stack(mode)
-        yield [mode for mode in modes if isinstance(mode, EngineMode)]
-    finally:
-        for _ in users:
-            pop_torch_function_stack()
-        for mode in modes:
-            push_on_torch_function_stack(mode)
 
 
 class Interceptor(EngineMode, StaysHere):
@@ -153,7 +133,7 @@ class Interceptor(EngineMode, StaysHere):
     @contextmanager
     def on(self) -> Iterator[None]:
         """Inside, functions are seen, unless every handler is idle or rests, or it is on already."""
-        if self._resting or self._idle() or self in _active_modes():
+        if self._resting or self._idle() or self in active_modes():
             yield
             return
         with self:
@@ -200,13 +180,13 @@ class Interceptor(EngineMode, StaysHere):
                 current.replace(draws=model.training)
             if self._idle() or self._runs_elsewhere():
                 return
-            if switches := self not in _active_modes() and not self._resting:
+            if switches := self not in active_modes() and not self._resting:
                 self.__enter__()  # type: ignore[no-untyped-call]
         current.enter_module(name, switches=switches, is_model=module is model)
 
     def _runs_elsewhere(self) -> bool:
         """Whether a stage of the same model runs that has this module in its own parts, or by a reference alone."""
-        sites, modes = self.current.sites, _active_modes()
+        sites, modes = self.current.sites, active_modes()
         others = (mode for mode in modes if isinstance(mode, Interceptor) and mode is not self)
         return self not in modes and any(mode.current.sites is sites for mode in others)
 
@@ -219,7 +199,7 @@ def _inside(name: str, outer: str) -> bool:
     return name != outer and name.startswith(f"{outer}." if outer else "")
 
 
-def _active_modes() -> list[Any]:  # of this thread, outermost first
+def active_modes() -> list[Any]:  # of this thread, outermost first
     return [get_function_stack_at(i) for i in range(len_torch_function_stack())]
 
 

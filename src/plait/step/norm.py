@@ -41,12 +41,6 @@ class Norm:
         return first and id(owned.flat) not in self.copies
 
 
-def square_sum(runs: Iterable[Tensor]) -> float:
-    """The sum of squares in fp64, run by run; waits for the device once."""
-    blocks = block_norms(runs)
-    return sum_squares(torch.stack(tuple(blocks)).tolist() if blocks else ())
-
-
 def block_norms(runs: Iterable[Tensor]) -> Sequence[Tensor]:
     """The norms in fp64 of the blocks of some runs."""
     reals = (torch.view_as_real(run) if run.is_complex() else run for run in runs)

@@ -7,6 +7,7 @@ added (or adopted, see ``adopted``).  Elsewhere they go to a transient buffer, w
 from __future__ import annotations
 
 from collections.abc import Hashable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ class Buffers:
         """Takes ``numel`` elements, with arbitrary values."""
         fitting = [buffer for buffer in self._free if buffer.base.dtype == dtype]
         large = [buffer for buffer in fitting if buffer.numel >= numel]
-        free = min(large, key=Buffer.size) if large else max(fitting, key=Buffer.size, default=None)
+        size = attrgetter("numel")
+        free = min(large, key=size) if large else max(fitting, key=size, default=None)
         if free is not None:
             self._free.remove(free)
         if free is None or free.numel < numel:
@@ -78,10 +80,6 @@ class Buffer:
             self.made[numel] = self.base[:numel]
         found: Tensor = self.made[numel]
         return found
-
-    def size(self) -> int:
-        """Its number of elements."""
-        return self.numel
 
 
 def view_of(run: Run, memory: Tensor) -> Tensor:

@@ -66,8 +66,7 @@ class UnitGradients:
         result of the one before."""
         self.microbatch_travels = [travels(move, comm) for move in unit.moves.microbatch]
         """The same of each move of a microbatch."""
-        plain = self.direct and all(gradient.flat.sum_dtype == gradient.flat.dtype for gradient in self.flats)
-        self.can_rest = plain and not unit.split
+        self.can_rest = self.direct and not unit.split and all(g.flat.sum_dtype == g.flat.dtype for g in self.flats)
         """True if autograd can add to the sums by itself."""
         with DisableTorchFunctionSubclass():  # they may be at rest
             self.hooks = [GradientHook(self, g, index) for g in self.flats for index in range(len(g.flat.parameters))]

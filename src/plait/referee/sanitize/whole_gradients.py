@@ -8,8 +8,8 @@ import math
 import torch
 
 from plait.comm.agree import gather_floats
+from plait.referee.values import wide
 from plait.step.engine import Engine
-from plait.step.norm import square_sum
 from plait.table.agreement import IN_STAGE
 from plait.table.collectives import Note
 from plait.zero.unit import parameters_of
@@ -35,7 +35,7 @@ class WholeGradients:
         placed, comm = engine.placed, engine.comm
         for run in placed.owned:
             if run.name in squares and placed.norm.first_copy[run.flat.axes]:
-                squares[run.name] += square_sum([run.gradient])
+                squares[run.name] += wide(run.gradient).square().sum().item()
         rows = gather_floats(comm, list(squares.values()), IN_STAGE, Note("sanitize"))
         sums = torch.tensor(rows, dtype=torch.float64).view(-1, comm.mesh.tensor, len(squares)).sum(0)
         for name, values in zip(squares, sums.T.tolist(), strict=True):

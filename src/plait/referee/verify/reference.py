@@ -6,7 +6,7 @@ It knows nothing of units, flat storage or collectives.  All it takes from the l
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -24,7 +24,7 @@ from plait.referee.contributions import add
 from plait.referee.tape import Tape
 from plait.referee.verify.observed import OneStep, Piece, Record, TiedWeights
 from plait.run.job.job import Job
-from plait.step.norm import clip_factor, dtype_of_norm, norm_of, square_sum
+from plait.step.norm import block_norms, clip_factor, dtype_of_norm, norm_of, sum_squares
 from plait.step.step import num_samples, whole_count
 from plait.table.additions import MICROBATCH, fold
 from plait.table.mesh import Mesh
@@ -253,16 +253,21 @@ def _kept(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
+def _square_sum(runs: Iterable[Tensor]) -> float:
+    """The sum of squares in fp64, run by run."""
+    return sum_squares([norm.item() for norm in block_norms(runs)])
+
+
 def _clip(gradients: Gradients, clip: float | None, pieces: Sequence[Sequence[Piece]] | None) -> float | None:
     """Clip in place; the norm before clipping, summed in fp64 in the order of the pieces and rounded once."""
     if clip is None:
         return None
     if pieces is None:
-        total = square_sum(gradients.values())
+        total = _square_sum(gradients.values())
     else:
         total = 0.0
         for rank in pieces:
-            total += square_sum(gradients[n].reshape(-1)[a:b] for n, a, b in rank if n in gradients)
+            total += _square_sum(gradients[n].reshape(-1)[a:b] for n, a, b in rank if n in gradients)
     norm = norm_of(total, dtype_of_norm({g.dtype for g in gradients.values()}))
     factor = clip_factor(norm, clip)
     if factor < 1:

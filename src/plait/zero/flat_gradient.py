@@ -38,10 +38,8 @@ class Buffers:
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Takes ``numel`` elements, with arbitrary values."""
-        fitting = [buffer for buffer in self._free if buffer.base.dtype == dtype]
-        large = [buffer for buffer in fitting if buffer.numel >= numel]
-        size = attrgetter("numel")
-        free = min(large, key=size) if large else max(fitting, key=size, default=None)
+        fitting = sorted((b for b in self._free if b.base.dtype == dtype), key=attrgetter("numel"))
+        free = next((b for b in fitting if b.numel >= numel), fitting[-1] if fitting else None)
         if free is not None:
             self._free.remove(free)
         if free is None or free.numel < numel:

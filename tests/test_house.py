@@ -103,12 +103,12 @@ MAY_BE_LONGER = {"src/plait/step/engine.py": 660}
 """``Engine`` is one class in one file."""
 
 BUDGETS = {
-    **{"table": 1_650, "schedule": 1_650, "messages": 250, "comm": 3_400, "zero": 3_800, "forward": 2_245},
-    **{"tensor": 2_260, "pipeline": 1_950, "step": 2_500, "predict": 2_600, "checkpoint": 2_250},
-    **{"anymodel": 1_765, "sharded": 3_250, "shared_memory": 1_450, "referee": 10_100, "run": 15_500, "": 1_000},
+    **{"table": 1_625, "schedule": 1_635, "messages": 220, "comm": 3_300, "zero": 3_780, "forward": 2_245},
+    **{"tensor": 2_260, "pipeline": 1_920, "step": 2_450, "predict": 2_555, "checkpoint": 2_165},
+    **{"anymodel": 1_765, "sharded": 3_160, "shared_memory": 1_430, "referee": 10_065, "run": 14_545, "": 1_000},
 }
 """Lines of each part (decision 168).  A change may only lower them."""
-TEST_LINES = 57_000
+TEST_LINES = 56_200
 """Lines of the tests; they may only fall too."""
 
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "multiprocessing"}

@@ -183,6 +183,7 @@ def test_ranks_that_never_come_are_named() -> None:
     [(status, output)] = play("alone", "shard=3", ranks=1, deadline=1.5)
     assert status == 1
     assert re.search(r"TimeoutError: rank 0 waited [\d.]+ s .*: ranks 1, 2 did not come", output), output
+    assert "MASTER_ADDR=127.0.0.1 is each host itself" in output
 
 
 def test_one_process_is_a_world_too() -> None:

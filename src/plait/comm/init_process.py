@@ -63,7 +63,9 @@ def init_process(
     mine = Peer(rank, socket.gethostname(), os.getpid(), same, place.restarts)
     store = _prefix_store(f"job {place.job}", open_store(place, deadline))
     lost = f"rank {rank} lost the store at {place.where}"
-    with _told(f"{lost}: its host is gone, stopped, or no store of torch", deadline):
+    itself = f". MASTER_ADDR={place.address} is each host itself: for several hosts, give the name of rank 0's"
+    hint = itself if place.address == "localhost" or place.address.startswith("127.") else ""
+    with _told(f"{lost}: its host is gone, stopped, or no store of torch", deadline, hint):
         left = max(0.0, end - clock())
         met = within(left + LATE_SECONDS, lambda: meet(store, mine, place.size, end))
     chosen = backend(met.peers)

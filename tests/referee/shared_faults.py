@@ -20,7 +20,7 @@ RICH = replace(GPT, mesh="shard=3", dtype="fp64", weight_decay=0.1, lr_schedule=
 
 def sum_of_squares(patch: Patch) -> None:
     original = norm.sum_squares
-    for module in (reduce, norm):
+    for module in (reduce, reference):
         patch.setattr(module, "sum_squares", lambda norms: 1.01 * original(norms))
 
 

@@ -9,7 +9,7 @@ import plait
 SOURCE = Path(plait.__file__).parent
 PAGE = SOURCE / "torch_private.py"
 RECORD = SOURCE.parents[1] / "docs" / "decisions" / "135-torchs-private-names-on-one-page.md"
-MOST = 41
+MOST = 40
 """Names on both pages together; a change may only lower it."""
 
 

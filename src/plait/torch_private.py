@@ -21,7 +21,6 @@ from torch.utils._pytree import treespec_dumps as treespec_dumps
 from torch.utils._pytree import treespec_loads as treespec_loads
 
 # Classes of tensors: parameters at rest, cut weights, sharded tensors.
-disabled_torch_function_impl = torch._C._disabled_torch_function_impl  # marks a class of operators alone
 DisableTorchFunction = torch._C.DisableTorchFunction  # reads a tensor past every class and mode
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # reads a tensor past its class only
 

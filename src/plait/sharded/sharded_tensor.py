@@ -38,11 +38,10 @@ from plait.sharded.spec import Refusal, Spec, SpecCache, spec_cache
 from plait.sharded.spec_tensor import SpecTensor
 from plait.table.collectives import Note
 from plait.tensor.vocabulary import CutClasses
-from plait.torch_private import DisableTorchFunctionSubclass, disabled_torch_function_impl
+from plait.torch_private import DisableTorchFunctionSubclass
 
 _AUTO: ContextVar[bool] = ContextVar("auto_redistribute", default=False)
 
-_run_local: Any = disabled_torch_function_impl
 _local = DisableTorchFunctionSubclass
 _grad: Any = Tensor.grad
 _PLAIN: Any = Tensor
@@ -185,7 +184,8 @@ class ShardedTensor(SpecTensor):
         if run is None:  # a new call, or one that takes a closer look
             return _slow(func, args, kwargs or {})
         try:
-            out: Any = _run_local(run, types, args, kwargs or _NONE)
+            with _local():
+                out: Any = run(*args, **(kwargs or _NONE))
         except LayoutError:
             return _slow(func, args, kwargs or {})
         if type(out) is _PLAIN:
@@ -252,7 +252,10 @@ def _decided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carries out the plan of a rule, and keeps it once its result is what the rule said."""
     plan, keep = decision(func, args, kwargs)
     given = list(tensors_in([args, kwargs]))
-    out = _marked(_run_local(plan.run, (), args, kwargs), plan.out, given)
+    assert plan.run is not None
+    with _local():
+        local = plan.run(*args, **kwargs)
+    out = _marked(local, plan.out, given)
     if keep is None:
         return out
     specs = [s for s in map(spec_of, given) if s is not None]

@@ -194,7 +194,7 @@ def test_a_command_says_that_gpus_are_idle(monkeypatch: pytest.MonkeyPatch, caps
             ["ranks", "sta"],
         ),
         (["checkpoint", "verify", "{}"], ["files read"]),
-        (["checkpoint", "diff", "{}", "{}"], ["tensors"]),
+        (["checkpoint", "diff", "{}", "{}"], ["places"]),
     ],
 )
 def test_work_has_a_bar_on_a_terminal_alone(

@@ -16,7 +16,7 @@ from plait.run.config.settings import VerifyConfig
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"mesh": "tensor=3"}, ["4 heads of 16", "tensor=3", "use tensor=2"]),
     ({"mesh": "tensor=4"}, ["2 heads of 16", "tensor=4", "use tensor=2"]),
-    ({"mesh": "tensor=2", "kv_heads": 1}, ["1 heads of 16", "tensor=2", "leave the tensor axis out"]),
+    ({"mesh": "tensor=2", "kv_heads": 1}, ["1 heads of 16", "tensor=2", "use no tensor axis"]),
     ({"mesh": "tensor=2", "model": "mlp", "layers": 3}, ["tensor=2", "more layers", "4"]),
     ({"mesh": "pipe=8"}, ["8 stages", "7 links", "at most 7"]),
     ({"mesh": "pipe=4", "schedule": "interleaved"}, ["8 stages", "7 links"]),

@@ -255,5 +255,7 @@ def test_its_messages_over_the_tensor_axis_are_not_predicted() -> None:
 
 
 def test_units_that_only_some_ranks_gather_are_named() -> None:
-    with pytest.raises(MismatchError, match=r"unit 'experts.\d' .*in all_gather of unit 'experts.\d'.*on every rank"):
+    with pytest.raises(
+        MismatchError, match=r"unit 'experts.\d' .*in all_gather of unit 'experts.\d'.*every layer runs on every rank"
+    ):
         plait.verify(EXPERTS, "replica=2 shard=2", "zero3", microbatches=2, steps=4, lr=0.01)

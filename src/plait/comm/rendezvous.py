@@ -87,7 +87,7 @@ class Rendezvous:
             barrier = self._barriers.setdefault(key, _Barrier(operation, threading.Condition(self._lock)))
             if barrier.operation.meaning != operation.meaning:
                 both = f"rank {barrier.operation.group.rank} is in {barrier.operation}, rank {rank} in {operation}"
-                order = "members of a group must call the same, in one order"
+                order = "members of a group must call the same, in one order (every layer runs on every rank)"
                 self._fail(barrier, MismatchError, f"{both}: {order}")
             barrier.brought[rank] = mine
             if len(barrier.brought) == len(ranks):

@@ -89,6 +89,8 @@ def test_a_workers_error_is_the_ranks() -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # torch opens ten, to see if it still can
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.timeout(240)
 def test_a_killed_worker_is_named() -> None:
     with StepStream(dataset(), range(10**6), workers=1) as stream:

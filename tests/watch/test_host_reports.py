@@ -91,6 +91,8 @@ def test_a_host_is_not_called_silent_where(why: str) -> None:
     "data",
     [
         *(b"\x80\x04cos\nsystem\n.", b"", b"null", b"{}", b"[" * 100_000, b'{"beat": 1e999, "leaves": 1}'),
+        report_of([seen(1)], 50.0, 1),
+        report_of([seen(2, steps=[[1.0]])], 50.0, 1),
         report_of([seen(2, state="dancing")], 50.0, 1),
         report_of([seen(2, peers=["0"])], 50.0, 1),
         report_of([seen(2, ProcessState(1, "b"))], 50.0, 1),  # type: ignore[arg-type]

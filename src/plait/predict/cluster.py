@@ -184,7 +184,7 @@ TABLES: dict[str, dict[str, tuple[str, float]]] = {
 NAMES = {"preset": tuple(PRESETS), "kind": ("cuda", "cpu"), "world": ("process", "shared_memory", "thread", "auto")}
 """Keys with a name, and the names that there are."""
 NEEDED = ("memory_gb", "memory_gbs", "units", "tflops", "inside", "between")
-"""What a file without a preset has to have."""
+"""Keys that a file without a preset must have."""
 
 
 def preset(text: str, hosts: int = 1) -> Cluster:

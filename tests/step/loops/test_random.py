@@ -184,7 +184,7 @@ HOST: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process of its own: pytest's workers have other threads, and ranks may be threads."""
+    """Hides other threads: pytest's workers have some, and ranks may be threads."""
     monkeypatch.setattr(host_random, "_others", list)
 
 

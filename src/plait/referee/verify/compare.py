@@ -192,7 +192,7 @@ KINDS: Mapping[Phase, str] = {
 OF_TREE = ("loss", "norm", "sum", "publish", "state")
 """The phases of findings against the replay."""
 LINKS = ("loss", "sum", "norm", "clip", "update")
-"""Those of findings against plain PyTorch, in causal order."""
+"""Kinds of findings against plain PyTorch, in causal order."""
 HEARD = ("parameter", "forward", "backward", "contribution")
 IN_PIECES = ("sum", "clip", "update", "state")
 

@@ -37,7 +37,7 @@ KINDS = ("loss", "parameter", "buffer", "average", "optimizer", "group", "state"
 
 @dataclass(frozen=True)
 class ResumeReport:
-    """What was compared, and is the same."""
+    """The values that were compared; all are the same."""
 
     compared: Mapping[str, int]
     """How many values, by kind."""

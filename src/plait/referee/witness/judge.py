@@ -234,7 +234,8 @@ class _Trial:
     def _stale(
         self, setting: Setting, steps: Sequence[RankStep], last: Sequence[Mapping[str, Tensor]], start: Gradients
     ) -> Judgement | None:
-        """Whether the gradients are right at the parameters before the last update: ``last``, in place of ``start``."""
+        """Judges the gradients at the parameters before the last update, ``last`` in place of ``start``; None if they
+        are wrong there too."""
         number, replay = setting.step, self.replay
         replay.set(self.witnessed.whole(last, replay.shapes))
         gradients = replay.part(number, None, setting.count).gradients

@@ -151,7 +151,7 @@ def judge_between(
 def judge_replicas(
     number: int, witnessed: Witnessed, pieces: Sequence[Mapping[str, Tensor]], whole: Mapping[str, Tensor]
 ) -> Judgement | None:
-    """An initial parameter that ranks hold alike, and that is not alike; the first of them counts in the ``whole``."""
+    """Compares an initial parameter that several ranks hold whole; the first rank's copy counts in the ``whole``."""
     for run, own in zip(witnessed.runs, pieces, strict=True):
         for name, value in own.items():
             gap, here = apart(value, run.part(name, whole[name])), run.regions[name]

@@ -63,7 +63,7 @@ def _places(saved: Checkpoint) -> dict[Place, Any]:
 
 
 def _of_tensors(one: Stored, other: Stored) -> str:
-    """What differs in two tensors, in words; empty if nothing does."""
+    """The difference between two tensors, in words; empty if there is none."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return f"{'shape' if one.shape != other.shape else 'dtype'}: {_text(one)} and {_text(other)}"
     elements, largest = 0, 0.0

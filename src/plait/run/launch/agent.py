@@ -43,7 +43,7 @@ class RankAgent:
         self._mesh, self._folder, self._server, self._deadline = mesh, folder, server, deadline
         self._limits, self._attempt = limits, -1
         self._faults: list[tuple[int, int, str]] = []
-        """Of each fault the rank, the step that was reached, and the state that had been kept."""
+        """The rank, the step reached and the state kept, of each fault."""
         self.asked = Asked(self._tell, grace=limits.grace)
         """The handler of signals to the launcher."""
         self._monitor: RankMonitor | None = None

@@ -93,6 +93,8 @@ class HostBoard:
         write it."""
         report, now = from_json(HostReport, data), self._clock()
         seen = report.ranks(now)
+        if any(s.rank not in self.ranks[host] or any(len(pair) != 2 for pair in s.steps) for s, _ in seen):
+            raise ConnectionError(f"host {one_line(host, 80)} has other ranks, or steps without two times")
         with self._lock:
             if host not in self._reports or report.beat != self._reports[host].beat:
                 self._reports[host], self._heard[host], self._seen[host] = report, now, seen or self._seen[host]

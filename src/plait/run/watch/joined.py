@@ -89,7 +89,7 @@ def shared_folder(name: str) -> Path:
         return folder
     raise ValueError(
         f"{one_line(str(folder))} is not a folder of user {user} with mode 700: "
-        f"somebody else made it; set TMPDIR to a folder of your own"
+        f"another user may have made it; set TMPDIR to a folder that only you may enter"
     )
 
 

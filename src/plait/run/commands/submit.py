@@ -6,6 +6,7 @@ Exit codes: 0 shown (--dry-run), 2 bad input, otherwise the client's.
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from plait.messages.wording import did_you_mean
 from plait.run.commands.main import COMMANDS, parse
 from plait.run.config.room import GPUS, check_job
 from plait.run.config.settings import RunConfig
-from plait.run.launch.render import TARGETS, shell
+from plait.run.launch.render import TARGETS
 from plait.run.launch.spec import LaunchSpec, Words, with_values
 
 
@@ -51,7 +52,7 @@ def run(config: SubmitConfig, argv: Sequence[str]) -> int:
     words = [client, *target.client[1:], *config.option]
     say(text, sys.stdout)
     last = [word.format(file=target.file, folder="FOLDER") for word in target.last]
-    say(f"plait: {shell([*words, *last])}\n", sys.stderr)
+    say(f"plait: {shlex.join([*words, *last])}\n", sys.stderr)
     if config.dry_run:
         return 0
     if not (program := shutil.which(client)):
@@ -105,7 +106,7 @@ def spec_of(config: SubmitConfig, command: tuple[str, ...]) -> SubmitConfig:
     elif not config.image and config.target in ("ray", "skypilot") and not _sent(command[0], config.files):
         raise ValueError(
             f"script {one_line(command[0], 200)!r}: {config.target} runs it in a folder that has only --files: add "
-            f"--files {shell([command[0]])}"
+            f"--files {shlex.quote(command[0])}"
         )
     for one in config.files:
         if os.path.isabs(one) or ".." in Path(one).parts or not os.path.exists(one):

@@ -42,8 +42,6 @@ class RankAgent:
     def __init__(self, mesh: Mesh, folder: Path, server: ForkServer, limits: Limits, deadline: float) -> None:
         self._mesh, self._folder, self._server, self._deadline = mesh, folder, server, deadline
         self._limits, self._attempt = limits, -1
-        self._faults: list[tuple[int, int, str]] = []
-        """The rank, the step reached and the state kept, of each fault."""
         self.asked = Asked(self._tell, grace=limits.grace)
         """The handler of signals to the launcher."""
         self._monitor: RankMonitor | None = None
@@ -115,15 +113,13 @@ class RankAgent:
             first = first_of(failures)
             found = "" if first.final else self._monitor.of_the_end(self._ended())
             text, self.code = explain(first, str(self._mesh), found)
-            return self._end(first.rank, text, final=first.final)
+            return self._end(text, final=first.final)
         if len(ended) == self._mesh.size:
             self.code = 0
             return False
         if still := self._monitor.tell(ended, self._ranks):
             self.code = 1
-            return self._end(
-                still.rank, f"plait: rank {still.rank} kept the others for {self._deadline:g} s: all are ended\n"
-            )
+            return self._end(f"plait: rank {still.rank} kept the others for {self._deadline:g} s: all are ended\n")
         return None
 
     def _ended(self) -> dict[int, int]:
@@ -137,29 +133,26 @@ class RankAgent:
         if self._monitor is not None:
             self._monitor.page.ask_to_stop(number)
 
-    def _end(self, rank: int, text: str, *, final: bool = False) -> bool:
-        """Reports why the attempt has ended, by ``rank``, and kills the ranks that are left; True if another attempt
-        follows."""
-        assert self._monitor is not None
+    def _end(self, text: str, *, final: bool = False) -> bool:
+        """Reports why the attempt has ended, and kills the ranks that are left; True if another attempt follows."""
         say(text)
-        reached, self._monitor = self._monitor.reached, None  # what is mapped keeps its room
+        self._monitor = None  # what is mapped keeps its room
         self._kill()
         if final or self.asked.number or not self._limits.restarts:
             if not final and (hint := self._limits.hint()):
                 say(f"plait: {hint}\n")
             return False
+        restarts = self._limits.restarts
+        if self._attempt == restarts:
+            say(f"plait: not started again: {restarts} restarts were allowed, and made\n")
+            return False
         try:
-            kept = self._limits.kept()
-            self._faults.append((rank, reached, kept))
-            refusal = self._limits.refusal(self._faults)
+            start = self._limits.kept() or "the beginning"
         except ValueError as error:
-            refusal = f"not started again: {error}"
-        if not refusal:
-            start = kept or "the beginning"
-            say(f"plait: restart {len(self._faults)} of {self._limits.restarts}, from {start}\n")
-            return True
-        say(f"plait: {refusal}\n")
-        return False
+            say(f"plait: not started again: {error}\n")
+            return False
+        say(f"plait: restart {self._attempt + 1} of {restarts}, from {start}\n")
+        return True
 
     def _kill(self) -> None:
         """Kills the ranks that are left: they have reported all they know, or cannot.  ConnectionError if the server

@@ -40,11 +40,6 @@ class RankMonitor:
         self._told: dict[tuple[Kind, int], float] = {}
         self._memory = out_of_memory_kills()
 
-    @property
-    def reached(self) -> int:
-        """Returns the last step that any rank began; -1 before the first."""
-        return max(status.step for status in self.page.read_all())
-
     def is_done(self, rank: int) -> bool:
         """True if a rank has said that its part is done; a rank may end with exit code 0 before that."""
         return self.page.read(rank).state == "done"

@@ -13,7 +13,7 @@ All but Slurm's start one torchrun on each host.  Each argument is quoted once, 
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,24 +35,6 @@ class Target:
     """Words of the client before the user's own options."""
     last: tuple[str, ...] = ("{file}",)
     """Words after them."""
-
-
-def shell_word(word: str) -> str:
-    """Quotes a word for bash; control characters become escapes, since sbatch refuses a carriage return."""
-    if word.isprintable():
-        return shlex.quote(word)
-    return "$'" + "".join(_bash(c) for c in word) + "'"
-
-
-def _bash(c: str) -> str:
-    if c in "\\'":
-        return "\\" + c
-    return c if c.isprintable() else "".join(f"\\{byte:03o}" for byte in c.encode())
-
-
-def shell(words: Iterable[str]) -> str:
-    """Quotes words for bash, with spaces between them."""
-    return " ".join(map(shell_word, words))
 
 
 def torchrun(spec: LaunchSpec) -> list[str]:
@@ -86,8 +68,8 @@ def slurm(spec: LaunchSpec) -> str:
     lines = [f"#SBATCH --{name}={value}" for name, value in _given(asked).items()]
     if spec.requeue:
         lines += ["#SBATCH --signal=USR1@120", "#SBATCH --requeue", "#SBATCH --open-mode=append"]
-    lines += [f"export {name}={shell_word(value)}" for name, value in spec.variables.items()]
-    lines += [f"srun {shell(['python', *spec.command])}"]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in spec.variables.items()]
+    lines += [f"srun {shlex.join(['python', *spec.command])}"]
     if spec.requeue:
         lines += ["code=$?", '[ "$code" -eq 138 ] && scontrol requeue "$SLURM_JOB_ID"', 'exit "$code"']
     return "\n".join(["#!/bin/bash", *lines, ""])
@@ -131,7 +113,7 @@ def skypilot(spec: LaunchSpec) -> str:
     place = (
         f'--node-rank "$SKYPILOT_NODE_RANK" --master-addr "$(head -n1 <<< "$SKYPILOT_NODE_IPS")" --master-port {PORT}'
     )
-    start = f"exec python {shell(torchrun(spec))} {place} {shell(spec.command)}"
+    start = f"exec python {shlex.join(torchrun(spec))} {place} {shlex.join(spec.command)}"
     task = {
         "name": spec.name,
         "num_nodes": spec.hosts,

@@ -19,7 +19,7 @@ SOURCES: dict[str, Batches] = {
     "text": TextBatches(TEXT, 10, seed=1),
     "ragged text": TextBatches(TEXT, 10, seed=1, ragged=True),
     "regression": SyntheticRegression(6, seed=1),
-    "odd regression": SyntheticRegression(5, seed=1, output_width=3, ragged=False, dtype=torch.float64),
+    "odd regression": SyntheticRegression(5, seed=1, ragged=False, dtype=torch.float64),
 }
 every_source = pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
 

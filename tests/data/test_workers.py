@@ -104,6 +104,7 @@ def test_a_killed_worker_is_named() -> None:
 KILLED = """
 import multiprocessing
 import sys
+from plait.run.data import workers
 from plait.run.data.windows import TextBatches
 from plait.run.data.workers import StepDataset, StepStream
 class Unsendable(TextBatches):
@@ -111,6 +112,7 @@ class Unsendable(TextBatches):
         return [super().microbatches(*place), lambda: "stands for a batch for which /dev/shm has no room"]
 if __name__ == "__main__":
     kind = Unsendable if "loses" in sys.argv else TextBatches
+    workers.LONGEST = 9.0
     stream = StepStream(StepDataset(kind(bytes(100), 10, seed=0), 0, 1, 1, 4), range(9), workers=1)
     next(stream)
     print(multiprocessing.active_children()[0].pid, flush=True)
@@ -142,4 +144,4 @@ def test_a_killed_rank_leaves_no_worker_behind(tmp_path: Path) -> None:
 def test_a_batch_that_cannot_be_handed_over_ends_the_wait_for_it(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(KILLED)
     done = subprocess.run([sys.executable, str(tmp_path / "rank.py"), "loses"], capture_output=True, text=True)
-    assert "WorkerError: a data worker of this rank has ended" in done.stderr and "exit" in done.stderr
+    assert "WorkerError: a data worker of this rank has ended" in done.stderr and "timed out" in done.stderr

@@ -95,7 +95,7 @@ def block() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "block": (block, (2, 7, 12)),
-    "mlp": (lambda: MLP(MLPConfig(num_layers=3, widths=(5, 9, 7, 3))), (4, 5)),
+    "mlp": (lambda: MLP(MLPConfig(num_layers=3, width=5)), (4, 5)),
     "convolutions": (convolutional, (3, 3, 8, 6)),
     "recurrent": (Recurrent, (2, 4, 5)),
     "attention": (Mixing, (2, 5, 6)),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from plait.run.data.regression import SyntheticRegression
 from plait.run.models import mlp
 
-ODD = mlp.MLPConfig(num_layers=3, widths=(5, 7, 3, 2))
+ODD = mlp.MLPConfig(num_layers=3, width=5)
 
 
 def odd(seed: int = 0) -> mlp.MLP:
@@ -18,7 +18,7 @@ def odd(seed: int = 0) -> mlp.MLP:
 
 
 def ragged_batch() -> dict[str, Tensor]:
-    batch = SyntheticRegression(5, seed=4, output_width=2, dtype=torch.float64).samples(0, 0, 9, 9)
+    batch = SyntheticRegression(5, seed=4, dtype=torch.float64).samples(0, 0, 9, 9)
     assert 0 < mlp.sample_count(batch) < 9
     return batch
 
@@ -35,7 +35,7 @@ def test_sixteen_distinct_blocks() -> None:
 
 def test_odd_sizes_against_the_definition() -> None:
     model = odd()
-    assert sum(weight.numel() for weight in model.parameters()) == ODD.num_parameters == 6 * 7 + 8 * 3 + 4 * 2
+    assert sum(weight.numel() for weight in model.parameters()) == ODD.num_parameters == 3 * 6 * 5
     x_BD = ragged_batch()["x"]
     expected = x_BD
     for number, block in enumerate(model):

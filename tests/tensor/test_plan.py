@@ -197,7 +197,7 @@ def test_sequence_parallelism_needs_to_know_its_stream() -> None:
 
 
 def test_the_mlp_cuts_its_inner_layers_in_pairs() -> None:
-    model = MLP(MLPConfig(num_layers=8, widths=(5, 4, 7, 3, 6, 5, 4, 9, 2), dropout=0.1))
+    model = MLP(MLPConfig(num_layers=8, width=5, dropout=0.1))
     parallel = parallel_plan(model, 3)
     kinds = {name: style.kind for name, style in parallel.styles.items() if name.endswith("linear")}
     assert kinds == {f"{i}.linear": "column" if i % 2 else "row" for i in range(1, 7)}

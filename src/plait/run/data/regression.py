@@ -32,19 +32,15 @@ def scramble_tensor(word: Tensor) -> Tensor:
 
 
 class SyntheticRegression(Batches):
-    """``x`` [count, width], ``y`` [count, output_width] and ``mask`` [count] of 0 and 1, all of ``dtype``.
+    """``x`` and ``y`` [count, width] and ``mask`` [count] of 0 and 1, all of ``dtype``.
 
     x is uniform with mean 0 and variance 1.  y is a fixed function of x's row, with products of neighbours, so there is
     something to learn.  ``ragged`` clears the mask of a quarter of the rows, at random, but never that of a step's
     first row.  Every dtype sees the same numbers, rounded once.
     """
 
-    def __init__(
-        self, width: int, seed: int, ragged: bool = True, output_width: int | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:  # fmt: skip
-        self.width, self.output_width = width, width if output_width is None else output_width
-        self.seed, self.ragged, self.dtype = seed, ragged, dtype
+    def __init__(self, width: int, seed: int, ragged: bool = True, dtype: torch.dtype = torch.float32) -> None:
+        self.width, self.seed, self.ragged, self.dtype = width, seed, ragged, dtype
 
     def samples(self, step: int, first: int, count: int, global_batch: int) -> Batch:
         begin = step * global_batch
@@ -54,8 +50,7 @@ class SyntheticRegression(Batches):
         word_BD = scramble_tensor(torch.tensor(keys_B, dtype=torch.int64)[:, None] + element_D)
         uniform_BD = _shift(word_BD, 11).to(torch.float64) * 2.0**-53
         x_BD = (uniform_BD - 0.5) * 12.0**0.5
-        column = torch.arange(self.output_width) % self.width
-        y_BD = x_BD[:, column] * (x_BD[:, (column + 1) % self.width] + 0.5)
+        y_BD = x_BD * (x_BD.roll(-1, 1) + 0.5)
         kept = [not self.ragged or entry == begin or mix(self.seed, _MASK, entry) % 4 > 0 for entry in entries]
         mask_B = torch.tensor(kept, dtype=torch.bool)
         return {"x": x_BD.to(self.dtype), "y": y_BD.to(self.dtype), "mask": mask_B.to(self.dtype)}

@@ -12,8 +12,6 @@ Workers are new processes of torch's DataLoader.  They close with the stream, an
 when the rank that started them is gone.
 """
 
-import multiprocessing.queues
-import os
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,6 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 from plait.checkpoint.files.writing import told
 from plait.messages.ended import EndedError
 from plait.run.data.batches import Batch, Batches, on_device
+
+LONGEST = 600.0
+"""Seconds after which a batch that does not come is given up."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def _made_ahead(dataset: StepDataset, steps: range, workers: int) -> Generator[l
         num_workers=workers,
         collate_fn=list,  # the microbatches as they are
         multiprocessing_context="spawn",  # a fork of a rank would have its threads' locks and its devices
-        worker_init_fn=_end_with_a_lost_batch,
+        timeout=LONGEST,  # where a batch cannot be sent, Python's worker goes on without a word
         generator=torch.Generator(),  # it seeds the workers and leaves torch's generator alone
     )
     with told("/dev/shm", 0):  # locks have their names there
@@ -87,12 +88,3 @@ def _made_ahead(dataset: StepDataset, steps: range, workers: int) -> Generator[l
         ) from error
     finally:
         batches._shutdown_workers()  # type: ignore[attr-defined]
-
-
-def _end_with_a_lost_batch(worker: int) -> None:
-    """Makes this worker end where a batch cannot be sent.  Python would go on, and the rank wait forever."""
-
-    def lose(error: Exception, batch: object) -> None:
-        os._exit(1)
-
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(lose)  # type: ignore[attr-defined]

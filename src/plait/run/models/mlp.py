@@ -6,7 +6,6 @@
             dropout    dropout
 
 A ``Layer`` is one block, so wrapping by block finds 16 units, and a pipeline cuts the Sequential anywhere.
-``widths`` allows odd sizes, which no mesh divides evenly.
 
 The loss is a *sum* over the rows whose mask is 1 and comes with their *count*; the engine divides once, by the count of
 the whole step.  A mean of the microbatches' means would weight a row by the size of its microbatch, so the gradient
@@ -15,7 +14,6 @@ would differ between layouts as soon as two counts differ.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +25,6 @@ class MLPConfig:
 
     num_layers: int = 16
     width: int = 64
-    widths: tuple[int, ...] | None = None
-    """Input width, then the output width of each layer: num_layers + 1 numbers, instead of ``width`` for all."""
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -36,14 +32,9 @@ class MLPConfig:
             raise ValueError(f"dropout is {self.dropout}: give a probability from 0 up to, not including, 1")
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Input width, then the output width of each layer."""
-        return self.widths if self.widths is not None else (self.width,) * (self.num_layers + 1)
-
-    @property
     def num_parameters(self) -> int:
         """Elements of all weights and biases."""
-        return sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(self.sizes))
+        return self.num_layers * (self.width + 1) * self.width
 
 
 class Layer(nn.Module):
@@ -52,7 +43,7 @@ class Layer(nn.Module):
     def __init__(self, config: MLPConfig, index: int) -> None:
         super().__init__()
         last = index == config.num_layers - 1
-        self.linear = nn.Linear(config.sizes[index], config.sizes[index + 1])
+        self.linear = nn.Linear(config.width, config.width)
         self.activation = nn.Identity() if last else nn.GELU()
         self.dropout = nn.Identity() if last else nn.Dropout(config.dropout)
 

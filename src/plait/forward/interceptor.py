@@ -11,8 +11,8 @@ recomputation does again all that the others do; dropout is drawn last.  A handl
 
 Which functions a handler sees, and of which parameters every read, is looked up once: a function that no handler sees
 costs a dictionary lookup and a glance at its arguments.  Where all are idle (dropout in eval mode) no mode is active,
-and an operator costs nothing.  Handlers that had no work in the first ``FIRST`` steps rest: the mode is on in every
-``EVERY``-th step only.
+and an operator costs nothing.  Handlers that had no work in the first ``FIRST`` steps rest: the mode is on, and modules
+are followed, in every ``EVERY``-th step only.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -178,7 +178,7 @@ class Interceptor(EngineMode, StaysHere):
         if current.context.module.outer is None:
             if current.context.draws != model.training:
                 current.replace(draws=model.training)
-            if self._idle() or self._runs_elsewhere():
+            if self._idle() or (self._resting and not self._every) or self._runs_elsewhere():
                 return
             if switches := self not in active_modes() and not self._resting:
                 self.__enter__()  # type: ignore[no-untyped-call]

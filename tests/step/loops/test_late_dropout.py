@@ -13,6 +13,7 @@ from programs import STAGES
 from streams import one_process, trained
 from torch import Tensor, nn
 
+from plait.forward.context import CurrentForward
 from plait.torch_private import len_torch_function_stack
 
 RECOMPUTED: tuple[str, dict[str, Any]] = "ddp", {"recompute": "full"}
@@ -65,12 +66,20 @@ def test_dropout_that_begins_late_is_the_single_process(where: str, kind: str) -
 @pytest.mark.parametrize("kind", ["layer", "function", "hooked"])
 def test_a_model_that_draws_nothing_runs_without_a_mode(kind: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.forward.interceptor.EVERY", 5)
-    steps: dict[int, list[set[int]]] = {}
+    steps: dict[int, list[tuple[set[int], bool]]] = {}
+    enter, followed = CurrentForward.enter_module, set[int]()
+
+    def entered(current: CurrentForward, name: str, **how: Any) -> None:
+        followed.add(threading.get_ident())
+        enter(current, name, **how)
+
+    monkeypatch.setattr(CurrentForward, "enter_module", entered)
 
     def note(model: nn.Module, step: int) -> None:
-        """Notes the modes of the step before."""
-        parts = [module for module in model.modules() if isinstance(module, Late)]
-        steps.setdefault(threading.get_ident(), []).append(set().union(*(part.seen for part in parts)))
+        """Notes the modes of the step before, and whether it followed modules."""
+        parts, thread = [module for module in model.modules() if isinstance(module, Late)], threading.get_ident()
+        steps.setdefault(thread, []).append((set().union(*(part.seen for part in parts)), thread in followed))
+        followed.discard(thread)
         for part in parts:
             part.seen.clear()
 
@@ -79,7 +88,7 @@ def test_a_model_that_draws_nothing_runs_without_a_mode(kind: str, where: str, m
     on = int(kind != "layer" or where == "zero3")  # where the mode looks at who reads parameters at rest
     assert len(steps) > 1
     for seen in steps.values():
-        assert seen[1:] == [{1}, {1}, {1}, {on}, {on}, {1}]
+        assert seen[1:] == [({mode}, mode > 0) for mode in (1, 1, 1, on, on, 1)]
 
 
 def test_draws_that_begin_late_are_refused_when_plait_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:

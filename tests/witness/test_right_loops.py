@@ -46,7 +46,7 @@ class Wild(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = torch.sin(4 * layer(x))
+            x = torch.sin(2 * layer(x))
         return x
 
 

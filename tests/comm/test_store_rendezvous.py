@@ -20,12 +20,13 @@ import pytest
 import torch.distributed as dist
 from waiting import wait_for
 
-from plait.comm import init_process, store_rendezvous
+import plait
+from plait.comm import ProcessComm, init_process, store_rendezvous
 from plait.comm.deadline import clock
 from plait.comm.environment import WorldVariables
 from plait.comm.init_process import file_store, open_store
 from plait.comm.process_identity import Peer
-from plait.comm.store_rendezvous import UNKNOWN, Met, meet
+from plait.comm.store_rendezvous import Met, meet
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -145,14 +146,6 @@ def test_who_has_no_place_in_a_world_does_not_enter_it() -> None:
         part.set("verdict", json.dumps({"problem": "", "size": 2, "peers": came, "attempt": 0}))
         [outcome] = second.result()
     assert isinstance(outcome, TimeoutError) and "rank 0 did not come" in str(outcome)
-
-
-def test_a_fact_that_a_rank_cannot_tell_agrees_with_any() -> None:
-    known, other = {"code": "12ab"}, {"code": "77ff"}
-    for outcome in met([peer(0, **known), peer(1, code=UNKNOWN), peer(2, **known)], 3):
-        assert isinstance(outcome, Met)
-    for outcome in met([peer(0, code=UNKNOWN), peer(1, **known), peer(2, **other)], 3):
-        assert "code is (unknown) on rank 0, 12ab on rank 1, 77ff on rank 2" in str(outcome)
 
 
 def test_two_processes_with_one_rank_are_both_named_to_all() -> None:
@@ -318,3 +311,14 @@ def test_a_file_to_meet_in_has_the_deadline_and_where_it_cannot_be_that_is_said_
     assert file_store(str(tmp_path / "store"), 3).timeout == timedelta(seconds=3)
     with pytest.raises(ConnectionError, match=r"in a file of the temporary folder: \[Errno 2\].*'.*removed/store'"):
         file_store(str(tmp_path / "removed" / "store"), 3)
+
+
+def test_whether_collectives_are_checked_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[object]()
+    monkeypatch.setattr(ProcessComm, "from_env", lambda *_, **how: told.append(how["facts"]) or 1 / 0)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    for on in (True, False):
+        with pytest.raises(ZeroDivisionError):
+            plait.join("shard=2", check_collectives=on)
+    assert told == [{"check_collectives": "True"}, {"check_collectives": "False"}]

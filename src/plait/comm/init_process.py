@@ -10,25 +10,20 @@ One deadline holds for all of it.  Errors are reported before the first operatio
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
-import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from plait.comm.deadline import clock, within
 from plait.comm.environment import WorldVariables
 from plait.comm.process_identity import Peer
-from plait.comm.store_rendezvous import UNKNOWN, Met, meet
+from plait.comm.store_rendezvous import Met, meet
 from plait.messages.escape import one_line
 
 if TYPE_CHECKING:
@@ -41,7 +36,6 @@ _prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]
 POLL_SECONDS = 0.05
 LATE_SECONDS = 1.0
 """Time that a call with a deadline gets beyond it, before it is abandoned."""
-PACKAGE = Path(__file__).parents[1]
 
 
 def init_process(
@@ -180,34 +174,3 @@ def _told(what: str, deadline: float, hint: str = "") -> Iterator[None]:
 
 def _first(error: BaseException) -> str:
     return one_line(str(error).splitlines()[0] if str(error) else repr(error), 300)
-
-
-def code_facts() -> dict[str, str]:
-    """Facts about the code of this process that must be the same on all ranks: torch, plait, the program."""
-    codes = {
-        "the code of plait": sorted(PACKAGE.rglob("*.py")),
-        "the code of the program": users_own(sys.modules.get("__main__")),
-    }
-    return {"torch": str(torch.__version__), **{name: _digest(files) for name, files in codes.items()}}
-
-
-def users_own(main: object) -> list[Path]:
-    """Returns the source files of a program that the user wrote.  One rank may run under a profiler, or by another
-    installation's command."""
-    file = getattr(main, "__file__", None)
-    if not file or Path(file).suffix == ".pyc":
-        return []
-    kinds = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
-    paths = sysconfig.get_paths(), sysconfig.get_paths(sysconfig.get_preferred_scheme("user"))
-    folders = [PACKAGE, Path(sys.executable).parent, *(Path(known[kind]) for known in paths for kind in kinds)]
-    names = Path(file).absolute(), Path(file).resolve()
-    return [] if any(name.is_relative_to(folder.absolute()) for name in names for folder in folders) else [names[0]]
-
-
-def _digest(files: Sequence[Path]) -> str:
-    """Returns a digest of these files; ``UNKNOWN`` if they are in an archive or gone."""
-    try:
-        text = b"".join(map(Path.read_bytes, files))
-    except OSError:
-        return UNKNOWN
-    return hashlib.blake2b(text, digest_size=6).hexdigest() if files else UNKNOWN

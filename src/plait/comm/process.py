@@ -31,11 +31,11 @@ from torch import Tensor
 from plait.comm.base import Comm, Operation, Work
 from plait.comm.environment import WorldVariables, own_device
 from plait.comm.gloo import GlooTransport
-from plait.comm.init_process import code_facts, init_process
+from plait.comm.init_process import init_process
 from plait.comm.nccl import NcclTransport
 from plait.comm.operation import DONE, NO_NOTE, Group, copied, label
 from plait.comm.ordered_reduce import ordered_sum
-from plait.comm.process_identity import Peer, on_hosts
+from plait.comm.process_identity import Peer, hosts_of, on_hosts
 from plait.comm.transport import SHARED_MEMORY, Started, Transport
 from plait.table.mesh import Mesh
 
@@ -108,7 +108,7 @@ class ProcessComm(Comm):
         self.transport: Transport
         if shared_memory and self.device.type != "cpu":
             raise ValueError(f"shared memory moves tensors of CPUs, and this world is on {self.device}: leave it out")
-        if shared_memory:
+        if shared_memory and len(hosts_of(self.peers)) == 1:
             self.transport = import_module(SHARED_MEMORY).transport(self)
         elif self.device.type == "cuda":
             self.transport = NcclTransport(self)
@@ -137,13 +137,16 @@ class ProcessComm(Comm):
 
         Args:
             facts: further values that must be the same on all ranks, by name.
-            shared_memory: the ranks of a host move tensors of CPUs through memory that they share.
+            shared_memory: the ranks of one host move tensors of CPUs through memory that they share; ranks on several
+                hosts go by gloo all the same.
 
         Raises:
             ValueError: variables missing or wrong, another number of processes than the mesh has ranks, ranks that
                 differ, a world joined here, or a process group of torch's, made before, that does not fit.
             ConnectionError, TimeoutError: as in ``init_process``.
         """
+        from plait import __version__  # which imports this
+
         place = WorldVariables.read(ranks=mesh.size)
         place.check(mesh)
         device = own_device(device)
@@ -156,12 +159,13 @@ class ProcessComm(Comm):
             "shared memory": str(shared_memory),
             "device": device.type,
             "deterministic": str(deterministic),
-            **code_facts(),
+            "torch": str(torch.__version__),
+            "plait": __version__,
             **(facts or {}),
         }
 
         def backend(peers: Sequence[Peer]) -> str:
-            if shared_memory and len({peer.host for peer in peers}) == 1:
+            if shared_memory and len(hosts_of(peers)) == 1:
                 return ""
             if there:
                 _check_group(place)

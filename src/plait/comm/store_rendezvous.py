@@ -35,8 +35,6 @@ POLL_SECONDS, SLOWEST_POLL = 0.02, 0.2
 """Seconds between two looks into the store: at the beginning, and after some seconds."""
 OTHERS_SECONDS = 1.5
 """Time that rank 0, when two ranks differ, waits for the others, so that it can say which of them is alone."""
-UNKNOWN = "(unknown)"
-"""The value of a fact that a rank cannot tell; it agrees with any."""
 
 
 class Met(NamedTuple):
@@ -164,12 +162,7 @@ def _current(store: Store) -> int:
 
 def _problem(peers: Collection[Peer]) -> str:
     """Returns the reason why these cannot be ranks of one world; empty if they can."""
-    known: dict[str, set[str]] = {}
-    for name, value in ((name, value) for peer in peers for name, value in peer.facts.items() if value != UNKNOWN):
-        known.setdefault(name, set()).add(value)
-    agreed = {name: values.pop() for name, values in known.items() if len(values) == 1}
-    facts = {p.rank: {n: agreed.get(n, v) if v == UNKNOWN else v for n, v in p.facts.items()} for p in peers}
-    if lines := differing(facts):
+    if lines := differing({peer.rank: peer.facts for peer in peers}):
         told = "; ".join(one_line(line, 1000) for line in lines)
         some = ", ".join(map(str, [*peers][:8])) + (", ..." if len(peers) > 8 else "")
         return f"ranks differ: {told}. Start all of them in the same way: {some}"

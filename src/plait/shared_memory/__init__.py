@@ -2,8 +2,7 @@
 
 .. code-block:: text
 
-    several_hosts.py     makes the transport of a world; sockets between hosts      start here
-    transport.py         messages and exchanges, made of the parts below
+    transport.py         messages and exchanges, made of the parts below      start here
     mailbox_registry.py  makes, publishes and opens the mailboxes of all ranks
     mailbox.py           rings of records: where a message is, and which blocks were read
     alarm.py             wakes a rank that sleeps

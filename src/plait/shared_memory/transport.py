@@ -60,6 +60,12 @@ CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 """The code of each dtype in a record."""
 
 
+def transport(comm: Comm) -> Transport:
+    """Makes the transport of one rank; ``comm/process.py`` imports this by name."""
+    assert comm.store is not None
+    return SharedMemoryTransport(MailboxRegistry(comm.rank, comm.store, comm.peers, clock() + comm.deadline), comm)
+
+
 class SharedMemoryTransport(Transport):
     """Messages of one rank."""
 
@@ -191,20 +197,6 @@ class SharedMemoryTransport(Transport):
             except BaseException:
                 self.broken = self.broken or f"this world broke down earlier, in {operation}"
                 raise
-
-    @property
-    def is_busy(self) -> bool:
-        """True if something is under way that others may wait for, and that goes on only in this rank's waits."""
-        return bool(self._unsent or self._under_way)
-
-    def get_on(self, operation: Operation) -> None:
-        """Advances the messages under way, while this rank waits for ``operation`` elsewhere."""
-        try:
-            self._drain_all()
-            self._advance()
-            self._send_rest()
-        except (ConnectionError, TimeoutError) as error:
-            raise self.failure(operation, error) from error
 
     def close(self) -> None:
         """Stays until the others have its messages, or for its deadline; then says that it leaves."""
@@ -338,7 +330,7 @@ class SharedMemoryTransport(Transport):
                 self._send_rest()
         self._under_way.pop(id(arrival), None)
 
-    def _advance(self, but: Arrival | None = None) -> None:
+    def _advance(self, but: Arrival) -> None:
         """Advances all arrivals that are under way, but one."""
         for key, arrival in list(self._under_way.items()):
             if arrival is not but and arrival.advance():

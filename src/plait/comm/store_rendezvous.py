@@ -7,8 +7,8 @@
     every rank   reads the verdict          and goes on, or raises its problem
 
 A world that has a verdict is over for later ranks.  A rank that waits moves on when rank 0 opens another world, so
-ranks that are started again meet again, whatever their launchers have counted.  Two processes that have one rank in one
-world notice it while they wait.  All text is read as JSON of a fixed form and escaped before it is shown.
+ranks that are started again meet again, whatever their launchers have counted.  Of two processes that have one rank in
+one world the first waits in vain.  All text is read as JSON of a fixed form and escaped before it is shown.
 """
 
 from __future__ import annotations
@@ -90,16 +90,17 @@ def _open(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, World
     here, peers, problem = _world(store, number), {0: mine}, ""
     here.set("here/0", mine.text)
     store.set("plait/current", str(number))
-    while len(peers) < size and clock() < end and not here.check(["problem"]):
+    while len(peers) < size and clock() < end:
         new = {rank: peer for rank in range(1, size) if rank not in peers and (peer := _at(here, rank))}
         peers |= new
         if new and not problem and (problem := _problem(peers.values())):
             end = min(end, clock() + OTHERS_SECONDS)
         if (current := _current(store)) != number:
-            here.set("problem", _same_rank(mine, _at(_world(store, current), 0) or mine))
+            other = _at(_world(store, current), 0)
+            raise ValueError(f"{mine} and {other} have the same RANK: give each process its own")
         time.sleep(POLL_SECONDS if len(peers) < size else 0)
     came = [peers[rank] for rank in sorted(peers)]
-    problem = here.get("problem").decode(errors="replace") if here.check(["problem"]) else _problem(came)
+    problem = _problem(came)
     texts = [replace(peer, facts={}).text for peer in came]
     verdict = WorldVerdict(problem, size, texts, max(peer.restarts for peer in came))
     here.set("verdict", json.dumps(asdict(verdict)))
@@ -110,7 +111,7 @@ def _open(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, World
 
 def _enter(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, WorldVerdict]:
     """Another rank takes its place in the newest world, and moves on while that is not its own."""
-    started, number, place, over, came = clock(), 0, 0, True, f"came/{mine.rank}"
+    started, number, over, holder = clock(), 0, True, ""
     here = _world(store, number)
     while (now := clock()) < end + POLL_SECONDS * 5:
         current = _current(store)  # before the verdict is looked for: rank 0 opens no other before it has written it
@@ -118,30 +119,22 @@ def _enter(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, Worl
             number, here = current, _world(store, current)
             over = here.check(["verdict"])
             if not over:
-                place = here.add(came, 1)
-                here.set(f"{came}/{place}", mine.text)
                 here.set(f"here/{mine.rank}", mine.text)
         elif not over and here.check(["verdict"]):
             verdict = from_json(WorldVerdict, here.get("verdict"))
-            if verdict.problem or mine.token in (Peer.parse(text).token for text in verdict.peers):
+            peers = {peer.rank: peer for peer in map(Peer.parse, verdict.peers)}
+            if verdict.problem or mine.token in {peer.token for peer in peers.values()}:
                 here.set(f"read/{mine.rank}", "")
                 return here, verdict
-            over = True  # it has another process with this rank
-        elif not over and (last := here.add(came, 0)) > place and here.check([f"{came}/{last}"]):
-            # a later one has said who it is; a place may be left by a process that has ended, which says nothing
-            here.set("problem", _same_rank(mine, Peer.parse(here.get(f"{came}/{last}"))))
+            over, holder = True, f", and {peers.get(mine.rank)} has the place of {mine}"
         time.sleep(min(SLOWEST_POLL, POLL_SECONDS + (now - started) / 20))
     absent = [rank for rank in range(size) if not (over or here.check([f"here/{rank}"]))]
-    raise _late(mine, size, started, absent or [0])
+    raise _late(mine, size, started, absent or [0], holder)
 
 
-def _late(mine: Peer, size: int, started: float, absent: list[int]) -> TimeoutError:
+def _late(mine: Peer, size: int, started: float, absent: list[int], holder: str = "") -> TimeoutError:
     waited = f"rank {mine.rank} waited {clock() - started:.1f} s for {size} ranks"
-    return TimeoutError(f"{waited}: {named(absent)} did not come")
-
-
-def _same_rank(one: Peer, other: Peer) -> str:
-    return f"{one} and {other} have the same RANK: give each process its own"
+    return TimeoutError(f"{waited}: {named(absent)} did not come{holder}")
 
 
 def _world(store: Store, number: int) -> Store:

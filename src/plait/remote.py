@@ -42,8 +42,6 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 CARRIED = "tensors, numbers, texts, bytes, None, dtypes, devices, and lists, tuples and dicts of them"
 CLOSING = "are you there, before you close?"
 """The name of a call that every rank answers."""
-DEEPEST = 100
-"""Lists, tuples and dicts inside each other that a call carries."""
 LOOK_SECONDS, ASK_SECONDS = 0.02, 1.0
 """While a rank closes: time between two looks at the others, and until it asks those that are not there."""
 
@@ -256,17 +254,12 @@ def connect(
     return remote
 
 
-def sendable(value: Any, devices: Collection[str], where: str, depth: int = 0) -> Any:
+def sendable(value: Any, devices: Collection[str], where: str) -> Any:
     """Returns a value as it is sent: tensors without their gradients.
 
     Raises:
         ValueError: a part is of another kind, or a tensor is on a device that the map does not have.
     """
-    if depth > DEEPEST:
-        raise ValueError(
-            f"{where.partition('[')[0]} has over {DEEPEST} lists, tuples or dicts inside each other, or contains "
-            f"itself: send a flat list"
-        )
     if type(value) in (Tensor, nn.Parameter):
         if value.layout is not torch.strided:
             raise ValueError(f"{where} has the layout {value.layout}: send .to_dense()")
@@ -277,10 +270,9 @@ def sendable(value: Any, devices: Collection[str], where: str, depth: int = 0) -
             )
         return value.detach()
     if type(value) in (list, tuple):
-        return type(value)(sendable(one, devices, f"{where}[{n}]", depth + 1) for n, one in enumerate(value))
+        return type(value)(sendable(one, devices, f"{where}[{n}]") for n, one in enumerate(value))
     if type(value) is dict:
-        inside = depth + 1
-        return {_key(key, where): sendable(one, devices, f"{where}[{key!r}]", inside) for key, one in value.items()}
+        return {_key(key, where): sendable(one, devices, f"{where}[{key!r}]") for key, one in value.items()}
     if type(value) in PLAIN:
         return value
     raise ValueError(f"{where} is a {one_line(type(value).__qualname__, 60)}: remote calls carry {CARRIED}")

@@ -61,15 +61,15 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
         ema.check_of(engine)
     comm = engine.comm
     saved = read_together(path, comm)
-    with _together(comm), _offering_another(saved.folder):
+    with together(comm), _offering_another(saved.folder):
         for name in sorted(saved.manifest.files)[comm.rank :: comm.world_size]:
             saved.check_file(name)
-    with _together(comm):
+    with together(comm):
         with _offering_another(saved.folder):
             state = saved.values()
         check_fits(engine, ema, state, saved)
         engine.check_step_state(state["run"])
-    with _together(comm), _offering_another(saved.folder):
+    with together(comm), _offering_another(saved.folder):
         engine.load_step_state(state["run"])
         engine.load_weights(StoredWeights(weights_of(engine, saved)))
         if engine.optimizers:
@@ -84,13 +84,13 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
 def read_together(path: str | Path, comm: Comm) -> Checkpoint:
     """The checkpoint that rank 0 finds; all ranks call it together."""
     folder, data = folder_at(path), b""
-    with _together(comm):
+    with together(comm):
         if not comm.rank:
             folder = find(folder)
             with _offering_another(folder):
                 data = contents(folder / NAME, LARGEST)
     where, data = broadcast_bytes(comm, os.fsencode(str(folder)) + b"\0" + data, Note("state")).split(b"\0", 1)
-    with _together(comm), _offering_another(folder := Path(os.fsdecode(where))):
+    with together(comm), _offering_another(folder := Path(os.fsdecode(where))):
         return Checkpoint(folder, parse_manifest(folder, data))
 
 
@@ -101,7 +101,7 @@ def read_values(folder: Path) -> Any:
 
 
 @contextmanager
-def _together(comm: Comm) -> Iterator[None]:
+def together(comm: Comm) -> Iterator[None]:
     """Raises any rank's error on all ranks."""
     error: Exception | None = None
     try:

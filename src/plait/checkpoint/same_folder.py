@@ -8,11 +8,11 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
+from plait.checkpoint.load import together
 from plait.comm.base import Comm
-from plait.comm.texts import broadcast_text, check_together
+from plait.comm.texts import broadcast_text
 from plait.messages.escape import one_line
 from plait.table.collectives import Note
-from plait.table.mesh import AXES
 
 
 def check_same_folder(folder: Path, comm: Comm) -> None:
@@ -25,21 +25,17 @@ def check_same_folder(folder: Path, comm: Comm) -> None:
     if len({peer.host for peer in comm.peers}) < 2:
         return
     mark = folder / broadcast_text(comm, f".common-{secrets.token_hex(8)}", Note("state"))
-    error: Exception | None = None
     try:
-        if not comm.rank:
-            mark.touch()
-    except OSError as problem:
-        error = problem
-    try:
-        check_together(comm, error, AXES)
-        if not mark.exists():
-            host = {peer.rank: peer.host for peer in comm.peers}
-            error = ValueError(
-                f"{str(folder)!r} on host {one_line(host[comm.rank], 80)} is not the folder that rank 0 writes to on "
-                f"host {one_line(host[0], 80)}: checkpoints need one that all hosts share"
-            )
-        check_together(comm, error, AXES)
+        with together(comm):
+            if not comm.rank:
+                mark.touch()
+        with together(comm):
+            if not mark.exists():
+                host = {peer.rank: one_line(peer.host, 80) for peer in comm.peers}
+                raise ValueError(
+                    f"{str(folder)!r} on host {host[comm.rank]} is not the folder that rank 0 writes to on host "
+                    f"{host[0]}: checkpoints need one that all hosts share"
+                )
     finally:
         if not comm.rank:
             with suppress(OSError):

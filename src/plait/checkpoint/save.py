@@ -65,7 +65,7 @@ class Saver:
         path: as for ``plait.save``.
         ema: an average of the weights to save too.
         keep: the number of checkpoints to keep; None removes none.  The newest is read back and verified before any
-            other goes.  One with a file ``pinned`` in its folder stays.
+            other goes.  One whose folder has another name stays.
         background: ``save`` copies weights and optimizer state to host memory and returns; a thread writes.  With False
             ``save`` returns when the checkpoint exists, and copies nothing.
         deadline: seconds until every rank has to have written.
@@ -163,7 +163,7 @@ class Saver:
         self._check_together(error, partial)
         if first:
             check_same_folder(self.place, comm)
-        about = Save(partial, own, engine.steps, comm.world_size, self.keep, self.deadline, comm.deadline)
+        about = Save(partial, own, engine.steps, comm.world_size, self.keep, self.deadline)
         return Writing(about, comm.rank, pieces, state)
 
     def _check_together(self, error: Exception | None, partial: Path) -> None:

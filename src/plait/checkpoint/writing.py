@@ -10,7 +10,7 @@ programs wait for it (``save``).
 Rank 0 removes old checkpoints, once the newest one has been read back and has the right hashes:
 
     step-000100   step-000200   step-000300   step-000400      keep=2, step 400 has just been saved
-    removed       pinned        kept          verified         (step-000500 of another run, or `best`: left alone)
+    removed       removed       kept          verified         (step-000500 of another run, or `best`: left alone)
 """
 
 import errno
@@ -33,8 +33,6 @@ from plait.comm.texts import named
 
 FILE, NOTE = "safetensors", "json"
 RUNNING, DONE, FAILED = range(3)
-PINNED = "pinned"
-"""A checkpoint whose folder has a file of this name is never removed."""
 PAUSE = 0.02
 """Longest pause between two looks for other ranks' files, in seconds."""
 
@@ -50,8 +48,6 @@ class Save:
     keep: int | None
     deadline: float
     """Seconds for all of it."""
-    patience: float
-    """Seconds that rank 0 waits for the others once its own program has ended."""
 
 
 class Writing:
@@ -116,8 +112,6 @@ class Writing:
             if rank_file(partial, 0, NOTE).name not in there:
                 with told(partial, sum(one.tensor.nbytes for one in self.pieces)):
                     raise FileNotFoundError(errno.ENOENT, "the folder of a save has vanished")
-            if not self._program.is_alive():
-                self._end = min(self._end, clock() + self.save.patience)
             if clock() > self._end:
                 raise TimeoutError(
                     f"rank 0 has waited {clock() - self._begun:.1f} s for {named(missing)} to write to "
@@ -165,5 +159,4 @@ def remove_older(newest: Path, keep: int) -> None:
 
 
 def _may_go(folder: Path) -> bool:
-    there = names(folder)
-    return not folder.is_symlink() and NAME in there and PINNED not in there
+    return not folder.is_symlink() and NAME in names(folder)

@@ -175,7 +175,6 @@ SHARES: dict[str, Share] = {
     "witness/test_rounding.py": Share("few", "all"),
     "witness/test_own_engine.py": Share("few", "all"),
     "witness/test_silent_bugs.py": FULL,
-    "witness/test_curves.py": NIGHTLY,
     "witness/test_trainer.py": FULL,
     "witness/test_verdicts.py": NIGHTLY,
     "witness/test_judge.py::test_a_right_loop_is_the_run_of_a_single_process": Share("values", "all"),

@@ -76,7 +76,6 @@ MISTAKES = {
     f"prove --mesh shard=2 --all-to-all {SIZES}": "all_to_all goes over the expert axis, and mesh 'shard=2' has",
     "prove --mesh shard=2 --model bert": "model 'bert'",
     f"prove --mesh rows=2 {SIZES}": "unknown mesh axis 'rows'",
-    f"prove --mesh shard=2 --memory 80 {SIZES}": "memory '80': give a number and a unit",
     f"prove --mesh pipe=9 {SIZES}": "9 stages, but the model has 8 links",
     f'prove --mesh pipe=2 --split "3 4 1" {SIZES}': "a split for 3 stages, but the pipeline has 2",
     f'prove --mesh pipe=2 --split "8;0" {SIZES}': 'give the links of each stage, as in "5 4"',

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from plait.referee.prove import Counterexample, PaperRun, Proved, Refuted
+from plait.run.commands import prove
 from plait.run.commands.main import main, parse
-from plait.run.commands.prove import ProveConfig, parse_bytes
+from plait.run.commands.prove import ProveConfig
 from plait.run.config.settings import TrainConfig
 from plait.run.job.sections import flag_hints
 
@@ -30,24 +32,24 @@ def said(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
 
 
 def test_what_was_proved_is_said_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--mesh", "replica=2 shard=2 pipe=2", "--strategy", "hsdp", "--microbatches", "3", "--memory", "1GB"]
+    words = ["--mesh", "replica=2 shard=2 pipe=2", "--strategy", "hsdp", "--microbatches", "3"]
     shown = said(capsys, 0, *words, *SIZES)
     assert "proved: hsdp on pipe=2 replica=2 shard=2" in shown
     assert "adds 3 microbatches of 4 data ranks once: shard then microbatch then replica" in shown
-    assert "8, each compared with its model rank" in shown and "of 953.67 MiB" in shown
+    assert "8, each compared with its model rank" in shown
 
 
-def test_a_counterexample_is_an_answer_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "proof.json"
-    shown = said(capsys, 1, "--mesh", "shard=2", "--memory", "1MB", "--json", str(file), *SIZES)
-    assert shown.startswith(
-        "refuted: memory: it needs 15.91 MiB of 976.56 KiB (15,686,340 bytes more): state 558.25 KiB, "
-    )
-    assert "no single change fits (--recompute selective: 15.21 MiB, --recompute full: 4.94 MiB)" in shown
-    shown = said(capsys, 1, "--mesh", "shard=2", "--memory", "8MB", *SIZES)
-    assert "; one change that fits is --recompute full: 4.94 MiB (rank 0" in shown
-    found = json.loads(file.read_text())
-    assert not found["proved"] and found["counterexample"]["what"] == "memory"
+def test_a_counterexample_is_an_answer_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuted(run: PaperRun) -> Proved:
+        raise Refuted(Counterexample("owners", "1 of 2 stages have it", parameter="lm_head.weight"))
+
+    monkeypatch.setattr(prove, "prove", refuted)
+    shown = said(capsys, 1, "--mesh", "shard=2", "--json", str(tmp_path / "proof.json"), *SIZES)
+    assert shown.startswith("refuted: owners: 1 of 2 stages have it (parameter lm_head.weight)")
+    found = json.loads((tmp_path / "proof.json").read_text())
+    assert not found["proved"] and found["counterexample"]["what"] == "owners"
 
 
 def test_the_result_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,9 +65,5 @@ def test_its_flags_mean_what_those_of_train_mean() -> None:
     words = ["--mesh", "shard=2", "--batch", "48", "--dtype", "bf16-mixed", *SIZES]
     run = parse(["prove", *words]).paper()
     assert (run.batch, run.strategy.params.dtype, run.decoder.hidden) == (3, "bf16", 32)
-    flags = {field.name for field in fields(ProveConfig)} - {"gated", "memory"}
+    flags = {field.name for field in fields(ProveConfig)} - {"gated"}
     assert flags <= {*flag_hints(TrainConfig)}
-
-
-def test_bytes_are_read_with_their_units() -> None:
-    assert [parse_bytes(text) for text in ("80GB", "1.5KiB", "2 TB")] == [80 * 10**9, 1536, 2 * 10**12]

@@ -81,7 +81,6 @@ def measured(
             listener=lambda event, engine: None,  # looks at gradients, makes no step
             recompute=recompute,  # type: ignore[arg-type]
             sequence_parallel=sequence,
-            ring_attention=s.ring,
         )
         own = [*model.parameters(), *model.buffers()]
         axis = engine.placed.time_axis
@@ -107,17 +106,14 @@ def test_the_decoder_keeps_what_is_predicted(
     assert measured(sizes, 2, recompute, dtype) == [decoder(sizes, links, recompute)]
 
 
-@pytest.mark.parametrize(
-    ("attention", "recompute"),
-    [("ring", None), ("ring", "full"), *[(one, mode) for one in ("gathers", "drops") for mode in MODES]],
-)
+@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("dropout", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_decoder_cut_in_time_keeps_what_is_predicted(
-    dtype: torch.dtype, attention: str, recompute: str | None
+    dtype: torch.dtype, dropout: bool, recompute: str | None
 ) -> None:
     """Masks that blocks share are counted beside the blocks."""
-    cut = {"length": 12, "context": 3, "dropout": attention == "drops", "ring": attention == "ring"}
-    sizes = replace(SIZES, itemsize=dtype.itemsize, **cut)
+    sizes = replace(SIZES, itemsize=dtype.itemsize, length=12, context=3, dropout=dropout)
     links = ["embed", "blocks.0", "blocks.1", "norm", "head"]
     assert measured(sizes, 2, recompute, dtype) == [decoder(sizes, links, recompute)] * 3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -12,14 +13,17 @@ from plait.predict.activations import MEGATRON
 from plait.predict.cluster import Link, Reached, preset
 from plait.predict.duration import duration, pipe_seconds, rank_passes, share_of_turns, slowest_path
 from plait.predict.footprint import footprints, fullest
+from plait.predict.memory import held
 from plait.predict.model import Transformer
 from plait.predict.plan import Plan
 from plait.predict.search import Candidate, Question, candidates, ranked, rows_in, smallest_change
 from plait.predict.sent import members_on_host, message_seconds, messages
 from plait.referee.prove import Decoder, PaperRun, prove
+from plait.referee.prove.program import Program, settle_all, write_program
 from plait.schedule.pipeline import Pipeline
 from plait.schedule.simulate import Costs, simulate
 from plait.table.cells import TABLE, Strategy
+from plait.table.flat import UnitLayout
 from plait.table.mesh import Mesh
 
 LLAMA = Transformer(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
@@ -153,10 +157,34 @@ def test_bytes_are_those_that_a_proof_counts(mesh: Mesh, row: str, recompute: st
     ranks = mesh.size / mesh.pipe
     sent = sum(one.bytes for share in found.shares for one in messages(found, share)) * ranks
     assert sent == pytest.approx(proved.traffic.bytes, rel=2e-3)
+    state, reduced, gathered = 0, 0, 0
+    lines = pipeline.completed(8, strategy)
+    for (stage, tensor), units in paper.laid().items():
+        rank = mesh.rank(pipe=stage, tensor=tensor)
+        sizes_of = sorted(flat.numel * flat.itemsize_in(strategy.grads) for unit in units for flat in unit.flats)
+        state = max(state, held(units, mesh, strategy, rank).total)
+        reduced = max(reduced, sum(sizes_of[-2:]) if mesh.count(strategy.grads.split) > 1 else 0)
+        program = write_program(lines[stage], settle_all({stage: units}, mesh, strategy, rank), mesh)
+        gathered = max(gathered, open_at_once(program, units, strategy, ahead=mesh.pipe == 1))
     most = fullest(found)
-    assert most.state == pytest.approx(proved.room.state, rel=1e-3)
-    assert most.reduced == pytest.approx(proved.room.gradients, rel=1e-3)
-    assert most.gathered == pytest.approx(proved.room.gathered, rel=0.1)
+    assert (most.state, most.reduced) == (pytest.approx(state, rel=1e-3), pytest.approx(reduced, rel=1e-3))
+    assert most.gathered == pytest.approx(gathered, rel=0.1)
+
+
+def open_at_once(program: Program, units: Sequence[UnitLayout], row: Strategy, *, ahead: bool) -> int:
+    """The most bytes of whole parameters that are open or kept in a stage, and of the largest buffer where one is
+    gathered ahead."""
+    flats = {(unit.name, i): flat for unit in units for i, flat in enumerate(unit.flats)}
+    here, most = dict[object, int](), 0
+    for op in program:
+        if op.kind in ("open", "keep"):
+            flat = flats[op.flat[1:]]
+            numel = flat.numel if op.kind == "open" else op.stop - op.start
+            here[op.kind, op.flat] = numel * flat.itemsize_in(row.params)
+        elif op.kind in ("close", "forget"):
+            here.pop(("open" if op.kind == "close" else "keep", op.flat), None)
+        most = max(most, sum(here.values()))
+    return most + max(flat.numel * flat.itemsize_in(row.params) for flat in flats.values()) * (ahead and most > 0)
 
 
 def test_a_stage_hands_on_the_part_of_the_stream_that_it_has() -> None:

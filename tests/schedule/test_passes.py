@@ -6,17 +6,13 @@ import pytest
 
 from plait.schedule.actions import MESSAGES, PASSES, Action, Kind, format_schedule, owners, parse_schedule
 from plait.schedule.orders import ORDERS, interleaved, one_f_one_b, one_stage, write_order, zbv
-from plait.schedule.passes import add_messages, add_sharding, add_step, complete, join_backward, split_backward
+from plait.schedule.passes import add_messages, add_sharding, add_step, complete, join_backward
 from plait.schedule.pipeline import Pipeline
 from plait.schedule.simulate import Costs, simulate
 from plait.table.cells import TABLE
 
 TWO_STAGES = parse_schedule("0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1")
 DRAWN = {
-    "a backward becomes its two parts": (
-        split_backward(one_f_one_b(2, 2)),
-        "0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1I0 1W0 1F1 1I1 1W1",
-    ),
     "sends follow what makes them, receives are posted one pass ahead": (
         add_messages(one_f_one_b(2, 3)),
         """

@@ -10,19 +10,8 @@ from waiting import calls_of
 from plait.schedule.actions import Schedule, parse_schedule
 from plait.schedule.bubbles import bubbles
 from plait.schedule.check import peaks
-from plait.schedule.orders import (
-    ORDERS,
-    dualpipe_v,
-    gpipe,
-    naive,
-    one_f_one_b,
-    one_stage,
-    write_order,
-    zb_h1,
-    zb_h2,
-    zbv,
-)
-from plait.schedule.passes import add_messages, add_sharding, add_step, split_backward
+from plait.schedule.orders import ORDERS, one_f_one_b, one_stage, write_order
+from plait.schedule.passes import add_messages, add_sharding, add_step
 from plait.schedule.simulate import Costs, Timeline, simulate
 from plait.table.cells import TABLE
 
@@ -172,13 +161,6 @@ def test_the_memory_curve_rises_to_the_peak_and_falls_to_nothing(name: str) -> N
         assert list(curve) == sorted(curve, key=lambda point: point[0])
 
 
-def test_split_or_not_a_backward_takes_the_same_time() -> None:
-    """But who waits for its input part waits less."""
-    whole, split = (simulate(s, Costs()) for s in (one_f_one_b(4, 8), split_backward(one_f_one_b(4, 8))))
-    assert waits(whole)[0] == 9 > waits(split)[0] >= 3
-    assert whole.work(0) == split.work(0)
-
-
 # ---- closed forms -----------------------------------------------------------------------------------------
 
 
@@ -200,34 +182,6 @@ def test_every_closed_form_is_what_the_simulator_finds_rank_by_rank(name: str) -
     assert held >= 40
 
 
-@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 1), (2, 5), (4, 1), (4, 4), (4, 8), (4, 16), (8, 3), (8, 32)])
-def test_the_published_formulas_are_written_out(p: int, m: int) -> None:
-    """Independent of bubbles.py: the formulas as the papers print them."""
-    unit = Costs()
-    assert simulate(naive(p, m), unit).idle_share() == pytest.approx(1 - 1 / p)
-    for order in (gpipe, one_f_one_b):
-        timeline = simulate(order(p, m), unit)
-        assert [timeline.idle_share(r) for r in range(p)] == pytest.approx([(p - 1) / (m + p - 1)] * p)
-    assert peaks(naive(p, m)) == (1,) * p
-    assert peaks(gpipe(p, m)) == (m,) * p
-    assert peaks(one_f_one_b(p, m)) == tuple(min(m, p - r) for r in range(p))
-    for v in (2, 4):
-        order = write_order("interleaved", p * v, m * p, v)
-        timeline = simulate(order, unit)
-        share = (p - 1) / (v * m * p + p - 1)
-        assert [timeline.idle_share(r) for r in range(p)] == pytest.approx([share] * p)
-        assert peaks(order) == tuple(min(v * m * p, 2 * (p - r - 1) + (v - 1) * p + 1) for r in range(p))
-    F, B, W = 3.0, 5.0, 2.0
-    m = max(m, 2 * p)
-    assert simulate(zb_h1(p, m), Costs(F, B - W, W)).waits(0) == (p - 1) * (F + B - 2 * W)
-    assert simulate(zb_h2(p, m), Costs(F, B - W, W)).waits(0) == (p - 1) * (F + B - 3 * W)
-    assert peaks(zb_h1(p, m)) == (p,) * p
-    assert peaks(zb_h2(p, m))[0] == 2 * p - 1
-    assert not any(waits(simulate(zb_h2(p, m), unit)) + waits(simulate(zbv(2 * p, m), unit)))
-    assert peaks(zbv(2 * p, m)) == (2 * p,) * p  # stages of half the size: p whole ones
-    assert peaks(dualpipe_v(2 * p, m)) == (2 * p + 1,) * p
-
-
 @pytest.mark.parametrize(
     ("name", "sizes", "says"),
     [
@@ -241,12 +195,6 @@ def test_the_published_formulas_are_written_out(p: int, m: int) -> None:
 )
 def test_no_formula_is_given_where_its_condition_fails(name: str, sizes: tuple[int, ...], says: str) -> None:
     assert getattr(bubbles(ORDERS[name].formula, *sizes), says) is None
-
-
-def test_conditions_are_needed() -> None:
-    """Where a formula is not given, it would indeed be wrong."""
-    assert any(waits(simulate(zb_h2(4, 6), Costs()))) and any(waits(simulate(zbv(8, 7), Costs())))
-    assert simulate(zb_h1(4, 8), Costs(1, 1, 2)).waits(0) != 3 * (1 + 3 - 4)
 
 
 # ---- size and refusals ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ signal_name(9)                   SIGKILL
 import difflib
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 
 def did_you_mean(name: str, names: Iterable[str], otherwise: str = "", most: int = 2) -> str:
@@ -40,14 +40,6 @@ def seconds_text(seconds: float) -> str:
 def signal_name(number: int) -> str:
     """Names a signal: ``SIGKILL`` for 9."""
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-
-
-def fitting(needs: Mapping[str, float], need: float, have: float) -> str:
-    """Names the single changes with which a run fits.  ``needs`` has its bytes with each, ``need`` those without."""
-    needs = {change: now for change, now in needs.items() if now < need}
-    fits = [f"{change}: {human(now)}" for change, now in needs.items() if now <= have]
-    tried = ", ".join(f"{change}: {human(now)}" for change, now in needs.items())
-    return f"one change that fits is {' or '.join(fits)}" if fits else f"no single change fits ({tried})"
 
 
 def _plain(name: str) -> str:

@@ -77,8 +77,6 @@ class DecoderSizes:
     kernels: Kernels = ON_CPU
     context: int = 1
     """Ranks that share these samples, each with a part of their time."""
-    ring: bool = False
-    """Keys and values go round over the context axis, and are not gathered."""
 
     @property
     def head(self) -> int:
@@ -122,7 +120,7 @@ class DecoderSizes:
     def masks(self) -> int:
         """Bytes of the causal masks of a context axis: of the early and of the late part of time, one pair for all
         blocks."""
-        made = self.context > 1 and not (self.ring or self.dropout)
+        made = self.context > 1 and not self.dropout
         return made * (self.steps // 2) ** 2 * (2 * self.context + 1) * self.itemsize
 
 
@@ -186,15 +184,14 @@ def _attention(s: DecoderSizes, *, again: bool) -> tuple[Kept, ...]:
     """The values from the projections to the mixed heads; attention is one kernel without dropout, several with it."""
     e, head, fused = s.itemsize, s.head, s.kernels.one_byte_masks
     query = s.tokens * s.heads * head // s.ways
-    gathered = 1 if s.ring else s.context
-    grouped = gathered * s.tokens * s.kv_heads * head // s.ways
+    grouped = s.context * s.tokens * s.kv_heads * head // s.ways
     tables = 0 if fused else s.steps * head * (2 if e != 4 else s.context > 1)
     scores = query * s.length // head
     rotated = Kept("rotate: cos, sin of these steps, or in the dtype of query and key", tables, e)
     inputs = Kept("attention: query", query, e), Kept("attention: key, value", 2 * grouped, e)
     mask = Kept("causal mask", s.steps * s.length, 1)
     rows = Kept("softmax: rows without a key", query // head, 1)
-    given = s.context > 1 and s.dropout and not s.ring  # the mask is an argument, and no part of the kernel
+    given = s.context > 1 and s.dropout  # the mask is an argument, and no part of the kernel
     if again:
         return rotated, *inputs, *[mask] * given
     mixed, log_sum = Kept("attention: mixed", query, e), Kept("attention: log sum", query // head, s.wide)
@@ -205,13 +202,13 @@ def _attention(s: DecoderSizes, *, again: bool) -> tuple[Kept, ...]:
     return (
         rotated,
         Kept("scores: query", query, e),
-        Kept("scores: key of each head", gathered * query, e),
+        Kept("scores: key of each head", s.context * query, e),
         *[mask] * (not fused),
         *[rows] * (given and not fused),
         Kept("softmax: its result", scores, e),
         _mask("dropout: factor", scores, s),
         Kept("mix: what is left of the weights", scores, e),
-        Kept("mix: value of each head", gathered * query, e),
+        Kept("mix: value of each head", s.context * query, e),
     )
 
 

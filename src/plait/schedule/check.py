@@ -91,7 +91,7 @@ def check(
     _check_messages(schedule, places, owner)
     _check_sharding(schedule)
     _check_deadlock(schedule, places, owner)
-    late = _late_gradient(schedule)
+    late = late_gradient(schedule)
     if in_order and late is not None:
         raise late
     return Proof(num_stages, num_microbatches, tuple(owner.values()), peaks(schedule), late is None)
@@ -258,7 +258,7 @@ def _check_deadlock(schedule: Schedule, places: Places, owner: dict[int, int]) -
 # ---- additions ---------------------------------------------------------------------------------------------
 
 
-def _late_gradient(schedule: Schedule) -> ValueError | None:
+def late_gradient(schedule: Schedule) -> ValueError | None:
     """The refusal of the first gradient that is added after one of a later microbatch."""
     latest: dict[int, int] = {}
     for action, place in placed(schedule):

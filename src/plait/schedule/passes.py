@@ -1,8 +1,7 @@
 """Passes over schedules: each takes a schedule and returns a more detailed one, ready for ``check``.
 
     1f1b on two ranks            0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1
-    split_backward               0F0 0F1 0I0 0W0 ...
-    join_backward                0F0 0F1 0B0 ...
+    join_backward                0I0 0W0 becomes 0B0
     add_sharding(zero3)          0UNSHARD 0F0 0F1 0B0 0REDUCE_GRAD0 ... 0RESHARD
     add_step                     ... 0REDUCE 0UPDATE
     add_messages                 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 ...
@@ -40,15 +39,6 @@ AHEAD = 4
 A message that finds its receive posted is written at once; another is fetched later, by threads that compete with the
 computation (with 1, zbv takes 4 % longer on two ranks and two cores over gloo).  It costs as many activations at most.
 """
-
-
-def split_backward(schedule: Schedule) -> Schedule:
-    """Splits every full backward into its input part and its weight part, one right after the other."""
-    parts = {Kind.BACKWARD: (Kind.INPUT, Kind.WEIGHT)}
-    return tuple(
-        tuple(replace(action, kind=kind) for action in line for kind in parts.get(action.kind, (action.kind,)))
-        for line in schedule
-    )
 
 
 def join_backward(schedule: Schedule) -> Schedule:

@@ -13,7 +13,6 @@ sums.py        the values of buffers: which samples are in a sum, in which order
 scenes.py      the claims about a layout, the counterexample, and the ranks that take part
 machine.py     programs carried out on sets
 symmetry.py    ranks that behave the same, checked rank by rank
-room.py        the memory of the fullest rank
 proof.py       all claims together                                         start here
 """
 

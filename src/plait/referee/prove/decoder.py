@@ -25,7 +25,7 @@ from plait.table.parallelism import check_recompute
 from plait.table.tensor_cut import TensorCut
 from plait.table.tensor_plan import Site
 
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+EMBEDDING, LAYERS, HEAD = "model.embed_tokens", "model.layers.", "lm_head"
 TIED = f"{EMBEDDING}.weight"
 """The head's weight too, in a decoder that ties them."""
 
@@ -57,7 +57,7 @@ class Decoder(Transformer):
     @property
     def links(self) -> tuple[str, ...]:
         """The links of the model; a pipeline may cut between them."""
-        return (EMBEDDING, *(f"model.layers.{i}" for i in range(self.layers)), "model.norm", HEAD)
+        return (EMBEDDING, *(f"{LAYERS}{i}" for i in range(self.layers)), "model.norm", HEAD)
 
     def parameters(self, link: str) -> tuple[Named, ...]:
         """The parameters of one link, in the order in which they are laid."""
@@ -105,7 +105,7 @@ class Decoder(Transformer):
 
     def is_dense(self, link: str) -> bool:
         """True for a block without experts."""
-        return int(link.rpartition(".")[2]) < self.dense_layers if link.startswith("model.layers.") else True
+        return int(link.rpartition(".")[2]) < self.dense_layers if link.startswith(LAYERS) else True
 
     def experts_of(self, link: str) -> tuple[Named, ...]:
         """The parameters of a link's experts, which are a separate unit."""
@@ -156,7 +156,7 @@ class Decoder(Transformer):
     def gathered(self, links: Sequence[str], ways: int) -> dict[str, tuple[int, int]]:
         """Elements of a step of time in the keys and the values that each attention gathers over a context axis."""
         width = self.kv_heads * self.head // ways
-        return {f"{link}.self_attn": (width, width) for link in links if link.startswith("model.layers.")}
+        return {f"{link}.self_attn": (width, width) for link in links if link.startswith(LAYERS)}
 
 
 def lay_stage(run: "PaperRun", links: Sequence[str], tensor: int) -> tuple[UnitLayout, ...]:
@@ -232,8 +232,6 @@ class PaperRun:
     """Samples of a microbatch on one data rank."""
     length: int = 1024
     """Tokens of a sample."""
-    states: int = 2
-    """Numbers that the optimizer keeps for each element that it updates."""
     recompute: str | None = None
     ring: bool = False
     """Over a context axis keys and values go round, and are not gathered."""
@@ -241,8 +239,6 @@ class PaperRun:
     """Activations between the products of a tensor axis are cut in time."""
     all_to_all: bool = False
     """Over an expert axis tokens go to the ranks of their experts alone, as many to each."""
-    memory: int | None = None
-    """Bytes of memory of a rank; None: not checked."""
 
     @property
     def cuts_time(self) -> bool:

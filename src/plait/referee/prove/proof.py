@@ -4,7 +4,6 @@
     owners      every parameter is on one stage; tensor ranks' pieces fill it
     symmetry    every rank of the mesh against its model rank
     buffers     per kind of flat buffer: sums, owners, reads, the order of collectives, for two steps
-    memory      the bytes of the fullest rank
 
 Buffers with the same pieces in the same actions are one kind, and are proved once.  A failure is ``Refuted``.
 """
@@ -16,19 +15,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plait.messages.progress import counted
-from plait.messages.wording import human
 from plait.predict.context import predict_context
 from plait.predict.experts import predict_experts
 from plait.predict.tensor import predict_tensor
-from plait.referee.prove.decoder import TIED, PaperRun
+from plait.referee.prove.decoder import LAYERS, TIED, PaperRun
 from plait.referee.prove.machine import Machine
 from plait.referee.prove.program import COLLECTIVES, Program, Settled
-from plait.referee.prove.room import AROUND, Room, changes, room_of
 from plait.referee.prove.scenes import Counterexample, Laid, Refuted, of_flat, of_ranks, program_of
 from plait.referee.prove.sums import Sums
 from plait.referee.prove.symmetry import check_symmetry, model_ranks
-from plait.schedule.actions import ADDS_GRADIENTS, SENDS, Schedule, owners, placed
-from plait.schedule.check import check
+from plait.schedule.actions import SENDS, Schedule, owners, placed
+from plait.schedule.check import check, late_gradient
 from plait.table.additions import additions
 from plait.table.agreement import COUNTS, IN_STAGE, NUMBER_BYTES, num_reported
 from plait.table.cells import ITEMSIZE
@@ -70,8 +67,6 @@ class Proved:
     """The order of the axes over which a gradient's terms are added, innermost first."""
     in_order: bool
     """True if microbatches are added by number."""
-    room: Room
-    """The memory of the fullest rank."""
     seconds: float
     """Processor time."""
 
@@ -97,12 +92,6 @@ def prove(run: PaperRun) -> Proved:
     tied = _tied(run, schedule, laid)
     kinds, operations, traffic = _prove_buffers(run, schedule, laid)
     traffic = traffic.plus(tied.messages, tied.bytes)
-    room = room_of(run, schedule, laid)
-    if run.memory is not None and room.total > run.memory:
-        fix = changes(run, schedule, laid, room.total)
-        more = f"{human(room.total)} of {human(run.memory)} ({room.total - run.memory:,} bytes more)"
-        text = f"it needs {more}: {room}; {fix}"
-        raise Refuted(Counterexample("memory", text, room.rank))
     return Proved(
         ranks=mesh.size,
         parameters=run.decoder.num_parameters,
@@ -114,21 +103,9 @@ def prove(run: PaperRun) -> Proved:
         operations=operations,
         traffic=_with_others(run, schedule, traffic),
         order=additions(strategy),
-        in_order=in_order(schedule),
-        room=room,
+        in_order=late_gradient(schedule) is None,
         seconds=time.process_time() - start,
     )
-
-
-def in_order(schedule: Schedule) -> bool:
-    """True if every stage adds its gradients by the number of the microbatch."""
-    latest: dict[int, int] = {}
-    for action, _ in placed(schedule):
-        if action.kind in ADDS_GRADIENTS:
-            if action.microbatch < latest.get(action.stage, -1):
-                return False
-            latest[action.stage] = action.microbatch
-    return True
 
 
 def check_parameters(run: PaperRun, laid: Laid) -> None:
@@ -252,7 +229,7 @@ def _with_others(run: PaperRun, schedule: Schedule, traffic: Traffic) -> Traffic
     parts = mesh.tensor if run.cuts_time else 1
     traffic = traffic.plus(2 * sends * alike, sends * handed * alike // parts)
     for links in run.links():
-        twice = [link for link in links if link not in AROUND] if run.recompute == "full" else ()
+        twice = [link for link in links if link.startswith(LAYERS)] if run.recompute == "full" else ()
         shapes = [(run.batch, steps)]
         entries = predict_tensor(
             decoder.sites(links, sequence=run.cuts_time), shapes, mesh, itemsize, sequence=run.cuts_time, twice=twice

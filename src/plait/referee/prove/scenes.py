@@ -5,7 +5,6 @@ owners      every element has one owner in each group over which the optimizer's
             and published to every rank that has it at rest
 reads       every pass reads the values that were published last
 messages    all members of a collective mean the same, no rank waits for ever; sends: ``schedule.check``
-memory      the fullest rank has room
 
 ``of_flat`` has the ranks that share one flat buffer, and its operations.  One rank of each kind is enough where ranks
 behave the same: see ``symmetry``.
@@ -36,7 +35,7 @@ class Counterexample:
     """The place where a layout differs from the run of a single process."""
 
     what: str
-    """The claim that fails: ``sums``, ``owners``, ``reads``, ``messages`` or ``memory``."""
+    """The claim that fails: ``sums``, ``owners``, ``reads`` or ``messages``."""
     text: str
     rank: int = -1
     step: int = 0

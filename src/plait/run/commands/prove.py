@@ -1,12 +1,11 @@
 """``plait prove``: proves a layout from the table, the plan and the schedule.  Nothing runs, and no rank is needed.
 
 plait prove --mesh "shard=128 tensor=8 pipe=16" --strategy zero2 --schedule interleaved --microbatches 16 \\
-    --layers 126 --width 16384 --ffn 53248 --heads 128 --kv-heads 8 --vocab 128256 --dtype bf16-mixed --memory 80GB
+    --layers 126 --width 16384 --ffn 53248 --heads 128 --kv-heads 8 --vocab 128256 --dtype bf16-mixed
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -23,9 +22,6 @@ from plait.run.report.screen import screen, working
 from plait.schedule.pipeline import Pipeline
 from plait.table.cells import find_strategy
 from plait.table.mesh import Mesh
-
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +43,6 @@ class ProveConfig(SizeFlags, LayoutConfig):
     """Samples of one step, over all ranks and microbatches. None: one for each microbatch of each data rank."""
     length: int = 1024
     """Tokens of a sample."""
-    memory: str | None = None
-    """Memory of a rank, as 80GB or 80GiB; the layout is refuted if it needs more. None: not checked."""
     json: str | None = None
     """Write the result here as JSON; "-" is the standard output."""
     prefetch: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 1
@@ -80,16 +74,7 @@ class ProveConfig(SizeFlags, LayoutConfig):
             ring=self.ring_attention,
             sequence=self.sequence_parallel,
             all_to_all=self.all_to_all,
-            memory=None if self.memory is None else parse_bytes(self.memory),
         )
-
-
-def parse_bytes(text: str) -> int:
-    """Parses ``80GB`` or ``79.5GiB`` into bytes.  Raises ValueError for anything else."""
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?i?B)", text)
-    if match is None or match[2] not in UNITS:
-        raise ValueError(f"memory {text!r}: give a number and a unit ({', '.join(UNITS)}), as in 80GB")
-    return int(float(match[1]) * UNITS[match[2]])
 
 
 def run(config: ProveConfig, argv: Sequence[str] = ()) -> int:
@@ -118,8 +103,6 @@ def table_of(run: PaperRun, proved: Proved) -> Table:
     order = "in their order" if proved.in_order else "in the order of the schedule, which is not theirs"
     samples = f"{proved.microbatches} microbatches of {run.mesh.data_size:,} data ranks"
     samples += f" in {run.mesh.context} parts of time" * (run.mesh.context > 1)
-    room = proved.room
-    has = "" if run.memory is None else f", of {human(run.memory)}"
     rows = {
         "sums": f"each of {proved.parameters:,} gradients adds {samples} once: {' then '.join(proved.order)}; "
         f"microbatches {order}",
@@ -127,8 +110,6 @@ def table_of(run: PaperRun, proved: Proved) -> Table:
         "reads": "each pass reads the values that were published last, in two steps",
         "messages": f"{proved.traffic.messages:,} in a step ({human(proved.traffic.bytes)} sent): each has its "
         f"counterpart, none can wait forever{'; with as many tokens for every expert' * run.all_to_all}",
-        "memory": f"{human(room.total)} on rank {room.rank}{has}: state {human(room.state)}, gathered at most "
-        f"{human(room.gathered)}, gradients {human(room.gradients)}, activations about {human(room.activations)}",
         "ranks": f"{proved.ranks:,}, each compared with its model rank ({proved.compared:,} facts)",
         "buffers": f"{proved.buffers:,} on {proved.stages} stages, {proved.kinds} kinds carried out "
         f"({proved.operations:,} operations)",

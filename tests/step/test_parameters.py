@@ -278,21 +278,3 @@ def test_gradients_that_are_taken_away_are_refused(where: str, then: str, how: s
         return engine.full_state_dict()
 
     assert_same(on_ranks(partial(program, taken=True), where), on_ranks(partial(program, taken=False), where))
-
-
-@pytest.mark.parametrize("where", EVERY)
-def test_a_hook_that_would_come_too_late_is_refused(where: str) -> None:
-    """It would see None; when it is gone, training goes on."""
-
-    def program(world: World) -> None:
-        engine = world.engine(net())
-        part = world.part(batches(1)[0])
-        step(engine, part)
-        handle = engine.model.head.weight.register_post_accumulate_grad_hook(lambda p: None)
-        with refuses(match=r"on 'head\.weight' by register_post_accumulate_grad_hook after its Engine"):
-            step(engine, part)
-        handle.remove()
-        engine.optimizers[0].zero_grad()
-        step(engine, part)
-
-    on_ranks(program, where)

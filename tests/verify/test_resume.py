@@ -220,7 +220,6 @@ FAULTS: dict[str, tuple[Callable[[Program, dict[str, Any]], None], str]] = {
     "an option lost": (option_lost, "the initial_lr of group 1 of program.optimizer is not there, and was"),
     "another option": (option_of_the_other, "the weight_decay of group 1 of program.optimizer is 0.01 and was 0.0"),
     "a sample again": (moved(-3), "the position of program.sampler is 3 and was 6"),
-    "a sample skipped": (moved(3), "the position of program.sampler is 9 and was 6"),
     "lost random numbers": (without("torch"), "the state of torch's random numbers (CPU) is another"),
     "lost Python's": (without("python"), "the state of Python's random is another"),
     "a buffer left out": (
@@ -233,10 +232,6 @@ FAULTS: dict[str, tuple[Callable[[Program, dict[str, Any]], None], str]] = {
     ),
     "lost average": (without("ema"), "the parameter 'module.0.weight' of program.ema differs by up to"),
     "lost loss scale": (without("scaler"), "the scale of program.scaler is 8.0 and was 16.0 (as it was before the"),
-    "one parameter left out": (
-        lambda program, saved: saved["model"].pop("3.bias"),
-        "the parameter '3.bias' of program.model differs by up to",
-    ),
     "a renamed key": (renamed, "the parameter '0.weight' of program.model differs by up to"),
     "slots": (
         lambda program, saved: saved.__setitem__("bad", 0),

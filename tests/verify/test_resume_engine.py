@@ -113,10 +113,6 @@ def dropped(*path: str) -> Callable[[dict[str, Any]], Any]:
     return change
 
 
-def moved(by: int) -> Callable[[dict[str, Any]], Any]:
-    return lambda state: state.__setitem__("position", state["position"] + by)
-
-
 FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a fresh optimizer": (
         dropped("optimizer"),
@@ -129,8 +125,6 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         dropped("run"),
         "the step of program.engine is 0 and was 2 (as it was before the load)",
     ),
-    "the schedule": (dropped("schedule"), "the last_epoch of program.schedule is 0 and was 2 (as it was before the lo"),
-    "a step again": (moved(-1), "program.position is 1 and was 2 (as it is after step 1)"),
 }
 
 

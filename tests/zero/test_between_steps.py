@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import nn
 import plait
 from plait import run_threads as run
 from plait.comm import Comm
-from plait.referee.sanitize.written import WatchedHook
 from plait.step import Engine
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
@@ -96,58 +94,6 @@ def test_gradients_are_there_behind_the_step(row: str) -> None:
     assert run(Mesh(), body)[0] and all(all(of_rank) for of_rank in run(Mesh(), body))
 
 
-def reads(optimizer: torch.optim.Optimizer, *call: Any) -> None:
-    sum(p.grad.norm() for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-
-
-@torch.no_grad()
-def clips_each(optimizer: torch.optim.Optimizer, *call: Any) -> None:
-    for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-        p.grad.mul_(torch.clamp(0.05 / p.grad.norm(), max=1))
-
-
-@torch.no_grad()
-def keeps_small(optimizer: torch.optim.Optimizer, *call: Any) -> None:
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        p.data.renorm_(2, 0, 0.5) if p.dim() > 1 else p.data.clamp_(-0.1, 0.1)
-
-
-@pytest.mark.parametrize("early", [True, False], ids=["before the engine", "behind it"])
-@pytest.mark.parametrize("hook", [reads, clips_each, keeps_small])
-@pytest.mark.parametrize("row", ["ddp", "zero1", "zero3"])
-def test_hooks_of_a_program_on_the_step(row: str, hook: Any, early: bool) -> None:
-    template = nn.Linear(5, 3)
-
-    def train(model: nn.Module, comm: Comm | None) -> Any:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        add = optimizer.register_step_post_hook if hook is keeps_small else optimizer.register_step_pre_hook
-        if early:
-            add(hook)
-        engine = None if comm is None else Engine(model, comm, strategy=row, optimizer=optimizer)
-        if not early:
-            add(hook)
-        x = torch.linspace(-1, 1, 20).view(4, 5)
-        for _ in range(3):
-            optimizer.zero_grad()
-            if engine is None:
-                (model(x).square().sum() / 4).backward()
-            else:
-                engine.backward(model(x.chunk(2)[comm.rank]).square().sum(), 2)  # type: ignore[union-attr]
-            optimizer.step()
-        return model.state_dict() if engine is None else engine.full_state_dict()
-
-    def body(comm: Comm) -> Any:
-        return train(copy.deepcopy(template), comm)
-
-    if row != "ddp" and hook is not reads:
-        with pytest.raises(ValueError, match=rf"(?s)the hook '{hook.__name__}' of SGD.step writes to|not element-wise"):
-            run(Mesh(shard=2), body, deadline=20)
-    else:
-        right = train(copy.deepcopy(template), None)
-        for state in run(Mesh(shard=2), body, deadline=20):
-            assert all(torch.allclose(state[name], value, atol=1e-6) for name, value in right.items())
-
-
 @pytest.mark.parametrize("row", ["zero1", "zero3"])
 def test_hooks_behind_a_step_that_take_the_right_door(row: str) -> None:
     """They clear gradients, and write to whole parameters on every rank."""
@@ -189,32 +135,3 @@ def test_a_step_that_was_bound_before_the_engine(row: str) -> None:
 
     states = [state for old in (True, False) for state in run(Mesh(shard=2), partial(body, old=old), deadline=20)]
     assert all(torch.equal(states[0][name], state[name]) for state in states for name in state)
-
-
-def test_hooks_where_ranks_have_other_parameters() -> None:
-    """Whole tensors, but of each rank its own: a norm over them is another on each."""
-    template = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3))
-
-    def body(comm: Comm) -> None:
-        model = copy.deepcopy(template)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = Engine(model, comm, strategy="zero3", cut="tensor", optimizer=optimizer)
-        optimizer.register_step_pre_hook(clips_each)
-        engine.backward(model(torch.ones(2, 5)).square().sum(), 2)
-        optimizer.step()
-
-    with pytest.raises(ValueError, match=r"the hook 'clips_each' of SGD\.step writes"):
-        run(Mesh(shard=2), body, deadline=20)
-
-
-def test_a_hook_may_read_complex_parameters() -> None:
-    def body(comm: Comm) -> None:
-        model = nn.ParameterList([nn.Parameter(torch.ones(6, dtype=torch.complex64))])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.register_step_pre_hook(WatchedHook(lambda *_: None, lambda: 0, after=False))
-        model[0].grad = torch.ones_like(model[0])
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            optimizer.step()
-
-    run(Mesh(), body)

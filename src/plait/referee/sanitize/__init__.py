@@ -7,7 +7,7 @@ host_random.py      numbers from the generators of Python and numpy in a forward
 probe.py            optimizers that depend on more than an element, or than a tensor
 unreduced.py        gradients that are read before they are summed
 whole_gradients.py  gradients that tensor ranks should have in common
-written.py          writes to parameters, pieces and gradients that would be lost
+written.py          writes to parameters and pieces that would be lost, and gradients that are kept
 
 They work in steps 0, 1, 2, 100, 200, ...: at most 1 % of a run's time.  ``WholeGradients`` works in every step until it
 has seen each gradient, which may be zero for long.  ``plait.join``, ``plait.run_threads``, ``plait
@@ -23,7 +23,7 @@ from plait.referee.sanitize.host_random import HostRandomness
 from plait.referee.sanitize.probe import check_optimizers
 from plait.referee.sanitize.unreduced import UnreducedGradients
 from plait.referee.sanitize.whole_gradients import WholeGradients
-from plait.referee.sanitize.written import HookWrites, OptimizerWrites, WrittenParameters
+from plait.referee.sanitize.written import OptimizerWrites, WrittenParameters
 from plait.step.engine import Engine
 
 
@@ -47,7 +47,6 @@ class Sanitizers:
             UnreducedGradients(),
             WrittenParameters(engine),
             OptimizerWrites(engine),
-            HookWrites(engine),
         ]
         self._whole_gradients = WholeGradients(engine)
 

@@ -1,17 +1,12 @@
 """Changes of a model after its engine was built, which plain PyTorch would allow.
 
-A module or parameter that was added, removed or replaced would not train.  A hook that was put on a parameter's
-gradient would see None.
+A module or parameter that was added, removed or replaced would not train.
 """
-
-from typing import Any, cast
 
 from torch import nn
 
 from plait.step.engine import Engine
 from plait.torch_private import DisableTorchFunctionSubclass
-from plait.zero.gradients import GradientHook
-from plait.zero.unit import parameters_of
 
 
 class ChangedModel:
@@ -23,12 +18,6 @@ class ChangedModel:
     def __call__(self, event: str, engine: Engine) -> None:
         if event != "begun":
             return
-        if late := _late_hook(engine):
-            raise ValueError(
-                f"a hook was put on {late!r} by register_post_accumulate_grad_hook after its Engine was built: it "
-                f"would run when the engine has taken the gradient, and see None. Register it before, for the "
-                f"gradient of a rank's microbatch, or look at the sums with a listener"
-            )
         if (now := _parts(engine.model)) == self._parts:
             return
         changed = [name for name in {**now, **self._parts} if now.get(name) != self._parts.get(name)]
@@ -44,13 +33,3 @@ def _parts(model: nn.Module) -> dict[str, tuple[int, int]]:
         modules = {name: (id(module), 0) for name, module in model.named_modules(remove_duplicate=False)}
         parameters = model.named_parameters(remove_duplicate=False)
         return modules | {name: (id(parameter), parameter._cdata) for name, parameter in parameters}
-
-
-def _late_hook(engine: Engine) -> str | None:
-    """The name of a parameter with a hook that runs after the engine's."""
-    with DisableTorchFunctionSubclass():
-        for name, parameter, _, _ in parameters_of(engine.placed.units):
-            hooks = list((cast(Any, parameter)._post_accumulate_grad_hooks or {}).values())
-            if hooks and not isinstance(hooks[-1], GradientHook):
-                return name
-    return None

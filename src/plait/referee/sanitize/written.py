@@ -5,21 +5,17 @@ a forward                         a gathered parameter           this rank's cop
 a program between steps           a parameter with a master      the next update overwrites it
 an optimizer                      ``p.data = ...`` of a piece    the unit's storage keeps the old values
 an optimizer                      it keeps ``p.grad``            the next step's sums are made in that memory
-a hook on ``optimizer.step``      pieces or their gradients      each layout has other numbers
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
-from typing import Any, cast
+from collections.abc import Collection
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from plait.step.engine import Engine
-from plait.step.optimizer_hooks import drive
 from plait.torch_private import DisableTorchFunctionSubclass
 from plait.zero.state.optimizer_state import is_plain
 from plait.zero.unit import parameters_of
@@ -119,60 +115,3 @@ def _keeps(kept: Any, buffers: Collection[int]) -> Any:
             if memory in buffers:
                 return key
     return None
-
-
-class WatchedHook:
-    """A program's hook that may not write: before the step to parameters and gradients, after it to parameters."""
-
-    def __init__(self, hook: Callable[..., Any], written: Callable[[], int], *, after: bool) -> None:
-        self._hook, self._written, self._after = hook, written, after
-        self.on = True
-
-    def __call__(self, optimizer: Optimizer, *call: Any) -> Any:
-        if not self.on:
-            return self._hook(optimizer, *call)
-        before, count = self._seen(optimizer), self._written()
-        result = self._hook(optimizer, *call)
-        if self._written() == count and before != self._seen(optimizer):
-            name = getattr(self._hook, "__qualname__", type(self._hook).__name__)
-            raise ValueError(
-                f"the hook {name!r} of {type(optimizer).__name__}.step writes to parameters or gradients of the "
-                f"optimizer, and under this row these are flat pieces of a rank: clip by Engine(clip=...), write to "
-                f"the model's parameters inside `with engine.gathered(modify=True)` after the step, or use ddp"
-            )
-        return result
-
-    @torch.no_grad()
-    def _seen(self, optimizer: Optimizer) -> list[str]:
-        """Two sums of each tensor: version counts leave out writes through ``p.data``."""
-        pieces: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        tensors = [p.detach() for p in pieces]
-        if not self._after:
-            tensors += [p.grad for p in pieces if p.grad is not None]
-        real = [torch.view_as_real(x) if x.is_complex() else x for x in tensors if x.numel()]
-        sums = [torch.stack((x.sum(dtype=torch.float64), x.double().square().sum())) for x in real]
-        return list(map(repr, torch.cat(sums).tolist())) if sums else []  # NaN has the text of NaN
-
-
-class HookWrites:
-    """Puts a ``WatchedHook`` in the place of each hook of a program on ``optimizer.step``, where ranks own pieces."""
-
-    def __init__(self, engine: Engine) -> None:
-        mesh, flats = engine.comm.mesh, [flat for unit in engine.placed.units for flat in unit.flats if flat.trainable]
-        apart = mesh.count(engine.placed.strategy.optim.split) > 1 or mesh.count(("pipe", "tensor", "expert")) > 1
-        self._needed = apart or any(flat.published for flat in flats)
-        """Ranks own pieces, or forwards read copies."""
-        self._watch(engine, on=True)
-
-    def __call__(self, event: str, engine: Engine) -> None:
-        if event in ("reducing", "off"):
-            self._watch(engine, on=event != "off")
-
-    def _watch(self, engine: Engine, *, on: bool) -> None:
-        for one in cast(Any, engine.optimizers) if self._needed else ():
-            for hooks, after in ((one._optimizer_step_pre_hooks, False), (one._optimizer_step_post_hooks, True)):
-                for key, hook in hooks.items():
-                    if not isinstance(hook, WatchedHook) and getattr(hook, "__module__", "") != drive.__module__:
-                        hook = hooks[key] = WatchedHook(hook, lambda: engine.placed.modified, after=after)
-                    if isinstance(hook, WatchedHook):
-                        hook.on = on

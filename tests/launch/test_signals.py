@@ -2,12 +2,10 @@
 
 import os
 import signal
-import threading
 import time
 
 import pytest
 
-from plait.run.launch import signals
 from plait.run.launch.signals import ASKING, Asked, heard
 
 
@@ -51,23 +49,6 @@ def test_when_the_time_is_over_it_ends_at_once() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)
     assert left.value.code == 128 + signal.SIGTERM and asked.late
-
-
-def test_a_process_that_cannot_hear_ends_all_the_same() -> None:
-    child = os.fork()
-    if not child:
-        signals.LAST_SECONDS = 0.1
-        asked = Asked(lambda _: None, grace=0.1)
-        with heard(asked):
-            os.kill(os.getpid(), signal.SIGTERM)
-            lock = threading.Lock()
-            lock.acquire()
-            while True:  # as what waits in C
-                try:
-                    lock.acquire()
-                except SystemExit:
-                    continue
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
 
 
 def test_who_has_ended_in_time_is_left_alone() -> None:

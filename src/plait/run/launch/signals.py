@@ -6,7 +6,6 @@ SIGINT                     after the step; a second one at once
 """
 
 import _thread
-import os
 import signal
 import threading
 import time
@@ -15,9 +14,6 @@ from contextlib import contextmanager
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a run to end."""
-
-LAST_SECONDS = 30.0
-"""Seconds in which a process that ends at once may still clean up."""
 
 
 @contextmanager
@@ -65,14 +61,11 @@ class Asked:
             self._tell(number)
 
     def _limit(self, number: signal.Signals) -> None:
-        """Sends the signal again when the time is over; the main thread may be where it cannot hear it."""
+        """Sends the signal again when the time is over."""
         time.sleep(self._grace)
         if not self.ended:
             self.late = True
             signal.pthread_kill(threading.main_thread().ident or 0, number)
-        time.sleep(LAST_SECONDS)
-        if not self.ended:
-            os._exit(128 + number)
 
 
 def announced(number: signal.Signals, grace: float) -> str:

@@ -91,21 +91,6 @@ def test_a_packed_document_is_as_if_alone(kind: str, batch: dict[str, Tensor]) -
 
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
-def test_without_their_numbers_documents_would_see_each_other(kind: str, batch: dict[str, Tensor]) -> None:
-    model = model_of(kind)
-    blind = {name: batch[name] for name in ("tokens", "targets")}
-    assert not torch.allclose(logits_of(model, batch), logits_of(model, blind), rtol=1e-3)
-
-
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
-def test_a_row_of_one_document_is_a_row(kind: str, batch: dict[str, Tensor]) -> None:
-    model = model_of(kind)
-    one = batch | {"documents": torch.zeros_like(batch["documents"])}
-    blind = {name: batch[name] for name in ("tokens", "targets")}
-    torch.testing.assert_close(logits_of(model, one), logits_of(model, blind), rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_a_blank_sample_has_no_loss(kind: str) -> None:
     model = model_of(kind)
     source = PackedBatches(DOCUMENTS, 13, seed=0)

@@ -1,14 +1,15 @@
-"""``plait bench comm`` in the thread world, and its arithmetic."""
+"""``plait bench comm`` in the thread world, its arithmetic, and that a wrong collective is caught."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
-from plait.comm.thread import run
+from plait.comm.base import Comm
+from plait.comm.thread import ThreadComm, run
 from plait.run.commands.main import main
 from plait.run.measure.comm import BenchConfig, measure, parse_size
-from plait.run.measure.operations import COLLECTIVES
+from plait.run.measure.operations import COLLECTIVES, build
 from plait.table.collectives import bus_factor
 from plait.table.mesh import Mesh
 
@@ -16,7 +17,7 @@ QUICK = BenchConfig(world="thread", sizes=("1KB", "64KB"), repeat=3, warmup=1)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(shard=2), Mesh(replica=2, shard=3)])
-def test_every_collective_is_measured_alike_on_all_ranks(mesh: Mesh) -> None:
+def test_every_collective_is_right_and_measured_alike_on_all_ranks(mesh: Mesh) -> None:
     ranks = run(mesh, lambda comm: measure(QUICK, comm))
     assert all(results == ranks[0] for results in ranks)
     assert {r.kind for r in ranks[0]} == {"ping_pong", *COLLECTIVES}
@@ -25,6 +26,26 @@ def test_every_collective_is_measured_alike_on_all_ranks(mesh: Mesh) -> None:
         assert r.ranks == (2 if r.kind == "ping_pong" else mesh.size)
         # S is the size of the whole array, rounded up to equal pieces, never a piece's size
         assert any(size <= r.bytes < size + 4 * mesh.size for size in (8, 1024, 65536))
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_a_world_that_moves_something_else_is_an_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(ThreadComm, f"_{kind}")
+
+    def spoiled(self, call, first, *rest):  # type: ignore[no-untyped-def]
+        work = original(self, call, first, *rest)
+        result = first if first is not None else None
+        if result is not None:
+            result[-1] += 1
+        return work
+
+    monkeypatch.setattr(ThreadComm, f"_{kind}", spoiled)
+
+    def check(comm: Comm) -> None:
+        build(kind, comm, 256).check()
+
+    with pytest.raises(RuntimeError, match=f"{kind} of 256 bytes is wrong from element"):
+        run(Mesh(shard=2), check)
 
 
 def test_the_command_writes_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """Measures the links of a mesh, and one machine.
 
 comm.py         times every collective, and ping-pong between two ranks         start here
-operations.py   sets up each collective
+operations.py   sets up each collective, calls it, and checks it once
 calibrate.py    describes this machine as the planner reads it
 layouts.py      trains layouts for a few steps, beside what the planner says of them
 machine.py      memory bandwidth, matrix products, the memory that a rank has used

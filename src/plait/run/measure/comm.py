@@ -1,7 +1,8 @@
 """Measures the links of a mesh: ping-pong between two ranks, and every collective over all ranks.
 
 Each repetition is: barrier, clock, call, wait, synchronise, clock.  Its time is that of the slowest rank; the median
-over repetitions is reported.
+over repetitions is reported.  Before a collective is timed, its result is compared with the known one: a wrong sum is
+an error.
 
     algbw = S / seconds                  S: bytes of the whole array, for reduce-scatter and all-gather too
     busbw = algbw * factor(kind, n)      the rate of a link; comparable between kinds and rank counts
@@ -102,6 +103,8 @@ def measure(config: BenchConfig, comm: Comm) -> list[Measurement]:
     for kind in config.kinds:
         for size in sizes:
             operation = build(kind, comm, size)
+            if size == sizes[0]:
+                operation.check()
             results.append(_timed(comm, config, operation.run, kind, comm.mesh.size, operation.bytes))
     return results
 
@@ -109,14 +112,17 @@ def measure(config: BenchConfig, comm: Comm) -> list[Measurement]:
 def ping_pong(comm: Comm, size: int, config: BenchConfig) -> Measurement:
     """Ranks 0 and 1 send a message of ``size`` bytes back and forth; the others do nothing."""
     numel = max(1, size // 4)
-    ball = torch.zeros(numel, device=comm.device)
+    ball = torch.full((numel,), float(comm.rank == 0), device=comm.device)
     rounds = 10 if size <= 2**16 else 1
 
     def play() -> None:
         for sender in (0, 1) * rounds if comm.rank < 2 else ():
             (comm.send if comm.rank == sender else comm.recv)(ball, 1 - comm.rank, NOTE).wait()
 
-    return _timed(comm, config, play, "ping_pong", 2, numel * 4, messages=2 * rounds)
+    result = _timed(comm, config, play, "ping_pong", 2, numel * 4, messages=2 * rounds)
+    if comm.rank < 2 and not bool((ball == 1).all()):
+        raise RuntimeError(f"a ping-pong message of {numel * 4} bytes came back changed")
+    return result
 
 
 def _timed(

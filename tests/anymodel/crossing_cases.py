@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import engine_cases as cases
 import torch
 from engine_cases import WIDTH
 from pipeline_cases import linear
 from torch import Tensor, nn
-from torch.utils._pytree import register_dataclass
 
 BLOCKS = 6
 
@@ -89,16 +88,11 @@ class Stream:
     residual: Tensor | None = None
 
 
-register_dataclass(Stream)
-
-
-class Named(NamedTuple):
-    hidden: Tensor
-    names: list[str]
+torch.export.register_dataclass(Stream, serialized_type_name="crossing_cases.Stream")
 
 
 class Records(Tower):
-    """Blocks return dicts, data classes and named tuples in turn, with two tensors that train."""
+    """Blocks return dicts and data classes in turn, with two tensors that train."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -110,7 +104,7 @@ class Records(Tower):
             residual = stream.hidden if stream.residual is None else stream.residual * 0.5 + hidden
             if self.kind == 0:
                 return Stream(hidden, residual)
-            return {"named": Named(hidden, ["a"]), "residual": residual}
+            return {"hidden": (hidden, ["a"]), "residual": residual}
 
     block = Block
 
@@ -123,7 +117,7 @@ class Records(Tower):
         stream = Stream(self.embed(x))
         for block in self.blocks:
             made = block(stream)
-            stream = made if isinstance(made, Stream) else Stream(made["named"].hidden, made["residual"])
+            stream = made if isinstance(made, Stream) else Stream(made["hidden"][0], made["residual"])
         assert stream.residual is not None
         out: Tensor = self.head(self.norm(stream.hidden + stream.residual))
         return out
@@ -144,20 +138,6 @@ class Remembered(Tower):
         biases = [self.project(first) + row for row in self.table]
         for i in range(BLOCKS):
             x = self.blocks[i](x, biases[i] if i % 2 else first)
-        out: Tensor = self.head(self.norm(x))
-        return out
-
-
-class Carried(Tower):
-    """What the second block returns is given to all later ones."""
-
-    block = Biased
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, second = self.embed(x), None
-        for i, block in enumerate(self.blocks):
-            x = block(x, second)
-            second = x if i == 1 else second
         out: Tensor = self.head(self.norm(x))
         return out
 

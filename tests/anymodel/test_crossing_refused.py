@@ -141,24 +141,6 @@ def kept() -> nn.Module:
     return Counting(lambda x, calls: x[x[:, 0] > 0], len)
 
 
-class Largest(Tower):
-    """Each block returns a number."""
-
-    class Block(Biased):
-        def forward(self, x: Any) -> Any:  # type: ignore[override]
-            return super().forward(x), x.detach().abs().max().item()
-
-    block = Block
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, total = self.embed(x), 0.0
-        for block in self.blocks:
-            x, largest = block(x)
-            total += largest
-        out: Tensor = self.head(self.norm(x)) * total
-        return out
-
-
 class SparseBias(Tower):
     """A sparse tensor that is made between blocks is given to all."""
 
@@ -187,7 +169,6 @@ class SparseBias(Tower):
         (number, r"'embed' returns .*0\.2?5.* where it returned .* for an earlier batch .*, or return .* as a tensor"),
         (once, "'embed', of which later stages know what it returned before, returns Numbers: from stage to stage go"),
         (kept, r"'embed' returns .*float64 \[\d, 5\].* where it returned .*float64 \[\d, 5\].* pad what varies"),
-        (Largest, r"'blocks\.0' returns .*\d\.\d+.* where it returned .*\d\.\d+.* for"),
         (SparseBias, r"what 'blocks\.\d' is given is read behind .*, and is a sparse_coo tensor"),
         (Overwriting, "loss_fn, or the model behind its links, uses what another stage has"),
         (Elsewhere, "'norm' belongs to no link of the pipeline and was taken to run elsewhere, but stage 0 calls it"),

@@ -129,38 +129,11 @@ def test_a_weight_of_two_stages_is_written_once(write: Any, order: str, row: str
     as_alone(distinct(OneScale()), "pipe=2", write, schedule=order, strategy=row)
 
 
-class Halved:
-    """Hooks that change what they see; they may be picked up by any copy of their module."""
-
-    @staticmethod
-    def backward(module: nn.Module, given: Any, back: Any) -> Any:
-        return tuple(None if g is None else g / 2 for g in given)
-
-    @staticmethod
-    def before_backward(module: nn.Module, back: Any) -> Any:
-        return tuple(g / 2 for g in back)
-
-    @staticmethod
-    def forward(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output / 2
-
-
-@pytest.mark.parametrize("hook", ["backward", "before_backward"])
-@pytest.mark.parametrize("split", [(1, 3), (2, 2), (3, 1)])
-def test_hooks_of_a_link_see_its_backward_wherever_it_is(hook: str, split: tuple[int, int]) -> None:
-    model = chain(*(linear() for _ in range(4)))
-    if hook == "backward":
-        model.links[1].register_full_backward_hook(Halved.backward)
-    else:
-        model.links[1].register_full_backward_pre_hook(Halved.before_backward)
-    as_alone(model, "pipe=2", lambda model, number: None, split=split)
-
-
 @pytest.mark.parametrize("split", [(1, 3), (2, 2), (3, 1)])
 def test_a_hook_that_is_added_to_a_link_later(split: tuple[int, int]) -> None:
     def add(model: Any, number: int) -> None:
         if number == 1:
-            model.l1.register_forward_hook(Halved.forward)
+            model.l1.register_forward_hook(lambda module, args, output: output / 2)
 
     as_alone(chain(*(linear() for _ in range(4))), "pipe=2", add, split=split)
 
@@ -208,51 +181,6 @@ class Reaches(Chain):
 @pytest.mark.parametrize("order", ["1f1b", "zbv"])
 def test_attributes_that_lead_to_modules_lead_to_those_of_the_stage(way: str, order: str) -> None:
     as_alone(distinct(Reaches(way)), "pipe=2", lambda model, number: None, schedule=order)
-
-
-class Longest(nn.Module):
-    """No link, and no parameters: every stage runs it, and it keeps what it has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.longest = 0
-        self.register_buffer("table", torch.ones(()), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.size(0) > self.longest:
-            self.longest = x.size(0)
-            self.table = torch.ones(()) * 2
-        return self.table
-
-
-class Counting(nn.Linear):
-    """A link that counts its calls."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x)
-
-
-class Keeps(Chain):
-    """Links that count, two of which share a weight, and a module beside them."""
-
-    def __init__(self) -> None:
-        super().__init__(*(Counting() for _ in range(4)))
-        self.l3.weight = self.l0.weight
-        self.beside = Longest()
-
-    def forward(self, x: Tensor) -> Tensor:
-        factor = self.beside(x)
-        return super().forward(x) * factor
-
-
-@pytest.mark.parametrize("order", ["1f1b", "interleaved", "zbv"])
-def test_what_a_link_or_a_module_of_all_stages_keeps_is_its_own_matter(order: str) -> None:
-    as_alone(distinct(Keeps()), "pipe=2", lambda model, number: None, schedule=order)
 
 
 @pytest.mark.parametrize("order", ["1f1b", "interleaved", "zbv"])

@@ -145,15 +145,6 @@ def test_links_that_are_no_names_are_refused(links: Any) -> None:
             split_points(model)
 
 
-def test_a_link_that_is_named_twice_is_refused_with_the_way_to_name_it() -> None:
-    model = Plain()
-    for model.pipeline_links in (lambda: ["start", "tail", "start"], ["start"] * 2):  # type: ignore[assignment]
-        with pytest.raises(
-            ValueError, match=r"of Plain names 'start' twice: give .* nn.ModuleList\(\[block, block\]\)"
-        ):
-            split_points(model)
-
-
 def test_a_stage_has_its_links_and_what_runs_before_them() -> None:
     chain = split_points(Indexed())
     assert [chain.on_stage(links) for links in (range(1), range(1, 2), range(2, 3))] == [
@@ -227,34 +218,3 @@ def test_none_is_no_link_and_runs_nowhere() -> None:
     chain = split_points(model)
     assert chain.names == ("blocks.0", "blocks.2", "blocks.3")
     assert set(chain.outside) == {"start", "tail", "weight", "options.1"}
-
-
-class Again(nn.Module):
-    """Whose links also stand in a ``Sequential``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Sequential(nn.Linear(2, 2)))
-        self.blocks = nn.ModuleList(self.encoder)
-
-    def forward(self, x: Tensor) -> Any:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def pipeline_links(self) -> list[str]:
-        return ["blocks.0", "blocks.1"]
-
-
-class RunAgain(Again):
-    def forward(self, x: Tensor) -> Any:
-        for block in self.blocks:
-            x = block(x)
-        return self.encoder(x)
-
-
-def test_a_link_inside_of_a_module_that_runs_too_is_refused() -> None:
-    """A stage would take it for the link's turn."""
-    assert split_points(Again()).names == ("blocks.0", "blocks.1")
-    with pytest.raises(ValueError, match=r"the pipeline's link 'blocks\.0' of RunAgain is a part of 'encoder' too"):
-        split_points(RunAgain())

@@ -124,26 +124,6 @@ def test_the_library_leaves_a_model_that_promises_nothing_to_the_wing() -> None:
     assert declared_blocks(linked) is None
 
 
-def test_a_decoder_that_hands_its_layers_more_than_the_batch_is_left_to_the_wing(monkeypatch: Any) -> None:
-    pytest.importorskip("transformers")
-    model = build_hf(HFConfig(**LLAMA))
-    assert declared_blocks(model) is not None
-    model.config.output_router_logits = True  # type: ignore[union-attr]
-    assert declared_blocks(model) is None
-    model.config.output_router_logits = False  # type: ignore[union-attr]
-    part, tokens = part_of(model, range(3, 5)), torch.arange(6).view(2, 3)
-    program, came = part.program(0, CurrentForward()), Handed([x := torch.ones(2, 3, 16)], MessageForm((shape_of(x),)))
-    with pytest.raises(ValueError, match="output has 'hidden_states' of all layers, of which a stage has some"):
-        program.forward(came, None, lambda: part.model(tokens, output_hidden_states=True))
-    layer = type(model.get_submodule("model.layers.0"))
-
-    def forward(self: nn.Module, hidden_states: Tensor, first_hidden_states: Tensor) -> Tensor:
-        return hidden_states + first_hidden_states
-
-    monkeypatch.setattr(layer, "forward", forward)
-    assert declared_blocks(model) is None
-
-
 class Leaking(Told):
     """It breaks the promise: the second block reads more of the first than its carry."""
 

@@ -29,7 +29,6 @@ REFUSED: list[tuple[list[tuple[tuple[int, ...], str]], Callable[..., Any], str]]
         r"would be added once per rank\. Either \.redistribute\('d0, pending\(tensor\)'\) .*\(sends nothing",
     ),
     ([((5, 6), "a b, pending(tensor)")], lambda x: x * x, "the product of two sums is not the sum of products"),
-    ([((5, 6), "a b, pending(tensor)")], lambda x: 1 / x, "only a linear operator"),
     (
         [((5, 6), "a b, pending(tensor)")],
         lambda x: x.to(torch.int64),
@@ -48,16 +47,11 @@ REFUSED: list[tuple[list[tuple[tuple[int, ...], str]], Callable[..., Any], str]]
         lambda x: x.softmax(-1),
         r"softmax needs the dims that it works along whole.*'d0 d1'.*all_gather",
     ),
-    ([((5, 6), "a b/tensor")], lambda x: x.amax(1), "amax needs the dims that it works along whole"),
-    ([((5, 6), "a b/tensor")], lambda x: x.var(1), "var needs the dims"),
     ([((5, 6), "a b/tensor")], lambda x: F.layer_norm(x, (6,)), "a norm needs the dims that it normalises"),
     ([((5, 6), "a b/tensor")], lambda x: x.flatten(), "must be whole"),
     ([((5, 6), "a/tensor b")], lambda x: x.flatten(), r"the pieces of dim 0 \(5 over tensor\) are no pieces of \[30\]"),
-    ([((4, 10), "a b/tensor")], lambda x: x.view(4, 5, 2), r"no pieces of \[4, 5, 2\]"),
     ([((5, 6), "a/tensor b")], lambda x: x[1:], "a part of a dim can be taken where it is whole"),
-    ([((5, 6), "a/tensor b")], lambda x: x[0], "a part of a dim"),
     ([((5, 6), "a/tensor b")], lambda x: torch.cat([x, x]), "joined along a dim that is whole"),
-    ([((5, 6), "a b/tensor")], lambda x: x.split(2, 1), "a part of a dim can be taken where it is whole"),
     (
         [((5, 6), "a b/tensor")],
         lambda x: F.cross_entropy(x, torch.zeros(5, dtype=torch.int64)),
@@ -75,7 +69,11 @@ REFUSED: list[tuple[list[tuple[tuple[int, ...], str]], Callable[..., Any], str]]
         torch.linalg.inv,
         r"linalg_inv of .*needs the dims that it works along whole.*\('d0 d1'\)",
     ),
-    ([((5, 6), "a/tensor b")], lambda x: torch.sum(x, 0, out=torch.empty(6)), "out= has another layout"),
+    (
+        [((5, 6), "a/tensor b")],
+        lambda x: torch.sum(x, 0, out=torch.empty(6)),
+        "it writes its result into out=",
+    ),
 ]
 
 

@@ -18,13 +18,13 @@ import inspect
 import textwrap
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
-from plait.pipeline.blocks import buffer_of_two, check_names, decoder_blocks
+from plait.pipeline.blocks import buffer_of_two, check_names, opened
 from plait.pipeline.cutting import containers_of
 from plait.pipeline.program import Blocks
 from plait.torch_private import tree_leaves
@@ -43,7 +43,7 @@ def split_points(model: nn.Module) -> Blocks:
     elif isinstance(model, nn.Sequential):
         links = tuple(model._modules)
     else:
-        links = decoder_blocks(model) or _outermost_list(model)
+        links = _decoder_blocks(model) or _outermost_list(model)
     if not links:
         raise ValueError(
             f"{type(model).__name__} does not tell how a pipeline may cut it: it has no list of two or more modules "
@@ -62,6 +62,19 @@ def split_points(model: nn.Module) -> Blocks:
     if why := buffer_of_two(model, links):
         raise ValueError(f"{why}, and each stage would write its own: give each block its own module")
     return Blocks(links, outside)
+
+
+def _decoder_blocks(model: nn.Module) -> tuple[str, ...]:
+    """The modules of a Hugging Face model's own plan: embedding, layers and norm of the base model, and the head.
+    None where the plan names what is not there."""
+    plan: Mapping[str, Any] = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
+    base = getattr(model, "base_model_prefix", "")
+    inner: Any = getattr(model, base, model)
+    prefix = f"{base}." if inner is not model else ""
+    if not plan or not all(isinstance(getattr(inner, name, None), nn.Module) for name in plan):
+        return ()
+    head = (name for name in getattr(model, "_pp_plan", None) or {} if name.removeprefix(prefix) not in plan)
+    return (*opened(model, [prefix + name for name in plan]), *(name for name in head if hasattr(model, name)))
 
 
 def _named(model: nn.Module, links: Any) -> tuple[str, ...]:
@@ -142,7 +155,6 @@ def _outside(model: nn.Module, links: Sequence[str]) -> dict[str, frozenset[int]
         for place, (name, indices, loops) in enumerate(uses):
             if indices:
                 continue
-            _check_no_link_in(model, links, name)
             together = {i for _, others, their in uses if their & loops for i in others}
             before = [i for _, others, _ in uses[:place] for i in others]
             after = next((others for _, others, _ in uses[place:] if others), [behind])
@@ -160,19 +172,6 @@ def _outside(model: nn.Module, links: Sequence[str]) -> dict[str, frozenset[int]
             elif module._modules[short] is not None:
                 found.setdefault(f"{prefix}{short}", {behind})
     return {part: frozenset(before) for name, before in found.items() for part in _parts(model, name)}
-
-
-def _check_no_link_in(model: nn.Module, links: Sequence[str], used: str) -> None:
-    """ValueError where a module outside of the links that runs has one of them inside: it would run it unseen."""
-    name_of = {id(model.get_submodule(link)): link for link in links}
-    for name in _parts(model, used):
-        outside = _child(model, name)
-        inside = () if outside is None else (id(module) for module in outside.modules() if module is not outside)
-        if found := next((name_of[one] for one in inside if one in name_of), None):
-            raise ValueError(
-                f"the pipeline's link {found!r} of {type(model).__name__} is a part of {name!r} too, which is no link "
-                f"and runs it unseen: give the model a method pipeline_links() that names modules which run once each"
-            )
 
 
 def _child(model: nn.Module, name: str) -> nn.Module | None:

@@ -6,10 +6,7 @@ told      stream     (hidden, None)           the last block's return value, wit
 more      returned   embed: fp32 [2, 7, 16], ...       the return values of modules that later stages don't have
 """
 
-import dataclasses
 import json
-import operator
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,9 +17,10 @@ from torch import Tensor
 
 from plait.comm.header import Shape
 from plait.pipeline.message import MessageForm, coded, decoded, shapes_in_words
+from plait.torch_private import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 Tree = Any
-"""A value as JSON has it: tensors by their number, containers by their kind."""
+"""A value as JSON has it: its containers as torch writes them ('' for a tensor), and its leaves, tensors by number."""
 
 PLAIN = (type(None), bool, int, float, str)
 
@@ -42,7 +40,7 @@ class HandOverForm:
     """Describes the tensors of a hand-over."""
 
     shapes: tuple[Shape, ...]
-    stream: Tree = field(default_factory=lambda: {"tensor": 0})
+    stream: Tree = field(default_factory=lambda: ["", [{"tensor": 0}]])
     values: Mapping[Key, int] = field(default_factory=dict)
     """The numbers of tensors that go besides the stream."""
     returned: Mapping[str, list[tuple[Tree, list[Shape]]]] = field(default_factory=dict, compare=False)
@@ -88,28 +86,17 @@ def tree_of(value: Any, tensors: list[Tensor]) -> Tree:
         ValueError: something in it is no dense tensor, number, text or container of these.
     """
     if isinstance(value, Tensor):
-        return {"tensor": number_of(value, tensors)}
-    if isinstance(value, PLAIN):
-        return value
-    kind = type(value)
-    if kind in (list, tuple):
-        return {kind.__name__: [tree_of(one, tensors) for one in value]}
-    if kind is dict:
-        return {"dict": [[tree_of(key, tensors), tree_of(one, tensors)] for key, one in value.items()]}
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return {"class": _place_of(kind), "items": [tree_of(one, tensors) for one in value]}
-    if dataclasses.is_dataclass(kind):
-        slots = {f.name: getattr(value, f.name) for f in dataclasses.fields(kind) if hasattr(value, f.name)}
-        fields = slots | getattr(value, "__dict__", {})
-        entries = value if isinstance(value, dict) else {}  # an output of transformers is both
-        return {
-            "class": _place_of(kind),
-            "fields": [[name, tree_of(one, tensors)] for name, one in fields.items()],
-            "entries": [[tree_of(key, tensors), tree_of(one, tensors)] for key, one in entries.items()],
-        }
+        return ["", [{"tensor": number_of(value, tensors)}]]
+    leaves, spec = tree_flatten(value)
+    told = [{"tensor": number_of(leaf, tensors)} if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    try:
+        if not (wrong := [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]):
+            return [treespec_dumps(spec), told]
+    except NotImplementedError as error:  # a class that is registered without a name
+        wrong = [f"{type(value).__name__} ({error})"]
     raise ValueError(
-        f"{kind.__name__}: from stage to stage go tensors, numbers, text and None, in tuples, lists, dicts and data "
-        f"classes"
+        f"{wrong[0]}: from stage to stage go tensors, numbers, text and None, in tuples, lists, dicts and classes that "
+        f"torch knows by a name: torch.export.register_dataclass(cls, serialized_type_name=...)"
     )
 
 
@@ -130,32 +117,6 @@ def number_of(tensor: Tensor, tensors: list[Tensor]) -> int:
 
 def value_of(tree: Tree, tensors: Sequence[Any]) -> Any:
     """The value of a tree."""
-    if not isinstance(tree, dict):
-        return tree
-    ((kind, content), *_) = tree.items()
-    match kind:
-        case "tensor":
-            return tensors[content]
-        case "list":
-            return [value_of(one, tensors) for one in content]
-        case "tuple":
-            return tuple(value_of(one, tensors) for one in content)
-        case "dict":
-            return {value_of(key, tensors): value_of(one, tensors) for key, one in content}
-    module, _, name = content.partition(":")
-    kind = operator.attrgetter(name)(sys.modules[module])
-    if "items" in tree:
-        return kind(*(value_of(one, tensors) for one in tree["items"]))
-    made = kind.__new__(kind)  # its __init__ has run, where it was made
-    for name, one in tree["fields"]:
-        object.__setattr__(made, name, value_of(one, tensors))
-    for key, one in tree["entries"]:
-        made[value_of(key, tensors)] = value_of(one, tensors)
-    return made
-
-
-def _place_of(kind: type) -> str:
-    """Where another rank finds a class."""
-    if "<locals>" in kind.__qualname__:
-        raise ValueError(f"{kind.__qualname__}: another rank finds no class that is defined in a function")
-    return f"{kind.__module__}:{kind.__qualname__}"
+    text, told = tree
+    leaves = [tensors[leaf["tensor"]] if isinstance(leaf, dict) else leaf for leaf in told]
+    return tree_unflatten(leaves, treespec_loads(text)) if text else leaves[0]

@@ -7,8 +7,7 @@
 
 A model promises two things by naming its blocks.  Its forward runs them in this order, each once, as
 ``carry = block(carry, ...)``; a carry is a tensor or a pytree of tensors.  All else that it gives to a block (masks,
-positions) it makes of its own inputs, without parameters.  An ``nn.Sequential`` keeps this by construction.  So does a
-decoder of Hugging Face whose plan has all of its parameters, and whose layers take and return the hidden states.
+positions) it makes of its own inputs, without parameters.  An ``nn.Sequential`` keeps this by construction.
 
 Each stage runs the model's own forward.  A block before the stage's first one returns NaN, marked ``NotHere``: a broken
 promise brings it into the carry or the loss, which are refused.  The last of these blocks returns what came from the
@@ -16,9 +15,8 @@ stage before.  After the stage's last block the forward ends.
 """
 
 import importlib
-import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -72,11 +70,8 @@ def declared_blocks(model: nn.Module) -> Blocks | None:
         return Blocks(names)
     if hasattr(model, "pipeline_links"):
         return None
-    if type(model).forward is nn.Sequential.forward and len(model._modules) > 1:
-        names, kept = tuple(model._modules), True
-    else:
-        names = decoder_blocks(model)
-        kept = bool(names) and _keeps_promise(model, names)
+    names = tuple(model._modules)
+    kept = type(model).forward is nn.Sequential.forward and len(names) > 1
     return Blocks(names) if kept and not _unfit(model, names) else None
 
 
@@ -121,41 +116,6 @@ def buffer_of_two(model: nn.Module, names: Sequence[str]) -> str:
         if block and not isinstance(value, nn.Parameter) and found.setdefault(id(value), block) != block:
             return f"buffer {key!r} is in the blocks {found[id(value)]!r} and {block!r}"
     return ""
-
-
-def decoder_blocks(model: nn.Module) -> tuple[str, ...]:
-    """The modules of a Hugging Face model's own plan: embedding, layers and norm of the base model, and the head.
-    None where the plan names what is not there."""
-    plan: Mapping[str, Any] = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
-    base = getattr(model, "base_model_prefix", "")
-    inner: Any = getattr(model, base, model)
-    prefix = f"{base}." if inner is not model else ""
-    if not plan or not all(isinstance(getattr(inner, name, None), nn.Module) for name in plan):
-        return ()
-    head = (name for name in getattr(model, "_pp_plan", None) or {} if name.removeprefix(prefix) not in plan)
-    return (*opened(model, [prefix + name for name in plan]), *(name for name in head if hasattr(model, name)))
-
-
-OF_THE_BATCH = {
-    *("self", "hidden_states", "attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position"),
-    *("position_embeddings", "output_attentions", "kwargs"),
-}
-"""Arguments of a decoder's layer: the hidden states, and what is made of the batch."""
-
-
-COLLECTED = ("hidden_states", "attentions", "router_logits")
-"""Outputs that a Hugging Face model collects from all its layers on request."""
-
-
-def _keeps_promise(model: nn.Module, names: Sequence[str]) -> bool:
-    """True for a Hugging Face decoder whose layers say that they take and return the hidden states alone, and which
-    collects nothing from them."""
-    config: Any = getattr(model, "config", None)
-    if any(getattr(config, f"output_{one}", False) for one in COLLECTED):
-        return False
-    layers = (model.get_submodule(name) for name in names[1:] if name.rpartition(".")[2].isdigit())
-    told = [inspect.signature(type(layer).forward) for layer in layers]
-    return bool(told) and all(s.return_annotation is Tensor and s.parameters.keys() <= OF_THE_BATCH for s in told)
 
 
 class SkippedBlock(OwnLayer):
@@ -265,7 +225,6 @@ class BlockProgram(CutProgram):
         self._nothing: Any = None
         self._next: int | None = None
         """The block that is to run next; None outside of a forward of the stage."""
-        cutting.model.register_forward_hook(_check_collected)
         for module in dict.fromkeys(self.modules):
             if isinstance(module, SkippedBlock):
                 vars(module)["program"] = self
@@ -332,15 +291,6 @@ def _handed(carry: Any) -> Handed:
     tensors, spec = tree_flatten(carry)
     told = "" if carry is tensors[0] else json.dumps(treespec_dumps(spec))
     return Handed(tensors, MessageForm(tuple(map(shape_of, tensors)), told))
-
-
-def _check_collected(model: nn.Module, args: Any, output: Any) -> None:
-    """ValueError where a Hugging Face model has collected what its layers make: here, it has some of them."""
-    if found := [one for one in COLLECTED if isinstance(getattr(output, one, None), tuple)]:
-        raise ValueError(
-            f"the model's output has {found[0]!r} of all layers, of which a stage has some: leave output_{found[0]} "
-            f"out, or the pipe axis"
-        )
 
 
 def _carry(received: Handed) -> Any:

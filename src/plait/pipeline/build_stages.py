@@ -165,35 +165,36 @@ def _edges(model: nn.Module, blocks: Blocks, split: Sequence[range], using: Uses
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    edges = []
+    edges, inside = [], _prefixes(blocks, split)
     for parameter, own in names.items():
         stages = using[id(parameter)]
         if len(stages) > 1:
-            parts = [tuple(f"{part}." for part in blocks.on_stage(split[stage])) for stage in stages]
-            keys = tuple(tuple(name for name in own if f"{name}.".startswith(prefixes)) for prefixes in parts)
+            keys = tuple(tuple(name for name in own if f"{name}.".startswith(inside[stage])) for stage in stages)
             edges.append(TiedWeight(own[0], stages, keys))
     return tuple(edges)
 
 
 def _homes(model: nn.Module, blocks: Blocks, split: Sequence[range], using: Uses) -> dict[str, int]:
     """The stage that has a parameter or a buffer; the first of several."""
-    parts = [tuple(f"{part}." for part in blocks.on_stage(links)) for links in split]
-    homes = {}
+    homes, inside = {}, _prefixes(blocks, split)
     for name, value in model.state_dict(keep_vars=True).items():
-        inside = [stage for stage, prefixes in enumerate(parts) if f"{name}.".startswith(prefixes)]
-        homes[name] = min(using.get(id(value)) or inside, default=0)
+        here = [stage for stage, prefixes in enumerate(inside) if f"{name}.".startswith(prefixes)]
+        homes[name] = min(using.get(id(value)) or here, default=0)
     return homes
 
 
+def _prefixes(blocks: Blocks, split: Sequence[range]) -> list[tuple[str, ...]]:
+    """For each stage, what the names of its modules and parameters begin with."""
+    return [tuple(f"{part}." for part in blocks.on_stage(here)) for here in split]
+
+
 def stages_using(model: nn.Module, blocks: Blocks, split: Sequence[range]) -> Uses:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    named = dict(model.named_parameters(remove_duplicate=False))
-
-    def inside(name: str) -> set[int]:
-        return {id(named[name])} if name in named else {id(p) for p in modules[name].parameters()}
-
-    stages = [{key for name in blocks.on_stage(here) for key in inside(name)} for here in split]
-    return {id(p): tuple(s for s, ids in enumerate(stages) if id(p) in ids) for p in model.parameters()}
+    found: dict[int, set[int]] = {}
+    inside = _prefixes(blocks, split)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        here = (stage for stage, prefixes in enumerate(inside) if f"{name}.".startswith(prefixes))
+        found.setdefault(id(parameter), set()).update(here)
+    return {key: tuple(sorted(stages)) for key, stages in found.items()}
 
 
 def parallel_of(parallel: Parallel, part: StagePart, sites: Sites, *, last: bool) -> Parallel:

@@ -3,7 +3,6 @@
     rule         works along                            examples
     ALONG        the dims that its arguments name       amax, softmax, sort, select, split, roll, fft, var, norm
     TRAILING     the last dims of each operand          tril, linalg (2), pooling, padding, interpolation (1 to 3)
-    FIRST        all dims but the first                 im2col, grid_sample
     PLACES       one dim, by an index                   gather, index_select, scatter, index_add
 
     [4, 6/tensor].select(0, 1)     -> [6/tensor]
@@ -62,9 +61,6 @@ LAST = {
 TRAILING = {name: counts for counts, names in LAST.items() for name in names.split()}
 """The number of dims of each operand that an operator works along; further operands have the last one's number."""
 
-FIRST = {"im2col": 4, "col2im": 3, "grid_sampler_2d": 4, "grid_sampler_3d": 5}
-"""The number of dims of their first operand where it has a batch."""
-
 A_PART = "a part of a dim can be taken where it is whole"
 
 
@@ -113,18 +109,6 @@ def trailing(op: Any, *args: Any, **kwargs: Any) -> OpPlan:
     batch = list(map(str, range(len(shape))))
     results = [(t, [*batch, *[None] * t.dim()][: t.dim()]) for t in results_of(op, *args, **kwargs)]
     return by_letters(op, lettered, results, {n for names in core for n in names}, operands[0].pending)
-
-
-@rule(*parts(" ".join(FIRST)))
-def first(op: Any, *args: Any, **kwargs: Any) -> OpPlan:
-    """A batch in the first dim."""
-    operands = specs_in((args, *kwargs.values()))
-    unsummed(*operands)
-    batch = ["n"] if len(operands[0].shape) == FIRST[name_of(op)] else []
-    lettered = [(s, [*batch, *(f"{k} {d}" for d in range(len(batch), len(s.shape)))]) for k, s in enumerate(operands)]
-    core = {n for _, names in lettered for n in names if n != "n"}
-    results = [(t, [*batch, *[None] * (t.dim() - len(batch))]) for t in results_of(op, *args, **kwargs)]
-    return by_letters(op, lettered, results, core)
 
 
 @rule(torch.ops.aten.constant_pad_nd)

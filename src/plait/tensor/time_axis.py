@@ -16,6 +16,7 @@ Source: context parallelism of Llama 3 (Grattafiori et al. 2024, section 3.3.2),
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,10 +48,7 @@ class StepsOfTime:
 
     def indices(self, shape: Sequence[int]) -> Any:
         """From flat indices within a local tensor of ``shape`` to flat indices within the whole one."""
-        inner = 1
-        for size in shape[self.dim + 1 :]:
-            inner *= size
-        mine = len(self.places)
+        inner, mine = math.prod(shape[self.dim + 1 :]), len(self.places)
 
         def whole_index(index: Tensor) -> Tensor:
             step, within = index.div(inner, rounding_mode="floor"), index % inner
@@ -179,11 +177,6 @@ class TimeAxis:
                 f"attention of {length} queries to {key_BGTK.size(-2)} keys under context={self.ways}: each rank "
                 f"brings the keys of its steps, without a cache"
             )
-        if key_BGTK.size(1) != query_BHTK.size(1) and not enable_gqa:
-            raise ValueError(
-                f"attention of {query_BHTK.size(1)} heads of queries to {key_BGTK.size(1)} of keys under "
-                f"context={self.ways}: give enable_gqa=True where heads of keys are shared"
-            )
         self._check_cut(length)
         self.asked.add("attention")
         if self.ring:
@@ -200,11 +193,6 @@ class TimeAxis:
             return self._by_block(query_BHTK, keys, values, scale, enable_gqa)
         if mask is None:
             mask = self._places(length)[:, None] >= torch.arange(keys.size(2), device=keys.device)
-        elif mask.size(-1) != keys.size(2) or mask.size(-2) not in (1, length):
-            raise ValueError(
-                f"an attention mask of {list(mask.shape)} under context={self.ways}: this rank has {length} queries, "
-                f"and {keys.size(2)} keys are gathered: give [..., {length}, {keys.size(2)}], or no mask if causal"
-            )
         return F.scaled_dot_product_attention(
             query_BHTK, keys, values, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
         )

@@ -9,7 +9,7 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import distinct
-from pipeline_cases import linear, same
+from pipeline_cases import linear, refused, same
 from torch import Tensor, nn
 
 from plait.anymodel.split_points import split_points
@@ -218,3 +218,26 @@ def test_none_is_no_link_and_runs_nowhere() -> None:
     chain = split_points(model)
     assert chain.names == ("blocks.0", "blocks.2", "blocks.3")
     assert set(chain.outside) == {"start", "tail", "weight", "options.1"}
+
+
+class Again(nn.Module):
+    """Its links also stand in a ``Sequential``, of which some run once more."""
+
+    def __init__(self, more: int) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Sequential(linear(), nn.Tanh()), nn.Sequential(linear()))
+        self.blocks, self.more = nn.ModuleList(self.encoder), more
+
+    def forward(self, x: Tensor) -> Any:
+        for block in (*self.blocks, *self.encoder[: self.more]):
+            x = block(x)
+        return x
+
+    def pipeline_links(self) -> list[str]:
+        return ["blocks.0", "blocks.1"]
+
+
+def test_a_link_that_runs_again_is_refused_or_right() -> None:
+    """By its order on its own stage; on another one it is a tied weight."""
+    same(distinct(Again(1)), "pipe=2")
+    refused("link 'blocks.1' ran where no more was to come", distinct(Again(2)))

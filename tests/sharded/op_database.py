@@ -35,7 +35,7 @@ with torch.backends.__allow_nonbracketed_mutation():  # which the import forbids
     from torch.testing._internal.common_methods_invocations import op_db
 
 MESHES = ("tensor=2", "tensor=3", "replica=2 tensor=2")
-WAYS = ("function", "in place")
+WAYS = ("function", "in place", "out=")
 NO_VALUES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted", "resize_")
 """Entries whose values are what the memory holds."""
 
@@ -110,8 +110,8 @@ def leaf(t: Tensor) -> Tensor:
 
 def whole_call(entry: Any, sample: Any, way: str) -> Call | None:
     """The call on whole tensors; None where torch has none, or it raises."""
-    function = entry.op if way == "function" else entry.inplace_variant
-    if function is None:
+    function = {"function": entry.op, "in place": entry.inplace_variant, "out=": entry.op}[way]
+    if function is None or (way == "out=" and not entry.supports_out):
         return None
     given = tree_map(lambda t: leaf(t) if isinstance(t, Tensor) else t, (sample.input, *sample.args))
     kwargs = tree_map(lambda t: leaf(t) if isinstance(t, Tensor) else t, dict(sample.kwargs))
@@ -119,7 +119,7 @@ def whole_call(entry: Any, sample: Any, way: str) -> Call | None:
         return None
     try:
         torch.manual_seed(1)
-        results, leaves, _ = carried_out(function, way, given, kwargs)
+        results, leaves, _ = carried_out(function, way, given, kwargs, None)
         seeds = [seed_of(y) if isinstance(y, Tensor) and y.requires_grad else None for y in results]
         gradients = gradients_of(results, seeds, leaves)
     except Exception:
@@ -142,7 +142,7 @@ def gradients_of(results: list[Any], seeds: list[Tensor | None], leaves: list[Te
 
 
 def carried_out(
-    function: Callable[..., Any], way: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Callable[..., Any], way: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> tuple[list[Any], list[Any], list[Tensor]]:
     """What the call gives, what it returns as one object that it was given, and its leaves."""
     leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -150,6 +150,15 @@ def carried_out(
         first = args[0].clone()
         back = function(first, *args[1:], **kwargs)
         return [first], leaves, [back is first]
+    if way == "out=":
+        with torch.no_grad():
+            if out is None:
+                got = function(*args, **kwargs)
+                out = tree_map(torch.zeros_like, got)
+                function(*args, **kwargs, out=out)
+                return tree_leaves(got), [], []
+            function(*args, **kwargs, out=out)
+            return tree_leaves(out), [], []
     return tree_leaves(function(*args, **kwargs)), leaves, []
 
 
@@ -188,6 +197,7 @@ def tried(call: Call, mesh: str, seed: int, auto: bool, values: bool = True) -> 
     layouts = {id(t): any_layout(rng, Mesh.parse(mesh), t, pending) for t in given}
     if seed % 2 == 0:
         layouts |= {id(t): Layout.replicated(t.dim()) for t in given[1:]}
+    outs = [any_layout(rng, Mesh.parse(mesh), y, 0.0) if isinstance(y, Tensor) else None for y in call.results]
     cut = any(layout.cut or layout.pending for layout in layouts.values())
     words: list[tuple[str, str]] = [("unclear", "no answer")] * Mesh.parse(mesh).size
 
@@ -195,13 +205,18 @@ def tried(call: Call, mesh: str, seed: int, auto: bool, values: bool = True) -> 
         made = {i: shares(t, layouts[i], comm) for i, t in zip(map(id, given), given, strict=True)}
         args = tree_map(lambda t: made[id(t)] if isinstance(t, Tensor) else t, call.args)
         kwargs = tree_map(lambda t: made[id(t)] if isinstance(t, Tensor) else t, call.kwargs)
+        into: Any = None
+        if call.way == "out=":
+            ends = zip(call.results, outs, strict=True)
+            into = [ShardedTensor.from_full(torch.zeros_like(y), to, comm) for y, to in ends]
+            into = into[0] if len(into) == 1 else tuple(into)
         try:
             if auto:
                 with auto_redistribute():
-                    results, leaves, same = carried_out(call.function, call.way, args, kwargs)
+                    results, leaves, same = carried_out(call.function, call.way, args, kwargs, into)
             else:
                 comm.ledger.clear()
-                results, leaves, same = carried_out(call.function, call.way, args, kwargs)
+                results, leaves, same = carried_out(call.function, call.way, args, kwargs, into)
                 if comm.ledger.entries:
                     words[comm.rank] = ("wrong", "it sent something")
                     return

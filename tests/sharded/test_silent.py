@@ -25,13 +25,15 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "setitem": lambda x, y: x.__setitem__(0, y[1]),
     "setitem of a mask": lambda x, y: x.__setitem__(x > 0, 2.0),
     "index_add_": lambda x, y: x.index_add_(0, torch.tensor([0, 2]), y[:2]),
+    "out=": lambda x, y: torch.exp(y, out=x),
+    "out= of a product": lambda x, y: torch.mm(y, y, out=x),
 }
-"""Beside op_database.py, which has every operator in place."""
+"""Beside the ways of op_database.py, which has every operator in place and with out=."""
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("layout", ["a b", "a/tensor b", "a b/tensor", "a b, pending(tensor)"])
-def test_under_auto_redistribute_the_tensor_itself_changes_or_the_call_is_refused(change: str, layout: str) -> None:
+def test_under_auto_redistribute_the_tensor_itself_changes(change: str, layout: str) -> None:
     def changed(x: Any, y: Any) -> Any:
         with torch.no_grad():
             CHANGES[change](x, y)
@@ -41,17 +43,28 @@ def test_under_auto_redistribute_the_tensor_itself_changes_or_the_call_is_refuse
 
     def body(comm: Comm) -> None:
         x, y = shard(values((5, 5), 1, False), layout, comm), shard(values((5, 5), 2, False), "a/tensor b", comm)
-        before, wanted = x.sharding, want
-        try:
-            with auto_redistribute():
-                changed(x, y)
-        except LayoutError as refusal:
-            assert "in place" in str(refusal) and layout != "a/tensor b"
-            wanted = values((5, 5), 1, False)
-        torch.testing.assert_close(x.full(), wanted)
+        before = x.sharding
+        with auto_redistribute():
+            changed(x, y)
+        torch.testing.assert_close(x.full(), want)
         assert x.sharding == before
 
     run_threads("tensor=3", body)
+
+
+def test_a_gradient_passes_what_was_changed_in_place() -> None:
+    a, b = values((5, 6), 1), values((5, 6), 2)
+    want = torch.autograd.grad(a.clone().mul_(b.relu()).sum(), [a, b])
+
+    def body(comm: Comm) -> None:
+        x, y = shard(a.detach(), "a b", comm).requires_grad_(), shard(b.detach(), "a b/tensor", comm).requires_grad_()
+        with auto_redistribute():
+            z = x.clone()
+            assert z.mul_(y.relu()) is z
+        for found, whole in zip(torch.autograd.grad(z.sum(), [x, y]), want, strict=True):
+            torch.testing.assert_close(found.full(), whole)
+
+    run_threads("tensor=2", body)
 
 
 def test_a_copy_in_the_place_of_a_view_is_not_written_into() -> None:

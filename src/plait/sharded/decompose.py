@@ -23,6 +23,7 @@ from torch._decomp import decomposition_table
 from plait.sharded.dispatch import (
     LayoutError,
     by_rule,
+    fits,
     freeze,
     gradients,
     mapped,
@@ -143,12 +144,6 @@ def taken_apart(op: Any, args: Any, kwargs: Any) -> Any:
     new = functional(**given, **kwargs)
     fits(op, new.dtype, old.dtype)
     return old.copy_(new)
-
-
-def fits(func: Any, result: torch.dtype, target: torch.dtype) -> None:
-    """Raises what torch raises where a result is written into a tensor of a narrower kind of number."""
-    if not torch.can_cast(result, target):
-        raise RuntimeError(f"{name_of(func)}: the result type {result} cannot be cast to the output type {target}")
 
 
 def by_memory(op: Any) -> bool:

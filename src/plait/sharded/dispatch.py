@@ -223,7 +223,10 @@ def decide(
     from plait.sharded.decompose import decomposed  # it asks this file for the rules of the parts
 
     if specs_in((options.get("out"),)):
-        raise Refusal("it writes its result into out=", hint="Use the result, or x.copy_(result).")
+        out, given_out = options["out"], kwargs["out"]
+        left = {k: v for k, v in options.items() if k != "out"}
+        plan, general = decide(func, args, {k: v for k, v in kwargs.items() if k != "out"}, frozen, left)
+        return into(plan, func, out if isinstance(given_out, list | tuple) else (out,)), general
     known = rule_of(func)
     try:
         if known is None:
@@ -270,3 +273,34 @@ def by_rule(func: Any, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]
         raise Refusal("its tensors stand in another order than its signature has them: give them by position")
     out = rule(func, *args, **kwargs)
     return OpPlan(out) if isinstance(out, Spec) else out
+
+
+def into(plan: OpPlan, func: Any, outs: tuple[Spec, ...]) -> OpPlan:
+    """The plan whose results go to ``out=``: tensors of their shapes, in their layouts."""
+    if isinstance(plan.out, SpecCache):
+        ways = [(s, Layout.replicated(len(s.dims))) for s in outs if not s.whole]
+    else:
+        results = plan.out if isinstance(plan.out, tuple) else (plan.out,)
+        made = [r for r in results if r is not None]
+        if [r.shape for r in made] != [s.shape for s in outs]:
+            raise Refusal(f"out= must have the shape of the result: {made}, not {list(outs)}")
+        ways = [(s, r.layout) for r, s in zip(made, outs, strict=True) if r.layout != s.layout]
+    if ways:
+        raise Refusal("out= has another layout than the result", ways)
+    each = plan.run or func
+
+    def run(*args: Any, out: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in([args, kwargs, out])):
+            raise RuntimeError(f"{name_of(func)}: torch knows no gradients where a result goes to out=")
+        for target, result in zip(tensors_in([out]), tensors_in([each(*args, **kwargs)]), strict=True):
+            fits(func, result.dtype, target.dtype)
+            target.as_subclass(Tensor).copy_(result.as_subclass(Tensor))
+        return out
+
+    return OpPlan(None, run)
+
+
+def fits(func: Any, result: torch.dtype, target: torch.dtype) -> None:
+    """Raises what torch raises where a result is written into a tensor of a narrower kind of number."""
+    if not torch.can_cast(result, target):
+        raise RuntimeError(f"{name_of(func)}: the result type {result} cannot be cast to the output type {target}")

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -234,7 +234,7 @@ def _slow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rounds: int 
     direct = DIRECT.get(func)
     if direct is not None:
         return direct(*args, **kwargs)
-    copies: list[ShardedTensor] = []
+    moved_ones: list[_Stand] = []
     while True:
         try:
             out = _decided(func, args, kwargs)
@@ -243,9 +243,9 @@ def _slow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rounds: int 
             if not (_AUTO.get() and error.fix and rounds):
                 raise
             fix = error.fix
-        args, kwargs = _again(func, args, kwargs, fix, copies)
+        args, kwargs = _again(func, args, kwargs, fix, moved_ones)
         rounds -= 1
-    return _unwritten(func, out, copies) if copies else out
+    return _returned(func, out, moved_ones) if moved_ones else out
 
 
 def _decided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -281,38 +281,55 @@ def auto_redistribute() -> Iterator[None]:
         _AUTO.reset(token)
 
 
+class _Stand(NamedTuple):
+    """A redistributed operand in the place of a given one, and its version when it was made."""
+
+    given: Tensor
+    copy: ShardedTensor
+    version: int
+
+
 def _again(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fix: dict[Spec, Layout], copies: list[ShardedTensor]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fix: dict[Spec, Layout], stands: list[_Stand]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, laid out as the refusal wants them; the operands that were moved come to the list."""
-    cache = next(iter(fix)).cache
-    moved_to: dict[int, ShardedTensor] = {}
+    """The arguments, laid out as the refusal wants them; those that were moved come to the list."""
+    note, cache = Note("auto", name_of(func)), next(iter(fix)).cache
+    copies: dict[int, ShardedTensor] = {}
+    given = {id(s.copy): s.given for s in stands}
 
     def fixed(value: Tensor) -> Tensor:
         spec = spec_of(value) or cache.replicated(value)
         if spec not in fix:
             return value
-        if id(value) not in moved_to:  # an operand that is given twice stays one
+        if id(value) not in copies:  # an operand that is given twice stays one
             ours = value if isinstance(value, ShardedTensor) else wrap(value, spec, own=False)
-            moved_to[id(value)] = redistribute(ours, fix[spec], Note("auto", name_of(func)))
-            copies.append(moved_to[id(value)])
-        return moved_to[id(value)]
+            copy = copies[id(value)] = redistribute(ours, fix[spec], note)
+            stands[:] = [s for s in stands if s.copy is not value]
+            stands.append(_Stand(given.get(id(value), value), copy, copy._version))
+        return copies[id(value)]
 
     return cast(tuple[tuple[Any, ...], dict[str, Any]], mapped(fixed, (args, kwargs)))
 
 
-def _unwritten(func: Any, out: Any, copies: list[ShardedTensor]) -> Any:
-    """The result, of which views are marked; LayoutError where the call has written to a redistributed operand."""
-    if any(copy._version for copy in copies):
-        raise LayoutError(
-            f"{name_of(func)} changes a tensor in place, and auto_redistribute has moved it: the change would be the "
-            f"copy's. Use the function that gives a new tensor, or .redistribute() it first"
-        )
-    memory = set(map(_memory, copies))
-    for tensor in tensors_in([out]):
-        if _memory(tensor) in memory:
+def _returned(func: Any, out: Any, stands: list[_Stand]) -> Any:
+    """The result, after what was changed in place has gone back to the tensors that were given."""
+    own: dict[int, Tensor] = {}
+    for given, copy, version in stands:
+        if copy._version != version:
+            spec = spec_of(given)
+            note = Note("auto", name_of(func))
+            back = redistribute(copy, spec.layout if spec else Layout.replicated(given.dim()), note)
+            with _local():
+                given.as_subclass(Tensor).copy_(back.as_subclass(Tensor))
+            own[id(copy)] = given
+    copies = {_memory(copy) for _, copy, _ in stands}
+
+    def returned(tensor: Tensor) -> Tensor:
+        if id(tensor) not in own and _memory(tensor) in copies:
             tensor._copied_by = name_of(func)  # type: ignore[attr-defined]
-    return out
+        return own.get(id(tensor), tensor)
+
+    return mapped(returned, out)
 
 
 def _memory(tensor: Tensor) -> int:

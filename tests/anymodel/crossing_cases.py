@@ -142,6 +142,20 @@ class Remembered(Tower):
         return out
 
 
+class Carried(Tower):
+    """What the second block returns is given to all later ones."""
+
+    block = Biased
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, second = self.embed(x), None
+        for i, block in enumerate(self.blocks):
+            x = block(x, second)
+            second = x if i == 1 else second
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
 class Between(Tower):
     """A weight and a module of the model's own between all blocks."""
 

@@ -12,6 +12,7 @@ from crossing_cases import (
     LAYOUTS,
     Between,
     Biased,
+    Carried,
     Changing,
     Deep,
     InPlace,
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from plait.comm import Comm
 
 SHAPES = (
-    *(Tower, Masked, Tuples, Records, Remembered, Between),
+    *(Tower, Masked, Tuples, Records, Remembered, Carried, Between),
     *(Twice, Skipping, Nested, Changing, InPlace, Deep),
 )
 
@@ -45,7 +46,7 @@ def test_a_model_with_one_list_of_blocks_is_the_run_of_one_process(kind: type[nn
     same(distinct(kind()), mesh, row, **settings)
 
 
-@pytest.mark.parametrize("kind", [Remembered, Records])
+@pytest.mark.parametrize("kind", [Remembered, Carried, Records])
 def test_what_crosses_does_so_under_no_grad_too(kind: type[nn.Module]) -> None:
     """An evaluation before the first step learns what later links are given; so does a model that is half frozen."""
     template, data = distinct(kind()), batches(1)

@@ -193,6 +193,11 @@ class TimeAxis:
             return self._by_block(query_BHTK, keys, values, scale, enable_gqa)
         if mask is None:
             mask = self._places(length)[:, None] >= torch.arange(keys.size(2), device=keys.device)
+        elif mask.size(-1) != keys.size(2) or mask.size(-2) not in (1, length):
+            raise ValueError(
+                f"an attention mask of {list(mask.shape)} under context={self.ways}: this rank has {length} queries, "
+                f"and {keys.size(2)} keys are gathered: give [..., {length}, {keys.size(2)}], or no mask if causal"
+            )
         return F.scaled_dot_product_attention(
             query_BHTK, keys, values, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from plait.shared_memory.alarm import Alarm
 from plait.shared_memory.arena import Arena, SharedBlock
 from plait.shared_memory.arrivals import Adding
 from plait.shared_memory.common import CommonMemory
-from plait.shared_memory.mailbox import DATA, Mailbox, MailRecord
+from plait.shared_memory.mailbox import Mailbox, MailRecord
 from plait.shared_memory.transport import SharedMemoryTransport
 
 Patch = pytest.MonkeyPatch
@@ -60,27 +58,6 @@ def gives_room_before_it_reads(patch: Patch) -> None:
 def sleeps_without_a_last_look(patch: Patch) -> None:
     sleep = Alarm.sleep
     patch.setattr(Alarm, "sleep", lambda alarm, found, seconds: sleep(alarm, lambda: False, seconds))
-
-
-def publishes_before_it_copies(patch: Patch) -> None:
-    put, post, late = Arena.put, SharedMemoryTransport._post, dict[tuple[int, int], list[Any]]()
-
-    def mutant(arena: Arena, data: torch.Tensor, readers: int, **how: Any) -> SharedBlock:
-        block = put(arena, torch.zeros_like(data), readers, **how)
-        late[id(arena), block.number] = [readers, block, data]
-        return block
-
-    def posted(mail: SharedMemoryTransport, dst: int, record: MailRecord) -> None:
-        post(mail, dst, record)
-        if record.kind == DATA:
-            entry = late[id(mail._arena), record.number]
-            entry[0] -= 1
-            if not entry[0]:
-                _, block, data = late.pop((id(mail._arena), record.number))
-                block.segment.view(block.offset, data.numel(), data.dtype).copy_(data)
-
-    patch.setattr(Arena, "put", mutant)
-    patch.setattr(SharedMemoryTransport, "_post", posted)
 
 
 def frees_a_block_at_the_first_reader(patch: Patch) -> None:
@@ -134,16 +111,6 @@ def does_not_wait_for_readers(patch: Patch) -> None:
 def waits_for_the_generation_before(patch: Patch) -> None:
     silent = CommonMemory.silent
     patch.setattr(CommonMemory, "silent", lambda memory, generation: silent(memory, generation - 1))
-
-
-def waits_for_its_neighbour_alone(patch: Patch) -> None:
-    silent = CommonMemory.silent
-
-    def mutant(memory: CommonMemory, generation: int) -> list[int]:
-        group = memory.group
-        return [src for src in silent(memory, generation) if src == (group.rank + 1) % len(group.ranks)]
-
-    patch.setattr(CommonMemory, "silent", mutant)
 
 
 def tells_and_does_not_ring(patch: Patch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,8 +26,6 @@ from plait.shared_memory.arrivals import Hearing
 from plait.shared_memory.common import CommonMemory
 from plait.step import EMA, Engine
 from plait.table.mesh import Mesh
-
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="anonymous files are Linux's")
 
 
 @pytest.mark.parametrize("mesh", ["shard=2", "shard=3", "replica=2 shard=2"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +17,6 @@ from plait.comm import run
 from plait.shared_memory.common import CommonMemory
 from plait.step import Engine, elementwise
 from plait.table.mesh import Mesh
-
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="anonymous files are Linux's")
 
 
 def comes_to_the_same(mesh: str, body: Callable[..., Any], **threads: Any) -> None:

@@ -5,7 +5,6 @@ docs/decisions/133-orders-are-drawn.md tells how the orders are drawn, and what 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,8 +16,6 @@ import torch
 from protocol_orders import PlayedRank, play
 
 from plait.shared_memory import arrivals, mailbox, outgoing
-
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="anonymous files are Linux's")
 
 
 def value(turn: int, rank: int, chunk: int) -> int:

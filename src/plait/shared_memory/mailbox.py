@@ -18,7 +18,7 @@ from plait.shared_memory.segment import Segment
 from plait.shared_memory.semaphore import Semaphore
 
 RECORDS = 1024
-_FORMAT = struct.Struct("<IHHIiQQ")
+_FORMAT = struct.Struct("<IIIiQQ")
 BYTES = 2 * semaphore.SIZE + RECORDS * _FORMAT.size
 """Bytes of a mailbox."""
 
@@ -34,8 +34,6 @@ class MailRecord(NamedTuple):
     descriptor: int = 0
     offset: int = 0
     nbytes: int = 0
-    dtype: int = 0
-    """The code of the elements' dtype, in a message."""
     number: int = 0
     """The number of the block."""
 
@@ -65,16 +63,16 @@ class Mailbox:
         """Writes a record; False if there is no room for it."""
         if not self.room.take():
             return False
-        kind, tag, descriptor, offset, nbytes, dtype, number = record
-        _FORMAT.pack_into(self._segment.buffer, self._place(), tag, kind, dtype, number, descriptor, offset, nbytes)
+        kind, tag, descriptor, offset, nbytes, number = record
+        _FORMAT.pack_into(self._segment.buffer, self._place(), tag, kind, number, descriptor, offset, nbytes)
         self._behind = 0 if kind == DATA else self._behind + 1
         self.filled.post()
         return True
 
     def read(self) -> MailRecord:
         """Returns the next record, after ``filled`` was taken; the caller posts ``room`` after using the record."""
-        tag, kind, dtype, number, descriptor, offset, nbytes = _FORMAT.unpack_from(self._segment.buffer, self._place())
-        return MailRecord(kind, tag, descriptor, offset, nbytes, dtype, number)
+        tag, kind, number, descriptor, offset, nbytes = _FORMAT.unpack_from(self._segment.buffer, self._place())
+        return MailRecord(kind, tag, descriptor, offset, nbytes, number)
 
     def _place(self) -> int:
         place = self._start + self._next % RECORDS * _FORMAT.size

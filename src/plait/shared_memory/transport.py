@@ -31,8 +31,7 @@ from torch import Tensor
 
 from plait.comm import Comm
 from plait.comm.deadline import clock
-from plait.comm.header import DTYPES
-from plait.comm.operation import NO_NOTE, Operation, copied, name_of
+from plait.comm.operation import NO_NOTE, Operation, copied
 from plait.comm.transport import Started, Transport
 from plait.shared_memory.arena import Arena
 from plait.shared_memory.arrivals import Adding, Arrival, Copying, Hearing
@@ -55,9 +54,6 @@ LAST_SECONDS = 2.0
 
 NAP_SECONDS = 0.001
 """Seconds between two looks at a full mailbox, and at messages that are not yet read."""
-
-CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-"""The code of each dtype in a record."""
 
 
 def transport(comm: Comm) -> Transport:
@@ -258,8 +254,7 @@ class SharedMemoryTransport(Transport):
             block.outgoing = outgoing
             outgoing.lent &= block.lent
             outgoing.sent += 1
-            where, dtype = (block.segment.descriptor, block.offset, data.nbytes), CODES[data.dtype]
-            record = MailRecord(DATA, outgoing.tag, *where, dtype, block.number)
+            record = MailRecord(DATA, outgoing.tag, block.segment.descriptor, block.offset, data.nbytes, block.number)
             for dst in outgoing.readers:
                 outgoing.unread[dst] += 1
                 self._post(dst, record)
@@ -290,9 +285,8 @@ class SharedMemoryTransport(Transport):
         record = early.popleft()
         if not early:
             del self._early[src, tag]
-        if record.nbytes != like.nbytes or record.dtype != CODES[like.dtype]:
-            sent = f"{record.nbytes} bytes of {name_of(DTYPES[record.dtype])}"
-            raise ConnectionError(f"rank {src} sent {sent} where {like.nbytes} of {name_of(like.dtype)} were meant")
+        if record.nbytes != like.nbytes:  # tags, which have the dtype and the shape in them, are checksums
+            raise ConnectionError(f"rank {src} sent {record.nbytes} bytes where {like.nbytes} were meant")
         return record
 
     def view(self, src: int, record: MailRecord, like: Tensor) -> Tensor:

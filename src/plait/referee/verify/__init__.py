@@ -13,6 +13,7 @@ traces.py      what is compared in a search
 causes.py      why the first wrong tensor is wrong
 
 spread.py      benign or not: a layout beside honest runs
+probe_token.py  one token is changed, and the positions whose outputs move are listed
 
 covering.py    a small set of cases in which every two values meet
 cases.py       the layouts of a matrix

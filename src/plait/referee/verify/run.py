@@ -25,6 +25,7 @@ from plait.referee.verify.kernels import repeatable
 from plait.referee.verify.locate import locate, locate_in_plain, replay, required
 from plait.referee.verify.observed import RankRecord, Record
 from plait.referee.verify.plain import run_plain
+from plait.referee.verify.probe_token import as_data, probe_tokens
 from plait.referee.verify.record import ON_TENSOR, collect_records, in_threads, left_out, record_run
 from plait.referee.verify.spread import RUNS, Spread, honest_runs, spread_of
 from plait.referee.wrong import FirstWrong
@@ -212,6 +213,8 @@ def run_verify(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> in
     ``argv`` asks for the same again.
     """
     job = make_job(config.task, config.dtypes)
+    if config.comparison.probe_token:
+        return run_probe(job, config, comm)
     config = config.with_flags(steps=job.steps)  # epochs have become steps
     with working(comm.rank == 0):
         ranks = collect_records(comm, record_run(job, config, comm))
@@ -231,6 +234,19 @@ def run_verify(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> in
     if config.files.json != "-" and (verdict.first or verdict.unplaced):
         screen().print(Text(str(verdict.first or verdict.unplaced)), soft_wrap=True)
     return 0 if verdict.equal else 1
+
+
+def run_probe(job: Job, config: VerifyConfig, comm: Comm) -> int:
+    """This rank's part of a one-token probe; returns 1 on rank 0 if a token leaks."""
+    probed = probe_tokens(job, comm, config.parallelism, config.layout.microbatches)
+    if comm.rank:
+        return 0
+    if config.files.json:
+        write_json(config.files.json, as_data(probed))
+    if config.files.json != "-":
+        for one in probed:
+            screen().print(Text(str(one)), soft_wrap=True)
+    return int(not all(one.right for one in probed))
 
 
 def report(verdict: Verdict) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from plait.predict.memory import formula, state_bytes
 from plait.predict.model import Transformer, from_hugging_face
 from plait.predict.plan import Plan, implementation
 from plait.predict.search import Question, candidates, ranked, rows_in
+from plait.run.launch.render import TARGETS
+from plait.run.launch.spec import LaunchSpec
 from plait.run.measure.layouts import MeasuredPlan, errors_text, measure_layout, measured_table
 from plait.run.report.page.explorer import explorer
 from plait.run.report.page.planned import change_text, plan_report
@@ -119,6 +121,8 @@ class PlanConfig(SizeFlags):
     """A folder for report.html: one page that draws the best layout, with sliders for its neighbours."""
     toml: str | None = None
     """Write the best layout here, as plait train --config reads it; nothing where none fits."""
+    write_script: Literal["slurm", "kubernetes", "skypilot", "modal", "ray", "torchx"] | None = None
+    """Write the job of plait train for this scheduler beside the TOML, as plait submit has it."""
     json: str | None = None
     """Write the result here as JSON; "-" is the standard output."""
 
@@ -127,6 +131,8 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
     """Shows the ranked layouts, and returns the exit code."""
     console = screen(stderr=config.json == "-", soft_wrap=True)
     cluster = read_cluster(config)
+    if config.write_script is not None and config.toml is None:
+        raise ValueError(f"--write-script {config.write_script} without --toml, which the job reads: give --toml FILE")
     if config.toml is not None:
         check_file("toml", config.toml)
     if config.out is not None:
@@ -174,6 +180,10 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
         console.print(f"no layout fits, so {config.toml} is not written")
     if best.fits and config.toml is not None:
         write_text(config.toml, toml)
+        if config.write_script is not None:
+            file, text = script_of(config.write_script, config.toml, cluster)
+            write_text(file, text)
+            console.print(f"{file}:\n\n{text}")
     runs = []
     for one in [one for one in found if one.fits][: config.measure]:
         runs.append(MeasuredPlan(one, measure_layout(to_config(config, one.plan))))
@@ -367,6 +377,18 @@ def to_config(config: PlanConfig, plan: Plan) -> str:
     values |= {"offload": True} if config.offload else {}
     values |= {"sequence_parallel": plan.sequence_parallel, "world": plan.cluster.world, "device": plan.cluster.kind}
     return tomli_w.dumps(values)
+
+
+def script_of(target: str, toml: str, cluster: Cluster) -> tuple[Path, str]:
+    """The file and the text of the job that trains what the TOML says on this cluster."""
+    spec = LaunchSpec(
+        hosts=cluster.hosts,
+        ranks_per_host=cluster.devices,
+        command=("-m", "plait", "train", "--config", toml),
+        gpu=None if cluster.kind == "cpu" else cluster.name,
+    )
+    row = TARGETS[target]
+    return Path(toml).with_suffix(Path(row.file).suffix), row.render(spec)
 
 
 def name_of(config: PlanConfig, plan: Plan) -> str:

@@ -24,6 +24,8 @@ def run(config: VerifyConfig, argv: Sequence[str]) -> int:
     config = with_job(config)
     validate(config)
     body: Callable[[Comm], int] = partial(run_verify, config, argv=argv)
+    if config.comparison.probe_token and (config.comparison.engine, config.comparison.matrix) != (None, None):
+        raise ValueError("--probe-token beside --engine or --matrix: it asks one layout of plait; give one of them")
     if config.comparison.engine is not None:
         config = with_engine(config)
         body = partial(verify_engine, config, argv=argv)

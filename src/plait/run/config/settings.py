@@ -157,6 +157,9 @@ class ComparisonConfig:
     """Print a line for every compared tensor, not only one per kind."""
     locate: bool = True
     """On a difference, run the layout again, record it, and name the first wrong tensor."""
+    probe_token: bool = False
+    """Change one token at a time and list the positions whose outputs move: none before it, of another document or
+    sample. Nothing is trained."""
     spread: int | None = None
     """Number of honest runs (other orders of additions, last bits perturbed) to compare the layout with; None: 0 where
     bits are equal, 8 where 16 bits meet a tensor axis."""

@@ -9,10 +9,10 @@ from importlib.resources import files
 from traceback import extract_tb
 
 from plait.checkpoint.files.writing import write_text
+from plait.run.course.claims import Claims, load_noted
 from plait.run.course.lessons import Lesson, find
 from plait.run.course.merge import align
 from plait.run.course.tracer import RankTrace, trace
-from plait.run.job.user_code import load_file
 from plait.run.report.page.document import document
 from plait.table.mesh import Mesh
 
@@ -26,7 +26,11 @@ BODY = """<header><h1 id="title"></h1>
 <input id="slider" type="range" min="0" aria-label="step"><span id="count" role="status"></span></header>
 <main><section id="source" tabindex="0" aria-label="source"></section>
 <div id="right"><details id="predictions"><summary>Predict first</summary></details>
-<details id="run"><summary>What the run prints</summary><pre></pre></details>
+<details id="run"><summary>What the run prints, and how each number is known</summary>
+<dl><dt>verified</dt><dd>an assert of this lesson met the value in this run</dd>
+<dt>given</dt><dd>a constant of the file</dd><dt>derived</dt><dd>a formula gives it; nothing of that size ran</dd>
+<dt>measured</dt><dd>a time or rate of the machine that ran this</dd>
+<dt>reported</dt><dd>others measured it; the source is named</dd></dl><pre></pre></details>
 <section id="messages" aria-label="messages of this step"></section>
 <section id="ranks" tabindex="0" aria-label="ranks"></section></div></main>
 <footer>Keys: &larr; &rarr; step, Home, End, n and p next and previous message. Each step has its address.</footer>"""
@@ -35,28 +39,27 @@ BODY = """<header><h1 id="title"></h1>
 def lesson_page(lesson: Lesson, *, strict: bool = False) -> str:
     """The page of a lesson: its body on the lesson's own mesh, or its main program on one rank if it has no body.
 
-    The main program runs too.  It asserts what the lesson claims.
+    The main program runs too.  It asserts what the lesson claims, so its numbers can be labelled.
 
     Args:
-        strict: raise for a claim that does not hold.  Otherwise the page shows the error.
+        strict: raise for a claim that does not hold or a number without a label.  Otherwise the page shows the error.
     """
-    module, source = load_file(str(lesson.path), "lesson"), lesson.path.read_text(encoding="utf-8")
+    module, claims = load_noted(lesson.path)
     mesh = Mesh.parse(getattr(module, "MESH", "shard=1"))
     ranks = trace(str(lesson.path), getattr(module, "body", lambda comm: module.main()), mesh)
-    printed = io.StringIO()
     try:
         if hasattr(module, "body"):
-            with redirect_stdout(printed):
+            claims.printed.clear()
+            with redirect_stdout(io.StringIO()):
                 module.main()
-        else:
-            printed.writelines(step.get("said", "") for step in ranks[0].steps)
+        claims.check(lesson.path.name)
     except Exception as error:
         if strict:
             raise
         frames = [one for one in extract_tb(error.__traceback__) if one.filename == str(lesson.path)]
         where = f" at line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
-        printed.write(f"{type(error).__name__}{where}: {error}\n")
-    return page(f"Lesson {lesson.number}: {lesson.title}", source, ranks, printed.getvalue())
+        claims.printed.append((0, f"{type(error).__name__}{where}: {error}\n"))
+    return page(f"Lesson {lesson.number}: {lesson.title}", claims.source, ranks, claims)
 
 
 def write_lesson(number: int, place: str) -> None:
@@ -64,15 +67,20 @@ def write_lesson(number: int, place: str) -> None:
     write_text(place, lesson_page(find(number), strict=True))
 
 
-def page(title: str, source: str, ranks: list[RankTrace], printed: str = "") -> str:
-    """The page, with everything in it, and the text that the program printed."""
+def page(title: str, source: str, ranks: list[RankTrace], claims: Claims | None = None) -> str:
+    """The page, with everything in it.
+
+    Args:
+        claims: what the program printed, with the labels of its numbers, if it ran.
+    """
     css, js = ((files(__package__) / f"viewer.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     recorded = {
         "source": source.splitlines(),
         "ranks": [asdict(rank) for rank in ranks],
         "frames": align(ranks),
         "predictions": predictions(source),
-        "printed": printed,
+        "printed": claims.lines() if claims else [],
+        "numbers": [asdict(number) for number in claims.prose()] if claims else [],
     }
     return document(title, BODY, [css], [js], recorded)
 

@@ -25,7 +25,14 @@ function size(bytes) {
 const lines = data.source.map((text, i) => {
   const line = make("div", undefined, source);
   make("span", String(i + 1), line, "who");
-  make("span", text, line, /^\s*#/.test(text) ? "comment" : "");
+  const written = make("span", undefined, line, /^\s*#/.test(text) ? "comment" : "");
+  let from = 0;
+  for (const number of data.numbers.filter(one => one.line === i + 1)) {
+    written.append(text.slice(from, number.start));
+    from = number.start + number.text.length;
+    make("span", number.text, written, `number ${number.label}`).title = number.label;
+  }
+  written.append(text.slice(from));
   return line;
 });
 
@@ -238,8 +245,11 @@ for (const [i, { question, outcome }] of data.predictions.entries()) {
   make("p", outcome || "Step to the end, or run the lesson: it prints the outcome and asserts it.", answer);
 }
 const printed = document.getElementById("run");
-printed.querySelector("pre").textContent = data.printed;
-printed.hidden = !data.printed;
+for (const { label, text } of data.printed) {
+  make("span", label.padEnd(10), printed.querySelector("pre"), "label");
+  printed.querySelector("pre").append(text);
+}
+printed.hidden = !data.printed.length;
 predictions.hidden = !data.predictions.length;
 
 const here = () => Number(slider.value);

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -89,11 +89,11 @@ class AsWritten(SourceFileLoader):
         return code
 
 
-def load_file(path: str, what: str) -> Any:
+def load_file(path: str, what: str, loader: Callable[[str, str], AsWritten] = AsWritten) -> Any:
     """Runs a file and returns its module.  The file may import its neighbours."""
     read_file(path, f"the {what}")  # refuses a missing or irregular file before Python reads it
     module_name = f"plait_{what}_{Path(path).stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path, loader=AsWritten(module_name, path))
+    spec = importlib.util.spec_from_file_location(module_name, path, loader=loader(module_name, path))
     assert spec is not None and spec.loader is not None
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(path).resolve().parent))  # as if it were the main program

@@ -18,9 +18,9 @@ from two_hosts import TwoHosts, two_hosts
 
 @contextmanager
 def _trained(ground: Ground, out: Path, *more: str) -> Iterator[tuple[TwoHosts, Observed, Observed]]:
-    """The run of all trials, on two hosts."""
+    """The run of all trials, on two hosts: shared memory inside of the one with two ranks, gloo across."""
     with tempfile.TemporaryDirectory(dir=ground.folder) as folder, two_hosts(Path(folder)) as hosts:
-        commands = hosts.torchrun("-m", "plait", *ground.words(out, "--world", "process", *more))
+        commands = hosts.torchrun("-m", "plait", *ground.words(out, "--world", "shared_memory", *more))
         a, b = (ground.start([], {"OMP_NUM_THREADS": "1"}, program=command) for command in commands)
         yield hosts, a, b
 

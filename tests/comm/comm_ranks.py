@@ -23,6 +23,7 @@ from plait.referee.sanitize import sanitized
 from plait.referee.sanitize.collectives import check_collectives
 from plait.referee.sanitize.drift import DriftCheck
 from plait.run.models import gpt, moe
+from plait.shared_memory.several_hosts import HostsTransport
 from plait.table.collectives import Note
 from plait.table.mesh import Mesh
 
@@ -39,16 +40,12 @@ def everything(comm: ProcessComm) -> None:
     for check in comm_checks.EVERYTHING:
         check(comm)
         comm.barrier(("pipe", "replica", "shard", "tensor"))
-    if isinstance(comm.transport, GlooTransport):
-        assert sum(len(b) for b in comm.transport._spare.values()) < 12  # buffers are used again
-    else:
-        assert sum(s.size for s in comm.transport._arena._segments) <= 2**26  # and blocks
-
-
-def by_sockets(comm: ProcessComm) -> None:
-    assert type(comm.transport) is GlooTransport
-    comm.all_reduce(total := torch.ones(3), ("shard",)).wait()
-    assert total.tolist() == [3.0] * 3
+    both = isinstance(comm.transport, HostsTransport)
+    for transport in (comm.transport.inside, comm.transport.across) if both else (comm.transport,):
+        if isinstance(transport, GlooTransport):
+            assert sum(len(b) for b in transport._spare.values()) < 12  # buffers are used again
+        else:
+            assert sum(s.size for s in transport._arena._segments) <= 2**26  # and blocks
 
 
 def gone(comm: ProcessComm) -> None:
@@ -64,6 +61,28 @@ def gone(comm: ProcessComm) -> None:
             print(error)
         else:
             raise AssertionError("no error")
+
+
+def ring(comm: ProcessComm) -> None:
+    """Ranks 0, 1 on a host, 2, 3 on another.  Rank 0 waits for 2, which waits for 3, which waits for 1, which waits for
+    what 0 has begun to send through shared memory: it goes on while 0 waits."""
+    a, b = ("shard",), ("replica",)
+    pieces, number = torch.full((2**23,), float(comm.rank)), torch.ones(1)
+    steps = {
+        "begin": lambda: comm.all_gather(torch.empty(2**24), pieces, a),
+        "across": lambda: comm.all_reduce(number, b).wait(),
+    }
+    order = {0: ("begin", "across", "end"), 1: ("begin", "end", "across")}
+    order |= {2: ("begin", "end", "across"), 3: ("across", "begin", "end")}
+    begun: Any = None
+    for step in order[comm.rank]:
+        if step == "end":
+            begun.wait()
+        elif step == "begin":
+            begun = steps["begin"]()
+        else:
+            steps["across"]()
+    assert number.item() == 2
 
 
 def disagree(comm: ProcessComm) -> None:
@@ -227,8 +246,8 @@ SCENES = {
     f.__name__: f
     for f in (
         everything,
-        by_sockets,
         gone,
+        ring,
         disagree,
         other_shape,
         as_on_gpus,

@@ -1,8 +1,14 @@
-"""A task of srun is a rank: torchrun's variables from Slurm's, which are as Slurm 22.05 set them on two nodes."""
+"""A process that srun, SkyPilot or Modal started is a rank: torchrun's variables from theirs.
+
+Slurm's are as Slurm 22.05 set them on two nodes.
+"""
+
+import sys
+from types import SimpleNamespace
 
 import pytest
 
-from plait.comm.environment import SLURM, WorldVariables, as_torchrun, first_host, launched, port, started
+from plait.comm.environment import LAUNCHERS, WorldVariables, as_torchrun, first_host, launched, port, started
 
 LAST_OF_THREE = {
     "SLURM_DISTRIBUTION": "block",
@@ -36,12 +42,27 @@ BATCH = {
 }
 ALONE = FIRST_OF_THREE | {"SLURM_GTIDS": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "n1"}
 
+SKY = {
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+}
+SKY_OF_FOUR = SKY | {"SKYPILOT_NUM_GPUS_PER_NODE": "4"}
+AS_ONE_OF_FOUR = {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
+ALL = [(LAST_OF_THREE, name) for launcher in [LAUNCHERS["srun"]] for name in (*launcher.alone, *launcher.more)]
+ALL += [(SKY, name) for name in SKY if name != "SKYPILOT_NUM_GPUS_PER_NODE"]
+
 FIX = "start one torchrun"
 
 
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
+        (SKY, "1 2 0 1 10.0.0.7 29500"),
+        (SKY | {"SKYPILOT_NODE_RANK": "0"}, "0 2 0 1 10.0.0.7 29500"),
+        (SKY_OF_FOUR | AS_ONE_OF_FOUR, "7 8 3 4 10.0.0.7 29500"),
+        (SKY | {"SKYPILOT_NODE_IPS": "fd00::7 fd00::8"}, "1 2 0 1 fd00::7 29500"),
         (LAST_OF_THREE, "2 3 0 1 n1 12096"),
         (FIRST_OF_THREE, "0 3 0 2 n1 12096"),
         (ONE_OF_ONE_NODE, "1 3 1 3 127.0.0.1 12100"),
@@ -59,7 +80,7 @@ def test_a_task_is_a_rank(given: dict[str, str], wanted: str) -> None:
     assert launched(environment, fix=FIX) and environment == before
 
 
-@pytest.mark.parametrize("given", [BATCH, ALONE, {}, {"SKYPILOT_NUM_NODES": "1"}])
+@pytest.mark.parametrize("given", [BATCH, ALONE, {}, SKY | {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}])
 def test_one_process_stays_one(given: dict[str, str]) -> None:
     environment = dict(given)
     assert not launched(environment, fix=FIX)
@@ -77,19 +98,52 @@ def test_who_has_a_rank_is_left_alone() -> None:
     assert as_torchrun(FIRST_OF_THREE | {"RANK": "5"}) == {}
 
 
-@pytest.mark.parametrize("name", SLURM)
-def test_half_of_a_set_is_refused(name: str) -> None:
+@pytest.mark.parametrize(("given", "name"), ALL)
+def test_half_of_a_set_is_refused(given: dict[str, str], name: str) -> None:
     """A container may get only some of the variables."""
-    environment = {key: value for key, value in LAST_OF_THREE.items() if key != name}
-    says = rf"SLURM_\w+ is \d, and {name} not set: this program has been started several times.*{FIX}"
+    environment = {key: value for key, value in given.items() if key != name}
+    says = rf"(SLURM|SKYPILOT)_\w+ is \d, and {name} not set: this program has been started several times.*{FIX}"
     with pytest.raises(ValueError, match=says):
         launched(environment, fix=FIX)
 
 
-@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "SKYPILOT_NUM_NODES"])
-def test_one_process_of_several_that_tell_no_rank_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is 2: this program has been started several times"):
-        launched({name: "2"}, fix=FIX)
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (SKY_OF_FOUR, "SKYPILOT_NUM_GPUS_PER_NODE=4, and this process is the only one of its host: start one torchrun"),
+        (SKY | {"SKYPILOT_NODE_IPS": "10.0.0.7"}, "SKYPILOT_NUM_NODES=2, and SKYPILOT_NODE_IPS has 1 addresses"),
+        (SKY | {"SKYPILOT_NODE_RANK": "x"}, "SKYPILOT_NODE_RANK='x' is no whole number"),
+        (SKY | {"SKYPILOT_NODE_RANK": "2"}, "RANK=2 cannot be: ranks of WORLD_SIZE=2 are 0 to 1"),
+        (SKY_OF_FOUR | AS_ONE_OF_FOUR | {"LOCAL_RANK": "4"}, "LOCAL_RANK=4 cannot be"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2: this program has been started several times"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(given: dict[str, str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        launched(dict(given), fix=FIX)
+
+
+class Cluster:
+    def container_ips(self) -> list[str]:
+        return ["fd00::1", "fd00::2", "fd00::3"]
+
+    def container_rank(self) -> int:
+        return 2
+
+
+def test_modals_client_says_which_container_this_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise RuntimeError("Cluster context is not initialized")
+
+    client = SimpleNamespace(Cluster=SimpleNamespace(from_context=Cluster))
+    monkeypatch.setitem(sys.modules, "modal", client)
+    environment: dict[str, str] = {}
+    assert launched(environment, fix=FIX)
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert [environment[name] for name in names] == ["2", "3", "fd00::1", "29500"]
+    assert as_torchrun(AS_ONE_OF_FOUR)["RANK"] == "11" and as_torchrun({"RANK": "0"}) == {}
+    client.Cluster.from_context = none
+    assert not launched({}, fix=FIX)
 
 
 def test_where_nobody_knows_the_host_of_rank_0_its_address_is_asked_for() -> None:

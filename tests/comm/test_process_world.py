@@ -76,8 +76,14 @@ def test_does_what_every_world_does(mesh: str, shared: bool) -> None:
         assert status == 0 and output == "done\n", output
 
 
-def test_several_hosts_share_no_memory() -> None:
-    for status, output in play("by_sockets", "shard=3", shared=True, hosts="aab"):
+@pytest.mark.parametrize(("mesh", "hosts"), [("shard=3", "aab"), ("shard=2 replica=2", "abba")])
+def test_so_does_one_of_several_hosts(mesh: str, hosts: str) -> None:
+    for status, output in play("everything", mesh, shared=True, hosts=hosts):
+        assert status == 0 and output == "done\n", output
+
+
+def test_hosts_do_not_wait_for_each_other_in_a_ring() -> None:
+    for status, output in play("ring", "replica=2 shard=2", deadline=20, shared=True, hosts="aabb"):
         assert status == 0 and output == "done\n", output
 
 

@@ -4,12 +4,15 @@ RANK, WORLD_SIZE              who am I, of how many
 MASTER_ADDR, MASTER_PORT      where the store listens; rank 0 (or torchrun itself) hosts it
 LOCAL_RANK, LOCAL_WORLD_SIZE  the same within this host, where the launcher says so; several may share a host
 
-Slurm has other variables, which ``as_torchrun`` translates: with ``srun`` a task is a rank.
+Other launchers have other variables, which ``as_torchrun`` translates.
 
-    SLURM_STEP_NUM_TASKS, SLURM_PROCID     the number of tasks, and this one's, among SLURM_GTIDS on its node
-    SLURM_STEP_NODELIST                    its first node has task 0, which hosts the store
-    SLURM_JOB_ID, SLURM_STEP_ID            the store's port: steps at the same time have different ones
+    srun        SLURM_STEP_NUM_TASKS, SLURM_PROCID     a task is a rank, among SLURM_GTIDS on its node
+                SLURM_STEP_NODELIST                    its first node has task 0, which hosts the store
+                SLURM_JOB_ID, SLURM_STEP_ID            the store's port: steps at the same time have different ones
+    SkyPilot    SKYPILOT_NUM_NODES, SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS
+    Modal       no variables: its client says MODAL_CLUSTER_SIZE, MODAL_CLUSTER_RANK, MODAL_CLUSTER_IPS
 
+SkyPilot and Modal start a process on each host: it is a rank, or a launcher that sets LOCAL_RANK and LOCAL_WORLD_SIZE.
 ``SLURM_LAUNCH_NODE_IPADDR`` names the host where ``srun`` was called, which may have no rank.
 """
 
@@ -17,9 +20,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+import sys
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
@@ -37,6 +41,8 @@ def variables(given: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     return ("RANK", "WORLD_SIZE") if given.get(STORE) else VARIABLES
 
 
+PORT = "29500"
+"""torchrun's own default port of a store."""
 FIRST_PORT, PORTS = 12000, 20000
 """Ports of Slurm's steps: below those that Linux gives to connections, and above those of services."""
 STEPS = 16
@@ -70,44 +76,90 @@ def port(job: str, step: str) -> int:
     return FIRST_PORT + number % PORTS
 
 
-SLURM = (
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_PROCID",
-    "SLURM_GTIDS",
-    "SLURM_LOCALID",
-    "SLURM_STEP_NODELIST",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-)
-ALONE = {
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_PROCID": "0",
-    "SKYPILOT_NUM_NODES": "1",
-    "OMPI_COMM_WORLD_SIZE": "1",
-    "PMI_SIZE": "1",
+def _hosts(said: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """A process on each host: the first variable has their number, the second this one's, the third their addresses."""
+    (size, _), (index, _), (listed, addresses) = said.items()
+    hosts, host = _number(said, size, 1, MOST_RANKS), _number(said, index, 0, MOST_RANKS)
+    if len(addresses.split()) != hosts:
+        raise ValueError(f"{size}={hosts}, and {listed} has {len(addresses.split())} addresses")
+    gpus = _number(given, "SKYPILOT_NUM_GPUS_PER_NODE", 0, MOST_RANKS, default=1)
+    if gpus > 1 and not given.get("LOCAL_WORLD_SIZE", "").strip():
+        raise ValueError(
+            f"SKYPILOT_NUM_GPUS_PER_NODE={gpus}, and this process is the only one of its host: start one torchrun on "
+            f"each host, as plait submit skypilot does, or set LOCAL_RANK and LOCAL_WORLD_SIZE"
+        )
+    here = _number(given, "LOCAL_WORLD_SIZE", 1, MOST_RANKS, default=1)
+    mine = _number(given, "LOCAL_RANK", 0, here - 1, default=0)
+    return {
+        "RANK": str(host * here + mine),
+        "WORLD_SIZE": str(hosts * here),
+        "LOCAL_RANK": str(mine),
+        "LOCAL_WORLD_SIZE": str(here),
+        "MASTER_ADDR": addresses.split()[0],
+        "MASTER_PORT": PORT,
+    }
+
+
+class Launcher(NamedTuple):
+    """A launcher that says in its own way which rank a process is."""
+
+    alone: Mapping[str, str]
+    """Values of a process that is the only one: another value means that it is one of several."""
+    more: tuple[str, ...] = ()
+    """Variables that tell its rank, besides those."""
+    read: Callable[[Mapping[str, str], Mapping[str, str]], dict[str, str]] | None = None
+    """Makes torchrun's variables of them; None: they tell too little."""
+
+
+LAUNCHERS = {
+    "srun": Launcher(
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        ("SLURM_GTIDS", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+        _srun,
+    ),
+    "SkyPilot": Launcher({"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}, ("SKYPILOT_NODE_IPS",), _hosts),
+    "Modal": Launcher({"MODAL_CLUSTER_SIZE": "1", "MODAL_CLUSTER_RANK": "0"}, ("MODAL_CLUSTER_IPS",), _hosts),
+    "mpirun": Launcher({"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"}),
 }
-"""Variables of launchers in a process that is the only one: another value means that it is one of several.
-``SLURM_NTASKS`` is left out: it differs in the script of a job too, which runs once."""
+"""Launchers besides torchrun.  ``SLURM_NTASKS`` is left out: it differs in the script of a job too, which runs once."""
 
 
 def as_torchrun(given: Mapping[str, str]) -> dict[str, str]:
-    """Returns torchrun's variables of a task of ``srun`` that is one of several, without those set.
+    """Returns torchrun's variables of a process that another launcher started as one of several, without those set.
 
     Nothing where it is the only one, where RANK is set (torchrun, or the user, numbers the ranks), and where a variable
     is missing that tells it.
 
     Raises:
-        ValueError: the host of rank 0 is not known.
+        ValueError: the host of rank 0 is not known, variables contradict each other, or one is no number.
     """
-    said = {name: given.get(name, "").strip() for name in SLURM}
-    if given.get("RANK", "").strip() or not all(said.values()) or said["SLURM_STEP_NUM_TASKS"] == "1":
+    if given.get("RANK", "").strip():
         return {}
-    return {name: value for name, value in _srun(said, given).items() if not given.get(name, "").strip()}
+    given = {**_of_modal(), **given}
+    for launcher in LAUNCHERS.values():
+        said = {name: given.get(name, "").strip() for name in (*launcher.alone, *launcher.more)}
+        if launcher.read and all(said.values()) and next(iter(said.values())) != "1":
+            return {
+                name: value for name, value in launcher.read(said, given).items() if not given.get(name, "").strip()
+            }
+    return {}
+
+
+def _of_modal() -> dict[str, str]:
+    """Modal's cluster, in a container of one whose program has imported Modal's client."""
+    client: Any = sys.modules.get("modal")
+    try:
+        cluster = client.Cluster.from_context()
+    except Exception:  # there is no client, or no cluster
+        return {}
+    hosts = cluster.container_ips()
+    names = ("MODAL_CLUSTER_SIZE", "MODAL_CLUSTER_RANK", "MODAL_CLUSTER_IPS")
+    return dict(zip(names, (str(len(hosts)), str(cluster.container_rank()), " ".join(hosts)), strict=True))
 
 
 def launched(environment: MutableMapping[str, str] = os.environ, ranks: int | None = None, *, fix: str) -> bool:
     """True if a launcher has started this process as one of several ranks, and said so in torchrun's variables, or in
-    Slurm's: then torchrun's are set.
+    its own: then torchrun's are set.
 
     Args:
         ranks: their number, if known; shown to a user who forgot torchrun.
@@ -120,14 +172,15 @@ def launched(environment: MutableMapping[str, str] = os.environ, ranks: int | No
     if any(environment.get(name, "").strip() for name in ("RANK", "WORLD_SIZE")):
         WorldVariables.read(environment, ranks)
         return True
-    missing = ", ".join(name for name in SLURM if not environment.get(name, "").strip())
-    for name, alone in ALONE.items():
-        if (number := environment.get(name, alone)) != alone:
-            unknown = f", and {missing} not set" if name in SLURM and missing else ""
-            raise ValueError(
-                f"{name} is {one_line(number, 60)}{unknown}: this program has been started several times, and each "
-                f"would be the whole run: {fix}; for separate runs unset {name}"
-            )
+    for launcher in LAUNCHERS.values():
+        missing = [name for name in (*launcher.alone, *launcher.more) if not environment.get(name, "").strip()]
+        unknown = f", and {', '.join(missing)} not set" if launcher.read and missing else ""
+        for name, alone in launcher.alone.items():
+            if (number := environment.get(name, alone)) != alone:
+                raise ValueError(
+                    f"{name} is {one_line(number, 60)}{unknown}: this program has been started several times, and each "
+                    f"would be the whole run: {fix}; for separate runs unset {', '.join(launcher.alone)}"
+                )
     return False
 
 

@@ -35,7 +35,7 @@ from plait.comm.init_process import init_process
 from plait.comm.nccl import NcclTransport
 from plait.comm.operation import DONE, NO_NOTE, Group, copied, label
 from plait.comm.ordered_reduce import ordered_sum
-from plait.comm.process_identity import Peer, hosts_of, on_hosts
+from plait.comm.process_identity import Peer, on_hosts
 from plait.comm.transport import SHARED_MEMORY, Started, Transport
 from plait.table.mesh import Mesh
 
@@ -108,7 +108,7 @@ class ProcessComm(Comm):
         self.transport: Transport
         if shared_memory and self.device.type != "cpu":
             raise ValueError(f"shared memory moves tensors of CPUs, and this world is on {self.device}: leave it out")
-        if shared_memory and len(hosts_of(self.peers)) == 1:
+        if shared_memory:
             self.transport = import_module(SHARED_MEMORY).transport(self)
         elif self.device.type == "cuda":
             self.transport = NcclTransport(self)
@@ -137,8 +137,7 @@ class ProcessComm(Comm):
 
         Args:
             facts: further values that must be the same on all ranks, by name.
-            shared_memory: the ranks of one host move tensors of CPUs through memory that they share; ranks on several
-                hosts go by gloo all the same.
+            shared_memory: the ranks of a host move tensors of CPUs through memory that they share.
 
         Raises:
             ValueError: variables missing or wrong, another number of processes than the mesh has ranks, ranks that
@@ -165,7 +164,7 @@ class ProcessComm(Comm):
         }
 
         def backend(peers: Sequence[Peer]) -> str:
-            if shared_memory and len(hosts_of(peers)) == 1:
+            if shared_memory and len({peer.host for peer in peers}) == 1:
                 return ""
             if there:
                 _check_group(place)

@@ -1,7 +1,7 @@
 """Moves the messages of a process; the part that all transports share.
 
     gloo.py, nccl.py           sockets and GPUs, over torch.distributed
-    ``SHARED_MEMORY``, a wing  memory that the ranks of one host share; imported by the first world that asks for it
+    ``SHARED_MEMORY``, a wing  memory that the ranks of a host share; imported by the first world that asks for it
 
 After its first failure a transport starts nothing more, because nothing is promised about what is still under way.
 """
@@ -21,7 +21,7 @@ from plait.comm.operation import Operation
 if TYPE_CHECKING:
     from plait.comm.base import Comm
 
-SHARED_MEMORY = "plait.shared_memory.transport"
+SHARED_MEMORY = "plait.shared_memory.several_hosts"
 """The module whose ``transport(comm)`` makes the transport over shared memory."""
 
 Started = tuple[Any, Tensor]

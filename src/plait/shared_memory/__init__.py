@@ -2,7 +2,8 @@
 
 .. code-block:: text
 
-    transport.py         messages and exchanges, made of the parts below      start here
+    several_hosts.py     makes the transport of a world; sockets between hosts      start here
+    transport.py         messages and exchanges, made of the parts below
     mailbox_registry.py  makes, publishes and opens the mailboxes of all ranks
     mailbox.py           rings of records: where a message is, and which blocks were read
     alarm.py             wakes a rank that sleeps

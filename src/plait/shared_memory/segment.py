@@ -43,6 +43,8 @@ class Segment:
         Raises:
             MemoryError: less memory is left; the message has the numbers.
         """
+        if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+            raise ValueError("memory that ranks share needs Linux 5.3, and a Python made for it: take --world process")
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         text = f"{size / 2**20:.1f} MiB of shared memory cannot be had"
         fix = "give smaller units or a smaller batch, or take --world process"

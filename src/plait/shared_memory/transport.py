@@ -56,12 +56,6 @@ NAP_SECONDS = 0.001
 """Seconds between two looks at a full mailbox, and at messages that are not yet read."""
 
 
-def transport(comm: Comm) -> Transport:
-    """Makes the transport of one rank; ``comm/process.py`` imports this by name."""
-    assert comm.store is not None
-    return SharedMemoryTransport(MailboxRegistry(comm.rank, comm.store, comm.peers, clock() + comm.deadline), comm)
-
-
 class SharedMemoryTransport(Transport):
     """Messages of one rank."""
 
@@ -194,6 +188,20 @@ class SharedMemoryTransport(Transport):
                 self.broken = self.broken or f"this world broke down earlier, in {operation}"
                 raise
 
+    @property
+    def is_busy(self) -> bool:
+        """True if something is under way that others may wait for, and that goes on only in this rank's waits."""
+        return bool(self._unsent or self._under_way)
+
+    def get_on(self, operation: Operation) -> None:
+        """Advances the messages under way, while this rank waits for ``operation`` elsewhere."""
+        try:
+            self._drain_all()
+            self._advance()
+            self._send_rest()
+        except (ConnectionError, TimeoutError) as error:
+            raise self.failure(operation, error) from error
+
     def close(self) -> None:
         """Stays until the others have its messages, or for its deadline; then says that it leaves."""
         if os.getpid() != self._process:  # a copy, made by fork
@@ -324,7 +332,7 @@ class SharedMemoryTransport(Transport):
                 self._send_rest()
         self._under_way.pop(id(arrival), None)
 
-    def _advance(self, but: Arrival) -> None:
+    def _advance(self, but: Arrival | None = None) -> None:
         """Advances all arrivals that are under way, but one."""
         for key, arrival in list(self._under_way.items()):
             if arrival is not but and arrival.advance():

@@ -44,7 +44,7 @@ LATE = ("torch._dynamo", "tyro._backends._tyro_backend")
 NO_PROCESS = "no process can be started ({}): raise `ulimit -u` or the pids.max of the cgroup, or use fewer ranks"
 
 
-RANKS_NEED = ("plait.comm.process", "plait.shared_memory.transport", "plait.run.watch.rank")
+RANKS_NEED = ("plait.comm.process", "plait.shared_memory.several_hosts", "plait.run.watch.rank")
 """Modules that every rank imports."""
 
 PYTHON = (sys.executable, "-P")

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
     from plait.referee.witness.record import witness as witness
     from plait.run.injection import inject
     from plait.run.job.own import UserJob
-    from plait.sharded import LayoutError, ShardedTensor, annotate, auto_redistribute, dropout_stream, explain
+    from plait.sharded import LayoutError, ShardedTensor, auto_redistribute, dropout_stream
+    from plait.sharded.annotate import annotate as annotate
+    from plait.sharded.explain import explain as explain
     from plait.sharded.layout import Layout
     from plait.step import EMA, Engine, Evaluation, StepResult, elementwise, empty_parameters
     from plait.table.cells import TABLE, Cell, Strategy, parse_strategy

@@ -46,6 +46,10 @@ def test_a_model_with_one_list_of_blocks_is_the_run_of_one_process(kind: type[nn
     same(distinct(kind()), mesh, row, **settings)
 
 
+def test_units_are_gathered_in_one_order_where_a_shape_is_new_on_one_rank_alone() -> None:
+    same(distinct(Between()), "pipe=2 shard=2", "zero3", schedule="gpipe", hold=None)
+
+
 @pytest.mark.parametrize("kind", [Remembered, Carried, Records])
 def test_what_crosses_does_so_under_no_grad_too(kind: type[nn.Module]) -> None:
     """An evaluation before the first step learns what later links are given; so does a model that is half frozen."""

@@ -215,7 +215,9 @@ class BoundaryState:
         """A tensor is read behind the stage's last link; whether it goes on under a key of its own."""
         key, version = cast(Search, self.search).known.get(id(tensor), (None, 0))
         if key is not None and tensor._version == version:  # else it is not what the module returned
-            self.values.setdefault(key, (self._copy(tensor), 0))
+            copy = self._copy(tensor)
+            parameter = isinstance(tensor, nn.Parameter)
+            self.values.setdefault(key, (copy, 0) if parameter else (tensor, version))
         return key is not None
 
     def offer(self, name: str, given: Sequence[Any]) -> None:
@@ -234,7 +236,9 @@ class BoundaryState:
                 self.values[key] = self._copy(tensor), 0
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """One for each version, because code behind may write to it."""
+        """One for each version, because code behind may write to it.  It goes in the place of what was written to: a
+        copy's node is a later one than its tensor's, and units are gathered in the order of the backward's nodes, which
+        must not depend on whether a rank has seen a shape before."""
         kept = self._copies.setdefault((id(tensor), tensor._version), (tensor, tensor.clone()))
         return kept[1]
 
@@ -246,7 +250,9 @@ class BoundaryState:
             tree = self.learned.stream
         for key in sorted(self.values) if self.learned is None else self.learned.values:
             tensor, version = self.values.get(key, (None, 0))
-            if tensor is None or tensor._version != version:
+            if tensor is not None and tensor._version != version:
+                tensor = self._copies.get((id(tensor), version), (None, None))[1]
+            if tensor is None:
                 raise ValueError(
                     f"what {key.module!r} is given, or returns, is read behind the boundary of a stage; for an earlier "
                     f"batch it was there, and now it is not, or was written to in place: let the model make a new one"

@@ -159,7 +159,7 @@ def test_a_rank_that_was_killed_on_another_host_is_told_once(
     hears(neighbours, Status(1, "b", 13, "running", 7), ProcessState(13, "gone", -9))
     for _ in range(2):
         neighbours._looked = 0.0
-        neighbours.look()
+        neighbours.look(lambda: None)
     assert capsys.readouterr().err.count("plait: rank 1 was killed by SIGKILL\n") == 1
 
 

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,8 +122,8 @@ class Neighbours:
         """Called when the first step begins: all ranks have written on the page, and the next look meets them."""
         self._at_once = True
 
-    def look(self) -> None:
-        """Called at every heartbeat, and when a descriptor is readable."""
+    def look(self, beat: Callable[[], None]) -> None:
+        """Called at every heartbeat, and when a descriptor is readable; ``beat`` writes this rank's record."""
         if self.hosts is not None:
             self.hosts.look()
         now = time.monotonic()
@@ -133,7 +134,9 @@ class Neighbours:
         lower = [s for s, p in seen if s.rank < self.comm.rank and p.state != "gone"]
         before = sum(s.state not in ("done", "failed") and now - s.heartbeat < 4 * BEAT for s in lower)
         if "ended" not in self._told and any(_ended_badly(s, p) for s, p in seen if s.rank != self.comm.rank):
-            time.sleep(SETTLE + min(before, 4) * BEAT)
+            for _ in range(3):
+                time.sleep((SETTLE + min(before, 4) * BEAT) / 3)
+                beat()
             self._tell(ENDED)
         elif not before:
             self._tell(frozenset({"stopped", "stands still", "crossed", "straggler"}))

@@ -143,7 +143,7 @@ class RankSide(Observer):
             if self.page.stop and not self.comm.stop_signal:
                 self.comm.stop_signal = self.page.stop
             if self.neighbours is not None:
-                self.neighbours.look()
+                self.neighbours.look(self._write)
             for number in self._signals.take():
                 self._hear(number)
 

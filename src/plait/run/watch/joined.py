@@ -136,7 +136,7 @@ class Neighbours:
         if "ended" not in self._told and any(_ended_badly(s, p) for s, p in seen if s.rank != self.comm.rank):
             for _ in range(3):
                 time.sleep((SETTLE + min(before, 4) * BEAT) / 3)
-                beat()
+                beat()  # others report how this rank goes on
             self._tell(ENDED)
         elif not before:
             self._tell(frozenset({"stopped", "stands still", "crossed", "straggler"}))

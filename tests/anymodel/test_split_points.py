@@ -238,6 +238,6 @@ class Again(nn.Module):
 
 
 def test_a_link_that_runs_again_is_refused_or_right() -> None:
-    """By its order on its own stage; on another one it is a tied weight."""
+    """Its own stage refuses it by its order; on another stage it is a tied weight."""
     same(distinct(Again(1)), "pipe=2")
     refused("link 'blocks.1' ran where no more was to come", distinct(Again(2)))

@@ -51,6 +51,6 @@ def test_values_become_trees_and_values_again() -> None:
     assert [id(tensor) for tensor in tensors] == [id(a), id(b)], "each once"
     assert value_of(tree, [a, b]) == value and repr(value_of(tree, [a, b])) == repr(value)
     assert value_of(tree, ["a", "b"])[2] == {"k": "b", 3: "a"}
-    for wrong in (object(), Unnamed(a)):
+    for wrong in (object(), Unnamed(a), {(1, 2): a}, {torch.float32: a}):
         with pytest.raises(ValueError, match=r"from stage to stage go tensors.*export.register_dataclass"):
             tree_of([wrong], [])

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from plait.run.formats.dcp import import_dcp
-from plait.run.formats.foreign_pickle import unpickled
+from plait.run.formats.foreign_pickle import _layout, unpickled
 from plait.run.formats.torch_folder import read_folder
 
 
@@ -59,12 +59,20 @@ PROGRAMS: dict[str, bytes] = {
     "a new value": b"K\x01)\x81.",
     "an attribute of a value": b"cbuiltins\ngetattr\nK\x01X\x04\x00\x00\x00real\x86R.",
     "an attribute of getattr": b"cbuiltins\ngetattr\ncbuiltins\ngetattr\nX\x08\x00\x00\x00__self__\x86R.",
+    "a state for a dict": b"}}b.",
+    "a state for a class": META + b"Metadata\nN}X\x04\x00\x00\x00sizeK\x01s\x86b.",
+    "a state for a function": b"ctorch.serialization\n_get_layout\n}X\x05\x00\x00\x00cacheK\x01sb.",
+    "a state that is no dict": INDEX + b"K\x01b.",
     "items of a number": b"K\x01K\x02K\x03s.",
     "a layout of its own": b"ctorch.serialization\n_get_layout\nX\x02\x00\x00\x00os\x85R.",
     "a long text": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"a.",
     "a long frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"j.",
     "a long number": b"\x80\x02\x8b" + struct.pack("<i", 1 << 30) + b"\1.",
     "an array": b"\x80\x05\x96" + struct.pack("<Q", 1 << 62) + b"a.",
+    "a tower as a key": b"}" + TOWER + b"K\x01s.",
+    "a tower among keys": b"}(" + TOWER + b"K\x01u.",
+    "a tower in a key": b"}" + INDEX + b"}X\x03\x00\x00\x00fqnNsX\x06\x00\x00\x00offset" + TOWER + b"sbK\x01s.",
+    "a tower in a dict": b"ccollections\nOrderedDict\n]" + TOWER + b"K\x01\x86a\x85R.",
     "a tower as a member": META + b"_MEM_FORMAT_ENCODING\n" + TOWER + b"\x85R.",
     "a tower as a layout": b"ctorch.serialization\n_get_layout\n" + TOWER + b"\x85R.",
     "cut short": pickle.dumps({"a": [1.5, "b"]})[:-3],
@@ -90,6 +98,7 @@ def test_nothing_that_a_pickle_says_is_run_or_allocated(
         tracemalloc.stop()
     assert peak < (1 << 25 if "tower" in name else 1 << 20)
     assert not list(tmp_path.iterdir())
+    assert not hasattr(Metadata, "size") and not hasattr(_layout, "cache")
 
 
 @pytest.mark.parametrize("field", ["relative_path", "offset", "length", "offsets", "sizes", "size", "chunks"])

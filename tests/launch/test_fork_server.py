@@ -1,4 +1,4 @@
-"""The process of which ranks are copies: what it is spared, and what is said when it is gone."""
+"""The process of which ranks are copies: what it is spared, and what is said when it is gone or stopped."""
 
 import errno
 import os
@@ -45,13 +45,20 @@ def test_one_line_says_that_it_is_gone(serve: Serve, number: signal.Signals) -> 
                 server.ended()
 
 
-def test_one_that_does_not_answer_is_ended_at_the_deadline(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "ANSWER_SECONDS", 0.2)
+@pytest.mark.parametrize(("ask", "stops"), [("fork", False), ("fork", True), ("ended", True)])
+def test_one_that_does_not_answer_or_is_stopped_is_ended_at_the_deadline(
+    ask: str, stops: bool, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "ANSWER_SECONDS", 0.2 if not stops else 100)
     server, pid = serve("import time; time.sleep(100)", deadline=0.5)
     assert server.ended() == {}
+    if stops:
+        os.kill(pid, signal.SIGSTOP)
     start = time.monotonic()
-    with pytest.raises(ConnectionError, match=rf"\(pid {pid}\) does not answer: it is ended"):
-        server.fork({})
+    with pytest.raises(ConnectionError, match=rf"\(pid {pid}\) is stopped, or does not answer"):
+        while time.monotonic() < start + 30:
+            server.fork({}) if ask == "fork" else server.ended()
+            time.sleep(0.01)
     assert time.monotonic() > start + 0.4
 
 

@@ -91,8 +91,13 @@ def tree_of(value: Any, tensors: list[Tensor]) -> Tree:
     told = [{"tensor": number_of(leaf, tensors)} if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     try:
         if not (wrong := [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]):
-            return [treespec_dumps(spec), told]
-    except NotImplementedError as error:  # a class that is registered without a name
+            if treespec_loads(text := treespec_dumps(spec)) == spec:
+                return [text, told]
+            wrong = [f"{type(value).__name__} with keys that are no numbers or texts"]
+    except (
+        NotImplementedError,
+        TypeError,
+    ) as error:  # a class that is registered without a name, a key of another kind
         wrong = [f"{type(value).__name__} ({error})"]
     raise ValueError(
         f"{wrong[0]}: from stage to stage go tensors, numbers, text and None, in tuples, lists, dicts and classes that "

@@ -50,7 +50,7 @@ def init_process(
     Raises:
         ConnectionError: the port is taken, or another program than a store answers there.
         TimeoutError: some ranks did not come within the deadline; the message names them.
-        ValueError: two processes have one rank, or ranks differ in a fact; the message names them.
+        ValueError: two processes have rank 0, or ranks differ in a fact; the message names them.
     """
     end, rank = clock() + deadline, place.rank
     same = {"WORLD_SIZE": str(place.size), **facts}

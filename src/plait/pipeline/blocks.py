@@ -7,7 +7,7 @@
 
 A model promises two things by naming its blocks.  Its forward runs them in this order, each once, as
 ``carry = block(carry, ...)``; a carry is a tensor or a pytree of tensors.  All else that it gives to a block (masks,
-positions) it makes of its own inputs, without parameters.  An ``nn.Sequential`` keeps this by construction.
+positions) it makes from its own inputs, without parameters.  An ``nn.Sequential`` keeps this by construction.
 
 Each stage runs the model's own forward.  A block before the stage's first one returns NaN, marked ``NotHere``: a broken
 promise brings it into the carry or the loss, which are refused.  The last of these blocks returns what came from the

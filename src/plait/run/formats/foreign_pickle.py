@@ -10,7 +10,7 @@ is the one in Python, since the one in C takes memory for lengths that a file on
 import io
 import pickle
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import metadata as form
@@ -62,8 +62,39 @@ NAMES: dict[str, Any] = {
 }
 
 
+_STEPS: Any = pickle._Unpickler.dispatch
+_BUILD, _SET_ITEM, _SET_ITEMS = (code[0] for code in (pickle.BUILD, pickle.SETITEM, pickle.SETITEMS))
+
+
+def _build(machine: Any) -> None:
+    """Gives fields to a new object, and to nothing else."""
+    if type(machine.stack[-2]) not in CLASSES or not isinstance(machine.stack[-1], dict | tuple):
+        raise ValueError("a pickle gives fields to an object that has none")
+    _STEPS[_BUILD](machine)
+
+
+def _set_item(machine: Any) -> None:
+    _check_key(machine.stack[-2])
+    _STEPS[_SET_ITEM](machine)
+
+
+def _set_items(machine: Any) -> None:
+    for key in machine.stack[::2]:
+        _check_key(key)
+    _STEPS[_SET_ITEMS](machine)
+
+
+def _check_key(key: object) -> None:
+    """Hashing takes one step: a tower of tuples would end the process."""
+    parts = (key.fqn, key.offset, key.index) if type(key) is form.MetadataIndex else (key,)
+    if not all(one is None or type(one) in (str, int, torch.Size) for one in parts):
+        raise ValueError(f"a pickle has a {type(key).__name__} as a key")
+
+
 class _Machine(pickle._Unpickler):
     """A stack machine that knows ``NAMES`` alone."""
+
+    dispatch: ClassVar[dict[int, Any]] = {**_STEPS, _BUILD: _build, _SET_ITEM: _set_item, _SET_ITEMS: _set_items}
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"

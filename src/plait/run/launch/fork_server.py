@@ -13,6 +13,7 @@ starts.
 import ctypes
 import importlib
 import json
+import math
 import os
 import runpy
 import select
@@ -20,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,7 +32,7 @@ from plait.messages.escape import say
 from plait.messages.wording import signal_name
 from plait.run.launch.failure import leave, open_closed
 from plait.run.launch.signals import ASKING
-from plait.run.watch.processes import readable
+from plait.run.watch.processes import look, readable
 
 LARGEST = 1 << 20
 """Most bytes of a message."""
@@ -40,6 +42,9 @@ ANSWER_SECONDS = 120.0
 
 LATE = ("torch._dynamo", "tyro._backends._tyro_backend")
 """Modules that torch and tyro import at their first use, in a second or more."""
+
+BETWEEN_SECONDS = 0.5
+"""Seconds between two checks of a server that has not answered yet."""
 
 NO_PROCESS = "no process can be started ({}): raise `ulimit -u` or the pids.max of the cgroup, or use fewer ranks"
 
@@ -62,7 +67,7 @@ class ForkServer:
     Args:
         command: the words after ``python`` on the command line of a rank: ``-m module words...`` or ``script words...``
         environment: all variables of the ranks, except those that differ between them.
-        deadline: seconds to wait for an answer, if they are more than ``ANSWER_SECONDS``.
+        deadline: seconds for which the server may be stopped.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], deadline: float = 60.0) -> None:
@@ -83,6 +88,7 @@ class ForkServer:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
         self._ended: dict[int, int] = {}
+        self._runs = time.monotonic()
 
     def fork(self, variables: Mapping[str, str]) -> int:
         """Starts a rank with these variables as well; returns its process id.
@@ -93,22 +99,34 @@ class ForkServer:
         """
         with self._in_one_line():
             self._line.send(json.dumps(variables).encode())
-            message = {"ended": 0}
-            while "ended" in message:
-                if not readable([self._line.fileno()], max(ANSWER_SECONDS, self._deadline)):
-                    raise TimeoutError
-                message = self._receive()
+            end = time.monotonic() + max(ANSWER_SECONDS, self._deadline)
+            while True:
+                while not readable([self._line.fileno()], BETWEEN_SECONDS):
+                    self._check_it_runs(end)
+                if "ended" not in (message := self._receive()):
+                    break
         if "failed" in message:
             raise ValueError(NO_PROCESS.format(os.strerror(message["failed"])))
         return message["started"]
 
     def ended(self) -> Mapping[int, int]:
         """Returns the exit codes of the ranks that have ended, by process id; below 0, the signal that killed one.
-        ConnectionError if the server is gone."""
+        ConnectionError if the server is gone, or has been stopped for the deadline."""
         with self._in_one_line():
             while readable([self._line.fileno()], 0):
                 self._receive()  # also the answer that an interrupted ``fork`` has not taken
+            self._check_it_runs(math.inf)
         return self._ended
+
+    def _check_it_runs(self, end: float) -> None:
+        """Raises TimeoutError if a wait is past its end, or the server has been stopped for the deadline."""
+        from plait.comm.deadline import awake_since  # with torch, which the launcher has by now
+
+        now = time.monotonic()
+        if look(self._process.pid).state != "stopped":
+            self._runs = now
+        if now > min(end, max(self._runs, awake_since()) + self._deadline):
+            raise TimeoutError
 
     def close(self) -> None:
         """Ends the server, and with it every rank that is left."""
@@ -137,7 +155,7 @@ class ForkServer:
             raise ConnectionError(f"{who} {ended}; its ranks ended too") from None
         except TimeoutError:
             self._process.kill()
-            raise ConnectionError(f"{who} does not answer: it is ended, with its ranks") from None
+            raise ConnectionError(f"{who} is stopped, or does not answer: it is ended, with its ranks") from None
 
 
 def die_with(parent: int) -> None:

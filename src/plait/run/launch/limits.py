@@ -1,4 +1,4 @@
-"""How often a run is started again after a fault, and how long it may take to end."""
+"""Limits of a run: restarts after a fault, and seconds in which it ends when it is asked to."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

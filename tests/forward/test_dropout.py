@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from plait.comm import run
 from plait.forward.context import CurrentForward
 from plait.forward.dropout import DropoutRNG
+from plait.forward.masks import keep_mask
 from plait.step import Engine
 from plait.table.mesh import Mesh
 
@@ -107,13 +108,9 @@ def test_something_is_dropped_and_anew_in_every_step_and_for_every_seed(kind: st
 
 
 def test_how_many_elements_are_dropped() -> None:
-    from plait.forward.masks import keep_mask
-
-    for p in (0.1, 0.5, 0.9):
+    for p, error in ((0.0, 0.0), (0.1, 0.003), (0.5, 0.003), (0.9, 0.003), (1.0, 0.0)):
         share = keep_mask([1, 2, 3], 200_000, p, torch.device("cpu")).double().mean().item()
-        assert abs(share - (1 - p)) < 0.003
-    assert bool(keep_mask([1], 1000, 0.0, torch.device("cpu")).all())
-    assert not bool(keep_mask([1], 1000, 1.0, torch.device("cpu")).any())
+        assert abs(share - (1 - p)) <= error
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero3"])

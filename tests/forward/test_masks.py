@@ -15,14 +15,15 @@ import plait
 from plait.comm import Comm
 from plait.forward.context import RNGPosition
 from plait.forward.dropout import DropoutRNG
-from plait.forward.masks import Slice
+from plait.forward.masks import Slice, keep_mask, stream_bits
 from plait.step import Engine
 from plait.table.region import part
 
+CPU = torch.device("cpu")
 
-def _sum(net: nn.Module, tokens: Tensor) -> Tensor:
-    total: Tensor = net(tokens).square().sum()
-    return total
+
+def _sum(net: nn.Module, tokens: Tensor) -> Any:
+    return net(tokens).square().sum()
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -36,7 +37,12 @@ def test_indices_of_a_slice_are_those_within_the_whole(dim: int) -> None:
             assert torch.equal(place(torch.arange(local.numel())), local.reshape(-1))
 
 
-# ---- what the plan does not say ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(("keys", "numel"), [([7, 2**63, 2**64 - 1], 35), ([5, 2**40], 66_000), ([], 5), ([9], 0)])
+@pytest.mark.parametrize("p", [0.0, 1e-9, 0.3, 1.0])
+@pytest.mark.parametrize("place", [None, lambda index: index * 3 + 2**31])
+def test_numpy_makes_the_masks_of_torch(keys: list[int], numel: int, p: float, place: Any) -> None:
+    expected = stream_bits(keys, numel, CPU, place) >= int(p * 2**32)
+    assert torch.equal(keep_mask(keys, numel, p, CPU, place), expected)
 
 
 def test_flattened_tokens_under_sequence_parallelism_are_refused() -> None:

@@ -59,13 +59,11 @@ class Mesh:
     expert: int = 1
 
     def __post_init__(self) -> None:
-        for axis in AXES:
+        for axis in (*AXES, *BORROWED):
             size = getattr(self, axis)
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"axis {axis!r} has size {size!r}: sizes are whole numbers from 1")
-        for axis in BORROWED:
-            size = getattr(self, axis)
-            if not isinstance(size, int) or size < 1 or self.shard % size:
+            if axis in BORROWED and self.shard % size:
                 raise ValueError(
                     f"{axis}={size} borrows neighbours of shard={self.shard}: give a number that divides it"
                 )
@@ -96,21 +94,25 @@ class Mesh:
         axes = " ".join(f"{a}={self.axis(a)}" for a in AXES if self.axis(a) > 1) or "shard=1"
         return axes + "".join(f" {a}={getattr(self, a)}" for a in (*BORROWED, "hosts") if getattr(self, a) > 1)
 
+    @cached_property
+    def _axes(self) -> dict[str, tuple[int, int]]:
+        sizes = {axis: int(getattr(self, axis)) for axis in (*AXES, *BORROWED)}
+        strides = {axis: math.prod(sizes[inner] for inner in AXES[place + 1 :]) for place, axis in enumerate(AXES)}
+        found = {axis: (size, strides.get(axis, self.tensor)) for axis, size in sizes.items()}
+        return found | {"expert_shard": (self.shard // self.expert, self.expert * self.tensor)}
+
+    def _axis(self, name: str) -> tuple[int, int]:
+        if name not in self._axes:
+            raise ValueError(f"unknown mesh axis {name!r}: the axes are {', '.join(AXES)}")
+        return self._axes[name]
+
     def axis(self, name: str) -> int:
         """The size of one axis; of ``expert_shard``, the ranks of ``shard`` that have the same experts."""
-        if name == "expert_shard":
-            return self.shard // self.expert
-        if name not in (*AXES, *BORROWED):
-            raise ValueError(f"unknown mesh axis {name!r}: the axes are {', '.join(AXES)}")
-        return int(getattr(self, name))
+        return self._axis(name)[0]
 
     def stride(self, axis: str) -> int:
         """The distance between the ranks of two neighbours on an axis."""
-        if axis in BORROWED:
-            return self.tensor
-        if axis == "expert_shard":
-            return self.expert * self.tensor
-        return self.count(AXES[AXES.index(axis) + 1 :])
+        return self._axis(axis)[1]
 
     @cached_property
     def size(self) -> int:
@@ -133,12 +135,12 @@ class Mesh:
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Returns a rank's place on one axis."""
-        return rank % (self.axis(axis) * self.stride(axis)) // self.stride(axis)
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank {rank} is not on the mesh {self} of {self.size} ranks")
+        return rank // self.stride(axis) % self.axis(axis)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns a rank's coordinate on every axis."""
-        if not 0 <= rank < self.size:
-            raise ValueError(f"rank {rank} is not on the mesh {self} of {self.size} ranks")
         return {axis: self.coordinate(rank, axis) for axis in AXES}
 
     def rank(self, **coordinates: int) -> int:
@@ -152,7 +154,6 @@ class Mesh:
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Returns the ranks that share this rank's coordinates on all *other* axes, first axis outermost."""
-        self.coordinates(rank)  # refuses a rank that is not on the mesh
         first = rank - sum(self.coordinate(rank, axis) * self.stride(axis) for axis in axes)
         steps = [range(0, self.axis(axis) * self.stride(axis), self.stride(axis)) for axis in axes]
         return tuple(first + sum(at) for at in product(*steps))
@@ -163,7 +164,6 @@ class Mesh:
 
     def index(self, rank: int, axes: tuple[str, ...]) -> int:
         """Returns the index of a rank within its group over these axes."""
-        self.coordinates(rank)
         index = 0
         for axis in axes:
             index = index * self.axis(axis) + self.coordinate(rank, axis)

@@ -166,13 +166,13 @@ def record_layout(
         predicted = predict(engine, job, batches) if job.width else ()
         # The engine's own checks, and headers for new shapes, are not part of a step.
         checking = step == 0 or engine.placed.runtime.p2p.learns_from(batches)
-        skipped = ("sanitize", "setup") if checking else ("sanitize",)
+        skipped = {"sanitize", *(["setup"] if checking else []), *unpredicted(job, engine)}
         mark = len(comm.ledger)
         recorder.step(engine.step(batches))
         if scheduler is not None:
             scheduler.step()
         predicted = predicted or predict(engine, job, batches)  # with what has been learned of the hand-overs
-        measured = [e for e in comm.ledger.since(mark) if e.note.phase not in {*skipped, *unpredicted(job, engine)}]
+        measured = [e for e in comm.ledger.since(mark) if e.note.phase not in skipped]
         runs = irregular(engine, len(batches))
         recorder.record.irregular |= runs
         recorder.record.ledger_differences += unlike(predicted, measured, runs)

@@ -48,7 +48,7 @@ def test_a_ranked_list_and_the_file_that_train_takes(
     words = ["--model", f"hf:{folder}", "--hosts", "16", "--gpus", "8xh100", "--batch", "1024", "--length", "8192"]
     shown = said(capsys, 0, *words, "--toml", str(toml), "--json", str(file), "--top", "5", "--write-script", "slurm")
     assert "8,030,261,248 parameters on 16 hosts of 8 x h100; 1,024 samples of 8,192 tokens a step" in shown
-    assert "bytes of rank 0, the fullest, of 76.8 GB" in shown and "between hosts" in shown and "loses" in shown
+    assert "bytes of rank 0, the fullest, of 75.2 GB" in shown and "between hosts" in shown and "loses" in shown
     assert toml.read_text() in shown
     script = (tmp_path / "run.sh").read_text()
     assert script in shown and "--nodes=16" in script and "--ntasks-per-node=8" in script

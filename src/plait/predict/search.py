@@ -18,8 +18,8 @@ from plait.predict.plan import Plan, implementation
 from plait.table.cells import TABLE, Strategy
 from plait.table.mesh import DATA_AXES, Mesh
 
-RESERVE = 0.04
-"""Share of a device's memory that is left free: the libraries' own, and what the allocator cannot use."""
+RESERVE = 0.06
+"""Share of a device's memory that is left free, for libraries and what the allocator cannot use (docs/planner.md)."""
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,14 @@
-"""Two handlers: a parameter at rest is never read, and one that backward reads is there in time.
+"""Two handlers: one keeps a parameter at rest from being read, one gathers a unit again for what backward reads.
 
-``AtRestCheck`` sees every function that reads a parameter of a split unit, and outside of the model's call those that
-read a parameter of a stage:
+``AtRestCheck`` sees every function that reads a parameter of a split unit.  Outside of the model's call it also sees
+those that read a parameter of a stage:
 
-- a unit that reads a parameter *at rest* borrows it: it is gathered now, and from then on whenever that unit is;
-- outside of a unit's forward this raises, with the names of the parameter and the function;
-- a unit that reads another's parameter *while the schedule holds it gathered* borrows it too, for in its backward it
-  may be the first to read it;
-- the node that the function leaves in the autograd graph will unshard the running unit before it runs.  A unit's
-  outputs do so as well (see ``unshard``); this catches what leaves a module in other ways, an auxiliary loss for
-  example.
+- A unit that reads a parameter *at rest* borrows it: it is gathered now, and from then on whenever that unit is.
+- A read outside of a unit's forward raises, with the names of the parameter and the function.
+- A unit that reads another's parameter *while the schedule holds it gathered* borrows it too, because its backward may
+  be the first to read it.
+- The node that the function leaves in the autograd graph unshards the running unit before it runs.  A unit's outputs
+  do so as well (see ``unshard``).  This catches tensors that leave a module in other ways, such as an auxiliary loss.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,20 +25,20 @@ from plait.torch_private import DisableTorchFunction, tree_leaves
 
 
 def _is_itself(parameter: Tensor, value: Tensor) -> bool:
-    """Whether ``p.data = value`` changes nothing."""
+    """True if ``p.data = value`` changes nothing."""
     with DisableTorchFunction():
         layouts = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (parameter, value)]
     return layouts[0] == layouts[1]
 
 
 class AtRestCheck(Handler):
-    """Watches who reads parameters, by ``id``: those of ``split`` units, and in ``loss_fn`` those that are ``staged``,
-    for it runs on one stage of several."""
+    """Watches for reads of parameters, by ``id``: those of ``split`` units, and in ``loss_fn`` those that are
+    ``staged``, because ``loss_fn`` runs on one stage of several."""
 
     def __init__(self, current: CurrentForward, split: Mapping[int, nn.Parameter], staged: set[int]) -> None:
         self.current, self.split, self.staged = current, split, staged
         self.parameters = split.keys() | staged
-        self.rests = not split  # else it gathers what is read
+        self.rests = not split  # otherwise it gathers the parameters that are read
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
         context, arguments = self.current.context, (*args, *kwargs.values())
@@ -57,13 +56,13 @@ class AtRestCheck(Handler):
                 raise parameter.refusal(func, [parameter])
         if read and name_of(func) == "data":
             if func.__name__ == "__set__":
-                if _is_itself(*args):  # as module.to() does with the dtype that it has
+                if _is_itself(*args):  # as module.to() does if the dtype stays the same
                     return None
                 raise ValueError(
-                    "p.data is replaced in a forward: the unit is resharded behind it, and the values would be lost. "
+                    "p.data is replaced in a forward: the unit is resharded after it, and the values would be lost. "
                     "Write between steps inside `with engine.gathered(..., modify=True)`"
                 )
-            func = call_next = Tensor.detach  # the same values, and of one version with the parameter: writes are seen
+            func = call_next = Tensor.detach  # the same values, and the same version counter: writes are seen
         result = call_next(*args, **kwargs)
         if read and context.units and torch.is_grad_enabled():
             unshard = context.units[-1].open_again
@@ -71,17 +70,17 @@ class AtRestCheck(Handler):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda *gradients: unshard())
                     base = tensor._base if type(tensor) is Tensor else None
-                    if base is not None and base.grad_fn is not None:  # what a write in place leaves of it
+                    if base is not None and base.grad_fn is not None:  # an in-place write leaves a node there
                         base.grad_fn.register_prehook(lambda *gradients: unshard())
         return result
 
 
 class Derivatives(Handler):
-    """Watches ``torch.autograd.grad`` inside of a forward: what it makes can be differentiated again.
+    """Watches ``torch.autograd.grad`` inside of a forward: its results can be differentiated again.
 
-    A unit that runs is open, as it is in the backward of what it returns; what leaves it in another way opens it too.
-    In a pipeline both ends are in one of the ``links``, by name; else one may be on another stage, which is refused.
-    ``opens``: there are split units.
+    A unit that runs is open, as it is in the backward of its outputs.  Tensors that leave it otherwise open it too.
+    In a pipeline both ends must be in one of the ``links``, by name: otherwise one may be on another stage, which is
+    refused.  ``opens`` is True if there are split units.
     """
 
     def __init__(self, current: CurrentForward, links: Collection[str], *, opens: bool) -> None:

@@ -1,4 +1,4 @@
-"""Settings, counters and flags that a program keeps on its modules beside parameters, buffers and modules.
+"""Settings, counters and flags that a program keeps on its modules in addition to parameters, buffers and modules.
 
 block.alpha = 0.5        a program sets it between steps         every stage's copy follows
 """
@@ -8,14 +8,14 @@ from typing import Any
 from torch import nn
 
 PLAIN = (bool, int, float, complex, str)
-"""Types of values that are compared, and set back, by what they are."""
+"""Types of values that are compared, and set back, by value."""
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_call_impl"}
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """All that is not torch's own, and no ``forward`` that is no method of the module: the engine sets those, on each
-    stage its own."""
+    """Returns all attributes but torch's own, and but for a ``forward`` that is not a method of the module: the engine
+    sets such a ``forward`` on each stage."""
     found = {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
     if "forward" in found and getattr(found["forward"], "__self__", None) is not module:
         del found["forward"]

@@ -1,4 +1,4 @@
-"""The tensors of a batch, whatever it is made of: torch's pytrees, and what these take for a leaf.
+"""The tensors of a batch in any container: torch's pytrees, and objects that a pytree takes for leaves.
 
 tuple, list, dict, a registered class       a pytree
 UserDict, transformers' BatchEncoding       a mapping: its values
@@ -16,7 +16,7 @@ from plait.torch_private import tree_leaves
 
 
 def batch_tensors(batch: Any) -> Iterator[Tensor]:
-    """In their order; none of an object of another kind."""
+    """Yields the batch's tensors in order, and none from objects of other kinds."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
             yield leaf

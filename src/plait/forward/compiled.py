@@ -1,14 +1,13 @@
 """Units whose forward is compiled, between the engine's hooks.
 
-    hooks before     the unit is gathered; the module is entered                      eager, as ever
+    hooks before     the unit is gathered; the module is entered                      eager, as usual
     forward          torch.compile, one graph                                         compiled
-    hooks behind     the unit is left; its outputs will gather it in the backward     eager, as ever
+    hooks after      the unit is left; its outputs will gather it in the backward     eager, as usual
 
 Units that have no other unit inside are compiled.  Blocks of one class share their code, and each shape of a batch has
 its own, so every layout runs the code of the single process.
 
-The handlers' work is done around the graph: stand-ins take the places of parameters, and nodes of the backward gather
-the unit.
+The handlers do their work around the graph: stand-ins replace parameters, and nodes of the backward gather the unit.
 
 A unit that does not become one graph (it reads a tensor's value, say), or that draws random numbers, runs without a
 compiler, after a warning that says why.
@@ -42,11 +41,11 @@ from plait.torch_private import (
 )
 
 MOST = 512
-"""Classes of units, times shapes of their inputs, times modes (training, evaluation): each is compiled."""
+"""The most compilations: one for each class of units, shape of inputs and mode (training, evaluation)."""
 
 
 def check_compile(parallelism: Parallelism, tensor: int, device: torch.device) -> None:
-    """Raises ValueError where units cannot be compiled: settings that do not go with it, or no compiler."""
+    """Raises ValueError where units cannot be compiled: incompatible settings, or no compiler."""
     if not parallelism.compile:
         return
     if tensor > 1:
@@ -56,7 +55,7 @@ def check_compile(parallelism: Parallelism, tensor: int, device: torch.device) -
         )
     if parallelism.recompute == "selective":
         raise ValueError(
-            "compile with recompute 'selective': the compiler decides itself what of a block is made again; give "
+            "compile with recompute 'selective': the compiler itself decides what a block recomputes; give "
             "'full', or leave one of them out"
         )
     if why := missing_compiler(device):
@@ -64,7 +63,7 @@ def check_compile(parallelism: Parallelism, tensor: int, device: torch.device) -
 
 
 def missing_compiler(device: torch.device) -> str:
-    """What the compiler of a device lacks on this machine, and how to get it; nothing if it lacks nothing."""
+    """Says what the device's compiler lacks on this machine, and how to get it; an empty string if it is complete."""
     if device.type != "cpu":
         there = importlib.util.find_spec("triton") is not None
         return "" if there else f"Triton for {device}, which is not there: install it (pip install triton)"
@@ -76,8 +75,8 @@ def missing_compiler(device: torch.device) -> str:
 
 
 def closed_units(model: nn.Module, names: Iterable[str], links: Iterable[str] = ()) -> list[str]:
-    """Which units are compiled: those with no unit, nor link of a pipeline, inside; not a stock layer alone in its
-    unit (``nn.Linear``), which is one operator, nor what sends messages itself."""
+    """The names of the units that are compiled: those without another unit, or a link of a pipeline, inside.  A stock
+    layer alone in its unit (``nn.Linear``) is left out, being one operator, and so is a unit that sends messages."""
     modules, stops = dict(model.named_modules()), {*names, *links}
     closed = []
     for name in (name for name in modules if name in set(names)):
@@ -101,23 +100,23 @@ def check_units(model: nn.Module, names: Iterable[str], links: Iterable[str]) ->
 
 
 class NotCompiledError(ValueError):
-    """A unit has something that only runs right without a compiler; the text says what."""
+    """A unit has something that only works without a compiler; the message names it."""
 
 
 class CompiledUnits:
     """The compiled forwards of a stage, or of a single process, and their code.
 
     Args:
-        interceptor: follows the model, and leaves the insides of these units to this.
-        names: of the units.
+        interceptor: follows the model, and leaves the insides of these units to this object.
+        names: the names of the units.
     """
 
     def __init__(self, interceptor: Interceptor, model: nn.Module, names: Collection[str]) -> None:
         self.interceptor, self.current, self.graphs = interceptor, interceptor.current, 0
-        """``graphs``: how many were compiled."""
+        """``graphs``: the number of graphs that were compiled."""
         self._products = next((one for one in interceptor.handlers if isinstance(one, Products)), None)
         self._modes: list[EngineMode] = []
-        """Who sees functions around the unit that runs."""
+        """The modes that see functions around the unit that runs."""
         self._eager: set[str] = set()
         self._told: set[str] = set()
         self._alone: set[str] = set()
@@ -129,12 +128,12 @@ class CompiledUnits:
             module.forward = self._forward(model, name, module)
 
     def _compile(self) -> Callable[..., Any]:
-        code = _call.__code__.replace(co_name="unit")  # of its own, and so is its cache
+        code = _call.__code__.replace(co_name="unit")  # its own code, and so its own cache
         own = types.FunctionType(code, {"__builtins__": builtins})
         return torch.compile(own, backend=self._backend, fullgraph=True, dynamic=False)
 
     def _code(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Callable[..., Any]:
-        """What blocks of one class have in common for these shapes, or a unit's own; Dynamo's guards do the rest."""
+        """The code that blocks of one class share for these shapes, or a unit's own; Dynamo's guards do the rest."""
         leaves = tree_leaves((args, kwargs))
         shapes = tuple((x.shape, x.dtype, x.requires_grad) for x in leaves if isinstance(x, Tensor))
         of_class = type(module), name * (name in self._alone), _changes(self._inside[name])
@@ -155,7 +154,7 @@ class CompiledUnits:
         def forward(*args: Any, **kwargs: Any) -> Any:
             boundary = self.current.context.boundary
             if name in self._eager or (boundary is not None and boundary.output is not None):
-                return once(*args, **kwargs)  # behind the stage's last link nothing computes
+                return once(*args, **kwargs)  # after the stage's last link nothing computes
             try:
                 return self._run(name, module, once, args, kwargs)
             except NotCompiledError as why:
@@ -191,7 +190,7 @@ class CompiledUnits:
     # ---- the compiler's part ------------------------------------------------------------------------------------
 
     def _backend(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What Dynamo calls with a unit's graph: its compiled form."""
+        """Returns the compiled form of a unit's graph; Dynamo calls this."""
         from torch._inductor.compile_fx import compile_fx
 
         compiled: Any = compile_fx(module, list(inputs), inner_compile=_compile_checked)
@@ -207,7 +206,7 @@ class CompiledUnits:
         return run
 
     def _gather_in_backward(self, outputs: Sequence[Any]) -> None:
-        """Whatever leaves the unit has it gathered before its node runs."""
+        """Makes each node of the unit's outputs gather the unit before it runs."""
         units = self.current.context.units
         if not units or not torch.is_grad_enabled():
             return
@@ -217,7 +216,7 @@ class CompiledUnits:
 
 
 def _changes(modules: Iterable[nn.Module]) -> tuple[int, ...]:
-    """Hooks and forwards of their own that some modules have, by number: Dynamo does not look whether it knows them."""
+    """Ids of the hooks and replaced forwards of these modules, which Dynamo's guards do not compare."""
     found = [*global_forward_hooks, *global_forward_pre_hooks]
     for module in modules:
         found += [*module._forward_pre_hooks, *module._forward_hooks]
@@ -246,7 +245,7 @@ def _hidden_modes() -> Iterator[list[EngineMode]]:
 
 
 def _as_seen_by(function: Callable[..., Any], mode: EngineMode) -> Callable[..., Any]:
-    if isinstance(mode, Interceptor):  # whose handlers' work is done here
+    if isinstance(mode, Interceptor):  # its handlers' work is done here
         return function
     see: Callable[..., Any] = mode.__torch_function__
     return lambda *values: see(function, (), values)

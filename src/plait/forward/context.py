@@ -1,14 +1,14 @@
-"""Which forward runs, and where it stands: one frozen value, held in one place.
+"""The record of the running forward and its position in the run: one frozen value, held in one place.
 
     stage.forward(m)     begin(position, microbatch, ...)          a new context
       model called       module ──► name, what surrounds it ──► the module around it ──► ...
-        column product   cut = what it left                        the context is replaced, nothing in it changes
+        column product   cut = its output                          the context is replaced, nothing in it changes
         block            kept:  here.again()
-    stage.backward(m)    context = the one that m's forward ended with
+    stage.backward(m)    context = the one at the end of m's forward
         block again      with swapped(kept): ...                   afterwards the backward's own is back
 
-Handlers, hooks and messages ask ``current.context``; nothing else remembers anything of a forward.  Only ``Counts`` are
-written to, by all contexts of their forward.
+Handlers, hooks and messages read ``current.context``; nothing else remembers anything about a forward.  Only ``Counts``
+are written to, by all contexts of their forward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,36 +31,36 @@ from plait.torch_private import (
 
 
 def in_backward() -> bool:
-    """Whether the autograd engine is running in this thread: a forward now is a recomputation."""
+    """True while the autograd engine runs in this thread: a forward now is a recomputation."""
     return bool(current_graph_task_id() != -1)
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward that runs in this thread leaves its graph for another one (``create_graph``, too)."""
+    """True if the backward that runs in this thread keeps its graph for another one (``create_graph``, too)."""
     return bool(current_backward_keeps_graph())
 
 
 def goes_on() -> bool:
-    """In a hook on a tensor: whether the backward that runs goes on behind it, and does not end with its gradient."""
+    """In a hook on a tensor: True if the running backward goes on past it, instead of ending with its gradient."""
     following = [node for node, _ in current_autograd_node().next_functions if node is not None]
     try:
         return any(map(will_engine_execute_node, following))
-    except RuntimeError:  # one is a leaf whose gradient is wanted
+    except RuntimeError:  # the gradient of a leaf among them is wanted
         return True
 
 
 def checkpoint_around() -> object:
-    """What identifies the innermost ``torch.utils.checkpoint`` around this line; None outside of any."""
+    """Returns an object that stands for the innermost ``torch.utils.checkpoint`` around this line, or None."""
     hooks = top_saved_tensors_hooks(False)
     return hooks[0] if hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook") else None
 
 
 @dataclass(frozen=True)
 class RNGPosition:
-    """Where in the run a forward stands: what its dropout masks depend on, besides the seed.
+    """The position of a forward in the run: with the seed, it determines the dropout masks.
 
-    ``first_sample`` is the global index of the microbatch's first sample within the step; ``lengths`` are those that
-    its samples may have in time, as ``token_counts`` finds them.
+    ``first_sample`` is the global index of the microbatch's first sample within the step.  ``lengths`` are the lengths
+    in time that its samples may have, as ``token_counts`` finds them.
     """
 
     step: int
@@ -70,14 +70,14 @@ class RNGPosition:
     lengths: tuple[int, ...] = ()
 
     def of_samples(self, shape: Sequence[int]) -> bool:
-        """Whether the rows of a tensor belong to the samples: [samples, ...], or [samples * time, ...] where the
-        tokens of each sample follow one another, as a router of experts has them."""
+        """True if the rows of a tensor belong to the samples: [samples, ...], or [samples * time, ...] where the tokens
+        of each sample follow one another, as a router of experts has them."""
         rows = shape[0] if shape else -1
         return rows == self.num_samples or rows in (self.num_samples * length for length in self.lengths)
 
 
 def token_counts(batch: Any, num_samples: int) -> tuple[int, ...]:
-    """How many tokens a sample of a batch may have: the second dims of the tensors whose first one is the samples."""
+    """The possible numbers of tokens of a sample: the second dims of the tensors whose first dim is the samples."""
     sizes = (tensor.shape[:2] for tensor in batch_tensors(batch) if tensor.dim() > 1)
     return tuple({length: None for samples, length in sizes if samples == num_samples})
 
@@ -88,10 +88,10 @@ class ModuleCall(NamedTuple):
     name: str = ""
     outer: "ModuleCall | None" = None  # the call around it; None outside of the model
     checkpoint: object = None  # around it when it was called (see ``checkpoint_around``)
-    again: int = 0  # called in a backward, it counts its masks anew: how many calls of the forward it may repeat
-    twice: bool = False  # what runs in it will run again in the backward, or is running for the second time
+    again: int = 0  # for a call in a backward, which counts its masks anew: the number of calls that it may repeat
+    twice: bool = False  # its operators will run again in the backward, or run for the second time
     switches: bool = False  # the interceptor is switched on, or off, for this call
-    in_model: bool = False  # the stage's model, or called by it; not a part of it that ``loss_fn`` calls
+    in_model: bool = False  # the stage's model or called by it; False for a part that ``loss_fn`` calls
     site: str = ""  # where it draws (see ``sites``)
 
 
@@ -107,7 +107,7 @@ class RunningUnit(NamedTuple):
 
 
 class CutActivation(NamedTuple):
-    """What the last column-cut module left on this rank: ``width`` features in all, 0 where activations are whole."""
+    """The output of the last column-cut module here: ``width`` features in all, 0 where activations are whole."""
 
     width: int = 0
     shape: torch.Size = torch.Size()
@@ -115,22 +115,22 @@ class CutActivation(NamedTuple):
 
 
 class Counts:
-    """The masks that each site of a forward has drawn, its calls, and the site of each module."""
+    """The numbers of masks and calls of each site of a forward, and the site of each module."""
 
     def __init__(self) -> None:
         self.masks, self.calls, self.turns = dict[str, int](), dict[str, int](), Turns()
         self.sites: dict[str, str | None] = {}
-        """None for a module that was called at several sites, or that has none of its own."""
+        """None for a module that was called at several sites, or that has no site of its own."""
 
     def resumed(self, site: str) -> "Counts":
-        """The counts of a recomputation that begins here, at this site."""
+        """Returns the counts of a recomputation that begins here, at this site."""
         again = Counts()
         again.masks[site], again.calls, again.sites = self.masks.get(site, 0), self.calls, self.sites
         return again
 
 
 class ForwardContext(NamedTuple):
-    """Where a forward stands."""
+    """The state of a forward."""
 
     module: ModuleCall = OUTSIDE
     units: tuple[RunningUnit, ...] = ()  # innermost last
@@ -147,12 +147,12 @@ class ForwardContext(NamedTuple):
     counts: Counts = Counts()
 
     def within(self, module: ModuleCall) -> "ForwardContext":
-        """The same in another module (``_replace`` takes five times as long, and this is called for each module)."""
+        """Returns the same context in another module (``_replace`` is five times slower, and this runs per module)."""
         return tuple.__new__(ForwardContext, (module, *self[1:]))
 
     def again(self, *, whole: bool) -> "ForwardContext":
-        """For the recomputation that begins here, of ``whole`` modules or of a function that calls none; it keeps no
-        tensor and no checkpoint alive."""
+        """Returns the context for the recomputation that begins here, either of ``whole`` modules or of a function that
+        calls no module.  It keeps no tensor and no checkpoint alive."""
         module, counts = self.module, self.counts.resumed(self.module.site)
         around = None if module.outer is None else OUTSIDE
         inside = ModuleCall(module.name, around, None, int(whole), True, in_model=module.in_model, site=module.site)
@@ -160,23 +160,23 @@ class ForwardContext(NamedTuple):
 
 
 class CurrentForward:
-    """Holds the context of the forward that runs on a stage, or whose backward does."""
+    """Holds the context of the forward that runs on a stage, or whose backward runs."""
 
     def __init__(self) -> None:
         self.context = ForwardContext()
         self.sites = Sites(nn.Module())
 
     def begin(self, position: RNGPosition | None = None, **fields: Any) -> None:
-        """A forward begins; ``fields`` are those of its context."""
+        """Begins a forward; ``fields`` are those of its context."""
         self.context = ForwardContext(position=position, counts=Counts(), **fields)
 
     def replace(self, **fields: Any) -> None:
-        """The same forward, a step further."""
+        """Changes fields of the context within the same forward."""
         self.context = self.context._replace(**fields)
 
     @contextmanager
     def swapped(self, context: ForwardContext) -> Iterator[None]:
-        """Inside, another forward runs; afterwards, this one is where it was."""
+        """Runs another forward inside, and restores this one afterwards."""
         before, self.context = self.context, context
         try:
             yield
@@ -188,7 +188,7 @@ class CurrentForward:
     def enter_module(self, name: str, *, switches: bool, is_model: bool) -> None:
         context, again, key = self.context, 0, self.sites.key(name)
         counts, outer = context.counts, context.module
-        if in_backward() and not outer.again:  # a checkpoint of the program's begins here
+        if in_backward() and not outer.again:  # the program's own checkpoint begins here
             known = counts.sites.get(key, key)
             site, again = (key, 2) if known is None else (known, counts.calls.get(known, 1))
             counts.masks[site] = 0
@@ -207,7 +207,7 @@ class CurrentForward:
         )
 
     def leave_module(self) -> ModuleCall:
-        """The innermost module's forward has ended, or raised; nothing to leave if it raised before it began."""
+        """Leaves the innermost module, whose forward has ended or raised; does nothing if it raised before it began."""
         call = self.context.module
         if call.outer is not None:
             self.context = self.context.within(call.outer)
@@ -215,7 +215,7 @@ class CurrentForward:
 
     @contextmanager
     def runs_twice(self) -> Iterator[None]:
-        """What runs inside is recomputed; to be entered inside of the checkpoint that does so."""
+        """Marks everything inside as recomputed; enter it inside the checkpoint that recomputes."""
         before = self.context.module
         self.context = self.context.within(before._replace(checkpoint=checkpoint_around(), twice=True))
         try:
@@ -225,8 +225,8 @@ class CurrentForward:
 
     @property
     def comes_back(self) -> bool:
-        """Whether handlers will see what runs now if it is recomputed: a module's call switches them on, while a
-        checkpoint around a function that is no module's call runs without them."""
+        """True if handlers will see the running code again when it is recomputed: a module's call switches them on, but
+        a checkpoint around a function that is no module's call runs without them."""
         return checkpoint_around() is self.context.module.checkpoint
 
     def enter_unit(self, unit: RunningUnit) -> None:

@@ -1,17 +1,16 @@
-"""Dropout that belongs to the model, not to the process: a handler.
+"""A handler for dropout that depends on the model, not on the process.
 
 A mask is a pure function of (seed, step, *global sample index*, site, number of the draw there, element index), and the
-name of a site comes from ``sites``.  Whoever computes a sample, in whatever microbatch, on whatever rank, draws the
-same mask: no cut of the batch changes it, and nothing draws from a global generator.  The bits (see ``forward.masks``)
-come from a hash of the "hash prospector" family, which needs no generator object and runs on every device.
+name of a site comes from ``sites``.  Every rank that computes a sample, in any microbatch, draws the same mask: no cut
+of the batch changes it, and nothing draws from a global generator.  The bits (see ``forward.masks``) come from a hash
+of the "hash prospector" family, which needs no generator object and runs on every device.
 
-It sees every function that draws: it serves ``F.dropout`` and the attention kernel, runs composite
-functions (multi-head attention) under a dispatch mode that serves their Bernoulli draws, and refuses every other random
-operator.
-It leaves alone what is given a generator, unless that runs twice, and everything in eval mode.
+The handler sees every function that draws.  It serves ``F.dropout`` and the attention kernel, runs composite functions
+(multi-head attention) under a dispatch mode that serves their Bernoulli draws, and refuses every other random operator.
+It ignores functions that are given a generator, unless they run twice, and everything in eval mode.
 
-A model that draws does so from its first steps on: one that has drawn nothing by then runs without this handler.  A
-layer of torch's with p = 0 may get another p at any time; code that calls ``F.dropout`` may as well, from p = 0 on.
+A model that draws does so from its first steps on: one that has drawn nothing by then runs without this handler.  One
+of torch's layers with p = 0 may get another p at any time, and so may code that has called ``F.dropout`` with p = 0.
 """
 
 import math
@@ -33,8 +32,8 @@ SliceOf = Callable[[str, Sequence[int]], Any]
 
 
 class DropoutRNG(Handler):
-    """The dropout of one stage.  ``slice_of`` tells which slice of its whole activation a module draws for, where they
-    are cut; if the engine ``recomputes``, parts of the model draw the same masks twice."""
+    """The dropout of one stage.  ``slice_of`` returns the slice of its whole activation that a module draws for, where
+    activations are cut.  If the engine ``recomputes``, parts of the model draw the same masks twice."""
 
     def __init__(
         self,
@@ -47,9 +46,9 @@ class DropoutRNG(Handler):
     ) -> None:
         self.seed, self.current, self.slice_of = seed, current, slice_of
         self.layers = layers or {}
-        self.rests = True  # until a forward may have drawn
+        self.rests = True  # until a forward may draw
         self.attends = False
-        """True while a mask is drawn for weights of attention, [..., queries, keys]."""
+        """True while a mask is drawn for attention weights, [..., queries, keys]."""
         self.in_eval = recomputes
 
     def sees(self, func: Function) -> bool:
@@ -58,8 +57,8 @@ class DropoutRNG(Handler):
     def mask(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
         """The next mask of the running module: bool, ``shape``, True where an element survives.
 
-        Its rows are samples or tokens where there are as many (``RNGPosition.of_samples``); otherwise the module has
-        lost the sample dim, and the mask belongs to the global microbatch.
+        Its rows are samples or tokens where their number fits (``RNGPosition.of_samples``).  Otherwise the module
+        has lost the sample dim, and the mask belongs to the global microbatch.
         """
         position, module, site = self.site()
         if position.of_samples(shape):
@@ -70,19 +69,19 @@ class DropoutRNG(Handler):
         return keep_mask(keys, math.prod(shape) // len(keys) if keys else 0, p, device, place).view(tuple(shape))
 
     def sample_keys(self, kind: str, site: str) -> list[int]:
-        """One for each sample of the microbatch, by its global index."""
+        """Returns one key for each sample of the microbatch, by its global index."""
         position = self.current.context.position
         assert position is not None
         samples = range(position.first_sample, position.first_sample + position.num_samples)
         return [stream_key(kind, self.seed, position.step, i, site) for i in samples]
 
     def place(self, module: str, shape: Sequence[int]) -> Callable[[Tensor], Tensor] | None:
-        """Where a module's activation of this shape lies in the whole one, if it is cut."""
+        """Maps indices of a module's activation of this shape to those of the whole one, if it is cut."""
         part = self.slice_of(module, tuple(shape)) if self.slice_of else None
         return part.indices(shape) if part else None
 
     def site(self) -> tuple[RNGPosition, str, str]:
-        """Where the running module's next draw is: the forward's place, the module, and the number of the draw."""
+        """Returns the place of the running module's next draw: the forward's position, the module, and the site."""
         context = self.current.context
         position, counts, module, site = context.position, context.counts, context.module.name, context.module.site
         if self.rested:
@@ -94,19 +93,19 @@ class DropoutRNG(Handler):
         if position is None:
             raise ValueError(
                 f"{f'module {module!r}' if module else 'the program'} draws random numbers before the model itself was "
-                f"called: where they stand in the run is told by the model's forward; let it call what is called here "
-                f"(a method of the model), or draw with a generator of your own"
+                f"called: only the model's forward says where they are in the run; let it call what is called here "
+                f"(a method of the model), or draw with your own generator"
             )
         if not self.current.comes_back:
             raise ValueError(
                 f"{f'module {module!r}' if module else 'loss_fn'} draws dropout in a checkpoint around a function that "
-                f"is no module's call: in the backward nobody would know which mask to draw again; checkpoint a "
+                f"is no module's call: in the backward the mask to draw again would be unknown; checkpoint a "
                 f"module's call, as in checkpoint(self.block, x, use_reentrant=False), or let the engine recompute"
             )
         if context.module.again > 1:
             raise ValueError(
-                f"module {module!r} ran several times in this forward and draws dropout while it is recomputed: which "
-                f"call's mask to draw again is not known; recompute around it, or give each call its own module"
+                f"module {module!r} ran several times in this forward and draws dropout while it is recomputed: it is "
+                f"not known which call's mask to draw again; recompute around it, or give each call its own module"
             )
         drawn = counts.masks.get(site, 0)
         counts.masks[site] = drawn + 1
@@ -136,9 +135,9 @@ class DropoutRNG(Handler):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """``F.scaled_dot_product_attention``; with dropout on the weights, written out.
+        """``F.scaled_dot_product_attention``, written out if the weights have dropout.
 
-        As torch's, it scales queries and keys (fp16 overflows late), and a query that may attend to nothing gets zeros.
+        Like torch's, it scales queries and keys (fp16 overflows late); a query that attends to nothing gets zeros.
         """
         if not dropout_p:
             return F.scaled_dot_product_attention(
@@ -198,7 +197,7 @@ class _Bernoulli(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.bernoulli_.float:
-            target, keep_probability = args[0], args[1] if len(args) > 1 else 0.5  # torch leaves its default out
+            target, keep_probability = args[0], args[1] if len(args) > 1 else 0.5  # torch omits its default
             return target.copy_(self.dropout.mask(target.shape, 1 - keep_probability, target.device))
         if func is torch.ops.aten.native_dropout.default and args[2] is not False:
             keep = self.dropout.mask(args[0].shape, args[1], args[0].device)

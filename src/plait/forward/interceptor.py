@@ -2,17 +2,17 @@
 
     func ──► AttentionRecompute ─► AtRestCheck ─► Derivatives ─► Products ─► DropoutRNG ──► torch
 
-A handler gets ``(func, call_next, *args, **kwargs)`` and returns what the function returns: by ``call_next``, which is
-the function as the handlers after it see it, with these or other arguments, or in another way.  What a handler itself
-calls is not seen.
+A handler gets ``(func, call_next, *args, **kwargs)`` and returns the function's result.  It may call ``call_next``, the
+function as the handlers after it see it, with these or other arguments, or compute the result in another way.  Calls
+that a handler itself makes are not seen.
 
 The order matters: handlers to the left of ``Products`` read parameters, those to the right see stand-ins; a
-recomputation does again all that the others do; dropout is drawn last.  A handler without work is not in the list.
+recomputation repeats the work of all the others; dropout is drawn last.  A handler without work is not in the list.
 
-Which functions a handler sees, and of which parameters every read, is looked up once: a function that no handler sees
-costs a dictionary lookup and a glance at its arguments.  Where all are idle (dropout in eval mode) no mode is active,
-and an operator costs nothing.  Handlers that had no work in the first ``FIRST`` steps rest: the mode is on, and modules
-are followed, in every ``EVERY``-th step only.
+The interceptor looks up once which handlers see a function, and which of them see it only when it reads a parameter.  A
+function that no handler sees costs a dictionary lookup and a glance at its arguments.  Where all handlers are idle
+(dropout in eval mode) no mode is active, and an operator costs nothing.  Handlers without work in the first ``FIRST``
+steps rest: the mode is on, and modules are followed, only in every ``EVERY``-th step.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -36,30 +36,30 @@ from plait.torch_private import (
 Function = Callable[..., Any]
 
 FIRST, EVERY = 3, 100
-"""plait looks for mistakes of a program in an engine's first ``FIRST`` steps, and then once in ``EVERY`` steps."""
+"""plait looks for a program's mistakes in an engine's first ``FIRST`` steps, and then once in ``EVERY`` steps."""
 
 
 def looks(step: int) -> bool:
-    """True if a step is one of these; steps count from 0."""
+    """True if plait looks for mistakes in this step; steps count from 0."""
     return step < FIRST or step % EVERY == 0
 
 
 class Handler:
-    """What one part of the engine does to the functions of a forward."""
+    """One part of the engine's work on the functions of a forward."""
 
     parameters: Collection[int] = ()
-    """By ``id``: it sees every function that reads one of these."""
+    """The handler sees every function that reads one of these, by ``id``."""
     in_eval = True
-    """False if it leaves everything alone in a forward that draws no random numbers."""
+    """False if the handler does nothing in a forward that draws no random numbers."""
     rests = False
-    """True while it has only looked for mistakes of a program, and had no other work."""
+    """True while the handler has only looked for a program's mistakes, and had no other work."""
     layers: Mapping[str, nn.Module] = {}
-    """Torch's own dropout layers, by name: it has work once the p of one is above 0."""
+    """Torch's own dropout layers, by name: the handler has work once the p of one is above 0."""
     rested = False
-    """True if it had no work in the first steps, so that forwards have run without it."""
+    """True if the handler had no work in the first steps, so that forwards have run without it."""
 
     def sees(self, func: Function) -> bool:
-        """Whether it sees a function whatever the arguments are."""
+        """True if the handler sees a function whatever its arguments are."""
         return False
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
@@ -78,24 +78,24 @@ def read_among(values: Iterable[Any], known: Container[int]) -> list[int]:
 
 
 class EngineMode(TorchFunctionMode):
-    """A function mode of the engine's; to it a compiled unit is one function."""
+    """A function mode that belongs to the engine; it sees a compiled unit as one function."""
 
 
 class Interceptor(EngineMode, StaysHere):
-    """The mode of a stage, on while the model runs, in a forward or again in a backward; handlers in their order."""
+    """The mode of a stage, on while the model runs, in a forward or again in a backward, with its handlers in order."""
 
     def __init__(self, current: CurrentForward, handlers: Iterable[Handler]) -> None:
         super().__init__()
         self.current, self.handlers = current, tuple(handlers)
         self._known = frozenset(key for handler in self.handlers for key in handler.parameters)
         self._routes: dict[Function, tuple[Function, Function | None]] = {}
-        """How each function is called, and how if it reads a parameter, where that is another way."""
+        """How each function is called, and how it is called if it reads a parameter, where that differs."""
         self._in_eval = any(handler.in_eval for handler in self.handlers)
         self._resting = False
-        """The mode stays off in this step."""
+        """True if the mode stays off in this step."""
         self._steps = 0
         self._every = False
-        """Layers that draw nothing are followed, too."""
+        """True if layers that draw nothing are followed, too."""
 
     def __torch_function__(
         self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -123,7 +123,7 @@ class Interceptor(EngineMode, StaysHere):
     # ---- on and off ---------------------------------------------------------------------------------------------
 
     def begin_step(self, *, training: bool) -> None:
-        """Before the first forward of a step: decides whether the handlers rest; in eval mode they show nothing."""
+        """Decides, before a step's first forward, whether the handlers rest; a step in eval mode is not counted."""
         rest = all(one.rests and not any(layer.p for layer in one.layers.values()) for one in self.handlers)
         for handler in self.handlers:
             handler.rested = rest and self._steps >= FIRST
@@ -132,7 +132,7 @@ class Interceptor(EngineMode, StaysHere):
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Inside, functions are seen, unless every handler is idle or rests, or it is on already."""
+        """Lets the handlers see functions inside, unless all of them are idle or rest, or the mode is on already."""
         if self._resting or self._idle() or self in active_modes():
             yield
             return
@@ -153,8 +153,8 @@ class Interceptor(EngineMode, StaysHere):
         """Keeps track of which module runs, by hooks; the outermost call switches the mode on.
 
         Args:
-            sites: those of the whole model, of which this one is a part.
-            every: follows torch's layers that draw nothing, too.
+            sites: the sites of the whole model, which contains this one.
+            every: also follows torch's layers that draw nothing.
             closed: modules whose insides are left to the compiler (see ``compiled``).
         """
         self._every, self.current.sites = every, sites or Sites(model)
@@ -163,7 +163,7 @@ class Interceptor(EngineMode, StaysHere):
                 self._track(model, name, module)
 
     def open(self, model: nn.Module, name: str) -> None:
-        """Follow the insides of a module that was closed."""
+        """Follows the insides of a module that was closed."""
         for inner, module in model.get_submodule(name).named_modules(prefix=name):
             if inner != name:
                 self._track(model, inner, module)
@@ -185,7 +185,7 @@ class Interceptor(EngineMode, StaysHere):
         current.enter_module(name, switches=switches, is_model=module is model)
 
     def _runs_elsewhere(self) -> bool:
-        """Whether a stage of the same model runs that has this module in its own parts, or by a reference alone."""
+        """True if another stage of the same model runs, one that owns this module or only refers to it."""
         sites, modes = self.current.sites, active_modes()
         others = (mode for mode in modes if isinstance(mode, Interceptor) and mode is not self)
         return self not in modes and any(mode.current.sites is sites for mode in others)

@@ -4,7 +4,7 @@
     bits (32 bits)  <- mix(mix(element index xor key_low) + key_high)       one per element
     keep            <- bits >= p * 2**32
 
-Any slice of a mask can be made by itself, and every device makes the same one.  A CPU makes it with numpy, whose 32-bit
+Any slice of a mask can be computed by itself, and every device makes the same one.  A CPU makes it with numpy, whose 32-bit
 products wrap around: four times as fast as torch's 64-bit ones.
 """
 
@@ -25,7 +25,7 @@ _CHUNK = 1 << 16
 
 
 def stream_key(*parts: object) -> int:
-    """64 bits from anything printable; equal parts give equal keys on every machine."""
+    """Returns 64 bits from anything printable; equal parts give equal keys on every machine."""
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
@@ -41,7 +41,7 @@ def _mix(x: Any) -> Any:
 
 
 def random_bits(index: Any, low: Any, high: Any) -> Any:
-    """32 bits per element from indices below 2**32 and the two halves of a key."""
+    """Returns 32 bits per element from indices below 2**32 and the two halves of a key."""
     bits = _mix(index ^ low)
     bits += high
     bits &= LOW32
@@ -51,7 +51,7 @@ def random_bits(index: Any, low: Any, high: Any) -> Any:
 def box_mask(
     key: int, whole: Sequence[int], start: Sequence[int], extent: Sequence[int], p: float, device: torch.device
 ) -> Tensor:
-    """Which elements of a box survive dropout: bool, the shape ``extent``, the box at ``start`` of a ``whole`` shape.
+    """The survivors of dropout in a box: bool of shape ``extent``; the box is at ``start`` of a ``whole`` shape.
 
     The indices are those of the whole tensor, row by row, which may have more than 2**32 elements.
     """
@@ -64,14 +64,14 @@ def box_mask(
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of an activation that a rank holds: ``start`` and on of ``whole`` elements along ``dim``."""
+    """The part of an activation that a rank holds: it begins at ``start`` of ``whole`` elements along ``dim``."""
 
     dim: int
     start: int
     whole: int
 
     def indices(self, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
-        """From flat indices within a local tensor of ``shape`` to flat indices within the whole one."""
+        """Maps flat indices within a local tensor of ``shape`` to flat indices within the whole one."""
         inner = math.prod(shape[self.dim + 1 :])
         here, there = shape[self.dim] * inner, self.whole * inner
 
@@ -89,7 +89,7 @@ def _halves(keys: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
 def stream_bits(
     keys: Sequence[int], numel: int, device: torch.device, place: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """32 random bits for every element: int64 [len(keys), numel], one key a row; ``place`` is that of ``keep_mask``."""
+    """32 random bits for every element: int64 [len(keys), numel], one key a row; ``place`` as in ``keep_mask``."""
     halves = torch.tensor(_halves(keys), dtype=torch.int64).view(2, len(keys), 1)
     if device.type == "cuda":  # a copy from other memory stops this thread until the GPU has done all its work
         halves = halves.pin_memory()
@@ -101,10 +101,10 @@ def stream_bits(
 def keep_mask(
     keys: Sequence[int], numel: int, p: float, device: torch.device, place: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Which elements survive dropout with probability ``p``: bool [len(keys), numel], one key a row.
+    """The elements that survive dropout of probability ``p``: bool [len(keys), numel], one key a row.
 
-    ``numel`` may be at most 2**32.  ``place`` maps the indices of these elements to those of the whole activation,
-    where this is a slice of it.
+    ``numel`` may be at most 2**32.  Where the elements are a slice of an activation, ``place`` maps their indices to
+    those of the whole activation.
     """
     threshold = math.floor(p * 2**32)
     if device.type != "cpu" or not threshold:

@@ -1,11 +1,11 @@
-"""Parameters whose values or gradient are elsewhere: a read is an error that names them.
+"""Parameters whose values or gradient are elsewhere: reading one raises an error that names it.
 
     type(p)            while                                   and then
     nn.Parameter       its values are here                     it is torch's own, at torch's own speed
-    AtRest             its unit is at rest                     whatever reads or writes values raises, by its name
+    AtRest             its unit is at rest                     a function that reads or writes values raises
 
-A class of a tensor's own is asked by every torch function that takes it, in or out of a forward, and by no other.
-Shapes, dtypes and other metadata are answered as ever.
+Every torch function asks the class of each tensor that it takes, in or out of a forward; functions on other tensors do
+not.  Shapes, dtypes and other metadata are answered as usual.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from plait.torch_private import DisableTorchFunctionSubclass, tree_leaves
 
 
 class Elsewhere:
-    """A tensor whose values are not here: it answers for its metadata, and of all else raises the ``refusal``."""
+    """A tensor whose values are not here: metadata can be read, anything else raises the ``refusal``."""
 
     __slots__ = ()
 
@@ -35,12 +35,12 @@ class Elsewhere:
 
     @classmethod
     def refusal(cls, func: Function, values: Sequence[Any]) -> ValueError:
-        """Of a function that got these values."""
+        """Returns the error for a function that got these values."""
         raise NotImplementedError
 
 
 class AtRest(Elsewhere, nn.Parameter):
-    """A parameter whose unit is at rest; ``resting_name`` says which one it is."""
+    """A parameter whose unit is at rest; ``resting_name`` is its name."""
 
     resting_name: str
 

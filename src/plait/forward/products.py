@@ -1,20 +1,20 @@
-"""A backward in two parts, a handler: the gradient of a stage's input is made now, those of its weights later.
+"""A handler for backwards in two parts: first the gradient of a stage's input, later those of its weights.
 
     F    forward, on *stand-ins*: one leaf per microbatch and parameter, which shares the parameter's memory
-    I    the caller's backward: the input's gradient; what makes a linear weight's waits with its stand-in
+    I    the caller's backward: the input's gradient; a linear weight's product waits with its stand-in
     W    each parameter receives its gradient as in a plain backward, hooks and all
 
-Between F, I and W of a microbatch those of others may run, in any order: F0 F1 F2 I0 F3 I1 W0 I2 W1 ...
+Between F, I and W of a microbatch, those of other microbatches may run in any order: F0 F1 F2 I0 F3 I1 W0 I2 W1 ...
 
-The weight products of ``F.linear`` wait.  Every other gradient (norms, embeddings, convolutions) is made by autograd in
-I and waits on its stand-in.  Three kinds of calls are left to torch: those under autocast, which adds up the gradients
-of a weight's uses in the lower precision; those with subclasses of tensors; and those that are recomputed unseen (in a
-checkpoint around a function that is no module's call), where torch would save other tensors.
+The weight products of ``F.linear`` wait.  Autograd computes every other gradient (norms, embeddings, convolutions) in
+I, and it waits on its stand-in.  Three kinds of calls are left to torch: those under autocast, which adds up the
+gradients of a weight's uses in the lower precision; those with subclasses of tensors; and those that are recomputed
+unseen (in a checkpoint around a function that is no module's call), where torch would save other tensors.
 
-The formulas are those of torch's own backward, to the bit: which operand is transposed, and in which layout a product
-is made, decides the order in which a BLAS adds.
+The formulas are those of torch's own backward, to the bit: which operand is transposed, and the layout of a product,
+decide the order in which a BLAS adds.
 
-It does not see ``apply`` of an autograd.Function: whoever passes a parameter to one asks for its ``stand_in``.
+It does not see ``apply`` of an autograd.Function: code that passes a parameter to one asks for its ``stand_in``.
 
 Source: zero bubble pipeline parallelism (Qi et al. 2023, arXiv:2401.10241).
 """
@@ -37,7 +37,7 @@ from plait.torch_private import DisableTorchFunction, are_functorch_transforms_a
 
 DENSE = (Tensor, nn.Parameter)
 Later = list[Callable[[], Tensor]]
-"""Gradients of a weight's uses, to be made and added in this order."""
+"""Functions that compute the gradients of a weight's uses, which are added in this order."""
 
 first_order = no_double_backward("a schedule that splits backwards", "choose another order (1f1b)")
 
@@ -45,8 +45,8 @@ first_order = no_double_backward("a schedule that splits backwards", "choose ano
 class Products(Handler):
     """Runs forwards on stand-ins, and the weight part of their backwards.
 
-    A forward whose context has ``stand_ins`` (an empty dict when it begins) fills them, for those of the stage's
-    ``parameters`` that are not frozen; where it has None, the backward comes in one piece.
+    A forward whose context has ``stand_ins`` (an empty dict when it begins) fills them for those of the stage's
+    ``parameters`` that are not frozen.  Where ``stand_ins`` is None, the backward comes in one piece.
     """
 
     def __init__(self, current: CurrentForward, parameters: Iterable[nn.Parameter]) -> None:
@@ -54,14 +54,14 @@ class Products(Handler):
         self.parameters: Mapping[int, nn.Parameter] = {id(p): p for p in parameters if p.requires_grad}
 
     def weigh(self, stand_ins: dict[int, Tensor]) -> None:
-        """The weight part: make the gradients and give them to the parameters, those used last first.  It empties
-        ``stand_ins``, those of the microbatch's context, and reads no parameter's values.  A parameter that got no
-        gradient in the input part gets none.  ValueError where activations were written to since."""
+        """Runs the weight part: computes the gradients and gives them to the parameters, those used last first.  It
+        empties ``stand_ins``, those of the microbatch's context, and reads no parameter's values.  A parameter with no
+        gradient in the input part gets none.  Raises ValueError where activations were written to since."""
         nodes = []
         with DisableTorchFunction(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             for key in list(stand_ins):
                 stand_in: Any = stand_ins.pop(key)
-                waiting = stand_in if isinstance(stand_in, list) else stand_in.waiting  # a list: of a cut weight
+                waiting = stand_in if isinstance(stand_in, list) else stand_in.waiting  # a list for a cut weight
                 if waiting is not stand_in and stand_in.grad is not None:
                     waiting.append(partial(_itself, stand_in.grad))
                     stand_in.grad = None
@@ -70,14 +70,14 @@ class Products(Handler):
             torch.autograd.backward(nodes)
 
     def stand_in(self, parameter: Tensor) -> Tensor:
-        """What the running microbatch has in place of a parameter; anything else is returned as it is."""
+        """Returns the running microbatch's replacement for a parameter; anything else is returned as it is."""
         stand_ins, key = self.current.context.stand_ins, id(parameter)
         if stand_ins is None or key not in self.parameters or not torch.is_grad_enabled():
             return parameter
         if isinstance(parameter, CutWeight):  # its products wait in a list
             return parameter
         if key not in stand_ins:
-            with DisableTorchFunction(), temporarily_clear_interpreter_stack():  # under vmap too a whole one
+            with DisableTorchFunction(), temporarily_clear_interpreter_stack():  # whole also under vmap
                 leaf: Any = parameter.detach().requires_grad_(parameter.requires_grad)
                 leaf.waiting = Later()
                 stand_ins[key] = leaf
@@ -96,7 +96,7 @@ class Products(Handler):
         return call_next(*args, **kwargs)
 
     def _replaced(self, argument: Any) -> Any:
-        """An argument with stand-ins for its parameters, also in lists and tuples."""
+        """Returns an argument with its parameters replaced by stand-ins, also in lists and tuples."""
         if id(argument) in self.parameters:
             return self.stand_in(argument)
         if type(argument) in (list, tuple):
@@ -105,8 +105,8 @@ class Products(Handler):
 
 
 def plain(input: Any, *others: Any, **named: Any) -> bool:
-    """Whether a product of these is ours: of dense tensors of torch's own, no autocast, which has its own way to add,
-    and no ``torch.func`` (vmap, grad), which takes no function without rules for each of its transforms."""
+    """True if this handler may compute a product of these: torch's own dense tensors, without autocast, which adds in
+    its own way, and without ``torch.func`` (vmap, grad), which refuses functions without rules for its transforms."""
     for x in (input, *others, *named.values()):
         if isinstance(x, Tensor) and (type(x) not in DENSE or x.layout is not torch.strided or x.is_nested):
             return False
@@ -115,7 +115,7 @@ def plain(input: Any, *others: Any, **named: Any) -> bool:
 
 
 class WeightGradNode(torch.autograd.Function):
-    """The node of W that gives a parameter its gradient: the sum of what ``waiting`` makes, in order."""
+    """The node of W that gives a parameter its gradient: the sum of the gradients in ``waiting``, in order."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, waiting: Later) -> Tensor:
@@ -124,7 +124,7 @@ class WeightGradNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        gradient = ctx.waiting.pop(0)()  # and what it was made of is freed
+        gradient = ctx.waiting.pop(0)()  # and its operands are freed
         while ctx.waiting:
             gradient = gradient + ctx.waiting.pop(0)()
         return gradient, None
@@ -135,9 +135,9 @@ def _itself(gradient: Tensor) -> Tensor:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """``F.linear``, [..., in] -> [..., out], in the steps that torch takes; None where it is left to torch.
+    """``F.linear``, [..., in] -> [..., out], in the same steps as torch; returns None to leave it to torch.
 
-    Gradients of a stand-in wait with it; others are made in backward.
+    Gradients of a stand-in wait with it; others are computed in backward.
     """
     x = input
     if not x.dim() or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
@@ -159,7 +159,7 @@ def _waiting(parameter: Tensor | None) -> Later | None:
 
 
 class Linear(torch.autograd.Function):
-    """y = x W^T + b of matrices; the gradients of W and b are made now, or by what is left in ``later``."""
+    """y = x W^T + b of matrices; the gradients of W and b are computed now, or later by functions in ``later``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *later: Later | None) -> Tensor:
@@ -187,7 +187,7 @@ class Linear(torch.autograd.Function):
 
 
 def _made(ctx: Any, place: int, make: Callable[..., Tensor], *operands: Tensor) -> Tensor | None:
-    """A gradient, made now, or in W by what is left in ``later``; operands must not be written to meanwhile."""
+    """Computes a gradient now, or leaves a function in ``later`` for W; operands must not be written to meanwhile."""
     later: Later | None = ctx.later[place]
     if later is None or not _reaches(ctx.next_functions[1 + place][0]):
         return make(*operands)
@@ -196,7 +196,7 @@ def _made(ctx: Any, place: int, make: Callable[..., Tensor], *operands: Tensor) 
     def make_later() -> Tensor:
         if any(operand._version != version for operand, version in kept):
             raise ValueError(
-                f"what a weight gradient is made of (tensors of shapes {', '.join(str([*x.shape]) for x, _ in kept)}) "
+                f"an operand of a weight gradient (tensors of shapes {', '.join(str([*x.shape]) for x, _ in kept)}) "
                 f"was written to between the input part and the weight part of a microbatch's backward: activations "
                 f"and their gradients are read until the weight part is over; copy a tensor before you write to it"
             )
@@ -207,10 +207,10 @@ def _made(ctx: Any, place: int, make: Callable[..., Tensor], *operands: Tensor) 
 
 
 def _reaches(node: Any) -> bool:
-    """True if the backward that runs gives a stand-in its gradient, and is no ``torch.autograd.grad`` of a program."""
+    """True if the running backward gives a stand-in its gradient; False in the program's ``torch.autograd.grad``."""
     try:
         return bool(will_engine_execute_node(node))
-    except RuntimeError:  # its gradient is asked for by name
+    except RuntimeError:  # its gradient was asked for by name
         return False
 
 

@@ -1,4 +1,4 @@
-"""Which operators are random, and a generator of one's own for all of them.
+"""Random operators: which ones draw, and a private generator for all of them.
 
 A stream is named by what it depends on (``stream_key``), never by how much was drawn before.
 """
@@ -18,37 +18,37 @@ _QUIET = {
     *("linear", "sparse", "conv", "normalization", "batchnorm", "instancenorm", "activation", "pooling", "padding"),
     *("flatten", "pixelshuffle", "upsampling"),
 }
-"""Files of torch's layers that draw nothing, but for these:"""
+"""Files of torch's layers that draw nothing, except for these layers:"""
 _DRAWING = {"MultiheadAttention", "RReLU", "FractionalMaxPool2d", "FractionalMaxPool3d"}
 _OTHERS = {
     *(F.alpha_dropout, F.feature_alpha_dropout, F.gumbel_softmax),
     *(F.rrelu, F.fractional_max_pool2d, F.fractional_max_pool3d),
     *(F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices, nn.init.kaiming_uniform_),
 }
-"""Functions that draw and have another name than an operator that does; what they call is not seen."""
+"""Functions that draw, but have another name than the operator that draws; calls inside them are not seen."""
 
 
 def seeded(op: Any) -> bool:
-    """Whether an operator draws from a generator, by its tag."""
+    """True if an operator's tag says that it draws from a generator."""
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
 def draws_nothing(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Attention kernels carry the random tag but draw nothing without dropout."""
+    """True for attention kernels without dropout, which carry the random tag but draw nothing."""
     names = [a.name for a in op._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return "dropout_p" in names and not given.get("dropout_p", 0.0)
 
 
 def quiet(module: nn.Module) -> bool:
-    """Whether its forward is one of torch's that draw nothing, and no code of the user's runs in its call."""
+    """True if the module's forward is one of torch's that draw nothing, and its call runs no user code."""
     forward = type(module).forward
     drawing = forward.__qualname__.split(".")[0] in _DRAWING
     return _file_of(forward) in _QUIET and not drawing and not _changed(module)
 
 
 class OwnLayer(nn.Module):
-    """A module that the engine has put into the model: nothing of the user's runs in its call, and it draws nothing."""
+    """A module that the engine has put into the model: its call runs no user code and draws nothing."""
 
 
 def dropout_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -57,7 +57,7 @@ def dropout_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def silent(module: nn.Module) -> bool:
-    """Whether it certainly draws nothing: one of torch's own quiet layers, or its ``Sequential`` around others."""
+    """True if a module certainly draws nothing: one of torch's own quiet layers, or a plain ``Sequential``."""
     if type(module) is nn.Sequential:
         return not _changed(module)
     if isinstance(module, OwnLayer):
@@ -66,7 +66,7 @@ def silent(module: nn.Module) -> bool:
 
 
 def all_silent(model: nn.Module) -> bool:
-    """Whether no module of the model runs code of the user's, or may draw."""
+    """True if no module of the model runs user code, or may draw."""
     return all(map(silent, model.modules()))
 
 
@@ -75,14 +75,14 @@ def _changed(module: nn.Module) -> bool:
 
 
 def _file_of(defined: Any) -> str:
-    """Which of the files of ``torch.nn.modules`` a class or function is from."""
-    name: str | None = defined.__module__  # None of what exec() made
+    """The name of the file in ``torch.nn.modules`` that defines a class or function."""
+    name: str | None = defined.__module__  # None for code from exec()
     return (name or "").removeprefix("torch.nn.modules.")
 
 
 @cache
 def is_random(func: Callable[..., Any]) -> bool:
-    """Whether a torch function draws from a generator, read off the tags of the operator of its name."""
+    """True if a torch function draws from a generator, according to the tags of the operator with its name."""
     if func in _OTHERS:
         return True
     name = getattr(func, "__name__", "")
@@ -93,7 +93,7 @@ def is_random(func: Callable[..., Any]) -> bool:
 
 
 def no_stream(operator: str, module: str) -> ValueError:
-    """The error for a random operator that no stream serves, in a module ("" is the model)."""
+    """Returns the error for a random operator that no stream serves, in a module ("" is the model)."""
     where = f"module {module!r}" if module else "the model"
     return ValueError(
         f"{where} calls the random operator {operator!r}, which no stream serves: its values would depend on how the "
@@ -103,7 +103,7 @@ def no_stream(operator: str, module: str) -> ValueError:
 
 
 class PrivateGenerator(TorchDispatchMode):
-    """Everything random inside draws from a stream that depends on ``key`` alone, whatever the code passes."""
+    """Makes all random operators inside draw from a stream that depends on ``key`` alone, even if given a generator."""
 
     def __init__(self, device: torch.device, *key: object) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

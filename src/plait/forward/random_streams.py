@@ -1,13 +1,13 @@
-"""Random numbers other than dropout: noise, stochastic depth, jitter, from streams that know their place in the run.
+"""Random numbers other than dropout: noise, stochastic depth, jitter, from streams that depend on the place in the run.
 
     torch.rand(B, 1, 1), randn_like(x), x.new_empty(B, 1).bernoulli_(p), ...      one stream for each sample
-    torch.rand(B * T, E): what a router draws for each token                      the same
+    torch.rand(B * T, E): a router's draw for each token                      the same
     torch.rand([])                                                                one for the step (layerdrop)
     anything else                                                                 refused
 
-A draw belongs to the samples if its first dim is the microbatch's number of samples, or of its tokens (samples * a
-length that the batch has), and to the step if it has no dim: then no cut of the batch changes it, and all ranks drop
-the same layer.  Of other shapes nobody can say what they belong to.
+A draw belongs to the samples if its first dim is the microbatch's number of samples or tokens (samples * a length that
+the batch has), and to the step if it has no dim.  Then no cut of the batch changes it, and all ranks drop the same
+layer.  Draws of other shapes are refused, because it is unknown what they belong to.
 
     bits            32 for each element, and 32 more for the normal distribution       (``forward.masks``)
     uniform         the first bits, as many as the dtype has digits, / 2**digits       [0, 1)
@@ -30,7 +30,7 @@ DIGITS = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat1
 
 
 class Draws(Protocol):
-    """Who knows where the running module's draws stand: ``DropoutRNG``."""
+    """The source of keys and places for the running module's draws: ``DropoutRNG``."""
 
     seed: int
 
@@ -40,10 +40,10 @@ class Draws(Protocol):
 
 
 def _bits(draws: Draws, like: Tensor, words: int, name: str) -> list[Tensor]:
-    """Random bits of a tensor's shape, as often as asked for.
+    """Returns ``words`` tensors of random bits in a tensor's shape.
 
     Raises:
-        ValueError: a shape of which nobody can say what it belongs to.
+        ValueError: the shape belongs neither to the samples nor to the step.
     """
     position, module, site = draws.site()
     shape = tuple(like.shape)
@@ -70,7 +70,7 @@ def _or_tokens(position: RNGPosition) -> str:
 
 
 def _open(bits: Tensor) -> Tensor:
-    """Uniform in fp64, between 0 and 1 and neither of them."""
+    """Uniform fp64 numbers strictly between 0 and 1."""
     return (bits.double() + 0.5) * 2.0**-32
 
 
@@ -105,7 +105,7 @@ Fill = Callable[..., Tensor]
 
 
 def _serving(fill: Fill, name: str, make: Callable[..., Tensor] | None = None) -> Fill:
-    """A function that fills its first argument, or what ``make`` makes of all of them."""
+    """Returns a function that fills its first argument, or the tensor that ``make`` creates from all of them."""
 
     def serve(draws: Draws, *args: Any, generator: None = None, requires_grad: bool = False, **kwargs: Any) -> Tensor:
         out = args[0] if make is None else make(*args, **kwargs)
@@ -133,4 +133,4 @@ STREAMS: Mapping[Callable[..., Any], Fill] = {
     Tensor.bernoulli: _bernoulli,
     torch.bernoulli: _bernoulli,
 }
-"""By the function that is called: what serves it, with who knows the place before its arguments."""
+"""The replacement of each random function; it takes the ``Draws`` before the function's own arguments."""

@@ -1,14 +1,14 @@
-"""Activations that are made a second time instead of being kept: recomputation.
+"""Recomputation: activations are computed a second time instead of being kept.
 
     none        every operator keeps what its backward reads
-    selective   attention keeps query, key and value; scores, softmax, masks and its output are made again
+    selective   attention keeps query, key and value; scores, softmax, masks and its output are recomputed
     full        a block keeps its inputs; its forward runs again when its backward begins
 
     forward    F0 ── F1 ── F2 ── loss         kept under full:  x0  x1  x2
     backward        F0 B0 ◄── F1 B1 ◄── F2 B2 ◄── loss
 
 A second run begins where the first one began, with the same dropout masks and stand-ins for parameters, so it gives the
-same bits.  The unit is gathered once for it and the backward after it.  Messages inside a block are sent again.
+same bits.  The unit is gathered once for it and for the backward that follows.  Messages inside a block are sent again.
 
 Sources: full recomputation, Chen et al. 2016 (arXiv:1604.06174); selective, Korthikanti et al. 2022 (arXiv:2205.05198).
 """
@@ -40,8 +40,8 @@ def check_recompute(model: nn.Module, names: Iterable[str], recompute: str | Non
 
 
 def blocks_of(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Which units ``full`` runs again: those inside a ``ModuleList`` or ``Sequential``, of nested ones the outermost;
-    not a stock layer alone in its unit (``nn.Linear``), which keeps its input and nothing else."""
+    """The names of the units that ``full`` runs again: the outermost ones inside a ``ModuleList`` or ``Sequential``.  A
+    stock layer alone in its unit (``nn.Linear``) is left out, because it keeps its input and nothing else."""
     modules, units = dict(model.named_modules()), set(names)
     blocks: list[str] = []
     for name in (n for n in modules if n in units):
@@ -71,16 +71,16 @@ def called_twice(
     seen_by: Interceptor | None = None,
     early_stop: bool = True,
 ) -> Any:
-    """``function(*args, **kwargs)``, of which only the arguments are kept; in the backward it is called again, with
-    lists and dicts as they are now, whoever changes them in between.
+    """Calls ``function(*args, **kwargs)`` and keeps only its arguments.  The backward calls it again, with lists and
+    dicts as they are now, even if they change in between.
 
     Args:
-        seen_by: sees the functions of the modules that it calls, the second time too; None: it calls no module.
-        early_stop: the second call ends as soon as all is there that the backward reads.
+        seen_by: sees the functions of the called modules, also the second time; None if ``function`` calls no module.
+        early_stop: the second call ends as soon as it has computed everything that the backward reads.
     """
     units = current.context.units
     again = current.context.again(whole=seen_by is not None)
-    own, named = [(args, kwargs)], _copied(kwargs)  # the caller's own objects are for the first call, and go with it
+    own, named = [(args, kwargs)], _copied(kwargs)  # only the first call uses the caller's own objects
     held = _versions((args, named))
 
     def run(*saved: Any) -> Any:
@@ -104,7 +104,7 @@ def called_twice(
                     f"a forward fails when it is run again in the backward ({error}): {WRITTEN}"
                 ) from error
 
-    preserve = not again.draws  # else every draw is served
+    preserve = not again.draws  # otherwise every draw is served
     return checkpoint(run, *_copied(args), use_reentrant=False, preserve_rng_state=preserve, early_stop=early_stop)
 
 
@@ -116,12 +116,12 @@ def _stays(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """New lists, dicts and tuples of the same leaves; other objects are leaves, even if torch can look into them."""
+    """Copies lists, dicts and tuples around the same leaves; other objects are leaves, even where torch knows them."""
     return tree_map(lambda leaf: leaf, value, is_leaf=_stays)
 
 
 def _versions(call: tuple[Sequence[Any], Mapping[str, Any]]) -> list[tuple[Tensor, int]]:
-    """Tensors of a call, and how often they were written to; torch looks after those that are arguments by place."""
+    """The tensors of a call with their version counters; torch itself checks those that are positional arguments."""
     args, kwargs = call
     leaves = tree_leaves(([arg for arg in args if not isinstance(arg, Tensor)], kwargs), is_leaf=_stays)
     tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter))
@@ -130,7 +130,7 @@ def _versions(call: tuple[Sequence[Any], Mapping[str, Any]]) -> list[tuple[Tenso
 
 
 def _check_unwritten(held: Iterable[tuple[Tensor, int]]) -> None:
-    """Raises ValueError where a tensor of a call was written to since."""
+    """Raises ValueError if a tensor of a call was written to since."""
     with DisableTorchFunction():
         written = [tuple(tensor.shape) for tensor, version in held if tensor._version != version]
     if written:
@@ -141,13 +141,13 @@ def _check_unwritten(held: Iterable[tuple[Tensor, int]]) -> None:
 
 
 def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: Parallel, *, sequence: bool) -> None:
-    """Make the forward of a block one that runs again in the backward.  Raises ValueError for a block whose input the
-    tensor plan changes before its forward sees it, and at its first forward for one that writes to a buffer."""
+    """Makes a block's forward run again in the backward.  Raises ValueError for a block whose input the tensor plan
+    changes before its forward sees it, and at its first forward for one that writes to a buffer."""
     style = parallel.styles.get(name)
     if sequence and style and style.kind == "enter":
         raise ValueError(
             f"block {name!r} is 'enter' in the tensor plan, so its stream is gathered before its forward, and "
-            f"recompute='full' would begin behind that: make the module around it the unit"
+            f"recompute='full' would begin after that: make the module around it the unit"
         )
     module = model.get_submodule(name)
     once, checked = module.forward, set[bool]()
@@ -173,7 +173,7 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
             if written := [key for key, now in _buffers(module).items() if not same_bits(before.get(key), now)]:
                 raise ValueError(
                     f"block {name!r} writes to its buffer {written[0]!r} in forward, and recompute='full' would write "
-                    f"to it twice: of running statistics use a norm without them, or freeze it by eval(); or leave "
+                    f"to it twice: replace running statistics by a norm without them, or freeze it by eval(); or leave "
                     f"recompute out"
                 )
         return output
@@ -187,7 +187,7 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def same_bits(left: Tensor | None, right: Tensor) -> bool:
-    """Whether two tensors are the same, NaN for NaN."""
+    """True if two tensors are the same, NaN for NaN."""
     return (
         left is not None and left.shape == right.shape and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
     )
@@ -210,7 +210,7 @@ class AttentionRecompute(Handler):
         return called_twice(self.current, call_next, args, kwargs)
 
     def after_model(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Hook of a whole model: raises ValueError where there is no attention to run again."""
+        """Hook of a whole model: raises ValueError if it has no attention to run again."""
         if torch.is_grad_enabled() and not self._seen:
             raise ValueError(
                 f"recompute='selective' runs F.scaled_dot_product_attention again, which {type(model).__name__} does "

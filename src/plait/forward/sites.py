@@ -7,11 +7,11 @@
                                                                 blocks.1              blocks.1
                                                                   drop                blocks.1.drop
 
-A site is the name by which the running module reaches the module that it calls; with several such names (a list of one
+A site is the name by which the running module reaches the module that it calls.  With several such names (a list of one
 block, three times) the n-th call takes the n-th.  A module that the running one does not contain draws as a part of it.
-So a site depends on the calls around it, up to the model, and on no call that another stage of a pipeline may have.
+So a site depends on the calls around it, up to the model, and never on a call in another stage of a pipeline.
 
-Whoever draws uses these names: stages, recomputation, compiled units, and the referee's plain run.
+Stages, recomputation, compiled units and the referee's plain run all use these names.
 """
 
 from collections import defaultdict
@@ -19,11 +19,11 @@ from collections import defaultdict
 from torch import nn
 
 Turns = dict[str, dict[str, int]]
-"""For each site that runs: how often it has called the modules that have several names in it."""
+"""For each running site, the number of times that it has called each module with several names in it."""
 
 
 class Sites:
-    """The sites of a whole model, also for the stages that have only parts of it."""
+    """The sites of a whole model, also for stages that have only parts of it."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -39,7 +39,7 @@ class Sites:
         return self._names[name][0] if name in self._names else name
 
     def enter(self, outer: str, name: str, turns: Turns) -> str:
-        """The site of a module, by any of its names, that is called inside a site; ``turns`` counts the call."""
+        """Returns the site of a module, given by any of its names, that a site calls; ``turns`` counts the call."""
         inside = self._inside.get((outer, name)) or self.inside(outer, name)
         site = inside[0]
         if len(inside) > 1:
@@ -51,7 +51,7 @@ class Sites:
         return site
 
     def inside(self, outer: str, name: str) -> list[str]:
-        """The names of a module in a site that have the fewest callable modules in between; without any, the site."""
+        """The module's names in a site with the fewest callable modules in between; the site itself if it has none."""
 
         def between(inner: str) -> int:
             dots = (i for i, letter in enumerate(inner) if letter == "." and i > len(outer))

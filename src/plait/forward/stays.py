@@ -1,10 +1,10 @@
-"""What belongs to one rank of one world, and so is neither copied nor pickled: the engine, and its hooks on a model."""
+"""Objects of one rank of one world, which are neither copied nor pickled: the engine, and its hooks on a model."""
 
 from typing import NoReturn, SupportsIndex
 
 
 class StaysHere:
-    """Refuses ``copy.deepcopy`` and ``pickle``, of itself and so of a model that has hooks of it."""
+    """Refuses ``copy.deepcopy`` and ``pickle`` of this object, and so of a model that has its hooks."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:  # deepcopy asks this too
         raise ValueError(

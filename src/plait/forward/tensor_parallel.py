@@ -1,7 +1,7 @@
-"""Where tensor parallelism meets the engine: the axis of a stage, hooks on its model, and the slices of dropout masks.
+"""Tensor parallelism in the engine: the axis of a stage, hooks on its model, and the slices of dropout masks.
 
-Cut weights carry out their products themselves (see ``tensor.cut_weight``).  The state of a microbatch that
-they need is in the forward's context, so recomputations and several microbatches under way find their own.
+Cut weights carry out their products themselves (see ``tensor.cut_weight``).  They find a microbatch's state in the
+forward's context, so recomputations and several microbatches under way each use their own.
 """
 
 import warnings
@@ -24,7 +24,7 @@ from plait.torch_private import tree_leaves
 
 
 def _in_context(field: str) -> Any:
-    """A property that is a field of the running forward's context."""
+    """Returns a property that reads and writes a field of the running forward's context."""
     return property(
         lambda self: getattr(self.current.context, field),
         lambda self, value: self.current.replace(**{field: value}),
@@ -56,7 +56,7 @@ class StageAxis(TensorAxis):
 
     @property
     def module(self) -> str:
-        """The name of the module that runs."""
+        """The name of the running module."""
         return self.current.context.module.name
 
     def left(self, width: int, shape: torch.Size = NOTHING, *, fused: bool = False) -> None:
@@ -71,7 +71,7 @@ class StageAxis(TensorAxis):
 
 
 class StageTensor(StaysHere):
-    """A stage's model under its plan: its cut weights know what to do, and each forward begins as it should."""
+    """A stage's model under its plan: sets up its cut weights, and prepares each forward."""
 
     def __init__(self, model: nn.Module, parallel: Parallel, axis: StageAxis) -> None:
         self.parallel, self.axis, self.current = parallel, axis, axis.current
@@ -106,14 +106,14 @@ class StageTensor(StaysHere):
         self._same_inputs = True
 
     def slice_of(self, name: str, shape: Sequence[int]) -> Slice | None:
-        """Which slice of its whole activation a module that draws dropout has; None: the whole.  ValueError where the
-        plan does not say how it is cut."""
+        """Returns the slice of its whole activation for which a module draws dropout; None: the whole.  Raises
+        ValueError where the plan does not say how the activation is cut."""
         style, cut = self.parallel.styles.get(name), self.current.context.cut
         experts = (n for n, s in self.parallel.styles.items() if s.kind == "experts")
         if inside := [n for n in experts if f"{name}.".startswith(f"{n}.")]:
             raise ValueError(
-                f"module {name!r} draws dropout in {inside[0]!r}, experts whose code works on pieces: which part of "
-                f"the whole mask is meant is not known; leave this dropout out"
+                f"module {name!r} draws dropout in {inside[0]!r}, experts whose code works on pieces: it is not known "
+                f"which part of the whole mask is meant; leave this dropout out"
             )
         kind = style.kind if style and style.kind in ("hidden", "heads", "whole", "sequence") else ""
         if not kind and cut.width:  # between a column and a row

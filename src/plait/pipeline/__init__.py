@@ -1,13 +1,13 @@
 """A model over the pipe axis: stages, the messages between them, and the runtime that obeys a schedule.
 
 stage.py             one stage: its part of the model, its units, its passes                  start here
-program.py           the seam: how a part of a model runs, whatever it is
+program.py           the seam: the code that runs a part of any model
 blocks.py            a model as blocks that run in turn: the library's program
-not_here.py          tensors that replace what another stage has
-cutting.py           takes the part of a stage out of a model
-build_stages.py      from a model and a pipeline to the stages of this rank
+not_here.py          tensors that replace those of another stage
+cutting.py           takes a stage's part out of a model
+build_stages.py      builds this rank's stages from a model and a pipeline
 message.py           tensors on their way from stage to stage, and their form
-p2p.py               how activations and their gradients travel
+p2p.py               sends activations and their gradients
 runtime.py           carries out a rank's line of a schedule, and logs it
 tied_weights.py      a weight of several stages: one copy on each, one gradient
 backward_errors.py   explains a backward that fails, or that reaches parameters outside of the model

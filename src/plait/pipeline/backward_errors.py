@@ -1,8 +1,8 @@
-"""Explains a backward that fails, and refuses one that reaches further than the stage's model.
+"""Explains a backward that fails, and refuses one that reaches beyond the stage's model.
 
 loss ──► the model's parameters        taken by hooks, reduced, divided
      └─► another engine's              taken by its hooks (``also``), or refused there
-     └─► a criterion's, a loss weight  nobody would reduce or divide what comes: refused, after the first backward
+     └─► a criterion's, a loss weight  its gradient would not be reduced: refused, after the first backward
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from plait.forward.recompute import WRITTEN
 
 
 def explained(error: RuntimeError, flights: Mapping[int, object]) -> ValueError | None:
-    """The cause of an error of a backward that a write in place has made: forwards of other microbatches (``flights``)
-    came between, or the forward that ran again has written to its tensors.  None for any other error."""
+    """Returns the cause of a backward's error if a write in place made it: the forward of another microbatch (among
+    ``flights``) came between, or the forward that ran again has written to its tensors.  None for any other error."""
     if isinstance(error, CheckpointError):
         return ValueError(f"a forward that was run again in the backward made other tensors: {WRITTEN}")
     if not flights or "modified by an inplace operation" not in str(error):
@@ -30,20 +30,20 @@ def explained(error: RuntimeError, flights: Mapping[int, object]) -> ValueError 
 
 
 def refuse_outside(reached: Sequence[nn.Parameter]) -> None:
-    """Raises ValueError where one of the parameters that a backward reached has a gradient: no engine has taken it."""
+    """Raises ValueError if a parameter that a backward reached has a gradient: no engine has taken it."""
     if kept := [parameter for parameter in reached if parameter.grad is not None]:
         for parameter in kept:
             parameter.grad = None
         raise ValueError(
             f"the loss goes through a trainable parameter of shape {tuple(kept[0].shape)} that is not the engine's "
-            f"model's (of a criterion, a weight of a loss): its gradient would be this rank's alone, and not "
-            f"divided by the count. Make it part of the model, as in a module that has both; give the module that "
-            f"has it its own engine, and name that one (also=[engine]); or freeze it"
+            f"model's (of a criterion, or a loss weight): its gradient would be this rank's alone, and not divided by "
+            f"the count. Make it part of the model, as in a module that has both; give the module that has it its own "
+            f"engine, and name that one (also=[engine]); or freeze it"
         )
 
 
 def reached_by(outputs: Sequence[Tensor | GradientEdge]) -> list[nn.Parameter]:
-    """The parameters that a backward from these comes to."""
+    """The parameters that a backward from these outputs reaches."""
     nodes: list[Any] = [out.grad_fn if isinstance(out, Tensor) else out.node for out in outputs]
     seen: set[Any] = set()
     parameters: dict[int, nn.Parameter] = {}

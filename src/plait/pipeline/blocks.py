@@ -6,12 +6,12 @@
                                                          stage 1   ·      ·         enters ─► runs      runs  runs
 
 A model promises two things by naming its blocks.  Its forward runs them in this order, each once, as
-``carry = block(carry, ...)``; a carry is a tensor or a pytree of tensors.  All else that it gives to a block (masks,
-positions) it makes from its own inputs, without parameters.  An ``nn.Sequential`` keeps this by construction.
+``carry = block(carry, ...)``; a carry is a tensor or a pytree of tensors.  Any other arguments of a block (masks,
+positions) are computed from the model's own inputs, without parameters.  An ``nn.Sequential`` keeps this promise.
 
-Each stage runs the model's own forward.  A block before the stage's first one returns NaN, marked ``NotHere``: a broken
-promise brings it into the carry or the loss, which are refused.  The last of these blocks returns what came from the
-stage before.  After the stage's last block the forward ends.
+Each stage runs the model's own forward.  A block before the stage's first one returns NaN, marked ``NotHere``: under a
+broken promise it gets into the carry or the loss, which are refused.  The last of these blocks returns the carry from
+the stage before.  After the stage's last block the forward ends.
 """
 
 import importlib
@@ -40,11 +40,11 @@ from plait.torch_private import (
 )
 
 WING = "plait.anymodel"
-"""Cuts models that name no blocks, where it is installed: its ``cut(model)`` returns a ``ModelCut``."""
+"""Cuts models that name no blocks, if it is installed: its ``cut(model)`` returns a ``ModelCut``."""
 
 
 def cut(model: nn.Module) -> ModelCut:
-    """Cuts a model at its blocks; any other model by the wing.  ValueError where neither can."""
+    """Cuts a model at its blocks; any other model by the wing.  Raises ValueError if neither can."""
     if blocks := declared_blocks(model):
         return ModelCut(blocks, partial(part_of, model, blocks), partial(release, model))
     other: ModelCut = importlib.import_module(WING).cut(model)
@@ -52,12 +52,12 @@ def cut(model: nn.Module) -> ModelCut:
 
 
 def blocks_of(model: nn.Module) -> Blocks:
-    """The blocks at which a pipeline may cut a model; ValueError where it has none."""
+    """Returns the blocks at which a pipeline may cut a model; raises ValueError if it has none."""
     return cut(model).blocks
 
 
 def declared_blocks(model: nn.Module) -> Blocks | None:
-    """The blocks of a model that keeps the promise; None for one that does not make it."""
+    """The blocks of a model that names them by ``pipeline_blocks``; None for any other model."""
     declared = getattr(model, "pipeline_blocks", None)
     if declared is not None:
         names = opened(model, declared() if callable(declared) else declared)
@@ -76,7 +76,7 @@ def declared_blocks(model: nn.Module) -> Blocks | None:
 
 
 def opened(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    """The names, with the entries of lists of modules in the place of the lists."""
+    """Returns the names, with lists of modules replaced by the names of their entries."""
     found: list[str] = []
     for name in names:
         module = dict(model.named_modules(remove_duplicate=False)).get(name)
@@ -86,7 +86,7 @@ def opened(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_names(model: nn.Module, names: Sequence[str], told: str) -> None:
-    """ValueError where names are no modules, or one is there twice."""
+    """Raises ValueError if a name is no module, or occurs twice."""
     kind, modules = type(model).__name__, dict(model.named_modules(remove_duplicate=False))
     if unknown := [name for name in names if name not in modules]:
         raise ValueError(f"{told} of {kind} names {unknown[0]!r}, which is no module of it")
@@ -100,8 +100,8 @@ def check_names(model: nn.Module, names: Sequence[str], told: str) -> None:
 
 
 def _unfit(model: nn.Module, names: Sequence[str]) -> str:
-    """Says which parameter or buffer of the model's state is in no block, or which buffer is in several; '' where there
-    is none."""
+    """Says which parameter or buffer of the model's state is in no block, or which buffer is in several; '' if there is
+    none."""
     for key in model.state_dict():
         if not any(key.startswith(f"{name}.") for name in names):
             return f"{key!r} is in no block"
@@ -109,7 +109,7 @@ def _unfit(model: nn.Module, names: Sequence[str]) -> str:
 
 
 def buffer_of_two(model: nn.Module, names: Sequence[str]) -> str:
-    """Says which buffer is in several blocks, where each stage would write its own; '' where there is none."""
+    """Says which buffer is in several blocks, where each stage would write its own; '' if there is none."""
     found: dict[int, str] = {}
     for key, value in model.state_dict(keep_vars=True).items():
         block = next((name for name in names if key.startswith(f"{name}.")), None)
@@ -119,7 +119,7 @@ def buffer_of_two(model: nn.Module, names: Sequence[str]) -> str:
 
 
 class SkippedBlock(OwnLayer):
-    """Replaces a block of another stage.  Until that has run in a forward, it has the block's plain attributes."""
+    """Replaces a block of another stage.  Until it has run in a forward, it has the block's plain attributes."""
 
     program: "BlockProgram | None" = None
 
@@ -132,7 +132,7 @@ class SkippedBlock(OwnLayer):
             raise ValueError(f"{what} of a block that has run is {ELSEWHERE}")
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """A loss that searches the model would find nothing here, so it is refused."""
+        """Refuses a search by a loss, which would find nothing here."""
         self._refuse_once_run("a module")
         return super().named_modules(*args, **kwargs)
 
@@ -153,14 +153,14 @@ class SkippedBlock(OwnLayer):
 
 
 def part_of(model: nn.Module, blocks: Blocks, here: range, taken: set[int], device: torch.device) -> StagePart:
-    """The part of a model that one stage has (see ``cut_out``)."""
+    """Returns the part of a model that one stage has (see ``cut_out``)."""
     cutting = cut_out(model, blocks, here, taken, SkippedBlock, lambda parameter: parameter)
     program = partial(BlockProgram, cutting, blocks, here)
     return StagePart(cutting.model, cutting.origin, blocks, here, program)
 
 
 class CutProgram(StageProgram):
-    """The program of a stage that has some blocks of a model: it sees them run, and checks their order."""
+    """The program of a stage with some blocks of a model: it sees them run, and checks their order."""
 
     word: ClassVar[str] = "block"
 
@@ -171,7 +171,7 @@ class CutProgram(StageProgram):
         self.model, self.last = cutting.model, here.stop == len(names)
         self._copies = cutting.copies()
         self.places: dict[int, list[int]] = {}
-        """Which blocks a module is, by ``id``."""
+        """The blocks that each module is, by ``id``."""
         self.modules = [cutting.model.get_submodule(name) for name in names]
         for index, module in enumerate(self.modules):
             self.places.setdefault(id(module), []).append(index)
@@ -181,11 +181,11 @@ class CutProgram(StageProgram):
             copy.follow()
 
     def see(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        """Has ``run(call, module, ...)`` call a module: around all of its hooks, also those that come later."""
+        """Makes calls of a module run ``run(call, module, ...)``, around all its hooks, also those added later."""
         vars(module)["_call_impl"] = partial(run, module._call_impl, module)
 
     def check_next(self, module: nn.Module, index: int | None) -> int:
-        """Returns the index of a block that has come to run; ValueError if it is not this one, which is to be next."""
+        """Returns the index of a block that is about to run; raises ValueError unless it is ``index``, the next one."""
         word, places = self.word, self.places[id(module)]
         if in_backward():
             raise ValueError(
@@ -203,7 +203,7 @@ class CutProgram(StageProgram):
         return index
 
     def check_end(self, tensors: Sequence[Any]) -> None:
-        """Raises ValueError where the stage's last block cannot end it with these."""
+        """Raises ValueError if the stage's last block cannot end it with these tensors."""
         name = self.names[self.here.stop - 1]
         if any(isinstance(one, NotHere) for one in tensors):
             raise ValueError(f"{name!r}, the last {self.word} of stage {self.number}, reads {ELSEWHERE}")
@@ -224,7 +224,7 @@ class BlockProgram(CutProgram):
         self._received: Handed | None = None
         self._nothing: Any = None
         self._next: int | None = None
-        """The block that is to run next; None outside of a forward of the stage."""
+        """The index of the block that runs next; None outside of a forward of the stage."""
         for module in dict.fromkeys(self.modules):
             if isinstance(module, SkippedBlock):
                 vars(module)["program"] = self
@@ -244,17 +244,17 @@ class BlockProgram(CutProgram):
             self._received = self._nothing = self._next = None
 
     def _reached(self, module: nn.Module) -> int:
-        """The block that has come to run, which must be the next one (else ValueError)."""
+        """Returns the index of a block that is about to run; raises ValueError unless it is the next one."""
         index = self.check_next(module, self._next)
         self._next = index + 1
         return index
 
     def is_over(self, module: nn.Module) -> bool:
-        """Returns True for a block that has run in the forward that is under way."""
+        """True for a block that has run in the current forward."""
         return self._next is not None and self._next > self.places[id(module)][-1]
 
     def pass_by(self, module: nn.Module) -> Any:
-        """Returns what a block of an earlier stage does here."""
+        """Returns the output, on this stage, of an earlier stage's block."""
         index = self._reached(module)
         assert self._received is not None
         if index + 1 == self.here.start:
@@ -264,7 +264,7 @@ class BlockProgram(CutProgram):
         return self._nothing
 
     def _stand_in(self, received: Tensor) -> Tensor:
-        """Replaces a carry that another stage has, whole in time where the stream is cut."""
+        """Replaces a carry of another stage; it is whole in time where the stream is cut."""
         shape, length = list(received.shape), self.current.context.length
         if length and len(shape) > 1:
             shape[1] = length
@@ -294,6 +294,6 @@ def _handed(carry: Any) -> Handed:
 
 
 def _carry(received: Handed) -> Any:
-    """The carry of the stage before, in the containers that it had there."""
+    """Returns the carry of the stage before, in the containers that it had there."""
     told = received.form.told
     return tree_unflatten(received.tensors, treespec_loads(json.loads(told))) if told else received.tensors[0]

@@ -1,4 +1,4 @@
-"""From a model and a pipeline to the stages of this rank.
+"""Builds this rank's stages from a model and a pipeline.
 
     model ── blocks ── split ──► parts   the model's own modules, one part for each stage here ──► Stage
                           └────► edges   weights that several stages use
@@ -38,13 +38,13 @@ from plait.zero.unit import GatheredBytes
 from plait.zero.wrap import automatic, wrap
 
 Uses = Mapping[int, tuple[int, ...]]
-"""Which stages use each parameter of the whole model, by its ``id``, in order."""
+"""The stages that use each parameter of the whole model, by its ``id``, in order."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """The stages of a rank, by number, and what the ranks know of all of them: how many blocks (``links``) each has
-    (``split``), and how tensor parallelism cuts the whole model (``parallel``)."""
+    """The stages of a rank, by number, with facts that all ranks know: the names of the blocks (``links``), their
+    number on each stage (``split``), and how tensor parallelism cuts the whole model (``parallel``)."""
 
     stages: dict[int, Stage]
     edges: tuple[TiedWeight, ...]
@@ -65,7 +65,7 @@ class Built:
 
 
 def split_of(blocks: Blocks, num_stages: int, sizes: Sequence[int] | None) -> tuple[range, ...]:
-    """The blocks of each stage, equally many or as many as ``sizes`` says; ValueError where that does not fit."""
+    """The blocks of each stage, equally many or as given by ``sizes``; raises ValueError if that does not fit."""
     try:
         if sizes is None:
             return even(len(blocks), num_stages)
@@ -88,8 +88,8 @@ def build_stages(
     before_forward: BeforeForward,
     weights: Weights | None = None,
 ) -> Built:
-    """The stages that the pipeline gives this rank; the arguments are the engine's.  ValueError for a model that cannot
-    be cut, fewer blocks than stages, or a split that does not fit."""
+    """Builds the stages that the pipeline gives this rank; the arguments are the engine's.  Raises ValueError for a
+    model that cannot be cut, fewer blocks than stages, or a split that does not fit."""
     sizes, units = parallelism.split, parallelism.units
     parallel = parallel_plan(model, comm.mesh.tensor, parallelism.tensor_plan, sequence=parallelism.sequence_parallel)
     parallel = cut_experts(model, comm.mesh, parallel)
@@ -114,7 +114,7 @@ def build_stages(
     mine = [stage for stage in range(count) if owner[stage] == here]
     parts = {s: cutter.part(split[s], taken, comm.device) for s in mine}
     if units is not None:
-        wrap(model, units)  # refuses names that are nowhere
+        wrap(model, units)  # refuses unknown names
     settings = StageSettings(source, comm, parallelism, count, seed, pipeline.splits_backward, before_forward)
     stages = lay_stages(settings, parts, parallel, weights)
     _give_axes([(model, parallel), *((stage.model, stage.parallel) for stage in stages.values())], settings)
@@ -125,7 +125,7 @@ def build_stages(
 
 
 def _give_axes(placed: Sequence[tuple[nn.Module, Parallel]], settings: StageSettings) -> None:
-    """Gives modules the context and the expert axis that they ask for."""
+    """Gives modules the context axis and the expert axis that they ask for."""
     mesh, parallelism = settings.comm.mesh, settings.parallelism
     for axis, setting in (("context", "ring_attention"), ("expert", "all_to_all")):
         if getattr(parallelism, setting) and mesh.axis(axis) == 1:
@@ -140,7 +140,7 @@ def _give_axes(placed: Sequence[tuple[nn.Module, Parallel]], settings: StageSett
 def lay_stages(
     settings: StageSettings, parts: Mapping[int, StagePart], parallel: Parallel, weights: Weights | None = None
 ) -> dict[int, Stage]:
-    """The stages of these parts, by number, with their units laid and their values drawn or read."""
+    """Returns the stages of these parts, by number, with their units laid and their values drawn or read."""
     whole, comm = settings.whole, settings.comm
     plans = {s: parallel_of(parallel, part, settings.sites, last=s == settings.count - 1) for s, part in parts.items()}
     cut = settings.parallelism
@@ -152,7 +152,7 @@ def lay_stages(
         if weights is None:
             raise
         error = problem
-    if weights is not None:  # a rank reads its own rows, and what is wrong with them is wrong for all
+    if weights is not None:  # a rank reads its own rows, and an error in them is an error for all
         check_together(comm, error, AXES)
     stages = {s: Stage(settings, s, part, plans[s], laid[s]) for s, part in parts.items()}
     gathered = GatheredBytes()
@@ -175,7 +175,7 @@ def _edges(model: nn.Module, blocks: Blocks, split: Sequence[range], using: Uses
 
 
 def _homes(model: nn.Module, blocks: Blocks, split: Sequence[range], using: Uses) -> dict[str, int]:
-    """The stage that has a parameter or a buffer; the first of several."""
+    """The stage of each parameter and buffer; the first if there are several."""
     homes, inside = {}, _prefixes(blocks, split)
     for name, value in model.state_dict(keep_vars=True).items():
         here = [stage for stage, prefixes in enumerate(inside) if f"{name}.".startswith(prefixes)]
@@ -184,7 +184,7 @@ def _homes(model: nn.Module, blocks: Blocks, split: Sequence[range], using: Uses
 
 
 def _prefixes(blocks: Blocks, split: Sequence[range]) -> list[tuple[str, ...]]:
-    """For each stage, what the names of its modules and parameters begin with."""
+    """For each stage, the prefixes of the names of its modules and parameters."""
     return [tuple(f"{part}." for part in blocks.on_stage(here)) for here in split]
 
 
@@ -198,7 +198,7 @@ def stages_using(model: nn.Module, blocks: Blocks, split: Sequence[range]) -> Us
 
 
 def parallel_of(parallel: Parallel, part: StagePart, sites: Sites, *, last: bool) -> Parallel:
-    """A tensor plan, resolved on the whole model, as it reads on one stage's part; the ``last`` one has the loss."""
+    """The whole model's tensor plan as it applies to one stage's part; the ``last`` stage has the loss."""
     here = [name for name, module in part.model.named_modules() if not isinstance(module, OwnLayer)]
     own = {sites.key(name): name for name in here}
     names = dict(part.model.named_parameters(remove_duplicate=False))

@@ -3,9 +3,9 @@
     model          embed  blocks(0 1 2 3)  norm  head
     stage 1 of 2     ·    blocks(· · 2 3)  norm  head       ·  a stand-in for a module of another stage
 
-Module and parameter names stay as they are, so dropout sites, tensor plans and state dicts know nothing of stages.
-A weight that two stages use is two parameters, whose gradients are summed once per step (see ``tied_weights``); where
-both stages are on one rank, the second gets a copy.
+Module and parameter names stay the same, so dropout sites, tensor plans and state dicts need not know about stages.  A
+weight that two stages use is two parameters, whose gradients are summed once per step (see ``tied_weights``).  If both
+stages are on one rank, the second gets a copy.
 """
 
 import copy
@@ -27,15 +27,15 @@ class Cutting:
 
     model: nn.Module
     origin: Mapping[int, nn.Parameter]
-    """The whole model's parameters, by ``id`` of the part's."""
+    """The whole model's parameters, by ``id`` of the part's parameters."""
     containers: Sequence[tuple[nn.Module, nn.Module]]
     """The model's containers of blocks, each with the part's copy."""
     made: Sequence[tuple[nn.Module, nn.Module]]
-    """The model's modules that this stage has, each with the part's: itself, or a copy."""
+    """The model's modules that this stage has, each with the part's module: the same one, or a copy."""
     foreign: Mapping[int, nn.Module]
-    """Stand-ins by ``id`` of the modules of other stages."""
+    """Stand-ins, by ``id`` of the other stages' modules."""
     outside: Mapping[str, nn.Module]
-    """Modules that are in no block and have parameters, or their stand-ins."""
+    """Modules outside of the blocks that have parameters, or their stand-ins."""
 
     def copies(self) -> "list[ModuleCopy]":
         """The copies of modules in the part."""
@@ -44,15 +44,15 @@ class Cutting:
 
 
 class ModuleCopy:
-    """A part's copy of a user's module.  It follows the mode, the numbers and text, and the buffers that a program sets
-    between steps."""
+    """A part's copy of a user's module.  It follows the mode, the numbers and strings, and the buffers that a program
+    sets between steps."""
 
     def __init__(self, user: nn.Module, copied: nn.Module) -> None:
         self.user, self.copied = user, copied
         self._seen, self._buffers = attributes_of(user), self._versions()
 
     def follow(self) -> None:
-        """Takes over the changes since the last call."""
+        """Copies the changes since the last call."""
         self.copied.training = self.user.training
         user, buffers = attributes_of(self.user), self._versions()
         for key, value in user.items():
@@ -61,7 +61,7 @@ class ModuleCopy:
         for key, (buffer, version) in buffers.items():
             mine, known = self.copied._buffers.get(key), self._buffers.get(key)
             changed = known is None or known[0] is not buffer or known[1] != version
-            if changed and mine is not buffer:  # the engine may have moved the copy's to a device
+            if changed and mine is not buffer:  # the engine may have moved the copy's buffer to a device
                 self.copied._buffers[key] = buffer.to(buffer.device if mine is None else mine.device, copy=True)
         self._seen, self._buffers = user, buffers
 
@@ -70,7 +70,7 @@ class ModuleCopy:
 
 
 def containers_of(names: Sequence[str]) -> frozenset[str]:
-    """The names of the modules around these; the model itself is ''."""
+    """The names of the modules that contain these; the model itself is ''."""
     return frozenset(name[:end] for name in names for end in (0, *(i for i, c in enumerate(name) if c == ".")))
 
 
@@ -85,9 +85,9 @@ def cut_out(
     """Takes out the part with some blocks.
 
     Args:
-        taken: modules and parameters, by ``id``, that an earlier stage of this rank has: the part gets copies of these
-            (parameters share the values), and adds its own.
-        elsewhere, missing: make stand-ins for a module and for a parameter of another stage.
+        taken: modules and parameters, by ``id``, that an earlier stage of this rank has: the part gets copies of them
+            (parameters share the values), and adds its own modules and parameters to the set.
+        elsewhere, missing: make stand-ins for another stage's module and for its parameter.
     """
     own, around = blocks.on_stage(here), containers_of((*blocks.names, *blocks.outside))
     origin: dict[int, nn.Parameter] = {}
@@ -148,7 +148,7 @@ def cut_out(
 
 
 def _again(parameter: nn.Parameter) -> nn.Parameter:
-    """Another parameter with the same values, attributes and hooks."""
+    """Returns another parameter with the same values, attributes and hooks."""
     new = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
     new._backward_hooks = copy.copy(parameter._backward_hooks)
@@ -157,7 +157,7 @@ def _again(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _shallow(module: nn.Module, *, buffers: bool) -> nn.Module:
-    """The module with the same children and attributes, with its own hooks and, if asked for, its own ``buffers``."""
+    """Copies a module with the same children and attributes, its own hooks and, if asked, its own ``buffers``."""
     new = copy.copy(module)
     for key in vars(nn.Module()):
         value = vars(new).get(key)
@@ -169,7 +169,7 @@ def _shallow(module: nn.Module, *, buffers: bool) -> nn.Module:
 
 
 def release(model: nn.Module, parts: Sequence[StagePart]) -> None:
-    """Frees the values that only other ranks need.  The model refuses to run from here on, and to give its state."""
+    """Frees the values that only other ranks need.  The model then refuses to run, and to give its state."""
     here = {id(p) for part in parts for p in part.model.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in here and not parameter.is_meta:

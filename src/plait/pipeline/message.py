@@ -1,11 +1,11 @@
-"""One message between two stages: tensors, and the form that says what they are.
+"""One message between two stages: tensors, and a form that describes them.
 
     tensors   [hidden, first]
     form      shapes   fp32 [2, 7, 16], fp32 [2, 7, 16]
-              told     how the next stage's program puts them together: its own text
+              told     text for the next stage's program: how to put them together
 
-One tensor travels as it is; several travel as one message of bytes.  The form goes ahead of the first message for the
-shapes of a batch, as text, and all later messages have the same.
+One tensor travels as it is; several travel as one message of bytes.  The form travels ahead of the first message for a
+batch's shapes, as text; all later messages for them have the same form.
 """
 
 import json
@@ -20,7 +20,7 @@ from torch import Tensor
 from plait.comm.header import DTYPES, Shape
 
 ALIGNED = 16
-"""Bytes: each tensor of a packed message begins at a multiple of it."""
+"""In bytes: each tensor of a packed message begins at a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class MessageForm:
 
     @property
     def packed(self) -> Shape:
-        """The shape and dtype that travel."""
+        """The shape and dtype of the tensor that travels."""
         if len(self.shapes) == 1:
             return self.shapes[0]
         return (sum(map(_room, self.shapes)),), torch.uint8
@@ -72,7 +72,7 @@ def shapes_in_words(shapes: Sequence[Shape]) -> str:
 
 
 def coded(shapes: Sequence[Shape]) -> list[Any]:
-    """Shapes as JSON has them."""
+    """Encodes shapes for JSON."""
     return [[list(shape), DTYPES.index(dtype)] for shape, dtype in shapes]
 
 
@@ -81,7 +81,7 @@ def decoded(shapes: Sequence[Any]) -> list[Shape]:
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors in one: itself if there is one, else bytes."""
+    """Packs the tensors into one: itself if there is only one, otherwise bytes."""
     if len(tensors) == 1:
         return tensors[0].resolve_conj().resolve_neg().contiguous()
     sizes = [_room(shape_of(tensor)) for tensor in tensors]
@@ -92,7 +92,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(packed: Tensor, form: MessageForm) -> list[Tensor]:
-    """The tensors again, each with memory of its own."""
+    """Returns the tensors again, each with its own memory."""
     if len(form.shapes) == 1:
         return [packed]
     parts = zip(packed.split([_room(shape) for shape in form.shapes]), form.shapes, strict=True)
@@ -100,5 +100,5 @@ def unpack(packed: Tensor, form: MessageForm) -> list[Tensor]:
 
 
 def _room(shape: Shape) -> int:
-    """Bytes, up to the next multiple of ``ALIGNED``."""
+    """The tensor's bytes, up to the next multiple of ``ALIGNED``."""
     return -(-math.prod(shape[0]) * shape[1].itemsize // ALIGNED) * ALIGNED

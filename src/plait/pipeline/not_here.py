@@ -1,11 +1,11 @@
-"""Tensors that replace what another stage has: of the right shape, passing through any code, and read by none.
+"""Tensors that replace those of another stage: they have the right shape, pass through any code, and are never read.
 
     h = NotHere             h = norm(h) * 2          NotHere
                             torch.ones_like(h)       a plain tensor: the shape is known here
                             if h.sum() > 0           refused: the program would branch on a placeholder
                             mask[0] = h              mask is NotHere, too
 
-The values are NaN, or 0 where the dtype has none: should one get by, the loss is refused as not finite.
+The values are NaN, or 0 if the dtype has none.  Should one get through, the loss is refused as not finite.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ TO_PYTHON = {
     *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__"),
     *("item", "tolist", "numpy", "equal"),
 }
-"""Functions that make numbers, or a decision, of a tensor's values."""
+"""Functions that turn a tensor's values into numbers, or into a decision."""
 
 ELSEWHERE = (
     "what another stage has: a pipeline's block takes the carry of the one before, and nothing else of other blocks; "
@@ -30,7 +30,7 @@ ELSEWHERE = (
 
 
 class NotHere(Tensor):
-    """A tensor whose values another stage has, and what is made of one."""
+    """A tensor whose values another stage has, or a tensor computed from one."""
 
     @classmethod
     def __torch_function__(
@@ -58,6 +58,6 @@ class NotHere(Tensor):
 
 
 def not_here(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    """A tensor with memory of its own, so that code may write to it."""
+    """Returns a placeholder with its own memory, so that code may write to it."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full(tuple(shape), value, dtype=dtype, device=device).as_subclass(NotHere)

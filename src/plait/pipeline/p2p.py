@@ -1,13 +1,13 @@
-"""How activations and their gradients go from stage to stage.
+"""Moves activations and their gradients from stage to stage.
 
     stage 0        put F ──► SEND_F ─────────► RECV_F ──► get F          stage 1, another rank
                    get B ◄── RECV_B ◄───────── SEND_B ◄── put B
     stage 0        put F ────────────────────────────────► get F          stage 1, the same rank
 
-A pass puts what it made and gets what it needs; messages are started where the schedule says so, and waited for only in
-``get``.  The form of a hand-over depends on the shapes of the batch alone (its signature), and a gradient has the form
-of its activation.  So the form goes ahead of the first activation of a signature, as text behind a header that says how
-long it is, on the same channel; from then on both sides know:
+A pass puts its outputs and gets its inputs.  Messages are started where the schedule says so, and only ``get`` waits
+for them.  The form of a hand-over depends only on the shapes of the batch (its signature), and a gradient has the form
+of its activation.  So the form is sent before the first activation of a signature, as text after a header with its
+length, on the same channel.  From then on both sides know it:
 
     sender     header  form  F0  F1  F2 ...  the first send of the signature is three messages
     receiver   RECV_F0, RECV_F1              noted: no waiting here, and without a shape nothing can be posted
@@ -15,8 +15,8 @@ long it is, on the same channel; from then on both sides know:
                RECV_F2                       posted at once
 
 Transports match the messages of a channel by their order, so receives are posted in order.  That cannot deadlock: a
-``get`` waits for the headers of its own message and of those ahead of it on the channel, no others.  A stage that hands
-over another shape for a known signature is refused before it sends.
+``get`` waits for the headers of its own message and of those ahead of it on the channel, and for no others.  A stage
+that hands over another shape for a known signature is refused before it sends.
 """
 
 import math
@@ -40,7 +40,7 @@ Signature = tuple[tuple[int, ...], ...]
 """The shapes of a batch's tensors."""
 
 Boundary = tuple[int, Signature]
-"""Between a stage and the next, for batches of a signature."""
+"""A stage's hand-over to the next one, for batches of a signature."""
 
 
 def signature_of(batch: Any) -> Signature:
@@ -48,7 +48,7 @@ def signature_of(batch: Any) -> Signature:
 
 
 class _Message(NamedTuple):
-    """A hand-over between two ranks, as either of them sees it."""
+    """A hand-over between two ranks, as seen by either of them."""
 
     key: Key
     boundary: Boundary
@@ -57,14 +57,14 @@ class _Message(NamedTuple):
 
 
 class PipelineP2P:
-    """Hand-overs of one rank; ``owner`` is the pipe coordinate of each stage."""
+    """The hand-overs of one rank; ``owner`` is the pipe coordinate of each stage."""
 
     def __init__(self, comm: Comm, owner: Mapping[int, int]) -> None:
         self.comm, self.owner = comm, owner
         here = comm.mesh.coordinates(comm.rank)
         self.rank_of = {stage: comm.mesh.rank(**{**here, "pipe": place}) for stage, place in owner.items()}
         self.signatures: list[Signature] = []
-        """Of the microbatches of the step under way."""
+        """The signatures of the current step's microbatches."""
         self._forms: dict[Boundary, MessageForm] = {}
         self._announced: set[Boundary] = set()  # this rank has sent the header
         self._acks: Mapping[Key, tuple[Key, ...]] = {}
@@ -75,28 +75,28 @@ class PipelineP2P:
         self._going: dict[Key, list[Work]] = {}
 
     def begin(self, batches: Sequence[Any], acks: Mapping[Key, tuple[Key, ...]]) -> None:
-        """Before a step; ``acks`` are, by each message that comes, this rank's messages that have arrived by then."""
+        """Begins a step; ``acks`` maps each incoming message to those of this rank that have arrived by then."""
         self._acks = acks
         self.signatures = [signature_of(batch) for batch in batches]
         for of_last_step in (self._made, self._unposted, self._coming, self._going):
             of_last_step.clear()
 
     def learns_from(self, batches: Sequence[Any]) -> bool:
-        """Whether a step on these microbatches brings this rank's boundaries shapes that they have not had before."""
+        """True if a step on these microbatches brings this rank's boundaries shapes that they have not had before."""
         ranks, here = self.rank_of, self.comm.rank
         mine = [s for s in ranks if s + 1 in ranks and ranks[s] != ranks[s + 1] and here in (ranks[s], ranks[s + 1])]
         return any((s, signature_of(batch)) not in self._forms for s in mine for batch in batches)
 
     def bytes_handed(self, stage: int, batch: Any) -> int:
-        """Size of what a stage hands to the next for a batch like one that has passed; 0 where none has."""
+        """The bytes that a stage hands to the next for a batch of known shapes; 0 for unknown ones."""
         if (known := self._forms.get((stage, signature_of(batch)))) is None:
             return 0
         shape, dtype = known.packed
         return math.prod(shape) * dtype.itemsize
 
     def put(self, way: str, stage: int, microbatch: int, handed: Handed) -> None:
-        """What a stage made for its neighbour: activations (F) for the next, gradients (B) for the one before; their
-        form is that of earlier batches of the same shapes (else ValueError)."""
+        """Takes a stage's tensors for its neighbour: activations (F) for the next, gradients (B) for the one before.
+        Raises ValueError if their form differs from that of earlier batches of the same shapes."""
         target = stage + (1 if way == "F" else -1)
         boundary = min(stage, target), self.signatures[microbatch]
         if handed.form != (known := self._forms.setdefault(boundary, handed.form)):
@@ -127,7 +127,7 @@ class PipelineP2P:
     def _send(self, message: _Message) -> None:
         tensor, works = pack(self._made.pop(message.key).tensors), []
         if message.key[0] == "F" and message.boundary not in self._announced:
-            note = replace(message.note, phase="setup")  # which no step's prediction has
+            note = replace(message.note, phase="setup")  # no step's prediction has it
             text = torch.tensor(list(self._forms[message.boundary].text.encode()), dtype=torch.uint8)
             for ahead in (header_of(text, self.comm.device), text.to(self.comm.device)):
                 works.append(self.comm.send(ahead, message.peer, note))
@@ -136,7 +136,7 @@ class PipelineP2P:
         self._going[message.key] = works
 
     def _post(self, peer: int) -> None:
-        """Post the receives from a rank, in order, as far as shapes are known."""
+        """Posts the receives from a rank, in order, as far as shapes are known."""
         messages = self._unposted[peer]
         while messages and messages[0].boundary in self._forms:
             message = messages.popleft()
@@ -145,14 +145,14 @@ class PipelineP2P:
             self._coming[message.key] = tensor, self.comm.recv(tensor, peer, message.note)
 
     def get(self, way: str, stage: int, microbatch: int) -> Handed:
-        """Wait for what a stage needs from its neighbour."""
+        """Waits for the tensors that a stage needs from its neighbour."""
         key = (way, stage, microbatch)
         if key in self._made:
             return self._made.pop(key)
         peer = self.rank_of[stage - 1 if way == "F" else stage + 1]
         while key not in self._coming:
             first = self._unposted[peer][0]
-            if first.boundary not in self._forms:  # and no pass of this rank has shown the shape meanwhile
+            if first.boundary not in self._forms:  # and no pass of this rank has shown the shape in between
                 note, header = replace(first.note, phase="setup"), empty_header(self.comm.device)
                 self.comm.recv(header, peer, note).wait()
                 (length,), dtype = shape_in(header)
@@ -168,7 +168,7 @@ class PipelineP2P:
         return Handed(unpack(tensor, form), form)
 
     def wait_all(self) -> None:
-        """After a step: all messages of this rank have arrived."""
+        """Waits, after a step, until all messages of this rank have arrived."""
         for key in list(self._going):
             self._arrived(key)
 

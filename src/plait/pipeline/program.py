@@ -5,8 +5,8 @@
                               call()      the user's loss_fn(model, batch), on this stage's part of the model
                               handed      a ``Handed`` for the next stage
 
-A stage knows units, gradients and orders; its program alone knows how a part of the model runs.  The base class runs a
-whole model, which is the one stage of a run without a pipeline.  ``blocks`` has the program of a chain of blocks.  The
+A stage knows units, gradients and orders; only its program knows how a part of the model runs.  The base class runs a
+whole model, which is the only stage of a run without a pipeline.  ``blocks`` has the program of a chain of blocks.  The
 wing ``anymodel`` has one for every other model.
 """
 
@@ -21,7 +21,7 @@ from plait.forward.context import CurrentForward
 from plait.pipeline.message import Handed, shape_of
 
 
-class StageDone(Exception):  # noqa: N818 (it is no error)
+class StageDone(Exception):  # noqa: N818 (it is not an error)
     """Ends a call of ``loss_fn`` after the stage's last block; hooks that are always called still run."""
 
 
@@ -29,21 +29,21 @@ class StageProgram:
     """Runs a model that is whole on this stage."""
 
     def forward(self, received: Handed | None, batch: Any, call: Callable[[], Any]) -> Any:
-        """Returns a ``Handed`` for the next stage, or what ``call`` returned on the last one."""
+        """Returns a ``Handed`` for the next stage, or on the last stage the result of ``call``."""
         return call()
 
     def follow(self) -> None:
-        """Takes over what the user's program has set on the user's modules since the last step."""
+        """Copies the changes that the user's program has made to the user's modules since the last step."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The modules of a model that run in turn, by name: a pipeline cuts between them."""
+    """The names of a model's modules that run in turn: a pipeline cuts between them."""
 
     names: tuple[str, ...] = ()
     outside: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """Modules and parameters in no block, outermost first: before which blocks they may run; the number of blocks
-    means after the last."""
+    """Modules and parameters in no block, outermost first, with the blocks before which they may run; the number of
+    blocks means after the last."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -58,8 +58,8 @@ class Blocks:
 class StagePart:
     """The part of a model that one stage has.
 
-    ``origin`` gives, by ``id`` of a parameter of the part, the parameter of the whole model: itself, unless an earlier
-    stage of the rank has that.
+    ``origin`` maps the ``id`` of a part's parameter to the parameter of the whole model: the same one, unless an
+    earlier stage of the rank has it.
     """
 
     model: nn.Module
@@ -82,20 +82,20 @@ class ModelCut:
 
     blocks: Blocks
     part: Callable[[range, set[int], torch.device], StagePart]
-    """The part with some blocks.  The set has, by ``id``, the modules and parameters that earlier stages of the rank
-    have: the part gets copies of these, and adds its own."""
+    """Returns the part with some blocks.  The set has, by ``id``, the modules and parameters of the rank's earlier
+    stages: the part gets copies of them, and adds its own to the set."""
     release: Callable[[Sequence[StagePart]], None] = lambda parts: None
     """Frees the values that only other ranks need."""
 
 
 def whole(model: nn.Module) -> ModelCut:
-    """A model that is not cut."""
+    """Returns the cut of a model into a single stage."""
     part = StagePart(model, {id(p): p for p in model.parameters()})
     return ModelCut(Blocks(), lambda blocks, taken, device: part)
 
 
 class StageInput:
-    """Tensors from the stage before, as leaves of this stage's graph, and their gradients."""
+    """Tensors from the stage before, as leaves of this stage's graph, with their gradients."""
 
     def __init__(self, handed: Handed) -> None:
         self.form, self.device, self.gradients = handed.form, handed.tensors[0].device, dict[int, Tensor]()
@@ -107,10 +107,10 @@ class StageInput:
             for number, tensor in zip(numbers, entered, strict=True):
                 tensors[number] = tensor
         self.received: Handed | None = Handed(tensors, handed.form)
-        """Dropped after the forward, which keeps what it needs."""
+        """The hand-over; dropped after the forward, which keeps the tensors that it needs."""
 
     def take_gradients(self) -> Handed:
-        """The message for the stage before: zeros where the backward made no gradient."""
+        """Returns the message for the stage before: zeros where the backward made no gradient."""
         made, shapes = self.gradients, self.form.shapes
         back = [
             made.pop(i) if i in made else torch.zeros(sizes, dtype=dtype, device=self.device)
@@ -120,8 +120,8 @@ class StageInput:
 
 
 class Received(torch.autograd.Function):
-    """Tensors that came from the stage before, in this graph; the model may write to them in place.  Their gradients go
-    to the ``StageInput``; the dummy that is differentiated gets none."""
+    """Tensors from the stage before, in this graph; the model may write to them in place.  Their gradients go to the
+    ``StageInput``; the dummy that is differentiated gets none."""
 
     @staticmethod
     def forward(

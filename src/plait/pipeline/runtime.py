@@ -1,14 +1,14 @@
-"""One runtime that obeys: it carries out a rank's line of a schedule, action by action.
+"""The runtime: it carries out a rank's line of a schedule, action by action.
 
-It decides nothing.  Which microbatch comes when is up to the schedule (``schedule.orders``), how tensors travel to the
-P2P, what a pass means to the stage.  Without a pipeline there is one stage: plain training goes the same way.
+It decides nothing.  The schedule (``schedule.orders``) orders the microbatches, the P2P moves tensors, and the stage
+defines the passes.  Plain training takes the same path, as a pipeline with one stage.
 
-    F         get what came from the stage before; forward; put what goes to the next
+    F         get the tensors from the stage before; forward; put those for the next
     B         get the gradient from the next stage, or seed the loss with 1/count; backward; put dx
     I, W      the same in two parts
     SEND RECV start a message
     UNSHARD   gather a stage's parameters for several passes        RESHARD   free them
-    REDUCE_GRAD  the microbatch's sum is finished here at the latest (units start theirs as they complete)
+    REDUCE_GRAD  the microbatch's sum is finished by here (units start theirs as they complete)
     REDUCE    finish a stage's sums of the step      UPDATE    at the last one: agree, clip, optimizer, publish
 """
 
@@ -37,27 +37,27 @@ def run_line(line: Line, handlers: Handlers) -> None:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What a step brings: a batch, and where in the run it stands."""
+    """One microbatch of a step: a batch, and its position in the run."""
 
     batch: Any
     draw: RNGPosition
 
 
 class Runtime:
-    """The stages of one rank, by number, at work."""
+    """Runs the stages of one rank, which it has by number."""
 
     def __init__(self, stages: Mapping[int, Stage], p2p: PipelineP2P) -> None:
         self.stages, self.p2p = stages, p2p
         self.run_line: Callable[[Line, Handlers], None] = run_line
-        """Carries out a line; a recorder of times replaces it."""
+        """Carries out a line; a time recorder may replace it."""
         self.num_stages = 1 + max(p2p.owner)
         self.losses: dict[int, Tensor] = {}
-        """The losses of the microbatches, where the last stage is here."""
+        """The losses of the microbatches, if the last stage is here."""
         self.num_microbatches = 0
-        """Number of microbatches of the step under way."""
+        """The number of microbatches of the current step."""
 
     def evaluate(self, program: RankProgram, batches: Sequence[Any], loss_fn: LossFn) -> None:
-        """The forwards of an evaluation, which are all that the program has; see ``losses``."""
+        """Runs the forwards of an evaluation, whose program has nothing else; sets ``losses``."""
 
         def forward(s: int, m: int, received: Handed | None) -> Handed | Tensor:
             return self.stages[s].evaluate(m, loss_fn, batches[m], received)
@@ -74,8 +74,8 @@ class Runtime:
         seed: float,
         update: Callable[[], None],
     ) -> None:
-        """One step of this rank; ``seed`` is the gradient of every loss, 1 / the global count; ``update`` is the end of
-        the step, called with the ``losses`` known."""
+        """Runs one step of this rank.  ``seed`` is the gradient of every loss, 1 / the global count; ``update`` ends
+        the step, and is called once the ``losses`` are known."""
         stages, p2p = self.stages, self.p2p
         updates = sum(action.kind is Kind.UPDATE for action in program.line)
 
@@ -118,7 +118,7 @@ class Runtime:
         forward: Callable[[int, int, Handed | None], Handed | Tensor],
         others: Handlers,
     ) -> None:
-        """This rank's program; ``forward`` is called with a stage, a microbatch, and what the stage before sent."""
+        """Runs this rank's program; ``forward`` gets a stage, a microbatch, and the tensors from the stage before."""
         stages, p2p = self.stages, self.p2p
         if self.num_stages > 1:
             p2p.begin(batches, program.acks)

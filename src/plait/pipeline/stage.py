@@ -2,13 +2,13 @@
 
     forward(m)     x from the stage before  ──►  the part's program  ──►  y for the next stage, or the loss
     backward(m)    dy from the next stage   ──►  autograd            ──►  dx for the stage before
-    input(m)       the same, weight products deferred;   weight(m)  makes them
+    input(m)       the same, weight products deferred;   weight(m)  computes them
     evaluate(m)    a forward that no backward follows
 
-A pass sets one ``ForwardContext``, which tells everything inside it where it is.  The user's ``loss_fn(model, batch)``
+A pass sets one ``ForwardContext``, which gives everything inside it its position.  The user's ``loss_fn(model, batch)``
 runs on every stage (see ``program``), so a stage needs to know nothing about the loss, and the loss nothing about
-stages.  Between forward and backward a stage keeps, for each microbatch, where it entered and the edge of its output in
-the graph; not the output itself, whose memory goes with the message.
+stages.  Between forward and backward a stage keeps, for each microbatch, its entry and the edge of its output in the
+graph.  It does not keep the output itself, whose memory goes with the message.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +54,7 @@ BeforeForward = Callable[[Sequence[Any], dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class StageSettings:
-    """What the stages of a model have in common; ``count`` is how many there are, on all ranks."""
+    """The settings that a model's stages have in common; ``count`` is the number of stages on all ranks."""
 
     whole: SourceModel
     comm: Comm
@@ -62,13 +62,13 @@ class StageSettings:
     count: int
     seed: int = 0
     split_backward: bool = False
-    """Weight gradients are made in passes of their own."""
+    """True if weight gradients are computed in their own passes."""
     before_root: BeforeForward = lambda args, kwargs: None
     """Called with the model's arguments before each forward (see ``Unsharding``)."""
 
     @cached_property
     def sites(self) -> Sites:
-        """Those of the whole model."""
+        """The sites of the whole model."""
         return Sites(self.whole.model)
 
     @cached_property
@@ -84,11 +84,11 @@ class Flight:
     context: ForwardContext
     entry: StageInput | None
     outputs: Sequence[GradientEdge | Tensor | None] = ()
-    """The backward starts from these: the loss, or what was handed over; None where nothing before it trains."""
+    """The start of the backward: the loss, or the tensors handed over; None where nothing before them trains."""
 
 
 class Stage:
-    """A stage, built from its part of the model, whose parameters are laid in units already."""
+    """A stage, built from its part of the model, whose parameters are already laid in units."""
 
     def __init__(
         self, settings: StageSettings, number: int, part: StagePart, parallel: Parallel, laid: BuiltUnits
@@ -106,25 +106,25 @@ class Stage:
         closed = closed_units(self.model, [*around, *names], part.blocks.names) if parallelism.compile else []
         self.interceptor.follow(self.model, settings.sites, every=bool(parallel.styles), closed=closed)
         self.compiled = CompiledUnits(self.interceptor, self.model, closed) if closed else None
-        """The forwards of units that are compiled."""
+        """The forwards of compiled units."""
         self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, settings.before_root)
         self.program = part.program(number, self.current)
         self.blocks = blocks_of(self.model, names) if parallelism.recompute == "full" else []
-        """The modules whose forward runs again in the backward."""
+        """The names of the modules whose forward runs again in the backward."""
         for name in self.blocks:
             run_twice(self.model, name, self.interceptor, parallel, sequence=self.axis.sequence)
         self.gradients = Gradients(self.unsharding, self.comm)
         self.flights: dict[int, Flight] = {}
         self._is_clean = False
-        """True once a backward has reached no trainable parameter outside any engine."""
+        """True once a backward has reached no trainable parameter outside of all engines."""
         self._lengths: dict[Signature, int] = {}
         users = dict(settings.whole.model.named_parameters())
         copied = [(p, users[name], flat) for name, p, flat, _ in parameters_of(self.units) if users[name] is not p]
         self._copies = [FollowingParameter(p, user, whole=not (flat.split or user.is_meta)) for p, user, flat in copied]
-        """Of the user's parameters, which an earlier stage of the rank has."""
+        """Copies of the user's parameters that an earlier stage of the rank has."""
 
     def _handlers(self, settings: StageSettings, links: Sequence[str]) -> list[Handler]:
-        """The handlers that this run needs, in the order of ``interceptor``."""
+        """Returns the handlers that this run needs, in the order of ``interceptor``."""
         current, parameters = self.current, list(parameters_of(self.units))
         recompute = settings.parallelism.recompute
         handlers: list[Handler] = []
@@ -135,7 +135,7 @@ class Stage:
                 self.model.register_forward_hook(attention.after_model)
         split = {id(p): p for _, p, flat, _ in parameters if flat.split}
         staged = {id(p) for _, p, _, _ in parameters} if self.last and self.count > 1 else set()
-        if staged or (split and not all_silent(self.model)):  # torch's own layers read their own parameters alone
+        if staged or (split and not all_silent(self.model)):  # torch's own layers read only their own parameters
             handlers.append(AtRestCheck(current, split, staged))
             handlers.append(Derivatives(current, links if self.count > 1 else (), opens=bool(split)))
         if settings.split_backward:
@@ -156,7 +156,7 @@ class Stage:
         return handlers
 
     def _steps_of(self, axis: TimeAxis, other: SliceOf | None, name: str, shape: Sequence[int]) -> StepsOfTime:
-        """The steps of time of an activation that a module draws dropout for, under a context axis."""
+        """The steps of time of an activation for which a module draws dropout under a context axis."""
         position = self.current.context.position
         if self.dropout.attends:
             return axis.steps_along(len(shape) - 2, shape[-2])
@@ -169,7 +169,7 @@ class Stage:
         return steps
 
     def begin_step(self) -> None:
-        """Before the first forward of a step; drops what an earlier one left when it raised."""
+        """Prepares for the first forward of a step, and drops leftovers of one that raised."""
         self.unsharding.drop_step()
         self.unsharding.runs.clear()
         self.unsharding.found.clear()
@@ -180,12 +180,12 @@ class Stage:
         self.begin_sums()
 
     def begin_sums(self) -> None:
-        """Before the first gradient of a step."""
+        """Prepares for the first gradient of a step."""
         self.interceptor.begin_step(training=self.model.training)
         self.gradients.begin_step()
 
     def look_at_model(self) -> None:
-        """Before a forward: notice what was frozen or thawed."""
+        """Notices, before a forward, which parameters were frozen or thawed."""
         for parameter in self._copies:
             parameter.follow()
         for unit in self.units:
@@ -203,10 +203,10 @@ class Stage:
         *,
         split: bool = False,
     ) -> Handed | Tensor:
-        """Returns the message for the next stage, or from the last stage the loss; detached.
+        """Returns the message for the next stage, or on the last stage the loss; detached.
 
         Args:
-            received: comes from the stage before, if there is one.
+            received: the tensors from the stage before, if there is one.
             split: the backward comes in two parts.
         """
         self.unsharding.begin_forward(microbatch, split=split)
@@ -223,7 +223,7 @@ class Stage:
         return output._replace(tensors=[t.detach() for t in output.tensors])
 
     def evaluate(self, microbatch: int, loss_fn: LossFn, batch: Any, received: Handed | None = None) -> Handed | Tensor:
-        """Returns what ``forward`` does, with no backward to come: under ``no_grad``, with modules in eval mode."""
+        """Returns the same as ``forward``, for no backward: under ``no_grad``, with modules in eval mode."""
         self.current.begin(self.current.context.position, microbatch=microbatch, draws=self.model.training)
         output = self._call(None if received is None else StageInput(received), loss_fn, batch)
         if not self.unsharding.held:
@@ -231,13 +231,13 @@ class Stage:
         return output
 
     def begin_alone(self, position: RNGPosition, microbatch: int | None = None) -> None:
-        """A forward of a user's own loop begins; without a ``microbatch`` for the ledger it goes under the one
-        before."""
+        """Begins a forward of a user's own loop; without a ``microbatch`` for the ledger it goes under the number of
+        the last one."""
         number = self.current.context.microbatch if microbatch is None else microbatch
         self.current.begin(position, microbatch=number)
 
     def _call(self, entry: StageInput | None, loss_fn: LossFn, batch: Any) -> Handed | Tensor:
-        """Runs the user's function on this stage; on the only one without the program."""
+        """Runs the user's function on this stage; without the program if it is the only stage."""
 
         def call() -> Any:
             with self.interceptor.on():
@@ -269,7 +269,7 @@ class Stage:
         return output
 
     def _enter(self, entry: StageInput | None, batch: Any) -> Handed | None:
-        """The tensors from the stage before, for the program; they tell how long a stream is that is cut in time."""
+        """The tensors from the stage before, for the program; they set the whole length of a stream cut in time."""
         if entry is None:
             return None
         received, entry.received = entry.received, None
@@ -278,12 +278,12 @@ class Stage:
         return received
 
     def backward(self, microbatch: int, gradients: Sequence[Tensor], *, last: bool) -> Handed | None:
-        """A full backward from the gradients of the outputs: the weights' gradients, and those of what was received.
-        ``last``: no other of the step comes on this stage."""
+        """Runs a full backward from the gradients of the outputs; returns the gradients of the received tensors.
+        ``last``: no other backward of the step comes on this stage."""
         return self._differentiate(microbatch, self._resume(microbatch), gradients, last=last)
 
     def backward_from(self, loss: Tensor, seed: float) -> None:
-        """The backward of a forward that a user's own loop made; ``seed`` is the gradient of the loss."""
+        """Runs the backward of a forward that a user's own loop made; ``seed`` is the gradient of the loss."""
         self._check_needs_gradient(loss)
         flight = Flight(self.current.context, None, [loss])
         self._differentiate(None, flight, [torch.full_like(loss, seed)])
@@ -297,7 +297,7 @@ class Stage:
 
     @contextmanager
     def taking_part(self) -> Iterator[None]:
-        """Another engine's backward goes through this model; it has one microbatch more of gradients."""
+        """Takes part in another engine's backward through this model: one more microbatch of gradients."""
         self.unsharding.begin_backward(None)
         self.gradients.begin_microbatch(last=False)
         yield
@@ -305,7 +305,7 @@ class Stage:
         self.unsharding.end_backward()
 
     def input(self, microbatch: int, gradients: Sequence[Tensor]) -> Handed | None:
-        """The input part of a backward: the gradients of what was received."""
+        """Runs the input part of a backward; returns the gradients of the received tensors."""
         return self._differentiate(microbatch, self._resume(microbatch, over=False), gradients, split=True)
 
     def _differentiate(
@@ -317,7 +317,7 @@ class Stage:
         last: bool = False,
         split: bool = False,
     ) -> Handed | None:
-        """Run the backward, or with ``split`` its input part, which sums nothing; and let the graph go."""
+        """Runs the backward, or with ``split`` its input part, which sums nothing; then frees the graph."""
         self.unsharding.begin_backward(microbatch, split=split)
         if not split:
             self.gradients.begin_microbatch(last=last)
@@ -341,7 +341,7 @@ class Stage:
         return None if flight.entry is None else flight.entry.take_gradients()
 
     def weight(self, microbatch: int, *, last: bool) -> None:
-        """The weight part: every gradient that the input part deferred or kept."""
+        """Runs the weight part: computes every gradient that the input part deferred or kept."""
         flight = self._resume(microbatch)
         self.unsharding.begin_weights()
         self.gradients.begin_microbatch(last=last)
@@ -350,7 +350,7 @@ class Stage:
         self.gradients.end_microbatch()
 
     def _resume(self, microbatch: int, *, over: bool = True) -> Flight:
-        """A microbatch comes back for its backward, or for a part of it; ``over``: for the last time."""
+        """Resumes a microbatch for its backward, or for a part of it; ``over``: for the last time."""
         if microbatch not in self.flights:
             raise ValueError(
                 f"microbatch {microbatch} has no forward behind it on stage {self.number} (those that have: "
@@ -361,7 +361,7 @@ class Stage:
         return flight
 
     def _whole_length(self, signature: Signature, mine: int) -> int:
-        """Steps of time of the whole stream, of which sequence parallelism has cut this rank's part.  It depends on the
+        """Steps of time of the whole stream, from this rank's part under sequence parallelism.  It depends on the
         shapes of the batch, so all tensor ranks learn it at the same time."""
         if signature not in self._lengths:
             lengths = gather_ints(self.comm, [mine], ("tensor",), Note("setup"))

@@ -4,7 +4,7 @@
                                                                             ├─ use 0 + use 1, on both
     stage 3   head.weight    Σ over microbatches, then over the data axes ──┘
 
-Each stage accumulates and reduces its own uses under the row, like any other gradient; then the ranks that own the
+Each stage accumulates and reduces its own uses under the row, like any other gradient.  Then the ranks that own the
 same piece exchange it, add in the order of stages and make the same update, so the copies stay equal to the bit.
 """
 
@@ -32,7 +32,7 @@ class TiedWeight:
 
 
 class TiedWeights:
-    """The edges that touch this rank, in the order of the model's parameters; its own gradients go by (name, stage)."""
+    """The edges that touch this rank, in the order of the model's parameters; ``gradients`` go by (name, stage)."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class TiedWeights:
     ) -> None:
         self.edges, self.comm, self.gradients, self.rank_of = edges, comm, gradients, rank_of
         self.copies = {id(gradients[e.name, s].flat) for e in edges for s in e.stages[1:] if (e.name, s) in gradients}
-        """The flats, by ``id``, of all copies but the first: the norm counts a weight once."""
+        """The flat gradients, by ``id``, of all copies but the first: the norm counts a weight once."""
 
     def reduce(self) -> None:
-        """Sum the uses of every tied weight; each gradient is in the optimizer's cell already."""
+        """Sums the uses of every tied weight; each gradient is already in the optimizer's cell."""
         for edge in self.edges:
             mine = self._owned(edge)
             if not any(piece.numel() for piece in mine.values()):
@@ -66,7 +66,7 @@ class TiedWeights:
                 piece.copy_(total)
 
     def bytes_owned(self, edge: TiedWeight) -> int:
-        """Bytes of a tied gradient that this rank exchanges; 0 where none of its stages is here."""
+        """Bytes of a tied gradient that this rank exchanges; 0 if none of its stages is here."""
         return next((piece.nbytes for piece in self._owned(edge).values()), 0)
 
     def _owned(self, edge: TiedWeight) -> dict[int, Tensor]:
@@ -78,14 +78,14 @@ class FollowingParameter:
     """A stage's copy of a parameter that an earlier stage of the rank has: frozen with it, and written to with it.
 
     Args:
-        whole: it has its values at rest.
+        whole: the copy has its values at rest.
     """
 
     def __init__(self, copied: nn.Parameter, user: nn.Parameter, *, whole: bool) -> None:
         self._copied, self._user, self._whole, self._version = copied, user, whole, user._version
 
     def follow(self) -> None:
-        """Take over what a program has done to the user's parameter since."""
+        """Copies what a program has changed in the user's parameter since."""
         self._copied.requires_grad_(self._user.requires_grad)
         if self._whole and (self._user._version != self._version or not self._alike()):
             with torch.no_grad():
@@ -93,6 +93,6 @@ class FollowingParameter:
             self._version = self._user._version
 
     def _alike(self) -> bool:
-        """True if some elements are the same: a write to ``.data`` has no version.  An accelerator is not asked."""
+        """True if some elements are the same: a write to ``.data`` has no version.  Accelerators are not asked."""
         one, other = some_elements(self._copied), some_elements(self._user)
         return one.device.type != "cpu" or torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism by cut weights: parameters that multiply as their style says.  In reading order:
+"""Tensor and sequence parallelism by cut weights: parameters that multiply in the way of their style.  Reading order:
 
     axis.py                the tensor axis seen from one rank: gathers and sums along a dim, issued and finished
     linear.py              column- and row-cut products with their communication, forward and backward
@@ -7,13 +7,13 @@
     plan.py                from a model and a tensor plan to cuts, sites and siblings
     expert_axis.py         the expert axis: experts on neighbours of shard, and the tokens that travel to them
     time_axis.py           the context axis: steps of time on neighbours of shard, attention to all of them
-    ring_attention.py      attention to keys and values that go round
+    ring_attention.py      attention to keys and values that travel in a ring
     pieces.py              a rank's piece of a cut parameter, and the whole from all pieces
     metadata.py            which torch functions read values
     no_double_backward.py  backwards that can be taken once
 
-A new style is a row of ``KINDS`` and one of ``MESSAGES`` in ``table/tensor_plan.py`` (which dim is cut, where it sends
-messages, which is also the prediction), and a row of ``LINEARS`` in ``cut_weight.py``.
+A new style is a row of ``KINDS`` and one of ``MESSAGES`` in ``table/tensor_plan.py`` (the dim that is cut, and the
+messages that it sends, which are also the prediction), and a row of ``LINEARS`` in ``cut_weight.py``.
 """
 
 from plait.tensor.axis import TensorAxis

@@ -1,11 +1,11 @@
-"""The tensor axis seen from one rank, and the three ways an activation travels over it.
+"""The tensor axis seen from one rank, and the three ways in which an activation travels over it.
 
     sum        a share of a sum on each rank      -> the whole sum on each        all_reduce
     scatter    a share of a sum on each rank      -> the sum, cut in time         reduce_scatter
     gather     a piece on each rank               -> the whole on each            all_gather
 
 Under sequence parallelism the stream between the products is cut in *time*, dim 1 of [batch, time, width]: a sum is
-scattered and a stream gathered, which is the same volume as one all_reduce.  Collectives want equal pieces end to end,
+scattered and a stream gathered, which is the same volume as one all_reduce.  Collectives need equal pieces end to end,
 so a dim other than the first costs one copy, and 5 steps of time over 4 ranks travel as 4 pieces of 2.
 """
 
@@ -25,51 +25,51 @@ from plait.tensor.no_double_backward import no_double_backward
 AXES = ("tensor",)
 NOTHING = torch.Size()
 Later = list[Callable[[], Tensor]]
-"""Gradients of one parameter that are still to be made, in the order in which a backward adds them."""
+"""Gradients of one parameter that are yet to be computed, in the order in which a backward adds them."""
 
 first_order = no_double_backward("a tensor-parallel layer", "train such a model without the tensor axis")
 
 
 class TensorAxis:
-    """This rank's place on the tensor axis, and where the running microbatch is.
+    """This rank's place on the tensor axis, and the state of the running microbatch.
 
     ``sequence``: the stream between the products is cut in time.
     """
 
     microbatch = -1
-    """For the ledger."""
+    """The number of the running microbatch, for the ledger."""
     length = 0
     """Steps of time of the whole stream in this forward, set where it is first cut."""
     entered: Any = None
     """The input that the next sibling may share (see ``linear``)."""
     whole_logits = False
-    """The model computes its own loss, of the logits of the whole vocabulary."""
+    """True if the model computes its own loss from the logits of the whole vocabulary."""
     unsplit = False
-    """Inside a module whose activations are whole in time, though the stream is not."""
+    """True inside a module whose activations are whole in time, though the stream is not."""
     running = True
-    """A forward of the model, or its loss, is under way."""
+    """True while a forward of the model, or its loss, is under way."""
 
     def __init__(self, comm: Comm, *, sequence: bool) -> None:
         self.comm, self.sequence = comm, sequence
         self.ways, self.index = comm.mesh.tensor, comm.mesh.index(comm.rank, AXES)
 
     def left(self, width: int, shape: torch.Size = NOTHING, *, fused: bool = False) -> None:
-        """The activation that follows has ``width`` features, of which this rank has those of ``shape``; 0: all."""
+        """Notes that the next activation has ``width`` features, and that this rank has those of ``shape``; 0: all."""
 
     def later(self, parameter: Tensor) -> Later | None:
-        """Where the gradients of a parameter wait that are made in a pass of their own; None: they are made at once."""
+        """Returns the list where a parameter's gradients wait for their own pass; None: they are computed at once."""
         return None
 
     def part(self, size: int, index: int | None = None) -> tuple[int, int]:
-        """Where a rank's part of ``size`` begins and ends; this rank's, if none is named."""
+        """The begin and end of a rank's part of ``size``; this rank's by default."""
         return part(size, self.ways, self.index if index is None else index)
 
     def lengths(self, size: int) -> list[int]:
-        """Of all ranks' parts of ``size``."""
+        """The lengths of all ranks' parts of ``size``."""
         return [len(range(*self.part(size, index))) for index in range(self.ways)]
 
     def check_stream(self, x: Tensor, site: str, *, whole: bool) -> None:
-        """Raises ValueError where a stream is not as long as it left the embedding: code in between sliced it."""
+        """Raises ValueError if a stream no longer has the length at which it left the embedding: code sliced it."""
         steps = self.length if whole else self.lengths(self.length)[self.index]
         if x.dim() < 3 or x.size(1) != steps:
             raise ValueError(
@@ -94,7 +94,7 @@ class TensorAxis:
         return finish
 
     def start_scatter(self, x: Tensor, note: Note) -> Finish:
-        """Issues the sum of ``x`` [batch, time, ...] over the ranks, of which this rank gets its part in time."""
+        """Issues the sum of ``x`` [batch, time, ...] over the ranks; this rank gets its part in time."""
         return start_scatter(self.comm, x, 1, self.lengths(x.size(1)), AXES, note)
 
     def start_gather(self, x: Tensor, dim: int, size: int, note: Note) -> Finish:
@@ -102,12 +102,12 @@ class TensorAxis:
         return self.start_gather_of(x, dim, self.lengths(size), note)
 
     def start_gather_of(self, x: Tensor, dim: int, lengths: Sequence[int], note: Note) -> Finish:
-        """The same, of parts of these lengths."""
+        """Issues the gathering of parts of these lengths along ``dim``."""
         return start_gather(self.comm, x, dim, lengths, AXES, note)
 
 
 class Leave(torch.autograd.Function):
-    """A share of a sum on each rank becomes the whole stream: summed, or summed and scattered in time.
+    """Turns a share of a sum on each rank into the whole stream: summed, or summed and scattered in time.
 
     Backward: nothing (the gradient is whole on every rank already), or a gather.
     """
@@ -127,7 +127,7 @@ class Leave(torch.autograd.Function):
 
 
 class Divide(torch.autograd.Function):
-    """A whole activation is cut in a dim; backward gathers it."""
+    """Cuts a whole activation in a dim; backward gathers it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis, dim: int, site: str) -> Tensor:
@@ -143,7 +143,7 @@ class Divide(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """Pieces of a dim become the whole; backward keeps this rank's piece."""
+    """Turns pieces of a dim into the whole; backward keeps this rank's piece."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis, dim: int, size: int, site: str) -> Tensor:

@@ -7,8 +7,8 @@
     w.t(), w.sum() ...         refused by the weight's name: they would take a piece for the whole
 
 Torch asks a parameter's own class in each function that takes it, so no mode is active, and a function that reads no
-cut weight costs nothing.  A weight is laid in its unit, gathered and resharded like any other parameter; the class of a
-parameter at rest comes before this one.
+cut weight costs nothing.  A weight is laid in its unit, gathered and resharded like any other parameter.  While it is
+at rest, the class for that comes before this one.
 
 Outside of forwards and ``loss_fn``, this rank's piece may be read and written under ``torch.no_grad()``.
 """
@@ -40,8 +40,8 @@ Function = Callable[..., Any]
 class Siblings:
     """Columns that read one tensor, under the name at which it enters.
 
-    References to the parameters are weak: Python's collector does not see through autograd's nodes, so a parameter that
-    reached itself by its siblings would stay.
+    References to the parameters are weak.  Python's collector cannot see through autograd's nodes, so a parameter that
+    reached itself through its siblings would never be freed.
     """
 
     def __init__(self, site: str, pairs: Sequence[Pair]) -> None:
@@ -63,7 +63,7 @@ class Siblings:
 
 @dataclass(frozen=True)
 class CutSite:
-    """The place of a cut weight: the module that the plan names, and its style."""
+    """The place of a cut weight: the module that the plan names, with its style."""
 
     name: str
     style: Style
@@ -72,20 +72,20 @@ class CutSite:
     siblings: Siblings | None = None
     """The columns that read the same tensor; None for other styles."""
     index: int = 0
-    """Its place among them."""
+    """The weight's place among its siblings."""
     whole_stream: bool = False
-    """An embedding leaves its stream whole, though sequence parallelism cuts it later."""
+    """True for an embedding that leaves its stream whole, though sequence parallelism cuts it later."""
 
     def sizes(self) -> tuple[int, ...]:
-        """Size of each part of the weight on this rank."""
+        """The size of each part of the weight on this rank."""
         return tuple(stop - start for start, stop in self.cut.ranges(self.axis.index))
 
 
 class CutWeight(nn.Parameter):
     """This rank's piece of a weight, or of a column's bias.
 
-    ``home`` is where it works; ``sites`` says what ``F.linear`` and ``F.embedding`` are, by function, and by the ``id``
-    of a cut bias.
+    ``home`` is the site where it works.  ``sites`` gives the product of ``F.linear`` and ``F.embedding``, by function
+    and by the ``id`` of a cut bias.
     """
 
     cut: TensorCut
@@ -95,7 +95,7 @@ class CutWeight(nn.Parameter):
 
     @classmethod
     def adopt(cls, parameter: nn.Parameter, cut: TensorCut) -> None:
-        """Makes a parameter, of any class, one that is cut; ``place`` says later what it does."""
+        """Turns a parameter of any class into a cut one; ``place`` defines its products later."""
         kind = type(parameter)
         if not issubclass(kind, cls):
             parameter.__class__ = cls if kind is nn.Parameter else type(cls.__name__, (cls, kind), {})
@@ -143,7 +143,7 @@ def _refusal(func: Function, weight: Tensor) -> ValueError:
 
 
 def place(model: nn.Module, parallel: Parallel, axis: TensorAxis) -> None:
-    """Says to every cut weight of a model what it does, by the plan that was resolved on this model."""
+    """Gives each cut weight of a model its sites, by the plan that was resolved on this model."""
     modules: dict[str, Any] = dict(model.named_modules())
     names = {id(p): name for name, p in model.named_parameters()}
     groups: dict[str, Siblings] = {}
@@ -175,7 +175,7 @@ def place(model: nn.Module, parallel: Parallel, axis: TensorAxis) -> None:
 
 
 def _add_site(weight: CutWeight, function: Function, site: CutSite, bias: Tensor | None) -> None:
-    """A weight of several modules sends under the first one's name; each may have its own bias."""
+    """Adds a site.  A weight of several modules sends under the first one's name; each may have its own bias."""
     first = weight.sites.setdefault((function, None), site)
     if isinstance(bias, CutWeight) and first.siblings is not None:
         index = site.index if site.siblings is first.siblings else first.siblings.add(weight, bias)
@@ -185,7 +185,7 @@ def _add_site(weight: CutWeight, function: Function, site: CutSite, bias: Tensor
 def changes_stream(
     module: nn.Module, name: str, style: str, axis: TensorAxis, change: Callable[[Tensor], Tensor]
 ) -> None:
-    """Adds a hook that changes a module's stream, its first argument or ``hidden_states``, before its code sees it."""
+    """Adds a hook that changes a module's stream, the first argument or ``hidden_states``, before its code sees it."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         with DisableTorchFunction():  # no mode of a forward sees it
@@ -209,15 +209,15 @@ def _entered(axis: TensorAxis, siblings: Siblings, x: Tensor) -> Tensor:
 
 
 def whole(weight: Tensor) -> Tensor:
-    """The whole of a cut weight on every rank of its axis, plain: an all_gather.  Any other tensor is returned itself.
+    """Returns the whole of a cut weight, plain, on every rank of its axis: an all_gather.  Others come unchanged.
 
-    Every rank computes the same with it; its gradient is that of this rank's piece.
+    Every rank must compute the same with it; its gradient is that of this rank's piece.
     """
     return cast(Tensor, GatherWhole.apply(weight, weight.home)) if isinstance(weight, CutWeight) else weight
 
 
 class GatherWhole(torch.autograd.Function):
-    """All pieces; backward keeps this rank's."""
+    """Gathers all pieces; backward keeps this rank's piece."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, site: CutSite) -> Tensor:
@@ -269,14 +269,14 @@ def _embedding(
 
 
 CARRIED: dict[Function, Function] = {F.linear: _linear, F.embedding: _embedding}
-"""Functions that a cut weight carries out."""
+"""The functions that a cut weight carries out itself."""
 
 PASSED = {torch.autograd.grad, torch.autograd.backward}
 """Functions that take a weight and do not read its values."""
 
 
 def enter(input: Tensor, axis: TensorAxis, siblings: Siblings) -> Entered:
-    """The tensor that siblings read.  It enters once, when the first of them is called."""
+    """Returns the tensor that siblings read.  It enters once, when the first of them is called."""
     entered: Entered | None = axis.entered
     if entered is None or not entered.is_of(input, siblings.site):
         axis.entered = entered = Entered(input, axis, siblings.site, siblings.pairs)
@@ -284,7 +284,7 @@ def enter(input: Tensor, axis: TensorAxis, siblings: Siblings) -> Entered:
 
 
 def _multiply(site: CutSite, input: Tensor, bias: Tensor | None) -> Tensor:
-    """A whole activation in, a cut one out."""
+    """Maps a whole activation to a cut one."""
     assert site.siblings is not None
     return enter(input, site.axis, site.siblings).column(site.index, bias=bias is not None)
 
@@ -296,26 +296,26 @@ def _column(site: CutSite, input: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def _row(site: CutSite, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A cut activation in, a whole one out."""
+    """Maps a cut activation to a whole one."""
     site.axis.left(0)
     y = row(input, weight, site.axis, site.name)
     return y if bias is None else y + bias
 
 
 def _gathered(site: CutSite, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A whole activation in, a whole one out."""
+    """Maps a whole activation to a whole one."""
     y = _multiply(site, input, bias)
     return cast(Tensor, Gather.apply(y, site.axis, y.dim() - 1, site.cut.shape[0], site.name))
 
 
 def _divided(site: CutSite, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A whole activation in, a whole one out, of which each rank multiplies its part."""
+    """Maps a whole activation to a whole one; each rank multiplies its part."""
     part = cast(Tensor, Divide.apply(input, site.axis, input.dim() - 1, site.name))
     return _row(site, part, weight, bias)
 
 
 def _head(site: CutSite, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A whole activation in, logits out of which each rank has some classes."""
+    """Maps a whole activation to logits; each rank has some of the classes."""
     if site.axis.whole_logits:
         return _gathered(site, input, weight, bias)
     return CutLogits.of(_multiply(site, input, bias), site.axis, site.cut.shape[0], site.name)
@@ -328,4 +328,4 @@ LINEARS: dict[str, Callable[[CutSite, Tensor, Tensor, Tensor | None], Tensor]] =
     "divided": _divided,
     "vocabulary": _head,
 }
-"""``F.linear`` of a weight of each style, of (site, input, weight, bias)."""
+"""``F.linear`` for a weight of each style, as a function of (site, input, weight, bias)."""

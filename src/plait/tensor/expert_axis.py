@@ -4,14 +4,14 @@
                            tokens  t0     t1     t2     t3           as without the axis
                            experts 0, 1   2, 3   0, 1   2, 3         a piece of dim 0 of their parameters
 
-Experts are cut before a row splits their state, as a tensor axis cuts a weight; with one, both cut them.  The row then
-reads ``shard`` as ``expert_shard``: the ranks that have the same experts.  Sums over a step need no factor: the
-backward of the messages brings every token's gradient to its expert.
+Experts are cut before a row splits their state, as a tensor axis cuts a weight; if there is one, both cut them.  The
+row then reads ``shard`` as ``expert_shard``: the ranks that have the same experts.  Sums over a step need no factor,
+because the backward of the messages brings every token's gradient to its expert.
 
-    gather        all ranks' tokens come, each rank runs its experts, a reduce_scatter adds up what they return
-    all_to_all    each token goes to the ranks of its experts, padded to the most that go from one rank to another
+    gather        all ranks' tokens come, each rank runs its experts, a reduce_scatter adds up their outputs
+    all_to_all    each token goes to the ranks of its experts, padded to the most that one rank sends to another
 
-A module that has experts asks by an attribute, ``expert_axis = None``, and owns their parameters, [experts, ...] each.
+A module that has experts asks for it by ``expert_axis = None``, and owns their parameters, [experts, ...] each.
 
 Sources: GShard (Lepikhin et al. 2020), parallel folding of Megatron Core (Liu et al. 2025).
 """
@@ -43,20 +43,20 @@ AXES = ("expert",)
 TENSOR = ("tensor",)
 
 Run = Callable[[Tensor, Tensor], Tensor]
-"""Rows [rows, width] and the number, on this rank, of the expert of each row -> what the experts return."""
+"""Maps rows [rows, width], and the number on this rank of each row's expert, to the outputs of the experts."""
 
 Send = Callable[[Tensor, "ExpertAxis", str], Tensor]
-"""A message of a tensor, in a phase of the ledger."""
+"""Sends a tensor in a message, in a phase of the ledger."""
 
 first_order = no_double_backward("an expert axis", "train such a model without it")
 
 
 def run_experts(run: Run, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, first: int, count: int) -> Tensor:
-    """The weighted sum, for each token, of its experts among ``first .. first + count``: [T, D]."""
+    """For each token, the weighted sum of its experts among ``first .. first + count``: [T, D]."""
     token, choice = ((expert_TK >= first) & (expert_TK < first + count)).nonzero(as_tuple=True)
     rows = x_TD[token]
     out = run(rows, expert_TK[token, choice] - first)
-    if not len(token):  # nothing has to hang together for no rows, but the backward sends on every rank
+    if not len(token):  # no rows need no graph, but the backward sends messages on every rank
         out = _FromNoRows.apply(out, rows)
     out_PD = out * weight_TK[token, choice, None]
     return _sum_of_choices(out_PD.to(x_TD.dtype), token, choice, expert_TK.shape)
@@ -68,10 +68,10 @@ def _sum_of_choices(out_PD: Tensor, token: Tensor, choice: Tensor, shape: torch.
 
 
 def within_capacity(expert_BTK: Tensor, number: int, capacity: float, axis: ExpertAxis | None = None) -> Tensor:
-    """The experts of each token, and -1 for those that are full: the token's share of their output is nothing.
+    """The experts of each token, with -1 for those that are full: their output for the token is dropped.
 
-    One of the ``number`` experts takes ceil(capacity * chosen * tokens / number) of a sample's tokens, in the order of
-    time.  What is dropped depends on nothing later, and on no other sample, so it is the same under every layout.
+    Each of the ``number`` experts takes ceil(capacity * chosen * tokens / number) of a sample's tokens, in the order of
+    time.  A drop depends on nothing later, and on no other sample, so it is the same under every layout.
     """
     chosen_BTE = F.one_hot(expert_BTK + 1, number + 1)[..., 1:].sum(2)
     place_BTE, whole_BE = chosen_BTE.cumsum(1), chosen_BTE.sum(1)
@@ -84,7 +84,7 @@ def within_capacity(expert_BTK: Tensor, number: int, capacity: float, axis: Expe
 
 
 class ExpertAxis:
-    """A rank's place among those that share experts.  ``sequence``: tokens are cut over the tensor axis, too."""
+    """A rank's place among those that share experts.  ``sequence``: the tensor axis cuts the tokens, too."""
 
     def __init__(self, comm: Comm, *, sequence: bool = False, all_to_all: bool = False) -> None:
         self.comm, self.sequence, self.all_to_all = comm, sequence, all_to_all
@@ -93,25 +93,25 @@ class ExpertAxis:
         self.tokens_over = EXPERTS.cut if sequence else AXES
         """The ranks with other tokens for the same experts."""
         self.same_tokens = mesh.tensor > 1 and not sequence
-        """True if the ranks of the tensor axis have the same tokens, each for other experts."""
+        """True if the ranks of the tensor axis have the same tokens, each for different experts."""
         self.sample_over = ("context", *TENSOR) if sequence else ("context",)
         self.owner: nn.Module | None = None
-        """The module with experts that runs; None once it has called ``experts``."""
+        """The running module with experts; None once it has called ``experts``."""
 
     def part(self, num_experts: int, index: int | None = None) -> tuple[int, int]:
-        """The first expert of a rank, and the first after its last; this rank's, if none is named."""
+        """The first expert of a rank, and the first after its last; this rank's by default."""
         return part(num_experts, self.ways, self.index if index is None else index)
 
     def experts(self, run: Run, num_experts: int, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        """Runs the experts of this rank's tokens, wherever they are; weights and sums what they return: [T, D].
+        """Runs the experts of this rank's tokens on the ranks that have them; weights and sums their outputs: [T, D].
 
         Args:
             run: computes this rank's experts.
-            num_experts: on all ranks together.
+            num_experts: the number on all ranks together.
             expert_TK: int64, the experts of each token; -1 for none.
 
         Raises:
-            ValueError: another shape, a module that owns no experts, or not so many.
+            ValueError: a wrong shape, a module that owns no experts, or a wrong number of experts.
         """
         start, stop = self.part(num_experts)
         if x_TD.dim() != 2 or expert_TK.shape != weight_TK.shape or expert_TK.shape[:-1] != x_TD.shape[:1]:
@@ -150,7 +150,7 @@ class ExpertAxis:
         return self._send(shares, scatter, gather)[:tokens]
 
     def _by_all_to_all(self, run: Run, num_experts: int, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        # 1. where each token goes: in the order of the ranks that have its experts
+        # 1. the ranks of each token, in the order of the ranks that have its experts
         ranks = self.comm.mesh.count(self.tokens_over)
         size = -(-num_experts // self.ways)
         owner_TK = expert_TK.div(size, rounding_mode="floor")
@@ -170,14 +170,14 @@ class ExpertAxis:
         slot_P = (
             owner_P * most + torch.arange(len(owner_P), device=owner_P.device) - (counts.cumsum(0) - counts)[owner_P]
         )
-        # 2. there, through the experts, and back
+        # 2. to the ranks, through the experts, and back
         sent = x_TD.new_zeros(ranks * most, x_TD.size(-1)).index_put((slot_P,), x_TD[token])
         numbers = expert_TK.new_full((ranks * most, 1), -1).index_put((slot_P,), expert_TK[token, choice, None])
         x, expert = self._send(sent, exchange, exchange), self._send(numbers, exchange, exchange)
         start, stop = self.part(num_experts)
         out = run_experts(run, x, expert, x.new_ones(expert.shape), start, stop - start)
         out_PD = self._send(out, exchange, exchange)[slot_P] * weight_TK[token, choice, None]
-        # 3. the sum for each token, as on one rank
+        # 3. the sum for each token, as on a single rank
         return _sum_of_choices(out_PD.to(x_TD.dtype), token, choice, expert_TK.shape)
 
     def _send(self, tensor: Tensor, there: Send, back: Send) -> Tensor:
@@ -191,11 +191,11 @@ class ExpertAxis:
         return int(most)
 
     def over_sample(self, sums: Tensor) -> Tensor:
-        """Sums over the ranks that have a part of the same samples; no gradient goes through it."""
+        """Adds up sums over the ranks that have a part of the same samples; passes no gradient."""
         return self._over(sums.detach(), self.sample_over)
 
     def in_time(self, counts_BTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Running sums over a sample's steps of time, in their order, and the whole sums: [B, T, E] and [B, E].
+        """The running sums over a sample's steps, in the order of time, and the whole sums: [B, T, E] and [B, E].
 
         This rank has an early and a late run of steps under a context axis, and a part of each under ``sequence``.
         """
@@ -216,7 +216,7 @@ class ExpertAxis:
         return torch.cat(running, 1), ordered.sum(0)
 
     def whole_loss(self, loss: Tensor) -> Tensor:
-        """A loss of this rank's tokens, with those of other tensor ranks where these have other tokens."""
+        """Adds to a loss of this rank's tokens those of the other tensor ranks, where they have other tokens."""
         if not self.sequence:
             return loss
         return loss + (self._over(loss.detach(), TENSOR) - loss).detach()
@@ -231,7 +231,7 @@ class ExpertAxis:
 
 
 class _FromNoRows(torch.autograd.Function):
-    """An output for no rows, as if it were made of them."""
+    """Links an output to no rows in the graph, as if it were computed from them."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, rows: Tensor) -> Tensor:
@@ -258,35 +258,35 @@ class _ThereAndBack(torch.autograd.Function):
 
 
 def gather(mine: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
-    """All ranks' tokens."""
+    """Gathers all ranks' tokens."""
     whole = mine.new_empty(axis.comm.mesh.count(axis.tokens_over) * len(mine), *mine.shape[1:])
     axis.comm.all_gather(whole, mine.contiguous(), axis.tokens_over, Note(phase)).wait()
     return whole
 
 
 def scatter(shares: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
-    """This rank's tokens, of which each rank has a share."""
+    """Sums this rank's tokens over the ranks, each of which has a share of them."""
     mine = shares.new_empty(len(shares) // axis.comm.mesh.count(axis.tokens_over), *shares.shape[1:])
     axis.comm.reduce_scatter(mine, shares.contiguous(), axis.tokens_over, note=Note(phase)).wait()
     return mine
 
 
 def exchange(mine: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
-    """Piece k goes to rank k."""
+    """Sends piece k to rank k."""
     arrived = torch.empty_like(mine, memory_format=torch.contiguous_format)
     axis.comm.all_to_all(arrived, mine.contiguous(), axis.tokens_over, Note(phase)).wait()
     return arrived
 
 
 def add_up(share: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
-    """The sum of the tensor ranks' shares."""
+    """Sums the tensor ranks' shares."""
     whole = share.clone(memory_format=torch.contiguous_format)
     axis.comm.all_reduce(whole, TENSOR, note=Note(phase)).wait()
     return whole
 
 
 def keep(same: Tensor, axis: ExpertAxis, phase: str) -> Tensor:
-    """Nothing is sent: the tensor ranks have the same."""
+    """Sends nothing, because the tensor ranks have the same tensor."""
     return same.view_as(same)
 
 
@@ -306,7 +306,7 @@ def cut_experts(model: nn.Module, mesh: Mesh, parallel: Parallel) -> Parallel:
     """Adds the cuts of experts to those of a tensor plan.
 
     Raises:
-        ValueError: no experts on a mesh with an expert axis; fewer than ranks; parameters that are not [experts, ...].
+        ValueError: no experts on a mesh with an expert axis; fewer experts than ranks; parameters not [experts, ...].
     """
     ways, found = mesh.count(EXPERTS.cut), experts_of(model)
     if mesh.expert > 1 and not found:
@@ -356,8 +356,8 @@ def give_expert_axis(models: Sequence[tuple[nn.Module, Parallel]], comm: Comm, *
     """Gives the axis to the modules of a model, and of its stages, that ask for it.
 
     Args:
-        models: each with the tensor plan as it reads there.
-        sequence: the stream is cut in time, but in modules that the plan calls ``unsplit``.
+        models: each with its tensor plan.
+        sequence: the stream is cut in time, except in modules that the plan calls ``unsplit``.
     """
     axes = {cut: ExpertAxis(comm, sequence=cut, **how) for cut in (False, True)}
     given: set[int] = set()
@@ -386,7 +386,7 @@ def _end(axis: ExpertAxis, module: nn.Module, args: Any, output: Any) -> None:
 
 
 def outside_experts(names: Collection[str], other: Any) -> Any:
-    """As ``other``, the slice of a mask that a module draws for, and refuses dropout inside of these modules."""
+    """Wraps ``other``, which returns a module's slice of a mask, so that it refuses dropout inside these modules."""
     if not names:
         return other
 

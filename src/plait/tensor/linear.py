@@ -4,7 +4,7 @@
     row      x cut   ─► y = Σ x_r W_r^T      y whole                     backward: none
 
 Siblings that read one tensor (query, key, value; gate, up) share one ``Entered``.  The gradient of their input is the
-sum of theirs.  It is reduced once, while this rank makes the weight products:
+sum of theirs.  It is reduced once, while this rank computes the weight products:
 
     forward   x ── Finish ── Hold q, k, v ── Start ─┬─ Column q ─►
                                                     ├─ Column k ─►
@@ -14,15 +14,15 @@ sum of theirs.  It is reduced once, while this rank makes the weight products:
               Hold          dWq, dWk, dWv
               Finish        waits for dx
 
-Autograd runs the ready node that was made last, so it runs Start before any Hold and every Hold before Finish.  A Hold
-is an edge to its weight and reads no values.  A sibling that is not called has a Hold that nothing reaches, so its
+Autograd runs the ready node that was created last, so it runs Start before any Hold and every Hold before Finish.  A
+Hold is an edge to its weight and reads no values.  Nothing reaches the Hold of a sibling that is not called, so its
 weight gets no gradient.
 
 Under sequence parallelism Finish gathers the stream forward and scatters its gradient backward, and a row's sum is
-scattered: reduce_scatter and all_gather in place of the all_reduce.
+scattered: reduce_scatter and all_gather instead of the all_reduce.
 
-No function saves a weight: the weight's unit may be resharded and gathered again before the backward.  The function
-keeps the parameter and reads its values when its backward runs.  Where weight gradients are made in a pass of their own
+No function saves a weight, because the weight's unit may be resharded and gathered again before the backward.  The
+function keeps the parameter and reads its values when its backward runs.  Where weight gradients have their own pass
 (``axis.later``), the weight is no input of any function, and its products wait in the microbatch's list.
 """
 
@@ -45,22 +45,22 @@ Pair = tuple[Tensor, Tensor | None]
 
 
 def weight_product(gradient: Tensor, x: Tensor) -> Tensor:
-    """dW [out, in] of y = x W^T."""
+    """Returns dW [out, in] of y = x W^T."""
     return rows(gradient).t() @ rows(x).to(gradient.dtype)
 
 
 def rows(x: Tensor) -> Tensor:
-    """[..., n] as [rows, n], even where n is 0."""
+    """Views [..., n] as [rows, n], even where n is 0."""
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
 def input_product(gradient: Tensor, weight: Tensor) -> Tensor:
-    """dx of y = x W^T, in the dtype of the gradient (under autocast the weight is stored in another)."""
+    """Returns dx of y = x W^T, in the dtype of the gradient (under autocast the weight is stored in another)."""
     return gradient @ weight.to(gradient.dtype)
 
 
 def bias_sum(gradient: Tensor) -> Tensor:
-    """db [out] of y = x W^T + b."""
+    """Returns db [out] of y = x W^T + b."""
     return rows(gradient).sum(0)
 
 
@@ -75,13 +75,13 @@ def _version(x: Tensor) -> int:
 
 
 def token(like: Tensor) -> Tensor:
-    """An input that records a function whose weight is none of its inputs."""
+    """Returns an input that makes autograd record a function whose weight is not among its inputs."""
     return torch.zeros((), device=like.device, requires_grad=True)
 
 
 class SharedInput:
-    """An activation that enters at a site, as the functions of its siblings share it.  ``pairs`` are of all siblings,
-    also of siblings that will not read it."""
+    """An activation that enters at a site, shared by its siblings' functions.  ``pairs`` has all siblings, even those
+    that will not read it."""
 
     def __init__(self, axis: TensorAxis, site: str, pairs: Sequence[Pair], *, wants_input: bool) -> None:
         self.axis, self.site, self.pairs, self.wants_input = axis, site, pairs, wants_input
@@ -92,19 +92,19 @@ class SharedInput:
         """The reduction that is under way."""
 
     def hold(self, index: int) -> Tensor | None:
-        """The inputs of a column in the place of its weight and bias."""
+        """Returns the stand-in that a column takes for its weight and bias; None if it needs none."""
         weight, bias = self.pairs[index]
         if not torch.is_grad_enabled() or not any(p is not None and p.requires_grad for p in (weight, bias)):
             return None
         later = self.axis.later(weight)
         if later is not None:
-            self.axis.later(weight if bias is None else bias)  # they keep their order
+            self.axis.later(weight if bias is None else bias)  # so they keep their order
             return token(weight)
         return cast(Tensor, Hold.apply(self, index, weight, bias))
 
 
 class Entered:
-    """A whole activation as column-cut siblings read it.  The same tensor, unchanged, does not enter twice."""
+    """A whole activation that column-cut siblings read.  The same tensor, unchanged, does not enter twice."""
 
     def __init__(self, source: Tensor, axis: TensorAxis, site: str, pairs: Sequence[Pair]) -> None:
         self._source, self._state = weakref.ref(source), _state(source)
@@ -118,7 +118,7 @@ class Entered:
         return cast(Tensor, Column.apply(self.tensor, self._holds[index], self.entry, index, bias))
 
     def is_of(self, source: Tensor, site: str) -> bool:
-        """Returns True for the tensor that entered here, unchanged since, and for what it became."""
+        """True for the tensor that entered here, unchanged since, and for the result of its entering."""
         known = source is self.tensor or (self._source() is source and self._state == _state(source))
         return known and self.entry.site == site
 
@@ -129,7 +129,7 @@ def _state(source: Tensor) -> tuple[bool, int]:
 
 
 class Finish(torch.autograd.Function):
-    """The stream, whole.  Backward waits for its gradient."""
+    """Returns the whole stream.  Backward waits for its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, entry: SharedInput) -> Tensor:
@@ -149,7 +149,7 @@ class Finish(torch.autograd.Function):
 
 
 class Start(torch.autograd.Function):
-    """The stream, as the columns read it.  Backward starts the reduction of its gradient."""
+    """Passes the stream to the columns.  Backward starts the reduction of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, entry: SharedInput) -> Tensor:
@@ -169,7 +169,7 @@ class Start(torch.autograd.Function):
 
 
 class Hold(torch.autograd.Function):
-    """An edge to a weight and a bias.  Backward makes their products, while the reduction is under way."""
+    """An edge to a weight and a bias.  Backward computes their products, while the reduction is under way."""
 
     @staticmethod
     def forward(ctx: Any, entry: SharedInput, index: int, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -194,7 +194,7 @@ class Hold(torch.autograd.Function):
 
 
 class Column(torch.autograd.Function):
-    """y = x W^T + b for this rank's rows of W, whose gradients leave through its Hold."""
+    """y = x W^T + b for this rank's rows of W; the gradients of W and b leave through its Hold."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, hold: Tensor | None, entry: SharedInput, index: int, with_bias: bool) -> Tensor:
@@ -223,7 +223,7 @@ class Column(torch.autograd.Function):
 
 
 def put_off(axis: TensorAxis, parameter: Tensor, make: Any) -> bool:
-    """Leaves a gradient for the pass of weight gradients; False where the microbatch has no such pass."""
+    """Leaves a gradient for the pass of weight gradients; False if the microbatch has no such pass."""
     later: Later | None = axis.later(parameter)
     if later is None:
         return False
@@ -234,7 +234,7 @@ def put_off(axis: TensorAxis, parameter: Tensor, make: Any) -> bool:
 class Row(torch.autograd.Function):
     """y = Σ x_r W_r^T over the ranks, whole or cut in time; a bias is added afterwards, once.
 
-    ``edge`` is the weight, or a token where its gradient is made later.
+    ``edge`` is the weight, or a token if its gradient is computed later.
     """
 
     @staticmethod
@@ -262,6 +262,6 @@ class Row(torch.autograd.Function):
 
 
 def row(x: Tensor, weight: Tensor, axis: TensorAxis, site: str) -> Tensor:
-    """The sum over the ranks of their products."""
+    """Returns the sum of the ranks' products."""
     waits = weight.requires_grad and torch.is_grad_enabled() and axis.later(weight) is not None
     return cast(Tensor, Row.apply(x, token(x) if waits else weight, (weight,), axis, site))

@@ -1,4 +1,4 @@
-"""Which torch functions read a tensor's values, and which its metadata only."""
+"""Tells torch functions that read a tensor's values from those that read only its metadata."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,11 +12,11 @@ METADATA = {
 """Functions that do not read a parameter's values."""
 
 VIEWS = {"T", "mT", "H", "mH", "data", "real", "imag"}
-"""Properties that hand out a parameter's values, or take others."""
+"""Properties that return a parameter's values, or replace them."""
 
 
 def only_metadata(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> bool:
-    """Returns True for a torch function that neither reads the values of its arguments nor writes to them."""
+    """True for a torch function that neither reads the values of its arguments nor writes to them."""
     name = getattr(func, "__name__", "")
     if name == "type":
         return len(args) == 1 and not kwargs  # with a dtype it converts

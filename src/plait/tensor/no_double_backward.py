@@ -1,8 +1,8 @@
-"""Backwards whose gradients cannot be differentiated again: they do not record how they were made.
+"""Backwards whose gradients cannot be differentiated again, because their computation is not recorded.
 
 Under ``create_graph=True`` (a gradient penalty) such a gradient would be taken for a constant.  torch's
-``once_differentiable`` lets that pass where the incoming gradient is itself a constant, as that of a sum is; here it is
-an error at once.
+``once_differentiable`` permits that where the incoming gradient is itself a constant, as that of a sum is; here it
+raises at once.
 """
 
 from collections.abc import Callable

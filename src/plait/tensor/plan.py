@@ -1,4 +1,4 @@
-"""From a model and a plan to cuts of parameters, siblings, and sites.
+"""Turns a model and a plan into cuts of parameters, siblings, and sites.
 
 A plan comes from the user, from the model (``tensor_plan``, a dict or a method that returns one), or from a Hugging
 Face model's config, which a wing reads.  It is resolved, or refused, on a model whose parameters may be on meta.
@@ -16,7 +16,7 @@ from plait.table.tensor_plan import KINDS, Site, Style, StyleKind, match_styles
 from plait.tensor.vocabulary import LOSS
 
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Containers of modules that are called one by one, each with an input of its own."""
+"""Containers of modules that are called one by one, each with its own input."""
 
 
 WING = "plait.anymodel.tensor.plan"
@@ -31,7 +31,7 @@ class TensorPlan(dict[str, str | Style]):
 
 @dataclass(frozen=True)
 class Parallel:
-    """A plan resolved on a model; ``cuts`` and ``summed`` go by its parameters' ``id``, all else by module name."""
+    """A plan resolved on a model; ``cuts`` and ``summed`` have parameters' ``id`` as keys, all else module names."""
 
     styles: Mapping[str, Style] = field(default_factory=dict)
     cuts: Mapping[int, TensorCut] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Parallel:
 
     @property
     def splits(self) -> bool:
-        """Whether a module cuts the stream in time, which until then is whole, rather than the embedding."""
+        """True if the stream is whole until a module cuts it in time, rather than cut by the embedding."""
         return any(style.kind == "split" for style in self.styles.values())
 
     def kind(self, style: Style) -> StyleKind:
@@ -55,17 +55,17 @@ class Parallel:
         return self.plan.kinds[style.kind]
 
     def siblings(self, name: str) -> list[str]:
-        """The column-cut modules that have this one's parent, in order; they may read one tensor."""
+        """The column-cut modules with the same parent as this one, in order; they may read one tensor."""
         parent = name.rpartition(".")[0]
         same = [n for n in self.styles if self.styles[n].enters and n.rpartition(".")[0] == parent]
         return same if name in same and parent not in self.lists else [name]
 
 
 def plan_of(model: nn.Module, *, sequence: bool = False) -> TensorPlan:
-    """The plan that a model carries; raises ValueError where it has none, or one with a style unknown to plait.
+    """Returns the plan that a model carries; raises ValueError if it has none, or one with a style unknown to plait.
 
     Args:
-        sequence: the stream is cut in time, of which a Hugging Face plan knows nothing.
+        sequence: the stream is cut in time; a Hugging Face plan does not provide for that.
     """
     own = getattr(model, "tensor_plan", None)
     if own is not None:
@@ -87,7 +87,7 @@ def as_plan(plan: Mapping[str, str | Style]) -> TensorPlan:
 def parallel_plan(
     model: nn.Module, ways: int, plan: Mapping[str, str | Style] | None = None, *, sequence: bool = False
 ) -> Parallel:
-    """Resolve a plan (None: the model's own) for an axis of ``ways`` ranks; ``sequence``: the stream is cut in time.
+    """Resolves a plan (None: the model's own) for an axis of ``ways`` ranks; ``sequence``: the stream is cut in time.
 
     Raises ValueError for a pattern that matches nothing, a parameter cut twice, heads that the ranks cannot share, or a
     module that a style does not fit.
@@ -134,13 +134,13 @@ def parallel_plan(
 
 
 def is_unsplit(name: str, styles: Mapping[str, Style]) -> bool:
-    """Whether a module is inside one that sequence parallelism leaves whole."""
+    """True if a module is inside one that sequence parallelism leaves whole."""
     around = name.rpartition(".")[0]
     return bool(around) and ((around in styles and styles[around].kind == "unsplit") or is_unsplit(around, styles))
 
 
 def _check_stream(styles: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> None:
-    """Raises ValueError where a plan does not say what sequence parallelism has to know."""
+    """Raises ValueError if a plan lacks a style that sequence parallelism needs."""
     if all(style.kind != "sequence" for style in styles.values()):
         raise ValueError(
             "sequence parallelism cuts the stream between the products in time, and the tensor plan names no module "
@@ -181,7 +181,7 @@ def _own_cut(
 
 
 def _with_heads(style: Style, name: str, modules: Mapping[str, nn.Module]) -> Style:
-    """Projections of an attention module are cut in whole heads, where it says how large or how many they are."""
+    """Makes the cuts of an attention module's projections respect whole heads, if it gives their size or number."""
     around: Any = modules[name.rpartition(".")[0]]
     head, heads = getattr(around, "head_dim", None), getattr(around, "num_heads", None)
     weight, dim = getattr(modules[name], "weight", None), style.cut_dim
@@ -190,7 +190,7 @@ def _with_heads(style: Style, name: str, modules: Mapping[str, nn.Module]) -> St
     if not isinstance(head, int) or not isinstance(weight, nn.Parameter) or dim is None:
         return style
     each, rest = divmod(weight.shape[dim], heads) if isinstance(heads, int) else (0, 0)
-    grain = head if rest else max(head, each)  # more for each in a latent attention, or with a gate
+    grain = head if rest else max(head, each)  # more per head in a latent attention, or with a gate
     return replace(style, grain=grain)
 
 
@@ -220,7 +220,7 @@ def _cuts(name: str, module: nn.Module, style: Style, ways: int) -> dict[str, Te
 
 
 def cut_by(style: Style, shape: tuple[int, ...], ways: int) -> TensorCut:
-    """How a linear layer's or an embedding's parameter of this whole shape is cut."""
+    """Returns the cut of a linear layer's or an embedding's parameter of this whole shape."""
     dim = style.cut_dim
     assert dim is not None
     parts = tuple(p * style.grain for p in style.parts) or (shape[dim] // style.packed,) * style.packed
@@ -228,7 +228,7 @@ def cut_by(style: Style, shape: tuple[int, ...], ways: int) -> TensorCut:
 
 
 def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> Iterator[Site]:
-    """Where messages are sent in one forward and backward, in the model's order; siblings repeat theirs."""
+    """The sites that send messages in one forward and backward, in the model's order; siblings repeat theirs."""
     width = 0
     first = next((n.rpartition(".")[0] for n, p in modules[""].named_parameters() if p.requires_grad), "")
     known: dict[tuple[int, bool], str] = {}
@@ -240,7 +240,7 @@ def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> Iterator[Sit
         if kind.cut_dim is not None:  # a weight of several modules sends under the first one's name
             name = known.setdefault((id(module.weight), embeds), name)
         if kind.enters or head:
-            trains = first not in parallel.siblings(name)  # else the input is the batch, as far as one can tell
+            trains = first not in parallel.siblings(name)  # otherwise the input seems to be the batch
             yield Site("enter", site_of(name, parallel), module.weight.shape[1], trains)
         if embeds:
             width = module.weight.shape[1]
@@ -256,5 +256,5 @@ def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> Iterator[Sit
 
 
 def site_of(name: str, parallel: Parallel) -> str:
-    """The name under which a module enters: its parent's where it has siblings, else its own."""
+    """The name under which a module's input enters: its parent's if it has siblings, otherwise its own."""
     return name.rpartition(".")[0] if len(parallel.siblings(name)) > 1 else name

@@ -4,8 +4,8 @@
     keys of     0   ►    2   ►    1
     after each  out, lse = merged(out, lse, this block's)               online softmax
 
-Half of what could meet is later, and is left out: of keys from an earlier rank only the early block is met, and keys
-from a later rank only by the late queries.
+Half of the pairs are left out, because the keys are later than the queries: a rank meets only the early block of keys
+from an earlier rank, and only its late queries meet keys from a later rank.
 
 The backward goes round again: the gradients of a block's keys and values travel with it, and come home at the end.
 
@@ -80,7 +80,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _meeting(axis: TimeAxis, turn: int, length: int) -> tuple[slice, slice]:
-    """This rank's queries, and the keys that are here in a turn, of which some meet; on the first turn not all."""
+    """The slices of this rank's queries and of a turn's keys that meet; in the first turn not all pairs do."""
     owner, half = (axis.index - turn) % axis.ways, length // 2
     if turn == 0:
         return slice(length), slice(length)
@@ -88,21 +88,21 @@ def _meeting(axis: TimeAxis, turn: int, length: int) -> tuple[slice, slice]:
 
 
 def _scores(q: Tensor, block: Tensor, turn: int, groups: int) -> tuple[Tensor, Tensor]:
-    """The scores of queries and a block of keys, -inf for keys that are later; and the block's values."""
+    """The scores of queries and a block of keys, -inf for later keys; and the block's values."""
     key, value = (_whole_heads(part, groups, q.dtype) for part in block)
     scores = q @ key.mT
-    if turn == 0:  # a rank's steps are in the order of time
+    if turn == 0:  # a rank's steps are in time order
         scores = scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
     return scores, value
 
 
 def _whole_heads(part_BGTK: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Keys or values for every query head."""
+    """Repeats keys or values for every query head."""
     return part_BGTK.to(dtype).repeat_interleave(groups, 1)
 
 
 def _by_group(part_BHTK: Tensor, groups: int) -> Tensor:
-    """The sum over the query heads that share a key head."""
+    """Sums over the query heads that share a key head."""
     whole: Tensor = part_BHTK.unflatten(1, (-1, groups)).sum(2)
     return whole
 

@@ -1,15 +1,15 @@
 """The context axis: ranks that share samples, each with a part of their time.
 
 The axis is borrowed from ``shard``.  On the mesh ``shard=4 context=2`` the rows, their collectives and the optimizer
-see four ranks, each with separate gradients; only the batch is cut in another way: neighbours read the same
-samples, and each works on two blocks of their time, an early one and a late one: causal attention is equal work then.
+see four ranks, each with separate gradients.  Only the batch is cut in another way: neighbours read the same samples,
+and each works on two blocks of their time, an early one and a late one, so that all do equal work in causal attention.
 
     context=2    block   0  1  2  3
                  rank    0  1  1  0
 
-Attention alone mixes steps of time.  Its keys and values are gathered, and their gradients reduced and scattered; or
-they go round (``ring_attention.py``).  These are the only messages of the axis.  All else of a decoder works step by
-step and needs only to know where its steps are.
+Only attention mixes steps of time.  Its keys and values are gathered, and their gradients reduced and scattered; or
+they travel in a ring (``ring_attention.py``).  These are the only messages of the axis.  The rest of a decoder works
+step by step and needs only the places of its steps.
 
 Source: context parallelism of Llama 3 (Grattafiori et al. 2024, section 3.3.2), all-gather with 2n blocks.
 """
@@ -40,14 +40,14 @@ AXES = ("context",)
 
 @dataclass(frozen=True)
 class StepsOfTime:
-    """The steps of time along ``dim`` that a rank has of a whole activation, for dropout (see ``masks.Slice``)."""
+    """A rank's steps of time along ``dim`` of a whole activation, for dropout (see ``masks.Slice``)."""
 
     dim: int
     places: Tensor
     whole: int
 
     def indices(self, shape: Sequence[int]) -> Any:
-        """From flat indices within a local tensor of ``shape`` to flat indices within the whole one."""
+        """Maps flat indices within a local tensor of ``shape`` to flat indices within the whole one."""
         inner, mine = math.prod(shape[self.dim + 1 :]), len(self.places)
 
         def whole_index(index: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class StepsOfTime:
 
 
 def part_of_time(whole: Tensor, ways: int, index: int, dim: int) -> Tensor:
-    """The two blocks, an early one and a late one, that a place on the axis has of a whole tensor."""
+    """The early and the late block of a whole tensor for a place on the axis."""
     blocks = whole.chunk(2 * ways, dim)
     return torch.cat((blocks[index], blocks[-1 - index]), dim)
 
@@ -71,16 +71,16 @@ class TimeAxis:
         self.comm, self.ways, self.ring = comm, comm.mesh.context, ring
         self.index = comm.mesh.index(comm.rank, AXES)
         self.lengths: set[int] = set()
-        """Steps that batches had after they were cut."""
+        """The numbers of steps that batches had after they were cut."""
         self.masks: tuple[Tensor, Tensor] | None = None
-        """The masks of the last causal attention that gathered: see ``_causal``."""
+        """The masks of the last causal attention that gathered (see ``_causal``)."""
         self.asked: set[str] = set()
-        """Which of ``attention`` and ``places`` a model has called."""
+        """Those of ``attention`` and ``places`` that a model has called."""
 
     # ---- where the steps are ------------------------------------------------------------------------------------
 
     def places(self, mine: int) -> Tensor:
-        """int64 [mine]: the places in the whole sequence of this rank's ``mine`` steps."""
+        """The places of this rank's ``mine`` steps in the whole sequence: int64 [mine]."""
         self._check_cut(mine)
         self.asked.add("places")
         return self._places(mine)
@@ -92,7 +92,7 @@ class TimeAxis:
         return torch.cat((steps + early, steps + late))
 
     def cut(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """This rank's steps of a whole tensor; ValueError for a length that 2 * context does not divide."""
+        """This rank's steps of a whole tensor.  Raises ValueError if 2 * context does not divide the length."""
         if whole.dim() <= dim or whole.size(dim) % (2 * self.ways):
             raise ValueError(
                 f"a tensor of {list(whole.shape)} cannot be cut in time (dim {dim}) over context={self.ways}: the "
@@ -110,10 +110,10 @@ class TimeAxis:
             )
 
     def cut_batch(self, batch: Any) -> Any:
-        """Cuts every tensor of two or more dims, [samples, time, ...], in time; what contains them is built anew.
+        """Cuts every tensor of two or more dims, [samples, time, ...], in time; builds its containers anew.
 
         Raises:
-            ValueError: no such tensor, or tensors of different lengths, of which one may be no time.
+            ValueError: no such tensor, or tensors of different lengths, one of which may not be time.
         """
         shapes: list[list[int]] = []
         _with_tensors(batch, lambda one: shapes.append(list(one.shape)) if one.dim() > 1 else None)
@@ -126,7 +126,7 @@ class TimeAxis:
         return _with_tensors(batch, lambda one: self.cut(one) if one.dim() > 1 else one)
 
     def check_asked(self) -> None:
-        """After a step of a model in one stage: raises ValueError if it attended past the axis; warns if it counts no
+        """Checks a one-stage model after a step: raises ValueError if it attended past the axis; warns if it counts no
         positions."""
         if "attention" not in self.asked:
             raise ValueError(
@@ -144,17 +144,17 @@ class TimeAxis:
     # ---- messages -----------------------------------------------------------------------------------------------
 
     def gather(self, mine: Tensor, dim: int) -> Tensor:
-        """All ranks' steps in the order of time; the backward sums the ranks' gradients of this rank's steps."""
+        """Gathers all ranks' steps in the order of time; backward sums the ranks' gradients of this rank's steps."""
         whole: Tensor = _Gather.apply(mine, self, dim)
         return whole
 
     def ordered(self, by_rank: Tensor, dim: int) -> Tensor:
-        """From the order of ranks, two blocks each, to the order of time."""
+        """Reorders blocks, two for each rank, from the order of ranks to the order of time."""
         blocks = by_rank.chunk(2 * self.ways, dim)
         return torch.cat((*blocks[::2], *reversed(blocks[1::2])), dim)
 
     def by_rank(self, ordered: Tensor, dim: int) -> Tensor:
-        """From the order of time to the order of ranks."""
+        """Reorders blocks from the order of time to the order of ranks."""
         blocks = ordered.chunk(2 * self.ways, dim)
         pairs = zip(blocks[: self.ways], reversed(blocks[self.ways :]), strict=True)
         return torch.cat([block for pair in pairs for block in pair], dim)
@@ -170,7 +170,7 @@ class TimeAxis:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Causal attention of this rank's queries to all keys; or under a mask of shape [..., mine, whole]."""
+        """Attention of this rank's queries to all keys: causal, or under a mask of shape [..., mine, whole]."""
         length = query_BHTK.size(-2)
         if key_BGTK.size(-2) != length or value_BGTK.size(-2) != length:
             raise ValueError(
@@ -203,7 +203,7 @@ class TimeAxis:
         )
 
     def _by_block(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None, enable_gqa: bool) -> Tensor:
-        """Causal attention of the early and of the late block, each to the keys until its end: half of the products."""
+        """Causal attention of the early and the late block, each to the keys up to its end: half of the products."""
         mixed = [
             F.scaled_dot_product_attention(
                 block,
@@ -218,7 +218,7 @@ class TimeAxis:
         return torch.cat(mixed, 2)
 
     def _causal(self, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The masks of the early and of the late block, one pair for all layers: [half, keys until the block's end]."""
+        """The masks of the early and the late block, one pair for all layers: [half, keys up to the block's end]."""
         if self.masks is None or (self.masks[0].size(0), self.masks[0].dtype) != (half, dtype):
             early, late = self.index, 2 * self.ways - 1 - self.index
             with torch.inference_mode(False):  # a later backward keeps them
@@ -229,10 +229,10 @@ class TimeAxis:
     # ---- dropout ------------------------------------------------------------------------------------------------
 
     def steps_of(self, shape: Sequence[int], lengths: Sequence[int], samples: int) -> StepsOfTime | None:
-        """Where an activation's steps are in the whole one; None where no dim, or more than one, may be time.
+        """The steps of an activation in the whole one; None if no dim, or more than one, may be time.
 
         Args:
-            lengths: steps that a sample may have here.
+            lengths: the numbers of steps that a sample may have here.
         """
         dims = []
         if len(shape) > 1 and shape[0] == samples and shape[1] in lengths:
@@ -268,7 +268,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _with_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
-    """A batch with changed tensors; it may have the containers that ``forward/batch.py`` knows."""
+    """Returns a batch with changed tensors; it may use the containers that ``forward/batch.py`` knows."""
 
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -285,7 +285,7 @@ def _with_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def give_time_axis(models: Sequence[nn.Module], axis: TimeAxis) -> None:
-    """Gives the axis to the modules of a model, and of its stages, that ask for it; ValueError if none does."""
+    """Gives the axis to the modules of a model, and of its stages, that ask for it.  Raises ValueError if none does."""
     asking = [module for model in models for module in model.modules() if hasattr(module, "time_axis")]
     if not asking:
         if type(models[0]).__module__.startswith("transformers."):
@@ -306,7 +306,7 @@ def give_time_axis(models: Sequence[nn.Module], axis: TimeAxis) -> None:
 
 @contextmanager
 def whole_time(model: nn.Module) -> Iterator[None]:
-    """Takes the axis from a model inside: each rank works on whole samples, as in generation.
+    """Takes the axis from a model inside, so that each rank works on whole samples, as in generation.
 
     Where the row splits parameters, use it inside ``engine.gathered()``.
     """

@@ -1,12 +1,12 @@
 """Embedding and cross-entropy over a vocabulary that is cut over the tensor axis.
 
-    embedding       a rank looks up the tokens that it holds, zeros for the others;  the sum over the ranks is the row
+    embedding       a rank looks up the tokens that it holds, and zeros for others; the sum over the ranks is the row
     cross-entropy   largest and log Σ exp of my classes, target's logit if it is mine   all_gather [ranks, 3, tokens]
                     loss = log Σ exp of all - the target's logit                        the same on every rank
                     gradient = my softmax, scaled to the whole one, - 1 at my target    nothing is sent
 
 No rank ever holds the logits of all classes.  Source: Megatron-LM (Shoeybi et al. 2019), section 3, which reduces
-maximum, sum and target apart.
+maximum, sum and target separately.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 CutClasses = tuple[Tensor, int, Comm, tuple[str, ...]]
-"""Logits of which each rank has a part of the classes: this rank's, the number of all, and the axes that cut them."""
+"""Logits cut in classes: this rank's part, the number of all classes, and the axes that cut them."""
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int = -100) -> Tensor:
@@ -64,7 +64,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int = -100) -> T
 
 
 class CutLogits(Tensor):
-    """This rank's classes of logits [..., classes]: it has the shape of all, and the values of this rank's.
+    """This rank's classes of logits [..., classes]: it has the whole shape, and this rank's values.
 
     Cross-entropy takes it, and so do functions that treat each class by itself or reshape the other dims.  Any other
     function (argmax, softmax) would take a part for the whole and raises; ``full()`` gathers.
@@ -76,14 +76,14 @@ class CutLogits(Tensor):
 
     @classmethod
     def of(cls, local: Tensor, axis: TensorAxis, classes: int, site: str) -> Self:
-        """The logits of which this rank has made ``local``."""
+        """Returns the logits of which ``local`` is this rank's part."""
         logits = local.as_subclass(cls)
         logits.axis, logits.classes, logits.site = axis, classes, site
         return logits
 
     @property
     def local(self) -> Tensor:
-        """[..., classes of this rank], plain."""
+        """[..., classes of this rank], a plain tensor."""
         with DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
@@ -95,7 +95,7 @@ class CutLogits(Tensor):
         return self.shape if dim is None else self.shape[dim]
 
     def full(self) -> Tensor:
-        """The logits of all classes, plain: an all_gather."""
+        """Returns the logits of all classes, plain: an all_gather."""
         local = self.local
         return cast(Tensor, Gather.apply(local, self.axis, local.dim() - 1, self.classes, self.site))
 
@@ -141,13 +141,13 @@ CLASSWISE = {
     *("mul", "__mul__", "__rmul__", "mul_", "div", "__truediv__", "div_", "true_divide", "add", "__add__", "__radd__"),
     *("sub", "__sub__", "clamp", "__getitem__", "flatten", "unsqueeze", "squeeze", "__imul__", "__itruediv__"),
 }
-"""Functions that treat each class by itself, where their other arguments are numbers."""
+"""Functions that treat each class by itself, if their other arguments are numbers."""
 
 RESHAPES = {"view", "reshape"}
 
 
 def _keeps_classes(index: Any, logits: CutLogits) -> bool:
-    """Returns True for an index that takes all classes of what it takes."""
+    """True for an index that takes all classes of each entry that it takes."""
     *before, last = index if isinstance(index, tuple) else (index,)
     if isinstance(last, slice) and last == slice(None):
         return True
@@ -157,7 +157,7 @@ def _keeps_classes(index: Any, logits: CutLogits) -> bool:
 
 
 def _with_local(sizes: Sequence[Any], logits: CutLogits) -> list[int]:
-    """The sizes of a new shape, its last dim as long as this rank's part."""
+    """The sizes of a new shape, with this rank's number of classes as its last dim."""
     flat = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else list(sizes)
     if flat and flat[-1] in (logits.classes, -1):
         flat[-1] = logits.local.size(-1)
@@ -185,7 +185,7 @@ def _cross_entropy(
 
 
 def check_range(values: Tensor, size: int, what: str) -> None:
-    """Raises IndexError where a value is outside 0..size-1, as the whole table would (on a GPU, when it gets there)."""
+    """Raises IndexError for a value outside 0..size-1, as the whole table would (on a GPU, when the check runs)."""
     if values.device.type != "cpu":
         assert_async(((values >= 0) & (values < size)).all())
     elif values.numel() and not (int(values.min()) >= 0 and int(values.max()) < size):
@@ -195,9 +195,9 @@ def check_range(values: Tensor, size: int, what: str) -> None:
 def embedding(
     tokens: Tensor, weight: Tensor, size: int, padding: int | None, axis: TensorAxis, site: str, *, whole: bool = False
 ) -> Tensor:
-    """Rows of a table of ``size`` rows, of which this rank has its part; the row of ``padding`` gets no gradient.
+    """Looks up rows of a table of ``size`` rows, cut over the ranks; the row of ``padding`` gets no gradient.
 
-    ``tokens`` are int64 of any shape, [batch, time] under sequence parallelism; the result [..., width] is whole, or
+    ``tokens`` are int64 of any shape, [batch, time] under sequence parallelism.  The result [..., width] is whole, or
     cut in time under sequence parallelism unless ``whole``.  Raises IndexError for a token that has no row.
     """
     check_range(tokens, size, "tokens")
@@ -212,7 +212,7 @@ def embedding(
 
 
 class Lookup(torch.autograd.Function):
-    """Rows of this rank's part of a table, zeros for tokens that are elsewhere.  ``edge`` as in ``linear.Row``."""
+    """Looks up rows of this rank's part of a table, zeros for other tokens.  ``edge`` as in ``linear.Row``."""
 
     @staticmethod
     def forward(ctx: Any, here: Tensor, edge: Tensor, weight: tuple[Tensor], axis: TensorAxis, padding: int) -> Tensor:
@@ -254,7 +254,7 @@ class CutCrossEntropy(torch.autograd.Function):
             largest, place = logits.max(1, keepdim=True)
             numbers[0] = largest.squeeze(1)
             torch.neg(shares.gather(1, place).squeeze(1).log(), out=numbers[1])
-            none = numbers[0].isneginf()  # all my classes are at minus infinity
+            none = numbers[0].isneginf()  # all my classes are minus infinity
             shares[none], numbers[1, none] = 0, 0
         else:
             numbers[0] = float("-inf")
@@ -271,7 +271,7 @@ class CutCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        counts, rows, columns, of_whole, shares = ctx.saved_tensors  # torch refuses to read them twice after a write
+        counts, rows, columns, of_whole, shares = ctx.saved_tensors  # torch refuses a second read after a write
         shares.mul_((of_whole * counts * gradient)[:, None])
         shares[rows, columns] -= gradient
         return shares, None, None, None, None, None

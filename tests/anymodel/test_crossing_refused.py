@@ -169,8 +169,8 @@ class SparseBias(Tower):
         (number, r"'embed' returns .*0\.2?5.* where it returned .* for an earlier batch .*, or return .* as a tensor"),
         (once, "'embed', of which later stages know what it returned before, returns Numbers: from stage to stage go"),
         (kept, r"'embed' returns .*float64 \[\d, 5\].* where it returned .*float64 \[\d, 5\].* pad what varies"),
-        (SparseBias, r"what 'blocks\.\d' is given is read behind .*, and is a sparse_coo tensor"),
-        (Overwriting, "loss_fn, or the model behind its links, uses what another stage has"),
+        (SparseBias, r"what 'blocks\.\d' is given is read after .*, and is a sparse_coo tensor"),
+        (Overwriting, "loss_fn, or the model after its links, uses what another stage has"),
         (Elsewhere, "'norm' belongs to no link of the pipeline and was taken to run elsewhere, but stage 0 calls it"),
     ],
 )

@@ -158,7 +158,7 @@ class WritesBeside(Chain):
 
 
 def test_a_link_that_writes_beside_its_stream_is_refused() -> None:
-    refused("'l0' writes in place to a tensor that it is given beside the stream", distinct(WritesBeside()))
+    refused("'l0' writes in place to a tensor that it is given besides the stream", distinct(WritesBeside()))
 
 
 class Reaches(Chain):

@@ -38,7 +38,7 @@ def comm() -> Comm:
         (lambda c: c.all_reduce(E(4), ("shard",), "prod"), r"unknown op 'prod': use one of sum, min, max"),
         (lambda c: c.reduce_scatter(E(4), E(12), ("shard",), "AVG"), r"SUM only"),
         (lambda c: c.all_reduce(E(4), ("shards",)), r"unknown mesh axis 'shards'"),
-        (lambda c: c.all_reduce(E(4), ("shard", "shard")), r"an axis stands twice"),
+        (lambda c: c.all_reduce(E(4), ("shard", "shard")), r"an axis is given twice"),
         (lambda c: c.broadcast(E(4), ("shard",), 4), r"root 4: the root is an index within the group, 0 to 2"),
         (lambda c: c.send(E(4), 4), r"send between rank 4 and rank 4"),
         (lambda c: c.recv(E(4), 6), r"one of 0 to 5, and not 4 itself"),

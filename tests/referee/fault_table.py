@@ -109,7 +109,7 @@ PIPELINES = [
     fault(p.tied_uses_summed_twice, pipes(None, V), SUMS, 0, "sum", "embed", "every part counts 2 times"),
     fault(p.tied_uses_summed_on_the_first_stage_alone, [*pipes(None, PLAIN), *pipes(None, ROUNDS)], GRADIENT, 0, "sum", "embed", "its use as"),
     fault(p.tied_weight_counted_on_every_stage, [*pipes(None, PLAIN), *pipes(None, V)], {"plain: norm"}, 0, "norm", "", "counted more than once"),
-    fault(p.weigh_twice, [*pipes(ZERO2, None), *pipes(V, None)], "has no forward behind it"),
+    fault(p.weigh_twice, [*pipes(ZERO2, None), *pipes(V, None)], "has no forward before it"),
     fault(p.double_what_is_weighed, pipes(ZERO2, V), SUMS, 0, "contribution"),
     fault(p.drop_the_last_weight_part, pipes(ZERO2, V), SUMS, 0, "sum", "", "microbatch 2 of each rank is missing"),
     fault(p.no_gradient_for_the_stage_before, pipes(PLAIN, V), SUMS, 0, "backward", "", "no gradient comes back"),

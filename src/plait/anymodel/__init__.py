@@ -1,10 +1,10 @@
-"""A wing: runs any unmodified model in a pipeline, as a ``StageProgram`` of the library, and under tensor plans.
+"""A wing: runs any unmodified model in a pipeline, as a ``StageProgram``, and under tensor plans.
 
-split_points.py     between which modules a model may be cut, and where everything else runs     start here
+split_points.py     finds the modules between which a model is cut, and where the rest runs     start here
 stage_model.py      the part of a model that one stage has
-boundary.py         the program of a stage: where a forward enters it and leaves it
+boundary.py         the program of a stage: how a forward enters and leaves it
 boundary_state.py   one microbatch on its way over these boundaries
-stage_io.py         values as text, for the next stage
+stage_io.py         encodes values as text for the next stage
 context.py          Hugging Face decoders over a context axis
 experts.py          their experts, shared over an expert axis
 
@@ -28,7 +28,7 @@ __all__ = ["ModelPlan", "cut", "plan_of"]
 
 
 def cut(model: nn.Module) -> ModelCut:
-    """Cuts a model as it is; ValueError where it tells no split points."""
+    """Cuts an unmodified model; raises ValueError if it has no split points."""
     blocks = split_points(model)
 
     def part(here: range, taken: set[int], device: torch.device) -> StagePart:

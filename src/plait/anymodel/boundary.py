@@ -1,28 +1,29 @@
-"""The boundary of a stage: where the stream from the stage before comes in, and where it leaves for the next.
+"""The boundary of a stage, where the stream from the stage before enters, and where it leaves for the next.
 
     loss_fn(model, batch)                  the user's own call, on every stage; here stage 1 of 3 has blocks.0 and 1
       │
       └► model(tokens)                     the model's own code runs unchanged
            ├► embed       ForeignLayer     returns NotHere, a tensor that no link of this stage may read
            ├► drop(x)                      passes through: NotHere in, NotHere out
-           ├► (embed was the last before ours: returns what stage 0 sent)    BoundaryState.enter
-           ├► blocks.0    ours             runs; what it is given besides the stream and is NotHere, stage 0 sent too
-           ├► blocks.1    ours, the last   behind its hooks: raises StageDone ───────┐
+           ├► (embed was the last before ours: returns stage 0's message)     BoundaryState.enter
+           ├► blocks.0    ours             runs; NotHere among its other arguments: stage 0 sent the value too
+           ├► blocks.1    ours, the last   after its hooks : raises StageDone ───────┐
            ┆  norm, head                   never reached                             │
       ┆  cross_entropy                     never reached                             │
     Stage._call   ◄──────────────────────────────────────────────── except StageDone ┘   goes to stage 2
 
     backward: y.grad comes from stage 2 ─► autograd ─► Received.backward leaves x.grad with the BoundaryState ─► stage 0
 
-A link that another stage has is a ``ForeignLayer`` and does not compute.  Those before the stage's first link return
-``NotHere``, which passes through any code and turns everything made of it into ``NotHere`` too; a link that is given
-one would need what another stage has.  The last of them returns what the stage before sent; the code between it and the
-first link runs here, once.  The model's own input (tokens, a mask), and what is made of it alone, stays what it is.  On
-all but the last stage the call ends after the last link, so what follows the last link of all, and the loss, run on the
-last stage alone.  Every call checks that links run in the order in which they are named, each once.
+A link of another stage is a ``ForeignLayer`` and does not compute.  Those before the stage's first link return
+``NotHere``, which passes through any code and turns every result into ``NotHere`` too.  A link that gets one as an
+argument would need a tensor of another stage.  The last of them returns the tensor that the stage before sent, and the
+code between it and the first link runs here, once.  The model's own input (tokens, a mask) stays as it is, and so does
+everything computed from it alone.  On all but the last stage the call ends after the stage's last link, so the code
+after the model's last link, and the loss, run only on the last stage.  Every call checks that links run in the order in
+which they are named, each once.
 
-What later stages read besides the stream (a bias table, an encoder's output, a skip connection) goes along: see
-``crossing``.  To find it out, the first call for the shapes of a batch goes on behind the stage's last link.
+Tensors that later stages read besides the stream (a bias table, an encoder's output, a skip connection) travel along:
+see ``crossing``.  To find them, the first call for a batch's shapes goes on after the stage's last link.
 """
 
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, MutableSet
@@ -51,28 +52,27 @@ def _inside(container: Any) -> list[int]:
 
 
 class UnmodifiedProgram(CutProgram):
-    """Runs a stage's part of a model as it is: its blocks report when they run, and those of other stages are foreign
-    layers.  On the last stage calls run to their end."""
+    """Runs a stage's part of an unmodified model: its blocks report when they run, and those of other stages are
+    foreign layers.  On the last stage, calls run to their end."""
 
     word = "link"
 
     def __init__(self, cutting: Cutting, blocks: Blocks, here: range, number: int, current: CurrentForward) -> None:
         super().__init__(cutting, blocks.names, here, number, current)
         self._forms: dict[tuple[Signature, bool], HandOverForm] = {}
-        """Of the messages to the next stage, for the shapes of a batch that it has seen, and the mode (training or
-        not)."""
+        """The forms of messages to the next stage, by the shapes of a batch and the mode (training or not)."""
         self._read: dict[tuple[MessageForm, str], HandOverForm] = {}
-        """The forms of messages received."""
+        """The forms of received messages."""
         self._kinds = list(map(kind_of, self.modules))
         self._name_of: dict[int, str] = {}
         outside = cutting.outside
         self.own = {name: module for name, module in outside.items() if not isinstance(module, ForeignLayer)}
-        """Modules outside of the links that this stage has; another one may have a copy, and run it."""
+        """This stage's modules outside of the links; another stage may have a copy, and run it."""
         for link in dict.fromkeys(self.modules):
             if isinstance(link, ForeignLayer):
                 link.at_call, link.at_look = self._at_foreign_link, self._at_look
             else:
-                link.register_forward_pre_hook(self._before_link, with_kwargs=True)  # after other hooks of theirs
+                link.register_forward_pre_hook(self._before_link, with_kwargs=True)  # after their other hooks
                 self.see(link, self._run_link)
         for name, module in outside.items():
             self._name_of[id(module)] = name
@@ -106,9 +106,9 @@ class UnmodifiedProgram(CutProgram):
             self.over(boundary)
         if isinstance(loss, NotHere) and loss.dim() == 0:
             raise ValueError(
-                f"loss_fn, or the model behind its links, uses what another stage has (an early link's output, an "
+                f"loss_fn, or the model after its links, uses what another stage has (an early link's output, an "
                 f"auxiliary loss, a parameter): let the last link make what the loss needs. The links are "
-                f"{self.names[0]} to {self.names[-1]}; if other blocks run behind them, name all of them in "
+                f"{self.names[0]} to {self.names[-1]}; if other blocks run after them, name all of them in "
                 f"pipeline_links()"
             )
         return loss
@@ -129,12 +129,12 @@ class UnmodifiedProgram(CutProgram):
 
     @property
     def state(self) -> BoundaryState | None:
-        """Of the forward that runs."""
+        """The state of the running forward."""
         state: BoundaryState | None = self.current.context.boundary
         return state
 
     def _reached(self, module: nn.Module) -> BoundaryState:
-        """The boundary of the forward that has come to a link, which must be the next one (else ValueError)."""
+        """Returns the boundary of the forward that has come to a link; raises ValueError unless it is the next one."""
         boundary = self.state
         self.check_next(module, None if boundary is None else boundary.next_link)
         assert boundary is not None
@@ -167,21 +167,21 @@ class UnmodifiedProgram(CutProgram):
         return boundary.stand_in(name)
 
     def _at_look(self, module: nn.Module, what: str) -> None:
-        """The model looks into a foreign layer: ValueError after the last link, when another stage has what it wants,
-        and at any time where it goes from child to child, which is how hooks are added that collect from all links."""
+        """Handles a look into a foreign layer.  Raises ValueError after the last link, when another stage has the
+        answer, and at any time for a walk from child to child, which adds hooks that collect from all links."""
         boundary = self.state
         behind = boundary is not None and boundary.next_link == len(self.names) and self.last
         if boundary is not None and (behind or what == CHILDREN) and not in_backward():
             name = self._name_of.get(id(module)) or self.names[self.places[id(module)][0]]
             raise ValueError(
-                f"the model's modules are searched, in or behind their forward, for what all of them leave (an "
+                f"the model's modules are searched, in or after their forward, for what all of them leave (an "
                 f"auxiliary loss, a penalty, outputs of layers): {what} of {name!r} belongs to another stage. Let each "
                 f"link hand on what the loss needs in what it returns, and the last one make it; or train without a "
                 f"pipe axis"
             )
 
     def over(self, boundary: BoundaryState) -> None:
-        """The forward is over: parameters of other stages that were filled in it stand for nothing again."""
+        """Ends the forward: parameters of other stages that were filled in it become placeholders again."""
         boundary.leave()
         if boundary.filled:
             empty(self.model, set(map(id, boundary.filled)))
@@ -195,7 +195,7 @@ class UnmodifiedProgram(CutProgram):
         ends_here = boundary.next_link == self.here.stop and not self.last
         boundary.shared, boundary.beside = [], []
         if not (ends_here or kwargs) and len(args) == 1 and type(args[0]) is Tensor:
-            return None  # nothing to look into: most links are given their stream alone
+            return None  # nothing to check: most links only get their stream
         name = self.names[boundary.next_link - 1]
         boundary.shared = [(one, _inside(one)) for one in (*args, *kwargs.values()) if isinstance(one, SHARED)]
         beside = (one for one in (*args[1:], *kwargs.values()) if isinstance(one, Tensor))
@@ -234,7 +234,7 @@ class UnmodifiedProgram(CutProgram):
             returned = {id(leaf) for leaf in tree_leaves(output)}
             if any(one._version != version and id(one) not in returned for one, version in boundary.beside):
                 raise ValueError(
-                    f"the pipeline's link {name!r} writes in place to a tensor that it is given beside the stream: "
+                    f"the pipeline's link {name!r} writes in place to a tensor that it is given besides the stream: "
                     f"links on other stages would not see it; let it return what others need"
                 )
         if self.last:
@@ -263,15 +263,15 @@ class UnmodifiedProgram(CutProgram):
     # ---- behind the last link -------------------------------------------------------------------------------------
 
     def _goes_on(self, boundary: BoundaryState) -> bool:
-        """Whether later links are given what this stage makes, or is it to be found out."""
+        """True if later links get tensors that this stage makes, or if that is yet to be found out."""
         if boundary.learned is None:
             return True
         given = (key.module for key in boundary.learned.values if key.given)
         return any(self.names.index(name) >= boundary.next_link for name in given)
 
     def _behind(self, boundary: BoundaryState) -> Any:
-        """What stands for the output of the stage's last link, and of later ones: what the last link of the same class
-        returned."""
+        """Returns the stand-in for the output of the stage's last link, and of later links: the last output of a link
+        of the same class."""
         boundary.silence(self.own)
         for index in reversed(range(boundary.next_link)):
             alike = self._kinds[index] is self._kinds[boundary.next_link - 1]

@@ -1,15 +1,15 @@
-"""One microbatch's way over the boundaries of a stage: what comes in, what stands for what is not here, what goes out.
+"""The passage of one microbatch over the boundaries of a stage: its input, its stand-ins, its output.
 
     received   stream ────────────────────► returned by the last foreign layer           enter
                values ─┬─ of a module ────► returned by its foreign layer                stand_in
-                       └─ given to a link ► in the place of what this stage could not make
+                       └─ given to a link ► replaces a tensor that this stage cannot make
     links of this stage run
-    handed     stream ◄──── what the last of them returned                               output
-               values ◄──── what later stages read besides it                            note, offer
+    handed     stream ◄──── the output of the last of them                                output
+               values ◄──── the tensors that later stages read                           note, offer
 
-Which values later stages read is found out in the first call for the shapes of a batch.  It goes on behind the stage's
-last link, on ``NotHere``, to the end of the model; nothing computes there.  What the code there reads of this stage's
-tensors goes along, if it has a name that all stages know: a module returned it, or a link is given it.
+The first call for a batch's shapes finds out which values later stages read.  It goes on after the stage's last link,
+on ``NotHere``, to the end of the model; nothing computes there.  Tensors of this stage that the code there reads travel
+along, if they have a name that all stages know: a module returned the tensor, or a link gets it as an argument.
 """
 
 from collections import Counter
@@ -37,12 +37,12 @@ from plait.tensor.metadata import only_metadata
 from plait.torch_private import tree_leaves
 
 NOTHING = HandOverForm(())
-"""What the first stage receives, and the last hands over."""
+"""The hand-over that the first stage receives, and that the last one makes."""
 
 
 class Search(EngineMode):
-    """Sees, in the first call for the shapes of a batch, which tensors are made of what is here (of parameters, of what
-    was received), and which of them that have a key are read behind the stage's last link."""
+    """Finds, in the first call for a batch's shapes, the tensors that depend on parameters or received tensors here,
+    and those among them, if they have a key, that are read after the stage's last link."""
 
     def __init__(self, boundary: "BoundaryState") -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Search(EngineMode):
 
 
 def _check_same(name: str, before: tuple[Tree, list[Shape]], now: tuple[Tree, list[Shape]]) -> None:
-    """ValueError if a module returned something else than later stages have been told; NaN is NaN."""
+    """Raises ValueError if a module returned other values than later stages know; NaN equals NaN."""
     old, new = (repr(value_of(tree, [shapes_in_words([s]) for s in shapes])) for tree, shapes in (before, now))
     if old != new:
         raise ValueError(
@@ -80,12 +80,12 @@ def _check_same(name: str, before: tuple[Tree, list[Shape]], now: tuple[Tree, li
 
 
 class BoundaryState:
-    """One microbatch's way over the boundary of a stage, from what the stage before sent, if there is one.
+    """The passage of one microbatch over a stage's boundary, starting from the hand-over of the stage before, if any.
 
     Args:
-        received: its tensors are of this stage's graph.
-        learned: the form in which the stage hands over, None where that is to be found out.
-        whole_length: steps of time over all ranks, where the stream is cut in time.
+        received: its tensors are in this stage's graph.
+        learned: the form in which the stage hands over; None if it is yet to be found out.
+        whole_length: steps of time over all ranks, if the stream is cut in time.
     """
 
     def __init__(
@@ -99,27 +99,27 @@ class BoundaryState:
         self.whole_length = whole_length or self.length
         self.next_link = 0
         self.calls = Counter[str]()
-        """Of modules outside of the links, and of links."""
+        """The numbers of calls of modules outside of the links, and of links."""
         self.learned, self.search = learned, Search(self) if learned is None else None
         self.values: dict[Key, tuple[Tensor, int]] = {}
-        """What goes on besides the stream, with the versions in which it shall go."""
+        """Tensors that travel besides the stream, with the versions in which they do."""
         known = {**self.form.returned, **(learned or NOTHING).returned}
         self.returned: dict[str, list[tuple[Tree, list[Shape]]]] = known
         self.shared: list[tuple[Any, list[int]]] = []
-        """Lists and dicts that the link which runs was given, and what was in them."""
+        """Lists and dicts that the running link got as arguments, with their contents."""
         self.beside: list[tuple[Tensor, int]] = []
-        """The tensors beside its stream that the link which runs was given, with their versions."""
+        """Tensors that the running link got besides the stream, with their versions."""
         self.output: Any = None
-        """What the stage's last link returned."""
+        """The output of the stage's last link."""
         self.filled: list[Tensor] = []
-        """What stood for values that have come, and is them now."""
+        """Stand-ins that now have the values that arrived for them."""
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._silenced: list[tuple[nn.Module, Any]] = []
 
     # ---- what comes -----------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Before the call: notes the received values that belong to modules."""
+        """Notes, before the call, the received values that belong to modules."""
         if self.search is not None:
             self.search.add(self.tensors)
         for key, number in self.form.values.items():
@@ -131,18 +131,18 @@ class BoundaryState:
         return None if number is None else self.tensors[number]
 
     def enter(self, name: str, given: Sequence[Any]) -> Any:
-        """For the last foreign layer, of this name: what was received is the model's from here on."""
+        """Gives the model the received stream, as the output of the last foreign layer, which has this name."""
         if self.entered:
             raise ValueError("a link of the pipeline ran twice, or loss_fn called the model twice: once is right")
         self.entered = True
         for leaf, tensor in enumerate(given):
             value = self.received(Key(name, 0, leaf, True)) if isinstance(tensor, NotHere) else None
-            if value is not None:  # code behind the link reads what it was given: now it is here
+            if value is not None:  # code after the link reads its arguments, which are here now
                 try:
                     swap_tensors(tensor, value.view(value.shape))
                 except RuntimeError as error:  # there are views of it
                     raise ValueError(
-                        f"what the pipeline's link {name!r} is given is read behind it, on the next stage, which "
+                        f"what the pipeline's link {name!r} is given is read after it, on the next stage, which "
                         f"cannot put it into place ({error}): let the link return what is read"
                     ) from None
                 self.filled.append(tensor)
@@ -152,7 +152,7 @@ class BoundaryState:
         return stream
 
     def stand_in(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """What the call of a module that an earlier stage has returns: shapes and dtypes, and values that were sent."""
+        """Returns the output of an earlier stage's module: its shapes and dtypes, with the values that were sent."""
         calls, call = self.returned.get(name), self.calls[name]
         self.calls[name] += 1
         if not calls:  # a tensor like the stream
@@ -171,11 +171,11 @@ class BoundaryState:
     # ---- what goes ------------------------------------------------------------------------------------------------
 
     def note(self, key: Key, tensor: Tensor) -> None:
-        """A tensor that later stages may want."""
+        """Notes a tensor that later stages may read."""
         if isinstance(tensor, NotHere) or not (self.search is not None or self._wanted(key)):
             return
         parameter = isinstance(tensor, nn.Parameter)
-        goes_on = self._copy(tensor) if parameter else tensor  # it is read now, for behind the links it may be at rest
+        goes_on = self._copy(tensor) if parameter else tensor  # read it now: after the links it may be at rest
         if self.search is not None:
             version = tensor._version
             if self.search.known.get(id(tensor), (key, -1))[1] != version:  # new, or written to since
@@ -187,7 +187,7 @@ class BoundaryState:
         return self.learned is not None and key in self.learned.values
 
     def returns(self, name: str, output: Any) -> None:
-        """A module here returned this; ValueError where later stages go by something else."""
+        """Notes the output of a module here; raises ValueError if later stages rely on another one."""
         call, known, learned = self.calls.get(name, 0), self.returned.get(name, []), self.learned
         self.calls[name] = call + 1
         told = learned is not None and len(self.form.returned.get(name, ())) <= call < len(known)  # by this stage
@@ -212,16 +212,16 @@ class BoundaryState:
                 self.note(Key(name, call, leaf), tensor)
 
     def read_behind(self, tensor: Tensor) -> bool:
-        """A tensor is read behind the stage's last link; whether it goes on under a key of its own."""
+        """Notes a read after the stage's last link; returns True if the tensor travels under its own key."""
         key, version = cast(Search, self.search).known.get(id(tensor), (None, 0))
-        if key is not None and tensor._version == version:  # else it is not what the module returned
+        if key is not None and tensor._version == version:  # otherwise it is not the module's output
             copy = self._copy(tensor)
             parameter = isinstance(tensor, nn.Parameter)
             self.values.setdefault(key, (copy, 0) if parameter else (tensor, version))
         return key is not None
 
     def offer(self, name: str, given: Sequence[Any]) -> None:
-        """A later link is given these."""
+        """Offers the arguments of a later link to the next stages."""
         for leaf, tensor in enumerate(given):
             key = Key(name, 0, leaf, True)
             if isinstance(tensor, NotHere):
@@ -236,17 +236,17 @@ class BoundaryState:
                 self.values[key] = self._copy(tensor), 0
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """One for each version, because code behind may write to it.  It goes in the place of what was written to: a
-        copy's node is a later one than its tensor's, and units are gathered in the order of the backward's nodes, which
-        must not depend on whether a rank has seen a shape before."""
+        """Copies a tensor once for each version, because later code may write to it.  The copy replaces the tensor that
+        was written to: its node is later than the tensor's, and units are gathered in the order of the backward's
+        nodes, which must not depend on whether a rank has seen a shape before."""
         kept = self._copies.setdefault((id(tensor), tensor._version), (tensor, tensor.clone()))
         return kept[1]
 
     def hand_over(self) -> HandOver:
-        """What goes to the next stage.  ValueError where that is not to be had."""
+        """Returns the hand-over for the next stage; raises ValueError if it cannot be made."""
         stream, more, values = list[Tensor](), list[Tensor](), dict[Key, int]()
         tree = tree_of(self.output, stream)
-        if self.learned is not None:  # the same, but a NaN in it would be another one
+        if self.learned is not None:  # the same one, because a new NaN in it would differ
             tree = self.learned.stream
         for key in sorted(self.values) if self.learned is None else self.learned.values:
             tensor, version = self.values.get(key, (None, 0))
@@ -261,20 +261,20 @@ class BoundaryState:
                 values[key] = len(stream) + number_of(tensor, more)
             except ValueError as error:
                 raise ValueError(
-                    f"what {key.module!r} is given is read behind the boundary of a stage, and is {error}"
+                    f"what {key.module!r} is given is read after the boundary of a stage, and is {error}"
                 ) from None
         tensors = [*stream, *more]
         returned = self.returned if self.learned is None else self.learned.returned
         return HandOver(tensors, HandOverForm(tuple(map(shape_of, tensors)), tree, values, returned))
 
     def silence(self, modules: Mapping[str, nn.Module]) -> None:
-        """Behind the stage's last link these run no more: there is nothing to compute with."""
+        """Keeps these modules from running after the stage's last link, where there is nothing to compute with."""
         for name, module in modules.items() if not self._silenced else ():
             self._silenced.append((module, vars(module).get("forward")))
             vars(module)["forward"] = partial(self.stand_in, name)
 
     def leave(self) -> None:
-        """The forward is over: what it passed on is others' to keep."""
+        """Ends the forward and drops its tensors, which now belong to the receivers."""
         for module, forward in self._silenced:
             vars(module).pop("forward") if forward is None else vars(module).update(forward=forward)
         self._silenced = []

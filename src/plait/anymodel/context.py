@@ -1,4 +1,4 @@
-"""Hugging Face decoders over a context axis: their attention interface asks the axis, and positions are counted.
+"""Hugging Face decoders over a context axis: attention goes through the axis, and positions are counted.
 
 model = AutoModelForCausalLM.from_config(config)
 engine = Engine(use_context_axis(model), comm, ...)      # on a mesh with context=n
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 NAME = "plait_context"
 """The attention's name in transformers."""
 LIMITS = ("sliding_window", "softcap", "s_aux", "position_bias", "cache")
-"""Options of attention that a context axis has not."""
+"""Options of attention that a context axis does not support."""
 
 
 def use_context_axis(model: nn.Module) -> nn.Module:
@@ -22,7 +22,7 @@ def use_context_axis(model: nn.Module) -> nn.Module:
     Its layers must attend causally, to all earlier tokens.  Without a context axis it computes as before.
 
     Raises:
-        ValueError: no layer of attention that is known, or one that a sliding window, chunks or a cap limit.
+        ValueError: no known attention layer, or one that is limited by a sliding window, chunks or a cap.
     """
     from transformers import AttentionInterface
 
@@ -45,13 +45,13 @@ def use_context_axis(model: nn.Module) -> nn.Module:
         vars(module)["time_axis"] = None
     for module in attending:
         projections: list[Any] = [one for name, one in module.named_children() if name in ("k_proj", "v_proj")]
-        if len(projections) == 2:  # the messages of other modules are not predicted
+        if len(projections) == 2:  # messages of other modules are not predicted
             vars(module)["gathered_widths"] = tuple(one.out_features for one in projections)
     configs: dict[int, Any] = {id(one.config): one.config for one in (model, *attending)}
     before = {key: one._attn_implementation for key, one in configs.items()}
 
     def count_positions(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
-        """Chooses the attention; under an axis gives positions, and refuses what would be shifted or masked."""
+        """Chooses the attention; under an axis also gives positions, and refuses arguments that shift or mask."""
         axis = model.time_axis
         for key, one in configs.items():
             one._attn_implementation = before[key] if axis is None else NAME
@@ -88,7 +88,7 @@ def attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: [batch, heads, time, width] to [batch, time, heads, width]."""
+    """Attention in the form that transformers calls: [batch, heads, time, width] to [batch, time, heads, width]."""
     axis = getattr(module, "time_axis", None)
     limited = [name for name in LIMITS if options.get(name) is not None]
     if axis is None or limited or attention_mask is not None:

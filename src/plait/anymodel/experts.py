@@ -1,4 +1,4 @@
-"""Experts of Hugging Face models, shared over an expert axis: Mixtral, Qwen MoE, DeepSeek and others.
+"""Shares the experts of Hugging Face models over an expert axis: Mixtral, Qwen MoE, DeepSeek and others.
 
 model = AutoModelForCausalLM.from_config(config)
 engine = Engine(use_expert_axis(model), comm, ...)      # on a mesh with expert=n
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from plait.table.tensor_plan import Style
 
 ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
-"""The arguments of the module that owns the experts of a layer: [tokens, width], then [tokens, chosen]."""
+"""The arguments of the module that owns a layer's experts: [tokens, width], then [tokens, chosen] twice."""
 
 
 def use_expert_axis(model: nn.Module) -> nn.Module:
@@ -51,7 +51,7 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     whole = module.num_experts
 
     def run(rows: Tensor, number: Tensor) -> Tensor:
-        """Each row as a token with one expert, whose weight is 1."""
+        """Runs each row as a token with one expert, whose weight is 1."""
         try:
             module.num_experts = len(range(*axis.part(whole)))
             return type(module).forward(module, rows, number[:, None], rows.new_ones(len(rows), 1))  # type: ignore[no-any-return]
@@ -62,7 +62,7 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
 
 
 def without_experts(model: nn.Module, plan: dict[str, str | Style]) -> dict[str, str | Style]:
-    """A tensor plan without the patterns that name experts which have an axis: they are shared as a whole."""
+    """Returns a tensor plan without the patterns for experts that have an axis: they are shared as a whole."""
     modules, names = dict(model.named_modules()), [n for n, _ in model.named_parameters(remove_duplicate=False)]
     owners = tuple(f"{name}." for name, module in modules.items() if "expert_axis" in vars(module))
 

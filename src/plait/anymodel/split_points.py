@@ -1,16 +1,16 @@
-"""Where a pipeline may cut a model: its links, and before which of them everything else runs.
+"""Finds where a pipeline may cut a model: its links, and the links before which everything else runs.
 
     class Decoder:                                   links      layers.0  layers.1  layers.2
         forward(tokens):                             outside
             x = self.embed(tokens)                     embed    before link 0           the first stage has it
             for layer in self.layers:
                 x = layer(x, self.bias)                bias     before 0, 1, 2 and 3    every stage has a copy
-            return self.head(self.norm(x))             norm     behind link 2           the last stage has it
+            return self.head(self.norm(x))             norm     after link 2            the last stage has it
 
 Links are modules that run in turn.  A model names them, or they are the entries of its outermost list of modules (of
-lists in it, those in them).  What stands outside of them is read off the source of the containers' forwards, and where
-that is silent, off the order in which modules were registered.  That decides where parameters lie and nothing else: a
-stage that comes to one which it does not have refuses.
+lists inside it, their entries).  The places of other modules are read from the source of the containers' forwards, or,
+where that says nothing, from the order in which modules were registered.  This only decides where parameters are kept:
+a stage that calls a module which it does not have refuses.
 """
 
 import ast
@@ -30,13 +30,12 @@ from plait.pipeline.program import Blocks
 from plait.torch_private import tree_leaves
 
 PARSING = threading.Lock()
-"""Python's parser counts how deep it is for all threads together."""
+"""Python's parser counts its depth for all threads together."""
 
 
 def split_points(model: nn.Module) -> Blocks:
     """The links of a model: its own ``pipeline_links()``, an ``nn.Sequential``'s children, the ``base_model_pp_plan``
-    of a Hugging Face model, or its list of blocks.  ValueError where there is none, or what it names does not fit the
-    model."""
+    of a Hugging Face model, or its list of blocks.  Raises ValueError if there is none, or if the names do not fit."""
     own = getattr(model, "pipeline_links", None)
     if own is not None:
         links = _named(model, own() if callable(own) else own)
@@ -46,7 +45,7 @@ def split_points(model: nn.Module) -> Blocks:
         links = _decoder_blocks(model) or _outermost_list(model)
     if not links:
         raise ValueError(
-            f"{type(model).__name__} does not tell how a pipeline may cut it: it has no list of two or more modules "
+            f"{type(model).__name__} does not say how a pipeline may cut it: it has no list of two or more modules "
             f"with parameters, so give it a method pipeline_links() that returns the names of its modules in the order "
             f"in which they run"
         )
@@ -66,7 +65,7 @@ def split_points(model: nn.Module) -> Blocks:
 
 def _decoder_blocks(model: nn.Module) -> tuple[str, ...]:
     """The modules of a Hugging Face model's own plan: embedding, layers and norm of the base model, and the head.
-    None where the plan names what is not there."""
+    Empty if the plan names missing modules."""
     plan: Mapping[str, Any] = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
     base = getattr(model, "base_model_prefix", "")
     inner: Any = getattr(model, base, model)
@@ -78,7 +77,7 @@ def _decoder_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def _named(model: nn.Module, links: Any) -> tuple[str, ...]:
-    """What the model's own ``pipeline_links()`` returned."""
+    """The names that the model's own ``pipeline_links()`` returned."""
     names = tuple(links) if isinstance(links, Iterable) and not isinstance(links, str) else ()
     if not names or not all(isinstance(name, str) for name in names):
         raise ValueError(
@@ -89,14 +88,14 @@ def _named(model: nn.Module, links: Any) -> tuple[str, ...]:
 
 
 def _entries(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules inside, one that stands twice twice."""
+    """The modules inside; one that occurs twice is there twice."""
     return {short: child for short, child in module._modules.items() if child is not None}
 
 
 def _outermost_list(model: nn.Module) -> tuple[str, ...]:
-    """The entries of the model's list of blocks: of the lists of modules that are in no other list, one of modules with
-    parts before one of single layers, an outer one before an inner one, one with more parameters before one with
-    fewer.  A list of lists of modules counts as one list of them all, as of the pairs of a transformer's layers."""
+    """The entries of the model's list of blocks.  Of the lists that are in no other list, one of modules with parts
+    comes before one of single layers, an outer one before an inner one, and one with more parameters before one with
+    fewer.  A list of lists of modules counts as one list of all their entries, such as pairs of layers."""
 
     def lists(module: nn.Module, name: str) -> Iterator[tuple[tuple[bool, int, int], tuple[str, ...]]]:
         entries = _entries(module)
@@ -136,7 +135,7 @@ def _bound_to(module: nn.Module, function: Any) -> bool:
 
 
 def _outside(model: nn.Module, links: Sequence[str]) -> dict[str, frozenset[int]]:
-    """What stands outside of the links, and before which links it may run."""
+    """The modules and parameters outside of the links, and the links before which they may run."""
     containers, found = containers_of(links), defaultdict[str, set[int]](set)
 
     def inside(name: str) -> list[int]:
@@ -166,7 +165,7 @@ def _outside(model: nn.Module, links: Sequence[str]) -> dict[str, frozenset[int]
         prefix = f"{container}." if container else ""
         for name in module._parameters:
             found.setdefault(f"{prefix}{name}", {*range(len(links) + 1)})
-        for short in reversed(module._modules):  # where the source says nothing: as they were registered
+        for short in reversed(module._modules):  # where the source says nothing: the order of registration
             if indices := inside(f"{prefix}{short}"):
                 behind = min(indices)
             elif module._modules[short] is not None:
@@ -175,14 +174,14 @@ def _outside(model: nn.Module, links: Sequence[str]) -> dict[str, frozenset[int]
 
 
 def _child(model: nn.Module, name: str) -> nn.Module | None:
-    """A module by its name; None for a parameter, and where None stands."""
+    """A module by its name; None for a parameter, and for an entry that is None."""
     path, _, last = name.rpartition(".")
     return model.get_submodule(path)._modules.get(last)
 
 
 def _parts(model: nn.Module, name: str) -> Iterator[str]:
-    """What can be placed of a module: itself or, of one that cannot be called (a list, a dict), what is in it; nothing
-    of one that is None."""
+    """The parts of a module that have a place: the module itself or, if it cannot be called (a list, a dict), its
+    entries; none if it is None."""
     path, _, last = name.rpartition(".")
     module = _child(model, name)
     if module is None:
@@ -197,18 +196,18 @@ def _parts(model: nn.Module, name: str) -> Iterator[str]:
 
 
 class _Uses(ast.NodeVisitor):
-    """What a forward uses of its module, in the order in which it is evaluated."""
+    """The names that a forward uses of its module, in the order of evaluation."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self.model, self.module, self.name = model, model.get_submodule(name), name
         self.found: list[tuple[str, frozenset[int]]] = []
-        """Names in the model, and the loops around them."""
+        """Names in the model, with the loops around them."""
         self._names = {id(module): name for name, module in model.named_modules()}
         self._loops: frozenset[int] = frozenset()
         self._num_loops = 0
         self._read: set[str] = set()
         self._own: str | None = None
-        """What the function that is read calls the module: its first parameter."""
+        """The function's own name for the module: its first parameter."""
 
     @classmethod
     def of(cls, model: nn.Module, name: str) -> list[tuple[str, frozenset[int]]]:
@@ -217,7 +216,7 @@ class _Uses(ast.NodeVisitor):
         return uses.found
 
     def read(self, method: str) -> None:
-        """The source of a method, or of a property; nothing where there is none, or it has been read."""
+        """Reads the source of a method or a property; does nothing if there is none, or it has been read."""
         function: Any = inspect.getattr_static(type(self.module), method, None)
         function = function.fget if isinstance(function, property) else function
         if method in vars(self.module):

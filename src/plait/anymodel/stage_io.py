@@ -1,8 +1,8 @@
-"""Values as text: what a stage tells the next about the tensors that it hands over.
+"""Values as text: a stage's description, for the next one, of the tensors that it hands over.
 
 tensors   [hidden, first]
 told      stream     (hidden, None)           the last block's return value, with its containers
-          values     first is what embed returned      read by later stages besides the stream
+          values     first is the output of embed       read by later stages besides the stream
 more      returned   embed: fp32 [2, 7, 16], ...       the return values of modules that later stages don't have
 """
 
@@ -20,17 +20,17 @@ from plait.pipeline.message import MessageForm, coded, decoded, shapes_in_words
 from plait.torch_private import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 Tree = Any
-"""A value as JSON has it: its containers as torch writes them ('' for a tensor), and its leaves, tensors by number."""
+"""A value in JSON: its containers as torch writes them ('' for a tensor), and its leaves, with tensors as numbers."""
 
 PLAIN = (type(None), bool, int, float, str)
 
 
 class Key(NamedTuple):
-    """Which tensor of a forward: what a module returned, or what a link is ``given``."""
+    """The name of a tensor in a forward: a leaf of a module's output, or of a link's arguments if ``given``."""
 
     module: str
     call: int
-    """The how many-th of the module."""
+    """The number of the module's call."""
     leaf: int
     given: bool = False
 
@@ -42,13 +42,13 @@ class HandOverForm:
     shapes: tuple[Shape, ...]
     stream: Tree = field(default_factory=lambda: ["", [{"tensor": 0}]])
     values: Mapping[Key, int] = field(default_factory=dict)
-    """The numbers of tensors that go besides the stream."""
+    """The numbers of tensors that travel besides the stream."""
     returned: Mapping[str, list[tuple[Tree, list[Shape]]]] = field(default_factory=dict, compare=False)
-    """The return values of each module that an earlier stage has, call by call."""
+    """The return values of each module of an earlier stage, call by call."""
 
     @cached_property
     def modules(self) -> frozenset[str]:
-        """Those of which something that they returned goes besides the stream."""
+        """The modules of whose outputs a tensor travels besides the stream."""
         return frozenset(key.module for key in self.values if not key.given)
 
     @cached_property
@@ -80,10 +80,10 @@ class HandOver(NamedTuple):
 
 
 def tree_of(value: Any, tensors: list[Tensor]) -> Tree:
-    """A value as a tree; its tensors are added to the list, each once.
+    """Converts a value to a tree; adds each of its tensors to the list once.
 
     Raises:
-        ValueError: something in it is no dense tensor, number, text or container of these.
+        ValueError: it contains something other than dense tensors, numbers, text and containers of these.
     """
     if isinstance(value, Tensor):
         return ["", [{"tensor": number_of(value, tensors)}]]
@@ -97,7 +97,7 @@ def tree_of(value: Any, tensors: list[Tensor]) -> Tree:
     except (
         NotImplementedError,
         TypeError,
-    ) as error:  # a class that is registered without a name, a key of another kind
+    ) as error:  # a class registered without a name, or a key of another kind
         wrong = [f"{type(value).__name__} ({error})"]
     raise ValueError(
         f"{wrong[0]}: from stage to stage go tensors, numbers, text and None, in tuples, lists, dicts and classes that "
@@ -106,7 +106,7 @@ def tree_of(value: Any, tensors: list[Tensor]) -> Tree:
 
 
 def number_of(tensor: Tensor, tensors: list[Tensor]) -> int:
-    """Where a tensor stands in the list, to which it is added if it is new; ValueError if it is not dense."""
+    """The index of a tensor in the list; adds a new tensor.  Raises ValueError if it is not dense."""
     for number, known in enumerate(tensors):
         if known is tensor:
             return number
@@ -121,7 +121,7 @@ def number_of(tensor: Tensor, tensors: list[Tensor]) -> int:
 
 
 def value_of(tree: Tree, tensors: Sequence[Any]) -> Any:
-    """The value of a tree."""
+    """Converts a tree back to its value."""
     text, told = tree
     leaves = [tensors[leaf["tensor"]] if isinstance(leaf, dict) else leaf for leaf in told]
     return tree_unflatten(leaves, treespec_loads(text)) if text else leaves[0]

@@ -1,4 +1,4 @@
-"""The part of a model that one stage has, with stand-ins for the modules of other stages that answer for them.
+"""The part of a model that one stage has, with stand-ins that answer for the modules of other stages.
 
 embed ─► blocks.0 ─► blocks.1 ─► norm ─► head            blocks: modules, each from one tensor to one tensor
 stage 1 is   ·  ─►   ·    ─► blocks.1 ─► norm ─► ·       the same model, foreign layers for the others' blocks
@@ -22,16 +22,16 @@ CHILDREN = "the modules inside"
 
 
 class PlacedElsewhereError(AttributeError, ValueError):
-    """Something is asked of a module that another stage has; ``hasattr`` and ``getattr`` with a default go on."""
+    """Raised for a request to a module of another stage; ``hasattr`` and ``getattr`` with a default still work."""
 
 
 class ForeignLayer(OwnLayer):
-    """In the place of a module that another stage has; the ``StageBoundary`` decides what it returns.
+    """Replaces a module of another stage; the ``StageBoundary`` decides what it returns.
 
     It has the module's plain attributes (its kind of attention, its number), ``NotHere`` for its parameters, and the
-    same for the modules inside: the model may ask for them until the links have run.  What somebody looks for in it
-    afterwards, a link has left in the forward (an auxiliary loss), and that is on another stage; so is what a walk over
-    all modules is after.
+    same for the modules inside: the model may read them until the links have run.  After that, anything read from it
+    would be a result of the forward (an auxiliary loss), which is on another stage, as are the results that a walk over
+    all modules looks for.
     """
 
     at_call: Callable[[nn.Module, Any, Any], Any]
@@ -54,19 +54,19 @@ class ForeignLayer(OwnLayer):
         return self.at_call(self, args, kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """A walk over all modules, or parameters, of the model comes by."""
+        """Reports a walk over all modules, or parameters, of the model."""
         self.at_look(self, "what is inside")
         yield from super().named_modules(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """So does ``apply``."""
+        """Reports a walk over children, such as ``apply``."""
         self.at_look(self, CHILDREN)
         yield from super().named_children()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_") or name in ("training", "at_call", "at_look"):
             super().__setattr__(name, value)
-        else:  # the program clears what the forward left
+        else:  # the program clears results of the forward
             self._plain[name] = value
 
     def __getattr__(self, name: str) -> Any:
@@ -83,7 +83,7 @@ class ForeignLayer(OwnLayer):
 
 
 def kind_of(link: nn.Module) -> type:
-    """A link's class, wherever it is."""
+    """The class of a link, on any stage."""
     return link._kind if isinstance(link, ForeignLayer) else type(link)
 
 
@@ -95,12 +95,12 @@ def _refuse_call(kind: str, *call: Any) -> Any:
 
 
 def placed_elsewhere(parameter: Tensor, device: torch.device) -> Tensor:
-    """A stand-in for a parameter of another stage; it takes no memory."""
+    """Returns a stand-in for a parameter of another stage; it takes no memory."""
     return not_here((), parameter.dtype, device).expand(parameter.shape)
 
 
 def empty(model: nn.Module, filled: Container[int]) -> None:
-    """Parameters of other stages that, by ``id``, were given values for a forward have none again."""
+    """Turns parameters of other stages that were filled for a forward (by ``id``) into placeholders again."""
     for module in model.modules():
         held = module._plain if isinstance(module, ForeignLayer) else vars(module)
         for key, value in held.items():
@@ -109,7 +109,7 @@ def empty(model: nn.Module, filled: Container[int]) -> None:
 
 
 def translated(value: Any, known: Mapping[int, nn.Module]) -> Any:
-    """A value in which modules of the model are those of the part; itself where there are none in it."""
+    """Returns a value with the model's modules replaced by the part's; the value itself if it has none."""
     if isinstance(value, nn.Module):
         return known.get(id(value), value)
     if isinstance(value, MethodType):
@@ -125,7 +125,7 @@ def translated(value: Any, known: Mapping[int, nn.Module]) -> Any:
 
 
 def part_of(model: nn.Module, blocks: Blocks, here: range, taken: set[int], device: torch.device) -> Cutting:
-    """Takes a part out of a model (see ``cut_out``), in which attributes that hold modules hold those of the part."""
+    """Takes a part out of a model (see ``cut_out``); attributes that hold modules then hold those of the part."""
     cutting = cut_out(
         model, blocks, here, taken, lambda m: ForeignLayer(m, device), lambda p: placed_elsewhere(p, device)
     )

@@ -3,14 +3,14 @@
 .. code-block:: text
 
     base.py              Comm: the operations of a world, with the same checks and ledger for all   start here
-    operation.py         one operation, its group, the refusals before anything moves; one begun in every step
+    operation.py         one operation, its group, checks before anything moves; operations begun in every step
     ordered_reduce.py    the order in which a group's values are added
     ledger.py            one line per message
     agree.py             small agreements: rows of numbers
-    texts.py             texts, bytes, checksums and errors of all ranks
-    padded.py            pieces of unequal length in collectives of equal ones
+    texts.py             gathers texts, bytes, checksums and errors of all ranks
+    padded.py            pieces of unequal length in collectives that need equal ones
     header.py            the shape of a message, as a small message ahead of it
-    observer.py          hears of steps, operations and waits
+    observer.py          is notified of steps, operations and waits
 
     thread.py            ranks are threads         tests, notebooks, lessons
     rendezvous.py        barriers and mailboxes of threads

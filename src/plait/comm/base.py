@@ -1,7 +1,7 @@
 """``Comm``: the operations that the engine may request from a world.
 
 The engine, the tensors and the scripts use this one interface, whether ranks are processes or threads.
-It does the work that is the same in all of them, and leaves moving tensors to the world:
+It does the work that all worlds share, and leaves moving tensors to the world:
 
     comm.all_gather(out, piece, ("shard",), note)
         | 1. refuse      sizes that do not multiply, wrong dtype, not contiguous     ValueError
@@ -12,11 +12,11 @@ It does the work that is the same in all of them, and leaves moving tensors to t
 Rules of every world:
 
 - A group's members are ordered by ``mesh.group(rank, axes)``: the first axis outermost.
-- Every member asks in the same order.  Tensors are left alone from the call until ``wait()``, and
-  every ``Work`` of a collective is waited for, in the same order on all members.
+- Every member requests operations in the same order.  Tensors are left alone from the call until ``wait()``, and every
+  ``Work`` of a collective is waited for, in the same order on all members.
 - Reductions are ``sum``, ``min`` or ``max``, in the order of ``comm/ordered_reduce.py``; with
-  ``deterministic=False`` a world may take its library's order instead.
-- Nothing hangs: what does not come within ``deadline`` seconds is an error that names the operation.
+  ``deterministic=False`` a world may use its library's order instead.
+- Nothing hangs: a message that does not come within ``deadline`` seconds is an error that names the operation.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ __all__ = ["DONE", "NO_NOTE", "Comm", "MismatchError", "Observer", "Operation", 
 
 
 class Comm:
-    """One rank's access to its world.  Subclasses move tensors in the ``_`` methods; all else is here."""
+    """One rank's access to its world.  Subclasses move tensors in the ``_`` methods; the rest is here."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Comm:
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
         self.ledger, self.deterministic, self.deadline = Ledger(), deterministic, deadline
         self.observers: tuple[Observer, ...] = ()
-        """Observers that hear of every step, operation and wait of this rank."""
+        """Objects that are notified of every step, operation and wait of this rank."""
         self.engine_watchers: tuple[Callable[[Any], Callable[[Any, Any], None]], ...] = ()
         """Called with each new engine of this world; each returns a watcher (``step/watcher.py``)."""
         self.peers: tuple[Peer, ...] = ()
@@ -109,7 +109,7 @@ class Comm:
 
     @property
     def overlaps(self) -> bool:
-        """True if messages travel beside computation: on GPUs, and where there are more cores than ranks use."""
+        """True if messages travel during computation: on GPUs, and where there are more cores than ranks use."""
         cores = os.cpu_count() or 1
         return self.device.type == "cuda" or cores > self.local_world_size * torch.get_num_threads()
 
@@ -128,7 +128,7 @@ class Comm:
         return self._cut("reduce_scatter", whole, out, axes, note, op).start()
 
     def all_reduce(self, tensor: Tensor, axes: Sequence[str], op: str = "sum", note: Note = NO_NOTE) -> Work:
-        """Reduces all members' ``tensor``, in place on every member."""
+        """Reduces all members' ``tensor`` in place on every member."""
         return self._one("all_reduce", tensor, axes, note, op).start()
 
     def broadcast(self, tensor: Tensor, axes: Sequence[str], src: int, note: Note = NO_NOTE) -> Work:
@@ -136,7 +136,7 @@ class Comm:
         return self._one("broadcast", tensor, axes, note, None, src).start()
 
     def reduce(self, tensor: Tensor, axes: Sequence[str], dst: int, op: str = "sum", note: Note = NO_NOTE) -> Work:
-        """Reduces all members' ``tensor``, in place on member ``dst``; the others' stay as they are."""
+        """Reduces all members' ``tensor``, in place on member ``dst``; the others' tensors stay as they are."""
         return self._one("reduce", tensor, axes, note, op, dst).start()
 
     def scatter(self, out: Tensor, whole: Tensor | None, axes: Sequence[str], src: int, note: Note = NO_NOTE) -> Work:
@@ -144,7 +144,7 @@ class Comm:
         return self._cut("scatter", whole, out, axes, note, None, src).start()
 
     def gather(self, out: Tensor | None, piece: Tensor, axes: Sequence[str], dst: int, note: Note = NO_NOTE) -> Work:
-        """Gathers every member's ``piece``, end to end, into ``out`` of member ``dst``; it is None elsewhere."""
+        """Gathers every member's ``piece``, end to end, into ``out`` of member ``dst``; ``out`` is None elsewhere."""
         return self._cut("gather", out, piece, axes, note, None, dst).start()
 
     def all_to_all(self, out: Tensor, whole: Tensor, axes: Sequence[str], note: Note = NO_NOTE) -> Work:
@@ -190,11 +190,11 @@ class Comm:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def common(self, numel: int, dtype: torch.dtype, axes: Sequence[str]) -> Tensor | None:
-        """Memory of which the ranks of a group have one copy, all zeros; None where this world has no such memory.
+        """Returns memory, all zeros, that a group's ranks share in one copy; None if this world has no such memory.
 
-        What one rank writes, all of them see, once it has said so (``wrote_common``) and an ``all_gather`` or a
-        ``broadcast`` into it was waited for: these move nothing then, and are written into the ledger like others.  All
-        members ask, for the same.
+        All of them see a rank's writes once it has announced them (``wrote_common``) and an ``all_gather`` or a
+        ``broadcast`` into the memory was waited for: these move nothing then, but are written into the ledger.  All
+        members must call it, with the same arguments.
         """
         group = self._group(axes)
         return None if len(group.ranks) == 1 or not numel else self._common(group, numel, dtype)
@@ -205,49 +205,49 @@ class Comm:
         return None
 
     def wrote_common(self, *, later: bool = False) -> None:
-        """Says that this rank has written to common memory; all say so equally often, and a gather waits for it.
+        """Announces that this rank wrote to common memory; all ranks do so equally often, and gathers wait for it.
 
-        ``later``: the next gather says so, as it does of writes after ``wait_for_readers``."""
+        ``later``: the next gather announces it, as it does for writes after ``wait_for_readers``."""
         return None
 
     def send(self, tensor: Tensor, dst: int, note: Note = NO_NOTE) -> Work:
-        """Sends ``tensor`` to the (global) rank ``dst``.  Its handle may be dropped: the message still goes."""
+        """Sends ``tensor`` to the (global) rank ``dst``.  Its handle may be dropped: the message is still sent."""
         return self._message("send", tensor, dst, note)
 
     def recv(self, tensor: Tensor, src: int, note: Note = NO_NOTE) -> Work:
         """Receives the next message of the (global) rank ``src`` into ``tensor``, complete after ``wait()``.
 
-        A message of another shape or dtype is a MismatchError among threads, and between processes it never comes: the
-        deadline names what was waited for.  Where only the sender knows them, a header goes first (``comm/header.py``).
+        A message of another shape or dtype is a MismatchError among threads.  Between processes it never arrives, and
+        the deadline's error names the operation.  If only the sender knows them, send a header first (``header.py``).
         """
         return self._message("recv", tensor, src, note)
 
     def barrier(self, axes: Sequence[str], note: Note = NO_NOTE) -> None:
-        """Returns when every member has come."""
+        """Returns when every member has called it."""
         group = self._group(axes)
         if len(group.ranks) > 1:
             self._ask("barrier", group, note, 0, torch.uint8, ()).start()
 
     def close(self) -> None:
-        """Frees the resources of the world, and tells the observers.  No operation may follow."""
+        """Frees the resources of the world, and notifies the observers.  No operation may follow."""
         self.end_observers()
 
     def end_observers(self) -> None:
-        """Tells the observers that nothing more will come."""
+        """Notifies the observers that nothing more will come."""
         for observer in self.observers:
             observer.closed()
 
     def waiting(self, operation: Operation) -> AbstractContextManager[None]:
-        """Surrounds every place where this rank may wait for others; tells the observers."""
+        """Surrounds every place where this rank may wait for others; notifies the observers."""
         return Waiting(self.observers, operation) if self.observers else NOBODY
 
     def begin_step(self, number: int) -> None:
-        """Tells the observers that step ``number`` (from 0) begins."""
+        """Notifies the observers that step ``number`` (from 0) begins."""
         for observer in self.observers:
             observer.begin_step(number)
 
     # ---- what a world supplies -----------------------------------------------------------------
-    # Each takes the operation, then tensors of 1 dim; the group has at least two members.
+    # Each takes the operation, then 1-D tensors; the group has at least two members.
 
     _all_gather: Callable[..., Work]  # out, piece
     _reduce_scatter: Callable[..., Work]  # out, whole
@@ -260,7 +260,7 @@ class Comm:
     _send: Callable[..., Work]  # tensor, dst
     _recv: Callable[..., Work]  # tensor, src
     _barrier: Callable[..., Work | None]
-    # For checks: a small message ahead of an operation, in order with others of its kind, and separate from all else.
+    # For checks: a small message ahead of an operation, in order with others of its kind, and separate from the rest.
     _tell: Callable[..., Work]  # row, dst
     _hear: Callable[..., None]  # row, src; waits for it
 
@@ -268,7 +268,7 @@ class Comm:
         return None
 
     def _abandon(self, why: str) -> None:
-        """Stops this rank's part in the world; ``why`` is for the ranks that wait for it."""
+        """Stops this rank's part in the world; ``why`` is reported to the ranks that wait for it."""
         return None
 
     # ---- checking, recording, asking -----------------------------------------------------------
@@ -285,7 +285,7 @@ class Comm:
         return self._groups[axes]
 
     def _checked(self, kind: str, axes: Sequence[str], op: str | None, root: int | None) -> Group:
-        """Returns the group, after checking the reduction and the root, where there are any."""
+        """Returns the group, after checking the reduction and the root, if there are any."""
         group = self._group(axes)
         if op is not None:
             known_op(op, kind)
@@ -304,14 +304,14 @@ class Comm:
         op: str | None = None,
         root: int | None = None,
     ) -> Prepared:
-        """Returns a requested operation, for the world's own method."""
+        """Returns a requested operation, with the world's own method."""
         size = numel * dtype.itemsize
         sent = bytes_sent(kind, size, len(group.ranks), root=root == group.index)
         operation = Operation(kind, group, note, numel, dtype, op or "", -1 if root is None else root)
         return Prepared(self, Entry(kind, group.axes, size, sent, note), operation, what, getattr(self, f"_{kind}"))
 
     def begin(self, prepared: Prepared) -> Work:
-        """Writes the line of an operation into the ledger, tells the observers, and leaves the rest to the world."""
+        """Writes the line of an operation into the ledger, notifies the observers, and leaves the rest to the world."""
         operation, what = prepared.operation, prepared.what
         self.ledger.add(prepared.entry)
         for observer in self.observers:
@@ -331,7 +331,7 @@ class Comm:
         op: str | None = None,
         root: int | None = None,
     ) -> Prepared | Alone:
-        """Starts gathers and scatters: equal pieces on all members; the root, if there is one, alone has the whole."""
+        """Starts gathers and scatters: equal pieces on all members; only the root, if there is one, has the whole."""
         group, gathers = self._checked(kind, axes, op, root), kind in ("all_gather", "gather")
         whole_name, piece_name = ("out", "piece") if gathers else ("whole", "out")
         n, piece = len(group.ranks), flat(piece, piece_name, kind, self.device)

@@ -1,11 +1,11 @@
-"""The clock of all deadlines, and a call that may never return, given one.
+"""The clock of all deadlines, and a deadline for a call that may never return.
 
-A process that is stopped (Ctrl-Z, a paused container) does not wait, and where its whole group is stopped no rank could
-come.  So deadlines go by a clock that all waits of a process look at: of a long pause between two looks it counts two
+A process that is stopped (Ctrl-Z, a paused container) does not wait, and if its whole group is stopped no rank could
+come.  So deadlines go by a clock that all waits of a process look at: it counts a long pause between two looks as two
 seconds.
 
-torch's stores wait in C++ for what their peer sends, some of it without any limit: a peer that accepts a connection and
-is silent, or is stopped, would hold its caller forever.  So such a call runs in a thread.  When its time is up the
+torch's stores wait in C++ for messages from their peer, some of them without a limit: a peer that accepts a connection
+and is silent, or is stopped, would hold its caller forever.  So such a call runs in a thread.  When its time is up the
 caller goes on, and the thread stays until the process ends.
 """
 
@@ -22,7 +22,7 @@ LOOK_SECONDS = 2.0
 
 
 class WaitClock:
-    """The seconds in which this process ran, from an arbitrary start, as a call; for any thread."""
+    """The seconds in which this process ran, from an arbitrary start; any thread may call it."""
 
     def __init__(self) -> None:
         self._looks = 0.0, time.monotonic(), 0.0  # counted, the last look, the one that ended the last pause
@@ -34,7 +34,7 @@ class WaitClock:
         return counted
 
     def awake_since(self) -> float:
-        """The moment of ``time.monotonic`` at which the last pause ended, seen by a look right now; 0 before any."""
+        """The moment of ``time.monotonic`` at which the last pause ended, as seen now; 0 if there was none."""
         self()
         return self._looks[2]
 
@@ -48,7 +48,7 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
     """Returns the result of ``call()``, or raises its error.
 
     Raises:
-        TimeoutError: the call ended in neither way in time.
+        TimeoutError: the call did neither in time.
     """
     outcome: Future[Result] = Future()
 

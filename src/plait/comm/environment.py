@@ -1,8 +1,8 @@
-"""The facts that a rank knows of its world before it meets the others: torchrun's variables, read once and checked.
+"""The facts that a rank knows about its world before it meets the others: torchrun's variables, read once and checked.
 
-RANK, WORLD_SIZE              who am I, of how many
+RANK, WORLD_SIZE              this rank, and the number of ranks
 MASTER_ADDR, MASTER_PORT      where the store listens; rank 0 (or torchrun itself) hosts it
-LOCAL_RANK, LOCAL_WORLD_SIZE  the same within this host, where the launcher says so; several may share a host
+LOCAL_RANK, LOCAL_WORLD_SIZE  the same within this host, if the launcher sets them; several may share a host
 
 Other launchers have other variables, which ``as_torchrun`` translates.
 
@@ -10,7 +10,7 @@ Other launchers have other variables, which ``as_torchrun`` translates.
                 SLURM_STEP_NODELIST                    its first node has task 0, which hosts the store
                 SLURM_JOB_ID, SLURM_STEP_ID            the store's port: steps at the same time have different ones
     SkyPilot    SKYPILOT_NUM_NODES, SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS
-    Modal       no variables: its client says MODAL_CLUSTER_SIZE, MODAL_CLUSTER_RANK, MODAL_CLUSTER_IPS
+    Modal       no variables: its client has MODAL_CLUSTER_SIZE, MODAL_CLUSTER_RANK, MODAL_CLUSTER_IPS
 
 SkyPilot and Modal start a process on each host: it is a rank, or a launcher that sets LOCAL_RANK and LOCAL_WORLD_SIZE.
 ``SLURM_LAUNCH_NODE_IPADDR`` names the host where ``srun`` was called, which may have no rank.
@@ -33,7 +33,7 @@ from plait.table.mesh import MOST_RANKS, Mesh
 STORE = "PLAIT_STORE"
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NVIDIA = "/proc/driver/nvidia/gpus"
-"""The kernel has this folder where it drives NVIDIA GPUs."""
+"""The kernel has this folder if it drives NVIDIA GPUs."""
 
 
 def variables(given: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ def variables(given: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 PORT = "29500"
 """torchrun's own default port of a store."""
 FIRST_PORT, PORTS = 12000, 20000
-"""Ports of Slurm's steps: below those that Linux gives to connections, and above those of services."""
+"""Ports for Slurm's steps: below those that Linux assigns to connections, and above those of services."""
 STEPS = 16
 """Number of steps of a job that have separate ports, before those of the next job begin."""
 
@@ -77,7 +77,7 @@ def port(job: str, step: str) -> int:
 
 
 def _hosts(said: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """A process on each host: the first variable has their number, the second this one's, the third their addresses."""
+    """Reads three variables: the number of processes, one a host; this one's number; and their addresses."""
     (size, _), (index, _), (listed, addresses) = said.items()
     hosts, host = _number(said, size, 1, MOST_RANKS), _number(said, index, 0, MOST_RANKS)
     if len(addresses.split()) != hosts:
@@ -101,14 +101,14 @@ def _hosts(said: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
 
 
 class Launcher(NamedTuple):
-    """A launcher that says in its own way which rank a process is."""
+    """A launcher that numbers ranks in its own way."""
 
     alone: Mapping[str, str]
-    """Values of a process that is the only one: another value means that it is one of several."""
+    """Values for a process that is the only one: any other value means that it is one of several."""
     more: tuple[str, ...] = ()
-    """Variables that tell its rank, besides those."""
+    """Other variables that give its rank."""
     read: Callable[[Mapping[str, str], Mapping[str, str]], dict[str, str]] | None = None
-    """Makes torchrun's variables of them; None: they tell too little."""
+    """Converts them to torchrun's variables; None if they are not sufficient."""
 
 
 LAUNCHERS = {
@@ -121,17 +121,17 @@ LAUNCHERS = {
     "Modal": Launcher({"MODAL_CLUSTER_SIZE": "1", "MODAL_CLUSTER_RANK": "0"}, ("MODAL_CLUSTER_IPS",), _hosts),
     "mpirun": Launcher({"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"}),
 }
-"""Launchers besides torchrun.  ``SLURM_NTASKS`` is left out: it differs in the script of a job too, which runs once."""
+"""Launchers besides torchrun.  ``SLURM_NTASKS`` is left out: it also differs in a job's script, which runs once."""
 
 
 def as_torchrun(given: Mapping[str, str]) -> dict[str, str]:
-    """Returns torchrun's variables of a process that another launcher started as one of several, without those set.
+    """Returns the unset torchrun variables of a process that another launcher started as one of several.
 
-    Nothing where it is the only one, where RANK is set (torchrun, or the user, numbers the ranks), and where a variable
-    is missing that tells it.
+    It returns nothing for the only process, if RANK is set (torchrun, or the user, numbers the ranks), or if a variable
+    that gives the rank is missing.
 
     Raises:
-        ValueError: the host of rank 0 is not known, variables contradict each other, or one is no number.
+        ValueError: the host of rank 0 is not known, variables contradict each other, or one is not a number.
     """
     if given.get("RANK", "").strip():
         return {}
@@ -146,7 +146,7 @@ def as_torchrun(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_modal() -> dict[str, str]:
-    """Modal's cluster, in a container of one whose program has imported Modal's client."""
+    """Modal's cluster, if this container's program has imported Modal's client."""
     client: Any = sys.modules.get("modal")
     try:
         cluster = client.Cluster.from_context()
@@ -158,8 +158,8 @@ def _of_modal() -> dict[str, str]:
 
 
 def launched(environment: MutableMapping[str, str] = os.environ, ranks: int | None = None, *, fix: str) -> bool:
-    """True if a launcher has started this process as one of several ranks, and said so in torchrun's variables, or in
-    its own: then torchrun's are set.
+    """True if a launcher has started this process as one of several ranks.  If it set its own variables, sets
+    torchrun's.
 
     Args:
         ranks: their number, if known; shown to a user who forgot torchrun.
@@ -190,14 +190,14 @@ def started(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def ranks_here(ranks: int, environment: Mapping[str, str] = os.environ) -> int:
-    """The number of a mesh's ranks on this host: all, unless a launcher has started this process as one of them."""
+    """The number of a mesh's ranks on this host: all of them, unless a launcher has started this process as one."""
     if not started(environment):
         return ranks
     return _number({**environment, **as_torchrun(environment)}, "LOCAL_WORLD_SIZE", 1, MOST_RANKS, default=1)
 
 
 def idle_gpus(ranks: int, environment: Mapping[str, str] = os.environ) -> str:
-    """Explains why ranks of this host compute on CPUs by their own choice though it has GPUs; empty where it has none.
+    """Explains why ranks of this host chose to compute on CPUs though it has GPUs; empty if it has none.
 
     Args:
         ranks: the number of ranks on this host.
@@ -217,9 +217,9 @@ def idle_gpus(ranks: int, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def chosen_device(ranks: int, environment: Mapping[str, str] = os.environ) -> Literal["cpu", "cuda"]:
-    """Returns the device ``auto``: GPUs, where each of the ``ranks`` of this host can have one.
+    """Returns the device ``auto``: GPUs if each of this host's ``ranks`` can have one.
 
-    Ray and Slurm may show each rank its own; torchrun and plait show all ranks the same.
+    Ray and Slurm may show each rank only its own GPU; torchrun and plait show all ranks the same GPUs.
     """
     gpus, by_agent = torch.cuda.device_count(), {"TORCHELASTIC_RUN_ID", "PLAIT_LAUNCHER"} & environment.keys()
     isolated = "CUDA_VISIBLE_DEVICES" in environment and started(environment) and not by_agent
@@ -229,10 +229,9 @@ def chosen_device(ranks: int, environment: Mapping[str, str] = os.environ) -> Li
 def own_device(device: torch.device | str, environment: Mapping[str, str] = os.environ) -> torch.device:
     """Returns the device of this rank.
 
-    ``auto`` is ``cuda`` where this host has a GPU for each of its ranks, and ``cpu`` elsewhere; the first rank of a
-    host whose GPUs are idle says so.  ``cuda`` without a number is the GPU of this rank's number on its host, or the
-    first of those that it sees: Ray, and Slurm's ``--gpus-per-task``, show each rank its own
-    (``CUDA_VISIBLE_DEVICES``).
+    ``auto`` is ``cuda`` if this host has a GPU for each of its ranks, and ``cpu`` otherwise; the first rank of a host
+    with idle GPUs reports them.  ``cuda`` without a number is the GPU with this rank's number on its host, or the first
+    one if Ray or Slurm's ``--gpus-per-task`` shows each rank only its own (``CUDA_VISIBLE_DEVICES``).
 
     Raises:
         ValueError: there is no such GPU.
@@ -265,16 +264,16 @@ def own_device(device: torch.device | str, environment: Mapping[str, str] = os.e
 
 @dataclass(frozen=True)
 class WorldVariables:
-    """The rank of a process and its world, as its environment gives them."""
+    """The rank of a process and its world, read from its environment."""
 
     rank: int
     size: int
     address: str
     port: int
     agents_store: bool
-    """torchrun hosts the store itself; started by hand, rank 0 does."""
+    """torchrun hosts the store itself; otherwise rank 0 does."""
     file: str
-    """The store, where it is a file."""
+    """The path of the store, if it is a file."""
     restarts: int
     """Restarts by this host's launcher; another host's launcher may count differently."""
     job: str
@@ -285,7 +284,7 @@ class WorldVariables:
         """Reads the environment; the error of a user who forgot torchrun names the ``ranks``, if they are known.
 
         Raises:
-            ValueError: a variable is missing, is no number, or has an impossible value.
+            ValueError: a variable is missing, is not a number, or has an impossible value.
         """
         if missing := [name for name in variables(environment) if not environment.get(name, "").strip()]:
             nproc = "N" if ranks is None else ranks
@@ -303,7 +302,7 @@ class WorldVariables:
         return cls(rank, size, address, port, agents_store, file, restarts, job)
 
     def check(self, mesh: Mesh) -> None:
-        """Refuses a number of processes other than that of the mesh's ranks."""
+        """Refuses a number of processes that differs from the mesh's ranks."""
         if self.size != mesh.size:
             raise ValueError(
                 f"the mesh '{mesh}' has {mesh.size} ranks, but {self.size} processes were started: start {mesh.size} "

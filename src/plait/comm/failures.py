@@ -1,7 +1,7 @@
-"""Reports of ranks whose operation failed, in the error of each of them.
+"""Reports of ranks whose operation failed, shown in the error of each of them.
 
-Sockets tell that a peer is silent or gone, never its operation.  So a rank whose operation failed posts one line in
-the store through which the ranks met, waits a moment for the lines of the others, and puts them all in its error:
+Sockets show that a peer is silent or gone, never its operation.  So a rank whose operation failed posts one line in the
+store where the ranks met, waits a moment for the lines of the others, and puts them all in its error:
 
     rank 0 waited 5 s in all_gather of unit 'blocks.3' over shard (...)
       rank 1: waited 5 s in all_gather of unit 'blocks.4' over shard (...)
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from plait.torch_private import Store
 
 PATIENCE_SECONDS = 2.0
-"""Time that a failed rank waits for the others' reports."""
+"""Seconds that a failed rank waits for the others' reports."""
 LONGEST_REPORT = 1000
 
 
@@ -39,7 +39,7 @@ class FailureReports:
 
     def error(self, operation: str, cause: BaseException, deadline: float, others: Sequence[int]) -> OSError:
         """Returns the error of this rank, whose ``operation`` ended with ``cause``, with the reports of the others: a
-        TimeoutError where the deadline passed, a ConnectionError where the connection broke."""
+        TimeoutError if the deadline passed, a ConnectionError if the connection broke."""
         late = isinstance(cause, TimeoutError) or "timed out" in str(cause).lower()
         report = f"waited {deadline:g} s in {operation}" if late else f"lost its connections in {operation}"
         try:

@@ -1,7 +1,7 @@
-"""Single messages between processes over gloo: started here, waited for here, and failing here.
+"""Single messages between processes over gloo: started, waited for and failed here.
 
     send(x, dst, tag) ──► [(torch's handle, the memory it works on), ...]     long tensors go in chunks
-    wait(works)       ──► all within one deadline, or an error that names the operation and every member
+    wait(works)       ──► all within one deadline, or an error with the operation and every member
 
 Messages with different tags never meet.  ``nccl.py`` adds what GPUs need.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from plait.comm.base import Comm
 
 CHUNK_BYTES = 8 * 2**20
-"""Longer messages are sent in chunks of this size (256 MB: 5 to 15 % faster than in one piece)."""
+"""Longer messages are sent in chunks of this many bytes (256 MB: 5 to 15 % faster than in one piece)."""
 
 
 class GlooTransport(Transport):
@@ -88,7 +88,7 @@ class GlooTransport(Transport):
         chunks = (flat,) if len(flat) <= most else torch.split(flat, most)
         try:
             return [(start(chunk), chunk) for chunk in chunks]
-        except RuntimeError as error:  # a peer is known to be gone: this rank waits for it no less than in ``wait``
+        except RuntimeError as error:  # a peer is known to be gone: this rank reports it as in ``wait``
             with self._waiting(operation):
                 raise self.failure(operation, error) from error
 
@@ -102,7 +102,7 @@ class GlooTransport(Transport):
         if fits is not None:
             buffer = spare.pop(fits)
         else:
-            del spare[-1:]  # a longer one takes the place of a shorter one
+            del spare[-1:]  # a longer one replaces a shorter one
             buffer = mine.new_empty((n - 1) * m)
         stack = [buffer[k * m : (k + 1) * m] for k in range(n - 1)]
         stack.insert(operation.group.index, mine)

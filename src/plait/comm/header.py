@@ -20,7 +20,7 @@ def empty_header(device: torch.device) -> Tensor:
 
 
 def header_of(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns the shape and dtype of a tensor; a ValueError if it has more than ``MOST_DIMS`` dims."""
+    """Returns the shape and dtype of a tensor; raises ValueError if it has more than ``MOST_DIMS`` dims."""
     if tensor.dim() > MOST_DIMS:
         raise ValueError(f"a tensor of {tensor.dim()} dims: messages have at most {MOST_DIMS}, so flatten some")
     header = empty_header(device)

@@ -1,11 +1,11 @@
 """Joins the world of a rank: its store, the other ranks, torch's process group.
 
     environment.py       this rank, and the address of the store
-    open_store           a file on one host; else torchrun's store, or that of rank 0
+    open_store           a file on one host; otherwise torchrun's store, or that of rank 0
     store_rendezvous.py  all ranks are there, each once, and agree
     process group        torch's own rendezvous, in the same store
 
-One deadline holds for all of it.  Errors are reported before the first operation.
+One deadline covers all of it.  Errors are reported before the first operation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]
 
 POLL_SECONDS = 0.05
 LATE_SECONDS = 1.0
-"""Time that a call with a deadline gets beyond it, before it is abandoned."""
+"""Extra seconds for a call with a deadline, before it is abandoned."""
 
 
 def init_process(
@@ -44,11 +44,11 @@ def init_process(
     """Meets the other ranks, and makes torch's default process group.
 
     Args:
-        backend: torch's, of a process group of these ranks; none is made where it is empty.
-        facts: values that must be the same on all ranks, by name, besides WORLD_SIZE.
+        backend: returns torch's backend for a process group of these ranks; empty: no group is created.
+        facts: values that must be the same on all ranks, by name, in addition to WORLD_SIZE.
 
     Raises:
-        ConnectionError: the port is taken, or another program than a store answers there.
+        ConnectionError: the port is taken, or a program that is not a store answers there.
         TimeoutError: some ranks did not come within the deadline; the message names them.
         ValueError: two processes have rank 0, or ranks differ in a fact; the message names them.
     """
@@ -96,7 +96,7 @@ def open_store(place: WorldVariables, deadline: float) -> Store:
             try:
                 return opened(True)
             except RuntimeError as error:
-                if not (_in_use(error) and dist.is_initialized()):  # else this very process may have made it
+                if not (_in_use(error) and dist.is_initialized()):  # otherwise this very process may have created it
                     raise
         _wait_for_listener(place.address, place.port, end)
         return opened(False)
@@ -108,7 +108,7 @@ def open_store(place: WorldVariables, deadline: float) -> Store:
 
 
 def _unreached(place: WorldVariables, deadline: float, error: Exception, hosts: bool) -> OSError:
-    """Returns the error of a rank that has no store, with a fix."""
+    """Returns the error, with a fix, of a rank that has no store."""
     start, name, first = f"rank {place.rank}", one_line(place.address, 100), _first(error)
     if isinstance(error, socket.gaierror | UnicodeError):
         fix = "set it to the name or address of the host of rank 0"
@@ -132,10 +132,10 @@ def _in_use(error: Exception) -> bool:
 
 
 def file_store(path: str, deadline: float) -> Store:
-    """Opens a store in a file, for the processes of one host that may open it; the maker of its folder removes it.
+    """Opens a store in a file, for the processes of one host that may open it; the creator of its folder removes it.
 
     Raises:
-        ConnectionError: its folder is gone, or there is no room in it.
+        ConnectionError: the folder is gone, or full.
     """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # torch would look for its folder for 300 s
@@ -147,7 +147,7 @@ def file_store(path: str, deadline: float) -> Store:
 
 
 def _wait_for_listener(address: str, port: int, end: float) -> None:
-    """Returns when a program listens at a port.  torch's client would say only that its time was up.
+    """Returns when a program listens at a port.  torch's client would only say that its time was up.
 
     Raises:
         OSError: until ``end``, as of ``deadline.clock``, none listened, the name was unknown, or no route led there.
@@ -155,7 +155,7 @@ def _wait_for_listener(address: str, port: int, end: float) -> None:
     while True:
         try:
             return socket.create_connection((address, port), timeout=max(0.01, end - clock())).close()
-        except OSError:  # a store, a name and a route may come later than this rank
+        except OSError:  # a store, a name or a route may appear after this rank
             if clock() + POLL_SECONDS >= end:
                 raise
             time.sleep(POLL_SECONDS)
@@ -167,7 +167,7 @@ def _told(what: str, deadline: float, hint: str = "") -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise TimeoutError(f"{str(error) or f'{what} within {deadline:g} s'}{hint}") from error  # the meeting has words
+        raise TimeoutError(f"{str(error) or f'{what} within {deadline:g} s'}{hint}") from error  # the meeting has a message
     except RuntimeError as error:
         raise ConnectionError(f"{what} ({_first(error)}){hint}") from error
 

@@ -1,14 +1,14 @@
-"""The ledger: one line per message that a rank asked for.
+"""The ledger: one line per message that a rank requested.
 
-Every world writes the same lines, whatever it moves them with, so a run can be compared with the planner's list, byte
-for byte:
+Every world writes the same lines, however it moves tensors, so a run can be compared with the planner's list, byte for
+byte:
 
     kind            axes       bytes    sent   note
     all_gather      shard       4096    2048   forward   blocks.0   0
     reduce_scatter  shard       4096    2048   backward  blocks.0   0
 
-Bytes are logical (``table/collectives.py``).  A group of one moves nothing and has no line.  Totals count every line;
-only the newest lines are kept, some steps of a large run.
+Bytes are logical (``table/collectives.py``).  A group of one moves nothing and has no line.  Totals count every line,
+but only the newest lines are kept: some steps of a large run.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from itertools import islice
 from plait.table.collectives import Entry
 
 MOST_KEPT = 2**15
-"""Lines that are kept: about 9 MB."""
+"""The number of lines that are kept: about 9 MB."""
 
 
 class Ledger:
@@ -30,7 +30,7 @@ class Ledger:
         self._kept: deque[Entry] = deque(maxlen=MOST_KEPT)
         self._written = 0
         self._sent: dict[tuple[str, tuple[str, ...]], int] = {}
-        """Bytes, by phase and axes."""
+        """Bytes by phase and axes."""
         self._phase: str | None = None
 
     def add(self, entry: Entry) -> None:
@@ -43,7 +43,7 @@ class Ledger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Gives every line written inside this phase, whatever its note says."""
+        """Gives this phase to every line written inside, whatever its note says."""
         before, self._phase = self._phase, name
         try:
             yield
@@ -59,11 +59,11 @@ class Ledger:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """The lines that are kept: all, or the newest ``MOST_KEPT``."""
+        """The kept lines: all, or the newest ``MOST_KEPT``."""
         return tuple(self._kept)
 
     def since(self, mark: int) -> tuple[Entry, ...]:
-        """The lines written after ``mark = len(ledger)`` was taken; a ValueError if the ledger was cleared since then,
+        """The lines since ``mark = len(ledger)`` was taken; raises ValueError if the ledger was cleared since then,
         or more lines have been written than are kept."""
         gone = self._written - len(self._kept)
         if not gone <= mark <= self._written:
@@ -73,18 +73,18 @@ class Ledger:
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank had to send."""
+        """The bytes that this rank had to send."""
         return sum(self._sent.values())
 
     def sent_by_phase(self) -> dict[str, int]:
-        """Bytes that this rank had to send, by the phase of the step."""
+        """The bytes that this rank had to send, by phase of the step."""
         by_phase: dict[str, int] = {}
         for (phase, _), sent in self._sent.items():
             by_phase[phase] = by_phase.get(phase, 0) + sent
         return by_phase
 
     def sent_over(self, axes: Collection[str], *, without: Collection[str] = ()) -> int:
-        """Bytes of messages over any of these axes, some phases left out; ``mesh.crossing``: those that cross hosts."""
+        """The bytes of messages over any of these axes, without some phases; ``mesh.crossing``: those between hosts."""
         return sum(
             sent for (phase, over), sent in self._sent.items() if phase not in without and any(a in axes for a in over)
         )

@@ -1,7 +1,7 @@
-"""GPUs: tensors on them go by nccl, all else by gloo.
+"""GPUs: their tensors go by nccl, all others by gloo.
 
-nccl's own collectives are used where they give our bits; where ``deterministic`` asks for our order of additions,
-``process.py`` makes the collective of messages, as on gloo.
+nccl's own collectives are used where they give our bits; where ``deterministic`` requires our order of additions,
+``process.py`` builds the collective from messages, as on gloo.
 
 UNTESTED: nothing here has run on a GPU yet.
 """
@@ -64,7 +64,7 @@ class NcclTransport(GlooTransport):
             ring = [(column[i - 1], one) for i, one in enumerate(column)]
             for a, b in dict.fromkeys((*ring, *((b, a) for a, b in ring))):
                 self._channels[a, b] = dist.new_group([a, b], **make)
-        for (a, b), group in self._channels.items():  # a communicator is made at its first use, by both
+        for (a, b), group in self._channels.items():  # both create a communicator at its first use
             if rank in (a, b):
                 one = torch.zeros(1, device=device)
                 work = dist.isend(one, b, group=group) if rank == a else dist.irecv(one, a, group=group)
@@ -73,7 +73,7 @@ class NcclTransport(GlooTransport):
         large = [a for a in AXES if mesh.axis(a) > 1]
         self._groups: dict[tuple[str, ...], Any] = {}
         borrowed: list[tuple[str, ...]] = [(axis,) for axis in BORROWED if mesh.axis(axis) > 1]
-        if mesh.expert > 1:  # a row's axes as experts have them, and the ranks of a cut
+        if mesh.expert > 1:  # a row's axes as experts see them, and the ranks of a cut
             data = [a for a in ("expert_shard", "replica") if mesh.axis(a) > 1]
             borrowed += [p for k in range(1, len(data) + 1) for p in permutations(data, k) if p != ("replica",)]
         borrowed += [(one, "tensor") for one in BORROWED if mesh.axis(one) > 1 and mesh.tensor > 1]
@@ -129,7 +129,7 @@ class NcclTransport(GlooTransport):
                 work.wait()
 
     def _group_of(self, operation: Operation) -> tuple[Any, list[int]]:
-        """Returns torch's group, and the order in which it has our members (sorted, where it cannot keep ours)."""
+        """Returns torch's group, and its order of our members (sorted, if it cannot keep ours)."""
         axes = ("shard" if a == "expert_shard" and self._mesh.expert == 1 else a for a in operation.group.axes)
         group = self._groups[tuple(a for a in axes if self._mesh.axis(a) > 1)]
         n, ranks = len(operation.group.ranks), operation.group.ranks

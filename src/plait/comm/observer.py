@@ -1,11 +1,11 @@
-"""Observers of a rank: they hear of each step, each operation and each wait, in the rank's own thread.
+"""Observers of a rank: they are notified of each step, operation and wait, in the rank's own thread.
 
     comm.observers += (observer,)
 
     begin_step(7)  ──►  asked(all_gather ...)  ──►  waits(all_gather ...)  ──►  waited(all_gather ..., from, to)
 
 The status page of a run, the log of a pipeline's step, injected faults and the comparison of collectives are observers.
-Without any, a step costs what it did.
+Without observers, they cost a step nothing.
 """
 
 import time
@@ -16,14 +16,14 @@ from types import TracebackType
 from plait.comm.operation import Operation
 
 NOBODY = nullcontext()
-"""Surrounds a wait without observers."""
+"""Surrounds a wait if there are no observers."""
 
 
 class Observer:
     """Does nothing; override the methods of interest."""
 
     def begin_step(self, number: int) -> None:
-        """The step with this number (from 0) begins."""
+        """Step ``number`` (from 0) begins."""
 
     def asked(self, operation: Operation) -> None:
         """``operation`` is about to be started; an error raised here reaches the caller of the collective."""
@@ -32,14 +32,14 @@ class Observer:
         """From here on this rank may wait for others."""
 
     def waited(self, operation: Operation, start: float, end: float) -> None:
-        """It waited for ``operation`` between these times of ``time.perf_counter``; not called if the wait failed."""
+        """This rank waited for ``operation`` between these ``time.perf_counter`` times; not called if the wait failed."""
 
     def closed(self) -> None:
-        """The world is left; nothing follows."""
+        """This rank has left the world; nothing follows."""
 
 
 class Waiting:
-    """Surrounds a place where a rank may wait for others.  A wait that fails is not reported as over."""
+    """Surrounds a place where a rank may wait for others.  The end of a wait that fails is not reported."""
 
     __slots__ = ("_observers", "_operation", "_start")
 

@@ -1,7 +1,7 @@
-"""One operation as one rank means it, and the checks before anything moves.
+"""One operation as one rank requests it, and the checks before anything moves.
 
-A ``Group`` is the ranks of a collective seen from one of them; an ``Operation`` is what they do together.  This is how
-errors name it:
+A ``Group`` is the ranks of a collective seen from one of them; an ``Operation`` is what they do together.  Errors name
+it like this:
 
     sum all_reduce of unit 'blocks.3' over shard (4096 x float32, phase 'backward', microbatch 0)
 """
@@ -26,7 +26,7 @@ NO_NOTE: Final = Note()
 
 
 class MismatchError(RuntimeError):
-    """Two ranks met in one operation and meant different things."""
+    """Two ranks met in one operation with different meanings."""
 
 
 class Work(Protocol):
@@ -37,7 +37,7 @@ class Work(Protocol):
 
 
 class Done:
-    """The work of an operation that was complete when it was issued."""
+    """The work of an operation that is complete when it is issued."""
 
     def wait(self) -> None:
         return
@@ -65,7 +65,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation as one rank means it; members of a group must agree on its ``meaning``."""
+    """One operation as one rank requests it; members of a group must agree on its ``meaning``."""
 
     kind: str
     group: Group
@@ -95,19 +95,19 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """An operation of a group with other members, checked once and begun as often as wanted, on the same tensors.
+    """An operation of a group with other members, checked once and begun any number of times, on the same tensors.
 
     A step requests the same operations every time, and checking one costs as much as a small message.
     """
 
     comm: Comm
     entry: Entry
-    """Its line in the ledger."""
+    """The operation's line in the ledger."""
     operation: Operation
     what: Sequence[Tensor | int | None]
     """The tensors, and the other rank of a message."""
     method: Callable[..., Work]
-    """The world's own, which moves them."""
+    """The world's own method that moves the tensors."""
 
     def start(self) -> Work:
         """Begins the operation."""
@@ -116,10 +116,10 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """The same for a group of one, which has no member to send to."""
+    """A prepared operation in a group of one, which has no member to send to."""
 
     start: Callable[[], Work] = lambda: DONE
-    """Copies the piece if it has to be elsewhere."""
+    """Copies the piece if it must be elsewhere."""
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -134,12 +134,12 @@ def label(tensor: Tensor) -> str:
 
 def group_of(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> Group:
     if len(set(axes)) != len(axes):
-        raise ValueError(f"an axis stands twice in {axes}: name each axis once")
+        raise ValueError(f"an axis is given twice in {axes}: name each axis once")
     return Group(axes, mesh.group(rank, axes), mesh.index(rank, axes), tuple(mesh.axis(a) for a in axes))
 
 
 def pair_of(mesh: Mesh, rank: int, kind: str, peer: int) -> Group:
-    """Returns the group of this rank and another, the sender first, under the axes along which they are apart."""
+    """Returns the group of this rank and another, the sender first, with the axes along which they differ."""
     if not 0 <= peer < mesh.size or peer == rank:
         raise ValueError(
             f"{kind} between rank {rank} and rank {peer} on the mesh {mesh}: "
@@ -154,7 +154,7 @@ def pair_of(mesh: Mesh, rank: int, kind: str, peer: int) -> Group:
 
 
 def flat(tensor: Tensor, name: str, kind: str, device: torch.device) -> Tensor:
-    """Returns the tensor as 1-D, where it is contiguous and on the CPU or the device of this world."""
+    """Returns the tensor as 1-D; refuses it unless it is contiguous and on the CPU or the device of this world."""
     if not tensor.is_contiguous():
         raise ValueError(
             f"{kind}: {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
@@ -176,7 +176,7 @@ def same_kind(kind: str, a: Tensor, b: Tensor) -> None:
 
 
 def check_pieces(kind: str, group: Group, whole: Tensor, whole_name: str, piece: Tensor, piece_name: str) -> None:
-    """Refuses a whole that is not ``n`` pieces, and a piece within its memory but not at this rank's slice."""
+    """Refuses a whole that is not ``n`` pieces, and a piece that overlaps it outside this rank's slice."""
     same_kind(kind, whole, piece)
     n, m = len(group.ranks), piece.numel()
     if whole.numel() != n * m:
@@ -221,7 +221,7 @@ def overlap(whole: Tensor, piece: Tensor) -> bool:
 
 
 def copied(out: Tensor, piece: Tensor) -> Work:
-    """Copies the values of ``piece`` into ``out``, which may be the same memory: all that a group of one does."""
+    """Copies the values of ``piece`` into ``out``, which may be the same memory: a group of one does no more."""
     if out.data_ptr() != piece.data_ptr():
         with torch.no_grad():
             out.copy_(piece)

@@ -1,14 +1,14 @@
 """The order in which a group's values are added, as one pure function.
 
 Floating-point addition is not associative, so "the sum over a group" is only defined together with an order.  plait's
-order is read off the axes: the first axis is folded first, from left to right, then the next one.  Over
+order follows from the axes: the first axis is folded first, from left to right, then the next one.  Over
 ``("shard", "replica")`` of sizes 3 and 2, member ``k = s * 2 + r`` holds ``x[s][r]``:
 
     r = 0    (x00 + x10) + x20  --+
                                   +-->  sum
     r = 1    (x01 + x11) + x21  --+
 
-Every world reduces by this function, and so does the reference run of ``verify``; that is why their bits are equal.
+Every world reduces by this function, and so does the reference run of ``verify``, so their bits are equal.
 No fold starts from zero (``0 + -0.0`` is ``0.0``, which would lose a sign).
 """
 
@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 OPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
-"""The reductions there are.  The mean is not one of them: sum, and divide once, yourself."""
+"""The reductions.  The mean is not one of them: sum, and divide once, yourself."""
 
 BLOCK_BYTES = 512 * 1024
-"""On CPUs the fold walks along the members in blocks of this size, so that partial sums stay in cache."""
+"""On CPUs the fold goes through the members in blocks of this many bytes, so that partial sums stay in cache."""
 
 
 def ordered_sum(stack: Sequence[Tensor], sizes: Sequence[int], op: str, out: Tensor) -> None:
-    """Writes the fold of ``stack`` into ``out``, in the order that the module's picture shows.
+    """Writes the fold of ``stack`` into ``out``, in the order of the module's picture.
 
     Args:
         stack: one 1-D tensor per member, in group order (first axis outermost).
-        sizes: the size of each axis; a ValueError if they do not multiply to ``len(stack)``.
+        sizes: the size of each axis; ValueError if they do not multiply to ``len(stack)``.
         op: ``sum``, ``min`` or ``max``.
         out: 1-D, as long as each member; it may *be* one of the members.
     """

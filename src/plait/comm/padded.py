@@ -1,9 +1,9 @@
-"""Pieces of unequal length in collectives that need equal ones: they travel padded with zeros to the longest.
+"""Pieces of unequal length in collectives that need equal ones: they are padded with zeros to the longest.
 
     5 rows over 4 ranks      0 1 | 2 3 | 4 . | . .      lengths 2, 2, 1, 0 travel as 2, 2, 2, 2
 
-``lengths`` are those of all ranks' pieces along ``dim``, in group order; the first is the longest.  Inputs stay as they
-are.  A message leaves when a function here is called; the ``Finish`` that it returns waits for it.
+``lengths`` are the lengths of all ranks' pieces along ``dim``, in group order; the first is the longest.  Inputs stay
+as they are.  A function here sends its message when it is called; the ``Finish`` that it returns waits for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from plait.comm import Comm
 from plait.table.collectives import Note
 
 Finish = Callable[[], Tensor]
-"""Waits for messages under way and returns what they bring."""
+"""Waits for messages under way and returns their result."""
 
 
 def padded(piece: Tensor, dim: int, length: int) -> Tensor:
-    """Pads a piece with zeros along ``dim`` to this length; returns the piece itself if it is as long already."""
+    """Pads a piece with zeros along ``dim`` to this length; returns the piece itself if it is already that long."""
     missing = length - piece.size(dim)
     if not missing:
         return piece
@@ -47,7 +47,7 @@ def start_gather(
 def start_scatter(
     comm: Comm, share: Tensor, dim: int, lengths: Sequence[int], axes: tuple[str, ...], note: Note
 ) -> Finish:
-    """Starts to sum the ranks' shares, each as long as the whole, and to cut the sum to this rank's piece."""
+    """Starts to sum the ranks' shares, each as long as the whole, and to keep this rank's piece of the sum."""
     if len(set(lengths)) > 1:
         share = torch.cat([padded(piece, dim, lengths[0]) for piece in share.split(list(lengths), dim)], dim)
     pieces = share.unflatten(dim, (len(lengths), lengths[0])).movedim(dim, 0).contiguous()
@@ -65,7 +65,7 @@ def exchange(
     comm: Comm, piece: Tensor, source: tuple[int, Sequence[int]], target: tuple[int, Sequence[int]],
     axes: tuple[str, ...], note: Note,
 ) -> Tensor:  # fmt: skip
-    """Turns a piece of dim ``source`` into a piece of dim ``target``, each a dim with its lengths: an all_to_all."""
+    """Turns a piece of dim ``source`` into one of dim ``target`` (each a dim and its lengths), by an all_to_all."""
     (dim, lengths), (other, ends) = source, target
     messages = torch.stack([padded(padded(p, other, ends[0]), dim, lengths[0]) for p in piece.split(list(ends), other)])
     out = torch.empty_like(messages)

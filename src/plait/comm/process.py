@@ -1,6 +1,6 @@
 """Ranks as processes, over torch.distributed.
 
-Every operation is made of point-to-point messages, straight into place, and reductions are made here in the order of
+Every operation is made of point-to-point messages, straight into place, and reductions are done here in the order of
 ``ordered_reduce.py``:
 
     all_gather       piece -> everyone's slot                           no copy
@@ -8,12 +8,12 @@ Every operation is made of point-to-point messages, straight into place, and red
     all_reduce       small, or two ranks: whole -> everyone, reduce
                      else: reduce_scatter, then all_gather              2 (n-1)/n of the bytes
 
-This is deterministic *and* faster than gloo's own collectives (figures in decision 013).  A group is nothing but a list
-of ranks, so one process group does for all axes in all orders.
+This is deterministic *and* faster than gloo's own collectives (figures in decision 013).  A group is just a list of
+ranks, so one process group serves all axes in all orders.
 
-A message's tag is a checksum of what the operation means (kind, axes, size, dtype, unit, a running number).  So two
-ranks in different operations both reach their deadline, and each error names what both were doing, instead of a crash
-inside the library.  A single message is moved by the transport: ``gloo.py``, or ``nccl.py`` for GPUs.
+A message's tag is a checksum of the operation's meaning (kind, axes, size, dtype, unit, a running number).  So two
+ranks in different operations both reach their deadline, and each error names both operations, instead of a crash inside
+the library.  The transport moves single messages: ``gloo.py``, or ``nccl.py`` for GPUs.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ if TYPE_CHECKING:
     from plait.torch_private import Store
 
 SMALL_BYTES = 4 * 2**20
-"""An all-reduce that receives no more than this sends wholes: one round of messages instead of two."""
+"""An all-reduce that receives no more than this sends whole tensors: one round of messages instead of two."""
 
 DESCRIPTIONS = 1
-"""The tag of descriptions that a check sends: gloo keeps the order of messages with one tag."""
+"""The tag of a check's descriptions: gloo keeps the order of messages with one tag."""
 
 MOST_TAGS = 4096
-"""Most checksums that are kept."""
+"""The most checksums that are kept."""
 
 MOST_SENDS = 1024
-"""Sends under way; one more waits for the oldest of them, whose handle may have been dropped."""
+"""The most sends under way; one more waits for the oldest of them, whose handle may have been dropped."""
 
 
 NO_GRADIENTS = nullcontext()
-"""The context where no gradients are recorded anyway, as in a backward."""
+"""The context used where no gradients are recorded anyway, as in a backward."""
 
 
 class P2PWork:
-    """Messages, and their last step; ``under_way`` keeps them until a wait."""
+    """Messages, and the last step that follows them; ``under_way`` keeps them until a wait."""
 
     def __init__(
         self,
@@ -116,11 +116,11 @@ class ProcessComm(Comm):
             self.transport = GlooTransport(self)
         self._under_way: dict[int, P2PWork] = {}
         self._tags: dict[tuple[object, ...], int] = {}
-        """Checksums of the meanings of operations; a repr of one costs more than a small message."""
+        """Checksums of the meanings of operations; the repr of one costs more than a small message."""
         self.sends: dict[int, P2PWork] = {}  # under way, to other ranks, the oldest first
         self._closed = False
         self._borrows = False
-        """True if torch's process group was there before, and stays."""
+        """True if torch's process group existed before, and stays."""
 
     @classmethod
     def from_env(
@@ -137,11 +137,11 @@ class ProcessComm(Comm):
 
         Args:
             facts: further values that must be the same on all ranks, by name.
-            shared_memory: the ranks of a host move tensors of CPUs through memory that they share.
+            shared_memory: a host's ranks exchange CPU tensors through memory that they share.
 
         Raises:
-            ValueError: variables missing or wrong, another number of processes than the mesh has ranks, ranks that
-                differ, a world joined here, or a process group of torch's, made before, that does not fit.
+            ValueError: variables are missing or wrong, the number of processes is not the mesh's, ranks differ, this
+                process has already joined a world, or an existing process group of torch's does not fit.
             ConnectionError, TimeoutError: as in ``init_process``.
         """
         from plait import __version__  # which imports this
@@ -185,7 +185,7 @@ class ProcessComm(Comm):
         return self.transport.progresses and super().overlaps
 
     def close(self) -> None:
-        """Waits for the sends whose handles were dropped, then leaves."""
+        """Waits for the sends whose handles were dropped, then leaves the world."""
         if self._closed:
             return
         self._closed = True
@@ -239,7 +239,7 @@ class ProcessComm(Comm):
         return self._work(operation, works, gather)
 
     def _exchanged(self, operation: Operation, mine: Tensor, slices: Sequence[Tensor], out: Tensor, tag: int) -> Work:
-        """Slice k to member k; what comes in, and ``mine``, reduced into ``out``."""
+        """Sends slice k to member k, and reduces the received slices and ``mine`` into ``out``."""
         works, finish = self.transport.reduce(operation, mine, slices, out, tag)
         return self._work(operation, works, finish)
 
@@ -316,7 +316,7 @@ class ProcessComm(Comm):
         self.transport.give_up(why)
 
     def _message_tag(self, operation: Operation, tensor: Tensor) -> int:
-        """With shape and dtype, so a message that the receiver did not mean is never taken in."""
+        """Includes shape and dtype, so that a receiver never takes in a message of another kind."""
         return _checksum(label(tensor), operation.group.ranks, self._number("message", *operation.group.ranks))
 
     # ---- what they are made of -----------------------------------------------------------------
@@ -329,7 +329,7 @@ class ProcessComm(Comm):
     def _rooted(
         self, operation: Operation, parts: Sequence[Tensor] | None, mine: Tensor, *, to_root: bool
     ) -> list[Started]:
-        """Part k of the root to or from ``mine`` of member k; ``parts`` is None off the root."""
+        """Moves part k of the root to or from ``mine`` of member k; ``parts`` is None off the root."""
         ranks, tag = operation.group.ranks, self._tag(operation)
         move = self.transport.send if to_root == (parts is None) else self.transport.recv
         if parts is None:
@@ -348,11 +348,11 @@ class ProcessComm(Comm):
 
 
 _in_use: list[Any] = []
-"""torch's default process group, while a world that joined here sends its messages over it."""
+"""torch's default process group, while a world that this process joined sends messages over it."""
 
 
 def _check_group(place: WorldVariables) -> None:
-    """Refuses torch's default process group, where there is one, unless it has these ranks, is free, and has gloo."""
+    """Refuses torch's default process group, if there is one, unless it has these ranks, is free, and has gloo."""
     if not dist.is_initialized():
         return
     group, have = dist.group.WORLD, dist.get_backend_config()
@@ -368,5 +368,5 @@ def _check_group(place: WorldVariables) -> None:
 
 
 def _checksum(*parts: object) -> int:
-    """A tag of 31 bits.  Python's own hash differs from process to process; this one does not."""
+    """Returns a tag of 31 bits.  Python's own hash differs from process to process; this one does not."""
     return zlib.crc32(repr(parts).encode()) & 0x7FFFFFFF

@@ -1,4 +1,4 @@
-"""The process of a rank, as it describes itself to the others, and the hosts of a world.
+"""A rank's process, as it describes itself to the others, and the hosts of a world.
 
 Others read it as JSON of a fixed form; a store is not authenticated.
 """
@@ -20,12 +20,12 @@ from plait.table.mesh import Mesh
 Said = TypeVar("Said")
 
 MOST_BYTES = 2**20
-"""The part of a text in the store that is parsed."""
+"""The most bytes of a text in the store that are parsed."""
 
 
 @cache
 def token_of(pid: int) -> str:
-    """Tells this process from all others and from its forks: containers may share host names and process ids."""
+    """Tells this process apart from all others and from its forks: containers may share host names and process ids."""
     return secrets.token_hex(8)
 
 
@@ -39,7 +39,7 @@ class Peer:
     facts: dict[str, str] = field(default_factory=dict)
     """Facts that must be the same on all ranks, by name."""
     restarts: int = 0
-    """Earlier starts of the ranks, as far as it knows; launchers of one world may count differently."""
+    """Earlier starts of the ranks, as far as this one knows; launchers of one world may count differently."""
     token: str = field(default_factory=lambda: token_of(os.getpid()))
 
     def __str__(self) -> str:
@@ -51,12 +51,12 @@ class Peer:
 
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
-        """Reads ``text``; a ConnectionError if no rank wrote it."""
+        """Reads ``text``; raises ConnectionError if no rank wrote it."""
         return from_json(cls, text)
 
 
 def from_json(kind: type[Said], text: str | bytes) -> Said:
-    """A dataclass from JSON with exactly its fields, of their types.
+    """Returns a dataclass from JSON with exactly its fields, of their types.
 
     Raises:
         ConnectionError: plait did not write it.
@@ -88,15 +88,15 @@ def shown(data: str | bytes) -> str:
 
 
 def hosts_of(peers: Sequence[Peer]) -> list[str]:
-    """The hosts of a world, that of rank 0 first."""
+    """The hosts of a world, with rank 0's host first."""
     return list(dict.fromkeys(peer.host for peer in sorted(peers, key=lambda peer: peer.rank)))
 
 
 def on_hosts(mesh: Mesh, peers: Sequence[Peer]) -> Mesh:
-    """Adds the hosts of its ranks to a mesh, if each has equally many, one host after the other.
+    """Adds the ranks' hosts to a mesh, if each has equally many ranks, one host after the other.
 
     Raises:
-        ValueError: the mesh gives another number of hosts.
+        ValueError: the mesh has another number of hosts.
     """
     names, runs = hosts_of(peers), [len(list(run)) for _, run in groupby(peers, key=lambda peer: peer.host)]
     if mesh.hosts > 1 and len(names) not in (1, mesh.hosts):

@@ -4,9 +4,9 @@
                         |  all here                                    |  all done
     rank 1   meet #4 ---+            body: read all, write my share ---+           go on
 
-Every wait ends: by the others coming, by the deadline, by a member that has returned for good, or by the abort that a
-failing rank causes.  The first rank that notices writes the reason into the barrier for all that come later.  At a
-deadline it says what the ranks that did not come were doing: threads of one process can look at each other's stacks.
+Every wait ends: the others come, the deadline passes, a member has returned for good, or a failing rank aborts.  The
+first rank that notices writes the reason into the barrier for all that come later.  At a deadline it reports the stacks
+of the ranks that did not come: threads of one process can see each other's stacks.
 """
 
 import sys
@@ -23,10 +23,10 @@ from plait.comm.base import MismatchError, Operation
 from plait.comm.texts import named
 
 Address = tuple[int, int, str, int]
-"""A message's sender, receiver, purpose, and number among those."""
+"""A message's sender, receiver, purpose, and number among such messages."""
 
-PIECES = 20  # in which a rank waits out its deadline
-FRAMES = 12  # calls of a rank's stack that are shown, the innermost last
+PIECES = 20  # in which a rank divides its wait for a deadline
+FRAMES = 12  # the number of calls of a rank's stack that are shown, innermost last
 
 
 class AbortedError(RuntimeError):
@@ -35,16 +35,16 @@ class AbortedError(RuntimeError):
 
 @dataclass
 class _Barrier:
-    operation: Operation  # as the rank that came first means it
+    operation: Operation  # as requested by the rank that came first
     changed: threading.Condition
     brought: dict[int, Tensor] = field(default_factory=dict)  # by rank
     left: int = 0
-    failure: str = ""  # why it cannot take place, told to every rank that comes
+    failure: str = ""  # why it cannot take place; every rank that comes raises it
     kind: type[Exception] = RuntimeError
 
 
 class Rendezvous:
-    """The common state of the ranks of one world: barriers, mailboxes, and the first failure."""
+    """The shared state of one world's ranks: barriers, mailboxes, and the first failure."""
 
     def __init__(self, num_ranks: int, deadline: float) -> None:
         self.deadline = deadline
@@ -57,7 +57,7 @@ class Rendezvous:
         self._aborted = ""
 
     def begin(self, rank: int) -> None:
-        """Says that the calling thread is the rank."""
+        """Registers the calling thread as the rank."""
         with self._lock:
             self._threads[rank] = threading.get_ident()
 
@@ -68,7 +68,7 @@ class Rendezvous:
             self._wake()
 
     def end(self, rank: int) -> None:
-        """Says that a rank has returned and will come to no barrier any more."""
+        """Notes that a rank has returned and will come to no more barriers."""
         with self._lock:
             self._ended.add(rank)
             self._wake()
@@ -79,7 +79,7 @@ class Rendezvous:
 
     @contextmanager
     def meet(self, number: int, operation: Operation, mine: Tensor) -> Iterator[list[Tensor]]:
-        """Yields what the members brought, in group order; all stay until the body has run everywhere."""
+        """Yields the members' tensors, in group order; all stay until the body has run everywhere."""
         ranks, rank = operation.group.ranks, operation.group.rank
         key = (tuple(sorted(ranks)), number)
         with self._lock:
@@ -113,10 +113,10 @@ class Rendezvous:
                 self._raise_if_aborted(operation)
 
     def _wait(self, changed: threading.Condition, settled: Callable[[], object]) -> bool:
-        """Waits until ``settled()``, or says False after the deadline.
+        """Waits until ``settled()``; returns False after the deadline.
 
-        Only time in which a rank could come counts.  Python's collector, a library call that keeps the interpreter,
-        or a stop of the process halts all ranks; a rank that wakes too late counts only the sleep that it meant.
+        Only time in which a rank could come counts.  Python's collector, a library call that keeps the interpreter, or
+        a stop of the process halts all ranks; a rank that wakes too late only counts its intended sleep.
         """
         left = self.deadline
         while not settled():
@@ -185,7 +185,7 @@ class Rendezvous:
         return message
 
     def _elsewhere(self, here: Container[int]) -> str:
-        """The stacks of the ranks that are not ``here``."""
+        """The stacks of the ranks other than ``here``."""
         text, frames = "", sys._current_frames()
         for rank, thread in sorted(self._threads.items()):
             if rank not in here and thread in frames:

@@ -1,14 +1,14 @@
-"""The ranks of a world meet in a store, before anything else, and compare themselves.
+"""The ranks of a world meet in a store, before anything else, and compare their facts.
 
-    rank 0       opens a world              plait/current = 4: the fourth that has met in this store
+    rank 0       opens a world              plait/current = 4: the fourth that met in this store
     every rank   says that it is there      here/2 = {"host": "b", "pid": 77, "facts": {"WORLD_SIZE": "3", ...}}
     rank 0       reads and compares         who has not come, who differs, and in what
     rank 0       writes the verdict         {"problem": "", "peers": [...]}
     every rank   reads the verdict          and goes on, or raises its problem
 
-A world that has a verdict is over for later ranks.  A rank that waits moves on when rank 0 opens another world, so
-ranks that are started again meet again, whatever their launchers have counted.  Of two processes that have one rank in
-one world the first waits in vain.  All text is read as JSON of a fixed form and escaped before it is shown.
+A world that has a verdict is over for later ranks.  A waiting rank moves on when rank 0 opens another world, so ranks
+that are started again meet again, whatever their launchers have counted.  If two processes have the same rank in one
+world, the first waits in vain.  All text is read as JSON of a fixed form and escaped before it is shown.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 _prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]  # torch's stubs do not export it
 
 POLL_SECONDS, SLOWEST_POLL = 0.02, 0.2
-"""Seconds between two looks into the store: at the beginning, and after some seconds."""
+"""Seconds between two looks into the store: at first, and after some seconds."""
 OTHERS_SECONDS = 1.5
-"""Time that rank 0, when two ranks differ, waits for the others, so that it can say which of them is alone."""
+"""Seconds that rank 0 waits for the others when two ranks differ, so that it can say which of them is alone."""
 
 
 class Met(NamedTuple):
-    """A world that has come together."""
+    """A world whose ranks have met."""
 
     store: Store
     """This world's part of the store."""
     peers: tuple[Peer, ...]
     attempt: int
-    """Earlier starts of these ranks."""
+    """The number of earlier starts of these ranks."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class WorldVerdict:
 
     problem: str
     size: int
-    """The WORLD_SIZE of rank 0."""
+    """Rank 0's WORLD_SIZE."""
     peers: list[str]
     """The ranks that came, each as ``Peer.text`` without facts."""
     attempt: int
@@ -66,8 +66,8 @@ def meet(store: Store, mine: Peer, size: int, end: float) -> Met:
         end: the end of this rank's patience, by ``deadline.clock``.
 
     Raises:
-        ValueError: ranks differ in a fact that must be the same, or two have one place.
-        TimeoutError: some did not come; the message names them.
+        ValueError: ranks differ in a fact that must be the same, or two processes have the same rank.
+        TimeoutError: some ranks did not come; the message names them.
     """
     started = clock()
     here, verdict = (_enter if mine.rank else _open)(store, mine, size, end)
@@ -83,7 +83,7 @@ def meet(store: Store, mine: Peer, size: int, end: float) -> Met:
 
 
 def _open(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, WorldVerdict]:
-    """Rank 0 opens a world, waits for its ranks, and decides."""
+    """Opens a world as rank 0, waits for its ranks, and decides."""
     if before := _at(_world(store, _current(store)), 0):  # perhaps this very process
         mine = replace(mine, restarts=max(mine.restarts, before.restarts + (before.token != mine.token)))
     number = store.add("plait/worlds", 1)
@@ -104,17 +104,17 @@ def _open(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, World
     texts = [replace(peer, facts={}).text for peer in came]
     verdict = WorldVerdict(problem, size, texts, max(peer.restarts for peer in came))
     here.set("verdict", json.dumps(asdict(verdict)))
-    if problem or len(came) < size:  # others read it in a store that may end with this rank
+    if problem or len(came) < size:  # others read the verdict in a store that may end with this rank
         wait_for_keys(here, [f"read/{peer.rank}" for peer in came[1:]], clock() + OTHERS_SECONDS)
     return here, verdict
 
 
 def _enter(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, WorldVerdict]:
-    """Another rank takes its place in the newest world, and moves on while that is not its own."""
+    """Takes another rank's place in the newest world, and moves on while that world is not its own."""
     started, number, over, holder = clock(), 0, True, ""
     here = _world(store, number)
     while (now := clock()) < end + POLL_SECONDS * 5:
-        current = _current(store)  # before the verdict is looked for: rank 0 opens no other before it has written it
+        current = _current(store)  # read before the verdict: rank 0 opens no other world before it has written it
         if current != number:
             number, here = current, _world(store, current)
             over = here.check(["verdict"])
@@ -138,13 +138,13 @@ def _late(mine: Peer, size: int, started: float, absent: list[int], holder: str 
 
 
 def _world(store: Store, number: int) -> Store:
-    """A world's part of the store."""
+    """Returns a world's part of the store."""
     here: Store = _prefix_store(f"plait/world {number}", store)
     return here
 
 
 def _current(store: Store) -> int:
-    """The number of the world that rank 0 opened last; 0 before the first."""
+    """The number of the world that rank 0 opened last; 0 if there is none."""
     if not store.check(["plait/current"]):
         return 0
     said = store.get("plait/current")
@@ -154,7 +154,7 @@ def _current(store: Store) -> int:
 
 
 def _problem(peers: Collection[Peer]) -> str:
-    """Returns the reason why these cannot be ranks of one world; empty if they can."""
+    """Returns the reason why these processes cannot be ranks of one world; empty if they can."""
     if lines := differing({peer.rank: peer.facts for peer in peers}):
         told = "; ".join(one_line(line, 1000) for line in lines)
         some = ", ".join(map(str, [*peers][:8])) + (", ..." if len(peers) > 8 else "")
@@ -163,17 +163,17 @@ def _problem(peers: Collection[Peer]) -> str:
 
 
 def _at(here: Store, rank: int) -> Peer | None:
-    """Returns the process that has a place, if there is one."""
+    """Returns the process that has a place, or None."""
     if not here.check([f"here/{rank}"]):
         return None
     peer = Peer.parse(here.get(f"here/{rank}"))
     if peer.rank != rank:
-        raise ConnectionError(f"the store has {peer} in the place of rank {rank}")
+        raise ConnectionError(f"the store has {peer} as rank {rank}")
     return peer
 
 
 def wait_for_keys(here: Store, keys: list[str], end: float) -> bool:
-    """Returns True once the keys are there, False if they do not come in time."""
+    """Returns True once the keys are there, False if they do not appear in time."""
     while not here.check(keys):
         if clock() >= end:
             return False

@@ -1,4 +1,4 @@
-"""Texts, bytes, checksums and errors of all ranks, and what differs between them.
+"""Gathers texts, bytes, checksums and errors of all ranks, and lists their differences.
 
 Every member of the group calls the same function, as with any collective.
 """
@@ -19,11 +19,11 @@ from plait.table.collectives import Note
 from plait.table.mesh import AXES
 
 LONGEST_ERROR = 1024
-"""Bytes of an error's text that reach the other ranks."""
+"""The most bytes of an error's text that reach the other ranks."""
 
 
 def same_everywhere(comm: Comm, row: Sequence[int], axes: Sequence[str], note: Note) -> list[bool]:
-    """Column by column, True if all members brought the same number; costs no more with more members."""
+    """For each column, True if all members have the same number; costs no more with more members."""
     low = torch.tensor(row, dtype=torch.int64, device=comm.device)
     high = low.clone()
     comm.all_reduce(low, axes, "min", note).wait()
@@ -32,7 +32,7 @@ def same_everywhere(comm: Comm, row: Sequence[int], axes: Sequence[str], note: N
 
 
 def same_tensors(comm: Comm, tensors: Iterable[Tensor], axes: Sequence[str], note: Note) -> bool:
-    """Compares the bits of all members by a checksum."""
+    """True if all members' tensors have the same bits, by a checksum."""
     whole = (t.detach().cpu().resolve_conj().contiguous().view(-1).view(torch.uint8) for t in tensors)
     mine = zlib.crc32(b"".join(bytes(t.numpy().data) for t in whole))
     return len({checksum for (checksum,) in gather_ints(comm, [mine], axes, note)}) == 1
@@ -69,9 +69,9 @@ def _bytes(comm: Comm, data: bytes) -> Tensor:
 
 
 def differences(comm: Comm, fields: Mapping[str, str], note: Note) -> list[str]:
-    """Lists the fields in which ranks differ: one sentence a field, with every value and its ranks, on every rank.
+    """Lists the fields in which ranks differ: one sentence per field, with every value and its ranks, on every rank.
 
-    It costs two messages of one number where all agree.
+    It costs two messages of one number if all agree.
     """
     text = json.dumps(sorted(fields.items()))
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
@@ -117,12 +117,12 @@ def gather_bytes(comm: Comm, data: bytes) -> list[bytes] | None:
 
 
 def check_together(comm: Comm, error: BaseException | None, axes: Sequence[str]) -> None:
-    """Raises on every member if any brings an error (a file, a NaN, ...): its own there, OtherRankError elsewhere."""
+    """Raises on every member if any has an error (a file, a NaN, ...): its own there, OtherRankError elsewhere."""
     _raise_first(comm, error, axes, [bad for (bad,) in gather_ints(comm, [error is not None], axes, Note("check"))])
 
 
 def _raise_first(comm: Comm, error: BaseException | None, axes: Sequence[str], bad: Sequence[int]) -> None:
-    """Raises the error of the first member that brings one."""
+    """Raises the error of the first member that has one."""
     failed, ranks = [index for index, one in enumerate(bad) if one], comm.mesh.group(comm.rank, tuple(axes))
     if not failed:
         return

@@ -1,13 +1,13 @@
 """Ranks as threads of one process, for tests, notebooks and lessons: milliseconds per world.
 
-A collective is a rendezvous (``rendezvous.py``).  The members lay down their tensors, each does its own share straight
+A collective is a rendezvous (``rendezvous.py``).  The members provide their tensors, each does its own share straight
 from the others' memory, and none leaves before all are done, because a tensor that is still read must not change:
 
     rank 0   arrive(whole0) ---+            add chunk 0 of whole0, whole1 -> out0 ---+            leave
                                |  all here                                           |  all done
     rank 1   arrive(whole1) ---+            add chunk 1 of whole0, whole1 -> out1 ---+            leave
 
-The n-th barrier of some ranks is their n-th request; if two mean different things by it, both get an error.  Messages
+The n-th barrier of some ranks is their n-th request; if two ranks differ in its meaning, both get an error.  Messages
 are numbered as well: ``send`` copies and never blocks; ``wait()`` of the n-th ``recv`` waits for the n-th message.
 
     results = run(Mesh(shard=2), lambda comm: work(comm))      # one result per rank, or the first error
@@ -37,11 +37,11 @@ __all__ = ["AbortedError", "ThreadComm", "ThreadWorld", "run"]
 Result = TypeVar("Result")
 
 STOPPING = 10.0
-"""Seconds for which an interrupted run waits for its threads to reach their next operation."""
+"""Seconds that an interrupted run waits for its threads to reach their next operation."""
 
 
 class ThreadWorld(Rendezvous):
-    """The place where the ranks of one mesh meet, with their settings."""
+    """The meeting place for the ranks of one mesh, with their settings."""
 
     def __init__(
         self, mesh: Mesh, deadline: float = 30.0, deterministic: bool = True, device: torch.device | str = "cpu"
@@ -164,11 +164,11 @@ class _Receive:
 
 
 def _join(threads: list[threading.Thread], seconds: float) -> None:
-    """Waits until the threads are gone, or for so many seconds.
+    """Waits until the threads are gone, but at most for so many seconds.
 
-    Python's join returns when a thread has left Python.  What torch keeps in it (the nodes of a backward that raised)
-    is destroyed later and may need the interpreter; if that ends first, the process dies of "terminate called without
-    an active exception".  Linux tells which threads there are.
+    Python's join returns when a thread has left Python.  torch's objects in it (the nodes of a backward that raised)
+    are destroyed later and may need the interpreter; if that ends first, the process dies with "terminate called
+    without an active exception".  Linux knows which threads exist.
     """
     give_up = time.monotonic() + seconds
     for thread in threads:
@@ -179,8 +179,8 @@ def _join(threads: list[threading.Thread], seconds: float) -> None:
 
 
 def settle_vector_math() -> None:
-    """Calls, in one thread, functions that torch's libraries set up when they are first called: threads that come to
-    ``cos`` or ``exp`` of a process for the first time at once were seen to get values that are off by 1e-9."""
+    """Calls, in one thread, functions that torch's libraries set up on their first call: threads that made a process's
+    first calls of ``cos`` or ``exp`` at the same time were seen to get values that were off by 1e-9."""
     for dtype in (torch.float32, torch.float64):
         x = torch.linspace(0.1, 0.9, 64, dtype=dtype)
         for function in (torch.cos, torch.sin, torch.tan, torch.exp, torch.log, torch.tanh, torch.erf, torch.sqrt):
@@ -203,14 +203,14 @@ def run(
     world = ThreadWorld(mesh, deadline, deterministic, device)
     settle_vector_math()
     results: dict[int, Result] = {}
-    failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
+    failures: list[tuple[int, BaseException]] = []  # in the order of occurrence
 
     def rank_main(rank: int) -> None:
         world.begin(rank)
-        torch.get_num_threads()  # which tells MKL in this thread: else products change their bits when torch does
-        torch.set_autocast_cache_enabled(False)  # all threads share its casts, and the first to leave drops them
+        torch.get_num_threads()  # sets MKL in this thread; otherwise products change their bits when torch does
+        torch.set_autocast_cache_enabled(False)  # all threads share its casts, and the first one to leave drops them
         try:
-            # torch has one thread for the backwards of a GPU, in which a rank would wait for one whose turn comes later
+            # torch has one thread for the backwards of a GPU, in which a rank would wait for one that comes later
             with to_its_end(), torch.autograd.set_multithreading_enabled(False):
                 results[rank] = fn(world.comm(rank))
         except BaseException as error:
@@ -227,11 +227,11 @@ def run(
         for thread in threads:
             while thread.is_alive() and not failures:
                 thread.join(0.05)
-        # After a failure the others end at their next operation; one that never comes to it is left.
+        # After a failure the others end at their next operation; one that never reaches it is abandoned.
         _join(threads, deadline)
     except BaseException:
         world.abort("the calling thread was interrupted")
-        _join(threads, min(deadline, STOPPING))  # one that computes while the interpreter ends would take it down
+        _join(threads, min(deadline, STOPPING))  # a thread that computes while the interpreter ends would crash it
         raise
     if failures:
         rank, error = next((f for f in failures if not isinstance(f[1], AbortedError)), failures[0])

@@ -1,9 +1,9 @@
-"""Moves the messages of a process; the part that all transports share.
+"""Moves the messages of a process: the part that all transports share.
 
     gloo.py, nccl.py           sockets and GPUs, over torch.distributed
     ``SHARED_MEMORY``, a wing  memory that the ranks of a host share; imported by the first world that asks for it
 
-After its first failure a transport starts nothing more, because nothing is promised about what is still under way.
+After its first failure a transport starts nothing more, because no promise holds for messages still under way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHARED_MEMORY = "plait.shared_memory.several_hosts"
 """The module whose ``transport(comm)`` makes the transport over shared memory."""
 
 Started = tuple[Any, Tensor]
-"""A handle and the memory it works on, which must live as long."""
+"""A handle and the memory it works on, which must outlive it."""
 
 
 class Transport(ABC):
@@ -35,12 +35,12 @@ class Transport(ABC):
         assert comm.store is not None
         self.rank, self.deadline, self._waiting = comm.rank, comm.deadline, comm.waiting
         self._reports = FailureReports(comm.store, comm.rank, comm.peers)
-        self.broken = ""  # else the reason why nothing can be started any more
+        self.broken = ""  # otherwise the reason why nothing more can be started
 
     progresses = True
-    """Messages travel while this rank computes."""
+    """True if messages travel while this rank computes."""
     over_sockets = False
-    """Messages go over torch's default process group."""
+    """True if messages go over torch's default process group."""
 
     @abstractmethod
     def send(self, operation: Operation, tensor: Tensor, dst: int, tag: int) -> list[Started]: ...
@@ -58,29 +58,29 @@ class Transport(ABC):
     def reduce(
         self, operation: Operation, mine: Tensor, slices: Sequence[Tensor], out: Tensor, tag: int
     ) -> tuple[list[Started], Callable[[], None] | None]:
-        """Slice k to member k; from each member what it sends, of the form of ``mine``, which is this rank's own:
-        reduced into ``out``, which may be ``mine``.  What is left to do after the works were waited for comes second.
+        """Sends slice k to member k, and receives from each member a slice like ``mine``, this rank's own; reduces them
+        into ``out``, which may be ``mine``.  Returns the works, and the function to call once they were waited for.
         """
 
     @abstractmethod
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
-        """Waits for started messages; raises TimeoutError after the deadline, ConnectionError where a connection broke,
+        """Waits for started messages.  Raises TimeoutError after the deadline, ConnectionError if a connection broke,
         with the others' reports."""
 
     def all_reduce(self, operation: Operation, tensor: Tensor, tag: int) -> list[Started]:
-        """Starts an all-reduce in the transport's own way; empty where the common one is as good."""
+        """Starts an all-reduce in the transport's own way; empty if the common way is as good."""
         return []
 
     def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started] | None:
-        """Starts the library's own collective; None where messages are better."""
+        """Starts the library's own collective; None if messages are better."""
         return None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Returns memory from which tensors are sent without a copy; None where any memory will do."""
+        """Returns memory from which tensors are sent without a copy; None if any memory will do."""
         return None
 
     def common(self, operation: Operation) -> Tensor | None:
-        """Zeros in memory that the members share, as many as the operation has elements; None where there is none."""
+        """Zeros in memory that the members share, as many as the operation has elements; None if there is none."""
         return None
 
     def wait_for_readers(self) -> None:
@@ -106,7 +106,7 @@ class Transport(ABC):
             raise ConnectionError(f"rank {self.rank} in {operation}: {self.broken}")
 
     def failure(self, operation: Operation, error: BaseException) -> OSError:
-        """Returns the error of a rank whose operation failed, and starts nothing more."""
+        """Returns the error of a failed operation; from then on, nothing more is started."""
         if self.broken:
             return ConnectionError(f"rank {self.rank} in {operation}: {self.broken}")
         self.broken = f"this world broke down earlier, in {operation}"

@@ -353,7 +353,7 @@ class Stage:
         """Resumes a microbatch for its backward, or for a part of it; ``over``: for the last time."""
         if microbatch not in self.flights:
             raise ValueError(
-                f"microbatch {microbatch} has no forward behind it on stage {self.number} (those that have: "
+                f"microbatch {microbatch} has no forward before it on stage {self.number} (those that have: "
                 f"{sorted(self.flights)}): each has one forward and then one backward"
             )
         flight = self.flights.pop(microbatch) if over else self.flights[microbatch]

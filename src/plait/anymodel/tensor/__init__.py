@@ -1,6 +1,6 @@
-"""Tensor plans of models as they come.  In reading order:
+"""Tensor plans of unmodified models.  In reading order:
 
-functions.py      how activations travel around code that works on pieces
+functions.py      sends activations around code that works on pieces
 kinds.py          the styles of such code: hooks on its module, and its sites
 plan.py           plans with these styles, and those that Hugging Face models carry
 """

@@ -1,4 +1,4 @@
-"""How activations travel where a module's own code works on pieces, or on a stream that sequence parallelism cuts.
+"""Communication around a module whose own code works on pieces, or on a stream that sequence parallelism cuts.
 
 split      a whole stream is cut in time           backward: gathered
 unsplit    a stream that is cut becomes whole      backward: this rank's part of a gradient that is whole
@@ -15,9 +15,9 @@ from plait.tensor.axis import Divide, Gather, TensorAxis, first_order
 
 
 class Share(torch.autograd.Function):
-    """Whole tensors that cut computation reads, which makes a share of their gradients on each rank.
+    """Passes whole tensors to cut computation, which makes a share of their gradients on each rank.
 
-    Backward: the sums; with ``last``, only of that many of the last dim, as the others are read by what sums itself.
+    Backward: the sums; with ``last``, only of that many of the last dim, because the code that reads the others sums.
     """
 
     @staticmethod
@@ -41,7 +41,7 @@ class Share(torch.autograd.Function):
 
 
 def split(x: Tensor, axis: TensorAxis, site: str) -> Tensor:
-    """A whole stream is cut in time."""
+    """Cuts a whole stream in time."""
     if not isinstance(x, Tensor) or x.dim() < 3:
         given = list(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise ValueError(
@@ -53,6 +53,6 @@ def split(x: Tensor, axis: TensorAxis, site: str) -> Tensor:
 
 
 def unsplit(x: Tensor, axis: TensorAxis, site: str) -> Tensor:
-    """A stream that is cut in time becomes whole, and so is its gradient."""
+    """Makes a stream that is cut in time whole, and its gradient too."""
     axis.check_stream(x, site, whole=False)
     return cast(Tensor, cast(Any, Gather).apply(x, axis, 1, axis.length, site))

@@ -8,17 +8,17 @@
     split                 -                  its input, whole until here, is cut in time
     unsplit               -                  its input becomes whole, its output is cut in time; inside, nothing is cut
 
-``experts`` and ``local`` are modules with parameters of their own and no products that a style could carry out.  Their
-parameters are cut by ``column`` (the last dim but one, the only one of a vector) or ``row`` (the last), *in 2* where
-two matrices are in one, each cut by itself.  *experts 2*: a token comes once, with 2 routing weights; without a number
-it comes once for each expert, and nothing with it.
+``experts`` and ``local`` are modules with their own parameters and no products that a style could carry out.  Their
+parameters are cut by ``column`` (the last dim but one, the only one of a vector) or ``row`` (the last), *in 2* if they
+hold two matrices, each cut by itself.  *experts 2*: a token comes once, with 2 routing weights; without a number it
+comes once for each expert, without weights.
 
     "blocks.*.experts.gate_up": "column in 2"         [experts, 2 * hidden / tensor, width]
     "blocks.*.experts.down":    "row"                 [experts, width, hidden / tensor]
     "blocks.*.experts":         "experts 2"
 
-``split`` and ``unsplit`` are for sequence parallelism: of a model that makes positions from its embedding, of code that
-mixes time or routes tokens.  Each style is hooks on its module: the functions of ``functions`` around it.
+``split`` and ``unsplit`` are for sequence parallelism: for a model that makes positions from its embedding, and for
+code that mixes time or routes tokens.  A style is a set of hooks on its module that call ``functions``.
 """
 
 from collections import ChainMap
@@ -44,7 +44,7 @@ def _shares(axis: TensorAxis, name: str, tensors: list[Tensor], last: int | None
 
 
 def _experts(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module) -> None:
-    """Its inputs are shared, and its output is added up."""
+    """Shares the module's inputs, and adds up its outputs."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         leaves, spec = tree_flatten((args, kwargs))
@@ -64,24 +64,24 @@ def _experts(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module)
 
 
 def _shared(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module) -> None:
-    """Its output is read by cut code, or the last part of it."""
+    """Shares the module's output, or the last part of it, with the cut code that reads it."""
     last = sum(parallel.styles[name].parts) or None
     module.register_forward_hook(lambda module, args, y: _shares(axis, name, [y], last)[0])
 
 
 def _once(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module) -> None:
-    """Each rank has a share of its output."""
+    """Gives each rank a share of the module's output."""
     module.register_forward_pre_hook(lambda module, args: (args[0] / axis.ways, *args[1:]))
 
 
 def _split(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module) -> None:
-    """Its stream is cut in time."""
+    """Cuts the module's stream in time."""
     if axis.sequence:
         changes_stream(module, name, "split", axis, lambda x: split(x, axis, name))
 
 
 def _unsplit(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module) -> None:
-    """Its stream becomes whole, and is cut again after it."""
+    """Makes the module's stream whole, and cuts it again after it."""
     if not axis.sequence:
         return
 
@@ -116,7 +116,7 @@ def _sites_of_experts(
 ) -> Iterator[Site]:  # fmt: skip
     _check_experts(name, module, parallel)
     own = [parallel.cuts[id(p)] for p in module.parameters(recurse=False) if id(p) in parallel.cuts]
-    # of what comes in and goes out: the dim of their matrices that is not cut
+    # widths of input and output: the dim of their matrices that is not cut
     width = next((cut.shape[-1 if cut.dim == len(cut.shape) - 2 else -2] for cut in own if len(cut.shape) > 1), 0)
     copies = 1 if style.parts else next(module.parameters(recurse=False)).shape[0]
     yield Site("sum", name, width * copies)
@@ -126,7 +126,7 @@ def _sites_of_experts(
 
 
 def _check_experts(name: str, module: nn.Module, parallel: Parallel) -> None:
-    """Raises ValueError where the code of a module would not compute a share of its output from the pieces."""
+    """Raises ValueError if a module's code would not compute a share of its output from the pieces."""
     cuts = parallel.cuts
     for short, parameter in module.named_parameters():
         if id(parameter) not in cuts and id(parameter) not in parallel.summed:
@@ -164,4 +164,4 @@ _KINDS = {
     "unsplit": StyleKind(own_code=True, sites=_sites_of_split, install=_unsplit),
 }
 MORE_KINDS: Mapping[str, StyleKind] = ChainMap(_KINDS, KINDS)
-"""The library's styles, and those of modules whose own code works on pieces."""
+"""The library's styles, with those of modules whose own code works on pieces."""

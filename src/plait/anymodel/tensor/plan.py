@@ -1,14 +1,13 @@
-"""Tensor plans of models as they come: more styles, and the plans that Hugging Face models carry (``model.tp_plan``).
+"""Tensor plans of unmodified models: more styles, and the plans of Hugging Face models (``model.tp_plan``).
 
     its plan                                        plait
     model.layers.*.self_attn.q_proj   colwise       model.layers.*.self_attn.q_proj   column
     model.layers.*.self_attn.o_proj   rowwise       model.layers.*.self_attn.o_proj   row
                                                     model.embed_tokens, lm_head       vocabulary
 
-It knows nothing of sequence parallelism.  Under it the first block cuts the stream in time, attention
-enters as a whole (its code shapes the heads by the length of its input), and norms work on the cut stream.  A child of
-a block that has anything else in it (a router, a convolution, a product that the plan leaves whole) gets the stream
-whole.
+Such a plan does not provide for sequence parallelism.  Under it the first block cuts the stream in time, attention gets
+it whole (its code shapes the heads by the length of its input), and norms work on the cut stream.  A child of a block
+that contains anything else (a router, a convolution, a product that the plan leaves whole) gets the stream whole.
 """
 
 from collections.abc import Iterable, Mapping
@@ -50,20 +49,20 @@ WORDS = {
     "mla_kv_a_proj": "shared",
     "local_params": "local",
 }
-"""Styles of its plans, in our words; an empty one leaves a module whole, which it may be."""
+"""Styles of these plans in plait's words; an empty one leaves a module whole, which is allowed."""
 
 MISTAKEN = {"Gemma3nTextMLP": ("activation_sparsity", "takes the mean of the features that the plan cuts")}
-"""Classes of transformers whose plan is wrong if an attribute is set, and why."""
+"""Classes of transformers whose plan is wrong if an attribute is set, and the reason."""
 
 CLOSED = {"column", "row", "gathered", "divided", "summed", "local"}
-"""A module that has only these inside reads a stream that is cut in time, and leaves one."""
+"""A module that has only these inside reads a stream that is cut in time, and returns one."""
 
 ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
-"""How configs call the number of experts of a token."""
+"""Names in configs for the number of experts of a token."""
 
 
 def plan_of(model: nn.Module, *, sequence: bool = False) -> ModelPlan:
-    """The plan that a model carries, its own or a Hugging Face plan; ValueError where it has none that can be read."""
+    """The plan that a model carries, its own or a Hugging Face plan; raises ValueError if it has no readable plan."""
     return ModelPlan(tensor.plan_of(model, sequence=sequence))
 
 
@@ -73,10 +72,10 @@ def resolve_carried(model: nn.Module, ways: int, *, sequence: bool = False) -> P
 
 
 def translated(model: Any, *, sequence: bool) -> ModelPlan:
-    """A Hugging Face model's plan in our words.
+    """Translates a Hugging Face model's plan into plait's words.
 
     Raises:
-        ValueError: a style without a word, or a plan that is known to be wrong.
+        ValueError: an unknown style, or a plan that is known to be wrong.
     """
     modules: dict[str, nn.Module] = dict(model.named_modules())
     for name, module in modules.items():
@@ -84,7 +83,7 @@ def translated(model: Any, *, sequence: bool) -> ModelPlan:
         if attribute and getattr(module, attribute):
             raise ValueError(
                 f"{type(model).__name__}'s tensor plan is wrong for {name!r}, a {type(module).__name__}, which {why}: "
-                f"give tensor_plan=... of your own that leaves it whole, or leave the tensor axis out"
+                f"give your own tensor_plan=... that leaves it whole, or leave the tensor axis out"
             )
     both = model.get_input_embeddings(), model.get_output_embeddings()
     ends = [name for name, module in modules.items() if any(module is end for end in both)]
@@ -95,7 +94,7 @@ def translated(model: Any, *, sequence: bool) -> ModelPlan:
         if style not in WORDS:
             raise ValueError(
                 f"{type(model).__name__}'s tensor plan has the style {style!r}, which plait has no word for (it knows "
-                f"{', '.join(WORDS)}): give tensor_plan=... of your own"
+                f"{', '.join(WORDS)}): give your own tensor_plan=..."
             )
         counted = WORDS[style] in ("experts", "shared", "local")
         plan |= {name: _counted(model, name, WORDS[style]) for name in names} if counted else {pattern: WORDS[style]}
@@ -107,7 +106,7 @@ def translated(model: Any, *, sequence: bool) -> ModelPlan:
 
 
 def _names_in(model: nn.Module, pattern: str, ends: Iterable[str]) -> list[str]:
-    """The modules and parameters that a pattern names, apart from the ends.
+    """The modules and parameters that a pattern names, except for those in ``ends``.
 
     A pattern that finds nothing is left out: one plan serves all variants of an architecture.
     """
@@ -116,8 +115,8 @@ def _names_in(model: nn.Module, pattern: str, ends: Iterable[str]) -> list[str]:
 
 
 def _in_time(model: Any, modules: Mapping[str, nn.Module], named: Mapping[str, Style]) -> dict[str, str]:
-    """What sequence parallelism has to know: where the stream is cut in time, and of each child of a block whether it
-    works on the cut stream or gets it whole.  Raises ValueError for parameters whose place it cannot tell."""
+    """The styles that sequence parallelism needs: where the stream is cut in time, and whether each child of a block
+    works on the cut stream or gets it whole.  Raises ValueError for parameters whose place is unknown."""
     lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList)]
     lists = [name for name in lists if not any(name.startswith(f"{outer}.") for outer in lists)]
     lists = [name for name in lists if any(n.startswith(f"{name}.") for n in named)]
@@ -150,18 +149,18 @@ def _unknown(model: nn.Module, name: str, why: str) -> str:
     what = f"{name!r}, a {type(model.get_submodule(name)).__name__}," if name else "it"
     return (
         f"{type(model).__name__} under sequence parallelism: {what} {why}, so whether it works on all time is not "
-        f"known: leave sequence parallelism out, or give tensor_plan=... of your own"
+        f"known: leave sequence parallelism out, or give your own tensor_plan=..."
     )
 
 
 def _called(modules: Mapping[str, nn.Module], name: str) -> list[str]:
-    """The children of a module that are called: those of a list in its place."""
+    """The children of a module that are called; a list counts as its entries."""
     own = [n for n in modules if n.rpartition(".")[0] == name and n]
     return [c for n in own for c in (_called(modules, n) if isinstance(modules[n], nn.ModuleList) else [n])]
 
 
 def _counted(model: Any, name: str, word: str) -> str:
-    """A style with the number that goes with it in this module, where there is one."""
+    """A style with the number that it has in this module, if there is one."""
     module = model.get_submodule(name)
     if word == "shared":
         return f"shared {model.get_submodule(name.rpartition('.')[0]).qk_rope_head_dim}"
@@ -172,6 +171,6 @@ def _counted(model: Any, name: str, word: str) -> str:
     if not known:
         raise ValueError(
             f"{type(model).__name__}'s tensor plan has experts in {name!r}, and its config does not say how many each "
-            f"token goes to ({', '.join(ROUTED)}): give tensor_plan=... of your own"
+            f"token goes to ({', '.join(ROUTED)}): give your own tensor_plan=..."
         )
     return f"{word} {known[0]}"

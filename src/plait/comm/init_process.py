@@ -167,7 +167,7 @@ def _told(what: str, deadline: float, hint: str = "") -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise TimeoutError(f"{str(error) or f'{what} within {deadline:g} s'}{hint}") from error  # the meeting has a message
+        raise TimeoutError(f"{str(error) or f'{what} within {deadline:g} s'}{hint}") from error  # the meeting has words
     except RuntimeError as error:
         raise ConnectionError(f"{what} ({_first(error)}){hint}") from error
 

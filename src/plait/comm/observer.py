@@ -32,7 +32,7 @@ class Observer:
         """From here on this rank may wait for others."""
 
     def waited(self, operation: Operation, start: float, end: float) -> None:
-        """This rank waited for ``operation`` between these ``time.perf_counter`` times; not called if the wait failed."""
+        """This rank waited for ``operation`` between these times (``perf_counter``); not called if the wait failed."""
 
     def closed(self) -> None:
         """This rank has left the world; nothing follows."""

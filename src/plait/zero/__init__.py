@@ -1,14 +1,14 @@
 """Units of parameters: each is gathered, reduced and updated as a whole.
 
-wrap.py               which parameters travel together
-build.py              from a model to units
-unit.py               the states of a unit, and what is in memory in each              start here
-storage.py            one flat buffer of a unit, and the pieces of it that stay here
+wrap.py               groups the parameters that travel together
+build.py              cuts a model into units
+unit.py               the states of a unit, and the memory that it has in each              start here
+storage.py            one flat buffer of a unit, and this rank's pieces of it
 transfers.py          the moves of a row as messages on a flat buffer
-unshard.py            when units are unsharded and resharded, which is prefetched, and which stays whole
+unshard.py            decides when units are unsharded, resharded and prefetched
 activation_hooks.py   hooks that see where a unit's backward begins and ends
-gradients.py          how gradients reach their owners
-gradient_watch.py     gradients that are not finite, seen before they are reduced
+gradients.py          brings gradients to their owners
+gradient_watch.py     finds gradients that are not finite before they are reduced
 flat_gradient.py      the memory of a flat buffer's gradient
 adopted.py            gradients that need no such memory, as they are neither added to nor reduced
 planned.py            the units as the planner sees them

@@ -23,7 +23,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 MANY = 1024
-"""Hooks of one microbatch from which on those of tensors that are gone are removed."""
+"""From this many hooks of one microbatch on, hooks of freed tensors are removed."""
 
 
 class ActivationHooks:
@@ -31,11 +31,11 @@ class ActivationHooks:
 
     def __init__(self) -> None:
         self.microbatch = 0
-        """The microbatch whose pass runs (a program's own loop has one)."""
+        """The microbatch whose pass runs; a program's own loop has only one."""
         self._handles: defaultdict[int, list[RemovableHandle]] = defaultdict(list)
         self._many = MANY
         self._missing: defaultdict[int, Counter[Unit]] = defaultdict(Counter)
-        """Inputs of each unit whose gradients are still to come."""
+        """Inputs of each unit whose gradients have not come yet."""
 
     def when_gradient_comes(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
         """Calls ``call`` when the tensor's gradient comes (a hook on a parameter would outlive the microbatch)."""
@@ -60,11 +60,11 @@ class ActivationHooks:
                 self.when_gradient_comes(tensor, arrived)
 
     def inputs_have_come(self, unit: Unit) -> bool:
-        """True if the gradients of all its inputs have come; False where none of them requires one."""
+        """True if the gradients of all the unit's inputs have come; False if none of them requires one."""
         return self._missing[self.microbatch].get(unit) == 0
 
     def drop(self, *microbatches: int) -> None:
-        """Removes the hooks of microbatches that are over; without any, all."""
+        """Removes the hooks of microbatches that are over; without arguments, all hooks."""
         for microbatch in microbatches or {*self._missing, *self._handles}:
             self._missing.pop(microbatch, None)
             for handle in self._handles.pop(microbatch, ()):

@@ -19,12 +19,12 @@ from plait.zero.flat_gradient import Buffers, FlatGradient, view_of
 from plait.zero.storage import Flat
 
 LEAST = 1 << 14
-"""Elements of a parameter, in the mean, from which gradients are adopted: to copy fewer costs less than to check each
-tensor by itself."""
+"""The mean number of elements per parameter from which on gradients are adopted: copying smaller ones costs less than
+checking each tensor by itself."""
 
 
 def gradient_of(flat: Flat, moves: Moves, comm: Comm, buffers: Buffers) -> FlatGradient:
-    """The gradient of a flat buffer; one that adopts where no message of the row changes it."""
+    """The gradient of a flat buffer; one that adopts if no message of the row changes it."""
     path = (*moves.microbatch, *moves.step, *(moves.summed if flat.summed else ()))
     plain = flat.dtype.is_floating_point and flat.sum_dtype == flat.dtype
     large = flat.layout.numel >= LEAST * len(flat.parameters)
@@ -42,7 +42,7 @@ class AdoptedGradient(FlatGradient):
 
     @cached_property
     def accumulated(self) -> Tensor:  # type: ignore[override]
-        """The accumulator.  Its first reader gives it memory and the adopted gradients; no later ones are adopted."""
+        """The accumulator.  The first read gives it memory and the adopted gradients, and ends adoption."""
         super().prepare()
         self.adopting = False
         for view, slot in zip(self.views, self.flat.layout.slots, strict=True):
@@ -54,7 +54,7 @@ class AdoptedGradient(FlatGradient):
         return memory
 
     def begin_step(self) -> None:
-        """Forgets the last step's sum, and frees what was adopted."""
+        """Forgets the last step's sum, and frees the adopted gradients."""
         super().begin_step()
         if self.adopting:
             self.adopted.clear()
@@ -62,7 +62,7 @@ class AdoptedGradient(FlatGradient):
                 piece.view.grad, piece.gradient = None, self.piece(piece.run)
 
     def take(self, index: int, gradient: Tensor) -> None:
-        """Adopts one parameter's gradient, or moves it into the accumulator, with those that were adopted."""
+        """Adopts one parameter's gradient, or moves it into the accumulator, with those adopted before."""
         if not self.adopting:
             super().take(index, gradient)
         elif index not in self.touched and self._is_alone(gradient):
@@ -74,9 +74,9 @@ class AdoptedGradient(FlatGradient):
             super().take(index, gradient)
 
     def _is_alone(self, gradient: Tensor) -> bool:
-        """True for a plain tensor that has its memory for itself.
+        """True for a plain tensor that does not share its memory.
 
-        Another parameter or an input may have got a view of the same memory, and a hook of the program may keep one.
+        Another parameter or an input may have a view of the same memory, and a hook of the program may keep one.
         """
         if type(gradient) is not Tensor or gradient.dtype != self.flat.dtype or not gradient.is_contiguous():
             return False
@@ -93,7 +93,7 @@ class AdoptedGradient(FlatGradient):
         return self.flat.rest.new_empty(0)
 
     def complete(self) -> None:
-        """Hands the adopted gradients to the optimizer's pieces, zeros where none came."""
+        """Hands the adopted gradients to the optimizer's pieces, zeros for missing ones."""
         if not self.adopting:
             super().complete()
             return

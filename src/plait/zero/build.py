@@ -1,7 +1,7 @@
-"""From a user's model to units: cutting it, and laying its parameters in flat buffers.
+"""Cuts a user's model into units, and lays their parameters in flat buffers.
 
-    model ── wrap ──► units ── by dtype, training, sums ──► flat layouts ──► buffers, pieces of what has values
-                                                                              └─ what is on meta comes later
+    model ── wrap ──► units ── by dtype, training, sums ──► flat layouts ──► buffers, with this rank's pieces of values
+                                                                              └─ parameters on meta get theirs later
 
 Parameters on the meta device get their values afterwards (see ``zero.state.init``), so that a rank never has more
 than its pieces and one module.
@@ -32,36 +32,36 @@ class SourceModel:
 
     model: nn.Module
     names: Mapping[int, str]
-    """Names of its parameters, by ``id``."""
+    """The names of its parameters, by ``id``."""
     tied: frozenset[int] = frozenset()
     """The parameters that several stages use, by ``id``."""
 
 
 @dataclass(frozen=True)
 class Unmaterialized:
-    """A parameter that has its place in a flat buffer and no value yet."""
+    """A parameter with a place in a flat buffer, but no value yet."""
 
     origin: nn.Parameter
     """The whole model's parameter, on meta."""
     old: nn.Parameter
     """The stage's parameter, on meta."""
     new: nn.Parameter
-    """The parameter that takes its place."""
+    """The parameter that replaces it."""
     flat: Flat
     index: int
 
 
 @dataclass(frozen=True)
 class BuiltUnits:
-    """The units of a stage, some of whose values are still to come."""
+    """The units of a stage, some of whose values may not be there yet."""
 
     model: nn.Module
     units: list[Unit]
     fresh: list[Unmaterialized]
     shapes: dict[int, tuple[int, ...]]
-    """Whole shapes of the parameters that the tensor axis cuts, by ``id`` of the whole model's parameter."""
+    """The whole shapes of the parameters that the tensor axis cuts, by ``id`` of the whole model's parameter."""
     names: list[str]
-    """Names of the modules that are units, without the model itself; a bucket joins several of them."""
+    """The names of the modules that are units, without the model itself; a bucket joins several of them."""
 
 
 def build_units(
@@ -75,8 +75,8 @@ def build_units(
     """Cuts a stage into units whose flat buffers have this rank's pieces of the parameters with values.
 
     Args:
-        origin: by ``id`` of a parameter of the stage, the whole model's.
-        parallel: how tensor parallelism cuts parameters, before they are laid in their units.
+        origin: the whole model's parameters, by ``id`` of the stage's.
+        parallel: the cuts by tensor parallelism, which are made before parameters are laid in their units.
     """
     strategy, cut, modules, mesh = parallelism.strategy, parallelism.cut, dict(model.named_modules()), comm.mesh
     wrapped = wrap(
@@ -104,7 +104,7 @@ def build_units(
             alone = id(first) in tied
             itemsize, real = dtype_in(strategy.params, first.dtype).itemsize, first.dtype.is_floating_point
             cuts = [parallel.cuts.get(id(p)) for _, p in group]
-            loads = loads_of[axes] if not alone else [0] * len(loads_of[axes])  # each stage has the same owner of it
+            loads = loads_of[axes] if not alone else [0] * len(loads_of[axes])  # each stage gives it the same owner
             here, there = (_shapes(group, cuts, index) for index in (tensor_rank, 0))
             first_rank = lay(there, itemsize, len(loads), cut, loads, real=real)
             layout = lay(here, itemsize, len(loads), cut, real=real, like=first_rank)
@@ -133,7 +133,7 @@ def build_units(
 def _shapes(
     group: Sequence[tuple[str, nn.Parameter]], cuts: Sequence[TensorCut | None], index: int
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the tensors that tensor rank ``index`` holds."""
+    """The names and shapes of the tensors that tensor rank ``index`` holds."""
     pairs = zip(group, cuts, strict=True)
     return [(name, tuple(p.shape) if cut is None else cut.local_shape(index)) for (name, p), cut in pairs]
 

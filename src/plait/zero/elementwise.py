@@ -1,10 +1,10 @@
-"""Which optimizers an engine takes, and which of them may be given pieces of parameters.
+"""The optimizers that an engine takes, and those among them that may be given pieces of parameters.
 
 element-wise    each element is updated from its own gradient and state: parameters may be cut anywhere
 per tensor      each parameter is updated by itself: ranks may own different parameters
 
-torch's own classes are known by these tables.  A program declares any other optimizer by ``elementwise``; the
-referee's sanitizer tries what was declared on the real shapes.
+These tables list torch's own classes.  A program declares any other optimizer by ``elementwise``; the referee's
+sanitizer tests such declarations on the real shapes.
 """
 
 import inspect
@@ -19,7 +19,7 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam}
     | {optim.RMSprop, optim.Rprop, optim.SGD}
 )
-"""torch's classes, with any options, fused and foreach too.  A subclass may do anything, and is another class."""
+"""torch's classes, with any options, fused and foreach included.  A subclass may do anything, so it is not included."""
 PER_TENSOR = ELEMENTWISE | {optim.Adafactor, optim.Muon}
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -27,10 +27,10 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 def several(optimizers: Optimizers | None) -> tuple[Optimizer, ...]:
-    """One optimizer, or several, as a tuple.
+    """Returns one optimizer, or several, as a tuple.
 
     Raises:
-        TypeError: something that is no ``torch.optim.Optimizer``.
+        TypeError: something that is not a ``torch.optim.Optimizer``.
         ValueError: an optimizer that cannot step without a closure.
     """
     if optimizers is None:
@@ -80,14 +80,14 @@ def declared(optimizer: Optimizer) -> bool:
 
 
 class NotRebuiltError(ValueError):
-    """The constructor of an optimizer's class cannot be called with its settings alone."""
+    """The constructor of an optimizer's class cannot be called with only its settings."""
 
 
 def rebuilt(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-    """A new optimizer of the same class and settings on other parameters.
+    """Returns a new optimizer of the same class and settings on other parameters.
 
     Raises:
-        NotRebuiltError: the constructor asks for more than the parameters and what is in the optimizer's ``defaults``.
+        NotRebuiltError: the constructor needs more than the parameters and the optimizer's ``defaults``.
     """
     signature = inspect.signature(type(optimizer).__init__).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.values())
@@ -98,14 +98,14 @@ def rebuilt(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimi
     except TypeError as error:
         kind = type(optimizer).__name__
         raise NotRebuiltError(
-            f"a new {kind} cannot be built on other parameters ({error}): give what its constructor asks for beside "
+            f"a new {kind} cannot be built on other parameters ({error}): give what its constructor asks for besides "
             f"the parameters a default, or put it into the defaults that {kind} hands to Optimizer"
         ) from None
     return type(optimizer)(own, **settings)
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """True for torch's element-wise classes, and where the program has declared it."""
+    """True for torch's element-wise classes, and for optimizers that the program has declared so."""
     return type(optimizer) in ELEMENTWISE or declared(optimizer)
 
 

@@ -1,7 +1,7 @@
 """The memory of one flat buffer's gradient: the accumulator, and the buffer of one microbatch.
 
-Where the accumulator has every element, gradients go straight into it: the first microbatch's are copied, later ones
-added (or adopted, see ``adopted``).  Elsewhere they go to a transient buffer, which is reduced to this rank's piece.
+If the accumulator has every element, gradients go straight into it: the first microbatch's are copied, later ones added
+(or adopted, see ``adopted``).  Otherwise they go to a transient buffer, which is reduced to this rank's piece.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from plait.zero.storage import Flat
 from plait.zero.transfers import messages_of, prepare
 
 MOST_MADE = 1024
-"""Most views and messages that are kept with a buffer, for the units that take turns with it, by microbatch."""
+"""The most views and messages that are kept with a buffer, over the units and microbatches that use it in turn."""
 
 
 class Buffers:
@@ -81,7 +81,7 @@ class Buffer:
 
 
 def view_of(run: Run, memory: Tensor) -> Tensor:
-    """A run of a flat piece, in the parameter's shape where it is the whole of it."""
+    """Returns a run of a flat piece, in the parameter's shape if the run is the whole parameter."""
     part = memory[run.offset : run.offset + run.numel]
     return part.view(run.slot.shape) if run.whole else part
 
@@ -102,13 +102,13 @@ class FlatGradient:
         self.prepare()
         self.transient: Tensor | None = None
         self.touched: set[int] = set()
-        """The parameters that got a gradient in this step: zero is a gradient, none is not."""
+        """The parameters that got a gradient in this step: a zero gradient counts, a missing one does not."""
         self.touched_now: set[int] = set()
         """The parameters that got a gradient in this microbatch."""
         self.started = False
-        """True when the accumulator has a microbatch's sum."""
+        """True once the accumulator has a microbatch's sum."""
         self.claimed = False
-        """True when a reduction writes, or has written, the first sum into the accumulator."""
+        """True once a reduction writes, or has written, the first sum into the accumulator."""
         self.microbatch_messages = [() if self.direct else messages_of(m, flat.layout, comm) for m in moves.microbatch]
         """The messages of a microbatch, by move."""
 
@@ -153,7 +153,7 @@ class FlatGradient:
         return self.accumulated[start - first : stop - first]
 
     def make_transient(self) -> Tensor:
-        """Takes a buffer for the whole gradient of a microbatch."""
+        """Takes a buffer for a microbatch's whole gradient."""
         self.transient = self.buffers.take(self.numel, self.flat.sum_dtype)
         made = self.buffers.made_on(self.transient)
         if (self, "views") not in made:
@@ -173,9 +173,9 @@ class FlatGradient:
         return [message.start() for message in made[key]]
 
     def hand_over(self) -> tuple[Tensor, Tensor]:
-        """The microbatch's whole gradient, zeros where none came, and the piece of it that this rank accumulates.
+        """The microbatch's whole gradient, zeros for missing ones, and the piece of it that this rank accumulates.
 
-        The first piece is written straight into the accumulator, where all pieces have the same size.
+        The first piece is written straight into the accumulator, if all pieces have the same size.
         """
         whole = self.make_transient() if self.transient is None else self.transient
         self.fill_untouched(whole, self.touched_now)
@@ -193,7 +193,7 @@ class FlatGradient:
         self.started = True
 
     def complete(self) -> None:
-        """Before the step's own reductions: zeros for parameters with no gradient on this rank; others may have one."""
+        """Fills in zeros, before the step's own reductions, for parameters without a gradient on this rank."""
         if self.direct:
             self.fill_untouched(self.accumulated, self.touched)
         elif not self.started:

@@ -5,7 +5,7 @@ than 1e19 (fp32) counts as not finite, since its square is not.
 
     reduced in every microbatch      looked at before each reduction, while it is still in the cache
     summed over the microbatches     the sum, before the step's reduction; in a microbatch only the unit whose gradient
-                                     comes last, for what is not finite spreads towards the input
+                                     comes last, because numbers that are not finite spread towards the input
 """
 
 import math
@@ -17,35 +17,35 @@ from torch import Tensor
 from plait.torch_private import foreach_norm
 
 SUM = -1
-"""The number of the sum of all microbatches."""
+"""The microbatch number that stands for the sum of all microbatches."""
 
 _DOT = (torch.float32, torch.float64)
 
 
 class GradientWatch:
-    """The gradients of this rank's units in one step, as they come, each as one number."""
+    """The gradients of this rank's units in one step, as they arrive, each as one number."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets the last step's, which ``zero_grad`` may have thrown away before they were read."""
+        """Forgets the last step's gradients, which ``zero_grad`` may have thrown away before they were read."""
         self.squares: list[Tensor] = []
         self._places: list[tuple[int, str]] = []
 
     def look(self, gradients: list[Tensor], microbatch: int, name: str) -> None:
-        """Takes a unit's whole gradient, flat or by parameter; ``name`` is that of its first parameter, ``microbatch``
-        is ``SUM`` for the sum of all."""
+        """Records a unit's whole gradient, flat or by parameter.  ``name`` is the name of its first parameter;
+        ``microbatch`` is ``SUM`` for the sum of all microbatches."""
         wide = all(gradient.dtype in _DOT for gradient in gradients)
         if len(gradients) > 1:
             norms = foreach_norm(gradients, 2, dtype=None if wide else torch.float32)
             self.squares.append(torch.stack(norms).sum())
-        elif wide and gradients[0].numel() < 2**31:  # longer ones cuBLAS refuses
+        elif wide and gradients[0].numel() < 2**31:  # cuBLAS refuses longer ones
             self.squares.append(torch.dot(gradients[0].view(-1), gradients[0].view(-1)))
         else:
             self.squares.append(gradients[0].abs().sum(dtype=torch.float32))
         self._places.append((microbatch, name))
 
     def first(self, squares: Sequence[float]) -> tuple[int, str] | None:
-        """Microbatch and name of the first of ``squares``, as read, that is not finite."""
+        """The microbatch and name of the first of the ``squares`` that is not finite."""
         return next((p for p, square in zip(self._places, squares, strict=True) if not math.isfinite(square)), None)

@@ -3,8 +3,8 @@
 Autograd delivers a parameter's gradient once per backward.  A hook moves it into the unit's flat gradient buffer (see
 ``flat_gradient``).  After the last gradient of a unit the row's ``microbatch`` moves start.
 
-A parameter that has a gradient already, and sends no message now, needs no hook: ``p.grad`` is a view of its sum during
-the backward, and autograd adds to it.  So does plain PyTorch, and a call of Python costs more than many a sum.
+A parameter that already has a gradient, and sends no message now, needs no hook: ``p.grad`` is a view of its sum during
+the backward, and autograd adds to it, as in plain PyTorch; a Python call costs more than many a sum.
 
 The *step's* moves (none under zero3) start as soon as a unit's last backward is over, if messages travel during
 computation.  On a CPU with no core to spare the two would only take turns, so all start together after the backward.
@@ -50,11 +50,11 @@ class UnitGradients:
         with DisableTorchFunctionSubclass():  # they may be at rest
             self.nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
         self.due: int | None = None
-        """Gradients still to come in this microbatch; None before the first."""
+        """The number of gradients still missing in this microbatch; None before the first."""
         self.complete = False
-        """True when all gradients of this microbatch have come."""
+        """True once all gradients of this microbatch have come."""
         self.summed = False
-        """True when all microbatches have been added: the step's own reductions may start."""
+        """True once all microbatches have been added: the step's own reductions may start."""
         summed = [gradient for gradient in self.flats if gradient.flat.summed]
         path = [(move, summed) for move in unit.moves.summed] + [(move, self.flats) for move in unit.moves.step]
         self.step_messages = [
@@ -65,7 +65,7 @@ class UnitGradients:
         """The step's messages, move by move, and True if they travel during computation: each move starts from the
         result of the one before."""
         self.microbatch_travels = [travels(move, comm) for move in unit.moves.microbatch]
-        """The same of each move of a microbatch."""
+        """The same for each move of a microbatch."""
         self.can_rest = self.direct and not unit.split and all(g.flat.sum_dtype == g.flat.dtype for g in self.flats)
         """True if autograd can add to the sums by itself."""
         with DisableTorchFunctionSubclass():  # they may be at rest
@@ -75,7 +75,7 @@ class UnitGradients:
 class GradientHook:
     """The hook that autograd calls with a parameter after its gradient has been accumulated.
 
-    Its references are weak: Python's collector does not see these hooks from their parameter, so a hook that held the
+    Its references are weak.  Python's collector cannot see these hooks from their parameter, so a hook that held the
     engine, and through it the parameter, would keep both forever.
     """
 
@@ -99,12 +99,12 @@ class GradientHook:
     def rest(self) -> None:
         """Lets autograd add to a sum that has begun: ``p.grad`` is a view of it, and no hook is called.
 
-        Not where the user has a hook as well, which looks at the gradient of each microbatch.
+        It does not do so if the user has a hook as well, which looks at the gradient of each microbatch.
         """
         gradient, hooks = self._gradient(), self._all()
         if gradient is not None and self._index in gradient.touched and len(hooks) == 1:
             hooks.clear()
-            gradient.accumulated  # noqa: B018 (has memory from now on)
+            gradient.accumulated  # noqa: B018 (which now gets memory)
             self._lent = gradient.flat.parameters[self._index]
             self._lent.grad = gradient.views[self._index]
 
@@ -174,7 +174,7 @@ class Gradients:
                 raise ValueError(
                     f"a gradient of {gradient.name(index)!r} came in the input part of a backward that the schedule "
                     f"splits: an autograd.Function (SyncBatchNorm has one) must not be given the parameter itself: "
-                    f"hand on parameter * 1, or take another schedule (1f1b, gpipe, interleaved)"
+                    f"pass parameter * 1, or take another schedule (1f1b, gpipe, interleaved)"
                 )
             raise ValueError(
                 f"a gradient of {gradient.name(index)!r} came outside of its engine's backward: call "
@@ -186,9 +186,9 @@ class Gradients:
                 return
             raise ValueError(
                 f"the gradient of {gradient.name(index)!r} came while its unit {unit.unit.name!r} was not gathered: "
-                f"the module hands a tensor out beside its return value; return it, so that its backward can be seen"
+                f"the module leaks a tensor besides its return value; return it, so that its backward can be seen"
             )
-        if value is not None:  # a function written by the user, or siblings that were not called, may have none to give
+        if value is not None:  # a user's function, or siblings that were not called, may give None
             if value.is_sparse:
                 raise ValueError(
                     f"the gradient of {gradient.name(index)!r} is sparse: build the embedding with sparse=False"
@@ -254,7 +254,7 @@ class Gradients:
             self._has_sum(unit)
 
     def _microbatch_flow(self, unit: UnitGradients) -> Flow:
-        """Reduces a unit's transient gradients over the axes that the gradient cell splits, and adds the pieces."""
+        """Reduces a unit's transient gradients over the axes that split the gradient cell, and adds the pieces."""
         note, last = Note("microbatch", unit.unit.name, self.unsharding.current.context.microbatch), self._last
         arriving = [(gradient, gradient.hand_over()) for gradient in unit.flats if not gradient.direct]
         for number, travels in enumerate(unit.microbatch_travels):
@@ -296,7 +296,7 @@ class Gradients:
             self._next_step += 1
             for gradient in unit.flats:
                 gradient.complete()
-            if unit.direct and unit is not self.order[-1]:  # which has been looked at
+            if unit.direct and unit is not self.order[-1]:  # which was checked before
                 self._look(unit, SUM)
             if unit.step_messages:
                 self._start(self._step_flow(unit))
@@ -312,7 +312,7 @@ class Gradients:
                 work.wait()
 
     def wipe(self) -> None:
-        """Clears every buffer, so that numbers that are not finite do not reach the next step."""
+        """Clears every buffer, so that no number that is not finite reaches the next step."""
         for memory in (memory for gradient in self.flats for memory in gradient.sums()):
             memory.zero_()
         self.buffers.clear()

@@ -1,14 +1,14 @@
 """The pieces that this rank's optimizer updates.
 
 An engine takes an optimizer that was built on the model's parameters and replaces the lists in its parameter groups,
-once: each parameter by the runs of it that this rank owns.
+once: each parameter becomes the runs of it that this rank owns.
 
     group 0: [w, b]          rank 0: [w[0:32]]               lr, weight decay, betas: untouched
                              rank 1: [w[32:35], b]
 
-An optimizer that was built on ``engine.parameters()`` has the pieces already, and keeps its lists.  States are made at
-the first step, so those of elements that a rank does not own never exist.  Updates happen in place in the unit's
-storage, and learning-rate schedules that hold the optimizer go on working.
+An optimizer that was built on ``engine.parameters()`` has the pieces already, and keeps its lists.  States are created
+at the first step, so states of elements that a rank does not own never exist.  Updates happen in place in the unit's
+storage, and learning-rate schedules that hold the optimizer keep working.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,10 +34,10 @@ class OwnedOptimizer:
     """The optimizers of an engine, which have only the runs that this rank owns.
 
     Args:
-        names: of the model's parameters, by ``id``.
+        names: the names of the model's parameters, by ``id``.
         owned: the runs that this rank owns.
-        cuts: a run may be part of a parameter.
-        over_tensor: how the tensor or expert axis cuts parameters, where it does.
+        cuts: True if a run may be part of a parameter.
+        over_tensor: the cuts of parameters by the tensor or expert axis.
 
     Raises:
         ValueError: parameters that are not the model's, one that is in two optimizers or groups, an optimizer that has
@@ -55,7 +55,7 @@ class OwnedOptimizer:
     ) -> None:
         self.optimizers = tuple(optimizers)
         self.groups: dict[Optimizer, list[list[str]]] = {}
-        """Names of the parameters in each group, by optimizer, in the order in which they were given."""
+        """The names of the parameters in each group, by optimizer, in the order in which they were given."""
         self.by_name: dict[str, list[Owned]] = {}
         for piece in owned:
             self.by_name.setdefault(piece.name, []).append(piece)
@@ -66,7 +66,7 @@ class OwnedOptimizer:
         for optimizer in optimizers:
             if has_stepped(optimizer):
                 raise ValueError(
-                    "the optimizer has made steps already: hand over a new one, and give it the state of this one by "
+                    "the optimizer has made steps already: give a new one, and give it the state of this one by "
                     "engine.load_optimizer_state_dict(old.state_dict())"
                 )
             for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -95,13 +95,13 @@ class OwnedOptimizer:
         self.groups[optimizer] = own
         for group, names_of_group in zip(groups, own, strict=True):
             group["params"] = self.views(names_of_group)
-        if any(optimizer.state.values()):  # made when the optimizer was built, for whole parameters (Adagrad)
+        if any(optimizer.state.values()):  # created with the optimizer, for whole parameters (Adagrad)
             optimizer.state.clear()
             if here := [group for group in groups if group["params"]]:
                 optimizer.state.update(rebuilt(optimizer, here).state)
 
     def check_groups(self) -> None:
-        """Raises ValueError if a program has added a group since: its parameters would not train."""
+        """Raises ValueError if the program has added a group since: its parameters would not train."""
         for optimizer in self.optimizers:
             if len(optimizer.param_groups) != len(self.groups[optimizer]):
                 raise ValueError(
@@ -119,6 +119,6 @@ class OwnedOptimizer:
         return [piece.view for name in names for piece in self.by_name.get(name, ())]
 
     def state_bytes(self) -> int:
-        """Bytes of this rank's optimizer state, step counters and master weights left out."""
+        """The bytes of this rank's optimizer state, without step counters and master weights."""
         states = [one.state.get(piece.view, {}) for piece in self.owned for one in self.optimizers]
         return sum(v.nbytes for state in states for key, v in state.items() if torch.is_tensor(v) and key != "step")

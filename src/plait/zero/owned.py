@@ -16,7 +16,7 @@ from plait.zero.storage import Flat
 class Owned:
     """One run of a parameter that this rank's optimizer updates.
 
-    ``view`` and ``gradient`` have the parameter's shape where the run is the whole of it, and are flat otherwise.
+    ``view`` and ``gradient`` have the parameter's shape if the run is all of it, and are flat otherwise.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Owned:
     view: nn.Parameter
     """A view of the unit's storage, or of its master weights."""
     gradient: Tensor
-    """A view of the accumulator, or an adopted gradient, which is another tensor in each step."""
+    """A view of the accumulator, or an adopted gradient, which is a new tensor in each step."""
     converts: bool
     """True if the optimizer has another dtype or device than the sums."""
     whole: bool = False

@@ -4,7 +4,7 @@
                                              4  5  6  7        rows, the beginning of a row
                                              8  .  .  .
 
-Where the tensor axis cuts the parameter first, one region of this rank's part is one or several regions of the whole.
+If the tensor axis cuts the parameter first, one region of this rank's part is one or several regions of the whole.
 """
 
 import math
@@ -46,7 +46,7 @@ class RunPlace:
         return self.run.slot.shape if self.cut is None else self.cut.shape
 
     def regions(self, values: Tensor) -> Iterator[tuple[Region, Tensor]]:
-        """One value per element of the run: regions of the whole parameter, and views of the values there."""
+        """Yields regions of the whole parameter, with views of ``values`` (one per element of the run) there."""
         flat, done = values.view(-1), 0
         for local in self.run.regions():
             sizes = extent(local)

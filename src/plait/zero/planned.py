@@ -1,4 +1,4 @@
-"""The units of a stage as the planner sees them: where each is gathered in a step, and for which units."""
+"""The units of a stage as the planner sees them: where each is gathered in a step, and for which other units."""
 
 from plait.table.flat import UnitLayout
 from plait.zero.unit import Unit
@@ -6,10 +6,10 @@ from plait.zero.unshard import Unsharding
 
 
 def layouts_of(unsharding: Unsharding) -> tuple[UnitLayout, ...]:
-    """The units of a stage; before its first step a backward is expected of frozen layers too.
+    """The layouts of a stage's units; before its first step, frozen layers too are expected to have a backward.
 
-    A parameter that is read inside of a unit that reads it too is open then, and is not gathered for that.  Which of
-    two runs first is known after the first step; before it, the owner is expected to.
+    A unit that is read inside another unit that reads it too is open then, and is not gathered again.  The first step
+    shows which of two units runs first; before it, the owner is expected to.
     """
     ran = {unit: place for place, unit in enumerate(unsharding.runs)}
 
@@ -26,8 +26,8 @@ def layouts_of(unsharding: Unsharding) -> tuple[UnitLayout, ...]:
 
 
 def _layout(unit: Unit, readers: tuple[Unit, ...], own: int) -> UnitLayout:
-    """One unit.  ``readers`` are the units that it is gathered for, in the order in which they run: at place ``own``
-    itself or a unit around it, and elsewhere units that borrow its parameters."""
+    """The layout of one unit.  ``readers`` are the units that it is gathered for, in the order in which they run: at
+    place ``own`` the unit itself or one around it, and elsewhere units that borrow its parameters."""
     layouts, trainable = tuple(f.layout for f in unit.flats), tuple(f.trainable for f in unit.flats)
     uses = tuple(reader.differentiated for reader in readers)
     summed, reduced = tuple(f.summed for f in unit.flats), unit.gets_gradients or not unit.split

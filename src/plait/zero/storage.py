@@ -1,14 +1,14 @@
-"""One flat buffer of a unit on this rank, and the pieces of it that the row keeps here.
+"""One flat buffer of a unit on this rank, and this rank's pieces of it.
 
-full     every element; parameters are views of it, so a gather copies nothing per parameter.  Where the row splits
-         them it has memory only while they are gathered: resharding resizes its storage to nothing and unsharding
-         back, so whatever autograd saved (parameters, or views such as ``weight.t()``) has the right values again
-common   where the ranks of a host share memory, ``full`` exists once for all of them, and ``rest`` is a part of it:
-         a gather moves nothing.  No rank updates its piece before all ranks have agreed that the step's reads are over
-rest     this rank's piece of the parameters at rest; where nothing is split, it is ``full``
+full     every element; parameters are views of it, so a gather copies nothing per parameter.  If the row splits them,
+         it has memory only while they are gathered: resharding resizes its storage to nothing and unsharding back, so
+         the tensors that autograd saved (parameters, or views such as ``weight.t()``) have the right values again
+common   if the ranks of a host share memory, ``full`` exists once for all of them, and ``rest`` is a part of it: a
+         gather moves nothing.  No rank updates its piece before all ranks have agreed that the step's reads are over
+rest     this rank's piece of the parameters at rest; if nothing is split, it is ``full``
 kept     from a forward to its backward: the piece that the next gather starts from
-master   the piece that the optimizer updates, where its cell has another dtype or device than the parameters' cell;
-         parameters are rounded from it after each update.  Elsewhere the optimizer updates a part of ``rest``
+master   the piece that the optimizer updates, if its cell has another dtype or device than the parameters' cell;
+         parameters are rounded from it after each update.  Otherwise the optimizer updates a part of ``rest``
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from plait.torch_private import DisableTorchFunction
 from plait.zero.transfers import move_by_move, prepare, start
 
 MOST_GATHERS = 64
-"""Most gathers of a unit that are kept prepared (phases times microbatches)."""
+"""The most gathers of a unit that are kept prepared (phases times microbatches)."""
 
 
 def dtype_in(cell: Cell, own: torch.dtype) -> torch.dtype:
@@ -52,9 +52,9 @@ class Flat:
     """Parameters of a unit that share one dtype, and all train or are all frozen.
 
     Args:
-        cuts: how each parameter is cut over the tensor axis, None where it is whole.
-        summed: gradients are pending over the tensor axis.
-        axes: where its state is kept.
+        cuts: the cut of each parameter over the tensor axis; None if it is whole.
+        summed: True if gradients are pending over the tensor axis.
+        axes: the axes over which its state is kept.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class Flat:
         self.round(slot_index)
 
     def at_rest(self, slot_index: int) -> Iterator[tuple[Run, Tensor]]:
-        """Yields the runs of a parameter on this rank, none twice, with their memory: the master weights where there
-        are any, since ``round`` derives the values at rest from them."""
+        """Yields the runs of a parameter on this rank, none twice, with their memory: the master weights if there are
+        any, since ``round`` derives the values at rest from them."""
         (begin, end), (start, stop) = self.held, self.optim_place
         parts = [(self.rest, self.held)]
         if self.master is not None:
@@ -148,7 +148,7 @@ class Flat:
                 yield run, memory[run.offset : run.offset + run.numel]
 
     def round(self, slot_index: int) -> None:
-        """Rounds a parameter's values at rest from its master weights, where there are any."""
+        """Rounds a parameter's values at rest from its master weights, if there are any."""
         if self.master is not None:
             run = self.layout.run(slot_index, *self.optim_place)
             if run is not None:
@@ -161,7 +161,7 @@ class Flat:
         return self.master is not None or any(self._publish)
 
     def publish(self, note: Note) -> list[Work]:
-        """After an update: starts to send the updated pieces, rounded, to every rank that has them at rest."""
+        """Starts, after an update, to send the updated pieces, rounded, to every rank that has them at rest."""
         if self.master is not None:
             self.updated_at_rest.copy_(self.master)
         first = self.held[0]
@@ -170,7 +170,7 @@ class Flat:
     def unshard(self, phase: str, unit: str, microbatch: int, *, own: bool) -> list[Work]:
         """Gives ``full`` its memory and issues the messages that fill it from the kept piece or the piece at rest.
 
-        ``own``: uses this rank's private memory, for readers that write to it or keep a view.
+        ``own``: use this rank's private memory, for readers that write to it or keep a view.
         """
         if self.common is None:
             self.full.untyped_storage().resize_(self.bytes_full)
@@ -248,7 +248,7 @@ class Flat:
         self._views = self.views(self.full)
 
     def keep(self) -> None:
-        """Keeps what the row keeps between forward and backward: a copy only if it is more than the piece at rest."""
+        """Keeps the row's part between forward and backward; it is a copy only if it is more than the piece at rest."""
         if self.kept is None:
             self.kept = self.full[slice(*self.kept_place)] if self.keeps_more else self.rest
             if self.keeps_more and self.common is None:

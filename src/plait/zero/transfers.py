@@ -19,19 +19,19 @@ def messages_of(move: Move, layout: FlatLayout, comm: Comm) -> tuple[Message, ..
 
 def move_by_move(moves: Sequence[Move], layout: FlatLayout, comm: Comm) -> list[tuple[Message, ...]]:
     """The messages of each move that sends; each starts from the result of the move before.  Uneven pieces may be empty
-    here and not elsewhere: a move is one on all ranks."""
+    on this rank only, but a move exists on all ranks or on none."""
     return [messages_of(move, layout, comm) for move in moves if move.sends(comm.mesh)]
 
 
 class InTurn:
-    """Messages of several moves under way: those of a move start when those of the move before have been waited for."""
+    """Messages of several moves under way: each move's messages start once those of the move before were waited for."""
 
     def __init__(self, moves: Sequence[Sequence[Prepared | Alone]]) -> None:
         self._rest = deque(moves)
         self._works = [message.start() for message in self._rest.popleft()]
 
     def wait(self) -> None:
-        """Waits for all of them."""
+        """Waits for all messages."""
         for work in self._works:
             work.wait()
         self._works = []
@@ -52,7 +52,7 @@ def prepare(
 ) -> Prepared | Alone:
     """Prepares one message on ``array``, which has the flat elements from ``base`` on; it may be started many times.
 
-    A reduce-scatter writes this rank's piece to ``out``, or in place where it is not given.
+    A reduce-scatter writes this rank's piece to ``out``, or in place if there is no ``out``.
     """
     view, piece = array[message.start - base : message.stop - base], out
     if message.kind not in ("all_gather", "reduce_scatter"):

@@ -12,10 +12,10 @@
             ▲                                               │
             └─────────────────── reshard() ─────────────────┘
 
-A unit is WHOLE where the row, or a mesh of one rank, does not split it; it then has no transitions.  ``kept`` only
-changes where the next ``unshard`` starts, and so which messages it sends: hpz gathers from a copy nearby; zero3_keep
-leaves units UNSHARDED from forward to backward and sends nothing.  ``master``, the piece that the optimizer updates, is
-the same in all states.
+A unit is WHOLE if the row, or a mesh of one rank, does not split it; it then has no transitions.  ``kept`` only changes
+where the next ``unshard`` starts, and so which messages it sends: hpz gathers from a copy nearby; zero3_keep leaves
+units UNSHARDED from forward to backward and sends nothing.  ``master``, the piece that the optimizer updates, is the
+same in all states.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Unit:
         self.keeps_open = not moves.backward
         """True if the row keeps parameters whole from forward to backward."""
         self.users = 0
-        """Number of modules that read the parameters now; the schedule counts as one while it holds them."""
+        """The number of modules that read the parameters now; the schedule counts as one while it holds them."""
         self.pins = 0
-        """Number of readers outside of the passes, which leave a pinned unit open."""
+        """The number of readers outside of the passes, which leave a pinned unit open."""
         self.awaits_backward = False
         """True while the row keeps it open from forward to backward."""
         self.differentiated = True
@@ -72,7 +72,7 @@ class Unit:
         self._works: list[Work] = []
         self._split_flats = [flat for flat in self.flats if flat.split]
         self.bytes_full = sum(flat.bytes_full for flat in self._split_flats if flat.common is None)
-        """Bytes of the gathered parameters, where they have memory of their own."""
+        """The bytes of the gathered parameters, if they have their own memory."""
 
     def __repr__(self) -> str:
         return f"Unit({self.name}, {sum(len(flat.layout.slots) for flat in self.flats)} parameters, {self.state.value})"
@@ -146,7 +146,7 @@ class Unit:
             flat.own()
 
     def keep(self) -> None:
-        """Before a reshard between forward and backward: later gathers start from what the row keeps."""
+        """Makes gathers after a reshard between forward and backward start from the part that the row keeps."""
         assert self.state in (State.UNSHARDED, State.WHOLE), f"unit {self.name!r} is {self.state.value}"
         for flat in self._split_flats:
             flat.keep()
@@ -164,13 +164,13 @@ class Unit:
         return any(flat.contains(pointer) for needed in self.needs for flat in needed._split_flats)
 
     def publish(self) -> list[Work]:
-        """After an update: starts to send the updated pieces to every rank that has them at rest."""
+        """Starts, after an update, to send the updated pieces to every rank that has them at rest."""
         note = Note("publish", self.name)
         return [work for flat in self.flats if flat.trainable for work in flat.publish(note)]
 
 
 class GatheredBytes:
-    """Bytes of gathered parameters, over all stages of the rank: ``now``, and the peak so far."""
+    """The bytes of gathered parameters, over all stages of the rank: ``now``, and the peak so far."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
@@ -203,7 +203,7 @@ class GatherOrder:
     """The order in which a kind of pass unshards units.
 
     the last pass    0 1 2 3 4
-    this one         0 1 . . .     expected next: 2; after 0 1 4 nothing is
+    this one         0 1 . . .     expected next: 2; after 0 1 4, nothing is expected
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class GatherOrder:
         self.seen: list[Unit] = []
 
     def begin(self) -> None:
-        """Begins a pass: it is expected to repeat the last one; nothing is expected of the first."""
+        """Begins a pass: it is expected to repeat the last one; the first pass expects nothing."""
         self.expected, self.seen = self.seen, []
 
     def record(self, unit: Unit) -> None:
@@ -223,7 +223,7 @@ class GatherOrder:
 
 
 def parameters_of(units: Sequence[Unit]) -> Iterator[tuple[str, nn.Parameter, Flat, int]]:
-    """Yields every parameter of the units: its name, itself, its flat and its index there."""
+    """Yields every parameter of the units: its name, the parameter, its flat and its index there."""
     for unit in units:
         for flat in unit.flats:
             for index, (slot, parameter) in enumerate(zip(flat.layout.slots, flat.parameters, strict=True)):

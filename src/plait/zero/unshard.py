@@ -1,8 +1,8 @@
-"""When units are unsharded and resharded.
+"""Decides when units are unsharded and resharded.
 
 Every unit that reads split parameters has hooks on its module: they call ``unshard`` before the parameters are read and
 ``reshard`` afterwards.  The *prefetch* gathers the next unit while this one computes.  Backward does the same from the
-other end, and gathers again units that the row let go.
+other end, and gathers the units again that the row has resharded.
 
 Under a pipeline the schedule may hold a whole stage unsharded over several passes: its actions UNSHARD and RESHARD call
 ``hold`` and ``release``.  The hooks then find everything gathered.
@@ -10,7 +10,7 @@ Under a pipeline the schedule may hold a whole stage unsharded over several pass
 A program may read parameters outside of the passes (``engine.gathered``, a gradient that is differentiated again): it
 *pins* units, and passes leave pinned units open.
 
-Gathers follow the order in which the program runs its units, which is the same on all ranks.  Where a pass repeats the
+Gathers follow the order in which the program runs its units, which is the same on all ranks.  If a pass repeats the
 last one of its kind, at most 1 + prefetch units are unsharded besides those around the running one.
 """
 
@@ -44,8 +44,8 @@ class Unsharding(StaysHere):
 
     Args:
         model: the stage's module; only hooks are added to it.
-        prefetch: how many units may be gathered ahead of the running one.
-        current: knows which microbatch runs, and receives which unit runs.
+        prefetch: the number of units that may be gathered ahead of the running one.
+        current: knows the running microbatch, and receives the running unit.
         before_root: called with the model's arguments before each forward of the whole model.
     """
 
@@ -60,9 +60,9 @@ class Unsharding(StaysHere):
         self.units, self.prefetch, self.current = list(units), prefetch, current
         self.orders = {phase: GatherOrder() for phase in ("forward", "backward", EVALUATE)}
         self.phase = "forward"
-        """Ledger phase of the forwards that follow."""
+        """The ledger phase of the forwards that follow."""
         self.num_flying = 0
-        """Number of microbatches between their forward and the end of their backward."""
+        """The number of microbatches between their forward and the end of their backward."""
         self.held = False
         """True while the schedule keeps the whole stage unsharded."""
         self.in_pass = False
@@ -87,7 +87,7 @@ class Unsharding(StaysHere):
             self._running[unit] = RunningUnit(partial(self._begin_backward_of, unit), partial(self._reads, unit))
             if unit.split_needs or (unit.module is model and any(other.split for other in units)):
                 # hooks on the user's modules: docs/guide/your-own-loop.md
-                # before the user's pre-hooks, which may read parameters (weight_norm); the other hook runs after theirs
+                # before the user's pre-hooks, which may read parameters (weight_norm); the other hook is after theirs
                 before = partial(self._before_forward, unit)
                 unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
                 unit.module.register_forward_hook(self._after_forward)
@@ -141,7 +141,7 @@ class Unsharding(StaysHere):
         """Ends a unit's reading of its parameters, for now.
 
         Args:
-            keep: the unit's backward follows: keep what the row keeps from forward to backward.
+            keep: the unit's backward follows: keep the row's part from forward to backward.
             keep_borrowed: a backward of the borrowed parameters' owners follows.
         """
         for needed in unit.needs:
@@ -164,7 +164,7 @@ class Unsharding(StaysHere):
                 unit.unshard("unshard", -1)
 
     def release(self) -> None:
-        """Carries out the schedule's RESHARD; keeps what the row keeps while any microbatch waits for its backward."""
+        """Carries out the schedule's RESHARD; keeps the row's part while any microbatch waits for its backward."""
         self.held = False
         for unit in self.units:
             unit.users -= 1
@@ -178,7 +178,7 @@ class Unsharding(StaysHere):
                 unit.forget()
 
     def pin(self, units: Iterable[Unit]) -> list[Unit]:
-        """Gathers units, which stay until ``unpin``; returns those that are split."""
+        """Gathers units, which stay gathered until ``unpin``; returns those that are split."""
         pinned = [unit for unit in units if unit.split]
         for unit in pinned:
             unit.pin()
@@ -189,7 +189,7 @@ class Unsharding(StaysHere):
         return pinned
 
     def pin_until_step(self, units: Iterable[Unit]) -> None:
-        """Pins units for a backward that will read them; which one is not known, so they stay for the whole step."""
+        """Pins units for a backward that will read them; it is not known which, so they stay for the whole step."""
         self._pinned_for_step += self.pin(units)
 
     def end_step(self) -> None:
@@ -223,7 +223,7 @@ class Unsharding(StaysHere):
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Forwards inside have no backward, and leave the order of the step's gathers alone."""
+        """Runs forwards inside without a backward, and without changing the order of the step's gathers."""
         self.drop_step()
         self.phase = EVALUATE
         try:
@@ -245,7 +245,7 @@ class Unsharding(StaysHere):
                     unit.reshard()
 
     def forget(self) -> None:
-        """Drops everything gathered or kept: the microbatch is over, or the parameters have changed."""
+        """Drops everything gathered or kept, after a microbatch, or after the parameters have changed."""
         for unit in [unit for unit in self.open_units.units if not unit.pins]:
             unit.reshard()
         for unit in self.units:
@@ -270,7 +270,7 @@ class Unsharding(StaysHere):
         if are_functorch_transforms_active() and not all(need.pins or not need.split for need in needs):
             raise ValueError(
                 f"unit {unit.name!r}, whose parameters are split, runs inside a transform of torch.func (grad, vmap, "
-                f"jvp), which does not tell when they are read: call it inside `with engine.gathered():`, use "
+                f"jvp), which does not show when they are read: call it inside `with engine.gathered():`, use "
                 f"torch.autograd.grad, or a row that keeps parameters whole (zero2)"
             )
 
@@ -284,7 +284,7 @@ class Unsharding(StaysHere):
 
     @property
     def _behind(self) -> bool:
-        """True after the last link of a stage has run: nothing more is gathered, and ``unwind`` leaves open units."""
+        """True after the last link of a stage has run: nothing more is gathered; ``unwind`` leaves the open units."""
         boundary = self.current.context.boundary
         return boundary is not None and boundary.output is not None
 
@@ -317,7 +317,7 @@ class Unsharding(StaysHere):
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def begin_backward(self, microbatch: int | None, *, split: bool = False) -> None:
-        """Begins the backward of a microbatch; None: of the last forward, in a program's own loop.
+        """Begins the backward of a microbatch; None: the last forward, in a program's own loop.
 
         ``split``: only the input part runs.
         """
@@ -332,7 +332,7 @@ class Unsharding(StaysHere):
         self.split_backward = True
 
     def _at_output(self, unit: Unit) -> None:
-        """The gradient of a unit's output has come; a program's own backward may want no more than that."""
+        """Begins a unit's backward when its output's gradient comes; a program's own backward may end there."""
         if self.in_pass or goes_on():
             self._begin_backward_of(unit)
 
@@ -347,7 +347,7 @@ class Unsharding(StaysHere):
                 queue_callback(partial(self._end_inner, kept=graph_is_kept()))
         self._backward_open[unit] = None
         self.unshard(unit, "backward" if self.in_pass else INNER)
-        if not self.in_pass and torch.is_grad_enabled():  # tensors made now read the parameters, and no hook tells when
+        if not self.in_pass and torch.is_grad_enabled():  # tensors made now read the parameters, and no hook shows when
             self.pin_until_step(unit.needs)
 
     def _end_inner(self, *, kept: bool) -> None:
@@ -365,7 +365,7 @@ class Unsharding(StaysHere):
             self._end_if_done(unit)
 
     def _end_if_done(self, unit: Unit) -> None:
-        """Ends a unit's backward once its parameters and, where that is not enough, its inputs have their gradients."""
+        """Ends a unit's backward once its parameters and, if that is not enough, its inputs have their gradients."""
         if unit.trains and unit not in self._has_gradients and not self.split_backward:
             return
         if not self._waits_for_inputs(unit) or self._hooks.inputs_have_come(unit):

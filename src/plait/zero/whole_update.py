@@ -1,4 +1,4 @@
-"""The update of parameters that the tensor or expert axis cuts, by an optimizer that looks at whole tensors.
+"""Updates parameters that the tensor or expert axis cuts, by an optimizer that looks at whole tensors.
 
     gather     every rank's piece of the values and of the gradient    to the parameter's owner
     update     the owner's optimizer has the whole parameter
@@ -28,17 +28,17 @@ from plait.zero.storage import placeholder
 
 @dataclass(frozen=True)
 class WholeUpdate:
-    """One parameter's gather and scatter, seen from a rank that has a piece of it."""
+    """One parameter's gather and scatter, on a rank that has a piece of it."""
 
     piece: Owned
     cut: TensorCut
     owner: int
     """The owner's index among the ranks that share the parameter."""
     whole: Owned | None
-    """The whole parameter, on its owner.  Its ``view`` has values during the update only."""
+    """The whole parameter, on its owner.  Its ``view`` has values only during the update."""
 
     def gather(self) -> None:
-        """Brings values and gradient to the owner, before its update; nothing where the step has no gradient."""
+        """Brings values and gradient to the owner, before its update; does nothing if the step has no gradient."""
         view = self.piece.view
         if view.grad is None:
             return
@@ -66,7 +66,7 @@ class WholeUpdate:
         return self.cut.local_shape(0)[self.cut.dim]
 
     def _gathered(self, values: Tensor) -> Tensor | None:
-        """The whole tensor on the owner, from every rank's piece."""
+        """Returns the whole tensor on the owner, from every rank's piece."""
         flat, dim, ways = self.piece.flat, self.cut.dim, self.cut.ways
         piece = padded(values.to(flat.comm.device), dim, self._longest).contiguous()
         pieces = piece.new_empty((ways, *piece.shape)) if self.whole is not None else None
@@ -83,8 +83,8 @@ def whole_updates(
     """Gives each cut parameter of an optimizer an owner, the rank with the fewest elements so far.
 
     Args:
-        cuts: how the optimizer's parameters are cut, by name.
-        by_name: this rank's runs.  A whole parameter takes the place of a piece on its owner, and nothing elsewhere.
+        cuts: the cuts of the optimizer's parameters, by name.
+        by_name: this rank's runs.  A whole parameter replaces its piece on the owner; on other ranks it has no runs.
 
     Returns:
         One for each piece of this rank; none for an element-wise optimizer, which updates pieces.
@@ -117,8 +117,8 @@ def _check(optimizer: Optimizer, cuts: Mapping[str, TensorCut]) -> None:
     kind = type(optimizer).__name__
     if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
         raise ValueError(
-            f"{kind} changes parameters between steps, in train() and eval(), and where the tensor or expert axis cuts "
-            f"one, a rank has a piece: if it is element-wise, say so: plait.elementwise(optimizer); else leave its "
+            f"{kind} changes parameters between steps, in train() and eval(), and if the tensor or expert axis cuts "
+            f"one, a rank has only a piece: if it is element-wise, call plait.elementwise(optimizer); else leave its "
             f"modules out of the tensor plan"
         )
     for name, cut in cuts.items():

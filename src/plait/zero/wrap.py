@@ -1,18 +1,18 @@
-"""Which parameters travel together: cutting a model into units.
+"""Cuts a model into units: groups of parameters that travel together.
 
 Automatic wrapping takes, in the order of ``named_modules``:
 
 - every child with parameters of the outermost ``ModuleList`` or ``Sequential`` containers: the *blocks*; a
-  ``Sequential`` among them is one where a ``ModuleList`` holds it and its layers have no modules inside;
+  ``Sequential`` among them is one if a ``ModuleList`` holds it and its layers have no modules inside;
 - outside the blocks, every module that owns a parameter of two or more dims: embedding, head, convolution;
 - the rest (final norms, scalars) stays with the model itself, the root unit.
 
-Where a row, or a mesh, leaves parameters whole, nothing is gathered for a unit, and small neighbours are laid as one
-(``bucketed``): what they would send one by one is one message, as DDP's buckets are, without a copy.
+If a row, or a mesh, leaves parameters whole, nothing is gathered for a unit, and small neighbours are laid as one
+(``bucketed``): their separate messages become one message, as in DDP's buckets, without a copy.
 
 A user can name the units instead; they may nest, and a parameter belongs to the innermost one around it.  A parameter
-that several units use is laid in the first; the others *borrow* it.  Which units read another's parameter without being
-tied to it (a head that is a product with the embedding) shows when they run: they borrow it from then on.
+that several units use is laid in the first; the others *borrow* it.  A unit that reads another's parameter without
+being tied to it (a head that is a product with the embedding) is noticed when it runs, and borrows it from then on.
 """
 
 import difflib
@@ -24,12 +24,12 @@ from torch import nn
 from plait.table.flat import buckets
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules without a forward of their own: nothing would unshard them."""
+"""Modules without their own forward: nothing would unshard them."""
 
 
 @dataclass(frozen=True)
 class Wrapped:
-    """A unit that is to be built: its module, the parameters laid in it, and the names of the units it borrows from."""
+    """A unit to be built: its module, the parameters laid in it, and the names of the units it borrows from."""
 
     name: str
     module: nn.Module
@@ -38,7 +38,7 @@ class Wrapped:
 
 
 def bucketed(wrapped: Sequence[Wrapped], most: int) -> tuple[Wrapped, ...]:
-    """Joins small neighbours into units, none of which has a module that runs when its parameters are read."""
+    """Joins small neighbours into units; a joined unit has no module that runs when its parameters are read."""
     wrapped = [w for w in wrapped if w.parameters]
     sizes = [[(p.numel(), p.element_size()) for _, p in w.parameters] for w in wrapped]
     return tuple(
@@ -76,14 +76,14 @@ def _flat(sequential: nn.Sequential) -> bool:
 
 
 def wrap(model: nn.Module, units: Iterable[str] | None = None, experts: Collection[str] = ()) -> tuple[Wrapped, ...]:
-    """Cuts the model into units, in the order of ``named_modules``; the root is always one.
+    """Cuts the model into units, in the order of ``named_modules``; the root is always a unit.
 
     Args:
         units: names of modules; None wraps automatically.
-        experts: modules that are units in any case, since their state is kept over other ranks.
+        experts: modules that are units in any case, because their state is kept over other ranks.
 
     Raises:
-        ValueError: a name that is no module of the model (the nearest are given), or names a mere container.
+        ValueError: a name that is not a module of the model (it shows the nearest), or is just a container.
     """
     modules = dict(model.named_modules())
     chosen = {"", *(automatic(model) if units is None else units), *experts}

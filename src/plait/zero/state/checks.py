@@ -1,7 +1,7 @@
-"""Checks before a model is cut: refuses models that no engine can train, and ranks that do not bring the same.
+"""Checks before a model is cut: refuses models that no engine can train, and ranks that differ.
 
-Ranks compare the smallest and the largest of their digests.  Where the two differ, some rank brought another value, and
-then all ranks show all values to each other.
+Ranks compare the smallest and the largest of their digests.  If the two differ, some rank has another value, and then
+all ranks show all values to each other.
 """
 
 from collections import deque
@@ -46,15 +46,15 @@ def check_model(model: nn.Module, comm: Comm) -> None:
     extra = [n for n, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
     if extra:
         raise ValueError(
-            f"{extra[0] or 'the model'!r} has get_extra_state(), which plait neither gathers nor saves: keep what it "
-            f"returns in a buffer, or take the method away and give its value to plait.save(extra=...)"
+            f"{extra[0] or 'the model'!r} has get_extra_state(), which plait neither gathers nor saves: keep its value "
+            f"in a buffer, or remove the method and give its value to plait.save(extra=...)"
         )
     tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     bounded = [name for name, table in tables if table.max_norm]
     if bounded and comm.mesh.size > 1:
         raise ValueError(
             f"{bounded[0]!r} has max_norm: each rank's forward would rewrite the rows that its own samples use, and "
-            f"replicas would part; leave max_norm out, and normalise what the table returns"
+            f"replicas would diverge; leave max_norm out, and normalise the table's output"
         )
     check_buffers(model)
     check_driven(model)
@@ -65,7 +65,7 @@ def check_model(model: nn.Module, comm: Comm) -> None:
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Raises ValueError where a buffer has no values."""
+    """Raises ValueError if a buffer has no values."""
     if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(
             f"{len(empty)} buffers are on the meta device and have no values ({', '.join(empty[:3])}): build the model "
@@ -74,27 +74,27 @@ def check_buffers(model: nn.Module) -> None:
 
 
 def check_driven(model: nn.Module) -> None:
-    """Raises ValueError where another engine has a parameter of the model, or had it and left nothing in it."""
+    """Raises ValueError if another engine has a parameter of the model, or had it and left no values in it."""
     with DisableTorchFunctionSubclass():
         for name, parameter in model.named_parameters():
             hooks = cast(Any, parameter)._post_accumulate_grad_hooks or {}
             if any(isinstance(hook, GradientHook) and hook.alive for hook in hooks.values()):
                 raise ValueError(
-                    f"{name!r} is a parameter that another Engine drives, and each would lay it in memory of its own: "
-                    f"put what shares it into one model with one Engine; or, where that one is done with, build the "
-                    f"model anew"
+                    f"{name!r} is a parameter that another Engine drives, and each would lay it in its own memory: "
+                    f"put the modules that share it into one model with one Engine; or, if that one is not used any "
+                    f"more, build the model anew"
                 )
             if isinstance(parameter, AtRest):
                 raise ValueError(
                     f"the values of {name!r} went with the Engine that had it at rest: build the model anew, and load "
-                    f"what the engine's full_state_dict() returned"
+                    f"the state that the engine's full_state_dict() returned"
                 )
 
 
 def check_memory(model: nn.Module) -> None:
-    """Raises ValueError where a parameter that trains shares memory with another one, a buffer, or an attribute of a
-    module, also in its containers and as a numpy array: in the engine's memory they would part.  (Of what
-    ``nn.utils.spectral_norm`` leaves each forward makes another.)"""
+    """Raises ValueError if a parameter that trains shares memory with another one, a buffer, or an attribute of a
+    module, also in its containers and as a numpy array: in the engine's memory they would diverge.  (The tensors that
+    ``nn.utils.spectral_norm`` leaves are made again by each forward.)"""
     owners: dict[object, list[tuple[int, int, str, Any]]] = {}
     named: list[tuple[str, Any]] = [*model.named_parameters(), *model.named_buffers()]
     for place, module in model.named_modules():
@@ -117,8 +117,8 @@ def check_memory(model: nn.Module) -> None:
             trained = any(isinstance(t, nn.Parameter) and t.requires_grad for t in (one, other))
             if one is not other and start < end and trained:
                 raise ValueError(
-                    f"{first!r} and {second!r} are two tensors in one memory. The engine lays parameters in memory of "
-                    f"its own, where an update of one would not reach the other: share the parameter itself "
+                    f"{first!r} and {second!r} are two tensors in one memory. The engine lays parameters in its own "
+                    f"memory, where an update of one would not reach the other: share the parameter itself "
                     f"(head.weight = embed.weight), or make the other from it in the forward"
                 )
             if stop > end:
@@ -126,28 +126,28 @@ def check_memory(model: nn.Module) -> None:
 
 
 def _memory_in(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Tensors and numpy arrays in containers."""
+    """Yields the tensors and numpy arrays in containers."""
     if isinstance(value, Tensor | np.ndarray):
         yield name, value
     elif isinstance(value, Mapping | list | tuple | set | deque) and depth < 4:
         for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
-            if type(one) not in (str, int, float):  # a vocabulary is long
+            if type(one) not in (str, int, float):  # skips the entries of a long vocabulary
                 yield from _memory_in(one, f"{name}.{key}".removeprefix("."), depth + 1)
 
 
 NAMED = 6
-"""Most differences that are shown."""
+"""The most differences that are shown."""
 
 
 def check_same(comm: Comm, fields: Mapping[str, str], what: str, fix: str) -> None:
-    """Raises ValueError, on every rank, where ranks bring different fields, and shows them with all their values."""
+    """Raises ValueError, on every rank, if the ranks' fields differ, and shows them with all their values."""
     if lines := differences(comm, fields, Note("setup")):
         more = f"; and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
         raise ValueError(f"{what}: {'; '.join(lines[:NAMED])}{more}. {fix}")
 
 
 def check_settings(comm: Comm, settings: Mapping[str, object], texts: Mapping[str, str] | None = None) -> None:
-    """Raises ValueError, on every rank, where ranks were given different settings or ``texts``, and shows them."""
+    """Raises ValueError, on every rank, if ranks were given different settings or ``texts``, and shows them."""
     fields = {name: str(getattr(value, "name", None) or text_of(value)) for name, value in settings.items()}
     fields |= texts or {}
     check_same(comm, fields, "the ranks were given different settings", "Give all the same")
@@ -164,7 +164,7 @@ def check_replicas(model: nn.Module, comm: Comm) -> None:
         comm,
         structure | model_fields(model),
         "the ranks brought different models",
-        "Build the same model everywhere; what belongs to a rank goes into an attribute with a leading underscore, "
+        "Build the same model everywhere; values that belong to a rank go into an attribute with a leading underscore, "
         "or with rank in its name",
     )
     buffers = [(n, b) for n, b in model.named_buffers() if of_the_model(n.rpartition(".")[-1])]

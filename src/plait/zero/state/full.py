@@ -1,4 +1,4 @@
-"""Whole tensors in and out of a cut model: state dicts under the model's own names."""
+"""Moves whole tensors in and out of a cut model: state dicts under the model's own names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Directory:
-    """Where the whole model's tensors are."""
+    """The places of the whole model's tensors."""
 
     aliases: Mapping[str, str]
     """For every name in the state dict, the name of the parameter (of a tied one, the first)."""
@@ -40,7 +40,7 @@ class Directory:
 
     @classmethod
     def of(cls, model: nn.Module, homes: Mapping[str, int]) -> Directory:
-        """Reads the names off a model before it is cut."""
+        """Reads the names from a model before it is cut."""
         names = {id(p): n for n, p in model.named_parameters()}
         state = model.state_dict(keep_vars=True)
         return cls(
@@ -51,21 +51,21 @@ class Directory:
 
 
 def full_state_dict(directory: Directory, parts: Sequence[Part], comm: Comm) -> dict[str, Tensor]:
-    """Every parameter whole and every persistent buffer (data rank 0's), under the keys of ``model.state_dict()``.
+    """Returns every parameter whole and every persistent buffer (data rank 0's), under ``model.state_dict()``'s keys.
 
     All ranks call it together and all get it, on the CPU; one unit is gathered at a time.  Values are those of the
-    master weights where there are any (frozen parameters come rounded, under a row in 16 bits), dtypes the model's.
+    master weights if there are any (frozen parameters are rounded, under a row in 16 bits); dtypes are the model's.
     """
     whole = dict(whole_tensors(directory, parts, comm))
     return {key: whole[name] for key, name in directory.aliases.items()}
 
 
 def whole_tensors(directory: Directory, parts: Sequence[Part], comm: Comm) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of ``full_state_dict`` one by one, a tied weight once; all ranks iterate together, to the end."""
+    """Yields ``full_state_dict``'s tensors one by one, a tied weight once; all ranks iterate together, to the end."""
     here = comm.mesh.coordinates(comm.rank)["pipe"]
     units: dict[str, Unit] = {}
     buffers: dict[str, Tensor] = {}
-    for part in reversed(parts):  # of several with one name, the first stays
+    for part in reversed(parts):  # of several with the same name, the first wins
         units |= {slot.name: u for u in reversed(part.units) for flat in u.flats for slot in flat.layout.slots}
         buffers |= buffers_of(part.model)
     open_unit: Unit | None = None
@@ -90,7 +90,7 @@ def whole_tensors(directory: Directory, parts: Sequence[Part], comm: Comm) -> It
 
 
 def _unsharded(unit: Unit, comm: Comm) -> dict[str, tuple[Tensor, TensorCut | None, Flat]]:
-    """A unit's parameters, gathered over the data axes, with their cuts over other axes and flats, by name."""
+    """Returns a unit's parameters, gathered over the data axes, with their cuts over other axes and flats, by name."""
     if unit.state is State.SHARDED:
         unit.unshard("state", -1)
     if unit.state is State.UNSHARDING:
@@ -109,7 +109,7 @@ def _reshard(unit: Unit | None) -> None:
 
 
 def _masters(flat: Flat, unit: Unit, comm: Comm) -> list[Tensor]:
-    """The master weights of a flat buffer, whole."""
+    """Returns the whole master weights of a flat buffer."""
     assert flat.master is not None
     full = torch.empty(flat.layout.numel, dtype=flat.master.dtype, device=comm.device)
     full[slice(*flat.optim_place)].copy_(flat.master)
@@ -120,13 +120,13 @@ def _masters(flat: Flat, unit: Unit, comm: Comm) -> list[Tensor]:
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of a state dict."""
+    """The buffers in a model's state dict."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {n: v for n, v in model.state_dict(keep_vars=True).items() if n not in parameters}
 
 
 def _uncut(name: str, value: Tensor, cut: TensorCut, flat: Flat) -> Tensor:
-    """A parameter whole, from the pieces of all ranks that share it; they travel padded to the longest."""
+    """Joins a parameter from the pieces of all ranks that share it, which are padded to the longest."""
     lengths = [cut.local_shape(index)[cut.dim] for index in range(cut.ways)]
     piece = value.reshape(cut.local_shape(flat.tensor_rank))
     pieces = start_gather(flat.comm, piece, cut.dim, lengths, flat.axes.cut, Note("state", name))()
@@ -153,7 +153,7 @@ def load_full_state_dict(directory: Directory, parts: Sequence[Part], state: Map
 
 
 def load_weights(directory: Directory, parts: Sequence[Part], weights: Weights) -> None:
-    """Reads the rows that cover this rank's pieces; a tied parameter has its first name."""
+    """Reads the rows that cover this rank's pieces; a tied parameter goes by its first name."""
     for part in parts:
         for name, _, flat, index in parameters_of(part.units):
             read_piece(weights, directory.aliases.get(name, name), flat, index)

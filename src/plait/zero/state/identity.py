@@ -3,11 +3,11 @@
     field                      text
     blocks.3                   gpt.Block
     blocks.3.act               torch.nn.functional.gelu
-    code of gpt.Block          1f3a9c20                     of the file that has it
+    code of gpt.Block          1f3a9c20                     a digest of the file that defines it
     optimizer group 0 lr       0.001
 
 A text has only facts that are the same on all ranks of a right program: no addresses, no device indices, no file names.
-Objects other than numbers, strings, functions, containers and configs appear by their class alone.  Attributes whose
+Objects other than numbers, strings, functions, containers and configs are compared only by class.  Attributes whose
 names say that they differ by rank (``of_the_model``) are left out.
 """
 
@@ -32,7 +32,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 LEFT_OUT = {"training", "name_or_path"}
 """Attributes in which ranks may differ: the mode before the first step, the folder that a model was read from."""
 DEEPEST = 6
-"""Most levels of nested containers; deeper ones are compared by class."""
+"""The most levels of nested containers; deeper ones are compared by class."""
 
 
 def model_fields(model: nn.Module) -> dict[str, str]:
@@ -54,7 +54,7 @@ def model_fields(model: nn.Module) -> dict[str, str]:
 
 
 def optimizer_fields(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> dict[str, str]:
-    """Classes, and each group's options and parameters."""
+    """The optimizers' classes, and each group's options and parameters."""
     fields = {}
     for number, optimizer in enumerate(optimizers):
         which = f"optimizer {number}" if len(optimizers) > 1 else "optimizer"
@@ -62,18 +62,18 @@ def optimizer_fields(optimizers: Sequence[Optimizer], names: Mapping[int, str]) 
         for place, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key == "params":
-                    pieces = all(hasattr(p, "piece") for p in value)  # each rank has others
+                    pieces = all(hasattr(p, "piece") for p in value)  # these differ by rank
                     value = "pieces" if pieces else [names.get(id(p), "not the model's") for p in value]
                 fields[f"{which} group {place} {key}"] = text_of(value)
     return fields
 
 
 def text_of(value: Any, depth: int = 0) -> str:
-    """A value as ranks compare it."""
+    """Returns a value as a text that ranks compare."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, Tensor):
-        compared = not (value.requires_grad or isinstance(value, nn.Parameter))  # parameters are, by their names
+        compared = not (value.requires_grad or isinstance(value, nn.Parameter))  # parameters are compared by name
         return f"{value.dtype} {tuple(value.shape)}{f' {fingerprint(value):016x}' if compared else ''}"
     if isinstance(value, functools.partial):
         return f"partial({text_of(value.func)}, {text_of([list(value.args), value.keywords], depth + 1)})"
@@ -93,7 +93,7 @@ def text_of(value: Any, depth: int = 0) -> str:
 
 
 def fingerprint(tensor: Tensor, *more: object) -> int:
-    """63 bits of a tensor's shape, dtype and values (on meta: without the values), and of the other objects given."""
+    """Returns 63 bits from a tensor's shape, dtype and values (on meta: without values), and from the other objects."""
     digest = hashlib.blake2b(f"{more} {tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=8)
     if not tensor.is_meta:
         whole = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
@@ -103,14 +103,14 @@ def fingerprint(tensor: Tensor, *more: object) -> int:
 
 
 def some_elements(tensor: Tensor) -> Tensor:
-    """About 1,024 elements of a tensor, spread over all of its dims, end to end: enough to tell another batch, or other
-    weights, without reading all; nothing is copied but these."""
+    """Returns about 1,024 elements of a tensor, spread over all of its dims: enough to recognise another batch, or
+    other weights, without reading all; only these are copied."""
     apart = max(1, round((tensor.numel() / 1024) ** (1 / max(1, tensor.dim()))))
     return tensor.detach()[(slice(None, None, apart),) * tensor.dim()].reshape(-1)
 
 
 def of_the_model(attribute: str) -> bool:
-    """True if its name says that all ranks have the same value: no leading underscore, and no rank in it."""
+    """True if an attribute's name says that all ranks have the same value: no leading underscore, and no rank in it."""
     return not attribute.startswith("_") and "rank" not in attribute
 
 
@@ -121,8 +121,8 @@ def _name_of(named: Any) -> str:
 
 
 def code_of(defined: Any) -> str:
-    """A digest of the file that defines a function or class, and a function's line and the plain values that it is
-    called with by default; "" where there is no file."""
+    """A digest of the file that defines a function or class, with a function's line and the plain values of its
+    defaults; "" if there is no file."""
     function = defined
     while isinstance(defined, functools.partial):
         defined = defined.func
@@ -131,16 +131,16 @@ def code_of(defined: Any) -> str:
         defined = type(defined)
     try:
         digest = _digest_of(inspect.getfile(defined))
-    except (TypeError, OSError):  # it is built in, or was made by exec
+    except (TypeError, OSError):  # it is built in, or comes from exec
         return ""
     return digest if isinstance(defined, type) else f"{digest} line {defined.__code__.co_firstlineno}{_given(function)}"
 
 
 def _given(function: Any) -> str:
-    """The plain values that a function has for its parameters: defaults, and those of a partial."""
+    """The plain values of a function's parameters: its defaults, and those of a partial."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # no function, or one of C
+    except (TypeError, ValueError):  # not a function, or one written in C
         return ""
     return "".join(
         f", {one.name}={one.default!r}"

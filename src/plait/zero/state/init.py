@@ -2,16 +2,16 @@
 
 ``empty_parameters()`` builds a model whose parameters are on the meta device (shapes without memory) while buffers are
 computed for real.  ``initial_values`` then walks the modules once: each draws its own parameters, on their full shapes,
-by its own initialiser, from a stream that depends on (seed, module name) alone.  The CPU's generator draws for every
-device, since a GPU's has other bits.  The caller keeps its pieces and drops the rest before the next module comes, so
-that a rank never has more than its pieces and one module.
+by its own initialiser, from a stream that depends only on (seed, module name).  The CPU's generator draws for every
+device, since a GPU's gives other bits.  The caller keeps its pieces and drops the rest before the next module comes, so
+a rank never has more than its pieces and one module.
 
-A module's initialiser is what building the model runs on it: its ``reset_parameters()``, then, of the module and of
-each module around it, the ``_reset_parameters()`` that some of torch's have, and the ``_init_weights(module)`` of
-Hugging Face's models.  All other modules are on meta meanwhile, so that whatever is written to them is lost.
+A module's initialiser is the code that building the model runs on it: its ``reset_parameters()``, then, of the module
+and of each module around it, the ``_reset_parameters()`` that some of torch's modules have, and the
+``_init_weights(module)`` of Hugging Face's models.  Other modules are on meta meanwhile, so writes to them are lost.
 
-Values that a model's ``__init__`` writes after that would be lost too.  Both times the operators that write to a
-parameter are noted with its memory, which sees ``p.data`` as well; where building ended with others, it is refused.
+Values that a model's ``__init__`` writes after that would be lost too.  Both times, the operators that write to a
+parameter are noted with its memory, which also covers ``p.data``.  If the build ended with others, it is refused.
 """
 
 import inspect
@@ -33,10 +33,10 @@ from plait.zero.state.checks import check_buffers
 from plait.zero.state.weights import Weights, read_piece, whole_values
 
 CPU = torch.device("cpu")
-UNSEEN = ". Building inside plait.empty_parameters(), in place of torch.device('meta'), shows which writes count"
+UNSEEN = ". Building inside plait.empty_parameters(), instead of torch.device('meta'), shows which writes count"
 
 _EMPTY: ContextVar[bool] = ContextVar("empty_parameters", default=False)
-"""True where modules built in this thread (or task) get parameters without memory."""
+"""True if modules built in this thread (or task) get parameters without memory."""
 
 
 def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
@@ -44,14 +44,14 @@ def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> An
         return None
     on_meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
     writes = _writes(on_meta)
-    if replaced := _writes(module._parameters.get(name)):  # an initialised parameter, by values of its own
+    if replaced := _writes(module._parameters.get(name)):  # an initialised parameter, by its own values
         writes[:0], writes[len(writes) :] = replaced, ["nn.Parameter"]
     on_meta._plait_writes = writes  # type: ignore[attr-defined]  # a cast after the block gives it other memory
     return on_meta
 
 
 def _writes(tensor: Any) -> list[str]:
-    """The operators that wrote to a tensor's memory, in their order."""
+    """The operators that wrote to a tensor's memory, in order."""
     if tensor is None:
         return []
     memory = tensor.untyped_storage()
@@ -87,7 +87,7 @@ def _text(value: Any) -> str:
 
 
 def _lost(shape: Sequence[int], built: list[str], drawn: list[str]) -> bool:
-    """True where building wrote other values last than an initialiser does.  Either may have left the first out, and
+    """True if building wrote other values last than an initialiser does.  Either may have left out the first ones, and
     building writes once for each module that shares the parameter."""
     shorter, longer = sorted((built, drawn), key=len)
     last = longer[len(longer) - len(shorter) :]
@@ -95,7 +95,7 @@ def _lost(shape: Sequence[int], built: list[str], drawn: list[str]) -> bool:
 
 
 def _final(shape: Sequence[int], writes: list[str]) -> list[str]:
-    """The writes from the last one on that overwrites a whole parameter of this shape."""
+    """The writes from the last one that overwrites a whole parameter of this shape."""
     whole = tuple(f"{name}_({tuple(shape)} at 0" for name in ("normal", "uniform", "fill", "zero"))
     return writes[max((i for i, write in enumerate(writes) if write.startswith(whole)), default=0) :]
 
@@ -105,7 +105,7 @@ register_module_parameter_registration_hook(_to_meta)  # for good: torch's dict 
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Modules that this thread builds inside have parameters on the meta device; buffers are computed as usual.
+    """Gives modules that this thread builds inside parameters on the meta device; computes buffers as usual.
 
     ``Engine`` gives each rank the values of its own pieces, drawn from the seed or read from ``weights``.
     """
@@ -123,14 +123,14 @@ def initial_values(
     shapes: Mapping[int, tuple[int, ...]] | None = None,
     wanted: Container[int] | None = None,
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Every parameter on meta and its initial value, whole, on the CPU, which is valid until the next module comes.
+    """Yields every parameter on meta and its whole initial value, on the CPU, valid until the next module comes.
 
     Args:
-        shapes: whole shapes, by ``id``, of parameters that are cut already.
-        wanted: the parameters, by ``id``, whose values are asked for; None: all. Modules without any are left out.
+        shapes: whole shapes, by ``id``, of parameters that are already cut.
+        wanted: the parameters, by ``id``, whose values are needed; None: all. Modules without any are left out.
 
     Raises:
-        ValueError: a parameter on meta that no initialiser writes, or that was written to when it had been.
+        ValueError: a parameter on meta that no initialiser writes, or that was written to afterwards.
     """
     done: set[int] = set()
     versions = {id(p): p._version for p in model.parameters()}  # initialisers write to other modules, on meta, too
@@ -206,9 +206,9 @@ def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) ->
 
 
 def materialise(model: nn.Module, seed: int, device: torch.device, weights: Weights | None = None) -> None:
-    """Gives a whole model its values in this process, drawn or read: those that a single process would train.
+    """Gives a whole model its values in this process, drawn or read: the same that a single process would train.
 
-    Parameters that have values, and buffers, come to the device with them.
+    Parameters that have values, and buffers, are moved to the device with them.
     """
     check_buffers(model)
     there = [(p, p.detach()) for p in model.parameters() if not p.is_meta and p.device.type != device.type]

@@ -1,4 +1,4 @@
-"""The optimizers' state, whole and by the names of the parameters: out of one layout, and into any other.
+"""Moves the optimizers' state, whole and by parameter names, out of one layout and into any other.
 
     {"state":        {"blocks.0.weight": {"step": 3., "exp_avg": a whole tensor, ...}, ...},
      "param_groups": [{"params": ["blocks.0.weight", ...], "lr": 0.001, "initial_lr": 0.001, ...}, ...]}
@@ -7,9 +7,9 @@
           the first rank that has a run sends its values to all                                    a broadcast each
     in    nothing is sent: a rank reads its runs out of the whole state
 
-It is the format of torch's ``get_optimizer_state_dict``; the groups of several optimizers follow one another.
-``optimizer.load_state_dict`` takes it too, as it takes the state of a plain optimizer, whose parameters have numbers
-instead of names; ``optimizer.state_dict()`` is refused, as a rank has pieces.
+This is the format of torch's ``get_optimizer_state_dict``; the groups of several optimizers follow one another.
+``optimizer.load_state_dict`` takes it too, and so the state of a plain optimizer, whose parameters have numbers instead
+of names.  ``optimizer.state_dict()`` is refused, because a rank has pieces.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class OptimizerState:
 
     Args:
         shapes: whole shapes of the model's parameters, by name.
-        cuts: how the tensor axis cuts parameters, by name, where it does.
-        first: the runs of this rank that no rank before it has.
+        cuts: the cuts of parameters by the tensor axis, by name.
+        first: the runs of this rank that no lower rank has.
         trainable: the parameters that were not frozen when the model was placed.
     """
 
@@ -93,7 +93,7 @@ class OptimizerState:
     def by_name(self, *, elements: bool) -> dict[str, Any]:
         """The whole state, on the CPU of every rank; all ranks call it together.
 
-        Without ``elements``, what has a value per element of the parameter is an empty tensor on meta.
+        Without ``elements``, state with a value per element of the parameter is an empty tensor on meta.
         """
         told, order = self._told(), {name: number for number, name in enumerate(self.shapes)}
         mine = {(o.name, o.run.start, o.flat.tensor_rank): o for o in self.first}
@@ -129,7 +129,7 @@ class OptimizerState:
         return {key: value for key, value in self.of(piece).items() if _per_element(piece, value)}
 
     def _told(self) -> list[Told]:
-        """Every run of the model, with a description of its state, by rank."""
+        """Returns every run of the model, with a description of its state, by rank."""
         found, error, text = [], None, ""
         try:
             _check_keys(self.owner.optimizers)
@@ -144,7 +144,7 @@ class OptimizerState:
         return found
 
     def groups(self) -> Iterator[tuple[list[str], dict[str, Any]]]:
-        """Every group of the optimizers: the names of its parameters, and its options."""
+        """Yields every group of the optimizers: the names of its parameters, and its options."""
         return ((own, _options(group)) for group, own in zip(self._own_groups(), self._names(), strict=True))
 
     def classes(self) -> list[str]:
@@ -160,22 +160,22 @@ class OptimizerState:
     # ---- in ---------------------------------------------------------------------------------------------------------
 
     def load(self, state: State) -> None:
-        """Take over a whole state, by names or, of one optimizer, by numbers.
+        """Loads a whole state, by names or, for a single optimizer, by numbers.
 
         Raises:
-            ValueError: groups or parameters that are not those of the optimizers; a state that cannot be cut.
+            ValueError: groups or parameters that differ from the optimizers'; a state that cannot be cut.
         """
-        self.check(state)  # all are right before any is loaded
+        self.check(state)  # all are checked before any is loaded
         for optimizer in self.owner.optimizers:
             optimizer.load_state_dict(dict(state))
 
     def check(self, state: State) -> None:
-        """Raises ValueError where groups or parameters are not those of the optimizers."""
+        """Raises ValueError if groups or parameters differ from the optimizers'."""
         for optimizer in self.owner.optimizers:
             groups, values = self._named(optimizer, state)
             self._fitting(optimizer, groups)
         known = {name for names in self._names() for name in names}
-        kept = (n for n, own in values.items() if own or n not in self.shapes)  # empty where no optimizer has it
+        kept = (n for n, own in values.items() if own or n not in self.shapes)  # empty if no optimizer has it
         if surplus := sorted({*kept, *(name for group in groups for name in group["params"])} - known):
             raise ValueError(
                 f"the state has {len(surplus)} parameters that no optimizer of the engine has: {', '.join(surplus[:3])}"
@@ -187,9 +187,9 @@ class OptimizerState:
             )
 
     def check_classes(self, state: State, classes: Sequence[str]) -> None:
-        """Raises ValueError where a group was saved by an optimizer of another class; a base or subclass is no other.
+        """Raises ValueError if a group was saved by an optimizer of another class; base and subclasses are fine.
 
-        Two classes may keep values of the same names (Adam, RAdam) and mean other things by them.
+        Two classes may keep values of the same names (Adam, RAdam) with other meanings.
         """
         saved = {frozenset(group["params"]): one for group, one in zip(state["param_groups"], classes, strict=True)}
         for optimizer in self.owner.optimizers:
@@ -203,7 +203,7 @@ class OptimizerState:
                     )
 
     def _named(self, optimizer: Optimizer, state: State) -> tuple[list[State], Mapping[str, State]]:
-        """Groups and values by name; ValueError where those by numbers are not the optimizer's."""
+        """Returns groups and values by name; raises ValueError if those by numbers are not the optimizer's."""
         groups, values, own = state["param_groups"], state["state"], self.owner.groups[optimizer]
         given = [name for group in groups for name in group["params"]]
         if not given or isinstance(given[0], str):
@@ -211,7 +211,7 @@ class OptimizerState:
         sizes, own_sizes = ([len(x) for x in names] for names in ([g["params"] for g in groups], own))
         if sizes != own_sizes:
             raise ValueError(
-                f"the state has groups of {sizes} parameters, with numbers in the place of names, and the optimizer "
+                f"the state has groups of {sizes} parameters, with numbers instead of names, and the optimizer "
                 f"{type(optimizer).__name__} groups of {own_sizes}: build it as the one that was saved"
             )
         known = dict(zip(given, [name for names in own for name in names], strict=True))
@@ -219,14 +219,14 @@ class OptimizerState:
         return [{**group, "params": [known[number] for number in group["params"]]} for group in groups], values
 
     def _fitting(self, optimizer: Optimizer, groups: Sequence[State]) -> list[State | None]:
-        """For each group of the optimizer, the one of these that fits; ValueError where one is missing.
+        """For each group of the optimizer, the one that fits; raises ValueError if one is missing.
 
-        Groups without parameters are known by their order; None where there is another number of them.
+        Groups without parameters go by their order; None if their number differs.
         """
         there = {frozenset(group["params"]): group for group in groups}
         without = [group for group in groups if not group["params"]]
         own = [one for one in self.owner.optimizers for names in self.owner.groups[one] if not names]
-        if len(own) != len(without):  # the state may be this optimizer's alone
+        if len(own) != len(without):  # the state may be only this optimizer's
             own = [one for one in own if one is optimizer]
         pairs = zip(own, without, strict=True) if len(own) == len(without) else ()
         empty = iter([group for one, group in pairs if one is optimizer])
@@ -251,9 +251,9 @@ class OptimizerState:
         return found
 
     def cut(self, optimizer: Optimizer, state: State) -> dict[str, Any]:
-        """This rank's part of a state for one optimizer, in the form in which torch loads it.
+        """Returns this rank's part of a state for one optimizer, in the form in which torch loads it.
 
-        What the optimizer has for each element of a run is written over: a rank has one run twice at a time.
+        The optimizer's values per element of a run are overwritten: a rank never has one run twice at a time.
         """
         groups, values = self._named(optimizer, state)
         saved = self._fitting(optimizer, groups)
@@ -273,7 +273,7 @@ class OptimizerState:
         return {"state": {i: piece for i, piece in enumerate(pieces) if piece}, "param_groups": own_groups}
 
     def _as_saved(self, optimizer: Optimizer) -> None:
-        """After torch's own load: restores the dtype of values that are not per element of a run."""
+        """Restores, after torch's own load, the dtype of values that are not per element of a run."""
         for view, values in self._exact.items():
             own = optimizer.state.get(view, {})
             own |= {k: v.to(own[k].device) if isinstance(v, Tensor) else v for k, v in values.items() if k in own}
@@ -283,33 +283,33 @@ class OptimizerState:
 
     def _refuse(self, optimizer: Optimizer) -> None:
         raise ValueError(
-            f"{type(optimizer).__name__}.state_dict() would have this rank's pieces only: call "
+            f"{type(optimizer).__name__}.state_dict() would have only this rank's pieces: call "
             f"engine.optimizer_state_dict() on all ranks, which is whole and by name, and "
             f"engine.load_optimizer_state_dict(state)"
         )
 
 
 def _classes(optimizer: Optimizer) -> str:
-    """The names of its class and its base classes, without those of every optimizer."""
+    """The names of the optimizer's class and its base classes, without those that every optimizer has."""
     made_from = [one for one in type(optimizer).__mro__ if one is not Optimizer and issubclass(one, Optimizer)]
     return " < ".join(one.__name__ for one in made_from)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of all options of a group, without its parameters."""
+    """Copies of all options of a group, except for its parameters."""
     kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in kept.items()}
 
 
 def _described(piece: Owned, state: State) -> list[Any]:
-    """Describes a run and its state for the table; ValueError for a value of another kind, or that cannot be cut."""
+    """Describes a run and its state for the table; raises ValueError for a value that is unknown or cannot be cut."""
     values: dict[str, tuple[str, str, Any]] = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and not is_plain(value):
             raise ValueError(
                 f"the optimizer's {key!r} of {piece.name!r} is a {type(value).__name__}, a tensor class of its own, "
                 f"whose memory plait does not know: it trains, but this state is not brought together or saved. Keep "
-                f"plain tensors in the state (codes and scales apart), or save what each rank has yourself"
+                f"plain tensors in the state (codes and scales apart), or save each rank's part yourself"
             )
         if _per_element(piece, value):
             values[key] = (ELEMENTS, str(value.dtype)[6:], None)
@@ -335,7 +335,7 @@ def _per_element(piece: Owned, value: Any) -> bool:
 
 
 def _check_keys(optimizers: Sequence[Optimizer]) -> None:
-    """Raises ValueError where an optimizer keeps state that belongs to no parameter."""
+    """Raises ValueError if an optimizer keeps state that belongs to no parameter."""
     for optimizer in optimizers:
         if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
             raise ValueError(
@@ -345,12 +345,12 @@ def _check_keys(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _may_be_cast(value: Any) -> bool:
-    """True for moments, which take the dtype that their parameter has now; numbers, counters and masks keep theirs."""
+    """True for moments, which take their parameter's present dtype; numbers, counters and masks keep theirs."""
     return isinstance(value, Tensor) and value.dim() > 0 and (value.is_floating_point() or value.is_complex())
 
 
 def _check_cut(piece: Owned, key: str, value: Any) -> None:
-    """Raises ValueError where a rank cannot have its part of a value."""
+    """Raises ValueError if a rank cannot have its part of a value."""
     shape = tuple(value.shape) if hasattr(value, "shape") else ()
     if shape and shape != piece.place.shape and not (piece.run.whole and piece.place.cut is None):
         raise ValueError(
@@ -361,14 +361,14 @@ def _check_cut(piece: Owned, key: str, value: Any) -> None:
 
 
 def _read(piece: Owned, value: Any, here: Any) -> Any:
-    """This rank's part of one value of a whole state, in the memory of ``here`` if it fits."""
+    """Returns this rank's part of one value of a whole state, in the memory of ``here`` if it fits."""
     if not hasattr(value, "shape"):
         return copy.deepcopy(value)
     shape = tuple(value.shape)
     if shape != piece.place.shape:
         return torch.as_tensor(value[tuple(slice(0, size) for size in shape)]).clone()
     dtype = getattr(value, "dtype", None)
-    if not isinstance(dtype, torch.dtype):  # an array, say
+    if not isinstance(dtype, torch.dtype):  # for example an array
         dtype = torch.as_tensor(value[tuple(slice(0, 0) for _ in shape)]).dtype
     fits = _per_element(piece, here) and here.dtype == dtype
     found = here if fits else torch.empty_like(piece.view, dtype=dtype)

@@ -1,10 +1,10 @@
-"""Parameters and optimizer state region by region, as this rank holds them: a checkpoint writes and reads these.
+"""Parameters and optimizer state region by region, as this rank holds them, for checkpoints.
 
     name             key         region           tensor                     first
-    blocks.0.weight              rows 0..3        of the optimizer's copy    the others with this piece do not write it
+    blocks.0.weight              rows 0..3        of the optimizer's copy    other ranks with this piece do not write it
     blocks.0.weight  exp_avg     rows 0..3        of the optimizer's state
 
-The tensors are views of the engine's own memory.  Over all ranks, those that are ``first`` have every element once.
+The tensors are views of the engine's own memory.  Over all ranks, the ``first`` pieces have every element once.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class StatePiece:
     """A region of a parameter, or of the optimizer's state for each of its elements."""
 
     name: str
-    """Name of the parameter."""
+    """The name of the parameter."""
     key: str
     """The optimizer's name for the state; empty: the values of the parameter."""
     region: Region
@@ -30,7 +30,7 @@ class StatePiece:
     tensor: Tensor
     """A view with the shape of the region."""
     first: bool
-    """True if no rank before this one has it."""
+    """True if no lower rank has the region."""
 
     @classmethod
     def of(cls, name: str, key: str, place: RunPlace, values: Tensor, *, first: bool) -> Iterator["StatePiece"]:
@@ -39,7 +39,7 @@ class StatePiece:
 
 
 def frozen_pieces(flat: Flat, *, first: bool, names: set[str]) -> Iterator[StatePiece]:
-    """Yields the pieces of a flat buffer that never trains; a parameter that is in ``names`` already is not first."""
+    """Yields the pieces of a flat buffer that never trains; a parameter already in ``names`` is not first."""
     for run in flat.layout.runs(*flat.held):
         name, cut = run.slot.name, flat.cuts[flat.layout.slots.index(run.slot)]
         alone = first and name not in names and (cut is not None or flat.tensor_rank == 0)

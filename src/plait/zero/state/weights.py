@@ -1,6 +1,6 @@
-"""Values that are read instead of drawn: each rank asks for its own elements, which are read to where they stay.
+"""Values that are read instead of drawn: each rank asks for its own elements, and reads them to where they stay.
 
-    w (7 x 5) in a file         what rank 1 of 2 has                   what it asks for
+    w (7 x 5) in a file         rank 1 of 2 has                        it asks for     
     elements 0 .............34  elements 16..34 of its flat buffer     row 3 from column 1 on, rows 4..6
 
 A tensor axis cuts before the data axes do, so a rank has a few regions of the whole parameter.
@@ -21,7 +21,7 @@ class Weights(Protocol):
     """A source of values for a model's parameters, by the names that ``model.named_parameters()`` gives them."""
 
     def fill(self, name: str, region: Region, into: Tensor) -> None:
-        """Write a region of a parameter into memory of its extent, which may have another dtype, device and strides."""
+        """Writes a region of a parameter into memory of its shape, which may have another dtype, device and strides."""
         ...
 
 
@@ -40,7 +40,7 @@ def read_whole(weights: Weights, name: str, into: Tensor) -> Tensor:
 
 
 def whole_values(model: nn.Module, weights: Weights, device: torch.device) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Every parameter that is on meta, and its whole value in its own dtype."""
+    """Yields every parameter on meta and its whole value in its own dtype."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             yield parameter, read_whole(weights, name, torch.empty_like(parameter, device=device, requires_grad=False))

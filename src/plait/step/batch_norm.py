@@ -3,10 +3,10 @@
     forward    count, mean and squared deviations of each rank       one all-gather    mean and variance of all samples
     backward   sums of dy and of dy x̂ over all ranks                 one all-reduce    the gradient of the input
 
-Ranks weigh what their samples do; one without any takes part.  torch's own needs a process group and a GPU, and without
-them normalises by rank in silence, so the engine gives every ``nn.SyncBatchNorm`` that it finds this forward instead.
+Ranks have weight by their samples; one without any takes part.  torch's own needs a process group and a GPU, and
+otherwise normalises by rank in silence, so the engine gives every ``nn.SyncBatchNorm`` that it finds this forward.
 
-Source: the update of a variance by parts is that of Chan, Golub and LeVeque (1983).
+Source: the variance is updated by parts as in Chan, Golub and LeVeque (1983).
 """
 
 from collections.abc import Iterable

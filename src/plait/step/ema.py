@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, held where the optimizer's pieces are.
+"""An exponential moving average of the weights, held in the same places as the optimizer's pieces.
 
 ema = plait.EMA(engine, decay=0.999)
 optimizer.step()
@@ -20,27 +20,27 @@ from plait.zero.state.pieces import StatePiece
 
 
 class EMA:
-    """The average of an engine's weights, which begins with their present values.
+    """The average of an engine's weights, which starts from their present values.
 
-    It costs one more piece like the one that the optimizer updates, of its dtype: fp32 where the row trains in 16 bits.
+    It costs one more piece like the one that the optimizer updates, in its dtype: fp32 if the row trains in 16 bits.
     Frozen parameters are their own average; buffers are the model's.
 
     Args:
-        decay: how much of the average an update keeps, 0 to 1; it may be set anew at any time (``ema.decay = ...``).
+        decay: the part of the average that an update keeps, 0 to 1; it may change at any time (``ema.decay = ...``).
 
     Raises:
-        ValueError: another decay.
+        ValueError: a decay outside of 0 to 1.
     """
 
     def __init__(self, engine: Engine, decay: float = 0.999) -> None:
         if not 0 <= decay <= 1:
-            raise ValueError(f"a decay of {decay}: it is how much an update keeps of the average, from 0 to 1")
+            raise ValueError(f"a decay of {decay}: it is the part of the average that an update keeps, from 0 to 1")
         self.engine, self.decay = engine, decay
         self.values = [owned.view.detach().clone() for owned in engine.placed.owned]
         """The average of each of ``engine.placed.owned``."""
 
     def check_of(self, engine: Engine) -> None:
-        """Raises ValueError where it is the average of another engine's weights."""
+        """Raises ValueError if it is the average of another engine's weights."""
         if self.engine is not engine:
             raise ValueError(
                 f"ema is the average of the weights of another engine ({self.engine!r}): give plait.EMA of this one"
@@ -54,7 +54,7 @@ class EMA:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The model has the average inside, for evaluation, ``engine.gathered`` or a state; all ranks enter together.
+        """Gives the model the average inside, for evaluation, ``engine.gathered`` or a state; all ranks enter together.
 
         The weights come back as they were, to the bit.
 
@@ -70,7 +70,7 @@ class EMA:
             return self.engine.full_state_dict()
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes over an average that was saved under any layout; nothing is sent.
+        """Loads an average that was saved under any layout; nothing is sent.
 
         Raises:
             ValueError: a parameter that is missing, or has another shape.
@@ -83,6 +83,6 @@ class EMA:
             owned.place.fill(there, value)
 
     def pieces(self) -> Iterator[StatePiece]:
-        """Yields this rank's part of it, region by region, as ``engine.placed.pieces()`` gives the weights."""
+        """Yields this rank's part of the average, region by region, as ``engine.placed.pieces()`` gives the weights."""
         for owned, value in zip(self.engine.placed.owned, self.values, strict=True):
             yield from StatePiece.of(owned.name, "", owned.place, value, first=self.engine.placed.norm.counts(owned))

@@ -1,7 +1,7 @@
 """The engine: forward and backward of every microbatch, one reduction, one update (docs/guide/a-step.md).
 
-``step`` makes a whole step.  A program's own loop calls ``engine.backward(loss, count)`` for each microbatch, and
-``optimizer.step()``, around whose update the engine reduces and publishes.
+``step`` makes a whole step.  A program's own loop calls ``engine.backward(loss, count)`` for each microbatch, then
+``optimizer.step()``; the engine reduces before its update and publishes after it.
 
 Gradients are sums: the loss is a sum, or a mean times its count, and the step divides once, by the global count of
 targets.  So ragged microbatches and uneven ranks agree with a single process.
@@ -46,31 +46,31 @@ from plait.zero.unshard import EVALUATE
 CountFn = Callable[[Any], int]
 
 LOOKS = 8
-"""Losses of an engine whose weights are checked on a GPU, where each check makes this thread wait."""
+"""The number of losses whose weights are checked on a GPU, where each check makes this thread wait."""
 
 
 class Engine(StaysHere):
     """A model trained under one row of the table on this rank.
 
     Args:
-        model: any ``nn.Module``; its parameters may have values or be on meta. Where the row splits parameters, they
+        model: any ``nn.Module``; its parameters may have values or be on meta. If the row splits parameters, they
             have values only while a forward or backward reads them, or inside ``engine.gathered()``.
         comm: this rank's world; it knows the mesh.
         parallelism: how the model is cut over the ranks; or give its fields as keywords (``strategy="zero3"``).
         optimizer: built on ``model.parameters()`` in the ordinary way; the lists in its groups are replaced by the
-            pieces that this rank owns. Or several, as a list or a dict. One that is built later: see ``use``.
+            pieces that this rank owns. Or several, as a list or a dict. For one that is built later, see ``use``.
         loss_fn: ``(model, batch) -> scalar``, the *sum* of the losses of the batch.
         count_fn: ``batch -> int``, the number of terms of that sum.
         clip: the largest global gradient norm; ``math.inf`` measures without clipping, None does neither.
-        seed: of initial values (of parameters on meta) and dropout.
-        weights: where the values of parameters on meta are read, instead of drawing them from the seed.
+        seed: the seed of initial values (of parameters on meta) and of dropout.
+        weights: the source of values for parameters on meta, instead of drawing them from the seed.
         loss_scale: the factor of the loss, for gradients that fp16 would lose.
-        nonfinite: what happens in a step in which any rank has a loss or gradient that is inf or NaN: ``"raise"`` a
+        nonfinite: the response to a loss or gradient on any rank that is inf or NaN: ``"raise"`` a
             FloatingPointError on all ranks, or ``"skip"`` the update on all of them. With a loss scale it is skipped.
         listener: called with every event of a step and the engine (see ``step/watcher.py``).
 
     Raises:
-        ValueError: anything that can be known to be wrong before the first step, with the fix.
+        ValueError: any mistake that can be found before the first step, with the fix.
         TypeError: an unknown keyword.
     """
 
@@ -113,7 +113,7 @@ class Engine(StaysHere):
         self.gradients = Reduce(self.placed, loss_scale, nonfinite)
         """Runs from the last backward to the optimizer: sums, norm, clipping."""
         self.steps = 0
-        """Number of steps made."""
+        """The number of steps made."""
         self.last = StepResult(-1, math.nan, 0, (), None)
         """The numbers of the last step."""
         self._discarded = 0  # times that gradients were thrown away
@@ -128,7 +128,7 @@ class Engine(StaysHere):
         for one in self.optimizers:
             drive(one, self)
         self._evaluator = Evaluator(self.placed)
-        if self.placed.num_stages == 1:  # else a program calls no forward
+        if self.placed.num_stages == 1:  # otherwise a program calls no forward
             model.register_forward_hook(self._after_forward)
         self.listener = listener
         self._watchers: list[Watcher] = [*(make(self) for make in comm.engine_watchers), *filter(None, [listener])]
@@ -140,8 +140,8 @@ class Engine(StaysHere):
     # ---- optimizers -------------------------------------------------------------------------------------------------
 
     def parameters(self) -> list[nn.Parameter]:
-        """The pieces that this rank owns, for an optimizer that is given to ``use``, or that the program steps by hand
-        between ``reduce`` and ``publish``.
+        """The pieces that this rank owns, for an optimizer that is given to ``use``, or that the program steps by
+        itself between ``reduce`` and ``publish``.
 
         Each has a ``piece``: its parameter's ``name``, and in ``piece.place`` the whole ``shape`` and the regions.
 
@@ -155,7 +155,7 @@ class Engine(StaysHere):
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The only optimizer; None where there is none, ValueError where there are several."""
+        """The only optimizer; None if there is none, ValueError if there are several."""
         if len(self.optimizers) > 1:
             raise ValueError(f"the engine has {len(self.optimizers)} optimizers: see engine.optimizers")
         return self.optimizers[0] if self.optimizers else None
@@ -182,7 +182,7 @@ class Engine(StaysHere):
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     def step(self, microbatches: Sequence[Any]) -> StepResult:
-        """Makes one optimizer step on this rank's microbatches; every rank brings equally many.
+        """Makes one optimizer step on this rank's microbatches; every rank passes equally many.
 
         Raises:
             ValueError: no microbatch, ranks that disagree on their number, nothing to count, no loss function.
@@ -206,7 +206,7 @@ class Engine(StaysHere):
         samples = [num_samples(batch) for batch in microbatches]
         first, total = placed.exchange.counts(num, sum(counts), sum(samples), placed.frozen(), given, whole)
         # Phase 2: every microbatch gets its place in the run.
-        self._close()  # drops the rest of an earlier step that raised
+        self._close()  # drops the remains of an earlier step that raised
         self._open = OpenStep(count=total)
         for stage in placed.stages.values():
             stage.begin_step()
@@ -252,13 +252,13 @@ class Engine(StaysHere):
         Args:
             loss: the loss of the microbatch, a scalar.
             count: the number of terms of the loss; the step divides by the global sum of the counts.
-            reduction: ``"mean"``, as of ``F.cross_entropy`` and Hugging Face's models, or ``"sum"``. None: a sum,
+            reduction: ``"mean"``, as in ``F.cross_entropy`` and Hugging Face's models, or ``"sum"``. None: a sum,
                 unless autograd shows a mean, which is refused.
-            also: other engines whose models the loss goes through. Their parameters get gradients too.
+            also: other engines whose models contribute to the loss. Their parameters get gradients too.
             retain_graph: refused if true: each forward has one backward.
 
         Raises:
-            ValueError: no count, no optimizer, a loss that is no scalar, a mean given as a sum, a negative count.
+            ValueError: no count, no optimizer, a loss that is not a scalar, a mean given as a sum, a negative count.
         """
         terms = terms_of(loss, count, retain_graph)
         engines = (self, *also)
@@ -300,10 +300,10 @@ class Engine(StaysHere):
         Returns the step's numbers; ``grad_norm`` is the norm before clipping.
 
         Args:
-            clip: the largest global norm of this step, in place of the engine's.
+            clip: the largest global norm of this step, instead of the engine's.
 
         Raises:
-            ValueError: no backward before it, a second call in one step, ranks at different places of the run.
+            ValueError: no backward before it, a second call in one step, ranks at different places in the run.
             FloatingPointError: a loss or gradient that is not finite, on any rank (see ``nonfinite``).
         """
         check_limit(clip)
@@ -401,7 +401,7 @@ class Engine(StaysHere):
 
     def _before_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Sets the position of this forward in the run, on which dropout depends; a hook of the whole model."""
-        self._check_all_stepped()  # else some parameters would be new and others old, depending on the row
+        self._check_all_stepped()  # otherwise some parameters would be new and others old, depending on the row
         if self._gathers:
             self.comm.wrote_common(later=True)  # a program may have written to this rank's pieces
         now = self._open
@@ -415,7 +415,7 @@ class Engine(StaysHere):
         size = samples_of((args, kwargs))
         lengths = token_counts((args, kwargs), size)
         place, ranks = self.comm.mesh.data_rank(self.comm.rank), self.comm.mesh.data_size
-        # numbered as if all ranks brought equally many samples, so that ranks with fewer do not overlap
+        # numbered as if all ranks had equally many samples, so that ranks with fewer do not overlap
         here = (size * ranks << 80) + place * size
         if not torch.is_grad_enabled():
             stage.begin_alone(RNGPosition(self.steps, -1 - place, here, size, lengths))
@@ -433,7 +433,7 @@ class Engine(StaysHere):
 
     @property
     def in_own_loop(self) -> bool:
-        """True while a step of the program's own loop is under way, and not one of ``engine.step``."""
+        """True while a step of the program's own loop is under way, rather than one of ``engine.step``."""
         return self._open is not None and self._open.own_loop
 
     @property
@@ -478,7 +478,7 @@ class Engine(StaysHere):
             )
 
     def check_between_steps(self, what: str) -> None:
-        """Raises ValueError in the middle of a step, or inside of a block that has put other values into the model."""
+        """Raises ValueError in the middle of a step, or inside of a block that has other values in the model."""
         self.gradients.settle()
         if self._open is not None or self._blocks or self._broken:
             raise ValueError(
@@ -491,8 +491,8 @@ class Engine(StaysHere):
     def evaluate(self, microbatches: Sequence[Any]) -> Evaluation:
         """Returns the mean loss of all ranks' microbatches, in eval mode; training continues as if it had not happened.
 
-        Every rank brings equally many, empty ones included.  Under a pipeline a rank keeps the tensors that it sends on
-        until the end of the call, so bring about as many at once as in a step.
+        Every rank passes equally many, empty ones included.  Under a pipeline a rank keeps the tensors that it sends
+        until the end of the call, so pass about as many at once as in a step.
 
         Raises:
             ValueError: as ``step``; between a forward and the ``optimizer.step()`` of a program's own loop.
@@ -508,8 +508,8 @@ class Engine(StaysHere):
         """Adds up a number, a tensor, or each entry of a dict of these over all data ranks; every rank gets the sum.
 
         All ranks call it together, with the same names and shapes.  Under a pipeline only the values of ranks with the
-        last stage count; the others may bring None.  Integers and booleans are summed as int64, numbers as fp64,
-        tensors in fp32 at least; the additions go by rank.  Without a pipeline a tensor may be differentiated, as a
+        last stage count; the others may pass None.  Integers and booleans are summed as int64, numbers as fp64, tensors
+        in fp32 at least; they are added in the order of ranks.  Without a pipeline a tensor may be differentiated, as a
         part of every rank's loss: its gradient is the sum of theirs.
 
         Raises:
@@ -520,8 +520,8 @@ class Engine(StaysHere):
     def gather(self, rows: Tensor | None) -> Tensor:
         """Joins the rows of all data ranks, of any number each, end to end by data rank; every rank gets them.
 
-        All ranks call it together; under a pipeline those without the last stage may bring None.  Without one, rows
-        may be differentiated, as a part of every rank's loss: each rank's rows get the sum of all gradients.
+        All ranks call it together; under a pipeline those without the last stage may pass None.  Without a pipeline,
+        rows may be differentiated, as a part of every rank's loss: each rank's rows get the sum of all gradients.
 
         Raises:
             ValueError: no rows, or other dtypes or shapes on other ranks.
@@ -532,14 +532,14 @@ class Engine(StaysHere):
 
     @contextmanager
     def gathered(self, *names: str, modify: bool = False) -> Iterator[None]:
-        """Makes parameters whole inside, whatever the row; all ranks enter and leave together.
+        """Makes parameters whole inside, under any row; all ranks enter and leave together.
 
-        Under a row in 16 bits they have that dtype; where the tensor axis cuts a parameter, it is this rank's piece.
-        A penalty made of them belongs between a forward and its backward, and keeps them whole until that is over.
+        Under a row in 16 bits they have that dtype; if the tensor axis cuts a parameter, it is this rank's piece.  A
+        penalty computed from them belongs between a forward and its backward, and keeps them whole until then.
 
         Args:
-            names: of parameters, or of modules for all of theirs; none: all.
-            modify: they may be written to, between steps, on every rank the same.
+            names: names of parameters, or of modules for all of their parameters; none: all.
+            modify: they may be written to, between steps, in the same way on every rank.
 
         Raises:
             ValueError: unknown names; a pipeline; ``modify`` in the middle of a step; at the end of the block,
@@ -562,7 +562,7 @@ class Engine(StaysHere):
 
     @contextmanager
     def swapped(self, others: Sequence[Tensor]) -> Iterator[None]:
-        """Gives every owned run other values inside (``ema`` holds them), on all ranks, and its own again afterwards.
+        """Gives every owned run other values inside (those of ``ema``), on all ranks, and restores its own afterwards.
 
         Raises:
             ValueError: in the middle of a step, or of another such block.
@@ -583,7 +583,7 @@ class Engine(StaysHere):
     # ---- state of a run ---------------------------------------------------------------------------------------------
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Every parameter whole and every buffer (data rank 0's), by the model's own names, on the CPU of every rank.
+        """Returns every parameter whole and every buffer (data rank 0's), by the model's own names, on all ranks' CPUs.
 
         All ranks call it together; one unit is gathered at a time.
         """
@@ -605,24 +605,24 @@ class Engine(StaysHere):
         load_weights(self.placed.directory, self.placed.parts(), weights)
 
     def optimizer_state_dict(self, *, elements: bool = True) -> dict[str, Any]:
-        """The state of all optimizers, whole and by the names of the parameters, on the CPU of every rank.
+        """Returns the state of all optimizers, whole and by parameter names, on the CPU of every rank.
 
         It has the form of torch's ``get_optimizer_state_dict``: ``{"state": {name: {key: value}}, "param_groups":
         [{"params": [names], "lr": ...}]}``.  All ranks call it together.
 
         Args:
-            elements: with False, values that come one per element of a parameter are left out: empty tensors on meta
+            elements: with False, values per element of a parameter are left out: empty tensors on meta
                 describe them, and ``placed.pieces`` has them region by region.
 
         Raises:
-            ValueError: no optimizer; a state that is neither a number nor of its parameter's shape.
+            ValueError: no optimizer; a state that is neither a number nor shaped like its parameter.
         """
         return self.placed.needed_optimizer_state().by_name(elements=elements)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over a state that was saved under any layout, or by plain torch, groups' options included.
+        """Loads a state that was saved under any layout, or by plain torch, including the groups' options.
 
-        Nothing is sent, and only this rank's part is read, so values may be read from a file: all that they need is a
+        Nothing is sent, and only this rank's part is read, so values may be read from a file: they only need a
         ``shape`` and ``value[slices]``.  With one optimizer it may be plain torch's ``optimizer.state_dict()``.
 
         Raises:
@@ -631,8 +631,8 @@ class Engine(StaysHere):
         self.placed.needed_optimizer_state().load(state)
 
     def step_state(self) -> dict[str, Any]:
-        """The other state that a resumed run needs, the same on all ranks: steps made (on which dropout depends), the
-        seed, and the loss scale."""
+        """The other state that a resumed run needs, the same on all ranks: the number of steps made (on which dropout
+        depends), the seed, and the loss scale."""
         scale = self.gradients.loss_scale
         return {"step": self.steps, "seed": self.seed, "loss_scale": None if scale is None else asdict(scale)}
 

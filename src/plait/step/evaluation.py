@@ -1,14 +1,14 @@
-"""The loss without a step: forwards only, on all ranks, and nothing of the training is touched.
+"""The loss without a step: only forwards run, on all ranks, and the state of training does not change.
 
     counts      as in a step                                             one small all_gather
     F0 F1 …     the order's forwards; units are gathered and freed       as the row says
     losses      of every data rank, added exactly                        one small all_gather
 
-Modules are in eval mode and nothing is drawn.  Persistent buffers are data rank 0's, as in a state dict; afterwards
-each rank has its own again, so BatchNorm evaluates one model on all ranks and trains on with what each has seen.
+Modules are in eval mode and nothing is drawn.  Persistent buffers have data rank 0's values, as in a state dict, and
+each rank's own again afterwards: BatchNorm evaluates one model on all ranks, and trains on with each rank's statistics.
 
-Evaluations have their own runtime, so the shapes of their messages and their order of gathers stay apart from the
-step's.  In the ledger all their messages are of the phase ``evaluate``.
+Evaluations have their own runtime, so that their message shapes and gather order stay apart from the step's.  In the
+ledger, all their messages have the phase ``evaluate``.
 """
 
 import math
@@ -34,16 +34,16 @@ from plait.zero.unshard import EVALUATE
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The outcome of ``Engine.evaluate``, the same on every rank."""
+    """The result of ``Engine.evaluate``, the same on every rank."""
 
     loss: float
     """The mean over all ranks' microbatches."""
     count: int
-    """The number of its terms."""
+    """The number of terms in the mean."""
 
 
 class Evaluator:
-    """Evaluations of a model in training."""
+    """Evaluates a model in training."""
 
     def __init__(self, placed: PlacedModel) -> None:
         self.placed, comm = placed, placed.comm
@@ -93,7 +93,7 @@ def eval_mode(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def buffers_of_data_rank_0(models: Sequence[nn.Module], comm: Comm) -> Iterator[None]:
-    """Gives every persistent buffer data rank 0's values inside, and its own again afterwards."""
+    """Gives every persistent buffer data rank 0's values inside, and its own values again afterwards."""
     places = [
         (module, key, buffer)
         for module in {m: None for model in models for m in model.modules()}

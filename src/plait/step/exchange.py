@@ -18,16 +18,16 @@ from plait.table.collectives import Note
 from plait.zero.state.identity import some_elements
 
 _SAMPLES = (1 << 32) - 1
-"""The bits of the number of samples; above them is a digest of the samples."""
+"""The bits of the number of samples; the bits above them are a digest of the samples."""
 
 
 class Report(NamedTuple):
     """The numbers that all ranks know before the update."""
 
     squares: float
-    """The global sum of squares."""
+    """The global sum of the gradients' squares."""
     losses: list[list[float]]
-    """Losses of the microbatches, by data rank."""
+    """The losses of the microbatches, by data rank."""
     have_gradient: dict[str, bool]
     """True for each parameter that has a gradient on any rank."""
     marks: list[list[float]]
@@ -61,8 +61,8 @@ class Exchange:
 
         Args:
             frozen: the parameters that were frozen since the model was placed.
-            brought: the microbatches, which are compared where several ranks work on the same samples.
-            whole: targets of the microbatches before they were cut in time.
+            brought: the microbatches, which are compared if several ranks work on the same samples.
+            whole: the number of the microbatches' targets before they were cut in time.
 
         Raises:
             ValueError: different numbers of microbatches, different batches in one data rank, or no target anywhere;
@@ -111,7 +111,7 @@ class Exchange:
         """Exchanges the small message before the update.
 
         Args:
-            losses: of this data rank's microbatches; only those of ranks with the last stage count.
+            losses: the losses of this data rank's microbatches; only ranks with the last stage count.
             touched: the parameters that got a gradient on this rank.
             marks: ``MARKS`` other numbers that the ranks compare (see ``reduce``).
 
@@ -134,7 +134,7 @@ class Exchange:
                     raise ValueError(
                         f"the ranks of a tensor group have different losses ({', '.join(f'{x:.6g}' for x in same)}), "
                         f"though they work on the same samples: an output that the tensor plan cuts ('column') reaches "
-                        f"the loss without a 'row' or 'gathered' behind it"
+                        f"the loss without a 'row' or 'gathered' after it"
                     )
         columns = zip(*(row[first_bit:last_bit] for row in rows), strict=True)
         masks = [reduce(or_, map(int, column)) for column in columns]
@@ -143,7 +143,7 @@ class Exchange:
 
 
 def _digest(microbatches: Sequence[Any]) -> int:
-    """31 bits of some elements of every tensor that is on the host."""
+    """Returns 31 bits from some elements of every tensor that is on the host."""
     digest = 0
     for leaf in batch_tensors(list(microbatches)):
         known = type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_nested

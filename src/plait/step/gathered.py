@@ -1,11 +1,11 @@
-"""Whole parameters between steps: read for a penalty, an average or a plot, and written to.
+"""Whole parameters between steps, to be read (for a penalty, an average, a plot) and written.
 
 with engine.gathered(): ...                                        read; writes are refused
-with engine.gathered("head.weight", modify=True), torch.no_grad(): write: every rank the same, between steps
+with engine.gathered("head.weight", modify=True), torch.no_grad(): write the same on every rank, between steps
 
 enter    units that are at rest are gathered, and pinned: every pass meanwhile finds them whole
-exit     compared over the ranks, if they may have been written to; back to rest
-         where a tensor that needs a gradient was made of them: back to rest after the backward that reads it
+exit     they are compared over the ranks if they may have been written to, and go back to rest
+         if a tensor that needs a gradient was computed from them: back to rest after the backward that reads it
 """
 
 import difflib
@@ -30,7 +30,7 @@ from plait.zero.unshard import Unsharding
 
 
 class Reads(EngineMode):
-    """Notes if any tensor that needs a gradient is made, and makes ``p.data`` share the version of ``p``."""
+    """Notes whether a tensor that needs a gradient is made, and makes ``p.data`` share the version of ``p``."""
 
     def __init__(self, parameters: set[int]) -> None:
         super().__init__()
@@ -52,10 +52,10 @@ class Reads(EngineMode):
 
 
 def units_of(units: Sequence[Unit], names: Sequence[str], aliases: Mapping[str, str]) -> list[Unit]:
-    """The units that contain the named parameters, or those of the named modules; without names, all.
+    """The units that contain the named parameters, or the parameters of the named modules; without names, all units.
 
     Args:
-        aliases: the name of a parameter by each name that it has.
+        aliases: maps each name of a parameter to its first name.
 
     Raises:
         ValueError: a name that is neither.
@@ -90,7 +90,7 @@ def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modif
                 flat.show()
             raise ValueError(
                 f"parameter {written[0]!r} was written to inside `with engine.gathered(...)`: say modify=True, which "
-                f"keeps what every rank has written the same"
+                f"checks that every rank has written the same"
             )
         if modify:
             check_alike(flats, comm)
@@ -110,7 +110,7 @@ def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modif
 
 
 def _accept(flat: Flat) -> None:
-    """Takes over values that a program wrote to whole parameters; raises ValueError for another shape or dtype."""
+    """Accepts values that a program wrote to whole parameters; raises ValueError for another shape or dtype."""
     with DisableTorchFunction():
         views = flat.views(flat.full)
         for p, view, slot in zip(flat.parameters, views, flat.layout.slots, strict=True):
@@ -122,7 +122,7 @@ def _accept(flat: Flat) -> None:
                     f"on {p.device}, but the row holds {str(view.dtype)[6:]} of shape {tuple(view.shape)} on "
                     f"{view.device}: make such changes first, then build the Engine"
                 )
-            view.copy_(p.detach().clone())  # which may share this very memory
+            view.copy_(p.detach().clone())  # it may share this very memory
             p.data = view
     if flat.split:
         flat.rest.copy_(flat.full[slice(*flat.held)])
@@ -136,14 +136,14 @@ def _versions(flat: Flat) -> list[int]:
 
 
 def _written(flat: Flat, before: Sequence[int]) -> list[str]:
-    """The parameters that were written to in place, or were given other memory."""
+    """The parameters that were written to in place, or got other memory."""
     replaced = flat.replaced()
     rows = zip(flat.layout.slots, before, _versions(flat), strict=True)
     return [slot.name for slot, old, new in rows if old != new or slot.name in replaced]
 
 
 def check_alike(flats: Sequence[Flat], comm: Comm) -> None:
-    """Raises ValueError, on every rank, where ranks that should hold the same values do not."""
+    """Raises ValueError, on every rank, if ranks that should hold the same values do not."""
     held: dict[tuple[str, ...], list[tuple[str, int]]] = {}
     for flat in flats:
         for slot, parameter, cut in zip(flat.layout.slots, flat.parameters, flat.cuts, strict=True):
@@ -159,5 +159,5 @@ def check_alike(flats: Sequence[Flat], comm: Comm) -> None:
         raise ValueError(
             f"inside `with engine.gathered(modify=True)` the ranks have written different values to "
             f"{len(differing)} parameters ({', '.join(differing[:3])}): write the same on every rank (draw from a "
-            f"generator of one seed, take what depends on a rank's samples from all of them)"
+            f"generator of one seed, gather what depends on a rank's samples from all of them)"
         )

@@ -1,9 +1,9 @@
-"""The end of a step of one rank on a device, for which its host waits for nothing.
+"""The end of a step on one rank's device, without making its host wait.
 
     on the device   losses, norms, checks ─► the factor of the clip, and ``found_inf``: a bad step changes nothing
-    on the host     the same numbers come to pinned memory; the first who asks reads them, or the next step
+    on the host     the same numbers come to pinned memory; the first request reads them, or the next step
 
-A step that is not finite raises late: at the first look at its result, the next reduction, or a save.
+A step that is not finite raises late: at the first read of its result, the next reduction, or a save.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Finish = Callable[[Iterable[float], int], tuple[Report, StepResult]]
 
 
 def may_be_late(reduce: Reduce) -> bool:
-    """True if the device alone can decide whether a step is made: on one rank, with one optimizer that leaves an update
-    out on the device, as torch's fused ones do.
+    """True if the device alone can decide whether a step is made: on one rank, with one optimizer that can leave an
+    update out on the device, as torch's fused ones do.
 
-    The first update of a parameter by SGD with momentum is not one: left out, it leaves a momentum without values.
+    The first update of a parameter by SGD with momentum does not qualify: without it, the momentum has no values.
     """
     optimizers, comm = reduce.placed.optimizers, reduce.placed.comm
     plain = comm.mesh.size == 1 and reduce.loss_scale is None and reduce.nonfinite == "raise"
@@ -47,11 +47,11 @@ def may_be_late(reduce: Reduce) -> bool:
 
 
 class LateResult(StepResult):
-    """The result of a step whose numbers are on their way from the device; the first look at one of them waits.
+    """The result of a step whose numbers are on their way from the device; the first read of one waits.
 
     Args:
         row: the numbers.  If one of them is not finite, the next update of the optimizers changes nothing.
-        finish: makes the result of them, and raises if the step was not finite.
+        finish: makes the result from them, and raises if the step was not finite.
     """
 
     @torch.no_grad()
@@ -65,21 +65,21 @@ class LateResult(StepResult):
         vars(self).update(_host=host, _came=came, _finish=finish, _optimizer=optimizer, _seen=False)
 
     def settle(self) -> None:
-        """Ends the step; raises the error of one that was not finite, unless a look at it has."""
+        """Ends the step; raises the error of one that was not finite, unless a read of it has."""
         if (optimizer := vars(self).pop("_optimizer", None)) is not None:
             vars(optimizer).pop("found_inf", None)
         if not self._seen:
             self.__getattr__("loss")
 
     def __getattr__(self, name: str) -> Any:
-        """Gives what is not there yet."""
+        """Waits for a field that has no value yet."""
         if name not in self.__dataclass_fields__:
             raise AttributeError(name)
         self._came.synchronize()
         vars(self)["_seen"] = True
         vars(self).update(vars(self._finish(self._host.tolist(), self.count)[1]))
         self.settle()
-        for done in ("_host", "_came", "_finish"):  # which hold the engine
+        for done in ("_host", "_came", "_finish"):  # these hold the engine
             del vars(self)[done]
         return vars(self)[name]
 
@@ -89,7 +89,7 @@ class LateResult(StepResult):
 
 @torch.no_grad()
 def clip_on_device(runs: Iterable[Tensor], norms: Sequence[Tensor], limit: float, dtype: torch.dtype) -> None:
-    """Clips gradients whose blocks have these norms, as ``clip_factor`` and ``scale`` do with numbers of the host."""
+    """Clips gradients whose blocks have these norms, as ``clip_factor`` and ``scale`` do with numbers on the host."""
     norm = torch.stack(tuple(norms)).square().sum().sqrt().to(dtype).double()
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     for run in runs:

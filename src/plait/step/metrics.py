@@ -1,4 +1,4 @@
-"""Numbers of all data ranks together: counts that a program keeps beside the loss.
+"""Numbers of all data ranks together: counts that a program keeps in addition to the loss.
 
     rank 0   {"right": 7, "seen": 10}  ─┐
     rank 1   {"right": 5, "seen":  8}  ─┴─► {"right": 12, "seen": 18}, on every rank
@@ -7,8 +7,8 @@ Ranks of one data rank have the same samples and count once; under a context axi
 Under a pipeline only ranks with the last stage have outputs; values of the other ranks are ignored, and those ranks
 receive the result.
 
-Without a pipeline both can be differentiated, for a loss over the features of all ranks.  The gradient is the sum over
-the data ranks of theirs, or this rank's rows of it, so all ranks run that backward.
+Without a pipeline both can be differentiated, for a loss over the features of all ranks.  The gradient is the sum of
+the data ranks' gradients, or this rank's rows of it, so all ranks run that backward.
 """
 
 import json
@@ -79,7 +79,7 @@ def gathered_rows(comm: Comm, last: int, value: Tensor | None) -> Tensor:
     if None in told or len({(dtype, needs, *shape[1:]) for dtype, shape, needs in told}) > 1:
         raise ValueError(
             f"the ranks bring {', '.join(map(str, told))}: give tensors of one dtype, one need of a gradient "
-            f"and, behind the first dim, one shape"
+            f"and, after the first dim, one shape"
         )
     (dtype, (_, *rest), differentiated), lengths = told[0], [shape[0] for _, shape, _ in told]
     whole = torch.empty((sum(lengths), *rest), dtype=getattr(torch, dtype), device=comm.device)
@@ -105,7 +105,7 @@ def _has_outputs(comm: Comm, last: int) -> bool:
 
 
 def _told(comm: Comm, last: int, mine: Any) -> list[Any]:
-    """The values of the ranks with outputs, by data rank; those of the first tensor rank speak for all."""
+    """The values of the ranks with outputs, by data rank; the first tensor rank's count for all."""
     mesh, rows = comm.mesh, gather_texts(comm, json.dumps(mine), NOTE)
     speakers = [rank for rank in range(mesh.size) if mesh.coordinates(rank)["pipe"] == last]
     return [json.loads(rows[rank]) for rank in speakers if mesh.coordinates(rank)["tensor"] == 0]

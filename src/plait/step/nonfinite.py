@@ -1,7 +1,7 @@
-"""Finds the rank whose loss or gradient is not finite: all ranks agree on it in the step's report, before the update.
+"""Finds the rank whose loss or gradient is not finite: all ranks learn it from the step's report, before the update.
 
 a unit's gradient                 ──► one number, before it is reduced (``zero.gradient_watch``)
-the report                        ──► each rank's first that is inf or NaN, with its losses
+the report                        ──► each rank's first place with inf or NaN, and its losses
 every rank                        ──► raises, or skips the step; both name the rank
 """
 
@@ -16,20 +16,20 @@ NonFinite = Literal["raise", "skip"]
 """The engine's choice for a step with a loss or gradient that is not finite."""
 
 NAMED = 4
-"""Most places that an error names."""
+"""The most places that an error names."""
 
 
 def encoded(place: tuple[int, str], names: Sequence[str]) -> int:
-    """A place as one number of the report, where 0 is none."""
+    """Encodes a place as one number of the report; 0 means no place."""
     return 1 + (place[0] - SUM) * len(names) + names.index(place[1])
 
 
 def described(losses: Sequence[tuple[int, Sequence[float]]], places: Sequence[float], names: Sequence[str]) -> str:
-    """A text that says which losses and gradients are not finite, and where; "" if all are finite.
+    """Says which losses and gradients are not finite, and where; "" if all are finite.
 
     Args:
-        losses: of the ranks that have them: the rank, and the losses of its microbatches.
-        places: by rank, as ``encoded`` with these names.
+        losses: for each rank that has losses, the rank, and the losses of its microbatches.
+        places: for each rank, a place as ``encoded`` with these names.
     """
     reasons = [
         f"the loss of microbatch {m} on rank {rank} is {loss}"
@@ -47,9 +47,9 @@ def described(losses: Sequence[tuple[int, Sequence[float]]], places: Sequence[fl
 
 
 def not_finite(step: int, report: Report, exchange: Exchange) -> FloatingPointError:
-    """The error of a step with this report."""
+    """Returns the error for a step with this report."""
     first = exchange.losses_at * exchange.in_stage
-    ranks = range(first, first + exchange.in_stage, exchange.tensor)  # of the losses, by data rank
+    ranks = range(first, first + exchange.in_stage, exchange.tensor)  # the ranks of the losses, by data rank
     losses = list(zip(ranks, report.losses, strict=True))
     problem = described(losses, [row[0] for row in report.marks], exchange.names)
     return FloatingPointError(

@@ -1,4 +1,4 @@
-"""The global norm counts every element once, however many ranks have it.
+"""The global norm, which counts every element once, however many ranks have it.
 
 a run of ...             is on                                 and is counted by
 any parameter            the ranks with the optimizer's piece  the first of them
@@ -25,7 +25,7 @@ SQUARED = 1 << 16
 
 
 class Norm:
-    """Decides which rank counts a run; ``dtypes`` are the gradients'; ``copies``: flats, by ``id``, of others."""
+    """Decides which rank counts a run; ``dtypes``: the gradients'; ``copies``: flats, by ``id``, that are copies."""
 
     def __init__(
         self, comm: Comm, strategy: Strategy, dtypes: Collection[torch.dtype], copies: Collection[int] = ()
@@ -36,7 +36,7 @@ class Norm:
         self.dtype = dtype_of_norm(dtypes)
 
     def counts(self, owned: Owned) -> bool:
-        """True if this rank adds a run's squares: of the ranks with the same run, the first does."""
+        """True if this rank adds a run's squares: the first of the ranks with the same run does."""
         first = self.first_copy[owned.flat.axes] and (owned.cut is not None or owned.flat.tensor_rank == 0)
         return first and id(owned.flat) not in self.copies
 
@@ -54,7 +54,7 @@ def sum_squares(norms: Iterable[float]) -> float:
 
 
 def dtype_of_norm(dtypes: Collection[torch.dtype]) -> torch.dtype:
-    """The precision in which gradients of these dtypes have a norm: fp32 at least."""
+    """The dtype for the norm of gradients of these dtypes: fp32 at least."""
     return torch.float64 if torch.float64 in dtypes or torch.complex128 in dtypes else torch.float32
 
 

@@ -1,10 +1,10 @@
-"""Adds to a stock optimizer's object: reduce before its step, publish after it.
+"""Adds hooks to a stock optimizer: reduce before its step, publish after it.
 
 optimizer.step()
   engine.reduce()        unless the loop has called it
   the update             on this rank's pieces; where it needs whole tensors, between a gather and a scatter
   engine.publish()       with the last optimizer of the step; hooks that a program adds to the step later come after it
-optimizer.zero_grad()    between backward and step: the sums so far are thrown away
+optimizer.zero_grad()    between backward and step: throws away the sums so far
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def drive(optimizer: Optimizer, engine: Engine) -> None:
         finally:
             entered = False
 
-    def begins(*_: Any) -> None:  # a step that calls that of its base class runs the hooks twice
+    def begins(*_: Any) -> None:  # a step that calls its base class's step runs the hooks twice
         nonlocal depth
-        if not entered and not depth:  # a bound method that is older than this engine
+        if not entered and not depth:  # the bound method is older than this engine
             engine.before_update(optimizer)
         if not depth:
             for one in cut:

@@ -51,7 +51,7 @@ class PlacedModel(StaysHere):
 
     Args:
         settings: settings of the step, which must be the same on all ranks.
-        agreed: texts that must be the same on all ranks, too.
+        agreed: texts that must also be the same on all ranks.
         before_forward: called with the model's arguments before each forward of a program's own loop.
     """
 
@@ -76,19 +76,19 @@ class PlacedModel(StaysHere):
         check_model(model, comm)
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         self.num_parameters = sum(p.numel() for p in model.parameters())
-        """Elements of the whole model."""
+        """The number of elements of the whole model."""
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
         dtypes = {dtype_in(self.strategy.grads, dtype_in(self.strategy.params, p.dtype)) for p in model.parameters()}
         self.pipeline = Pipeline.of(parallelism, comm.mesh.pipe)
         self.num_stages = self.pipeline.num_stages
-        """Number of stages, on all ranks."""
+        """The number of stages on all ranks."""
         built = build_stages(model, comm, parallelism, self.pipeline, seed, before_forward, weights)
         self.stages, self.directory = built.stages, built.directory
         self.time_axis = next((stage.time_axis for stage in self.stages.values()), None)
-        """The context axis, where the mesh has one."""
+        """The context axis, if the mesh has one."""
         synchronise((m for stage in self.stages.values() for m in stage.model.modules()), comm)
         self.modified = 0
-        """Times that a program has written to whole parameters in ``engine.gathered(modify=True)``."""
+        """The number of times that a program wrote to whole parameters in ``engine.gathered(modify=True)``."""
         self.links, self.split = built.links, built.split
         """The names of the model's links, and the number of links of each stage."""
         self.shapes, self.cuts = shapes, {names[key]: cut for key, cut in built.parallel.cuts.items()}
@@ -125,7 +125,7 @@ class PlacedModel(StaysHere):
         self.optimizer_state = self._state_of_optimizers()
 
     def _unite_groups(self, owner: OwnedOptimizer) -> None:
-        """Gives the groups of optimizers that were built on pieces the names of the pieces of all ranks."""
+        """Renames the groups of optimizers that were built on pieces: they get the names of all ranks' pieces."""
         mine = json.dumps([owner.groups[one] for one in owner.optimizers])
         rows = [json.loads(text) for text in gather_texts(self.comm, mine, Note("setup"))]
         for number, one in enumerate(owner.optimizers):
@@ -147,13 +147,13 @@ class PlacedModel(StaysHere):
         )
 
     def needed_optimizer_state(self) -> OptimizerState:
-        """Reads and writes the optimizers' state; ValueError without optimizers."""
+        """Reads and writes the optimizers' state; raises ValueError without optimizers."""
         if self.optimizer_state is None:
             raise ValueError("the engine has no optimizer: give Engine(optimizer=...) or call engine.use(optimizer)")
         return self.optimizer_state
 
     def program(self, num_microbatches: int, *, backward: bool = True) -> RankProgram:
-        """This rank's actions in a step of so many microbatches, or an evaluation; proved at the first call."""
+        """This rank's actions in a step of this many microbatches, or an evaluation; proved at the first call."""
         key = num_microbatches, backward
         if key not in self._programs:
             complete = self.pipeline.completed if backward else self.pipeline.evaluated
@@ -164,8 +164,8 @@ class PlacedModel(StaysHere):
     def cut_in_time(
         self, microbatches: Sequence[Any], count_fn: Callable[[Any], int]
     ) -> tuple[Sequence[Any], int | None]:
-        """This rank's steps of time of the microbatches, and how many targets these had whole; as they are without a
-        context axis."""
+        """This rank's steps of time of the microbatches, and the number of targets of the whole ones; without a context
+        axis, the microbatches as they are."""
         if self.time_axis is None:
             return microbatches, None
         whole = sum(whole_count(count_fn(batch)) for batch in microbatches)
@@ -183,14 +183,14 @@ class PlacedModel(StaysHere):
         for name, trained in changed:
             if not trained:
                 raise ValueError(
-                    f"parameter {name!r} was thawed, which was frozen when the Engine was built, so that no memory was "
-                    f"given to its gradient: build the Engine while it trains, and freeze it afterwards"
+                    f"parameter {name!r} was thawed, and was frozen when the Engine was built, so its gradient has no "
+                    f"memory: build the Engine while it trains, and freeze it afterwards"
                 )
             frozen.append(name)
         return frozen
 
     def links_of(self, stage: int) -> tuple[str, ...]:
-        """The names of a stage's links; none where there is one stage."""
+        """The names of a stage's links; none if there is only one stage."""
         first = sum(self.split[:stage])
         return self.links[first : first + self.split[stage]]
 
@@ -204,8 +204,8 @@ class PlacedModel(StaysHere):
         return tuple(layout for stage in self.stages.values() for layout in layouts_of(stage.unsharding))
 
     def bytes_held(self) -> dict[str, int]:
-        """Bytes on this rank: ``params``, ``grads`` and ``optimizer`` between steps, and at most so far
-        ``gathered_peak`` of whole parameters and ``gradient_buffers`` of whole gradients.
+        """Bytes on this rank: ``params``, ``grads`` and ``optimizer`` between steps; and the most so far of whole
+        parameters (``gathered_peak``) and of whole gradients (``gradient_buffers``).
         """
         stages = self.stages.values()
         masters = sum(f.master.nbytes for unit in self.units for f in unit.flats if f.master is not None)
@@ -218,33 +218,33 @@ class PlacedModel(StaysHere):
         }
 
     def put_away(self, what: str) -> None:
-        """Before values are written at rest: gives up all that a forward without a backward has left gathered."""
+        """Reshards, before values are written at rest, everything that a forward without a backward left gathered."""
         self.unpin()
         if any(unit.pins for unit in self.units):
             raise ValueError(f"{what} inside of `with engine.gathered(...)`: leave the block first")
         self.comm.wait_for_readers()
 
     def unpin(self) -> None:
-        """Gives up parameters that a forward without a backward, or a read with gradients, has left gathered."""
+        """Reshards parameters that a forward without a backward, or a read with gradients, left gathered."""
         for stage in self.stages.values():
             stage.unsharding.end_step()
             stage.unsharding.forget()
 
     def own_buffers(self) -> dict[str, Tensor]:
-        """The buffers of the model's state that this rank has before all others: data rank 0's, of its stages."""
+        """The buffers of the model's state for which this rank is the first: data rank 0's, of its stages."""
         here = self.comm.mesh.coordinates(self.comm.rank)
         if any(place for axis, place in here.items() if axis != "pipe"):
             return {}
         buffers: dict[str, Tensor] = {}
-        for part in reversed(self.parts()):  # of several with one name, the first stays
+        for part in reversed(self.parts()):  # of several with the same name, the first wins
             buffers |= buffers_of(part.model)
         return {name: value for name, value in buffers.items() if self.directory.homes[name] == here["pipe"]}
 
     def pieces(self) -> Iterator[StatePiece]:
         """Yields this rank's parameters and optimizer state, region by region, in their own memory.
 
-        The regions that are ``first``, over all ranks, are every parameter and every state that has a value per
-        element.  Numbers (``step``) and groups are in ``optimizer_state_dict(elements=False)``.
+        The ``first`` regions of all ranks together are every parameter, and every state that has a value per element.
+        Numbers (``step``) and groups are in ``optimizer_state_dict(elements=False)``.
         """
         state, names = self.optimizer_state, set[str]()
         for o in self.owned:
@@ -264,7 +264,7 @@ class PlacedModel(StaysHere):
         for stage in self.stages.values():
             stage.unsharding.forget()
         for work in [work for unit in self.units for work in unit.publish()]:
-            work.wait()  # before a rank reads a parameter, or exits
+            work.wait()  # waits before a rank reads a parameter, or exits
         self.comm.wrote_common()
 
     @torch.no_grad()

@@ -1,10 +1,10 @@
-"""Everything between a step's last backward and its update: all ranks agree on the step's numbers.
+"""The work between a step's last backward and its update: all ranks agree on the step's numbers.
 
-    sums ──► divided by the loss scale ──► norm, losses, who has a gradient ──► clipped ──► the optimizer's
-             (in own loops the count, too)  one small all_gather
+    sums ──► divided by the loss scale ──► norm, losses, which have a gradient ──► clipped ──► the optimizer's
+             (in own loops, the count too)  one small all_gather
 
 A step whose numbers are not finite raises on all ranks, or is skipped: the optimizer gets no gradient, so neither
-parameters nor its state change.  With a loss scale such a step is always skipped, since there it is expected.
+parameters nor its state change.  With a loss scale such a step is always skipped, because it is expected there.
 """
 
 import math
@@ -36,7 +36,7 @@ from plait.zero.optim import give_gradients
 def position_of(step: int, discarded: int, optimizers: Iterable[Optimizer]) -> dict[str, str]:
     """The position of a rank in the run: steps made, times that gradients were thrown away, the optimizers' options.
 
-    A rank at another position trains another model from then on.
+    A rank at another position trains a different model from then on.
     """
     fields = {"the number of steps made": str(step), "gradients thrown away by zero_grad": str(discarded)}
     for number, optimizer in enumerate(optimizers):
@@ -50,7 +50,7 @@ def position_of(step: int, discarded: int, optimizers: Iterable[Optimizer]) -> d
 
 @torch.no_grad()
 def joined(device: torch.device, *groups: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """Groups of scalars as one row in fp64, and their sizes."""
+    """Joins groups of scalars into one row in fp64; returns the row and the groups' sizes."""
     rows = [torch.stack(tuple(group)).view(-1).to(device, torch.float64) for group in groups if group]
     return torch.cat(rows), list(map(len, groups))
 
@@ -97,15 +97,15 @@ class Reduce:
         """Finishes the sums, agrees, clips, and gives the pieces their gradients.
 
         Args:
-            step: its number.
+            step: the number of the step.
             position: fields that must be the same on all ranks (see ``position_of``).
             clip: the largest norm.
             tell: called with ``"reduced"`` and ``"agreed"`` (see ``watcher``).
-            updates: the update follows at once, so no program sees the result before.
+            updates: the update follows at once, so that no program sees the result before it.
 
         Raises:
-            ValueError: ranks at different places of the run.
-            FloatingPointError: on all ranks, a loss or gradient that is not finite, if nothing else was asked for.
+            ValueError: ranks at different places in the run.
+            FloatingPointError: on all ranks, a loss or gradient that is not finite, unless such steps are skipped.
         """
         placed, exchange, owned, norm = self.placed, self.placed.exchange, self.placed.owned, self.placed.norm
         self.settle()
@@ -113,7 +113,7 @@ class Reduce:
             stage.gradients.reduce()
         if placed.ties.edges:
             placed.ties.reduce()
-        gradients = [o.gradient for o in owned]  # run by run, so that vector tails fall where a whole tensor's do
+        gradients = [o.gradient for o in owned]  # run by run, so that vector tails fall as in a whole tensor
         factor = 1 / self.scale
         if now.count is None:
             _, now.count = exchange.counts(len(now.losses), now.local_count, 0, placed.frozen())
@@ -163,14 +163,14 @@ class Reduce:
         return result
 
     def _finite(self, report: Report, step: int) -> bool:
-        """True if the step may be made; updates the loss scale, where there is one."""
+        """True if the step may be made; updates the loss scale, if there is one."""
         if self.loss_scale is not None:
             finite = math.isfinite(report.squares)
             self.loss_scale.update(finite=finite)
             return finite
         if not any(row[0] for row in report.marks) and math.isfinite(report.squares + sum(map(sum, report.losses))):
             return True
-        for stage in () if self.late is not None else self.placed.stages.values():  # which may have later sums by then
+        for stage in () if self.late is not None else self.placed.stages.values():  # these may have later sums by then
             stage.gradients.wipe()
         if self.nonfinite == "raise":
             raise not_finite(step, report, self.placed.exchange)

@@ -1,10 +1,10 @@
-"""Turns a mean loss into the sum of its terms, which the step divides once, by the global count.
+"""Turns a mean loss into the sum of its terms, which the step divides once by the global count.
 
     F.cross_entropy(out, y)                    NllLossBackward0, reduction 1     a mean
     (out - y).square().mean()                  MeanBackward0                     a mean
     (out - y).square().sum()                   SumBackward0                      a sum
 
-A mean that is taken for a sum is divided twice, and nothing would look wrong.  So the engine reads the loss's last
+A mean that is taken for a sum would be divided twice, without any sign of it.  So the engine reads the loss's last
 operation from autograd, unless the caller names the reduction.
 """
 
@@ -20,14 +20,14 @@ from plait.torch_private import DisableTorchFunction
 Reduction = Literal["mean", "sum"]
 
 _MEAN = 1
-"""The number of a mean among the reductions of torch's loss functions."""
+"""The code of the mean among the reductions of torch's loss functions."""
 
 
 def check_weight(loss: Tensor, count: int) -> None:
-    """Raises ValueError for a mean of torch's cross entropy in which targets are ignored, or classes have weights, so
+    """Raises ValueError for a mean by torch's cross entropy in which targets are ignored, or classes have weights, so
     that its weight is not the count: mean * count would not be the sum of its terms.
 
-    One term has no weight beside others: a count of 1 says that means are to be averaged.
+    A single term has no weights to compare: a count of 1 declares that means are to be averaged.
     """
     node: Any = loss.grad_fn
     if count < 2 or not type(node).__name__.startswith("NllLoss") or _is_packed(node):
@@ -49,7 +49,7 @@ def terms_of(loss: Tensor, count: int | None, retain_graph: bool | None) -> int:
     """The number of terms of a loss, checked before its backward in a program's own loop.
 
     Raises:
-        ValueError: no count, a negative one or a fraction, a loss that is no scalar, a graph that is to be kept.
+        ValueError: no count, a negative one or a fraction, a loss that is not a scalar, a graph to be kept.
     """
     if count is None:
         raise ValueError(
@@ -74,10 +74,10 @@ ADVICE = (
 
 
 def _is_packed(node: Any) -> bool:
-    """True if hooks (a checkpoint's) hold the tensors that a node has saved, and compute them anew on every access."""
+    """True if hooks (a checkpoint's) hold the tensors that a node has saved, and recompute them on every access."""
     try:
         node._raw_saved_target.register_hooks(_itself, _itself)
-    except RuntimeError:  # it has hooks
+    except RuntimeError:  # it has hooks already
         return True
     return False
 
@@ -87,7 +87,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def as_sum(loss: Tensor, count: int, reduction: Reduction | None) -> Tensor:
-    """The sum of a loss's ``count`` terms; without a reduction, the loss itself, if nothing speaks against it.
+    """The sum of a loss's ``count`` terms; without a reduction, the loss itself, unless it is seen to be a mean.
 
     Raises:
         ValueError: another reduction, a loss that is a mean but was not declared one, or a mean of other weights.
@@ -97,7 +97,7 @@ def as_sum(loss: Tensor, count: int, reduction: Reduction | None) -> Tensor:
     if reduction is None:
         check_sum(loss, count)
     elif reduction != "sum":
-        raise ValueError(f'reduction={reduction!r}: what the loss is of its terms, "mean" or "sum"')
+        raise ValueError(f'reduction={reduction!r}: it must be "mean" or "sum"')
     return loss
 
 
@@ -112,11 +112,11 @@ def check_sum(loss: Tensor, count: int) -> None:
 
 
 def returning_sums(loss_fn: LossFn, count_fn: Callable[[Any], int]) -> LossFn:
-    """The same loss function, which raises where it returns a mean."""
+    """Returns the same loss function, with an error if it returns a mean."""
 
     def checked(model: nn.Module, batch: Any) -> Tensor:
         loss = loss_fn(model, batch)
-        with DisableTorchFunction():  # the engine's own check is no part of the forward
+        with DisableTorchFunction():  # the engine's own check is not a part of the forward
             if isinstance(loss, Tensor) and is_mean(loss):
                 check_sum(loss, count_fn(batch))
         return loss

@@ -10,22 +10,22 @@ from plait.forward.batch import batch_tensors
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one step; all but ``local_losses`` is the same on every rank."""
+    """The result of one step; all fields but ``local_losses`` are the same on every rank."""
 
     step: int
-    """Its number, from 0."""
+    """The number of the step, from 0."""
     loss: float
     """The global sum divided by the global count."""
     count: int
-    """Number of terms of the loss, over all ranks."""
+    """The number of terms of the loss, over all ranks."""
     local_losses: tuple[float, ...]
     """The sums of this data rank's microbatches."""
     grad_norm: float | None
-    """The global norm before clipping; None without clipping, or where no step was made."""
+    """The global norm before clipping; None without clipping, or if no step was made."""
     made: bool = field(default_factory=lambda: True)  # the class has no value that hides a late one
     """False if the step was skipped, on all ranks, because a loss or gradient was not finite."""
     stop: tuple[int, int] | None = None
-    """(rank, signal): a rank was asked to end by that signal, so all of them save and end after this step."""
+    """(rank, signal): that signal asked a rank to end, so all ranks save and end after this step."""
 
 
 @dataclass
@@ -43,9 +43,9 @@ class OpenStep:
 
 
 def whole_count(count: Any) -> int:
-    """A number of terms, as an int; ValueError for a fraction of one, or a number below 0."""
+    """Returns a number of terms as an int; raises ValueError for a fraction or a negative number."""
     if (number := int(count)) != count or number < 0:
-        raise ValueError(f"a count of {count}: it is how many terms the loss has, a whole number of 0 or more")
+        raise ValueError(f"a count of {count}: it is the number of terms of the loss, a whole number of 0 or more")
     return number
 
 
@@ -55,7 +55,7 @@ def num_samples(batch: Any) -> int:
         if tensor.dim() > 0:
             return tensor.size(0)
     raise ValueError(
-        f"no tensor found in the batch of type {type(batch).__name__}: the first dim of its first one tells the number "
+        f"no tensor found in the batch of type {type(batch).__name__}: the first dim of its first one gives the number "
         f"of samples. Give a tensor, or tuples, lists, dicts or dataclasses of them"
     )
 

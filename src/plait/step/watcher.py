@@ -12,11 +12,11 @@
     updated           new values are published, the step is over                 -
     discarded         the sums so far were thrown away                           -
 
-Where a gradient needs no message, autograd's own tensor becomes the sum (``zero/adopted.py``): until ``reduced`` the
+If a gradient needs no message, autograd's own tensor becomes the sum (``zero/adopted.py``): until ``reduced``, the
 ``gradient`` of its owner is empty.
 
-A world brings watchers for every engine that is built on it (``Comm.engine_watchers``); ``Engine(listener=...)`` adds
-one of the program.
+A world adds watchers to every engine that is built on it (``Comm.engine_watchers``); ``Engine(listener=...)`` adds one
+of the program's.
 """
 
 from collections.abc import Callable

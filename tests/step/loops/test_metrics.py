@@ -97,8 +97,8 @@ def test_a_metric_of_an_evaluation_is_the_plain_one(where: str) -> None:
         (lambda engine, rank: engine.sum({"a": 1, "b": 2} if rank else {"a": 1}), "sum different things"),
         (lambda engine, rank: engine.sum(1.0 if rank else 1), "sum different things"),
         (lambda engine, rank: engine.sum("loss"), "give numbers and tensors"),
-        (lambda engine, rank: engine.gather(torch.ones(2, 2 + rank)), "behind the first dim"),
-        (lambda engine, rank: engine.gather(torch.ones(2) if rank else None), "behind the first dim"),
+        (lambda engine, rank: engine.gather(torch.ones(2, 2 + rank)), "after the first dim"),
+        (lambda engine, rank: engine.gather(torch.ones(2) if rank else None), "after the first dim"),
         (lambda engine, rank: engine.gather(torch.ones(())), "a dim of samples"),
     ],
 )
